@@ -1,0 +1,223 @@
+"""What a cache stores, as frozen data: sides, presets and the `--kv` grammar.
+
+No framework is imported here: the MLX package, the torch track and `mlxkv fit` share this file.
+Letters: `R` stored dims per token, `page` tokens encoded together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from mlxkv.errors import UserError
+
+BITS = (2, 3, 4, 8)
+TRANSFORMS = ("none", "hadamard", "srft")
+
+
+@dataclass(frozen=True)
+class Full:
+    """Values kept as they come (16 bits in a 16-bit model)."""
+
+    @property
+    def label(self) -> str:
+        return "full precision"
+
+    def bits_per_value(self, dims: int, page: int) -> float:
+        """Stored bits per value at 16 bits a number."""
+        return 16.0
+
+    def why_not(self, dims: int, page: int) -> str | None:
+        """The reason why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
+        return None
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Uniform codes: `x ~ scale * code + bias`, one 16-bit scale (and bias) per group.
+
+    bits: bits per code, one of 2, 3, 4, 8.
+    group: values that share a scale. Along the stored dims for axis "token" (0: all of them);
+        along the tokens of a page for axis "channel" (0: the whole page).
+    symmetric: abs-max around zero, codes -(2^(b-1)-1) .. 2^(b-1)-1 (SRFT paper, section 4.1); no bias is stored.
+        Otherwise min-max with a stored bias.
+    """
+
+    bits: int
+    group: int = 64
+    symmetric: bool = False
+    axis: Literal["token", "channel"] = "token"
+
+    def __post_init__(self):
+        if self.bits not in BITS:
+            choices = ", ".join(map(str, BITS))
+            raise UserError(f"[Affine] unknown bits; got {self.bits}; choose from {choices}")
+        if self.axis not in ("token", "channel"):
+            raise UserError(f"[Affine] unknown axis; got {self.axis!r}; choose from token, channel")
+        if self.group < 0:
+            raise UserError(f"[Affine] group must be 0 or more; got {self.group}")
+
+    @property
+    def label(self) -> str:
+        shape = "symmetric" if self.symmetric else "min-max"
+        return f"int{self.bits} {shape}, group {self.group or 'all'} per {self.axis}"
+
+    def group_size(self, dims: int, page: int) -> int:
+        """Values per scale for `dims` stored dims and pages of `page` tokens."""
+        whole = dims if self.axis == "token" else page
+        return min(self.group or whole, whole)
+
+    def bits_per_value(self, dims: int, page: int) -> float:
+        """Stored bits per value: codes in whole 32-bit words, 16-bit scales and biases."""
+        words = -(-dims * self.bits // 32)
+        numbers = 1 if self.symmetric else 2
+        return 32 * words / dims + 16 * numbers / self.group_size(dims, page)
+
+    def why_not(self, dims: int, page: int) -> str | None:
+        """The reason why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
+        whole = dims if self.axis == "token" else page
+        size = self.group_size(dims, page)
+        if whole % size:
+            return f"{whole} {'dims' if self.axis == 'token' else 'tokens'} are no multiple of the group {size}"
+        return None
+
+
+Quantizer = Full | Affine
+
+
+@dataclass(frozen=True)
+class Side:
+    """How keys, or values, are stored: a transform, then a quantizer.
+
+    transform: "none", "hadamard" (sign-randomised, power-of-two head dims) or "srft" (every even head dim).
+    seed: seed of the random signs of the transform.
+    """
+
+    quantizer: Quantizer
+    transform: str = "none"
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.transform not in TRANSFORMS:
+            choices = ", ".join(TRANSFORMS)
+            raise UserError(f"[Side] unknown transform; got {self.transform!r}; choose from {choices}")
+
+    @property
+    def label(self) -> str:
+        prefix = "" if self.transform == "none" else f"{self.transform} + "
+        return prefix + self.quantizer.label
+
+    def why_not(self, head_dim: int, page: int) -> str | None:
+        """The reason why vectors of `head_dim` cannot be stored this way, or None."""
+        if self.transform == "hadamard" and head_dim & (head_dim - 1):
+            return f"hadamard needs a power-of-two head dim, this one is {head_dim} (srft takes any even one)"
+        if self.transform == "srft" and head_dim % 2:
+            return f"srft needs an even head dim, this one is {head_dim}"
+        return self.quantizer.why_not(head_dim, page)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """A whole cache: keys, values and the full-precision windows.
+
+    sink: first tokens kept in full precision. recent: last tokens kept in full precision (up to a page more).
+    page: tokens encoded together.
+    """
+
+    keys: Side
+    values: Side
+    sink: int = 64
+    recent: int = 64
+    page: int = 64
+
+    def __post_init__(self):
+        if self.page < 16 or self.page % 16:
+            raise UserError(f"[CacheConfig] page must be a multiple of 16; got {self.page}")
+        if self.sink < 0 or self.recent < 0:
+            raise UserError(f"[CacheConfig] windows must be 0 or more; got sink {self.sink}, recent {self.recent}")
+
+    @property
+    def compresses(self) -> bool:
+        return any(not isinstance(side.quantizer, Full) for side in (self.keys, self.values))
+
+    def why_not(self, key_dim: int, value_dim: int) -> str | None:
+        """The reason why heads of these dims cannot be stored, or None."""
+        for name, side, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
+            if reason := side.why_not(dim, self.page):
+                return f"{name}: {reason}"
+        return None
+
+    def bits_per_value(self, key_dim: int, value_dim: int) -> float:
+        """Stored bits per value inside the pages, windows left out."""
+        keys = self.keys.quantizer.bits_per_value(key_dim, self.page) * key_dim
+        values = self.values.quantizer.bits_per_value(value_dim, self.page) * value_dim
+        return (keys + values) / (key_dim + value_dim)
+
+    def as_dict(self) -> dict:
+        """Plain data, for headers of saved files; `from_dict` reads it back."""
+        data = asdict(self)
+        for name in ("keys", "values"):
+            data[name]["quantizer"]["method"] = type(getattr(self, name).quantizer).__name__.lower()
+        return data
+
+    @staticmethod
+    def from_dict(data: dict) -> CacheConfig:
+        """The inverse of `as_dict`. Raises UserError on anything else."""
+        methods = {"full": Full, "affine": Affine}
+        try:
+            sides = {}
+            for name in ("keys", "values"):
+                side = dict(data[name])
+                quantizer = dict(side.pop("quantizer"))
+                sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
+            return CacheConfig(**sides, sink=data["sink"], recent=data["recent"], page=data["page"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"[CacheConfig] not a cache configuration this version reads ({error})") from None
+
+
+FULL = Side(Full())
+
+
+def _both(bits: int, transform: str, group: int = 64, symmetric: bool = False) -> CacheConfig:
+    side = Side(Affine(bits, group, symmetric), transform)
+    return CacheConfig(side, side)
+
+
+PRESETS: dict[str, CacheConfig] = {
+    "fp16": CacheConfig(FULL, FULL),
+    # The best measured of each width.
+    "int8": _both(8, "none"),
+    "int4": _both(4, "srft"),
+    "int3": _both(3, "srft"),
+    "int2": _both(2, "srft", group=32),
+    # Plain min-max, the way mlx-lm's --kv-bits stores (group 64), no transform.
+    "naive-int8": _both(8, "none"),
+    "naive-int4": _both(4, "none"),
+    "naive-int3": _both(3, "none"),
+    "naive-int2": _both(2, "none"),
+    # Sign-randomised Hadamard (QuaRot).
+    "hadamard-int8": _both(8, "hadamard"),
+    "hadamard-int4": _both(4, "hadamard"),
+    "hadamard-int3": _both(3, "hadamard"),
+    "hadamard-int2": _both(2, "hadamard"),
+    # Sign-randomised FFT, abs-max per group of 32 (SRFT paper, section 7.1).
+    "srft-int8": _both(8, "srft", group=32, symmetric=True),
+    "srft-int4": _both(4, "srft", group=32, symmetric=True),
+    "srft-int3": _both(3, "srft", group=32, symmetric=True),
+    "srft-int2": _both(2, "srft", group=32, symmetric=True),
+}
+
+
+def parse_kv(text: str) -> CacheConfig:
+    """The configuration named by `--kv TEXT`: a preset, or `KEYS/VALUES` (`int8/int4`).
+
+    A pair takes the keys and windows of the first preset and the values of the second.
+    """
+    names = text.strip().split("/")
+    unknown = next((name for name in names if name not in PRESETS), None)
+    if unknown is not None or len(names) > 2:
+        choices = ", ".join(PRESETS)
+        raise UserError(f"[--kv] unknown preset; got {text!r}; choose from {choices}, or KEYS/VALUES such as int8/int4")
+    keys, values = PRESETS[names[0]], PRESETS[names[-1]]
+    windows = keys if keys.compresses else values
+    return CacheConfig(keys.keys, values.values, windows.sink, windows.recent, windows.page)
