@@ -18,10 +18,10 @@ import numpy as np
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
-from mlxkv.pages import Pages
+from mlxkv.pages import GROWTH, Pages
 
 STATE_VERSION = 1
-STEP = 256  # growth of the live window, as in mlx-lm's own cache
+STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
 Pair = tuple[mx.array, mx.array]
 
 
@@ -124,7 +124,8 @@ class CompressedKVCache:
     def _append(self, new: Pair) -> None:
         end = self._count + new[0].shape[2]
         if self._live is None or end > self._live[0].shape[2]:
-            capacity = min(self._room, -(-end // STEP) * STEP)
+            spare = max(end, self._count + self._count // GROWTH)
+            capacity = min(self._room, -(-spare // STEP) * STEP)
             grown = tuple(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype) for x in new)
             if self._count:
                 for buffer, old in zip(grown, self._read_live(), strict=True):
