@@ -67,18 +67,20 @@ def examine(
 
     label: the name of `config` in reports. The attention function must be rebound (`rebind.bind`).
     """
-    caches = make_cache()
-    plain = [place for place, cache in leaves(caches) if type(cache).__name__ == PLAIN]
-    refused = refusal([file.__name__ for file in files_of(model)], mlx_lm_version)
+    caches = leaves(make_cache())
+    plain = [place for place, cache in caches if type(cache).__name__ == PLAIN]
     shapes: dict[Place, Shape] = {}
-    reasons = dict.fromkeys(plain, refused or ASKED_FOR)
-    if config.compresses and not refused:
+    if not config.compresses:
+        reasons = {place: ASKED_FOR for place, _ in caches}
+    elif refused := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
+        reasons = dict.fromkeys(plain, refused)
+    else:
         found = probe(model, make_cache, plain)
         shapes, reasons = found.shapes, found.refused
 
     by_layer: dict[int, list[LayerReport]] = {}
     chosen = []
-    for place, cache in leaves(caches):
+    for place, cache in caches:
         report = _judge(place[0], cache, shapes.get(place), reasons.get(place), config, label)
         if report.compressed:
             chosen.append(place)
@@ -107,7 +109,7 @@ def _judge(
     if shape is not None:
         reason = config.why_not(shape.key_dim, shape.value_dim)
     if shape is None or reason:
-        return LayerReport(index, kind, False, rule.reason or reason or ASKED_FOR, grows=rule.grows)
+        return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)
     return LayerReport(index, kind, True, label, bits, OPS, True, *sizes)

@@ -35,6 +35,14 @@ class Handle:
     def __init__(self, cache: ProbeCache):
         self._cache = cache
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[B, G, T, D], as our view has it: one answer for keys and values."""
+        shape = self._cache.shape
+        if shape.key_dim != shape.value_dim:
+            raise Misuse("reads the shape of the cached keys or values, which differ in width")
+        return 1, shape.heads, self._cache.offset, shape.key_dim
+
     def attended(self, queries: mx.array, values: Handle) -> mx.array:
         """queries: [B, H, L, D] -> zeros [B, H, L, Dv]."""
         if type(values) is not Handle or values._cache is not self._cache:
