@@ -1,4 +1,5 @@
-"""Reads mlx-lm's model files and tells what each does with the keys and values that a cache returns."""
+"""Reads mlx-lm's model files and tells what each does with the keys and values that a cache
+returns."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ READABLE = {"shape"}  # what our view has in common with an array
 
 
 def misuses(source: str) -> list[str]:
-    """What the code in `source` does with fetched keys and values other than to pass them on, or to return them.
+    """What the code in `source` does with fetched keys and values other than to pass them on, or to
+    return them.
 
     A file that calls mx.fast attention and never the function that we rebind counts too.
     """
@@ -34,7 +36,11 @@ def misuses(source: str) -> list[str]:
 def families(folder: Path) -> dict[str, list[str]]:
     """Family (file name) -> misuses, for the families of mlx-lm that have any."""
     skip = {"base", "cache"}
-    found = {file.stem: misuses(file.read_text()) for file in folder.glob("*.py") if file.stem not in skip}
+    found = {
+        file.stem: misuses(file.read_text())
+        for file in folder.glob("*.py")
+        if file.stem not in skip
+    }
     return {family: list_ for family, list_ in found.items() if list_}
 
 
@@ -62,7 +68,8 @@ def _only_names(node: ast.AST) -> bool:
 
 
 class _Flow:
-    """Follows the names that hold fetched keys and values through one function, statement by statement."""
+    """Follows the names that hold fetched keys and values through one function, statement by
+    statement."""
 
     def __init__(self):
         self.found: list[str] = []

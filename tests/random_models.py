@@ -1,4 +1,5 @@
-"""Tiny models of many families with random float32 weights, for tests of the seam and of loading."""
+"""Tiny models of many families with random float32 weights, for tests of the seam and of
+loading."""
 
 from __future__ import annotations
 
@@ -106,7 +107,9 @@ FAMILIES: dict[str, dict] = {
     "phi3": NARROW,
     "olmo2": {},
     "gemma3_text": {"num_hidden_layers": 4, "sliding_window": 16, "sliding_window_pattern": 2},
-    "gemma3": {"text_config": {"sliding_window": 16, "sliding_window_pattern": 2, "num_hidden_layers": 4}},
+    "gemma3": {
+        "text_config": {"sliding_window": 16, "sliding_window_pattern": 2, "num_hidden_layers": 4}
+    },
     "gpt_oss": EXPERTS | {"num_hidden_layers": 4, "sliding_window": 16, "layer_types": WINDOWS},
     "gemma3n": {"text_config": GEMMA3N},
     "gemma4_text": GEMMA4,
@@ -114,12 +117,26 @@ FAMILIES: dict[str, dict] = {
     "jamba": NARROW | MAMBA,
     "falcon_h1": FALCON_H1,
     "deepseek_v2": LATENT_ATTENTION | {"num_key_value_heads": 4},
-    "minicpm3": LATENT_ATTENTION | {"dim_model_base": 32, "scale_depth": 1.0, "scale_emb": 1.0},
-    "afm7": {"hidden_dim": 256, "num_layers": 3, "num_kv_reuse_layers": 1, "num_heads": 4, "num_kv_heads": 2},
+    "minicpm3": NARROW
+    | LATENT_ATTENTION
+    | {"dim_model_base": 32, "scale_depth": 1.0, "scale_emb": 1.0},
+    "afm7": {
+        "hidden_dim": 256,
+        "num_layers": 3,
+        "num_kv_reuse_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    },
     "iquestloopcoder": {"loop_window_size": 16},
     # ------------------------------------------------------------------------------------------
     "gemma2": {},
-    "stablelm": NARROW | {"layer_norm_eps": 1e-5, "rope_theta": 1e4, "use_qkv_bias": False, "partial_rotary_factor": 0.5},
+    "stablelm": NARROW
+    | {
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "use_qkv_bias": False,
+        "partial_rotary_factor": 0.5,
+    },
     "phi3small": NARROW
     | {
         "num_hidden_layers": 4,
@@ -140,7 +157,8 @@ FAMILIES: dict[str, dict] = {
         "time_step_limit": (0.0, 1e3),
         "time_step_rank": "auto",
     },
-    "deepseek_v3": LATENT_ATTENTION | {"num_key_value_heads": 4, "n_routed_experts": None, "first_k_dense_replace": 2},
+    "deepseek_v3": LATENT_ATTENTION
+    | {"num_key_value_heads": 4, "n_routed_experts": None, "first_k_dense_replace": 2},
 }
 
 
@@ -148,7 +166,11 @@ def config_of(family: str) -> dict:
     """A config.json for a tiny model of `family`."""
     extra = FAMILIES[family]
     if "text_config" in extra:
-        return {"model_type": family, "vocab_size": VOCAB, "text_config": {**BASE, "model_type": family, **extra["text_config"]}}
+        return {
+            "model_type": family,
+            "vocab_size": VOCAB,
+            "text_config": {**BASE, "model_type": family, **extra["text_config"]},
+        }
     return {**BASE, "model_type": family, **extra}
 
 

@@ -56,7 +56,9 @@ def test_logits_are_equal_bit_for_bit_inside_the_window(family):
     plain, spoken = logits(model, text), steps(model, text)
     reports = attach(model, "naive-int4")
     assert any(report.compressed for report in reports)
-    assert any("Compressed" in type(c).__name__ or hasattr(c, "caches") for c in make_prompt_cache(model))
+    assert any(
+        "Compressed" in type(c).__name__ or hasattr(c, "caches") for c in make_prompt_cache(model)
+    )
     assert mx.array_equal(logits(model, text), plain)
     assert steps(model, text) == spoken
     assert steps(model, text, prefill_step_size=7) == steps(model, text)
@@ -144,7 +146,9 @@ def test_a_patch_made_after_ours_stays(monkeypatch):
 def test_strict_refuses_and_leaves_no_trace():
     model = random_model("gemma2")
     before = dict(vars(model))
-    with pytest.raises(UserError, match=r"layers 0-1 of gemma2 stay in full precision; got int4; gemma2: "):
+    with pytest.raises(
+        UserError, match=r"layers 0-1 of gemma2 stay in full precision; got int4; gemma2: "
+    ):
         attach(model, "int4", strict=True)
     assert dict(vars(model)) == before
 
@@ -192,7 +196,9 @@ def test_speculative_decoding(kv):
     alone = steps(model, text, 24)
     drafted = speculative_generate_step(text, model, draft, num_draft_tokens=3, max_tokens=24)
     spoken = [int(token) for token, *_ in drafted]
-    same = next((i for i, pair in enumerate(zip(spoken, alone, strict=True)) if len(set(pair)) > 1), 24)
+    same = next(
+        (i for i, pair in enumerate(zip(spoken, alone, strict=True)) if len(set(pair)) > 1), 24
+    )
     # Drafts are verified several tokens at a time: past the window pages seal at other moments.
     assert same == 24 if kv is INT4 else same >= 4
     for each in (model, draft):
@@ -211,7 +217,9 @@ def test_prompt_caches_save_and_load_by_mlx_lm(family, kv, tmp_path):
     loaded, metadata = mlx_cache.load_prompt_cache(path, return_metadata=True)
     assert metadata == {"model": family}
     assert [type(c) for c in loaded] == [type(c) for c in cache]
-    assert mx.array_equal(model(text[None, 100:], cache=loaded), model(text[None, 100:], cache=cache))
+    assert mx.array_equal(
+        model(text[None, 100:], cache=loaded), model(text[None, 100:], cache=cache)
+    )
     detach(model)
 
 

@@ -31,7 +31,7 @@ def attention(self, x, mask, cache):
         keys, values = cache.update_and_fetch(keys, values)
     else:
         keys = self.rope(keys)
-    output = scaled_dot_product_attention(q.astype(f32), keys, values, cache=cache, scale=1.0, mask=mask)
+    output = scaled_dot_product_attention(q.astype(f32), keys, values, cache=cache, mask=mask)
     return output, (keys, values), keys.shape
 """
     assert misuses(good) == []
@@ -115,11 +115,13 @@ def test_layers_that_compute_on_keys_are_found_by_the_dry_run(reports):
 def test_a_head_dim_that_a_preset_cannot_store_is_said(reports):
     with pytest.warns(UserWarning, match="power-of-two"):
         found = attach(random_model("llama", head_dim=80), "hadamard-int4")
-    assert "hadamard needs a power-of-two head dim, this one is 80" in found[0].reason
+    assert "hadamard needs a power-of-two head dim; got 80" in found[0].reason
 
 
 def test_full_precision_is_quiet(reports):
-    assert summarise(reports("llama", "fp16")) == ["layers 0-1 (full attention): full precision, as asked for"]
+    assert summarise(reports("llama", "fp16")) == [
+        "layers 0-1 (full attention): full precision, as asked for"
+    ]
     for family in ("gemma2", "mamba2", "gemma3_text"):
         assert all(line.endswith("as asked for") for line in summarise(reports(family, "fp16")))
 

@@ -1,7 +1,8 @@
 """The only code that touches mlx-lm's insides: names, loading, attaching, rules per layer.
 
-Importing this package imports no framework; `load`, `attach` and `detach` bring one in when they are first asked for.
-(No file here is called load or attach: a module of that name would hide the function.)
+Importing this package imports no framework; `load`, `attach` and `detach` bring one in when they
+are first asked for. (No file here is called load or attach: a module of that name would hide the
+function.)
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlxkv.models.seam import attach, detach
     from mlxkv.models.layers import LayerReport, summarise
     from mlxkv.models.loader import Loaded, context_limit, load
+    from mlxkv.models.seam import attach, detach
 
 _HOME = {
     "attach": "seam",

@@ -20,7 +20,8 @@ DEFAULT = "tiny"
 class Source:
     """Where a model comes from: a folder on this machine, or `owner/name` on the Hugging Face hub.
 
-    planted: the weights get outlier channels planted while loading (the same function, harder to compress).
+    planted: the weights get outlier channels planted while loading (the same function, harder to
+    compress).
     """
 
     name: str
@@ -61,7 +62,8 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 def resolve(name: str) -> Source:
     """The source of `name`: an alias, a folder on this machine, or `owner/name` on the hub.
 
-    An alias wins over a folder of the same name; write `./tiny` for the folder. Raises UserError for anything else.
+    An alias wins over a folder of the same name; write `./tiny` for the folder. Raises UserError
+    for anything else.
     """
     text = name.strip()
     if text in EMBEDDED:
@@ -72,12 +74,16 @@ def resolve(name: str) -> Source:
     if text and folder.is_dir():
         return Source(text, folder=folder)
     if folder.is_file():
-        raise UserError(f"[--model] a model is a folder in the hub's format; got the file {text}; name its folder")
+        raise UserError(
+            f"[--model] a model is a folder in the hub's format; got the file {text}; name its "
+            "folder"
+        )
     if REPO.fullmatch(text):
         return Source(text, repo=text)
     choices = [*EMBEDDED, *HUB]
     close = get_close_matches(text.lower(), choices, n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
-        f"[--model] no such model; got {text!r}; {hint}choose from {', '.join(choices)}, a folder, or owner/name on the hub"
+        f"[--model] no such model; got {text!r}; {hint}choose from {', '.join(choices)}, a folder, "
+        "or owner/name on the hub"
     )

@@ -1,4 +1,4 @@
-"""A model folder in the hub's format, checked before the heavy work: every fault is one line that says what to do.
+"""A model folder in the hub's format, checked before the heavy work: every fault is one line.
 
 No framework is imported here: this reads JSON and the first bytes of weight files only.
 """
@@ -31,7 +31,10 @@ def check(path: Path) -> Folder:
     """Check the folder at `path`. Raises UserError for the first fault found."""
     config = _json(path / "config.json")
     if not isinstance(config.get("model_type"), str):
-        raise UserError(f"[load] config.json names no model_type; got {path / 'config.json'}; is this a language model?")
+        raise UserError(
+            f"[load] config.json names no model_type; got {path / 'config.json'}; is this a "
+            "language model?"
+        )
     if "model_file" in config:
         raise UserError(
             f"[load] this model wants to run code of its own ({config['model_file']}); got {path}; "
@@ -41,7 +44,8 @@ def check(path: Path) -> Folder:
     for file in weights:
         check_safetensors(file)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"[load] the tokenizer is missing; got {path}; it needs one of {', '.join(TOKENIZER_FILES)}")
+        needed = ", ".join(TOKENIZER_FILES)
+        raise UserError(f"[load] the tokenizer is missing; got {path}; it needs one of {needed}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (path / name).is_file():
             _json(path / name)
@@ -52,13 +56,23 @@ def _json(file: Path) -> dict:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"[load] {file.name} is missing; got {file.parent}; choose a model folder in the hub's format") from None
+        raise UserError(
+            f"[load] {file.name} is missing; got {file.parent}; choose a model folder in the hub's "
+            "format"
+        ) from None
     except OSError as error:
-        raise UserError(f"[load] {file.name} cannot be read ({error.strerror}); got {file}; check the file") from None
+        raise UserError(
+            f"[load] {file.name} cannot be read ({error.strerror}); got {file}; check the file"
+        ) from None
     except ValueError as error:  # bad JSON or bad UTF-8
-        raise UserError(f"[load] {file.name} is not valid JSON ({error}); got {file}; fetch the file again") from None
+        raise UserError(
+            f"[load] {file.name} is not valid JSON ({error}); got {file}; fetch the file again"
+        ) from None
     if not isinstance(data, dict):
-        raise UserError(f"[load] {file.name} is not a JSON object; got a {type(data).__name__} in {file}; fetch it again")
+        raise UserError(
+            f"[load] {file.name} is not a JSON object; got a {type(data).__name__} in {file}; "
+            "fetch it again"
+        )
     return data
 
 
@@ -69,18 +83,27 @@ def _weights(path: Path) -> list[Path]:
         named = set(table.values()) if isinstance(table, dict) else set()
         if missing := sorted(named - {file.name for file in files}):
             raise UserError(
-                f"[load] {len(missing)} of {len(named)} weight files are missing; got {path} without {missing[0]}; "
+                f"[load] {len(missing)} of {len(named)} weight files are missing; got {path} "
+                f"without {missing[0]}; "
                 "fetch the model again"
             )
     if files:
         return files
-    others = sorted(f.name for f in path.iterdir() if f.suffix in (".bin", ".gguf", ".pth", ".safetensors"))
+    others = sorted(
+        f.name for f in path.iterdir() if f.suffix in (".bin", ".gguf", ".pth", ".safetensors")
+    )
     what = f"only {others[0]}" if others else "no weights at all"
-    raise UserError(f"[load] model*.safetensors is missing; got {what} in {path}; convert the model with mlx_lm.convert")
+    raise UserError(
+        f"[load] model*.safetensors is missing; got {what} in {path}; convert the model with "
+        "mlx_lm.convert"
+    )
 
 
 def check_safetensors(file: Path) -> dict:
-    """Compare the header of a safetensors file with its size. Returns the header. Raises UserError if they disagree."""
+    """Compare the header of a safetensors file, which is returned, with its size.
+
+    Raises UserError if they disagree.
+    """
 
     def broken(what: str) -> UserError:
         return UserError(f"[load] {file.name} is broken: {what}; got {file}; fetch the file again")
@@ -110,8 +133,9 @@ def check_safetensors(file: Path) -> dict:
 def fingerprint(folder: Folder, planted: bool = False) -> str:
     """16 hex digits that tell this model from others, in milliseconds even for large files.
 
-    Hashed: the configuration, the headers of all weight files (names, shapes, types), 64 KiB at both ends of their
-    data, the ends of the tokenizer files, and whether outliers are planted (keys differ then).
+    Hashed: the configuration, the headers of all weight files (names, shapes, types), 64 KiB at
+    both ends of their data, the ends of the tokenizer files, and whether outliers are planted (keys
+    differ then).
     """
     digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
     digest.update(b"planted" if planted else b"plain")

@@ -1,4 +1,4 @@
-"""Which layers of a model are compressed, and why the others are not: one report per layer, never silence."""
+"""Which layers of a model are compressed, and why the others are not: never silence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ OPS, FAST = "plain ops", "mx.fast"
 class LayerReport:
     """What happens to the cache of one layer.
 
-    index: position in the model's list of caches (its layers, less those that have no cache of their own).
+    index: position in the model's list of caches (its layers, less those that have no cache of
+    their own).
     kind: what sort of layer it is. reason: the preset if compressed, else why not.
     bits_per_value: stored bits per value inside the pages, 16 for what is kept in full precision.
     kernel: what computes attention. grows: the cache grows with the context.
@@ -43,7 +44,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a cache class of mlx-lm says about its layer; `{...}` in kind are attributes of the cache."""
+    """What a cache class of mlx-lm says of its layer; `{...}` is an attribute of the cache."""
 
     kind: str
     grows: bool
@@ -63,7 +64,8 @@ RULES = {
 def examine(
     model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, label: str
 ) -> tuple[list[LayerReport], list[Place]]:
-    """Decide for every cache of `make_cache()`. Returns one report each, and the places to fill with ours.
+    """Decide for every cache of `make_cache()`. Returns one report each, and the places to fill
+    with ours.
 
     label: the name of `config` in reports. The attention function must be rebound (`rebind.bind`).
     """
@@ -116,7 +118,7 @@ def _judge(
 
 
 def _merge(parts: list[LayerReport]) -> LayerReport:
-    """One report for a layer with several caches: what is said of the one that grows, if there is one."""
+    """One report for a layer with several caches: that of the one that grows, if there is one."""
     if len(parts) == 1:
         return parts[0]
     growing = [part for part in parts if part.grows] or parts
@@ -125,7 +127,7 @@ def _merge(parts: list[LayerReport]) -> LayerReport:
 
 
 def left_out(reports: list[LayerReport]) -> list[LayerReport]:
-    """The layers that grow with the context and stay in full precision though compression was asked for."""
+    """The layers that grow and stay in full precision, though compression was asked for."""
     return [r for r in reports if r.grows and not r.compressed and r.reason != ASKED_FOR]
 
 
@@ -138,7 +140,11 @@ def summarise(reports: list[LayerReport]) -> list[str]:
         groups.setdefault(key, []).append(r.index)
     for (kind, compressed, reason, bits, kernel), indices in groups.items():
         name = "layer" if len(indices) == 1 else "layers"
-        what = f"{reason}, {bits:.3g} bits per value, {kernel}" if compressed else f"full precision, {reason}"
+        what = (
+            f"{reason}, {bits:.3g} bits per value, {kernel}"
+            if compressed
+            else f"full precision, {reason}"
+        )
         lines.append(f"{name} {ranges(indices)} ({kind}): {what}")
     if silent := nothing_compressed(reports):
         lines.insert(0, silent)

@@ -1,4 +1,4 @@
-"""Load a model by name and attach a compressed cache to it, with everything that may be wrong checked first."""
+"""Load a model by name, with all that may be wrong checked first, and attach a cache to it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models.aliases import DEFAULT, resolve
 from mlxkv.models.folder import Folder, check, fingerprint
-from mlxkv.models.hub import fetch
+from mlxkv.models.hub import fetch, first_line
 from mlxkv.models.layers import LayerReport, summarise
 from mlxkv.models.seam import attach
 
-DTYPES: dict[str, mx.Dtype] = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+DTYPES: dict[str, mx.Dtype] = {
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+}
 
 
 @dataclass
 class Loaded:
     """A model that is ready to run.
 
-    name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache stores, and its
-    name. layers: one report per cache. dtype: of the activations. fingerprint: tells this model from others.
-    context: the longest context the model was made for, in tokens, or None. notes: lines to show beside the layers.
+    name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the
+    cache stores, and its name. layers: one report per cache. dtype: of the activations.
+    fingerprint: tells this model from others.
+    context: the longest context the model was made for, in tokens, or None. notes: lines to show
+    beside the layers.
     """
 
     model: nn.Module
@@ -48,20 +54,30 @@ class Loaded:
         return summarise(self.layers) + self.notes
 
 
-def load(name: str = DEFAULT, kv: str | CacheConfig = "fp16", strict: bool = False, dtype: str | None = None) -> Loaded:
+def load(
+    name: str = DEFAULT,
+    kv: str | CacheConfig = "fp16",
+    strict: bool = False,
+    dtype: str | None = None,
+) -> Loaded:
     """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names.
 
-    strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not quantised; by default
-    as stored, except that 16-bit weights become float32 where there is no GPU.
+    strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
+    quantised; by default as stored, except that 16-bit weights become float32 where there is no
+    GPU.
 
-    Raises UserError, before anything heavy is done where that is possible, and MachineError for a full disk.
+    Raises UserError, before anything heavy is done where that is possible, and MachineError for a
+    full disk.
     """
-    config = parse_kv(kv) if isinstance(kv, str) else kv  # first: a typing mistake must not cost a download
+    # First of all: a typing mistake must not cost a download.
+    config = parse_kv(kv) if isinstance(kv, str) else kv
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
     source = resolve(name)
     if source.folder is not None and not source.folder.is_dir():
-        raise UserError(f"[load] the embedded model is not installed; got {source.folder}; reinstall mlxkv")
+        raise UserError(
+            f"[load] the embedded model is not installed; got {source.folder}; reinstall mlxkv"
+        )
     folder = check(source.folder or fetch(source.repo))
     model, full_config = _model(folder)
     notes = _set_dtype(model, dtype)
@@ -90,7 +106,7 @@ def load(name: str = DEFAULT, kv: str | CacheConfig = "fp16", strict: bool = Fal
 
 
 def _model(folder: Folder) -> tuple[nn.Module, dict]:
-    """The model with its weights, not evaluated yet, and the configuration as mlx-lm completes it."""
+    """The model, its weights not evaluated yet, and the configuration as mlx-lm completes it."""
     from mlx_lm.utils import _get_classes, load_model
 
     kind = folder.config["model_type"]
@@ -98,17 +114,16 @@ def _model(folder: Folder) -> tuple[nn.Module, dict]:
         _get_classes(folder.config)
     except ValueError:
         raise UserError(
-            f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in {folder.path}; "
-            "choose a model that mlx-lm supports, or a newer mlx-lm"
+            f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in "
+            f"{folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
         ) from None
     try:
         return load_model(folder.path, lazy=True)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError) as error:
         # Whatever is wrong with the files shows here as any of these, with mlx-lm's words for it.
-        what = (str(error).strip().splitlines() or [""])[0][:160]
         raise UserError(
-            f"[load] configuration and weights do not fit together ({type(error).__name__}: {what}); got a {kind} in "
-            f"{folder.path}; fetch the model again"
+            f"[load] configuration and weights do not fit together ({type(error).__name__}: "
+            f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
         ) from error
 
 
@@ -116,16 +131,18 @@ def _tokenizer(folder: Folder, config: dict):
     from mlx_lm.utils import load_tokenizer
 
     try:
-        return load_tokenizer(folder.path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id"))
+        return load_tokenizer(
+            folder.path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
+        )
     except Exception as error:  # the tokenizer libraries raise bare Exception
-        what = (str(error).strip().splitlines() or [""])[0][:160]
         raise UserError(
-            f"[load] the tokenizer cannot be loaded ({type(error).__name__}: {what}); got {folder.path}; fetch the model again"
+            f"[load] the tokenizer cannot be loaded ({type(error).__name__}: "
+            f"{first_line(error)}); got {folder.path}; fetch the model again"
         ) from error
 
 
 def _set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
-    """Convert the weights if asked, or if 16 bits would be slow here. Returns what to tell the user."""
+    """Convert the weights if asked, or if 16 bits are slow here. Returns what to tell the user."""
     have = _dtype(model)
     if wanted is not None:
         model.set_dtype(DTYPES[wanted])
@@ -133,19 +150,31 @@ def _set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
     if have == mx.float32 or mx.default_device() != mx.Device(mx.cpu):
         return []
     model.set_dtype(mx.float32)
-    return [f"no GPU: {str(have).split('.')[-1]} weights run as float32, which is faster here (--dtype overrides)"]
+    return [
+        f"no GPU: {str(have).split('.')[-1]} weights run as float32, which is faster here (--dtype "
+        "overrides)"
+    ]
 
 
 def _dtype(model: nn.Module) -> mx.Dtype:
     """The floating type that most layers keep (for quantised weights, that of their scales)."""
-    kinds = [x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)]
+    kinds = [
+        x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)
+    ]
     return max(set(kinds), key=kinds.count, default=mx.float32)
 
 
 def context_limit(config: dict) -> int | None:
-    """The longest context, in tokens, that a config.json was made for, or None if it does not say."""
+    """The longest context, in tokens, that a config.json was made for; None if it does not say."""
     text = {**config, **(config.get("text_config") or {})}
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+    names = (
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "max_sequence_length",
+        "seq_length",
+        "n_ctx",
+    )
     limit = next((int(text[name]) for name in names if isinstance(text.get(name), int)), None)
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if limit is None or not isinstance(scaling, dict):

@@ -1,7 +1,8 @@
 """A dry run of a model that finds what each cache would hold, without computing anything.
 
-MLX is lazy: calling the model builds a graph that is thrown away. Caches hand out a `Handle` in place of keys and
-values, so the run also shows whether the model's code treats them as anything but something to pass to attention.
+MLX is lazy: calling the model builds a graph that is thrown away. Caches hand out a `Handle` in
+place of keys and values, so the run also shows whether the model's code treats them as anything but
+something to pass to attention.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ class Misuse(AttributeError):
 
 @dataclass(frozen=True)
 class Shape:
-    """What one cache stores per token: `heads` kv heads of `key_dim` + `value_dim` numbers of `dtype`."""
+    """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers."""
 
     heads: int
     key_dim: int
     value_dim: int
-    dtype: mx.Dtype
 
 
 class Handle:
@@ -64,7 +64,7 @@ class ProbeCache:
         self.waiting = False  # handed out, not attended yet
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        self.shape = Shape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        self.shape = Shape(keys.shape[1], keys.shape[3], values.shape[3])
         self.offset += keys.shape[2]
         self.waiting = True
         return self.keys_and_values()
@@ -90,9 +90,11 @@ class Findings:
 
 
 def probe(model, make_cache: Callable[[], list], places: list[Place]) -> Findings:
-    """Find out for the caches at `places` (plain KV caches of `make_cache()`) what they hold and if we can replace them.
+    """Find out for the caches at `places` (plain KV caches of `make_cache()`) what they hold and if
+    we can replace them.
 
-    The name of the attention function must be rebound already. Whatever goes wrong becomes a reason, never an error.
+    The name of the attention function must be rebound already. Whatever goes wrong becomes a
+    reason, never an error.
     """
     found = Findings({}, {})
     while left := [place for place in places if place not in found.refused]:

@@ -1,4 +1,4 @@
-"""The one name that is rebound in mlx-lm's model files, counted so that every rebinding can be undone exactly."""
+"""Rebinds one name in mlx-lm's model files, and counts, so that it can be undone exactly."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _bound: dict[Slot, _Bound] = {}
 
 
 def files_of(model: nn.Module) -> list[ModuleType]:
-    """The Python modules that define the classes of `model` and of its layers, base classes included."""
+    """The Python modules that define the classes of `model` and its layers, bases included."""
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 
 
 def bind(model: nn.Module) -> list[Slot]:
-    """Send attention over our views to `attend` in every file of `model`; other calls go where they went.
+    """Send attention over our views to `attend` in every file of `model`.
 
-    Returns the slots to `release` later.
+    Other calls go where they went. Returns the slots to `release` later.
     """
     slots = []
     for file in files_of(model):
@@ -92,6 +92,8 @@ def through(original):
     return scaled_dot_product_attention
 
 
-def _attend(queries, view, values, cache=None, scale: float = 1.0, mask=None, sinks=None) -> mx.array:
+def _attend(
+    queries, view, values, cache=None, scale: float = 1.0, mask=None, sinks=None
+) -> mx.array:
     """mlx-lm's signature. `cache` is not used: the view knows what it holds."""
     return attend(queries, view, scale, mask=mask, sinks=sinks)

@@ -1,7 +1,8 @@
-"""Families of mlx-lm that cannot be compressed, by the name of their file in `mlx_lm/models`, with the reason.
+"""Families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, with the reason.
 
-A family can be compressed if all it does with what `cache.update_and_fetch` returns is to pass it on to
-`scaled_dot_product_attention`, or to a later layer. A test finds this table anew in the source of the installed mlx-lm.
+A family can be compressed if all it does with what `cache.update_and_fetch` returns is to pass it
+on to `scaled_dot_product_attention`, or to a later layer. A test finds this table anew in the
+source of the installed mlx-lm.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ REFUSED: dict[str, str] = {
     "stablelm": ARRAYS.format("casts them to float32"),
 }
 
-# Layers that reuse the keys of another layer read `cache.state` before 0.32, and `keys_and_values()` since.
+# Layers that reuse another layer's keys read its `.state` before 0.32, `keys_and_values()` since.
 REFUSED_BEFORE_0_32: dict[str, str] = {
     "afm7": ARRAYS.format("reads the state of a cache of another layer"),
     "gemma3n": ARRAYS.format("reads the state of a cache of another layer"),
 }
 
-# Only some configurations or layers are affected, or a helper does the passing on: the dry run tells which.
+# Some configurations or layers only, or a helper does the passing on: the dry run tells which.
 DEPENDS: dict[str, str] = {
     "gear": OWN_SOFTMAX.format("logit soft-capping, if the configuration has it"),
     "iquestloopcoder": "hands keys and values to a helper that calls the attention function",
@@ -47,7 +48,7 @@ DEPENDS: dict[str, str] = {
 
 
 def refusal(files: list[str], mlx_lm_version: str) -> str | None:
-    """Why a model whose classes live in `files` (`mlx_lm.models.llama`, ...) cannot be compressed, or None."""
+    """Why a model with classes in `files` (`mlx_lm.models.llama`) cannot be compressed, or None."""
     table = REFUSED
     if tuple(int(part) for part in mlx_lm_version.split(".")[:2]) < (0, 32):
         table = REFUSED | REFUSED_BEFORE_0_32

@@ -1,7 +1,7 @@
-"""The seam into mlx-lm: `attach` gives a loaded model compressed caches, `detach` takes them away without a trace.
+"""The seam into mlx-lm: `attach` gives a model compressed caches, `detach` takes them away.
 
-After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so everything in mlx-lm that makes
-or takes a prompt cache runs on them unchanged.
+After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so everything in
+mlx-lm that makes or takes a prompt cache runs on them unchanged.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ _MAKE = "make_cache"
 
 @dataclass(frozen=True)
 class _Attachment:
-    """What `attach` changed, to be put back. before: the instance's own make_cache, if it had one."""
+    """What `attach` changed. before: the instance's own make_cache, if it had one."""
 
     slots: list[Slot]
     before: Callable[[], list] | None
 
 
 def attach(model: nn.Module, kv: str | CacheConfig, strict: bool = False) -> list[LayerReport]:
-    """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair, or a configuration.
+    """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair,
+    or a configuration.
 
-    Returns one report per cache. Attaching again replaces what was attached. A configuration that compresses nothing
-    (`fp16`) leaves mlx-lm's own caches. The `max_kv_size` of make_prompt_cache has no effect on an attached model.
+    Returns one report per cache. Attaching again replaces what was attached. A configuration that
+    compresses nothing (`fp16`) leaves mlx-lm's own caches. The `max_kv_size` of make_prompt_cache
+    has no effect on an attached model.
 
-    Raises UserError for an unknown preset; with `strict` also if any layer whose cache grows with the context would stay
-    in full precision. Then the model is left as it was. Without `strict`, warns if nothing at all is compressed.
+    Raises UserError for an unknown preset; with `strict` also if any layer whose cache grows with
+    the context would stay in full precision. Then the model is left as it was. Without `strict`,
+    warns if nothing at all is compressed.
     """
     config = parse_kv(kv) if isinstance(kv, str) else kv
     label = kv.strip() if isinstance(kv, str) else f"{config.keys.label} / {config.values.label}"
@@ -100,6 +103,7 @@ def _insist(model: nn.Module, reports: list[LayerReport], label: str) -> None:
     name = getattr(model, "model_type", type(model).__name__)
     where = ranges([report.index for report in out])
     raise UserError(
-        f"[--kv-strict] layers {where} of {name} stay in full precision; got {label}; {out[0].reason}; "
+        f"[--kv-strict] layers {where} of {name} stay in full precision; got {label}; "
+        f"{out[0].reason}; "
         "choose another preset, or leave --kv-strict out"
     )
