@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model
 from model_folders import WEIGHTS, error_of, folder, save, saved
@@ -32,6 +33,24 @@ def test_a_folder_loads_and_is_attached(folder):
     detach(loaded.model)
     text = tokens(12)[None]
     assert mx.array_equal(loaded.model(text), random_model("llama")(text))
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int4", "int8/int4"])
+def test_generating_text_by_mlx_lm(folder, kv):
+    loaded = load(str(folder), kv)
+    options = {"max_tokens": 6, "prompt": "w3 w5 w7 w9"}
+    replies = list(stream_generate(loaded.model, loaded.tokenizer, **options))
+    assert replies[-1].generation_tokens <= 6 and replies[-1].prompt_tokens == 4
+    text = "".join(reply.text for reply in replies)
+    assert generate(loaded.model, loaded.tokenizer, **options) == text
+    detach(loaded.model)
+
+
+def test_a_configuration_in_place_of_a_name(folder):
+    loaded = load(str(folder), PRESETS["srft-int4"])
+    assert loaded.kv_name == loaded.layers[0].reason
+    assert loaded.kv_name.startswith("srft + int4 symmetric")
+    detach(loaded.model)
 
 
 def test_16_bit_weights_become_float32_where_there_is_no_gpu(tmp_path):

@@ -16,7 +16,7 @@ from mlxkv.models.aliases import DEFAULT, resolve
 from mlxkv.models.folder import Folder, check, fingerprint
 from mlxkv.models.hub import fetch, first_line
 from mlxkv.models.layers import LayerReport, summarise
-from mlxkv.models.seam import attach
+from mlxkv.models.seam import attach, name_of
 
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
@@ -96,7 +96,7 @@ def load(
         path=folder.path,
         config=folder.config,
         kv=config,
-        kv_name=kv.strip() if isinstance(kv, str) else "custom",
+        kv_name=name_of(kv),
         layers=layers,
         dtype=_dtype(model),
         fingerprint=fingerprint(folder, source.planted),

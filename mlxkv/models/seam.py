@@ -44,8 +44,7 @@ def attach(model: nn.Module, kv: str | CacheConfig, strict: bool = False) -> lis
     the context would stay in full precision. Then the model is left as it was. Without `strict`,
     warns if nothing at all is compressed.
     """
-    config = parse_kv(kv) if isinstance(kv, str) else kv
-    label = kv.strip() if isinstance(kv, str) else f"{config.keys.label} / {config.values.label}"
+    config, label = parse_kv(kv) if isinstance(kv, str) else kv, name_of(kv)
     own = _own_make_cache(model)
     slots = bind(model)
     try:
@@ -72,6 +71,11 @@ def attach(model: nn.Module, kv: str | CacheConfig, strict: bool = False) -> lis
     setattr(model, _MARK, attachment)
     setattr(model, _MAKE, make_cache)
     return reports
+
+
+def name_of(kv: str | CacheConfig) -> str:
+    """What reports call `kv`: its own name, or what its sides do."""
+    return kv.strip() if isinstance(kv, str) else f"{kv.keys.label} / {kv.values.label}"
 
 
 def detach(model: nn.Module) -> None:
