@@ -108,6 +108,5 @@ def _insist(model: nn.Module, reports: list[LayerReport], label: str) -> None:
     where = ranges([report.index for report in out])
     raise UserError(
         f"[--kv-strict] layers {where} of {name} stay in full precision; got {label}; "
-        f"{out[0].reason}; "
-        "choose another preset, or leave --kv-strict out"
+        f"{out[0].reason}; choose another preset, or leave --kv-strict out"
     )
