@@ -47,6 +47,11 @@ class View:
         return sink + self.paged_tokens + self.live[0].shape[2]
 
     @property
+    def dtype(self) -> mx.Dtype:
+        """Of the keys, for models that read it."""
+        return self.live[0].dtype
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """[B, G, T, D] of the keys, for models that read it."""
         batch, heads, _, dims = self.live[0].shape

@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 
 ATTENTION = "scaled_dot_product_attention"
-READABLE = {"shape"}  # what our view has in common with an array
+READABLE = {"shape", "dtype"}  # what our view has in common with an array
 
 
 def misuses(source: str) -> list[str]:

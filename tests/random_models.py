@@ -106,6 +106,7 @@ FAMILIES: dict[str, dict] = {
     "qwen3": {"rope_theta": 1e4},
     "phi3": NARROW,
     "olmo2": {},
+    "phi": NARROW | {"layer_norm_eps": 1e-5, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "gemma3_text": {"num_hidden_layers": 4, "sliding_window": 16, "sliding_window_pattern": 2},
     "gemma3": {
         "text_config": {"sliding_window": 16, "sliding_window_pattern": 2, "num_hidden_layers": 4}

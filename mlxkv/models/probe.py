@@ -43,6 +43,10 @@ class Handle:
             raise Misuse("reads the shape of the cached keys or values, which differ in width")
         return 1, shape.heads, self._cache.offset, shape.key_dim
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self._cache.dtype
+
     def attended(self, queries: mx.array, values: Handle) -> mx.array:
         """queries: [B, H, L, D] -> zeros [B, H, L, Dv]."""
         if type(values) is not Handle or values._cache is not self._cache:
@@ -61,10 +65,12 @@ class ProbeCache:
         self.place = place
         self.offset = 0
         self.shape: Shape | None = None
+        self.dtype: mx.Dtype | None = None
         self.waiting = False  # handed out, not attended yet
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
         self.shape = Shape(keys.shape[1], keys.shape[3], values.shape[3])
+        self.dtype = values.dtype
         self.offset += keys.shape[2]
         self.waiting = True
         return self.keys_and_values()

@@ -26,8 +26,6 @@ REFUSED: dict[str, str] = {
     "minimax_m3_vl": ARRAYS.format("selects blocks of keys by an index"),
     "mistral4": LATENT,
     "olmo": OWN_SOFTMAX.format("softmax in float32"),
-    "phi": ARRAYS.format("reads the dtype of the cached values"),
-    "phixtral": ARRAYS.format("reads the dtype of the cached values"),
     "plamo": ARRAYS.format("repeats them for every query head"),
     "plamo2": OWN_FAST,
     "stablelm": ARRAYS.format("casts them to float32"),
