@@ -14,7 +14,7 @@ from mlxkv.cache import View
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
 FUSED_DIMS = (64, 72, 80, 96, 128, 192, 256)  # head dims of the fused prefill of `mx.fast`
-SCORE_BYTES = 1 << 24  # largest score matrix where MLX has no fused kernel
+SCORE_BYTES = 1 << 22  # largest score matrix where MLX has no fused kernel
 
 
 def attend(
@@ -29,6 +29,8 @@ def attend(
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
     sinks: [H] logits of attention sinks (gpt-oss).
     """
+    if view.sealed:
+        queries = mx.depends(queries, list(view.sealed))
     if view.pages is None or queries.shape[2] > DECODE_TOKENS:
         keys, values = _whole(view, queries.dtype)
         if not view.plain and not _is_fused(queries, values):

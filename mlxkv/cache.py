@@ -10,7 +10,7 @@ of mlx-lm (0.31: `meta_state`; 0.32: not).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
@@ -30,8 +30,10 @@ class View:
     """What attention reads, as it was after one update. Stands where mlx-lm's models expect keys
     and values.
 
-    sink, live: (keys, values), each [B, G, T, D], or None; pages: (keys, values) as `Codec` stored
-    them, or None. plain: nothing has been sealed yet, so results have to equal a plain cache's.
+    sink, live: (keys, values), each [B, G, T, D], or None.
+    pages: (keys, values) as `Codec` stored them, or None.
+    plain: nothing has been sealed yet, so results have to equal a plain cache's.
+    sealed: arrays that this update wrote, to be computed before attention.
     """
 
     live: Pair
@@ -40,6 +42,7 @@ class View:
     codecs: tuple[Codec, Codec] | None = field(default=None, repr=False)
     paged_tokens: int = 0
     plain: bool = False
+    sealed: tuple[mx.array, ...] = field(default=(), repr=False)
 
     @property
     def tokens(self) -> int:
@@ -58,6 +61,8 @@ class View:
         return batch, heads, self.tokens, dims
 
     def __getattr__(self, name):
+        if name.startswith("__"):  # protocols that Python itself looks for
+            raise AttributeError(name)
         raise UserError(
             f"[attach] this model's code uses compressed keys as an array; got .{name}; "
             "choose --kv fp16 for this model"
@@ -119,6 +124,8 @@ class CompressedKVCache:
                 )
             view = self._view(new)
             self._seal(new)
+            # Attention waits for the codes, so that these tokens are freed before the next layer.
+            view = replace(view, sealed=self._arrays())
         self.offset += keys.shape[2]
         return view, view
 
@@ -236,11 +243,14 @@ class CompressedKVCache:
     def empty(self) -> bool:
         return self._live is None
 
+    def _arrays(self) -> tuple[mx.array, ...]:
+        windows = [x for pair in (self._live, self._sink) if pair is not None for x in pair]
+        return (*windows, *(x for pages in self._pages for x in pages.arrays()))
+
     @property
     def nbytes(self) -> int:
         """Allocated bytes: pages with their spare room, sink and live windows."""
-        windows = [x for pair in (self._live, self._sink) if pair is not None for x in pair]
-        return sum(x.nbytes for x in windows) + sum(p.nbytes for p in self._pages)
+        return sum(x.nbytes for x in self._arrays())
 
     @property
     def state(self) -> dict:

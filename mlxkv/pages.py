@@ -66,7 +66,6 @@ class Pages:
         """Take over the arrays of exactly `count` pages."""
         self._arrays, self.count, self.capacity = dict(arrays), count, count
 
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes, spare room included."""
-        return sum(x.nbytes for x in self._arrays.values())
+    def arrays(self) -> list[mx.array]:
+        """What is allocated, spare room included."""
+        return list(self._arrays.values())
