@@ -291,7 +291,8 @@ class CompressedKVCache:
         self._clear()
         for name in ("live", "sink"):
             if name in tree:
-                setattr(self, f"_{name}", (tree[name]["keys"], tree[name]["values"]))
+                pair = (tree[name]["keys"], tree[name]["values"])
+                setattr(self, f"_{name}", tuple(mx.contiguous(x) for x in pair))
         if self._live is not None:
             self._count = self._live[0].shape[2]
         for name, pages in zip(("keys", "values"), self._pages, strict=True):

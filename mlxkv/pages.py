@@ -58,13 +58,13 @@ class Pages:
         kept = self.read(0, count) if 2 * count < self.capacity else None
         self.count = count
         if kept is not None:
-            self.restore(
-                {name: mx.contiguous(x) for name, x in kept.items()} if count else {}, count
-            )
+            self.restore(kept if count else {}, count)
 
     def restore(self, arrays: Stored, count: int) -> None:
         """Take over the arrays of exactly `count` pages."""
-        self._arrays, self.count, self.capacity = dict(arrays), count, count
+        # New handles: writing into an mx.array in place is seen by all who hold the same one.
+        self._arrays = {name: mx.contiguous(x) for name, x in arrays.items()}
+        self.count = self.capacity = count
 
     def arrays(self) -> list[mx.array]:
         """What is allocated, spare room included."""

@@ -202,14 +202,19 @@ def test_state_round_trip(name, length):
         assert mx.array_equal(attend(q, a, 0.125), attend(q, b, 0.125))
 
 
-def test_a_copy_is_independent():
+@pytest.mark.parametrize("length", (100, 300, 336))  # plain; live partly full; live full
+@pytest.mark.parametrize(
+    "twin_of", (copy.deepcopy, lambda cache: CompressedKVCache.from_state(cache.state))
+)
+def test_a_copy_is_independent(twin_of, length):
     keys, values = tokens(500)
     cache = CompressedKVCache(SMALL)
-    feed(cache, keys, values, [300])
-    twin = copy.deepcopy(cache)
+    feed(cache, keys, values, [length])
+    twin = twin_of(cache)
     before = seen(cache)
-    twin.trim(250)
-    feed(twin, values, keys, [150])
+    for cut in (5, 40, length - 90):
+        twin.trim(cut)
+        feed(twin, values, keys, [3, 60])
     for x, y in zip(seen(cache), before, strict=True):
         np.testing.assert_array_equal(x, y)
 
