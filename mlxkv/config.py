@@ -100,7 +100,9 @@ class Side:
     def __post_init__(self):
         if self.transform not in TRANSFORMS:
             choices = ", ".join(TRANSFORMS)
-            raise UserError(f"[Side] unknown transform; got {self.transform!r}; choose from {choices}")
+            raise UserError(
+                f"[Side] unknown transform; got {self.transform!r}; choose from {choices}"
+            )
 
     @property
     def label(self) -> str:
@@ -134,7 +136,9 @@ class CacheConfig:
         if self.page < 16 or self.page % 16:
             raise UserError(f"[CacheConfig] page must be a multiple of 16; got {self.page}")
         if self.sink < 0 or self.recent < 0:
-            raise UserError(f"[CacheConfig] windows must be 0 or more; got sink {self.sink}, recent {self.recent}")
+            raise UserError(
+                f"[CacheConfig] windows must be 0 or more; got sink {self.sink}, recent {self.recent}"
+            )
 
     @property
     def compresses(self) -> bool:
@@ -172,7 +176,9 @@ class CacheConfig:
                 sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
             return CacheConfig(**sides, sink=data["sink"], recent=data["recent"], page=data["page"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"[CacheConfig] not a cache configuration this version reads ({error})") from None
+            raise UserError(
+                f"[CacheConfig] not a cache configuration this version reads ({error})"
+            ) from None
 
 
 FULL = Side(Full())
@@ -217,7 +223,9 @@ def parse_kv(text: str) -> CacheConfig:
     unknown = next((name for name in names if name not in PRESETS), None)
     if unknown is not None or len(names) > 2:
         choices = ", ".join(PRESETS)
-        raise UserError(f"[--kv] unknown preset; got {text!r}; choose from {choices}, or KEYS/VALUES such as int8/int4")
+        raise UserError(
+            f"[--kv] unknown preset; got {text!r}; choose from {choices}, or KEYS/VALUES such as int8/int4"
+        )
     keys, values = PRESETS[names[0]], PRESETS[names[-1]]
     windows = keys if keys.compresses else values
     return CacheConfig(keys.keys, values.values, windows.sink, windows.recent, windows.page)

@@ -1,0 +1,153 @@
+"""`mlxkv doctor`: versions, machine, backends, and the golden table on this very machine."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, is_dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from mlxkv import __version__
+from mlxkv.console import human_bytes, print_json, print_table
+from mlxkv.fit import machine_memory
+
+PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingface-hub")
+OPTIONAL = ("mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "triton")
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions; an optional package that is missing is left out."""
+    found = {"mlxkv": __version__}
+    found |= {name: _version(name) for name in PACKAGES + OPTIONAL}
+    return {name: text for name, text in found.items() if text or name in PACKAGES}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def out_of_range() -> list[str]:
+    """Dependencies whose installed version lies outside the range that mlxkv was tested with."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(text) for text in requires("mlxkv") or []]
+    except PackageNotFoundError:
+        return []  # a source tree on the path, not installed
+    wrong = []
+    for need in wanted:
+        if need.marker and not need.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(need.name)
+        if found is None or not need.specifier.contains(found, prereleases=True):
+            wrong.append(f"{need.name} {found or 'missing'}, wanted {need.specifier}")
+    return wrong
+
+
+def machine() -> dict[str, object]:
+    """Operating system, chip and memory."""
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "chip": _chip(),
+        "memory_bytes": machine_memory(),
+    }
+
+
+def _chip() -> str:
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def backends() -> list[dict[str, object]]:
+    """Each backend of MLX: found or not, and whether it is the one in use."""
+    import mlx.core as mx
+
+    from mlxkv.generate import backend
+
+    found = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available(), "cpu": True}
+    rows = []
+    for name, there in found.items():
+        device = ""
+        if name == backend():
+            device = str(mx.device_info().get("device_name", ""))
+        rows.append({"name": name, "found": there, "used": name == backend(), "device": device})
+    return rows
+
+
+def golden_rows() -> list[dict] | None:
+    """The golden table run here, or None when this build has none."""
+    spec = importlib.util.find_spec("mlxkv.golden")
+    if spec is None or spec.origin is None:  # only the folder of tensors, no module
+        return None
+    golden = importlib.import_module("mlxkv.golden")
+    return [asdict(row) if is_dataclass(row) else dict(row) for row in golden.run()]
+
+
+def run(as_json: bool) -> int:
+    """The command. Returns 1 when something is wrong with this machine's results or versions."""
+    wrong = out_of_range()
+    data = {
+        "machine": machine(),
+        "versions": versions(),
+        "out_of_range": wrong,
+        "backends": backends(),
+        "golden": golden_rows(),
+    }
+    failed = [row for row in data["golden"] or [] if not row.get("ok", True)]
+    if as_json:
+        print_json(data)
+    else:
+        _show(data)
+    return 1 if failed or wrong else 0
+
+
+def _show(data: dict) -> None:
+    info = data["machine"]
+    print(f"{info['chip']} · {human_bytes(info['memory_bytes'])} · {info['system']}")
+    print(f"python {info['python']}")
+    for name, text in data["versions"].items():
+        print(f"{name} {text or 'missing'}")
+    for text in data["out_of_range"]:
+        print(f"outside the tested range: {text}")
+    rows = [
+        [
+            row["name"],
+            "yes" if row["found"] else "no",
+            "in use" if row["used"] else "",
+            row["device"],
+        ]
+        for row in data["backends"]
+    ]
+    print_table(["backend", "found", "", "device"], rows)
+    golden = data["golden"]
+    if golden is None:
+        print("golden table: not in this build")
+    elif golden:
+        columns = list(golden[0])
+        print_table(columns, [[_cell(row[c]) for c in columns] for row in golden], "golden table")
+        good = sum(bool(row.get("ok", True)) for row in golden)
+        print(f"golden table: {good} of {len(golden)} rows right")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
