@@ -12,6 +12,7 @@ from typing import Literal
 from mlxkv.errors import UserError
 
 BITS = (2, 3, 4, 8)
+MIN_GROUP = 16  # below this the scales outweigh the codes
 TRANSFORMS = ("none", "hadamard", "srft")
 
 
@@ -28,7 +29,7 @@ class Full:
         return 16.0
 
     def why_not(self, dims: int, page: int) -> str | None:
-        """The reason why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
+        """Why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
         return None
 
 
@@ -37,10 +38,10 @@ class Affine:
     """Uniform codes: `x ~ scale * code + bias`, one 16-bit scale (and bias) per group.
 
     bits: bits per code, one of 2, 3, 4, 8.
-    group: values that share a scale. Along the stored dims for axis "token" (0: all of them);
-        along the tokens of a page for axis "channel" (0: the whole page).
-    symmetric: abs-max around zero, codes -(2^(b-1)-1) .. 2^(b-1)-1 (SRFT paper, section 4.1); no bias is stored.
-        Otherwise min-max with a stored bias.
+    group: values that share a scale, at most. Along the stored dims for axis "token" (0: all of
+        them), along the tokens of a page for axis "channel" (0: the whole page).
+    symmetric: abs-max around zero, codes -(2^(b-1)-1) .. 2^(b-1)-1 (SRFT paper, section 3.2); no
+        bias is stored. Otherwise min-max with a stored bias.
     """
 
     bits: int
@@ -63,9 +64,9 @@ class Affine:
         return f"int{self.bits} {shape}, group {self.group or 'all'} per {self.axis}"
 
     def group_size(self, dims: int, page: int) -> int:
-        """Values per scale for `dims` stored dims and pages of `page` tokens."""
+        """Values per scale: the largest divisor of the dims (or the page), at most `group`."""
         whole = dims if self.axis == "token" else page
-        return min(self.group or whole, whole)
+        return max(n for n in range(1, whole + 1) if whole % n == 0 and n <= (self.group or whole))
 
     def bits_per_value(self, dims: int, page: int) -> float:
         """Stored bits per value: codes in whole 32-bit words, 16-bit scales and biases."""
@@ -74,11 +75,11 @@ class Affine:
         return 32 * words / dims + 16 * numbers / self.group_size(dims, page)
 
     def why_not(self, dims: int, page: int) -> str | None:
-        """The reason why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
-        whole = dims if self.axis == "token" else page
+        """Why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
         size = self.group_size(dims, page)
-        if whole % size:
-            return f"{whole} {'dims' if self.axis == 'token' else 'tokens'} are no multiple of the group {size}"
+        if size < MIN_GROUP:
+            what = f"{dims} dims" if self.axis == "token" else f"a page of {page} tokens"
+            return f"no group of {MIN_GROUP} to {self.group or 'all'} divides {what}"
         return None
 
 
@@ -89,7 +90,8 @@ Quantizer = Full | Affine
 class Side:
     """How keys, or values, are stored: a transform, then a quantizer.
 
-    transform: "none", "hadamard" (sign-randomised, power-of-two head dims) or "srft" (every even head dim).
+    transform: "none", "hadamard" (sign-randomised, power-of-two head dims) or "srft" (every even
+        head dim).
     seed: seed of the random signs of the transform.
     """
 
@@ -112,7 +114,9 @@ class Side:
     def why_not(self, head_dim: int, page: int) -> str | None:
         """The reason why vectors of `head_dim` cannot be stored this way, or None."""
         if self.transform == "hadamard" and head_dim & (head_dim - 1):
-            return f"hadamard needs a power-of-two head dim, this one is {head_dim} (srft takes any even one)"
+            return (
+                f"hadamard needs a power-of-two head dim; got {head_dim} (srft takes any even one)"
+            )
         if self.transform == "srft" and head_dim % 2:
             return f"srft needs an even head dim, this one is {head_dim}"
         return self.quantizer.why_not(head_dim, page)
@@ -122,8 +126,8 @@ class Side:
 class CacheConfig:
     """A whole cache: keys, values and the full-precision windows.
 
-    sink: first tokens kept in full precision. recent: last tokens kept in full precision (up to a page more).
-    page: tokens encoded together.
+    sink: first tokens kept in full precision. recent: last tokens kept in full precision (up to a
+    page more). page: tokens encoded together.
     """
 
     keys: Side
@@ -137,7 +141,7 @@ class CacheConfig:
             raise UserError(f"[CacheConfig] page must be a multiple of 16; got {self.page}")
         if self.sink < 0 or self.recent < 0:
             raise UserError(
-                f"[CacheConfig] windows must be 0 or more; got sink {self.sink}, recent {self.recent}"
+                f"[CacheConfig] windows must be 0 or more; got {self.sink}, {self.recent}"
             )
 
     @property
@@ -224,7 +228,8 @@ def parse_kv(text: str) -> CacheConfig:
     if unknown is not None or len(names) > 2:
         choices = ", ".join(PRESETS)
         raise UserError(
-            f"[--kv] unknown preset; got {text!r}; choose from {choices}, or KEYS/VALUES such as int8/int4"
+            f"[--kv] unknown preset; got {text!r}; choose from {choices}, "
+            "or KEYS/VALUES such as int8/int4"
         )
     keys, values = PRESETS[names[0]], PRESETS[names[-1]]
     windows = keys if keys.compresses else values

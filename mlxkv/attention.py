@@ -1,0 +1,90 @@
+"""`attend(q, view)`: attention over sink | pages | live.
+
+No pages: `mx.fast` SDPA on plain arrays, bit for bit what an uncompressed cache gives. A few new
+tokens: products with the codes. Many (prefill): the pages of this one layer are decoded into a
+scratch, then `mx.fast` SDPA.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlxkv.cache import View
+
+DECODE_TOKENS = (
+    8  # up to here the codes are read directly (one token, or a speculative draft to verify)
+)
+
+
+def attend(
+    queries: mx.array,
+    view: View,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """queries: [B, H, L, D] -> [B, H, L, Dv].
+
+    mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
+    sinks: [H] logits of attention sinks (gpt-oss).
+    """
+    if view.pages is None or queries.shape[2] > DECODE_TOKENS:
+        keys, values = _whole(view, queries.dtype)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+    return _decode(queries, view, scale, mask, sinks)
+
+
+def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Keys and values of all tokens, [B, G, T, D] each: the scratch of a prefill."""
+    out = []
+    for i in range(2):
+        parts = [view.live[i]]
+        if view.pages is not None:
+            parts.insert(0, view.codecs[i].decode(view.pages[i], dtype))
+        if view.sink is not None:
+            parts.insert(0, view.sink[i])
+        out.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
+    return out[0], out[1]
+
+
+def _decode(queries, view, scale, mask, sinks):
+    """The same by products with codes: scores of the three parts side by side, one softmax, three
+    mixtures."""
+    batch, heads, new, dims = queries.shape
+    kv_heads = view.live[0].shape[1]
+    # All query heads of a kv head in one product: [B, G, H/G * L, D].
+    q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, dims)
+    key_codec, value_codec = view.codecs
+    windows = [view.sink, view.live] if view.sink is not None else [view.live]
+    parts = [q @ keys.astype(mx.float32).swapaxes(-1, -2) for keys, _ in windows]
+    parts.insert(len(parts) - 1, key_codec.scores(q, view.pages[0]))
+    lengths = [part.shape[-1] for part in parts]
+    scores = mx.concatenate(parts, axis=-1).reshape(batch, heads, new, -1)
+    p = _softmax(scores, mask, sinks).reshape(batch, kv_heads, -1, sum(lengths))
+
+    out, start = None, 0
+    mixers = [lambda x, v=values: x @ v.astype(mx.float32) for _, values in windows]
+    mixers.insert(len(mixers) - 1, lambda x: value_codec.mix(x, view.pages[1]))
+    for mixer, length in zip(mixers, lengths, strict=True):
+        part = mixer(p[..., start : start + length])
+        out = part if out is None else out + part
+        start += length
+    return out.reshape(batch, heads, new, -1).astype(queries.dtype)
+
+
+def _softmax(scores, mask, sinks):
+    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
+    new, total = scores.shape[2:]
+    if isinstance(mask, str):
+        mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None] if new > 1 else None
+    if mask is not None:
+        if mask.dtype == mx.bool_:
+            scores = mx.where(mask, scores, -mx.inf)
+        else:
+            scores = scores + mask.astype(mx.float32)
+    if sinks is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    column = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None, None], (*scores.shape[:3], 1))
+    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :total]

@@ -1,0 +1,296 @@
+"""`CompressedKVCache`: sink | pages | recent, speaking mlx-lm's cache contract.
+
+    tokens:  [ sink: full precision ][ page ] ... [ page ][ live: full precision ]
+
+`live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
+and sealed. A sealed token has no full-precision copy. Works with both contracts of the pinned range
+of mlx-lm (0.31: `meta_state`; 0.32: not).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.codec import Codec, Stored, codec
+from mlxkv.config import CacheConfig
+from mlxkv.errors import UserError
+from mlxkv.pages import GROWTH, Pages
+
+STATE_VERSION = 1
+STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
+Pair = tuple[mx.array, mx.array]
+
+
+@dataclass(frozen=True)
+class View:
+    """What attention reads, as it was after one update. Stands where mlx-lm's models expect keys
+    and values.
+
+    sink, live: (keys, values), each [B, G, T, D], or None; pages: (keys, values) as `Codec` stored
+    them, or None.
+    """
+
+    live: Pair
+    sink: Pair | None = None
+    pages: tuple[Stored, Stored] | None = None
+    codecs: tuple[Codec, Codec] | None = field(default=None, repr=False)
+    paged_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        sink = self.sink[0].shape[2] if self.sink else 0
+        return sink + self.paged_tokens + self.live[0].shape[2]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[B, G, T, D] of the keys, for models that read it."""
+        batch, heads, _, dims = self.live[0].shape
+        return batch, heads, self.tokens, dims
+
+    def __getattr__(self, name):
+        raise UserError(
+            f"[attach] this model's code uses compressed keys as an array; got .{name}; "
+            "choose --kv fp16 for this model"
+        )
+
+
+class CompressedKVCache:
+    """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D]."""
+
+    def __init__(self, config: CacheConfig):
+        self.config = config
+        self._clear()
+
+    def _clear(self):
+        self.offset = 0
+        self._live: Pair | None = None  # buffers; `_count` tokens are in use
+        self._count = 0
+        self._sink: Pair | None = None
+        self._pages = (Pages(), Pages())
+
+    # -- reading and writing
+    # ------------------------------------------------------------------------------------------
+
+    @property
+    def _paged(self) -> int:
+        """Tokens in sealed pages."""
+        return self._pages[0].count * self.config.page
+
+    @property
+    def _room(self) -> int:
+        """Tokens that `live` may hold before pages have to be sealed."""
+        limit = self.config.recent + self.config.page
+        return limit if self._sink is not None or not self.config.sink else limit + self.config.sink
+
+    def _codecs(self, dims: tuple[int, int]) -> tuple[Codec, Codec]:
+        sides = (self.config.keys, self.config.values)
+        return tuple(
+            codec(side, dim, self.config.page) for side, dim in zip(sides, dims, strict=True)
+        )
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
+        """Append keys, values: [B, G, L, D] and return what attention has to read, twice (mlx-lm
+        unpacks a pair).
+
+        The view holds the new tokens exactly, also when they are sealed by this very call.
+        """
+        new = (keys, values)
+        if self._live is not None and self._live[0].shape[0] != keys.shape[0]:
+            have, got = self._live[0].shape[0], keys.shape[0]
+            raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
+        if self._count + keys.shape[2] <= self._room:
+            self._append(new)
+            view = self._view(self._read_live())
+        else:
+            if self._count:
+                new = tuple(
+                    mx.concatenate(pair, axis=2)
+                    for pair in zip(self._read_live(), new, strict=True)
+                )
+            view = self._view(new)
+            self._seal(new)
+        self.offset += keys.shape[2]
+        return view, view
+
+    def _read_live(self) -> Pair:
+        if self._count == self._live[0].shape[2]:
+            return self._live
+        return tuple(x[:, :, : self._count] for x in self._live)
+
+    def _append(self, new: Pair) -> None:
+        end = self._count + new[0].shape[2]
+        if self._live is None or end > self._live[0].shape[2]:
+            spare = max(end, self._count + self._count // GROWTH)
+            capacity = min(self._room, -(-spare // STEP) * STEP)
+            grown = tuple(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype) for x in new)
+            if self._count:
+                for buffer, old in zip(grown, self._read_live(), strict=True):
+                    buffer[:, :, : self._count] = old
+            self._live = grown
+        for buffer, x in zip(self._live, new, strict=True):
+            buffer[:, :, self._count : end] = x
+        self._count = end
+
+    def _seal(self, live: Pair) -> None:
+        """Encode the oldest pages of `live`, which no longer fits, and keep the rest."""
+        if self._sink is None and self.config.sink:
+            sink = self.config.sink
+            self._sink = tuple(mx.contiguous(x[:, :, :sink]) for x in live)
+            live = tuple(x[:, :, sink:] for x in live)
+        size = self.config.page
+        count = -(-(live[0].shape[2] - self._room) // size)
+        dims = tuple(x.shape[3] for x in live)
+        for pages, code, x in zip(self._pages, self._codecs(dims), live, strict=True):
+            pages.append(code.encode(x[:, :, : count * size]), count)
+        self._live, self._count = None, 0
+        self._append(tuple(x[:, :, count * size :] for x in live))
+
+    def _view(self, live: Pair) -> View:
+        if not self._pages[0].count:
+            return View(live, self._sink)
+        codecs = self._codecs(tuple(x.shape[3] for x in live))
+        return View(live, self._sink, tuple(p.read() for p in self._pages), codecs, self._paged)
+
+    def keys_and_values(self) -> tuple[View, View]:
+        """The view without appending anything (mlx-lm 0.32)."""
+        view = self._view(self._read_live())
+        return view, view
+
+    # -- the rest of mlx-lm's contract
+    # --------------------------------------------------------------------------------
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens, return how many were dropped.
+
+        Exact inside `live`. Further back whole pages go and the cut page is decoded into `live`.
+        """
+        n = min(self.offset, n)
+        left = self.offset - n
+        if n <= self._count:
+            self._count -= n
+            self.offset = left
+            if not self._count and not self._paged and self._sink is None:
+                self._clear()
+            return n
+        sink = self._sink[0].shape[2] if self._sink else 0
+        dims = tuple(x.shape[3] for x in self._live)
+        dtypes = tuple(x.dtype for x in self._live)
+        if left <= sink:  # only tokens of the sink are left: they are live again
+            live = tuple(x[:, :, :left] for x in self._sink) if left else None
+            self._clear()
+        else:
+            kept, cut = divmod(left - sink, self.config.page)
+            live = None
+            if cut:
+                live = tuple(
+                    code.decode(pages.read(kept, kept + 1), dtype)[:, :, :cut]
+                    for code, pages, dtype in zip(
+                        self._codecs(dims), self._pages, dtypes, strict=True
+                    )
+                )
+            for pages in self._pages:
+                pages.truncate(kept)
+            if not kept and sink:  # no page is left: sink and live are one again
+                live = (
+                    self._sink
+                    if live is None
+                    else tuple(
+                        mx.concatenate(pair, axis=2) for pair in zip(self._sink, live, strict=True)
+                    )
+                )
+                self._sink = None
+            self._count = 0
+        if live is not None:
+            self._live = None
+            self._append(live)
+        self.offset = left
+        return n
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """None, "causal" or a boolean [N, offset + N], as mlx-lm's own cache answers."""
+        if window_size is None and N == 1:
+            return None
+        if window_size is None and not return_array:
+            return "causal"
+        columns = mx.arange(self.offset + N)[None]
+        rows = mx.arange(self.offset, self.offset + N)[:, None]
+        mask = rows >= columns
+        return mask if window_size is None else mask & (rows < columns + window_size)
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self._live is None
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes: pages with their spare room, sink and live windows."""
+        windows = [x for pair in (self._live, self._sink) if pair is not None for x in pair]
+        return sum(x.nbytes for x in windows) + sum(p.nbytes for p in self._pages)
+
+    @property
+    def state(self) -> dict:
+        """All that has to be saved, as a tree of arrays; the header is JSON in bytes, which both
+        contracts carry."""
+        header = {
+            "version": STATE_VERSION,
+            "config": self.config.as_dict(),
+            "offset": self.offset,
+            "pages": self._pages[0].count,
+        }
+        tree: dict = {"header": mx.array(np.frombuffer(json.dumps(header).encode(), np.uint8))}
+        if self._live is not None:
+            tree["live"] = dict(zip(("keys", "values"), self._read_live(), strict=True))
+        if self._sink is not None:
+            tree["sink"] = dict(zip(("keys", "values"), self._sink, strict=True))
+        if self._pages[0].count:
+            tree["pages"] = {
+                name: p.read() for name, p in zip(("keys", "values"), self._pages, strict=True)
+            }
+        return tree
+
+    @state.setter
+    def state(self, tree: dict) -> None:
+        try:
+            header = json.loads(bytes(np.array(tree["header"]).tobytes()))
+            version = header["version"]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UserError(
+                "[CompressedKVCache] not the state of a compressed cache; got no readable header"
+            ) from None
+        if version != STATE_VERSION:
+            raise UserError(
+                f"[CompressedKVCache] state of another format version; got {version}; "
+                f"choose a file of version {STATE_VERSION}"
+            )
+        self.config = CacheConfig.from_dict(header["config"])
+        self._clear()
+        for name in ("live", "sink"):
+            if name in tree:
+                setattr(self, f"_{name}", (tree[name]["keys"], tree[name]["values"]))
+        if self._live is not None:
+            self._count = self._live[0].shape[2]
+        for name, pages in zip(("keys", "values"), self._pages, strict=True):
+            if header["pages"]:
+                pages.restore(tree["pages"][name], header["pages"])
+        self.offset = header["offset"]
+
+    @property
+    def meta_state(self) -> str:
+        """Empty: the header travels in `state` (mlx-lm 0.31)."""
+        return ""
+
+    @classmethod
+    def from_state(cls, state: dict, meta_state: str = "") -> CompressedKVCache:
+        """The cache that `state` was taken from."""
+        out = cls.__new__(cls)
+        out.state = state
+        return out

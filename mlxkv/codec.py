@@ -1,0 +1,65 @@
+"""A side at work: its transform and its quantizer, for heads of one size."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+from mlxkv import transform
+from mlxkv.config import Full, Side
+from mlxkv.quantizers import QUANTIZERS
+
+Stored = dict[str, mx.array]
+
+
+class Codec:
+    """Encodes and reads pages of vectors of `dims` values.
+
+    side: what to do. dims: head dim D of the vectors. page: tokens per page.
+    """
+
+    def __init__(self, side: Side, dims: int, page: int):
+        self.spec = side.quantizer
+        self.dims, self.page = dims, page
+        self.method = QUANTIZERS[type(side.quantizer)]
+        self.transform = transform.make(side.transform, dims, side.seed)
+
+    def __deepcopy__(self, memo):
+        return self  # holds no state: copies of a cache share it
+
+    def encode(self, x: mx.array) -> Stored:
+        """x: [B, G, T, D], T a whole number of pages -> arrays with tokens (or groups of tokens) on
+        axis 2."""
+        if self.transform is not None:
+            x = self.transform.store(x)
+        return self.method.encode(self.spec, x, self.page)
+
+    def decode(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
+        """The vectors that attention sees: [B, G, T, D] in `dtype`."""
+        if self.transform is None:
+            return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
+        # float16 keeps more of a code than bfloat16, in as little scratch.
+        work = mx.float32 if dtype == mx.float32 else mx.float16
+        x = self.method.decode(self.spec, stored, self.dims, self.page, work)
+        return (x @ self.transform.up.astype(work)).astype(dtype)
+
+    def scores(self, q: mx.array, stored: Stored) -> mx.array:
+        """q: [B, G, N, D] -> q . k^ for every stored token: [B, G, N, T] float32."""
+        q = q.astype(mx.float32) if self.transform is None else self.transform.query(q)
+        return self.method.scores(self.spec, q, stored, self.dims, self.page)
+
+    def mix(self, p: mx.array, stored: Stored) -> mx.array:
+        """p: [B, G, N, T] -> sum_t p_t v^_t: [B, G, N, D] float32."""
+        x = self.method.mix(self.spec, p.astype(mx.float32), stored, self.dims, self.page)
+        return x if self.transform is None else self.transform.restore(x)
+
+
+@cache
+def codec(side: Side, dims: int, page: int) -> Codec:
+    """The codec of a side, shared by all layers."""
+    return Codec(side, dims, page)
+
+
+def is_full(side: Side) -> bool:
+    return isinstance(side.quantizer, Full)

@@ -1,0 +1,179 @@
+"""The golden table: does this machine give the numbers of the spec?
+
+`run()` feeds the golden tensors (made from `mlxkv/reference.py` by `tests/make_golden.py`) to the
+MLX code on the default device. Codes have to be equal, except where the spec's own value lies at a
+rounding boundary: there one step is allowed and counted. Floats are compared by rms(x - spec) /
+rms(spec).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from safetensors import safe_open
+
+from mlxkv import packing, transform
+from mlxkv.attention import attend
+from mlxkv.cache import View
+from mlxkv.codec import Codec
+from mlxkv.config import Affine, Side
+from mlxkv.quantizers import affine
+
+FOLDER = Path(__file__).parent
+BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6}  # float32
+TIES = 0.01  # largest share of codes that may differ by one, all of them at rounding boundaries
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. differ: codes off by one at a boundary; wrong: any other
+    difference."""
+
+    table: str
+    case: str
+    values: int
+    differ: int = 0
+    wrong: int = 0
+    rms: float = 0.0
+    bound: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong and self.differ <= TIES * self.values and self.rms <= self.bound
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "ok": self.ok}
+
+
+def read(table: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The tensors and the header of one golden file."""
+    with safe_open(FOLDER / f"{table}.safetensors", "numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (no iterator)
+
+
+def rms(x: np.ndarray, spec: np.ndarray) -> float:
+    """rms(x - spec) / rms(spec), NaN counted as infinite."""
+    error = float(
+        np.sqrt(np.mean((x.astype(np.float64) - spec) ** 2) / np.mean(spec.astype(np.float64) ** 2))
+    )
+    return error if np.isfinite(error) else float("inf")
+
+
+def compare_codes(
+    table: str, case: str, codes: np.ndarray, spec: np.ndarray, near: np.ndarray
+) -> Row:
+    """Codes against the spec's; `near` is the packed bit mask of values at a rounding boundary."""
+    gap = np.abs(codes.astype(np.int64) - spec)
+    at_boundary = np.unpackbits(near, count=spec.size).astype(bool).reshape(spec.shape)
+    allowed = (gap == 1) & at_boundary
+    return Row(table, case, spec.size, int(allowed.sum()), int(((gap > 0) & ~allowed).sum()))
+
+
+def transform_rows():
+    tensors, _ = read("transforms")
+    for key in (name[:-2] for name in tensors if name.endswith(".x")):
+        name, dims = key.split(".")
+        made = transform.make(name, int(dims), 1)
+        x = mx.array(tensors[f"{key}.x"].astype(np.float32))[None, None]
+        y = made.store(x)
+        spec = tensors[f"{key}.y"]
+        back = np.array(made.restore(y))[0, 0]
+        error = max(rms(np.array(y)[0, 0], spec), rms(back, tensors[f"{key}.x"]))
+        yield Row("transforms", key, spec.size, rms=error, bound=BOUNDS["transforms"])
+
+
+def affine_rows():
+    tensors, _ = read("affine")
+    for key in (name.removesuffix(".codes") for name in tensors if name.endswith(".codes")):
+        dims, bits, kind, axis, group = key.split(".")
+        x = mx.array(tensors[f"x.{dims}"].astype(np.float32))
+        spec = Affine(int(bits), int(group), kind == "sym", axis)
+        stored = affine.encode(spec, x, x.shape[2])
+        codes = np.array(packing.unpack(stored["codes"], spec.bits, int(dims)))
+        yield compare_codes("encode", key, codes, tensors[f"{key}.codes"], tensors[f"{key}.near"])
+        given = _stored(tensors, key, spec.bits)
+        decoded = np.array(affine.decode(spec, given, int(dims), x.shape[2], mx.float32))
+        yield Row(
+            "decode",
+            key,
+            codes.size,
+            rms=rms(decoded, tensors[f"{key}.decoded"]),
+            bound=BOUNDS["decode"],
+        )
+
+
+def packing_rows():
+    tensors, _ = read("packing")
+    for key in (name.removesuffix(".codes") for name in tensors if name.endswith(".codes")):
+        dims, bits = map(int, key.split("."))
+        codes, words = tensors[f"{key}.codes"], tensors[f"{key}.words"]
+        packed = np.array(packing.pack(mx.array(codes.astype(np.uint32)), bits))
+        back = np.array(packing.unpack(mx.array(words), bits, dims))
+        yield Row(
+            "packing", key, codes.size, wrong=int((packed != words).sum() + (back != codes).sum())
+        )
+
+
+def encode_rows():
+    tensors, header = read("encode")
+    sides = json.loads(header["sides"])
+    for key in (name.removesuffix(".codes") for name in tensors if name.endswith(".codes")):
+        name, dims = key.split(".")
+        kind, bits, group, symmetric, axis = sides[name]
+        x = mx.array(tensors[f"x.{dims}"].astype(np.float32))
+        code = Codec(Side(Affine(bits, group, symmetric, axis), kind), int(dims), x.shape[2])
+        codes = np.array(packing.unpack(code.encode(x)["codes"], bits, int(dims)))
+        yield compare_codes("seal", key, codes, tensors[f"{key}.codes"], tensors[f"{key}.near"])
+
+
+def attention_rows():
+    tensors, header = read("attention")
+    for case, info in json.loads(header["cases"]).items():
+        spec = tensors[f"{case}.out"]
+        out = np.array(attend(*_attention_inputs(tensors, case, info)))
+        yield Row("attention", case, spec.size, rms=rms(out, spec), bound=BOUNDS["attention"])
+
+
+def _stored(tensors: dict, key: str, bits: int) -> dict[str, mx.array]:
+    """The spec's codes and scales in the physical order of this package."""
+    stored = {"codes": packing.pack(mx.array(tensors[f"{key}.codes"].astype(np.uint32)), bits)}
+    for name in ("scale", "bias"):
+        if f"{key}.{name}" in tensors:
+            stored[name] = mx.array(tensors[f"{key}.{name}"])
+    return stored
+
+
+def _attention_inputs(tensors: dict, case: str, info: dict):
+    """(queries, view, scale, mask, sinks) of one attention case."""
+
+    def floats(name):
+        return mx.array(tensors[f"{case}.{name}"].astype(np.float32))
+
+    codecs, pages = [], []
+    for letter, name in (("k", "keys"), ("v", "values")):
+        side = info[name]
+        spec = Affine(side["bits"], side["group"], side["symmetric"], side["axis"])
+        dims = tensors[f"{case}.{letter}.codes"].shape[-1]
+        codecs.append(Codec(Side(spec, side["transform"]), dims, info["page"]))
+        pages.append(_stored(tensors, f"{case}.{letter}", side["bits"]))
+    sink = (floats("k.sink"), floats("v.sink")) if tensors[f"{case}.k.sink"].shape[2] else None
+    paged = tensors[f"{case}.k.codes"].shape[2]
+    view = View((floats("k.live"), floats("v.live")), sink, tuple(pages), tuple(codecs), paged)
+    mask = {"none": None, "causal": "causal"}.get(info["mask"])
+    if info["mask"] in ("window", "additive"):
+        mask = mx.array(tensors[f"{case}.mask"])
+    sinks = floats("sinks") if f"{case}.sinks" in tensors else None
+    q = floats("q")
+    return q, view, q.shape[-1] ** -0.5, mask, sinks
+
+
+TABLES = (transform_rows, packing_rows, affine_rows, encode_rows, attention_rows)
+
+
+def run() -> list[Row]:
+    """Every row of the table, on the default device."""
+    return [row for table in TABLES for row in table()]

@@ -1,0 +1,72 @@
+"""The sealed pages of one side: named arrays that grow by an eighth, so that long contexts are
+rarely copied."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlxkv.codec import Stored
+
+GROWTH = 8  # spare room is at most 1/8 of what is stored
+
+
+class Pages:
+    """Encoded pages of keys or of values.
+
+    Every array has the tokens (or groups of tokens) of all pages on axis 2, a fixed number of rows
+    per page.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self.capacity = 0
+        self._arrays: Stored = {}
+
+    def append(self, encoded: Stored, count: int) -> None:
+        """Add `count` pages, as `Codec.encode` returned them."""
+        if self.count + count > self.capacity:
+            self._grow(encoded, count)
+        for name, x in encoded.items():
+            rows = x.shape[2] // count
+            self._arrays[name][:, :, self.count * rows : (self.count + count) * rows] = x
+        self.count += count
+
+    def _grow(self, encoded: Stored, count: int) -> None:
+        capacity = self.count + max(count, self.count // GROWTH)
+        for name, x in encoded.items():
+            rows = x.shape[2] // count
+            shape = (*x.shape[:2], capacity * rows, x.shape[3])
+            grown = mx.zeros(shape, x.dtype)
+            if self.count:
+                used = self.count * rows
+                grown[:, :, :used] = self._arrays[name][:, :, :used]
+            self._arrays[name] = grown
+        self.capacity = capacity
+
+    def read(self, start: int = 0, stop: int | None = None) -> Stored:
+        """The arrays of pages start .. stop - 1 (all that are stored by default)."""
+        stop = self.count if stop is None else stop
+        out = {}
+        for name, x in self._arrays.items():
+            rows = x.shape[2] // self.capacity
+            whole = start == 0 and stop == self.capacity
+            out[name] = x if whole else x[:, :, start * rows : stop * rows]
+        return out
+
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` pages; room that has become more than half empty is given back."""
+        kept = self.read(0, count) if 2 * count < self.capacity else None
+        self.count = count
+        if kept is not None:
+            self.restore(
+                {name: mx.contiguous(x) for name, x in kept.items()} if count else {}, count
+            )
+
+    def restore(self, arrays: Stored, count: int) -> None:
+        """Take over the arrays of exactly `count` pages."""
+        self._arrays, self.count, self.capacity = dict(arrays), count, count
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes, spare room included."""
+        return sum(x.nbytes for x in self._arrays.values())

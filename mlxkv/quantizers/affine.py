@@ -1,0 +1,113 @@
+"""Affine codes by plain MLX ops: x ~ scale * code + bias. Spec: `reference.affine_encode`.
+
+Stored per side, T a whole number of pages:
+    codes  uint32  [B, G, T, W]
+    scale  float16 [B, G, T, R/g] (axis token) or [B, G, T/g, R] (axis channel)
+    bias   float16, as scale; absent when symmetric
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlxkv import packing
+from mlxkv.config import Affine
+
+# Formats that MLX's own quantized products read (`mx.quantize`, affine mode).
+MLX_GROUPS = (32, 64, 128)
+HALF_MAX = 65504.0
+
+
+def _grouped(x: mx.array, group: int, axis: str) -> mx.array:
+    """[..., T, R] -> [..., T, R/g, g] (token) or [..., T/g, R, g] (channel)."""
+    *lead, tokens, dims = x.shape
+    if axis == "token":
+        return x.reshape(*lead, tokens, dims // group, group)
+    return x.reshape(*lead, tokens // group, group, dims).swapaxes(-1, -2)
+
+
+def _ungrouped(x: mx.array, axis: str) -> mx.array:
+    if axis == "channel":
+        x = x.swapaxes(-1, -2)
+        return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def _half(x: mx.array, limit: float = HALF_MAX) -> mx.array:
+    return mx.clip(x, -limit, limit).astype(mx.float16)
+
+
+def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
+    """x: [B, G, T, R], T a whole number of pages."""
+    group = spec.group_size(x.shape[-1], page)
+    g = _grouped(x.astype(mx.float32), group, spec.axis)
+    top = 2**spec.bits - 1
+    middle = 2 ** (spec.bits - 1)
+    if spec.symmetric:
+        scale = _half(mx.abs(g).max(-1) / (middle - 1), HALF_MAX / middle)
+        bias, low = scale.astype(mx.float32) * -middle, 1
+    else:
+        stored_bias = _half(g.min(-1))
+        bias, low = stored_bias.astype(mx.float32), 0
+        scale = _half((g.max(-1) - bias) / top)
+    step = scale.astype(mx.float32)
+    codes = (g - bias[..., None]) / mx.where(step > 0, step, 1.0)[..., None]
+    codes = mx.clip(mx.round(codes), low, top)
+    if spec.symmetric:
+        codes = mx.where(step[..., None] > 0, codes, middle)
+    words = packing.pack(_ungrouped(codes, spec.axis).astype(mx.uint32), spec.bits)
+    stored = {"codes": words, "scale": scale}
+    return stored if spec.symmetric else {**stored, "bias": stored_bias}
+
+
+def _bias(spec: Affine, stored: dict[str, mx.array]) -> mx.array:
+    """The bias of every group; a symmetric one is exact in float16: a power of two times the
+    scale."""
+    return stored["scale"] * -(2 ** (spec.bits - 1)) if spec.symmetric else stored["bias"]
+
+
+def _mlx_reads(spec: Affine, dims: int, page: int) -> bool:
+    return spec.axis == "token" and spec.group_size(dims, page) in MLX_GROUPS
+
+
+def decode(
+    spec: Affine, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+) -> mx.array:
+    """[B, G, T, R] in `dtype`."""
+    group = spec.group_size(dims, page)
+    codes, scale, bias = stored["codes"], stored["scale"], _bias(spec, stored)
+    if _mlx_reads(spec, dims, page):
+        if dtype == mx.float32:  # MLX decodes in the type of the scales
+            scale, bias = scale.astype(dtype), bias.astype(dtype)
+        return mx.dequantize(codes, scale, bias, group_size=group, bits=spec.bits, dtype=dtype)
+    g = _grouped(packing.unpack(codes, spec.bits, dims).astype(mx.float32), group, spec.axis)
+    return _ungrouped(g * scale[..., None] + bias[..., None], spec.axis).astype(dtype)
+
+
+def scores(
+    spec: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
+) -> mx.array:
+    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
+    return _product(spec, q, stored, dims, page, transpose=True)
+
+
+def mix(spec: Affine, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
+    return _product(spec, p, stored, dims, page, transpose=False)
+
+
+def _product(spec, x, stored, dims, page, transpose):
+    if _mlx_reads(spec, dims, page):
+        group = spec.group_size(dims, page)
+        bias = _bias(spec, stored)
+        return mx.quantized_matmul(
+            x,
+            stored["codes"],
+            stored["scale"],
+            bias,
+            transpose=transpose,
+            group_size=group,
+            bits=spec.bits,
+        )
+    decoded = decode(spec, stored, dims, page, x.dtype)
+    return x @ (decoded.swapaxes(-1, -2) if transpose else decoded)

@@ -1,0 +1,84 @@
+"""The (down, up) pair of a side and its makers.
+
+stored = x @ down [D, R], x = stored @ up [R, D]; both float32. Attention transforms the query once
+(`q @ up^T`) and the output once (`o @ up`), so the inner loop reads codes only. Spec:
+`reference.transform`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Transform:
+    """down: [D, R] or [G, D, R]; up: [R, D] or [G, R, D]; float32."""
+
+    down: mx.array
+    up: mx.array
+
+    def store(self, x: mx.array) -> mx.array:
+        """x: [B, G, T, D] -> [B, G, T, R] float32."""
+        return x.astype(mx.float32) @ self.down
+
+    def restore(self, c: mx.array) -> mx.array:
+        """c: [B, G, T, R] -> [B, G, T, D] float32."""
+        return c.astype(mx.float32) @ self.up
+
+    def query(self, q: mx.array) -> mx.array:
+        """q: [B, G, N, D] -> [B, G, N, R] float32, such that q . restore(c) = query(q) . c."""
+        return q.astype(mx.float32) @ self.up.swapaxes(-1, -2)
+
+    def scaled(self, scale: mx.array) -> Transform:
+        """With a per-channel scale [R] (or [G, 1, R]) after it: SRFT paper, section 7.1."""
+        return Transform(
+            self.down * scale,
+            self.up / scale.swapaxes(-1, -2) if scale.ndim > 1 else self.up / scale[:, None],
+        )
+
+
+def signs(dims: int, seed: int) -> np.ndarray:
+    """[D] of +-1, from splitmix64 (vectorised; spec: `reference.signs`)."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(seed << 32) + np.arange(1, dims + 1, dtype=np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return 1.0 - 2.0 * ((z ^ (z >> np.uint64(31))) & np.uint64(1)).astype(np.float64)
+
+
+def _orthogonal(down: np.ndarray) -> Transform:
+    return Transform(mx.array(down.astype(np.float32)), mx.array(down.T.astype(np.float32)))
+
+
+def hadamard(dims: int, seed: int) -> Transform:
+    """Sign-randomised Hadamard: entry (i, j) is sign_i (-1)^popcount(i & j) / sqrt(D)."""
+    i = np.arange(dims)
+    parity = np.array([bin(n).count("1") & 1 for n in range(dims)])
+    down = (1.0 - 2.0 * parity[i[:, None] & i[None]]) / np.sqrt(dims)
+    return _orthogonal(signs(dims, seed)[:, None] * down)
+
+
+def srft(dims: int, seed: int) -> Transform:
+    """Sign-randomised real FFT, packed as (DC, Nyquist), then sqrt(2) (cos, -sin) per bin."""
+    i = np.arange(dims)[:, None]
+    k = np.arange(1, dims // 2)[None]
+    angle = 2 * np.pi * ((i * k) % dims) / dims
+    down = np.empty((dims, dims))
+    down[:, 0], down[:, 1] = 1.0, 1.0 - 2.0 * (i[:, 0] & 1)
+    down[:, 2::2], down[:, 3::2] = np.sqrt(2) * np.cos(angle), -np.sqrt(2) * np.sin(angle)
+    return _orthogonal(signs(dims, seed)[:, None] * down / np.sqrt(dims))
+
+
+MAKERS = {"hadamard": hadamard, "srft": srft}
+
+
+@cache
+def make(name: str, dims: int, seed: int) -> Transform | None:
+    """The transform called `name`, shared by all layers of these dims; None for "none"."""
+    return None if name == "none" else MAKERS[name](dims, seed)

@@ -1,0 +1,235 @@
+"""Writes the golden tensors from the spec: `python tests/make_golden.py`.
+
+Inputs are float16-exact, so every backend starts from the same numbers. Each file's header holds
+the version, the seed and the hash of `mlxkv/reference.py`; a test fails when the spec has changed
+since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from mlxkv import reference as ref
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "mlxkv" / "golden"
+SEED = 20260
+DIMS = (64, 80, 96, 128, 192, 256, 512)
+# A code within MARGIN * 2^bits of a rounding boundary may come out one off in float32; so may all
+# codes of a group whose scale or bias lies within HALF_MARGIN float16 steps of the middle between
+# two float16 values.
+MARGIN = 2e-5
+HALF_MARGIN = 1e-2
+
+
+def spec_hash() -> str:
+    return hashlib.sha256((ROOT / "mlxkv" / "reference.py").read_bytes()).hexdigest()[:16]
+
+
+def inputs(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Heavy-tailed values with two outlier channels and a constant offset, as real keys have;
+    float16-exact."""
+    x = rng.standard_normal(shape) * np.exp(0.3 * rng.standard_normal(shape[-1]))
+    x[..., 3] *= 8
+    x[..., shape[-1] // 2] += 6
+    return x.astype(np.float16).astype(np.float64)
+
+
+def half_near(x: np.ndarray) -> np.ndarray:
+    """Where rounding x to float16 could go either way."""
+    step = np.spacing(np.abs(x).astype(np.float16)).astype(np.float64)
+    down = np.floor(x / step) * step
+    return np.abs((x - down) / step - 0.5) < HALF_MARGIN
+
+
+def near(x: np.ndarray, bits: int, group: int, symmetric: bool, axis: str) -> np.ndarray:
+    """Boolean like x: where a float32 backend may be one code off."""
+    codes, scale, bias = ref.affine_encode(x, bits, group, symmetric, axis)
+    g = ref._grouped(x, group, axis)
+    value = (g - bias[..., None]) / np.where(scale > 0, scale, 1.0)[..., None]
+    edge = np.abs(value - np.floor(value) - 0.5) < MARGIN * 2**bits
+    if symmetric:
+        unsure = half_near(np.abs(g).max(-1) / (2 ** (bits - 1) - 1))
+    else:
+        unsure = half_near(g.min(-1)) | half_near((g.max(-1) - bias) / (2**bits - 1))
+    return ref._ungrouped(edge | unsure[..., None], axis)
+
+
+def transforms(rng) -> dict:
+    out = {}
+    for dims in DIMS:
+        x = inputs(rng, 4, dims)
+        for name in ("hadamard", "srft"):
+            if name == "hadamard" and dims & (dims - 1):
+                continue
+            down, up = ref.transform(name, dims, seed=1)
+            assert np.allclose(x @ down @ up, x)
+            out[f"{name}.{dims}.x"] = x.astype(np.float16)
+            out[f"{name}.{dims}.y"] = (x @ down).astype(np.float32)
+    return out
+
+
+def affine(rng) -> dict:
+    """Codes of plain inputs, every width, group and axis; group 0 is the whole vector or page."""
+    out = {}
+    for dims in (64, 80):
+        x = inputs(rng, 1, 1, PAGE, dims)
+        x[0, 0, 5] = 0.0  # a group of zeros
+        x[0, 0, 6] = 1.5  # a constant group
+        out[f"x.{dims}"] = x.astype(np.float16)
+        for bits in (2, 3, 4, 8):
+            for symmetric in (False, True):
+                for axis, group in (
+                    ("token", 16),
+                    ("token", 32),
+                    ("token", 0),
+                    ("channel", 32),
+                    ("channel", 0),
+                ):
+                    size = ref.group_size(group, dims if axis == "token" else PAGE)
+                    codes, scale, bias = ref.affine_encode(x, bits, size, symmetric, axis)
+                    key = f"{dims}.{bits}.{'sym' if symmetric else 'asym'}.{axis}.{group}"
+                    out[f"{key}.codes"] = codes
+                    out[f"{key}.scale"] = scale.astype(np.float16)
+                    if not symmetric:
+                        out[f"{key}.bias"] = bias.astype(np.float16)
+                    out[f"{key}.near"] = np.packbits(near(x, bits, size, symmetric, axis))
+                    out[f"{key}.decoded"] = ref.affine_decode(
+                        codes, scale, bias, size, axis
+                    ).astype(np.float32)
+    return out
+
+
+def packing(rng) -> dict:
+    out = {}
+    for dims in (64, 80, 96, 128):
+        for bits in (2, 3, 4, 8):
+            codes = rng.integers(0, 2**bits, (5, dims), dtype=np.uint8)
+            out[f"{dims}.{bits}.codes"], out[f"{dims}.{bits}.words"] = codes, ref.pack(codes, bits)
+    return out
+
+
+PAGE = 64
+SIDES = {
+    "naive-int4": ("none", 4, 64, False, "token"),
+    "hadamard-int4": ("hadamard", 4, 64, False, "token"),
+    "srft-int4": ("srft", 4, 32, True, "token"),
+    "srft-int2": ("srft", 2, 32, False, "token"),
+    "srft-int3": ("srft", 3, 64, False, "token"),
+    "hadamard-int8": ("hadamard", 8, 0, False, "token"),
+    "channel-int2": ("none", 2, 32, False, "channel"),
+}
+
+
+def encode(rng) -> dict:
+    """Transform and quantizer in a row, as a page is sealed."""
+    out = {}
+    for dims in (64, 96, 128, 256):
+        x = inputs(rng, 1, 2, PAGE, dims)
+        out[f"x.{dims}"] = x.astype(np.float16)
+        for name, (transform, bits, group, symmetric, axis) in SIDES.items():
+            if transform == "hadamard" and dims == 96:
+                continue
+            y = x @ ref.transform(transform, dims, 0)[0]
+            group = ref.group_size(group, dims if axis == "token" else PAGE)
+            codes, scale, _ = ref.affine_encode(y, bits, group, symmetric, axis)
+            out[f"{name}.{dims}.codes"] = codes
+            out[f"{name}.{dims}.scale"] = scale.astype(np.float16)
+            out[f"{name}.{dims}.near"] = np.packbits(near(y, bits, group, symmetric, axis))
+    return out
+
+
+# name: (D, H, G, sink, pages, live, L, key side, value side, mask, attention sinks)
+CASES = {
+    "one": (128, 8, 2, 16, 2, 40, 1, "srft-int4", "srft-int4", "none", False),
+    "verify8": (64, 6, 2, 16, 2, 24, 8, "hadamard-int4", "srft-int2", "causal", False),
+    "ratio5": (64, 5, 1, 0, 1, 1, 1, "srft-int3", "naive-int4", "none", False),
+    "gemma": (256, 4, 1, 32, 1, 31, 3, "srft-int4", "srft-int4", "causal", False),
+    "window": (96, 4, 4, 16, 2, 33, 4, "srft-int4", "srft-int3", "window", False),
+    "additive": (80, 4, 2, 16, 1, 17, 2, "channel-int2", "channel-int2", "additive", False),
+    "gpt-oss": (64, 8, 1, 16, 2, 16, 1, "hadamard-int8", "hadamard-int8", "none", True),
+    "prefill": (128, 4, 2, 16, 2, 63, 40, "srft-int4", "hadamard-int4", "causal", False),
+    "d192": (192, 4, 2, 16, 1, 20, 2, "srft-int4", "srft-int4", "causal", False),
+    "d512": (512, 2, 1, 16, 1, 5, 1, "hadamard-int4", "srft-int4", "none", False),
+}
+
+
+def attention(rng) -> tuple[dict, dict]:
+    """Attention over given codes, so that no encoder's ties blur it."""
+    out, cases = {}, {}
+    for case, (
+        dims,
+        heads,
+        kv_heads,
+        sink,
+        pages,
+        live,
+        new,
+        k_side,
+        v_side,
+        mask,
+        has_sinks,
+    ) in CASES.items():
+        total = sink + pages * PAGE + live
+        q = rng.standard_normal((1, heads, new, dims)).astype(np.float16).astype(np.float64)
+        out[f"{case}.q"] = q.astype(np.float16)
+        whole = []
+        for letter, name in (("k", k_side), ("v", v_side)):
+            x = inputs(rng, 1, kv_heads, total, dims)
+            transform, bits, group, symmetric, axis = SIDES[name]
+            down, up = ref.transform(transform, dims, 0)
+            body = slice(sink, sink + pages * PAGE)
+            group = ref.group_size(group, dims if axis == "token" else PAGE)
+            codes, scale, bias = ref.affine_encode(
+                x[:, :, body] @ down, bits, group, symmetric, axis
+            )
+            out[f"{case}.{letter}.sink"] = x[:, :, :sink].astype(np.float16)
+            out[f"{case}.{letter}.live"] = x[:, :, body.stop :].astype(np.float16)
+            out[f"{case}.{letter}.codes"] = codes
+            out[f"{case}.{letter}.scale"] = scale.astype(np.float16)
+            if not symmetric:
+                out[f"{case}.{letter}.bias"] = bias.astype(np.float16)
+            x[:, :, body] = ref.affine_decode(codes, scale, bias, group, axis) @ up
+            whole.append(x)
+        window = 50 if mask == "window" else None
+        m = None if mask == "none" else ref.causal_mask(new, total, window)
+        if mask == "additive":
+            m = np.where(m, rng.standard_normal(m.shape), -1e9)
+        if mask in ("additive", "window"):
+            out[f"{case}.mask"] = m.astype(np.float32) if mask == "additive" else m
+            m = m.astype(np.float32).astype(np.float64) if mask == "additive" else m
+        sinks = (
+            rng.standard_normal(heads).astype(np.float16).astype(np.float64) if has_sinks else None
+        )
+        if has_sinks:
+            out[f"{case}.sinks"] = sinks.astype(np.float16)
+        out[f"{case}.out"] = ref.attention(q, *whole, dims**-0.5, m, sinks).astype(np.float32)
+        sides = [
+            dict(zip(("transform", "bits", "group", "symmetric", "axis"), SIDES[n], strict=True))
+            for n in (k_side, v_side)
+        ]
+        cases[case] = {"keys": sides[0], "values": sides[1], "mask": mask, "page": PAGE}
+    return out, cases
+
+
+def main() -> None:
+    header = {"spec_version": str(ref.SPEC_VERSION), "seed": str(SEED), "spec_hash": spec_hash()}
+    tables = {"transforms": transforms, "affine": affine, "packing": packing, "encode": encode}
+    for i, (name, make) in enumerate(tables.items()):
+        extra = {"sides": json.dumps(SIDES)} if name == "encode" else {}
+        save_file(
+            make(np.random.default_rng(SEED + i)), OUT / f"{name}.safetensors", {**header, **extra}
+        )
+    tensors, cases = attention(np.random.default_rng(SEED + 9))
+    save_file(tensors, OUT / "attention.safetensors", {**header, "cases": json.dumps(cases)})
+    for path in sorted(OUT.glob("*.safetensors")):
+        print(f"{path.name:24} {path.stat().st_size:>9,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The golden table on this machine, and proof that it bites."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxkv import golden, packing
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(path.stem for path in golden.FOLDER.glob("*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return golden.run()
+
+
+def test_every_row_holds(rows):
+    bad = [row for row in rows if not row.ok]
+    assert not bad, "\n".join(map(str, bad))
+
+
+def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
+    assert FILES == ["affine", "attention", "encode", "packing", "transforms"]
+    assert {row.table for row in rows} >= {"transforms", "packing", "encode", "decode", "seal"}
+    codes = [row for row in rows if row.table in ("encode", "seal")]
+    assert sum(row.values for row in codes) > 400_000
+    assert sum(row.differ for row in codes) < 1e-4 * sum(row.values for row in codes)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_golden_files_are_of_this_spec(name):
+    _, header = golden.read(name)
+    spec = (ROOT / "mlxkv" / "reference.py").read_bytes()
+    hint = "the spec has changed; hint: python tests/make_golden.py"
+    assert header["spec_hash"] == hashlib.sha256(spec).hexdigest()[:16], hint
+
+
+def test_golden_files_are_small():
+    assert sum(path.stat().st_size for path in golden.FOLDER.glob("*.safetensors")) < 4_000_000
+
+
+def test_a_shuffled_code_is_red(monkeypatch):
+    unpack = packing.unpack
+    monkeypatch.setattr(packing, "unpack", lambda w, bits, dims: unpack(w, bits, dims)[..., ::-1])
+    rows = list(golden.encode_rows())
+    assert rows
+    assert not any(row.ok for row in rows)
+
+
+def test_a_scale_off_by_a_thousandth_is_red(monkeypatch):
+    stored = golden._stored
+
+    def off(*args):
+        out = stored(*args)
+        return {**out, "scale": (out["scale"].astype(golden.mx.float32) * 1.001)}
+
+    monkeypatch.setattr(golden, "_stored", off)
+    assert not any(row.ok for row in golden.affine_rows() if row.table == "decode")
+    assert not any(row.ok for row in golden.attention_rows())
+
+
+def test_nan_is_red():
+    assert golden.rms(np.array([np.nan, 1.0]), np.ones(2)) == float("inf")
+
+
+def test_off_by_one_is_allowed_at_a_boundary_only():
+    spec = np.zeros(1000, np.uint8)
+    codes = spec.copy()
+    codes[0] = 1
+    at = np.packbits(np.arange(1000) == 0)
+    assert golden.compare_codes("t", "c", codes, spec, at).ok
+    codes[1] = 1
+    assert not golden.compare_codes("t", "c", codes, spec, at).ok
+    codes[1], codes[0] = 0, 2
+    assert not golden.compare_codes("t", "c", codes, spec, at).ok
