@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlxkv.console import human_bytes, note, print_json
 from mlxkv.errors import UserError
 from mlxkv.generate import backend, sampler_for
-from mlxkv.models import load, summarise
+from mlxkv.models import load
 from mlxkv.session import Session
 
 
@@ -29,6 +29,7 @@ class Options:
     kv_strict: bool = False
     raw: bool = False
     load: str | None = None
+    dtype: str | None = None
     json: bool = False
 
 
@@ -37,6 +38,8 @@ def run(options: Options) -> None:
     prompt = options.prompt
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
+    if prompt is not None:  # an argument that is not UTF-8 arrives with surrogates in it
+        prompt = prompt.encode("utf-8", "replace").decode("utf-8")
     # What can be refused is refused before a model is loaded.
     if prompt is not None and not prompt.strip():
         raise UserError("[chat] empty prompt; pass --prompt TEXT or pipe some text in")
@@ -48,10 +51,10 @@ def run(options: Options) -> None:
 
     mx.random.seed(options.seed)
     mx.reset_peak_memory()
-    loaded = load(options.model, options.kv, strict=options.kv_strict)
+    loaded = load(options.model, options.kv, options.kv_strict, options.dtype)
     session = Session(loaded, options.system, options.raw, sampler, options.max_tokens)
     note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")
-    for line in summarise(loaded.layers):
+    for line in loaded.report():
         note(f"  {line}")
     if options.load:
         session.load(options.load)

@@ -121,7 +121,8 @@ def _read_line(out: Console) -> str | None:
     # readline counts what is between \001 and \002 as zero columns wide.
     prompt = "\001\033[1;36m\002> \001\033[0m\002" if out.is_terminal else "> "
     try:
-        return input(prompt).strip()
+        line = input(prompt).strip()
+        return line.encode("utf-8", "replace").decode("utf-8")
     except EOFError:
         out.print()
         return None
@@ -140,6 +141,11 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
             sys.stdout.flush()
             piece = next(pieces, None)
     stats = session.stats
+    if not stats.generated_tokens:
+        out.print(
+            "\n[dim]stopped while reading; the question is dropped, what was read is kept[/dim]"
+        )
+        return
     why = {"length": " · cut off, see --max-tokens", "stopped": " · stopped"}
     out.print(
         f"\n[dim]{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s"
@@ -177,6 +183,8 @@ def _command(session: Session, out: Console, line: str) -> bool:
 
 def _stats(session: Session) -> Table:
     stats, usage, loaded = session.stats, session.usage(), session.loaded
+    windows = loaded.kv.sink + loaded.kv.recent
+    early = loaded.kv.compresses and len(session.tokens) <= windows + loaded.kv.page
     rows = {
         "model": f"{loaded.name} · --kv {loaded.kv_name}",
         "tokens held": f"{len(session.tokens)} of {session.limit or 'unknown'}",
@@ -184,7 +192,8 @@ def _stats(session: Session) -> Table:
         f"in {stats.prefill_seconds:.2f} s",
         "last reply": f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s",
         "cache": f"{human_bytes(usage.kv_bytes)} (16 bits: {human_bytes(usage.kv_bytes_fp16)})",
-        "bits per value": f"{usage.bits_per_value:.2f} measured, windows included",
+        "bits per value": f"{usage.bits_per_value:.2f} measured"
+        + (f" (still short: {windows} tokens are always kept exactly)" if early else ""),
         "peak memory": human_bytes(mx.get_peak_memory()),
     }
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -74,13 +74,17 @@ def chat(
         bool, typer.Option("--raw", help="No chat template: continue the text as it is.")
     ] = False,
     load: Annotated[str | None, typer.Option("--load", help="Go on with a saved session.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32, float16 or bfloat16. Default: as stored."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Talk to a model, in a terminal or in one shot (--prompt, or text on stdin)."""
     from mlxkv.chat import Options, run
 
     options = Options(
-        model, kv, prompt, system, max_tokens, temp, top_p, seed, kv_strict, raw, load, json
+        model, kv, prompt, system, max_tokens, temp, top_p, seed, kv_strict, raw, load, dtype, json
     )
     run(options)
 
@@ -148,6 +152,9 @@ def _usage_line(error: Exception) -> str:
 
 def main(args: list[str] | None = None) -> int:
     """Runs a command; every failure is one line on stderr and an exit code."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # bytes that are no text must not end a chat
+            stream.reconfigure(errors="replace")
     try:
         return app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
     except UserError as error:

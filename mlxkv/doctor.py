@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, is_dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
@@ -69,7 +66,7 @@ def _chip() -> str:
         except (OSError, subprocess.TimeoutExpired):
             return platform.processor()
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -92,13 +89,11 @@ def backends() -> list[dict[str, object]]:
     return rows
 
 
-def golden_rows() -> list[dict] | None:
-    """The golden table run here, or None when this build has none."""
-    spec = importlib.util.find_spec("mlxkv.golden")
-    if spec is None or spec.origin is None:  # only the folder of tensors, no module
-        return None
-    golden = importlib.import_module("mlxkv.golden")
-    return [asdict(row) if is_dataclass(row) else dict(row) for row in golden.run()]
+def golden_rows() -> list[dict]:
+    """The golden table, run here."""
+    from mlxkv import golden
+
+    return [row.as_dict() for row in golden.run()]
 
 
 def run(as_json: bool) -> int:
@@ -111,7 +106,7 @@ def run(as_json: bool) -> int:
         "backends": backends(),
         "golden": golden_rows(),
     }
-    failed = [row for row in data["golden"] or [] if not row.get("ok", True)]
+    failed = [row for row in data["golden"] if not row["ok"]]
     if as_json:
         print_json(data)
     else:
@@ -138,16 +133,34 @@ def _show(data: dict) -> None:
     ]
     print_table(["backend", "found", "", "device"], rows)
     golden = data["golden"]
-    if golden is None:
-        print("golden table: not in this build")
-    elif golden:
-        columns = list(golden[0])
-        print_table(columns, [[_cell(row[c]) for c in columns] for row in golden], "golden table")
-        good = sum(bool(row.get("ok", True)) for row in golden)
-        print(f"golden table: {good} of {len(golden)} rows right")
+    used = next(row["name"] for row in data["backends"] if row["used"])
+    print_table(
+        ["golden table", "cases", "values", "at a boundary", "wrong", "rms", "bound", "right"],
+        _by_table(golden),
+    )
+    for row in golden:
+        if not row["ok"]:
+            print(
+                f"WRONG: {row['table']} {row['case']}: {row['wrong']} values, rms {row['rms']:.3g}"
+            )
+    print(
+        f"golden table: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}"
+    )
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _by_table(golden: list[dict]) -> list[list[object]]:
+    """One line per table: sums, and the worst error with its bound."""
+    tables: dict[str, list[dict]] = {}
+    for row in golden:
+        tables.setdefault(row["table"], []).append(row)
+    return [
+        [
+            name,
+            len(rows),
+            *(sum(row[key] for row in rows) for key in ("values", "differ", "wrong")),
+            f"{max(row['rms'] for row in rows):.1e}",
+            f"{max(row['bound'] for row in rows):.1e}",
+            "yes" if all(row["ok"] for row in rows) else "NO",
+        ]
+        for name, rows in tables.items()
+    ]

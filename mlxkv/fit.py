@@ -105,7 +105,7 @@ def _plan(name: str, config: dict, weights: int | None) -> Plan:
 def _read_config(path: Path, where: str) -> dict:
     path = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"[{where}] no such file; got {str(path)!r}") from None
     except OSError as error:

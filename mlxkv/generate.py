@@ -13,7 +13,10 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.errors import MachineError, UserError
 
+# Tokens of a prompt that are read at once. A CPU gains nothing from more, and between two chunks
+# the progress moves and Ctrl-C is heard.
 PREFILL_STEP = 2048
+PREFILL_STEP_CPU = 512
 
 
 class Stopped(Exception):
@@ -122,7 +125,7 @@ def stream(
         max_tokens=max_tokens,
         sampler=watched,
         prompt_cache=cache,
-        prefill_step_size=PREFILL_STEP,
+        prefill_step_size=prefill_step(),
         prompt_progress_callback=on_progress,
     )
     try:
@@ -151,6 +154,11 @@ def _broken_logits(loaded, step: int) -> str:
         "" if loaded.kv_name == "fp16" else "; try --kv fp16 to see whether the cache is the cause"
     )
     return f"[generate] NaN or infinity in the logits of {loaded.name} at token {step}{advice}"
+
+
+def prefill_step() -> int:
+    """Tokens of a prompt that are read at once on this machine."""
+    return PREFILL_STEP_CPU if backend() == "cpu" else PREFILL_STEP
 
 
 def backend() -> str:

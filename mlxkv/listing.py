@@ -48,30 +48,32 @@ def _values(row: dict) -> str:
 
 def models(as_json: bool) -> None:
     """Embedded models, aliases, and what the hub's cache holds."""
-    from mlxkv.locate import embedded, hub_cache
-    from mlxkv.models.aliases import ALIASES
+    from mlxkv.locate import hub_cache
+    from mlxkv.models.aliases import EMBEDDED, HUB
 
-    inside, cached = embedded(), hub_cache()
-    aliases = {name: target for name, target in ALIASES.items() if name not in inside}
-    by_target = {target: name for name, target in aliases.items()}
-    others = {name: size for name, size in cached.items() if name not in by_target}
+    cached = hub_cache()
+    others = {name: size for name, size in cached.items() if name not in HUB.values()}
     if as_json:
         print_json(
             {
-                "embedded": list(inside),
+                "embedded": list(EMBEDDED),
                 "aliases": [
                     {"name": name, "model": target, "cached_bytes": cached.get(target)}
-                    for name, target in aliases.items()
+                    for name, target in HUB.items()
                 ],
                 "cached": [{"model": name, "bytes": size} for name, size in others.items()],
             }
         )
         return
-    rows = [[name, "embedded in mlxkv, works offline", "-"] for name in inside]
+    rows = [[name, _embedded(source), "-"] for name, source in EMBEDDED.items()]
     rows += [
         [name, target, human_bytes(cached[target]) if target in cached else "not loaded yet"]
-        for name, target in aliases.items()
+        for name, target in HUB.items()
     ]
     rows += [["-", name, human_bytes(size)] for name, size in others.items()]
     print_table(["--model", "what it is", "in the hub cache"], rows)
     print("--model also takes any hub name (owner/name) and any local folder in the hub's format")
+
+
+def _embedded(source) -> str:
+    return f"embedded, works offline{', outlier channels planted' if source.planted else ''}"

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from mlxkv.errors import UserError
-from mlxkv.models.aliases import ALIASES
+from mlxkv.models.aliases import resolve
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,6 @@ class Place:
     name: str
     config: Path
     weights: int | None
-
-
-def embedded() -> dict[str, Path]:
-    """The models inside this package, by name."""
-    folder = Path(str(files("mlxkv") / "models"))
-    return {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
 
 
 def hub_cache() -> dict[str, int]:
@@ -47,22 +40,10 @@ def hub_cache() -> dict[str, int]:
 
 def locate(model: str) -> Place:
     """Finds a model by alias, embedded name, folder or hub name."""
-    inside = embedded()
-    if model in inside:
-        return _local(model, inside[model])
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return _local(model, folder)
-    name = ALIASES.get(model, model)
-    if name in inside:
-        return _local(model, inside[name])
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        choices = ", ".join([*inside, *ALIASES])
-        raise UserError(
-            f"[--model] no such model; got {model!r}; choose from {choices}, "
-            "a hub name (owner/name) or a local folder"
-        )
-    return _hub(name)
+    source = resolve(model)
+    if source.folder is not None:
+        return _local(source.name, source.folder)
+    return _hub(source.repo)
 
 
 def _local(name: str, folder: Path) -> Place:
@@ -81,7 +62,7 @@ def _hub(name: str) -> Place:
             return place
     config = _download(name, "config.json")
     try:
-        index = json.loads(_download(name, "model.safetensors.index.json").read_text())
+        index = json.loads(_download(name, "model.safetensors.index.json").read_bytes())
         weights = int(index["metadata"]["total_size"])
     except (UserError, ValueError, KeyError, TypeError):
         weights = None  # a small model has one file and no index

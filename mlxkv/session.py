@@ -11,7 +11,6 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlxkv import prompt_cache
 from mlxkv.errors import UserError
 from mlxkv.generate import Stats, stream
-from mlxkv.models import context_limit
 from mlxkv.shapes import layers_of
 
 
@@ -55,7 +54,7 @@ class Session:
             raise UserError("[--system] needs a chat template; it cannot go with --raw")
         self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
         self.system = system
-        self.limit = context_limit(loaded.config)
+        self.limit = loaded.context or 0
         self.reset()
 
     def reset(self) -> None:

@@ -62,7 +62,7 @@ def write_model(
     model = llama.Model(llama.ModelArgs.from_dict(config))
     weights = {k: v.astype(mx.float16) for k, v in tree_flatten(model.parameters())}
     if poison:
-        weights["model.norm.weight"] = mx.full((128,), float("nan"), mx.float16)
+        weights["model.norm.weight"] = mx.full((config["hidden_size"],), float("nan"), mx.float16)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     write_tokenizer(folder, template)
     return folder

@@ -86,6 +86,11 @@ def test_chat_of_one_seed_repeats_itself(run, model_folder):
     assert first == again != other
 
 
+def test_chat_takes_what_is_not_text(run, model_folder):
+    options = ("chat", "--model", model_folder, "--max-tokens", "2", "--json")
+    assert last_json(run(*options, "--prompt", "a\udcffb")[0])["prompt_tokens"] > 3
+
+
 def test_chat_raw(run, tmp_path):
     folder = write_model(tmp_path / "plain", template=None)
     data = last_json(run("chat", "--model", folder, "--raw", "--prompt", "abc", "--json")[0])
@@ -115,18 +120,21 @@ def test_doctor(run):
     assert data["versions"]["mlxkv"] == __version__
     assert sum(row["used"] for row in data["backends"]) == 1
     assert data["out_of_range"] == []
+    assert data["golden"] and all(row["ok"] for row in data["golden"])
 
 
 def test_a_wrong_golden_row_fails_the_doctor(monkeypatch, capsys):
-    rows = [{"name": "a", "ok": True, "error": 1e-7}, {"name": "b", "ok": False, "error": 0.5}]
+    row = {"table": "encode", "values": 9, "differ": 0, "wrong": 0, "rms": 0.0, "bound": 1e-6}
+    rows = [row | {"case": "a", "ok": True}, row | {"case": "b", "wrong": 3, "ok": False}]
     monkeypatch.setattr("mlxkv.doctor.golden_rows", lambda: rows)
     assert main(["doctor"]) == 1
-    assert "1 of 2 rows right" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "WRONG: encode b: 3 values" in out and "1 of 2 cases right" in out
 
 
 def test_a_version_outside_the_range_fails_the_doctor(monkeypatch, capsys):
     monkeypatch.setattr("mlxkv.doctor.requires", lambda name: ["mlx>=99", "rich>=1"])
-    monkeypatch.setattr("mlxkv.doctor.golden_rows", lambda: None)
+    monkeypatch.setattr("mlxkv.doctor.golden_rows", lambda: [])
     assert main(["doctor"]) == 1
     assert "outside the tested range: mlx " in capsys.readouterr().out
 

@@ -156,4 +156,4 @@ def test_reasons_are_printed(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN3_4B | {"head_dim": 96}))
     assert main(["fit", "--config", str(path), "--kv", "hadamard-int4"]) == 0
-    assert "power-of-two head dim, this one is 96" in capsys.readouterr().out
+    assert "power-of-two head dim; got 96" in capsys.readouterr().out

@@ -46,7 +46,7 @@ def test_stop_between_tokens_leaves_the_cache_in_order(loaded):
 
 
 def test_stop_during_the_prefill(loaded, monkeypatch):
-    monkeypatch.setattr("mlxkv.generate.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlxkv.generate.prefill_step", lambda: 16)
     cache, stats, done = make_prompt_cache(loaded.model), Stats(), []
     pieces = stream(
         loaded,

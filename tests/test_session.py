@@ -93,7 +93,7 @@ def test_stopped_replies_are_kept_and_the_session_goes_on(session):
 
 
 def test_stopped_while_reading_drops_the_turn_and_keeps_the_tokens(session, monkeypatch):
-    monkeypatch.setattr("mlxkv.generate.PREFILL_STEP", 8)
+    monkeypatch.setattr("mlxkv.generate.prefill_step", lambda: 8)
     done = []
     reply = ask(
         session,
