@@ -40,6 +40,21 @@ def other_folder(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "other", seed=1, num_hidden_layers=3)
 
 
+@pytest.fixture(scope="session")
+def gemma_folder(tmp_path_factory) -> Path:
+    """A random gemma3_text: three sliding layers with a window of 64, one that sees everything."""
+    from random_model import write_model
+
+    changes = {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "sliding_window": 64,
+        "sliding_window_pattern": 4,
+        "query_pre_attn_scalar": 64,
+    }
+    return write_model(tmp_path_factory.mktemp("models") / "gemma", **changes)
+
+
 @pytest.fixture
 def loaded(model_folder):
     """The random model with a plain cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 CONFIG = {
@@ -50,16 +51,19 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
 def write_model(
     folder: Path, seed: int = 0, template: str | None = TEMPLATE, poison: bool = False, **changes
 ) -> Path:
-    """A llama with random weights; `changes` go into config.json. poison: one weight is NaN."""
+    """A model with random weights, a llama unless `changes` to config.json say otherwise.
+
+    poison: one weight is NaN.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten
-    from mlx_lm.models import llama
 
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIG | changes
     (folder / "config.json").write_text(json.dumps(config))
     mx.random.seed(seed)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
+    family = import_module(f"mlx_lm.models.{config['model_type']}")
+    model = family.Model(family.ModelArgs.from_dict(config))
     weights = {k: v.astype(mx.float16) for k, v in tree_flatten(model.parameters())}
     if poison:
         weights["model.norm.weight"] = mx.full((config["hidden_size"],), float("nan"), mx.float16)

@@ -187,3 +187,52 @@ def test_usage_is_measured(session):
     assert usage.kv_bytes == sum(layer.nbytes for layer in session.cache)
     assert usage.values == 2 * len(session.tokens) * 2 * 64
     assert usage.kv_bytes_fp16 == 2 * usage.values
+
+
+@pytest.fixture(params=["model_folder", "gemma_folder"])
+def compressed(request) -> Session:
+    """An int4 session on a model with full attention, and on one with sliding windows."""
+    folder = request.getfixturevalue(request.param)
+    return Session(load(str(folder), "int4"), max_tokens=8)
+
+
+def test_compressed_turns_read_only_what_is_new(compressed):
+    ask(compressed, "a long story: " + "word " * 100)
+    held = len(compressed.tokens)
+    assert held > 500 and in_step(compressed)
+    for _ in range(3):
+        ask(compressed, "go on")
+        assert in_step(compressed) and compressed.stats.read_tokens < 40
+
+
+def test_compressed_usage(compressed):
+    plain = Session(load(str(compressed.loaded.path), "fp16"), max_tokens=8)
+    for session in (compressed, plain):
+        ask(session, "a long story: " + "word " * 250)
+    ours, theirs = compressed.usage(), plain.usage()
+    growing = [layer.compressed for layer in compressed.loaded.layers]
+    assert any(growing)
+    assert 0.8 < ours.values / theirs.values < 1.2  # the replies differ in length
+    sizes = [cache.nbytes for cache in compressed.cache], [cache.nbytes for cache in plain.cache]
+    for small, large, compresses in zip(*sizes, growing, strict=True):
+        assert small < 0.5 * large if compresses else small == pytest.approx(large, rel=0.1)
+
+
+def test_compressed_past_is_cut_or_read_again(compressed):
+    ask(compressed, "a long story: " + "word " * 100)
+    trimmable = all(cache.is_trimmable() for cache in compressed.cache)
+    compressed.messages[0]["content"] = "a long story: " + "word " * 80 + "end"
+    ask(compressed, "go on")
+    assert in_step(compressed)
+    assert (compressed.stats.read_tokens < 60) == trimmable
+
+
+def test_a_compressed_session_comes_back_the_same(compressed, tmp_path):
+    ask(compressed, "a long story: " + "word " * 100)
+    path = compressed.save(str(tmp_path / "talk"))
+    again = Session(compressed.loaded, max_tokens=8)
+    again.load(str(path))
+    assert [type(cache) for cache in again.cache] == [type(cache) for cache in compressed.cache]
+    assert again.usage().values == compressed.usage().values
+    assert ask(again, "go on") == ask(compressed, "go on")
+    assert again.stats.read_tokens < 40 and in_step(again)
