@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Options for the chat: make chat ARGS="--model gemma-3-1b --kv int3"
 ARGS ?=
+# As it was typed: without this, make reads "$$H" in it as a variable of its own.
+override PROMPT := $(value PROMPT)
 export PROMPT
 
 .PHONY: chat test clean

@@ -37,7 +37,7 @@ def run(options: Options) -> None:
     """One shot with --prompt or piped text, else the terminal loop."""
     prompt = options.prompt
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.read().removesuffix("\n")
     if prompt is not None:  # an argument that is not UTF-8 arrives with surrogates in it
         prompt = prompt.encode("utf-8", "replace").decode("utf-8")
     # What can be refused is refused before a model is loaded.
