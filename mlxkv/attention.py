@@ -11,9 +11,10 @@ import mlx.core as mx
 
 from mlxkv.cache import View
 
-DECODE_TOKENS = (
-    8  # up to here the codes are read directly (one token, or a speculative draft to verify)
-)
+# Up to here the codes are read directly: one token, or a speculative draft to verify.
+DECODE_TOKENS = 8
+FUSED_DIMS = (64, 72, 80, 96, 128, 192, 256)  # head dims of the fused prefill of `mx.fast`
+SCORE_BYTES = 1 << 24  # largest score matrix where MLX has no fused kernel
 
 
 def attend(
@@ -30,6 +31,8 @@ def attend(
     """
     if view.pages is None or queries.shape[2] > DECODE_TOKENS:
         keys, values = _whole(view, queries.dtype)
+        if not view.plain and not _is_fused(queries, values):
+            return _blocked(queries, keys, values, scale, mask, sinks)
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
@@ -47,6 +50,31 @@ def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
             parts.insert(0, view.sink[i])
         out.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
     return out[0], out[1]
+
+
+def _is_fused(queries: mx.array, values: mx.array) -> bool:
+    """Whether `mx.fast` SDPA runs without a score matrix: the CPU never does."""
+    dims, on_gpu = queries.shape[-1], mx.default_device() == mx.Device(mx.gpu)
+    return on_gpu and dims in FUSED_DIMS and values.shape[-1] == dims
+
+
+def _blocked(queries, keys, values, scale, mask, sinks):
+    """SDPA by blocks of query rows, so that the score matrix stays below SCORE_BYTES."""
+    heads, new, total = queries.shape[1], queries.shape[2], keys.shape[2]
+    rows = max(DECODE_TOKENS, SCORE_BYTES // (4 * queries.shape[0] * heads * total))
+    out = []
+    for start in range(0, new, rows):
+        stop = min(start + rows, new)
+        end = total - new + stop if isinstance(mask, str) else total  # causal: the rest is masked
+        part = mask
+        if isinstance(mask, mx.array) and mask.shape[-2] > 1:
+            part = mask[..., start:stop, :]
+        q, k, v = queries[:, :, start:stop], keys[:, :, :end], values[:, :, :end]
+        if out:  # one block after the other, or all score matrices are alive at once
+            q = mx.depends(q, out[-1])
+        block = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=part, sinks=sinks)
+        out.append(block)
+    return out[0] if len(out) == 1 else mx.concatenate(out, axis=2)
 
 
 def _decode(queries, view, scale, mask, sinks):

@@ -31,7 +31,7 @@ class View:
     and values.
 
     sink, live: (keys, values), each [B, G, T, D], or None; pages: (keys, values) as `Codec` stored
-    them, or None.
+    them, or None. plain: nothing has been sealed yet, so results have to equal a plain cache's.
     """
 
     live: Pair
@@ -39,11 +39,17 @@ class View:
     pages: tuple[Stored, Stored] | None = None
     codecs: tuple[Codec, Codec] | None = field(default=None, repr=False)
     paged_tokens: int = 0
+    plain: bool = False
 
     @property
     def tokens(self) -> int:
         sink = self.sink[0].shape[2] if self.sink else 0
         return sink + self.paged_tokens + self.live[0].shape[2]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the keys, for models that read it."""
+        return self.live[0].dtype
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -151,7 +157,7 @@ class CompressedKVCache:
 
     def _view(self, live: Pair) -> View:
         if not self._pages[0].count:
-            return View(live, self._sink)
+            return View(live, self._sink, plain=live[0].shape[2] <= self._room)
         codecs = self._codecs(tuple(x.shape[3] for x in live))
         return View(live, self._sink, tuple(p.read() for p in self._pages), codecs, self._paged)
 

@@ -1,0 +1,81 @@
+"""Fetching a model folder from the Hugging Face hub; every failure says what to do."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from mlxkv.errors import MachineError, UserError
+
+# No *.py: code that comes with a model is neither fetched nor run.
+PATTERNS = [
+    "*.json",
+    "model*.safetensors",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+]
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+def fetch(repo: str) -> Path:
+    """The local folder of `owner/name`, downloaded unless it is there already.
+
+    Raises UserError if the hub cannot be reached or does not give the model, MachineError if the
+    disk is full.
+    """
+    import huggingface_hub.errors as hub
+    from huggingface_hub import snapshot_download
+
+    way_out = "choose a model folder on this machine, or --model tiny, which needs no network"
+    try:
+        return Path(snapshot_download(repo, allow_patterns=PATTERNS))
+    except hub.GatedRepoError:
+        raise UserError(
+            f"[load] the hub asks you to accept a licence first; got {repo}; "
+            f"accept it at https://huggingface.co/{repo}, then run `hf auth login`"
+        ) from None
+    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError):
+        raise UserError(
+            f"[load] no such folder here and no such model on the hub; got {repo!r}; check the "
+            f"name, or run `hf auth login` if it is private; {way_out}"
+        ) from None
+    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
+        raise UserError(
+            f"[load] the hub cannot be reached and this model is not on this machine; got {repo}; "
+            f"check the network (is HF_HUB_OFFLINE set?), or {way_out}"
+        ) from None
+    except hub.HfHubHTTPError as error:
+        raise UserError(
+            f"[load] the hub refused ({first_line(error)}); got {repo}; try again, or {way_out}"
+        ) from None
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise MachineError(
+                f"[load] the disk is full; got {repo}; free some space and run it again"
+            ) from None
+        raise UserError(
+            f"[load] fetching failed ({first_line(error)}); got {repo}; try again, or {way_out}"
+        ) from None
+    except Exception as error:
+        if not _is_network(error):
+            raise
+        raise UserError(
+            f"[load] the hub cannot be reached ({type(error).__name__}); got {repo}; check the "
+            f"network, or {way_out}"
+        ) from None
+
+
+def _is_network(error: Exception) -> bool:
+    # The HTTP library of huggingface_hub, and the class of its errors, changes with its version.
+    return any(
+        cls.__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests")
+        for cls in type(error).__mro__
+    )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, short enough for one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -1,0 +1,169 @@
+"""Which layers of a model are compressed, and why the others are not: never silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import mlx.nn as nn
+from mlx_lm import __version__ as mlx_lm_version
+
+from mlxkv.config import CacheConfig
+from mlxkv.models.probe import Place, Shape, probe
+from mlxkv.models.rebind import files_of
+from mlxkv.models.refused import refusal
+
+ASKED_FOR = "as asked for"
+OPS, FAST = "plain ops", "mx.fast"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What happens to the cache of one layer.
+
+    index: position in the model's list of caches (its layers, less those that have no cache of
+    their own).
+    kind: what sort of layer it is. reason: the preset if compressed, else why not.
+    bits_per_value: stored bits per value inside the pages, 16 for what is kept in full precision.
+    kernel: what computes attention. grows: the cache grows with the context.
+    kv_heads, key_dim, value_dim: sizes of a compressed layer, 0 for others.
+    """
+
+    index: int
+    kind: str
+    compressed: bool
+    reason: str
+    bits_per_value: float = 16.0
+    kernel: str = FAST
+    grows: bool = True
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a cache class of mlx-lm says of its layer; `{...}` is an attribute of the cache."""
+
+    kind: str
+    grows: bool
+    reason: str
+
+
+PLAIN = "KVCache"  # the one that we replace
+RULES = {
+    PLAIN: Rule("full attention", True, ""),
+    "RotatingKVCache": Rule("sliding window {max_size}", False, "small by nature"),
+    "ChunkedKVCache": Rule("chunks of {chunk_size}", False, "never more than one chunk"),
+    "ArraysCache": Rule("state space or linear attention", False, "constant size"),
+    "MambaCache": Rule("state space or linear attention", False, "constant size"),
+}
+
+
+def examine(
+    model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, label: str
+) -> tuple[list[LayerReport], list[Place]]:
+    """Decide for every cache of `make_cache()`. Returns one report each, and the places to fill
+    with ours.
+
+    label: the name of `config` in reports. The attention function must be rebound (`rebind.bind`).
+    """
+    caches = leaves(make_cache())
+    plain = [place for place, cache in caches if type(cache).__name__ == PLAIN]
+    shapes: dict[Place, Shape] = {}
+    if not config.compresses:
+        reasons = {place: ASKED_FOR for place, _ in caches}
+    elif refused := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
+        reasons = dict.fromkeys(plain, refused)
+    else:
+        found = probe(model, make_cache, plain)
+        shapes, reasons = found.shapes, found.refused
+
+    by_layer: dict[int, list[LayerReport]] = {}
+    chosen = []
+    for place, cache in caches:
+        report = _judge(place[0], cache, shapes.get(place), reasons.get(place), config, label)
+        if report.compressed:
+            chosen.append(place)
+        by_layer.setdefault(place[0], []).append(report)
+    return [_merge(parts) for parts in by_layer.values()], chosen
+
+
+def leaves(caches: list) -> list[tuple[Place, object]]:
+    """Every cache with its place; the members of a CacheList one by one."""
+    out: list[tuple[Place, object]] = []
+    for i, cache in enumerate(caches):
+        inner = getattr(cache, "caches", None)
+        if inner is None:
+            out.append(((i,), cache))
+        else:
+            out.extend(((i, j), member) for j, member in enumerate(inner))
+    return out
+
+
+def _judge(
+    index: int, cache, shape: Shape | None, reason: str | None, config: CacheConfig, label: str
+) -> LayerReport:
+    name = type(cache).__name__
+    rule = RULES.get(name) or Rule(f"cache of class {name}", True, "mlxkv does not know this class")
+    kind = rule.kind.format_map(vars(cache))
+    if shape is not None:
+        reason = config.why_not(shape.key_dim, shape.value_dim)
+    if shape is None or reason:
+        return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
+    bits = config.bits_per_value(shape.key_dim, shape.value_dim)
+    sizes = (shape.heads, shape.key_dim, shape.value_dim)
+    return LayerReport(index, kind, True, label, bits, OPS, True, *sizes)
+
+
+def _merge(parts: list[LayerReport]) -> LayerReport:
+    """One report for a layer with several caches: that of the one that grows, if there is one."""
+    if len(parts) == 1:
+        return parts[0]
+    growing = [part for part in parts if part.grows] or parts
+    worst = min(growing, key=lambda part: part.compressed)
+    return replace(worst, kind=" + ".join(dict.fromkeys(part.kind for part in parts)))
+
+
+def left_out(reports: list[LayerReport]) -> list[LayerReport]:
+    """The layers that grow and stay in full precision, though compression was asked for."""
+    return [r for r in reports if r.grows and not r.compressed and r.reason != ASKED_FOR]
+
+
+def summarise(reports: list[LayerReport]) -> list[str]:
+    """One line per kind of layer, and first of all a loud one if nothing at all is compressed."""
+    lines = []
+    groups: dict[tuple, list[int]] = {}
+    for r in reports:
+        key = (r.kind, r.compressed, r.reason, r.bits_per_value, r.kernel)
+        groups.setdefault(key, []).append(r.index)
+    for (kind, compressed, reason, bits, kernel), indices in groups.items():
+        name = "layer" if len(indices) == 1 else "layers"
+        what = (
+            f"{reason}, {bits:.3g} bits per value, {kernel}"
+            if compressed
+            else f"full precision, {reason}"
+        )
+        lines.append(f"{name} {ranges(indices)} ({kind}): {what}")
+    if silent := nothing_compressed(reports):
+        lines.insert(0, silent)
+    return lines
+
+
+def nothing_compressed(reports: list[LayerReport]) -> str | None:
+    """The line to say if no layer is compressed though that was asked for, or None."""
+    if any(r.compressed or r.reason == ASKED_FOR for r in reports):
+        return None
+    out = left_out(reports)
+    why = out[0].reason if out else "no layer of this model has a cache that grows with the context"
+    return f"NOTHING IS COMPRESSED: {why}"
+
+
+def ranges(indices: list[int]) -> str:
+    """[0, 1, 2, 5, 7, 8] -> "0-2, 5, 7-8"."""
+    runs = []
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        runs.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    return ", ".join(runs)

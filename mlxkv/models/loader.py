@@ -1,0 +1,189 @@
+"""Load a model by name, with all that may be wrong checked first, and attach a cache to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.errors import UserError
+from mlxkv.models.aliases import DEFAULT, resolve
+from mlxkv.models.folder import Folder, check, fingerprint
+from mlxkv.models.hub import fetch, first_line
+from mlxkv.models.layers import LayerReport, summarise
+from mlxkv.models.seam import attach, name_of
+
+DTYPES: dict[str, mx.Dtype] = {
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+}
+
+
+@dataclass
+class Loaded:
+    """A model that is ready to run.
+
+    name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the
+    cache stores, and its name. layers: one report per cache. dtype: of the activations.
+    fingerprint: tells this model from others.
+    context: the longest context the model was made for, in tokens, or None. notes: lines to show
+    beside the layers.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    path: Path
+    config: dict
+    kv: CacheConfig
+    kv_name: str
+    layers: list[LayerReport]
+    dtype: mx.Dtype
+    fingerprint: str
+    context: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def report(self) -> list[str]:
+        """One line per kind of layer, then the notes."""
+        return summarise(self.layers) + self.notes
+
+
+def load(
+    name: str = DEFAULT,
+    kv: str | CacheConfig = "fp16",
+    strict: bool = False,
+    dtype: str | None = None,
+) -> Loaded:
+    """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names.
+
+    strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
+    quantised; by default as stored, except that 16-bit weights become float32 where there is no
+    GPU.
+
+    Raises UserError, before anything heavy is done where that is possible, and MachineError for a
+    full disk.
+    """
+    # First of all: a typing mistake must not cost a download.
+    config = parse_kv(kv) if isinstance(kv, str) else kv
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
+    source = resolve(name)
+    if source.folder is not None and not source.folder.is_dir():
+        raise UserError(
+            f"[load] the embedded model is not installed; got {source.folder}; reinstall mlxkv"
+        )
+    folder = check(source.folder or fetch(source.repo))
+    model, full_config = _model(folder)
+    notes = _set_dtype(model, dtype)
+    if source.planted:
+        from mlxkv.models.plant import plant
+
+        weights = plant(dict(tree_flatten(model.parameters())), full_config)
+        model.load_weights(list(weights.items()))
+    mx.eval(model.parameters())
+    tokenizer = _tokenizer(folder, full_config)
+    layers = attach(model, kv, strict)
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        name=source.name,
+        path=folder.path,
+        config=folder.config,
+        kv=config,
+        kv_name=name_of(kv),
+        layers=layers,
+        dtype=_dtype(model),
+        fingerprint=fingerprint(folder, source.planted),
+        context=context_limit(folder.config),
+        notes=notes,
+    )
+
+
+def _model(folder: Folder) -> tuple[nn.Module, dict]:
+    """The model, its weights not evaluated yet, and the configuration as mlx-lm completes it."""
+    from mlx_lm.utils import _get_classes, load_model
+
+    kind = folder.config["model_type"]
+    try:
+        _get_classes(folder.config)
+    except ValueError:
+        raise UserError(
+            f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in "
+            f"{folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
+        ) from None
+    try:
+        return load_model(folder.path, lazy=True)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError) as error:
+        # Whatever is wrong with the files shows here as any of these, with mlx-lm's words for it.
+        raise UserError(
+            f"[load] configuration and weights do not fit together ({type(error).__name__}: "
+            f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
+        ) from error
+
+
+def _tokenizer(folder: Folder, config: dict):
+    from mlx_lm.utils import load_tokenizer
+
+    try:
+        return load_tokenizer(
+            folder.path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
+        )
+    except Exception as error:  # the tokenizer libraries raise bare Exception
+        raise UserError(
+            f"[load] the tokenizer cannot be loaded ({type(error).__name__}: "
+            f"{first_line(error)}); got {folder.path}; fetch the model again"
+        ) from error
+
+
+def _set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
+    """Convert the weights if asked, or if 16 bits are slow here. Returns what to tell the user."""
+    have = _dtype(model)
+    if wanted is not None:
+        model.set_dtype(DTYPES[wanted])
+        return []
+    if have == mx.float32 or mx.default_device() != mx.Device(mx.cpu):
+        return []
+    model.set_dtype(mx.float32)
+    return [
+        f"no GPU: {str(have).split('.')[-1]} weights run as float32, which is faster here (--dtype "
+        "overrides)"
+    ]
+
+
+def _dtype(model: nn.Module) -> mx.Dtype:
+    """The floating type that most layers keep (for quantised weights, that of their scales)."""
+    kinds = [
+        x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)
+    ]
+    return max(set(kinds), key=kinds.count, default=mx.float32)
+
+
+def context_limit(config: dict) -> int | None:
+    """The longest context, in tokens, that a config.json was made for; None if it does not say."""
+    text = {**config, **(config.get("text_config") or {})}
+    names = (
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "max_sequence_length",
+        "seq_length",
+        "n_ctx",
+    )
+    limit = next((int(text[name]) for name in names if isinstance(text.get(name), int)), None)
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if limit is None or not isinstance(scaling, dict):
+        return limit
+    factor = scaling.get("factor")
+    if not isinstance(factor, (int, float)) or str(text.get("model_type", "")).startswith("gemma3"):
+        return limit  # Gemma 3 names the extended length
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind == "yarn":  # the extended length may or may not be named already
+        original = scaling.get("original_max_position_embeddings")
+        return max(limit, int(original * factor)) if original else int(limit * factor)
+    return int(limit * factor) if kind in ("linear", "dynamic", "ntk") else limit

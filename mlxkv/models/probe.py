@@ -1,0 +1,146 @@
+"""A dry run of a model that finds what each cache would hold, without computing anything.
+
+MLX is lazy: calling the model builds a graph that is thrown away. Caches hand out a `Handle` in
+place of keys and values, so the run also shows whether the model's code treats them as anything but
+something to pass to attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+Place = tuple[int, ...]  # position in the list of caches; a second number inside a CacheList
+PROMPT = 2  # tokens of the first dry call; the second has one, as in decoding
+
+
+class Misuse(AttributeError):
+    """The model's code did something with a cache, or what it returned, that ours cannot do."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Handle:
+    """Stands for the keys or the values of one cache; every use but attention is an error."""
+
+    def __init__(self, cache: ProbeCache):
+        self._cache = cache
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[B, G, T, D], as our view has it: one answer for keys and values."""
+        shape = self._cache.shape
+        if shape.key_dim != shape.value_dim:
+            raise Misuse("reads the shape of the cached keys or values, which differ in width")
+        return 1, shape.heads, self._cache.offset, shape.key_dim
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self._cache.dtype
+
+    def attended(self, queries: mx.array, values: Handle) -> mx.array:
+        """queries: [B, H, L, D] -> zeros [B, H, L, Dv]."""
+        if type(values) is not Handle or values._cache is not self._cache:
+            raise Misuse("attends with keys and values of different caches")
+        self._cache.waiting = False
+        return mx.zeros((*queries.shape[:3], self._cache.shape.value_dim), queries.dtype)
+
+    def __getattr__(self, name: str):
+        raise Misuse(f"uses .{name} of the cached keys or values")
+
+
+class ProbeCache:
+    """Speaks the part of mlx-lm's contract that models use in a forward pass; stores nothing."""
+
+    def __init__(self, place: Place):
+        self.place = place
+        self.offset = 0
+        self.shape: Shape | None = None
+        self.dtype: mx.Dtype | None = None
+        self.waiting = False  # handed out, not attended yet
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
+        self.shape = Shape(keys.shape[1], keys.shape[3], values.shape[3])
+        self.dtype = values.dtype
+        self.offset += keys.shape[2]
+        self.waiting = True
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Handle, Handle]:
+        return Handle(self), Handle(self)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        if window_size is None and (N == 1 or not return_array):
+            return None if N == 1 else "causal"
+        return mx.ones((N, self.offset + N), mx.bool_)
+
+    def __getattr__(self, name: str):
+        raise Misuse(f"uses .{name} of its cache")
+
+
+@dataclass
+class Findings:
+    """shapes: per cache that can be replaced. refused: per cache that cannot, why."""
+
+    shapes: dict[Place, Shape]
+    refused: dict[Place, str]
+
+
+def probe(model, make_cache: Callable[[], list], places: list[Place]) -> Findings:
+    """Find out for the caches at `places` (plain KV caches of `make_cache()`) what they hold and if
+    we can replace them.
+
+    The name of the attention function must be rebound already. Whatever goes wrong becomes a
+    reason, never an error.
+    """
+    found = Findings({}, {})
+    while left := [place for place in places if place not in found.refused]:
+        caches = make_cache()
+        probes = [ProbeCache(place) for place in left]
+        for cache in probes:
+            put(caches, cache.place, cache)
+        try:
+            for tokens in (PROMPT, 1):
+                model(mx.zeros((1, tokens), mx.int32), cache=caches)
+        except Exception as error:  # a foreign model may raise anything at all
+            waiting = [cache for cache in probes if cache.waiting]
+            for cache in waiting or probes:
+                found.refused[cache.place] = _reason(error, bool(waiting))
+            continue
+        for cache in probes:
+            if cache.shape is None:
+                found.refused[cache.place] = "a dry run of the model never used this cache"
+            elif cache.waiting:
+                found.refused[cache.place] = "the model computes attention in its own way"
+            else:
+                found.shapes[cache.place] = cache.shape
+        break
+    return found
+
+
+def put(caches: list, place: Place, cache) -> None:
+    """caches[i] = cache, or the same inside a CacheList, whose tuple of caches is replaced."""
+    if len(place) == 1:
+        caches[place[0]] = cache
+        return
+    inner = list(caches[place[0]].caches)
+    inner[place[1]] = cache
+    caches[place[0]].caches = tuple(inner)
+
+
+def _reason(error: Exception, waiting: bool) -> str:
+    if isinstance(error, Misuse):
+        return f"the model {error}"
+    text = (str(error).strip().splitlines() or [""])[0][:80]
+    if waiting:
+        return f"the model uses cached keys or values as arrays ({type(error).__name__}: {text})"
+    return f"a dry run of the model failed ({type(error).__name__}: {text})"

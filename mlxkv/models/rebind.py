@@ -1,0 +1,99 @@
+"""Rebinds one name in mlx-lm's model files, and counts, so that it can be undone exactly."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxkv.attention import attend
+from mlxkv.cache import CompressedKVCache, View
+from mlxkv.models.probe import Handle
+
+NAME = "scaled_dot_product_attention"
+CACHE_MODULE = "mlx_lm.models.cache"  # load_prompt_cache looks classes up in its globals
+
+Slot = tuple[str, str]  # module name, attribute
+
+
+@dataclass
+class _Bound:
+    before: Any  # what the attribute was, or _ABSENT
+    now: Any
+    users: int
+
+
+_ABSENT = object()
+_bound: dict[Slot, _Bound] = {}
+
+
+def files_of(model: nn.Module) -> list[ModuleType]:
+    """The Python modules that define the classes of `model` and its layers, bases included."""
+    names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
+
+
+def bind(model: nn.Module) -> list[Slot]:
+    """Send attention over our views to `attend` in every file of `model`.
+
+    Other calls go where they went. Returns the slots to `release` later.
+    """
+    slots = []
+    for file in files_of(model):
+        if callable(original := getattr(file, NAME, None)):
+            slots.append(_take(file, NAME, through(original)))
+    slots.append(_take(sys.modules[CACHE_MODULE], CompressedKVCache.__name__, CompressedKVCache))
+    return slots
+
+
+def release(slots: list[Slot]) -> None:
+    """Undo one `bind`. The last user of a slot puts back what was there."""
+    for slot in slots:
+        bound = _bound[slot]
+        bound.users -= 1
+        if bound.users:
+            continue
+        del _bound[slot]
+        file, name = sys.modules[slot[0]], slot[1]
+        if getattr(file, name, None) is not bound.now:
+            continue  # somebody patched it after us: theirs stays
+        if bound.before is _ABSENT:
+            delattr(file, name)
+        else:
+            setattr(file, name, bound.before)
+
+
+def _take(file: ModuleType, name: str, value: Any) -> Slot:
+    slot = (file.__name__, name)
+    if slot in _bound:
+        _bound[slot].users += 1
+    else:
+        _bound[slot] = _Bound(getattr(file, name, _ABSENT), value, 1)
+        setattr(file, name, value)
+    return slot
+
+
+def through(original):
+    """`original`, with calls over one of our handles sent to us."""
+
+    @wraps(original)
+    def scaled_dot_product_attention(queries, keys, values, *args, **kwargs):
+        if type(keys) is View:
+            return _attend(queries, keys, values, *args, **kwargs)
+        if type(keys) is Handle:
+            return keys.attended(queries, values)
+        return original(queries, keys, values, *args, **kwargs)
+
+    return scaled_dot_product_attention
+
+
+def _attend(
+    queries, view, values, cache=None, scale: float = 1.0, mask=None, sinks=None
+) -> mx.array:
+    """mlx-lm's signature. `cache` is not used: the view knows what it holds."""
+    return attend(queries, view, scale, mask=mask, sinks=sinks)

@@ -1,0 +1,112 @@
+"""The seam into mlx-lm: `attach` gives a model compressed caches, `detach` takes them away.
+
+After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so everything in
+mlx-lm that makes or takes a prompt cache runs on them unchanged.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from mlxkv.cache import CompressedKVCache
+from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.errors import UserError
+from mlxkv.models.layers import LayerReport, examine, left_out, nothing_compressed, ranges
+from mlxkv.models.probe import put
+from mlxkv.models.rebind import Slot, bind, release
+
+_MARK = "_mlxkv_attachment"
+_MAKE = "make_cache"
+
+
+@dataclass(frozen=True)
+class _Attachment:
+    """What `attach` changed. before: the instance's own make_cache, if it had one."""
+
+    slots: list[Slot]
+    before: Callable[[], list] | None
+
+
+def attach(model: nn.Module, kv: str | CacheConfig, strict: bool = False) -> list[LayerReport]:
+    """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair,
+    or a configuration.
+
+    Returns one report per cache. Attaching again replaces what was attached. A configuration that
+    compresses nothing (`fp16`) leaves mlx-lm's own caches. The `max_kv_size` of make_prompt_cache
+    has no effect on an attached model.
+
+    Raises UserError for an unknown preset; with `strict` also if any layer whose cache grows with
+    the context would stay in full precision. Then the model is left as it was. Without `strict`,
+    warns if nothing at all is compressed.
+    """
+    config, label = parse_kv(kv) if isinstance(kv, str) else kv, name_of(kv)
+    own = _own_make_cache(model)
+    slots = bind(model)
+    try:
+        reports, places = examine(model, own, config, label)
+        if strict:
+            _insist(model, reports, label)
+    except BaseException:
+        release(slots)
+        raise
+    detach(model)
+    if not places:
+        release(slots)
+        if message := nothing_compressed(reports):
+            warnings.warn(f"[attach] {message}", stacklevel=2)
+        return reports
+
+    def make_cache() -> list:
+        caches = own()
+        for place in places:
+            put(caches, place, CompressedKVCache(config))
+        return caches
+
+    attachment = _Attachment(slots, vars(model).get(_MAKE))
+    setattr(model, _MARK, attachment)
+    setattr(model, _MAKE, make_cache)
+    return reports
+
+
+def name_of(kv: str | CacheConfig) -> str:
+    """What reports call `kv`: its own name, or what its sides do."""
+    return kv.strip() if isinstance(kv, str) else f"{kv.keys.label} / {kv.values.label}"
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`; nothing happens to a model that is not attached."""
+    attachment = vars(model).get(_MARK)
+    if attachment is None:
+        return
+    delattr(model, _MARK)
+    delattr(model, _MAKE)
+    if attachment.before is not None:
+        setattr(model, _MAKE, attachment.before)
+    release(attachment.slots)
+
+
+def _own_make_cache(model: nn.Module) -> Callable[[], list]:
+    """The model's own way to make its caches, as `make_prompt_cache` would find it without us."""
+    attachment = vars(model).get(_MARK)
+    if attachment is None:
+        make = getattr(model, _MAKE, None)
+    else:
+        inherited = getattr(type(model), _MAKE, None)
+        make = attachment.before or (inherited and inherited.__get__(model))
+    return make or (lambda: [KVCache() for _ in model.layers])
+
+
+def _insist(model: nn.Module, reports: list[LayerReport], label: str) -> None:
+    if not (out := left_out(reports)):
+        return
+    name = getattr(model, "model_type", type(model).__name__)
+    where = ranges([report.index for report in out])
+    raise UserError(
+        f"[--kv-strict] layers {where} of {name} stay in full precision; got {label}; "
+        f"{out[0].reason}; choose another preset, or leave --kv-strict out"
+    )
