@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def limit(self) -> int:
-        return context_limit(self.config)
+        return context_limit(self.config) or 0
 
 
 @dataclass(frozen=True)

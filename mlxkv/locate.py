@@ -10,8 +10,9 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxkv.errors import UserError
 from mlxkv.models.aliases import resolve
+from mlxkv.models.folder import INDEX
+from mlxkv.models.hub import fetch
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,17 @@ def locate(model: str) -> Place:
 
 
 def _local(name: str, folder: Path) -> Place:
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return Place(name, folder / "config.json", weights or None)
+    return Place(name, folder / "config.json", _weights(folder))
+
+
+def _weights(folder: Path) -> int | None:
+    """Bytes of a model's weights: what its index says, else the size of its files, else None."""
+    try:
+        index = json.loads((folder / INDEX).read_bytes())
+        return int(index["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # a small model has one file and no index
+    return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) or None
 
 
 def _hub(name: str) -> Place:
@@ -56,33 +66,6 @@ def _hub(name: str) -> Place:
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name, "config.json")
-    if isinstance(config, str):
-        place = _local(name, Path(config).parent)
-        if place.weights:
-            return place
-    config = _download(name, "config.json")
-    try:
-        index = json.loads(_download(name, "model.safetensors.index.json").read_bytes())
-        weights = int(index["metadata"]["total_size"])
-    except (UserError, ValueError, KeyError, TypeError):
-        weights = None  # a small model has one file and no index
-    return Place(name, config, weights)
-
-
-def _download(name: str, file: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, file))
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"[--model] no such model on the hub (or it asks for a login: hf auth login); got {name!r}"
-        ) from None
-    except EntryNotFoundError:
-        raise UserError(f"[--model] {name} has no {file} on the hub") from None
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(
-            f"[--model] cannot reach the hub for {name} ({type(error).__name__}); "
-            "go online once, or pass --config config.json or a local folder"
-        ) from None
+    if isinstance(config, str) and (weights := _weights(Path(config).parent)):
+        return Place(name, Path(config), weights)
+    return _local(name, fetch(name, ["config.json", INDEX]))

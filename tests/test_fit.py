@@ -157,3 +157,15 @@ def test_reasons_are_printed(tmp_path, capsys):
     path.write_text(json.dumps(QWEN3_4B | {"head_dim": 96}))
     assert main(["fit", "--config", str(path), "--kv", "hadamard-int4"]) == 0
     assert "power-of-two head dim; got 96" in capsys.readouterr().out
+
+
+def test_weights_are_read_from_the_files(tmp_path, model_folder):
+    from mlxkv.locate import locate
+
+    size = (model_folder / "model.safetensors").stat().st_size
+    assert locate(str(model_folder)).weights == size
+    (tmp_path / "config.json").write_text("{}")
+    assert locate(str(tmp_path)).weights is None
+    index = {"metadata": {"total_size": 12345}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert locate(str(tmp_path)).weights == 12345
