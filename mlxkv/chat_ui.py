@@ -118,10 +118,8 @@ def interactive(session: Session) -> None:
 
 def _read_line(out: Console) -> str | None:
     """A line, "" after Ctrl-C, None at the end of the input."""
-    # readline counts what is between \001 and \002 as zero columns wide.
-    prompt = "\001\033[1;36m\002> \001\033[0m\002" if out.is_terminal else "> "
     try:
-        line = input(prompt).strip()
+        line = input("> ").strip()
         return line.encode("utf-8", "replace").decode("utf-8")
     except EOFError:
         out.print()

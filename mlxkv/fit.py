@@ -193,8 +193,8 @@ def _show(plan: Plan, data: dict, file) -> None:
     """The lines above the table."""
     texts = {
         "full": "keep the whole context",
-        "sliding": "keep the last {window} tokens, in 16 bits with every preset",
-        "latent": "keep one latent vector per token (MLA), in 16 bits with every preset",
+        "sliding": "keep the last {window} tokens, never compressed",
+        "latent": "keep a latent vector per token (MLA), never compressed",
         "state": "keep a state of fixed size, not counted",
     }
     print(plan.name, file=file)
@@ -203,13 +203,11 @@ def _show(plan: Plan, data: dict, file) -> None:
         text = texts[group["kind"]].format(**group)
         print(f"  {group['count']} layers {text}{heads}", file=file)
     print(
-        f"  weights {human_bytes(plan.weights)} ({plan.weights_source}), "
-        f"prefill transients {human_bytes(data['transient_bytes'])} at {data['context']} tokens",
-        file=file,
-    )
-    print(
-        f"  {human_bytes(data['memory_bytes'])} of memory, "
-        f"{human_bytes(data['usable_bytes'])} of it counted as usable (75 %)",
+        f"  weights {human_bytes(plan.weights)}, {plan.weights_source}\n"
+        f"  prefill transients {human_bytes(data['transient_bytes'])}, estimated\n"
+        f"  memory {human_bytes(data['memory_bytes'])}, "
+        f"of which {human_bytes(data['usable_bytes'])} counted as usable (75 %)\n"
+        f"  context {data['context']} tokens of {plan.limit or 'unknown'}",
         file=file,
     )
     for kv in (row["preset"] for row in data["presets"]):

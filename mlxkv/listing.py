@@ -6,6 +6,7 @@ from mlxkv.config import PRESETS, CacheConfig
 from mlxkv.console import human_bytes, print_json, print_table
 
 HEAD_DIM = 128
+WINDOWS = ("sink", "recent", "page")
 
 
 def presets(as_json: bool) -> None:
@@ -14,19 +15,30 @@ def presets(as_json: bool) -> None:
     if as_json:
         print_json({"head_dim": HEAD_DIM, "presets": rows})
         return
-    print_table(
-        ["--kv", "keys", "values", "bits/value", "sink", "recent", "page"],
-        [
-            [row["name"], row["keys"], _values(row), f"{row['bits_per_value']:.2f}"]
-            + [row[window] if row["compresses"] else "-" for window in ("sink", "recent", "page")]
-            for row in rows
-        ],
-    )
-    print(
-        f"bits/value: scales included, at head dim {HEAD_DIM}, without the full-precision windows"
-    )
-    print("sink, recent: first and last tokens kept in full precision; a page is encoded at once")
-    print("a pair takes its keys from one preset and its values from another: --kv int8/int4")
+    columns, shared = ["--kv", "stores", "bits/value"], _same_windows(rows)
+    cells = [[row["name"], _stores(row), f"{row['bits_per_value']:.2f}"] for row in rows]
+    if not shared:
+        columns += WINDOWS
+        for cell, row in zip(cells, rows, strict=True):
+            cell += [row[name] if row["compresses"] else "-" for name in WINDOWS]
+    print_table(columns, cells)
+    print(f"bits/value: with scales, at head dim {HEAD_DIM}, full-precision windows left out")
+    if shared:
+        sink, recent, page = shared
+        print(f"windows: the first {sink} and the last {recent} tokens stay exact; pages of {page}")
+    print("a scale serves a group of values of one token, unless it says channel")
+    print("a pair takes its keys from one preset, its values from another: int8/int4")
+
+
+def _same_windows(rows: list[dict]) -> tuple[int, ...] | None:
+    """Sink, recent and page, if they are the same in every preset that compresses."""
+    found = {tuple(row[name] for name in WINDOWS) for row in rows if row["compresses"]}
+    return found.pop() if len(found) == 1 else None
+
+
+def _stores(row: dict) -> str:
+    keys, values = (row[side].replace(" per token", "") for side in ("keys", "values"))
+    return keys if keys == values else f"keys {keys}; values {values}"
 
 
 def _preset(name: str, kv: CacheConfig) -> dict:
@@ -40,10 +52,6 @@ def _preset(name: str, kv: CacheConfig) -> dict:
         "recent": kv.recent,
         "page": kv.page,
     }
-
-
-def _values(row: dict) -> str:
-    return "as keys" if row["values"] == row["keys"] else row["values"]
 
 
 def models(as_json: bool) -> None:
@@ -65,15 +73,16 @@ def models(as_json: bool) -> None:
             }
         )
         return
-    rows = [[name, _embedded(source), "-"] for name, source in EMBEDDED.items()]
+    rows = [[name, _embedded(source), "yes"] for name, source in EMBEDDED.items()]
     rows += [
-        [name, target, human_bytes(cached[target]) if target in cached else "not loaded yet"]
+        [name, target, human_bytes(cached[target]) if target in cached else "no"]
         for name, target in HUB.items()
     ]
     rows += [["-", name, human_bytes(size)] for name, size in others.items()]
-    print_table(["--model", "what it is", "in the hub cache"], rows)
-    print("--model also takes any hub name (owner/name) and any local folder in the hub's format")
+    print_table(["--model", "what it is", "on disk"], rows)
+    print("on disk: size in the hub's cache folder")
+    print("--model also takes any hub name (owner/name) and any folder in the hub's format")
 
 
 def _embedded(source) -> str:
-    return f"embedded, works offline{', outlier channels planted' if source.planted else ''}"
+    return "embedded, with outlier channels planted" if source.planted else "embedded"
