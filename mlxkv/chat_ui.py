@@ -30,12 +30,16 @@ LONG_PROMPT = 1024
 @contextlib.contextmanager
 def prefill_bar() -> Iterator[Callable[[int, int], None]]:
     """Gives a `progress(done, total)` that shows a bar on stderr for long prompts."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
     bar = Progress(
         TextColumn("reading"),
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f} tokens"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
     )
     task = None

@@ -135,7 +135,7 @@ def _show(data: dict) -> None:
     golden = data["golden"]
     used = next(row["name"] for row in data["backends"] if row["used"])
     print_table(
-        ["golden table", "cases", "values", "at a boundary", "wrong", "rms", "bound", "right"],
+        ["golden table", "cases", "values", "ties", "wrong", "rms", "bound", "right"],
         _by_table(golden),
     )
     for row in golden:
@@ -143,6 +143,7 @@ def _show(data: dict) -> None:
             print(
                 f"WRONG: {row['table']} {row['case']}: {row['wrong']} values, rms {row['rms']:.3g}"
             )
+    print("ties: codes one step off where the spec's value lies at a rounding boundary")
     print(
         f"golden table: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}"
     )

@@ -145,6 +145,7 @@ def stream(
                 return
     except Stopped:
         stats.finish_reason = "stopped"
+        stats.prefill_seconds = time.perf_counter() - start
     finally:
         responses.close()
 

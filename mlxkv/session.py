@@ -174,13 +174,10 @@ class Session:
     def usage(self) -> Usage:
         """Measured bytes of the caches, and the numbers a plain cache would hold."""
         shapes = layers_of(self.loaded.config)
-        known = shapes if len(shapes) == len(self.cache) else [None] * len(self.cache)
-        values = 0
-        for cache, shape in zip(self.cache, known, strict=True):
-            # Layers whose shape config.json does not tell count as what they are: uncompressed.
-            counted = shape and shape.kind != "state"
-            values += shape.values(cache.offset) if counted else cache.nbytes // 2
-        return Usage(sum(cache.nbytes for cache in self.cache), values)
+        if len(shapes) != len(self.cache):  # config.json does not tell how this family caches
+            shapes = [None] * len(self.cache)
+        layers = zip(self.cache, self.loaded.layers, shapes, strict=True)
+        return Usage(sum(c.nbytes for c in self.cache), sum(_values(*layer) for layer in layers))
 
     def save(self, name: str):
         """Writes the session to a file, all of it or nothing; returns the path."""
@@ -198,3 +195,12 @@ class Session:
         self.cache, self.tokens = saved.cache, saved.tokens
         self.messages, self.text = saved.messages, saved.text
         self.stats = Stats()
+
+
+def _values(cache, report, shape) -> int:
+    """Numbers that a plain cache would hold in place of this one."""
+    if report.compressed:
+        return cache.offset * report.kv_heads * (report.key_dim + report.value_dim)
+    if shape and shape.kind != "state" and hasattr(cache, "offset"):
+        return shape.values(cache.offset)
+    return cache.nbytes // 2  # it is what a plain cache holds
