@@ -163,10 +163,6 @@ def main(args: list[str] | None = None) -> int:
         line, code = str(error), 1
     except (KeyboardInterrupt, typer.Abort):
         line, code = "", 130
-    except BrokenPipeError:
-        # The reader (`| head`) has gone; a second failure at exit would print a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of typer's parser
             line, code = _usage_line(error), 2
