@@ -20,8 +20,8 @@ PATTERNS = [
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
-def fetch(repo: str) -> Path:
-    """The local folder of `owner/name`, downloaded unless it is there already.
+def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
+    """The local folder of `owner/name` with the files that match, downloaded unless they are there.
 
     Raises UserError if the hub cannot be reached or does not give the model, MachineError if the
     disk is full.
@@ -31,7 +31,7 @@ def fetch(repo: str) -> Path:
 
     way_out = "choose a model folder on this machine, or --model tiny, which needs no network"
     try:
-        return Path(snapshot_download(repo, allow_patterns=PATTERNS))
+        return Path(snapshot_download(repo, allow_patterns=patterns))
     except hub.GatedRepoError:
         raise UserError(
             f"[load] the hub asks you to accept a licence first; got {repo}; "

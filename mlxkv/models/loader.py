@@ -17,6 +17,7 @@ from mlxkv.models.folder import Folder, check, fingerprint
 from mlxkv.models.hub import fetch, first_line
 from mlxkv.models.layers import LayerReport, summarise
 from mlxkv.models.seam import attach, name_of
+from mlxkv.shapes import context_limit
 
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
@@ -162,28 +163,3 @@ def _dtype(model: nn.Module) -> mx.Dtype:
         x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)
     ]
     return max(set(kinds), key=kinds.count, default=mx.float32)
-
-
-def context_limit(config: dict) -> int | None:
-    """The longest context, in tokens, that a config.json was made for; None if it does not say."""
-    text = {**config, **(config.get("text_config") or {})}
-    names = (
-        "max_position_embeddings",
-        "n_positions",
-        "max_seq_len",
-        "max_sequence_length",
-        "seq_length",
-        "n_ctx",
-    )
-    limit = next((int(text[name]) for name in names if isinstance(text.get(name), int)), None)
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    if limit is None or not isinstance(scaling, dict):
-        return limit
-    factor = scaling.get("factor")
-    if not isinstance(factor, (int, float)) or str(text.get("model_type", "")).startswith("gemma3"):
-        return limit  # Gemma 3 names the extended length
-    kind = scaling.get("rope_type") or scaling.get("type")
-    if kind == "yarn":  # the extended length may or may not be named already
-        original = scaling.get("original_max_position_embeddings")
-        return max(limit, int(original * factor)) if original else int(limit * factor)
-    return int(limit * factor) if kind in ("linear", "dynamic", "ntk") else limit

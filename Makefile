@@ -1,0 +1,43 @@
+# make chat   talk to a model (no terminal on stdin: make chat PROMPT="...")
+# make test   lint, format check and the whole test suite
+# Both create .venv on the first call. Another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Options for the chat: make chat ARGS="--model gemma-3-1b --kv int3"
+ARGS ?=
+# As it was typed: without this, make reads "$$H" in it as a variable of its own.
+override PROMPT := $(value PROMPT)
+export PROMPT
+
+.PHONY: chat test clean
+
+chat: $(VENV)/.installed
+	@if [ -n "$$PROMPT" ]; then $(BIN)/mlxkv chat $(ARGS) --prompt "$$PROMPT"; \
+	else $(BIN)/mlxkv chat $(ARGS); fi
+
+test: $(VENV)/.tested
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"mlxkv needs Python 3.10 or newer; got {v[0]}.{v[1]}; try make PYTHON=python3.12" if v < (3, 10) else 0)'
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# The stamps are newer than pyproject.toml when the installed packages are up to date.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing mlxkv and mlx-lm (once, some minutes on a slow line)"
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.tested: pyproject.toml | $(BIN)/python
+	@echo "installing mlxkv, pytest, ruff and torch (once, some minutes on a slow line)"
+	@$(PIP) install --editable ".[test,dev]"
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,7 @@
+"""`python -m mlxkv` is the `mlxkv` command."""
+
+import sys
+
+from mlxkv.cli import main
+
+sys.exit(main())

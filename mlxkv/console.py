@@ -1,0 +1,76 @@
+"""What commands print: results on stdout, everything else on stderr, JSON as the last line of stdout."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlxkv.errors import UserError
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def note(text: str) -> None:
+    """One line for the reader, on stderr, so that stdout holds only results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(data: dict) -> None:
+    """One JSON document on one line."""
+    print(json.dumps(data, ensure_ascii=False), flush=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """A table on stdout. The first column is text, the others are set to the right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = index > 0 and all(re.match(r"^[\d.,\-]", str(row[index])) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    # A pipe has no width: never break lines that another program reads.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def parse_size(text: str, where: str) -> int:
+    """'16GB', '8GiB', '512M' -> bytes. Memory is sold in powers of two: GB and GiB are the same here."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
+    if not match or float(match[1]) <= 0:
+        raise UserError(f"[{where}] not a size; got {text!r}; write it like 16GB or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_tokens(text: str, where: str) -> int:
+    """'32k', '128K', '8192' -> tokens; k is 1024."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([km]?)\s*", text.lower())
+    count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if count < 1:
+        raise UserError(
+            f"[{where}] not a number of tokens; got {text!r}; write it like 8192 or 32k"
+        )
+    return count
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for mlxkv (the chat history lives there); not created here."""
+    import os
+
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlxkv"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxkv"

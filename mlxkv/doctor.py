@@ -1,0 +1,167 @@
+"""`mlxkv doctor`: versions, machine, backends, and the golden table on this very machine."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from mlxkv import __version__
+from mlxkv.console import human_bytes, print_json, print_table
+from mlxkv.fit import machine_memory
+
+PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingface-hub")
+OPTIONAL = ("mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "triton")
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions; an optional package that is missing is left out."""
+    found = {"mlxkv": __version__}
+    found |= {name: _version(name) for name in PACKAGES + OPTIONAL}
+    return {name: text for name, text in found.items() if text or name in PACKAGES}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def out_of_range() -> list[str]:
+    """Dependencies whose installed version lies outside the range that mlxkv was tested with."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(text) for text in requires("mlxkv") or []]
+    except PackageNotFoundError:
+        return []  # a source tree on the path, not installed
+    wrong = []
+    for need in wanted:
+        if need.marker and not need.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(need.name)
+        if found is None or not need.specifier.contains(found, prereleases=True):
+            wrong.append(f"{need.name} {found or 'missing'}, wanted {need.specifier}")
+    return wrong
+
+
+def machine() -> dict[str, object]:
+    """Operating system, chip and memory."""
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "chip": _chip(),
+        "memory_bytes": machine_memory(),
+    }
+
+
+def _chip() -> str:
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def backends() -> list[dict[str, object]]:
+    """Each backend of MLX: found or not, and whether it is the one in use."""
+    import mlx.core as mx
+
+    from mlxkv.generate import backend
+
+    found = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available(), "cpu": True}
+    rows = []
+    for name, there in found.items():
+        device = ""
+        if name == backend():
+            device = str(mx.device_info().get("device_name", ""))
+        rows.append({"name": name, "found": there, "used": name == backend(), "device": device})
+    return rows
+
+
+def golden_rows() -> list[dict]:
+    """The golden table, run here."""
+    from mlxkv import golden
+
+    return [row.as_dict() for row in golden.run()]
+
+
+def run(as_json: bool) -> int:
+    """The command. Returns 1 when something is wrong with this machine's results or versions."""
+    wrong = out_of_range()
+    data = {
+        "machine": machine(),
+        "versions": versions(),
+        "out_of_range": wrong,
+        "backends": backends(),
+        "golden": golden_rows(),
+    }
+    failed = [row for row in data["golden"] if not row["ok"]]
+    if as_json:
+        print_json(data)
+    else:
+        _show(data)
+    return 1 if failed or wrong else 0
+
+
+def _show(data: dict) -> None:
+    info = data["machine"]
+    print(f"{info['chip']} · {human_bytes(info['memory_bytes'])} · {info['system']}")
+    print(f"python {info['python']}")
+    for name, text in data["versions"].items():
+        print(f"{name} {text or 'missing'}")
+    for text in data["out_of_range"]:
+        print(f"outside the tested range: {text}")
+    rows = [
+        [
+            row["name"],
+            "yes" if row["found"] else "no",
+            "in use" if row["used"] else "",
+            row["device"],
+        ]
+        for row in data["backends"]
+    ]
+    print_table(["backend", "found", "", "device"], rows)
+    golden = data["golden"]
+    used = next(row["name"] for row in data["backends"] if row["used"])
+    print_table(
+        ["golden table", "cases", "values", "ties", "wrong", "rms", "bound", "right"],
+        _by_table(golden),
+    )
+    for row in golden:
+        if not row["ok"]:
+            print(
+                f"WRONG: {row['table']} {row['case']}: {row['wrong']} values, rms {row['rms']:.3g}"
+            )
+    print("ties: codes one step off where the spec's value lies at a rounding boundary")
+    print(
+        f"golden table: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}"
+    )
+
+
+def _by_table(golden: list[dict]) -> list[list[object]]:
+    """One line per table: sums, and the worst error with its bound."""
+    tables: dict[str, list[dict]] = {}
+    for row in golden:
+        tables.setdefault(row["table"], []).append(row)
+    return [
+        [
+            name,
+            len(rows),
+            *(sum(row[key] for row in rows) for key in ("values", "differ", "wrong")),
+            f"{max(row['rms'] for row in rows):.1e}",
+            f"{max(row['bound'] for row in rows):.1e}",
+            "yes" if all(row["ok"] for row in rows) else "NO",
+        ]
+        for name, rows in tables.items()
+    ]

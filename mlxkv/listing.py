@@ -1,0 +1,88 @@
+"""`mlxkv presets` and `mlxkv models`: what there is to choose from."""
+
+from __future__ import annotations
+
+from mlxkv.config import PRESETS, CacheConfig
+from mlxkv.console import human_bytes, print_json, print_table
+
+HEAD_DIM = 128
+WINDOWS = ("sink", "recent", "page")
+
+
+def presets(as_json: bool) -> None:
+    """The presets as a table. Bits per value inside the pages; the windows come on top."""
+    rows = [_preset(name, kv) for name, kv in PRESETS.items()]
+    if as_json:
+        print_json({"head_dim": HEAD_DIM, "presets": rows})
+        return
+    columns, shared = ["--kv", "stores", "bits/value"], _same_windows(rows)
+    cells = [[row["name"], _stores(row), f"{row['bits_per_value']:.2f}"] for row in rows]
+    if not shared:
+        columns += WINDOWS
+        for cell, row in zip(cells, rows, strict=True):
+            cell += [row[name] if row["compresses"] else "-" for name in WINDOWS]
+    print_table(columns, cells)
+    print(f"bits/value: with scales, at head dim {HEAD_DIM}, full-precision windows left out")
+    if shared:
+        sink, recent, page = shared
+        print(f"windows: the first {sink} and the last {recent} tokens stay exact; pages of {page}")
+    print("a scale serves a group of values of one token, unless it says channel")
+    print("a pair takes its keys from one preset, its values from another: int8/int4")
+
+
+def _same_windows(rows: list[dict]) -> tuple[int, ...] | None:
+    """Sink, recent and page, if they are the same in every preset that compresses."""
+    found = {tuple(row[name] for name in WINDOWS) for row in rows if row["compresses"]}
+    return found.pop() if len(found) == 1 else None
+
+
+def _stores(row: dict) -> str:
+    keys, values = (row[side].replace(" per token", "") for side in ("keys", "values"))
+    return keys if keys == values else f"keys {keys}; values {values}"
+
+
+def _preset(name: str, kv: CacheConfig) -> dict:
+    return {
+        "name": name,
+        "keys": kv.keys.label,
+        "values": kv.values.label,
+        "bits_per_value": round(kv.bits_per_value(HEAD_DIM, HEAD_DIM), 3),
+        "compresses": kv.compresses,
+        "sink": kv.sink,
+        "recent": kv.recent,
+        "page": kv.page,
+    }
+
+
+def models(as_json: bool) -> None:
+    """Embedded models, aliases, and what the hub's cache holds."""
+    from mlxkv.locate import hub_cache
+    from mlxkv.models.aliases import EMBEDDED, HUB
+
+    cached = hub_cache()
+    others = {name: size for name, size in cached.items() if name not in HUB.values()}
+    if as_json:
+        print_json(
+            {
+                "embedded": list(EMBEDDED),
+                "aliases": [
+                    {"name": name, "model": target, "cached_bytes": cached.get(target)}
+                    for name, target in HUB.items()
+                ],
+                "cached": [{"model": name, "bytes": size} for name, size in others.items()],
+            }
+        )
+        return
+    rows = [[name, _embedded(source), "yes"] for name, source in EMBEDDED.items()]
+    rows += [
+        [name, target, human_bytes(cached[target]) if target in cached else "no"]
+        for name, target in HUB.items()
+    ]
+    rows += [["-", name, human_bytes(size)] for name, size in others.items()]
+    print_table(["--model", "what it is", "on disk"], rows)
+    print("on disk: size in the hub's cache folder")
+    print("--model also takes any hub name (owner/name) and any folder in the hub's format")
+
+
+def _embedded(source) -> str:
+    return "embedded, with outlier channels planted" if source.planted else "embedded"

@@ -1,0 +1,206 @@
+"""A conversation: its messages, the cache that holds them, and how little of a new prompt has to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+from mlxkv import prompt_cache
+from mlxkv.errors import UserError
+from mlxkv.generate import Stats, stream
+from mlxkv.shapes import layers_of
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the cache stores, measured. `values`: numbers a plain cache would hold for the same tokens."""
+
+    kv_bytes: int
+    values: int
+
+    @property
+    def kv_bytes_fp16(self) -> int:
+        return 2 * self.values
+
+    @property
+    def bits_per_value(self) -> float:
+        return 8 * self.kv_bytes / self.values if self.values else 0.0
+
+
+class Session:
+    """Turns of one chat on one loaded model. `stats` are those of the last reply.
+
+    raw: no chat template; prompts and replies are joined as plain text.
+    """
+
+    def __init__(
+        self,
+        loaded,
+        system: str | None = None,
+        raw: bool = False,
+        sampler: Callable[[mx.array], mx.array] | None = None,
+        max_tokens: int = 512,
+    ):
+        if max_tokens < 1:
+            raise UserError(f"[--max-tokens] must be at least 1; got {max_tokens}")
+        if not raw and not loaded.tokenizer.has_chat_template:
+            raise UserError(
+                "[chat] tokenizer has no chat template; use --raw to continue plain text"
+            )
+        if raw and system:
+            raise UserError("[--system] needs a chat template; it cannot go with --raw")
+        self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
+        self.system = system
+        self.limit = loaded.context or 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the conversation, keeps the system prompt."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.stats = Stats()
+        self._forget_cache()
+
+    def _forget_cache(self) -> None:
+        """A fresh cache; the next turn reads the whole conversation again."""
+        self.cache = make_prompt_cache(self.loaded.model)
+        self.tokens: list[int] = []  # what the cache holds
+        self.text = ""  # the same as text, as the chat template wrote it
+
+    def ask(
+        self,
+        prompt: str,
+        progress: Callable[[int, int], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Iterator[str]:
+        """Yields the reply in pieces. Nothing of the session is lost when it fails or is stopped."""
+        if not prompt.strip():
+            raise UserError("[chat] empty prompt; write something, or pass --prompt TEXT")
+        messages = [*self.messages, {"role": "user", "content": prompt}]
+        text, tokens = self._render(messages)
+        if self.limit and len(tokens) >= self.limit:
+            raise UserError(
+                f"[chat] prompt is longer than the model's context; got {len(tokens)} tokens; "
+                f"{self.loaded.name} takes {self.limit}, the reply included"
+            )
+        room = self.limit - len(tokens) if self.limit else self.max_tokens
+        reused = self._reuse(tokens)
+        self.stats, reply = Stats(), ""
+        fed = tokens[reused:]
+        clean = False
+        try:
+            for piece in stream(
+                self.loaded,
+                fed,
+                self.cache,
+                self.sampler,
+                min(self.max_tokens, room),
+                progress,
+                stop,
+                self.stats,
+            ):
+                tokens.append(piece.token)
+                reply += piece.text
+                clean = True
+                yield piece.text
+                clean = False
+            clean = True
+        except GeneratorExit:
+            pass  # the reader has enough; everything so far counts
+        finally:
+            self._close(clean, messages, text, tokens, reused, reply)
+
+    def _close(self, clean, messages, text, tokens, reused, reply) -> None:
+        """Brings messages, tokens and cache in step after a reply, a stop or a failure."""
+        self.stats.prompt_tokens = len(tokens) - self.stats.generated_tokens
+        if not clean:
+            self._forget_cache()  # some layers may be ahead of others, or hold NaN
+            return
+        self.tokens = tokens[: reused + self.stats.held]
+        if not self.stats.generated_tokens:  # stopped while the prompt was read
+            self.text = ""
+            return
+        written = self.tokens[-self.stats.generated_tokens :]
+        self.text = text + self.loaded.tokenizer.decode(written, skip_special_tokens=False)
+        self.messages = [*messages, {"role": "assistant", "content": reply}]
+
+    def _render(self, messages: list[dict]) -> tuple[str, list[int]]:
+        """The conversation as text and as tokens.
+
+        When the text only grows, the cached tokens are kept as they are and the rest is encoded
+        alone: encoding a reply again may cut it into other tokens than the model wrote.
+        """
+        tokenizer = self.loaded.tokenizer
+        text = self._as_text(messages)
+        if self.text and text.startswith(self.text):
+            rest = tokenizer.encode(text[len(self.text) :], add_special_tokens=False)
+            return text, self.tokens + list(rest)
+        # A chat template writes its own first token.
+        return text, list(tokenizer.encode(text, add_special_tokens=self.raw))
+
+    def _as_text(self, messages: list[dict]) -> str:
+        if self.raw:
+            return "".join(message["content"] for message in messages)
+        try:
+            return self.loaded.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # jinja's errors and whatever a template raises itself
+            raise UserError(f"[chat] the model's chat template refuses this: {error}") from None
+
+    def _reuse(self, tokens: list[int]) -> int:
+        """Cuts the cache back to what it shares with `tokens`; returns how many that are.
+
+        At least one token is left to feed. A cache that cannot be trimmed (a sliding window that
+        has moved on) starts anew.
+        """
+        shared = 0
+        for ours, theirs in zip(self.tokens, tokens[:-1], strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        surplus = len(self.tokens) - shared
+        if surplus:
+            trimmable = shared and can_trim_prompt_cache(self.cache)
+            if not trimmable or trim_prompt_cache(self.cache, surplus) != surplus:
+                self._forget_cache()
+                return 0
+            self.tokens = self.tokens[:shared]
+            self.text = ""
+        return shared
+
+    def usage(self) -> Usage:
+        """Measured bytes of the caches, and the numbers a plain cache would hold."""
+        shapes = layers_of(self.loaded.config)
+        if len(shapes) != len(self.cache):  # config.json does not tell how this family caches
+            shapes = [None] * len(self.cache)
+        layers = zip(self.cache, self.loaded.layers, shapes, strict=True)
+        return Usage(sum(c.nbytes for c in self.cache), sum(_values(*layer) for layer in layers))
+
+    def save(self, name: str):
+        """Writes the session to a file, all of it or nothing; returns the path."""
+        saved = prompt_cache.Saved(self.cache, self.tokens, self.messages, self.text, self.raw)
+        return prompt_cache.save(name, saved, self.loaded)
+
+    def load(self, name: str) -> None:
+        """Replaces the session by a saved one; a file that is refused changes nothing."""
+        saved = prompt_cache.load(name, self.loaded)
+        if saved.raw != self.raw:
+            raise UserError(
+                f"[load] {name!r} was saved {'with' if saved.raw else 'without'} --raw; "
+                f"this session runs {'with' if self.raw else 'without'} it"
+            )
+        self.cache, self.tokens = saved.cache, saved.tokens
+        self.messages, self.text = saved.messages, saved.text
+        self.stats = Stats()
+
+
+def _values(cache, report, shape) -> int:
+    """Numbers that a plain cache would hold in place of this one."""
+    if report.compressed:
+        return cache.offset * report.kv_heads * (report.key_dim + report.value_dim)
+    if shape and shape.kind != "state" and hasattr(cache, "offset"):
+        return shape.values(cache.offset)
+    return cache.nbytes // 2  # it is what a plain cache holds

@@ -1,0 +1,63 @@
+"""Fixtures shared by all tests, and a header that says which backends run."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+# Nothing in the suite may reach for the network: a test that does fails at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_report_header() -> list[str]:
+    import mlx.core as mx
+
+    found = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available(), "cpu": True}
+    runs = [name for name, there in found.items() if there]
+    missing = [name for name, there in found.items() if not there]
+    return [
+        f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, numpy {version('numpy')}",
+        f"backends that run: {', '.join(runs)}; not on this machine: {', '.join(missing) or 'none'}",
+    ]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    """A random llama of two layers in the hub's format, with tokenizer and chat template."""
+    from random_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "random")
+
+
+@pytest.fixture(scope="session")
+def other_folder(tmp_path_factory) -> Path:
+    """The same architecture with other weights and one more layer."""
+    from random_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "other", seed=1, num_hidden_layers=3)
+
+
+@pytest.fixture(scope="session")
+def gemma_folder(tmp_path_factory) -> Path:
+    """A random gemma3_text: three sliding layers with a window of 64, one that sees everything."""
+    from random_model import write_model
+
+    changes = {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "sliding_window": 64,
+        "sliding_window_pattern": 4,
+        "query_pre_attn_scalar": 64,
+    }
+    return write_model(tmp_path_factory.mktemp("models") / "gemma", **changes)
+
+
+@pytest.fixture
+def loaded(model_folder):
+    """The random model with a plain cache."""
+    from mlxkv.models import load
+
+    return load(str(model_folder), "fp16")

@@ -1,0 +1,192 @@
+"""Every mistake a user can make, through the command: one line on stderr, the right exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from random_model import write_model, write_tokenizer
+
+from mlxkv.cli import main
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def fails(capsys, monkeypatch):
+    """Runs a command that must fail; returns the one line it says."""
+
+    def run(*args: str, code: int = 2, stdin: str = "") -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        assert main([str(arg) for arg in args]) == code
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "Traceback" not in said.err
+        # A chat has already said which model it loaded when a later step fails.
+        notes = [line for line in said.err.splitlines() if line.startswith("[")]
+        assert said.err.splitlines()[-1:] == notes and len(notes) == 1
+        return notes[0]
+
+    return run
+
+
+@pytest.fixture
+def chat(fails, model_folder):
+    def run(*args, model=model_folder, **kwargs) -> str:
+        return fails("chat", "--model", model, *args, **kwargs)
+
+    return run
+
+
+def test_unknown_command(fails):
+    line = fails("chta")
+    assert "got 'chta'; choose from chat, " in line and "doctor" in line
+
+
+def test_unknown_option(fails):
+    assert "got --mdel; choose from --model, --kv" in fails("chat", "--mdel", "x")
+
+
+def test_option_without_value(fails):
+    assert "--model" in fails("chat", "--model")
+
+
+def test_superfluous_argument(fails):
+    assert "hello" in fails("chat", "hello")
+
+
+def test_not_a_number(fails):
+    assert "--max-tokens" in fails("chat", "--max-tokens", "many")
+
+
+def test_unknown_preset(chat):
+    line = chat("--kv", "int5", "--prompt", "hi")
+    assert line.startswith("[--kv]") and "got 'int5'; choose from fp16, int8" in line
+
+
+def test_unknown_model(chat):
+    line = chat("--prompt", "hi", model="no-such-model")
+    assert "'no-such-model'" in line and "tiny" in line
+
+
+def test_empty_prompt(chat):
+    assert "empty prompt" in chat("--prompt", " ")
+    assert "empty prompt" in chat(stdin="\n")
+
+
+@pytest.mark.parametrize("count", ["0", "-3"])
+def test_max_tokens(chat, count):
+    assert f"at least 1; got {count}" in chat("--prompt", "hi", "--max-tokens", count)
+
+
+def test_sampling(chat):
+    assert "--temp" in chat("--prompt", "hi", "--temp", "-1")
+    assert "--top-p" in chat("--prompt", "hi", "--top-p", "1.5")
+
+
+def test_prompt_longer_than_the_context(chat):
+    assert "longer than the model's context" in chat("--prompt", "x" * 3000)
+
+
+def test_json_without_a_prompt(monkeypatch, capsys, model_folder):
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert main(["chat", "--model", str(model_folder), "--json"]) == 2
+    assert capsys.readouterr().err.startswith("[--json] needs a prompt")
+
+
+def test_no_chat_template(chat, tmp_path):
+    folder = write_model(tmp_path / "plain", template=None)
+    assert "no chat template; use --raw" in chat("--prompt", "hi", model=folder)
+
+
+def test_nan_in_the_logits(chat, tmp_path):
+    folder = write_model(tmp_path / "nan", poison=True)
+    assert "NaN or infinity in the logits" in chat("--prompt", "hi", model=folder, code=1)
+
+
+def test_session_files(chat, tmp_path):
+    assert "no such file" in chat("--prompt", "hi", "--load", tmp_path / "missing")
+    (tmp_path / "notes.safetensors").write_text("hello")
+    assert "not a safetensors" in chat("--prompt", "hi", "--load", tmp_path / "notes.safetensors")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_model_folder_with_a_missing_file(chat, tmp_path, missing):
+    folder = write_model(tmp_path / "partial")
+    (folder / missing).unlink()
+    assert str(folder) in chat("--prompt", "hi", model=folder)
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        ("config.json", "{"),
+        ("config.json", "[]"),
+        ("config.json", '{"model_type": "no-such-architecture"}'),
+        ("config.json", "{}"),
+        ("model.safetensors", "not tensors"),
+        ("tokenizer.json", "{"),
+    ],
+)
+def test_model_folder_with_a_broken_file(chat, tmp_path, broken, text):
+    folder = write_model(tmp_path / "broken")
+    (folder / broken).write_text(text)
+    assert str(folder) in chat("--prompt", "hi", model=folder)
+
+
+def test_truncated_weights(chat, tmp_path):
+    folder = write_model(tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert str(folder) in chat("--prompt", "hi", model=folder)
+
+
+def test_empty_model_folder(chat, tmp_path):
+    write_tokenizer(tmp_path)
+    assert "config.json" in chat("--prompt", "hi", model=tmp_path)
+
+
+def test_hub_unreachable(chat, monkeypatch):
+    line = chat("--prompt", "hi", model="nobody/no-such-model-here")
+    assert "nobody/no-such-model-here" in line
+
+
+def test_fit(fails, tmp_path):
+    config = tmp_path / "config.json"
+    assert "no such file" in fails("fit", "--config", config)
+    config.write_text("{")
+    assert "is not JSON" in fails("fit", "--config", config)
+    config.write_text("[]")
+    assert "not the config" in fails("fit", "--config", config)
+    config.write_text('{"model_type": "bert"}')
+    assert "num_hidden_layers" in fails("fit", "--config", config)
+    assert "--context" in fails("fit", "--context", "long")
+    assert "--memory" in fails("fit", "--memory", "much")
+    assert "--kv" in fails("fit", "--kv", "int5")
+    assert "no such model" in fails("fit", "--model", "no-such-model")
+    assert "hub" in fails("fit", "--model", "nobody/no-such-model-here")
+    config.write_text(json.dumps({"num_hidden_layers": 2}))
+    assert "num_attention_heads" in fails("fit", "--config", config)
+
+
+def test_interrupt_is_130(fails, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlxkv.listing.presets", interrupted)
+    assert main(["presets"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_bug_is_one_line_too(monkeypatch, capsys):
+    def broken(*args):
+        raise RuntimeError("first\nsecond")
+
+    monkeypatch.setattr("mlxkv.listing.presets", broken)
+    assert main(["presets"]) == 1
+    said = capsys.readouterr().err
+    assert said == "[mlxkv] RuntimeError: first second; MLXKV_TRACEBACK=1 shows where\n"

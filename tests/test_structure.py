@@ -1,0 +1,187 @@
+"""The shape of the code is tested: who may import whom, how long a file may be, that the README's tree is true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mlxkv"
+FILES = sorted(PACKAGE.rglob("*.py"))
+FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
+
+# A file may import from its own row and from the rows below it, never from above.
+LAYERS = [
+    {"cli", "__main__"},
+    {"chat", "chat_ui", "listing", "fit", "doctor", "eval"},
+    {"session", "prompt_cache", "locate", "golden"},
+    {"generate"},
+    {"models"},
+    {"cache", "attention"},
+    {"codec", "pages", "packing", "quantizers", "transform"},
+    {"config", "console", "shapes", "reference"},
+    {"errors", ""},
+]
+RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
+# `models` is the only code that touches the insides of mlx-lm; these use its public functions.
+MAY_IMPORT_MLX_LM = {"models", "generate", "session", "prompt_cache"}
+# Plants outliers in weights of either framework: training uses it on torch, loading on MLX.
+MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
+NO_FRAMEWORK = {
+    *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
+    *("cli", "__main__"),
+}
+
+
+def unit(path: Path) -> str:
+    """The part of the package a file belongs to: `models/load.py` -> models, `__init__.py` -> ''."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "" if parts == ("__init__",) else parts[0]
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    """Dotted names of all imported modules (those under `if TYPE_CHECKING` do not count)."""
+    found = set()
+    nodes = [ast.parse(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if top_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        nodes.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def own(path: Path) -> set[str]:
+    """Parts of this package that a file imports."""
+    parts = {name.split(".")[1] for name in imports(path) if re.match(r"mlxkv\.\w", name)}
+    return {part for part in parts if part in RANK}
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_arrows_point_down(path):
+    name = unit(path)
+    assert name in RANK, f"{name} has no row in LAYERS of this test"
+    wrong = {other for other in own(path) if RANK[other] > RANK[name]}
+    assert not wrong, f"{ids(path)} imports {wrong} from above"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_frameworks_stay_where_they_belong(path):
+    used = {name.split(".")[0] for name in imports(path)} & FRAMEWORKS
+    if ids(path) not in MAY_IMPORT_TORCH:
+        assert not used & {"torch", "triton"}, "torch belongs in cuda_track"
+    if unit(path) not in MAY_IMPORT_MLX_LM:
+        assert "mlx_lm" not in used
+    if unit(path) in NO_FRAMEWORK:
+        assert not used
+
+
+def test_the_spec_stands_alone():
+    """reference.py reads NumPy and the standard library; only tests read reference.py."""
+    allowed = {"numpy", "__future__"} | sys.stdlib_module_names
+    assert {name.split(".")[0] for name in imports(PACKAGE / "reference.py")} <= allowed
+    readers = [ids(path) for path in FILES if "reference" in own(path)]
+    assert readers == []
+
+
+def test_the_torch_track_never_imports_mlx():
+    for path in (ROOT / "cuda_track").rglob("*.py"):
+        names = imports(path)
+        assert not {name.split(".")[0] for name in names} & {"mlx", "mlx_lm"}, ids(path)
+        parts = {name.split(".")[1] for name in names if name.startswith("mlxkv.")}
+        assert parts <= {"config", "artifact", "errors"}, ids(path)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import mlxkv",
+        "import mlxkv.cli",
+        "import mlxkv.config",
+        "import mlxkv.fit",
+        "import mlxkv.models",
+        "from mlxkv.cli import main; main(['--help'])",
+        "from mlxkv.cli import main; main(['presets'])",
+        "from mlxkv.cli import main; main(['models', '--json'])",
+        "from mlxkv.cli import main; main(['chat', '--help'])",
+    ],
+)
+def test_imports_without_frameworks(statement):
+    code = f"import sys; {statement}; print('\\n' + ' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert not loaded & (FRAMEWORKS | {"numpy", "matplotlib"})
+
+
+def test_help_is_quick():
+    """Under 0.3 s on a quiet machine; the bound here leaves room for a busy one."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "mlxkv", "--help"]
+    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    assert time.perf_counter() - start < 3
+
+
+def code_files() -> list[Path]:
+    folders = ("mlxkv", "cuda_track", "tests", "training")
+    suffixes = {".py", ".metal", ".h"}
+    return [f for d in folders for f in sorted((ROOT / d).rglob("*")) if f.suffix in suffixes]
+
+
+@pytest.mark.parametrize("path", code_files(), ids=ids)
+def test_files_stay_small(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def test_half_of_the_files_are_short():
+    lengths = sorted(len(path.read_text(encoding="utf-8").splitlines()) for path in FILES)
+    assert lengths[len(lengths) // 2] <= 150
+
+
+def readme_tree() -> list[str]:
+    """Paths named in the README's tree; folders end in a slash."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = text.split("## Tree", 1)[1].split("```", 2)[1]
+    paths, folders = [], []
+    for line in block.splitlines():
+        if not line.strip():
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split("#")[0].strip()
+        assert "#" in line and line.split("#", 1)[1].strip(), f"no comment: {line}"
+        folders = [*folders[:depth], name.rstrip("/")]
+        paths.append("/".join(folders) + ("/" if name.endswith("/") else ""))
+    return paths
+
+
+def test_the_readme_tree_is_true():
+    named = readme_tree()
+    missing = [path for path in named if not (ROOT / path).exists()]
+    assert not missing, f"the tree names what is not there: {missing}"
+    there = {ids(path) for path in FILES if path.name != "__init__.py" or path.stat().st_size > 200}
+    forgotten = sorted(there - set(named))
+    assert not forgotten, f"the tree does not name {forgotten}"
+
+
+def test_no_relative_links_are_dead():
+    for page in ROOT.glob("*.md"):
+        for target in re.findall(
+            r"\]\((?!https?:|#|mailto:)([^)#]+)", page.read_text(encoding="utf-8")
+        ):
+            assert (ROOT / target).exists(), f"{page.name} links to {target}"
