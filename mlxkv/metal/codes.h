@@ -1,0 +1,72 @@
+// Page records: codes and scales of 16 tokens of one kv head, in the order in which the lanes of a
+// simdgroup read them. The twin of mlxkv/records.py; nothing else knows this order.
+//
+// Lane (g, t) = (lane / 4, lane % 4). Dims come in blocks j of 32. A lane holds, per block, the slots
+//   (r, p, half):  r 0..1, p 0..3, half 0..1
+//   keys:    token g + 8 r,            dim 32 j + 8 t + 4 half + p
+//   values:  token 2 t + 8 r + half,   dim 32 j + 4 g + p
+// which are the fragments of a 16 x 8 x 16 matrix product, and are read by plain lanes as well.
+//
+// Record, in uint32 words:  [K codes | K scale | K bias | V codes | V scale | V bias]
+// codes: word m of a lane at (m / v) 32 v + lane v + m % v, v the largest of 4, 2, 1 that divides
+// the words of a lane. scale, bias: float16 [groups][16 tokens], no bias when symmetric.
+
+// Words of codes that a lane holds for `blocks` blocks.
+template <int BITS>
+constexpr int kv_lane_words(int blocks) {
+  return BITS == 3 ? 3 * ((blocks + 1) / 2) : BITS * blocks / 2;
+}
+
+constexpr int kv_vector(int words) {
+  return words % 4 == 0 ? 4 : (words % 2 == 0 ? 2 : 1);
+}
+
+// Words of one side of a record.
+template <int BITS>
+constexpr int kv_side_words(int blocks, int groups, int symmetric) {
+  return 32 * kv_lane_words<BITS>(blocks) + 8 * groups * (symmetric ? 1 : 2);
+}
+
+// Where word m of a lane stands.
+constexpr int kv_word_at(int m, int lane, int words) {
+  return (m / kv_vector(words)) * 32 * kv_vector(words) + lane * kv_vector(words) +
+      m % kv_vector(words);
+}
+
+// Where the code of slot (r, p, half) of block j stands: the lane's word, and the bit in it.
+// 3 bits are 2 low bits and, in a word shared by two blocks, 1 high bit.
+template <int BITS>
+constexpr int kv_slot_word(int j, int r, int p) {
+  return BITS == 4 ? 2 * j + r
+      : BITS == 2 ? j
+      : BITS == 3 ? 3 * (j / 2) + j % 2
+                  : 4 * j + 2 * r + p / 2;
+}
+
+template <int BITS>
+constexpr int kv_slot_bit(int r, int p, int half_) {
+  return BITS == 4 ? 4 * p + 16 * half_
+      : BITS == 8  ? 8 * (p % 2) + 16 * half_
+                   : 2 * (4 * r + p) + 16 * half_;
+}
+
+constexpr int kv_high_word(int j) {
+  return 3 * (j / 2) + 2;
+}
+
+constexpr int kv_high_bit(int j, int r, int p, int half_) {
+  return 8 * (j % 2) + 4 * r + p + 16 * half_;
+}
+
+// The code at a bit of a word as a float 1 + code / 2^BITS: no conversion, the code becomes the top
+// of the mantissa. x = scale code + bias is then scale 2^BITS (1 + code / 2^BITS) + bias - scale 2^BITS.
+template <int BITS>
+inline float kv_one_plus(uint code) {
+  return as_type<float>(0x3F800000u | (code << (23 - BITS)));
+}
+
+template <int BITS>
+inline uint kv_code(uint word, uint high, int j, int r, int p, int half_) {
+  uint code = (word >> kv_slot_bit<BITS>(r, p, half_)) & ((1u << (BITS == 3 ? 2 : BITS)) - 1u);
+  return BITS == 3 ? code | (((high >> kv_high_bit(j, r, p, half_)) & 1u) << 2) : code;
+}

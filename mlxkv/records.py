@@ -1,0 +1,189 @@
+"""Page records: the physical order of codes and scales that the kernels read.
+
+A record holds 16 tokens of one kv head, keys and values together, as uint32 words. The twin of
+`metal/codes.h`, where the order is explained; these two files alone know it. Plain MLX ops here, to
+save, load and trim pages without a kernel, and to check the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxkv.config import Affine
+
+TOKENS = 16  # of a record
+BLOCK = 32  # dims of a block
+LANES = 32
+
+
+@dataclass(frozen=True)
+class SideLayout:
+    """Where one side of a record lies. dims: stored dims R; bits, group, symmetric as in Affine."""
+
+    dims: int
+    bits: int
+    group: int
+    symmetric: bool
+    keys: bool
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.dims // BLOCK)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.dims // self.group)
+
+    @property
+    def lane_words(self) -> int:
+        if self.bits == 3:
+            return 3 * -(-self.blocks // 2)
+        return self.bits * self.blocks // 2
+
+    @property
+    def code_words(self) -> int:
+        return LANES * self.lane_words
+
+    @property
+    def words(self) -> int:
+        return self.code_words + 8 * self.groups * (1 if self.symmetric else 2)
+
+
+def layout(spec: Affine, dims: int, page: int, keys: bool) -> SideLayout:
+    """The layout of a side that the kernels can read (`why_not` says which they can)."""
+    return SideLayout(dims, spec.bits, spec.group_size(dims, page), spec.symmetric, keys)
+
+
+def why_not(spec, dims: int, page: int) -> str | None:
+    """Why a side cannot be kept in records, or None."""
+    if not hasattr(spec, "bits"):
+        return "full-precision pages have no record"
+    if spec.axis != "token":
+        return "scales per channel have no record yet"
+    group = spec.group_size(dims, page)
+    if group % BLOCK and group != dims:
+        return f"groups of {group} are no multiple of {BLOCK}"
+    return None
+
+
+def pack_side(codes: mx.array, scale: mx.array, bias: mx.array | None, at: SideLayout) -> mx.array:
+    """codes: [..., T, R] unsigned, scale, bias: [..., T, ceil(R/g)] float16 -> [..., T/16, words]."""
+    *lead, tokens, dims = codes.shape
+    pad = at.blocks * BLOCK - dims
+    codes = codes.astype(mx.uint32)
+    if pad:
+        codes = mx.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, pad)])
+    slots = _slots(codes.reshape(*lead, tokens // TOKENS, TOKENS, at.blocks * BLOCK), at)
+    words = _vectors(_words(slots, at), at)
+    parts = [words.reshape(*lead, tokens // TOKENS, at.code_words)]
+    for numbers in (scale,) if at.symmetric else (scale, bias):
+        numbers = numbers.reshape(*lead, tokens // TOKENS, TOKENS, at.groups).swapaxes(-1, -2)
+        numbers = mx.contiguous(numbers).view(mx.uint32)
+        parts.append(numbers.reshape(*lead, tokens // TOKENS, 8 * at.groups))
+    return mx.concatenate(parts, axis=-1)
+
+
+def unpack_side(
+    words: mx.array, at: SideLayout
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """The inverse of `pack_side`: [..., N, words] -> codes, scale, bias."""
+    *lead, records, _ = words.shape
+    slots = _from_words(_from_vectors(words[..., : at.code_words], at), at)
+    codes = _from_slots(slots, at).reshape(*lead, records * TOKENS, at.blocks * BLOCK)
+    numbers, start = [], at.code_words
+    for _ in range(1 if at.symmetric else 2):
+        part = mx.contiguous(words[..., start : start + 8 * at.groups]).view(mx.float16)
+        part = part.reshape(*lead, records, at.groups, TOKENS).swapaxes(-1, -2)
+        numbers.append(part.reshape(*lead, records * TOKENS, at.groups))
+        start += 8 * at.groups
+    return codes[..., : at.dims], numbers[0], None if at.symmetric else numbers[1]
+
+
+# [..., 16, 32 J] <-> [..., g, t, j, r, p, half]; the axes of tokens and dims, as in codes.h
+
+
+def _slots(codes: mx.array, at: SideLayout) -> mx.array:
+    lead, n = codes.shape[:-2], codes.ndim - 2
+    if at.keys:  # token (r, g), dim (j, t, half, p)
+        x = codes.reshape(*lead, 2, 8, at.blocks, 4, 2, 4)
+        order = (1, 3, 2, 0, 5, 4)
+    else:  # token (r, t, half), dim (j, g, p)
+        x = codes.reshape(*lead, 2, 4, 2, at.blocks, 8, 4)
+        order = (4, 1, 3, 0, 5, 2)
+    return x.transpose(*range(n), *(n + i for i in order))
+
+
+def _from_slots(slots: mx.array, at: SideLayout) -> mx.array:
+    n = slots.ndim - 6
+    order = (3, 0, 2, 1, 5, 4) if at.keys else (3, 1, 5, 2, 0, 4)
+    x = slots.transpose(*range(n), *(n + i for i in order))
+    return x.reshape(*slots.shape[:n], TOKENS, at.blocks * BLOCK)
+
+
+def _sum_bits(x: mx.array, step: int) -> mx.array:
+    """[..., n, half] codes -> [...] words: entry i of a half at bit `step` * i."""
+    shift = mx.arange(x.shape[-2], dtype=mx.uint32)[:, None] * step
+    shift = shift + mx.array([0, 16], dtype=mx.uint32)
+    return (x << shift).sum((-1, -2))
+
+
+def _take_bits(words: mx.array, count: int, step: int, mask: int) -> mx.array:
+    """The inverse of `_sum_bits`."""
+    shift = mx.arange(count, dtype=mx.uint32)[:, None] * step
+    shift = shift + mx.array([0, 16], dtype=mx.uint32)
+    return (words[..., None, None] >> shift) & mask
+
+
+def _words(slots: mx.array, at: SideLayout) -> mx.array:
+    """[..., g, t, j, r, p, half] -> [..., lane, m]."""
+    lead = slots.shape[:-6]
+    x = slots.reshape(*lead, LANES, at.blocks, 2, 4, 2)
+    if at.bits == 4:
+        return _sum_bits(x, 4).reshape(*lead, LANES, -1)
+    if at.bits == 8:
+        x = x.reshape(*lead, LANES, at.blocks, 2, 2, 2, 2)  # p = (word, byte)
+        return _sum_bits(x, 8).reshape(*lead, LANES, -1)
+    x = x.reshape(*lead, LANES, at.blocks, 8, 2)
+    if at.bits == 2:
+        return _sum_bits(x, 2)
+    if at.blocks % 2:
+        x = mx.pad(x, [(0, 0)] * (x.ndim - 3) + [(0, 1), (0, 0), (0, 0)])
+    pairs = x.reshape(*lead, LANES, -1, 2, 8, 2)
+    low = _sum_bits(pairs & 3, 2)  # [..., pair, 2]
+    high = _sum_bits((pairs >> 2).reshape(*lead, LANES, -1, 16, 2), 1)
+    return mx.concatenate([low, high[..., None]], -1).reshape(*lead, LANES, -1)
+
+
+def _from_words(words: mx.array, at: SideLayout) -> mx.array:
+    lead = words.shape[:-2]
+    if at.bits == 4:
+        x = _take_bits(words, 4, 4, 15)
+    elif at.bits == 8:
+        x = _take_bits(words, 2, 8, 255)
+    elif at.bits == 2:
+        x = _take_bits(words, 8, 2, 3)
+    else:
+        pairs = words.reshape(*lead, LANES, -1, 3)
+        low = _take_bits(pairs[..., :2], 8, 2, 3)
+        high = _take_bits(pairs[..., 2], 16, 1, 1).reshape(low.shape)
+        x = (low | (high << 2)).reshape(*lead, LANES, -1, 8, 2)[..., : at.blocks, :, :]
+    return x.reshape(*lead, 8, 4, at.blocks, 2, 4, 2)
+
+
+def _vectors(words: mx.array, at: SideLayout) -> mx.array:
+    """[..., lane, m] -> the order in memory: vectors of v words, lane by lane."""
+    v = _vector(at.lane_words)
+    x = words.reshape(*words.shape[:-2], LANES, at.lane_words // v, v)
+    return x.swapaxes(-2, -3)
+
+
+def _from_vectors(words: mx.array, at: SideLayout) -> mx.array:
+    v = _vector(at.lane_words)
+    x = words.reshape(*words.shape[:-1], at.lane_words // v, LANES, v)
+    return x.swapaxes(-2, -3).reshape(*words.shape[:-1], LANES, at.lane_words)
+
+
+def _vector(words: int) -> int:
+    return next(v for v in (4, 2, 1) if words % v == 0)
