@@ -1,0 +1,276 @@
+// Decode attention over sealed pages and full-precision windows, in base-2 exponents.
+// Threadgroup: S simdgroups; grid: (32 S, splits, kv heads of the batch x tiles of QT query rows).
+// The first size[1] splits share the records, the others the windows (sink, then live). Codes are
+// read once for the QT query rows of a tile. Each split leaves (maximum, sum, output) per row.
+//
+// q_pages  [heads, rows, 32 BK]  queries in the stored domain, times scale log2(e), zero padded
+// q_window [heads, rows, 32 BD]  the same in the model's own domain
+// records  [heads, capacity, RECORD]; sink_k, sink_v, live_k, live_v [heads, tokens, D] of type T
+// size     [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
+//           kv heads]
+// lengths  [batch, 4]: records, sink tokens, live tokens, unused
+// Row i of a head belongs to new token i % L, the last L tokens of live.
+constexpr int BK = (RK + 31) / 32;
+constexpr int BV = (RV + 31) / 32;
+constexpr int BD = (D + 31) / 32;
+constexpr int QB = BK > BD ? BK : BD;
+constexpr int OB = BV > BD ? BV : BD;
+constexpr int GROUPS_K = (RK + GROUP_K - 1) / GROUP_K;
+constexpr int GROUPS_V = (RV + GROUP_V - 1) / GROUP_V;
+constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
+constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
+constexpr int SIDE_K = kv_side_words<BITS_K>(BK, GROUPS_K, SYMMETRIC_K);
+constexpr float STEPS_K = float(1 << BITS_K);
+constexpr float STEPS_V = float(1 << BITS_V);
+constexpr float LAZY = 8.0f;  // the running maximum follows when it is exceeded by this much
+constexpr float NOTHING = -1.0e30f;
+
+threadgroup float q_tile[QT * QB * 32];
+threadgroup float tile_out[QT * OB * 32];
+threadgroup float tile_max[S * QT];
+threadgroup float tile_sum[S * QT];
+
+const int lane = thread_index_in_simdgroup;
+const int group = simdgroup_index_in_threadgroup;
+const int thread_id = group * 32 + lane;
+const int g = lane / 4;
+const int t = lane % 4;
+const int rows = size[0];
+const int page_splits = size[1];
+const int tiles = (rows + QT - 1) / QT;
+const int head = threadgroup_position_in_grid.z / tiles;
+const int first_row = (threadgroup_position_in_grid.z % tiles) * QT;
+const int split = threadgroup_position_in_grid.y;
+const bool paged = split < page_splits;
+const int splits = threads_per_grid.y;
+const int new_tokens = size[5];
+const int window = size[6];
+const int batch = head / size[7];
+const int n_records = lengths[4 * batch];
+const int n_sink = lengths[4 * batch + 1];
+const int n_live = lengths[4 * batch + 2];
+const int total = n_sink + 16 * n_records + n_live;
+
+const int q_dims = 32 * (paged ? BK : BD);
+for (int i = thread_id; i < QT * q_dims; i += 32 * S) {
+  const int row = first_row + i / q_dims;
+  const size_t at = (size_t(head) * rows + row) * q_dims + i % q_dims;
+  q_tile[i] = row < rows ? (paged ? q_pages[at] : q_window[at]) : 0.0f;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+float o[QT * OB * 4];
+float top[QT];
+float sum[QT];
+int first_seen[QT];  // first position that the row's sliding window shows
+int last_seen[QT];
+for (int q = 0; q < QT; q++) {
+  top[q] = NOTHING;
+  sum[q] = 0.0f;
+  last_seen[q] = total - new_tokens + (first_row + q) % new_tokens;
+  first_seen[q] = window > 0 ? last_seen[q] - window + 1 : 0;
+}
+for (int i = 0; i < QT * OB * 4; i++) {
+  o[i] = 0.0f;
+}
+
+const int sink_units = (n_sink + 15) / 16;
+const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
+const int parts = paged ? page_splits : splits - page_splits;
+const int part = paged ? split : split - page_splits;
+const int each = (units + parts - 1) / parts;
+const int stop = metal::min(units, (part + 1) * each);
+for (int unit = part * each + group; unit < stop; unit += S) {
+  const device uint* record = records + (size_t(head) * size[2] + (paged ? unit : 0)) * RECORD;
+  const bool in_sink = unit < sink_units;
+  const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);  // windows only
+  const int tokens = paged ? 16 : (in_sink ? n_sink : n_live) - token0;
+  const int position0 = paged ? n_sink + 16 * unit : (in_sink ? token0 : total - n_live + token0);
+  const size_t at_window = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
+
+  // Scores of tokens g and g + 8: this lane's dims, then the four lanes of a token together.
+  float s[QT * 2];
+  for (int i = 0; i < QT * 2; i++) {
+    s[i] = 0.0f;
+  }
+  if (paged) {
+    const device half* scales = (const device half*)(record + 32 * WORDS_K);
+    for (int j = 0; j < BK; j++) {
+      float k[16];
+      const int at = (32 * j / GROUP_K) * 16 + g;
+      for (int r = 0; r < 2; r++) {
+        const float scale = STEPS_K * float(scales[at + 8 * r]);
+        const float bias = SYMMETRIC_K ? -0.5f * scale : float(scales[16 * GROUPS_K + at + 8 * r]);
+        for (int p = 0; p < 4; p++) {
+          const uint word = record[kv_word_at(kv_slot_word<BITS_K>(j, r, p), lane, WORDS_K)];
+          const uint high = BITS_K == 3 ? record[kv_word_at(kv_high_word(j), lane, WORDS_K)] : 0u;
+          for (int h = 0; h < 2; h++) {
+            const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(word, high, j, r, p, h));
+            k[8 * r + 4 * h + p] = metal::fma(scale, code, bias - scale);
+          }
+        }
+      }
+      for (int q = 0; q < QT; q++) {
+        for (int i = 0; i < 8; i++) {
+          const float query = q_tile[q * 32 * BK + 32 * j + 8 * t + i];
+          s[2 * q] = metal::fma(query, k[i], s[2 * q]);
+          s[2 * q + 1] = metal::fma(query, k[8 + i], s[2 * q + 1]);
+        }
+      }
+    }
+  } else {
+    for (int j = 0; j < BD; j++) {
+      for (int r = 0; r < 2; r++) {
+        const int token = g + 8 * r;
+        for (int i = 0; i < 8; i++) {
+          const int dim = 32 * j + 8 * t + i;
+          float k = 0.0f;
+          if (token < tokens && dim < D) {
+            const size_t at = at_window + size_t(token) * D + dim;
+            k = in_sink ? float(sink_k[at]) : float(live_k[at]);
+          }
+          for (int q = 0; q < QT; q++) {
+            s[2 * q + r] = metal::fma(q_tile[q * 32 * BD + dim], k, s[2 * q + r]);
+          }
+        }
+      }
+    }
+  }
+  bool exceeds = false;
+  for (int q = 0; q < QT; q++) {
+    for (int r = 0; r < 2; r++) {
+      float score = s[2 * q + r];
+      score += simd_shuffle_xor(score, ushort(1));
+      score += simd_shuffle_xor(score, ushort(2));
+      const int token = g + 8 * r;
+      const int position = position0 + token;
+      const bool seen = token < tokens && position <= last_seen[q] && position >= first_seen[q];
+      s[2 * q + r] = seen ? score : -INFINITY;
+      exceeds = exceeds || (seen && score > top[q] + LAZY);
+    }
+  }
+  if (simd_any(exceeds)) {  // the whole simdgroup takes the same way
+    for (int q = 0; q < QT; q++) {
+      float peak = metal::max(s[2 * q], s[2 * q + 1]);
+      peak = metal::max(peak, simd_shuffle_xor(peak, ushort(4)));
+      peak = metal::max(peak, simd_shuffle_xor(peak, ushort(8)));
+      peak = metal::max(peak, simd_shuffle_xor(peak, ushort(16)));
+      peak = metal::max(peak, top[q]);
+      const float shrink = metal::exp2(top[q] - peak);
+      top[q] = peak;
+      sum[q] *= shrink;
+      for (int i = 0; i < OB * 4; i++) {
+        o[q * OB * 4 + i] *= shrink;
+      }
+    }
+  }
+  // Probabilities move from the lanes of the keys to those of the values.
+  float p_values[QT * 4];
+  for (int q = 0; q < QT; q++) {
+    for (int r = 0; r < 2; r++) {
+      const float probability = metal::exp2(s[2 * q + r] - top[q]);
+      sum[q] += probability;
+      p_values[4 * q + 2 * r] = simd_shuffle(probability, ushort(8 * t));
+      p_values[4 * q + 2 * r + 1] = simd_shuffle(probability, ushort(8 * t + 4));
+    }
+  }
+  // Outputs: tokens 2 t + 8 r + h, dims 32 j + 4 g + p.
+  if (paged) {
+    const device uint* side = record + SIDE_K;
+    const device half* scales = (const device half*)(side + 32 * WORDS_V);
+    for (int j = 0; j < BV; j++) {
+      for (int r = 0; r < 2; r++) {
+        for (int h = 0; h < 2; h++) {
+          const int at = (32 * j / GROUP_V) * 16 + 2 * t + 8 * r + h;
+          const float scale = STEPS_V * float(scales[at]);
+          const float bias = SYMMETRIC_V ? -0.5f * scale : float(scales[16 * GROUPS_V + at]);
+          for (int p = 0; p < 4; p++) {
+            const uint word = side[kv_word_at(kv_slot_word<BITS_V>(j, r, p), lane, WORDS_V)];
+            const uint high = BITS_V == 3 ? side[kv_word_at(kv_high_word(j), lane, WORDS_V)] : 0u;
+            const float code = kv_one_plus<BITS_V>(kv_code<BITS_V>(word, high, j, r, p, h));
+            const float value = metal::fma(scale, code, bias - scale);
+            for (int q = 0; q < QT; q++) {
+              const int i = q * OB * 4 + 4 * j + p;
+              o[i] = metal::fma(p_values[4 * q + 2 * r + h], value, o[i]);
+            }
+          }
+        }
+      }
+    }
+  } else {
+    for (int j = 0; j < BD; j++) {
+      for (int n = 0; n < 4; n++) {
+        const int token = 2 * t + 8 * (n / 2) + n % 2;
+        for (int p = 0; p < 4; p++) {
+          const int dim = 32 * j + 4 * g + p;
+          float value = 0.0f;
+          if (token < tokens && dim < D) {
+            const size_t at = at_window + size_t(token) * D + dim;
+            value = in_sink ? float(sink_v[at]) : float(live_v[at]);
+          }
+          for (int q = 0; q < QT; q++) {
+            const int i = q * OB * 4 + 4 * j + p;
+            o[i] = metal::fma(p_values[4 * q + n], value, o[i]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// The lanes of a simdgroup, then its neighbours.
+for (int i = 0; i < QT * OB * 4; i++) {
+  o[i] += simd_shuffle_xor(o[i], ushort(1));
+  o[i] += simd_shuffle_xor(o[i], ushort(2));
+}
+for (int q = 0; q < QT; q++) {
+  sum[q] += simd_shuffle_xor(sum[q], ushort(4));
+  sum[q] += simd_shuffle_xor(sum[q], ushort(8));
+  sum[q] += simd_shuffle_xor(sum[q], ushort(16));
+  if (lane == 0) {
+    tile_max[group * QT + q] = top[q];
+    tile_sum[group * QT + q] = sum[q];
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+float peaks[QT];
+for (int q = 0; q < QT; q++) {
+  peaks[q] = NOTHING;
+  for (int n = 0; n < S; n++) {
+    peaks[q] = metal::max(peaks[q], tile_max[n * QT + q]);
+  }
+}
+for (int n = 0; n < S; n++) {
+  if (n == group) {
+    for (int q = 0; q < QT; q++) {
+      const float shrink = metal::exp2(top[q] - peaks[q]);
+      for (int j = 0; j < OB; j++) {
+        if (j % 4 == t) {  // the four lanes of a g hold the same sums: each keeps some blocks
+          for (int p = 0; p < 4; p++) {
+            const int at = (q * OB + j) * 32 + 4 * g + p;
+            const float value = shrink * o[q * OB * 4 + 4 * j + p];
+            tile_out[at] = n == 0 ? value : tile_out[at] + value;
+          }
+        }
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+for (int q = 0; q < QT; q++) {
+  const int row = first_row + q;
+  if (row < rows) {
+    const size_t slot = (size_t(head) * rows + row) * splits + split;
+    for (int i = thread_id; i < OB * 32; i += 32 * S) {
+      partial_out[slot * OB * 32 + i] = tile_out[q * OB * 32 + i];
+    }
+    if (thread_id == 0) {
+      float all = 0.0f;
+      for (int n = 0; n < S; n++) {
+        all += tile_sum[n * QT + q] * metal::exp2(tile_max[n * QT + q] - peaks[q]);
+      }
+      partial_stats[2 * slot] = peaks[q];
+      partial_stats[2 * slot + 1] = all;
+    }
+  }
+}
