@@ -85,9 +85,7 @@ def pack_side(codes: mx.array, scale: mx.array, bias: mx.array | None, at: SideL
     return mx.concatenate(parts, axis=-1)
 
 
-def unpack_side(
-    words: mx.array, at: SideLayout
-) -> tuple[mx.array, mx.array, mx.array | None]:
+def unpack_side(words: mx.array, at: SideLayout) -> tuple[mx.array, mx.array, mx.array | None]:
     """The inverse of `pack_side`: [..., N, words] -> codes, scale, bias."""
     *lead, records, _ = words.shape
     slots = _from_words(_from_vectors(words[..., : at.code_words], at), at)

@@ -26,7 +26,7 @@ if (record < size[0]) {
 
   for (int group = 0; group < GROUPS; group++) {
     const int first = group * GROUP_BLOCKS;
-    const int last = min(first + GROUP_BLOCKS, BLOCKS);
+    const int last = metal::min(first + GROUP_BLOCKS, BLOCKS);
     // A lane has 2 tokens of the keys (r) and 4 of the values (r, half): at most 4 ranges.
     float low[4];
     float high[4];

@@ -1,0 +1,86 @@
+// The dialect's words on CUDA. Stands before codes.h when a body is built by mx.fast.cuda_kernel,
+// which passes --device-as-default-execution-space: plain functions are device functions.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define device
+#define constant
+#define thread
+#define threadgroup __shared__
+
+typedef unsigned int uint;
+typedef unsigned short ushort;
+
+struct kv_uint3 {
+  uint x, y, z;
+};
+
+inline uint kv_linear_thread() {
+  return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+}
+inline kv_uint3 kv_grid_threads() {
+  return {gridDim.x * blockDim.x, gridDim.y * blockDim.y, gridDim.z * blockDim.z};
+}
+
+#define thread_index_in_simdgroup (kv_linear_thread() % 32u)
+#define simdgroup_index_in_threadgroup (kv_linear_thread() / 32u)
+#define thread_position_in_threadgroup threadIdx
+#define threadgroup_position_in_grid blockIdx
+#define threads_per_threadgroup blockDim
+#define threads_per_grid (kv_grid_threads())
+
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+inline void threadgroup_barrier(mem_flags) {
+  __syncthreads();
+}
+
+template <typename T>
+inline T simd_shuffle(T value, ushort lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+template <typename T>
+inline T simd_shuffle_xor(T value, ushort distance) {
+  return __shfl_xor_sync(0xffffffffu, value, distance);
+}
+inline bool simd_any(bool value) {
+  return __any_sync(0xffffffffu, value);
+}
+
+template <typename To, typename From>
+inline To as_type(From value) {
+  static_assert(sizeof(To) == sizeof(From), "as_type needs equal sizes");
+  To out;
+  memcpy(&out, &value, sizeof(To));
+  return out;
+}
+
+namespace metal {
+inline float max(float a, float b) {
+  return fmaxf(a, b);
+}
+inline float min(float a, float b) {
+  return fminf(a, b);
+}
+inline int max(int a, int b) {
+  return a > b ? a : b;
+}
+inline int min(int a, int b) {
+  return a < b ? a : b;
+}
+inline float abs(float a) {
+  return fabsf(a);
+}
+inline float fma(float a, float b, float c) {
+  return fmaf(a, b, c);
+}
+inline float rint(float a) {
+  return rintf(a);
+}
+inline float exp2(float a) {
+  return exp2f(a);
+}
+} // namespace metal
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
