@@ -3,11 +3,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#define device
-#define constant
-#define thread
-#define threadgroup __shared__
-
 typedef unsigned int uint;
 typedef unsigned short ushort;
 
@@ -84,3 +79,9 @@ inline float exp2(float a) {
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
+
+// Last: an attribute such as __device__ is spelled with the first of these words.
+#define device
+#define constant
+#define thread
+#define threadgroup __shared__
