@@ -192,6 +192,12 @@ class Session:
             self.text = ""
         return shared
 
+    @property
+    def all_exact(self) -> bool:
+        """Whether nothing is compressed yet because the conversation is short."""
+        compresses = any(layer.compressed for layer in self.loaded.layers)
+        return compresses and len(self.tokens) <= self.loaded.kv.window
+
     def usage(self) -> Usage:
         """Measured bytes of the caches, and the numbers a plain cache would hold."""
         shapes = layers_of(self.loaded.config)
