@@ -6,6 +6,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache_model import spec_side
 
 from mlxkv import reference as ref
 from mlxkv.attention import attend
@@ -15,12 +16,6 @@ from mlxkv.errors import UserError
 
 SMALL = CacheConfig(Side(Affine(4), "srft"), Side(Affine(4), "srft"), sink=16, recent=32, page=32)
 HEADS, KV_HEADS = 6, 2
-
-
-def spec_side(side: Side) -> dict:
-    if isinstance(side.quantizer, Full):
-        return {"bits": 16}
-    return {**dataclasses.asdict(side.quantizer), "transform": side.transform, "seed": side.seed}
 
 
 def tokens(length, dims=64, batch=1, seed=0):
@@ -141,6 +136,33 @@ def test_growth_copies_little():
     assert pages.count <= pages.capacity <= pages.count * 1.13
     assert len(capacities) < 50
     mx.eval(cache.state)
+
+
+def test_a_step_that_seals_a_page_copies_no_other_page():
+    cache = CompressedKVCache(dataclasses.replace(SMALL, keys=Side(Full())))
+    keys, values = (mx.array(x) for x in tokens(4096))
+    mx.eval(keys, values)
+    extra = 0
+    for start in (*range(0, 4000, 500), *range(4000, 4096)):
+        stop = start + 500 if start < 4000 else start + 1
+        mx.clear_cache()
+        capacity, before = cache._pages[0].capacity, mx.get_active_memory()
+        mx.reset_peak_memory()
+        new = cache.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
+        mx.eval(new[0].sealed)
+        del new
+        mx.eval(cache.state)
+        if stop - start == 1 and cache._pages[0].capacity == capacity:
+            extra = max(extra, mx.get_peak_memory() - before)
+    assert cache._pages[0].count > 120
+    assert extra < 0.2 * cache.nbytes
+
+
+def test_trimming_less_than_nothing_is_nothing():
+    cache = CompressedKVCache(SMALL)
+    feed(cache, *tokens(100), [100])
+    assert cache.trim(-5) == 0
+    assert cache.offset == 100 == cache.keys_and_values()[0].tokens
 
 
 @pytest.mark.parametrize("left", (399, 390, 352, 350, 340, 200, 112, 80, 60, 17, 16, 15, 1, 0))
