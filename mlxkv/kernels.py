@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import e, log2
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
 MAX_SPLITS = 128
 LOG2E = log2(e)
+Pair = tuple[mx.array, mx.array]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def seal_side(x: mx.array, at: SideLayout, make: Factory) -> mx.array:
     count = batch * heads * tokens // TOKENS
     (words,) = launch(
         "seal",
-        [x.astype(mx.float32), mx.array([count] + [0] * 7, mx.int32)],
+        [x.astype(mx.float32), _ints(count, *[0] * 7)],
         {**_side(at), "DIMS": dims, "KEYS": int(at.keys)},
         (32 * SIMDGROUPS * -(-count // SIMDGROUPS), 1, 1),
         (32 * SIMDGROUPS, 1, 1),
@@ -64,10 +66,9 @@ def unseal_side(
     batch, heads, capacity, words = buffer.shape
     first = 0 if keys else layout.keys.words
     units = batch * heads * count
-    size = mx.array([count, capacity, batch * heads, first] + [0] * 4, mx.int32)
     (out,) = launch(
         "unseal",
-        [buffer, size],
+        [buffer, _ints(count, capacity, batch * heads, first, *[0] * 4)],
         {**_side(at), "T": dtype, "DIMS": at.dims, "KEYS": int(keys), "RECORD": words},
         (32 * SIMDGROUPS * -(-units // SIMDGROUPS), 1, 1),
         (32 * SIMDGROUPS, 1, 1),
@@ -77,11 +78,20 @@ def unseal_side(
     return out
 
 
-def _padded(q: mx.array) -> mx.array:
-    """[B, G, N, R] -> [B, G, N, whole blocks] float32."""
-    pad = -q.shape[-1] % BLOCK
-    q = q.astype(mx.float32)
-    return mx.pad(q, [(0, 0)] * 3 + [(0, pad)]) if pad else q
+@lru_cache(maxsize=256)
+def _ints(*values: int) -> mx.array:
+    """A small array of sizes; the same sizes come back at every step and in every layer."""
+    return mx.array(values, mx.int32)
+
+
+@cache
+def _scales(scale: float) -> mx.array:
+    return mx.array([scale * LOG2E, LOG2E] + [0.0] * 6, mx.float32)
+
+
+@cache
+def _nothing() -> mx.array:
+    return mx.zeros(8, mx.float32)
 
 
 def attend(
@@ -89,49 +99,50 @@ def attend(
     q_window: mx.array,
     buffer: mx.array,
     layout: RecordLayout,
-    sink: tuple[mx.array, mx.array] | None,
-    live: tuple[mx.array, mx.array],
-    lengths: mx.array,
+    sink: Pair | None,
+    live: Pair,
+    lengths: tuple[tuple[int, int, int], ...],
     scale: float,
     new_tokens: int,
     make: Factory,
+    up: mx.array | None = None,
     window: int = 0,
     sinks: mx.array | None = None,
-    most_records: int | None = None,
-) -> tuple[mx.array, mx.array]:
-    """Attention over records and windows.
+) -> mx.array:
+    """Attention of a few new tokens over records and windows.
 
-    q_pages: [B, G, N, RK] in the stored domain; q_window: [B, G, N, D]; row i of a kv head belongs
-        to new token i % new_tokens. buffer: [B, G, capacity, words].
-    sink, live: (keys, values), [B, G, tokens, D]; lengths: [B, 4] int32, records, sink tokens, live
-        tokens, 0. window: sliding window in tokens, 0 for none. sinks: [H] logits.
-    Returns (pages [B, G, N, RV] in the stored domain, windows [B, G, N, D]), float32, to be added
-    after the first has been transformed back.
+    q_pages: [B, G, N, RK] float32 in the stored domain; q_window: [B, G, N, D]; row i of a kv head
+        belongs to new token i % new_tokens, the last tokens of live.
+    buffer: [B, G, capacity, words]. sink, live: (keys, values), [B, G, tokens, D].
+    lengths: for each of the batch (records, sink tokens, live tokens).
+    up: [RV, D] or [G, RV, D] float32, from the stored domain of the values to the model's, or None.
+    window: sliding window in tokens, 0 for none. sinks: [H] logits of attention sinks.
+    Returns [B, G, N, D] in the dtype of q_window.
     """
     batch, heads, rows, dims = q_window.shape
     capacity = buffer.shape[2]
     sink = sink or live  # never read: its length is 0
     tile = min(4, rows)
-    tiles = -(-rows // tile)
-    records_in_use = capacity if most_records is None else most_records
-    page_splits = min(MAX_SPLITS, max(1, -(-records_in_use // SPLIT_RECORDS)))
+    most = max(records for records, _, _ in lengths)
+    page_splits = min(MAX_SPLITS, max(1, -(-most // SPLIT_RECORDS)))
     splits = page_splits + 1
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
-    numbers = [rows, page_splits, capacity, sink[0].shape[2], live[0].shape[2]]
-    size = mx.array([*numbers, new_tokens, window, heads], mx.int32)
-    (out, stats) = launch(
+    tokens = (sink[0].shape[2], live[0].shape[2])
+    numbers = _scales(scale)
+    out, stats = launch(
         "attend",
         [
-            _padded(q_pages) * (scale * LOG2E),
-            _padded(q_window) * (scale * LOG2E),
+            q_pages,
+            q_window,
             buffer,
             *sink,
             *live,
-            size,
-            lengths,
+            _ints(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
+            _ints(*(n for one in lengths for n in (*one, 0)), *[0] * 4),
+            numbers,
         ],
         {
-            "T": live[0].dtype,
+            "T": q_window.dtype,
             "QT": tile,
             "S": SIMDGROUPS,
             "D": dims,
@@ -141,7 +152,7 @@ def attend(
             **_side(layout.keys, "_K"),
             **_side(layout.values, "_V"),
         },
-        (32 * SIMDGROUPS, splits, batch * heads * tiles),
+        (32 * SIMDGROUPS, splits, batch * heads * -(-rows // tile)),
         (32 * SIMDGROUPS, 1, 1),
         [
             ((batch * heads * rows, splits, width), mx.float32),
@@ -149,23 +160,40 @@ def attend(
         ],
         make,
     )
-    has_sinks = sinks is not None
-    logits = sinks.astype(mx.float32) * LOG2E if has_sinks else mx.zeros(8)
-    size = mx.array([splits, page_splits, rows, heads, new_tokens] + [0] * 3, mx.int32)
     threads = 32 * min(8, width // BLOCK)
-    pages, windows = launch(
+    (merged,) = launch(
         "merge",
-        [out, stats, logits, size],
-        {"WIDTH": width, "RV": layout.values.dims, "D": dims, "HAS_SINKS": int(has_sinks)},
+        [
+            out,
+            stats,
+            _nothing() if up is None else up,
+            _nothing() if sinks is None else sinks.astype(mx.float32),
+            numbers,
+            _ints(
+                splits,
+                page_splits,
+                rows,
+                heads,
+                new_tokens,
+                1 if up is None else up.size // (layout.values.dims * dims),
+                0,
+                0,
+            ),
+        ],
+        {
+            "T": q_window.dtype,
+            "WIDTH": width,
+            "RV": layout.values.dims,
+            "D": dims,
+            "HAS_UP": int(up is not None),
+            "HAS_SINKS": int(sinks is not None),
+        },
         (threads * batch * heads * rows, 1, 1),
         (threads, 1, 1),
-        [
-            ((batch, heads, rows, layout.values.dims), mx.float32),
-            ((batch, heads, rows, dims), mx.float32),
-        ],
+        [((batch, heads, rows, dims), q_window.dtype)],
         make,
     )
-    return pages, windows
+    return merged
 
 
 def record_layout(config, key_dims: int, value_dims: int) -> RecordLayout:

@@ -3,8 +3,8 @@
 // The first size[1] splits share the records, the others the windows (sink, then live). Codes are
 // read once for the QT query rows of a tile. Each split leaves (maximum, sum, output) per row.
 //
-// q_pages  [heads, rows, 32 BK]  queries in the stored domain, times scale log2(e), zero padded
-// q_window [heads, rows, 32 BD]  the same in the model's own domain
+// q_pages  [heads, rows, RK]  queries in the stored domain, float; q_window [heads, rows, D], of
+// type T, in the model's own. scale[0]: the scale of attention times log2(e)
 // records  [heads, capacity, RECORD]; sink_k, sink_v, live_k, live_v [heads, tokens, D] of type T
 // size     [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
 //           kv heads]
@@ -54,8 +54,13 @@ const int total = n_sink + 16 * n_records + n_live;
 const int q_dims = 32 * (paged ? BK : BD);
 for (int i = thread_id; i < QT * q_dims; i += 32 * S) {
   const int row = first_row + i / q_dims;
-  const size_t at = (size_t(head) * rows + row) * q_dims + i % q_dims;
-  q_tile[i] = row < rows ? (paged ? q_pages[at] : q_window[at]) : 0.0f;
+  const int dim = i % q_dims;
+  float value = 0.0f;
+  if (row < rows && dim < (paged ? RK : D)) {
+    const size_t at = (size_t(head) * rows + row) * (paged ? RK : D) + dim;
+    value = paged ? q_pages[at] : float(q_window[at]);
+  }
+  q_tile[i] = value * scale[0];
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -99,14 +104,14 @@ for (int unit = part * each + group; unit < stop; unit += S) {
       float k[16];
       const int at = (32 * j / GROUP_K) * 16 + g;
       for (int r = 0; r < 2; r++) {
-        const float scale = STEPS_K * float(scales[at + 8 * r]);
-        const float bias = SYMMETRIC_K ? -0.5f * scale : float(scales[16 * GROUPS_K + at + 8 * r]);
+        const float step = STEPS_K * float(scales[at + 8 * r]);
+        const float bias = SYMMETRIC_K ? -0.5f * step : float(scales[16 * GROUPS_K + at + 8 * r]);
         for (int p = 0; p < 4; p++) {
           const uint word = record[kv_word_at(kv_slot_word<BITS_K>(j, r, p), lane, WORDS_K)];
           const uint high = BITS_K == 3 ? record[kv_word_at(kv_high_word(j), lane, WORDS_K)] : 0u;
           for (int h = 0; h < 2; h++) {
             const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(word, high, j, r, p, h));
-            k[8 * r + 4 * h + p] = metal::fma(scale, code, bias - scale);
+            k[8 * r + 4 * h + p] = metal::fma(step, code, bias - step);
           }
         }
       }
@@ -182,13 +187,13 @@ for (int unit = part * each + group; unit < stop; unit += S) {
       for (int r = 0; r < 2; r++) {
         for (int h = 0; h < 2; h++) {
           const int at = (32 * j / GROUP_V) * 16 + 2 * t + 8 * r + h;
-          const float scale = STEPS_V * float(scales[at]);
-          const float bias = SYMMETRIC_V ? -0.5f * scale : float(scales[16 * GROUPS_V + at]);
+          const float step = STEPS_V * float(scales[at]);
+          const float bias = SYMMETRIC_V ? -0.5f * step : float(scales[16 * GROUPS_V + at]);
           for (int p = 0; p < 4; p++) {
             const uint word = side[kv_word_at(kv_slot_word<BITS_V>(j, r, p), lane, WORDS_V)];
             const uint high = BITS_V == 3 ? side[kv_word_at(kv_high_word(j), lane, WORDS_V)] : 0u;
             const float code = kv_one_plus<BITS_V>(kv_code<BITS_V>(word, high, j, r, p, h));
-            const float value = metal::fma(scale, code, bias - scale);
+            const float value = metal::fma(step, code, bias - step);
             for (int q = 0; q < QT; q++) {
               const int i = q * OB * 4 + 4 * j + p;
               o[i] = metal::fma(p_values[4 * q + 2 * r + h], value, o[i]);

@@ -19,12 +19,12 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unseal": (("records", "size"), ("out",)),
     "attend": (
         (
-            *("q_pages", "q_window", "records"),
-            *("sink_k", "sink_v", "live_k", "live_v", "size", "lengths"),
+            *("q_pages", "q_window", "records", "sink_k", "sink_v", "live_k", "live_v"),
+            *("size", "lengths", "scale"),
         ),
         ("partial_out", "partial_stats"),
     ),
-    "merge": (("partial_out", "partial_stats", "sinks", "size"), ("out_pages", "out_window")),
+    "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
 Factory = Callable[..., Callable[..., list[mx.array]]]
 

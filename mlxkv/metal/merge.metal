@@ -1,47 +1,59 @@
-// Partials of all splits -> one output per query row, in float32. One threadgroup per row.
+// Partials of all splits -> the output of one query row per threadgroup, summed in float32.
 // partial_out [rows in all, splits, WIDTH], partial_stats [rows in all, splits, 2] (maximum, sum)
-// sinks [heads]: logits of attention sinks times log2(e); size: [splits, page splits, rows per kv
-// head, kv heads, new tokens]. out_pages [rows, RV] in the stored domain, out_window [rows, D].
+// up [heads or 1, RV, D]: leads from the stored domain of the values back to the model's (HAS_UP).
+// sinks [heads]: logits of attention sinks; scale as in attend, here log2(e) alone in scale[1].
+// size: [splits, page splits, rows per kv head, kv heads, new tokens, heads of up]
+// out [rows in all, D] of type T.
+threadgroup float stored[WIDTH];
+
 const int row = threadgroup_position_in_grid.x;
 const int splits = size[0];
 const int page_splits = size[1];
+const int kv_head = (row / size[2]) % size[3];
 const size_t first = size_t(row) * splits;
+const int thread_id = thread_position_in_threadgroup.x;
+const int threads = threads_per_threadgroup.x;
 
 float peak = -1.0e30f;
 for (int n = 0; n < splits; n++) {
   peak = metal::max(peak, partial_stats[2 * (first + n)]);
 }
-float sink = 0.0f;
+float all = 0.0f;
 if (HAS_SINKS) {
-  const int kv_head = (row / size[2]) % size[3];
-  const float logit = sinks[kv_head * (size[2] / size[4]) + (row % size[2]) / size[4]];
+  const int head = kv_head * (size[2] / size[4]) + (row % size[2]) / size[4];
+  const float logit = sinks[head] * scale[1];
   peak = metal::max(peak, logit);
-  sink = metal::exp2(logit - peak);
+  all = metal::exp2(logit - peak);
 }
-float all = sink;
 for (int n = 0; n < splits; n++) {
   const size_t at = 2 * (first + n);
   all += partial_stats[at + 1] * metal::exp2(partial_stats[at] - peak);
 }
 const float share = all > 0.0f ? 1.0f / all : 0.0f;
-const int threads = threads_per_threadgroup.x;
-for (int dim = thread_position_in_threadgroup.x; dim < WIDTH; dim += threads) {
-  float pages = 0.0f;
-  float window = 0.0f;
-  for (int n = 0; n < splits; n++) {
+
+// Pages first, in the stored domain.
+for (int dim = thread_id; dim < RV; dim += threads) {
+  float total = 0.0f;
+  for (int n = 0; n < page_splits; n++) {
     const size_t slot = first + n;
-    const float value =
-        partial_out[slot * WIDTH + dim] * metal::exp2(partial_stats[2 * slot] - peak) * share;
-    if (n < page_splits) {
-      pages += value;
-    } else {
-      window += value;
+    total += partial_out[slot * WIDTH + dim] * metal::exp2(partial_stats[2 * slot] - peak);
+  }
+  stored[dim] = total;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int dim = thread_id; dim < D; dim += threads) {
+  float total = 0.0f;
+  if (HAS_UP) {
+    const device float* column = up + size_t(size[5] > 1 ? kv_head : 0) * RV * D + dim;
+    for (int n = 0; n < RV; n++) {
+      total = metal::fma(stored[n], column[n * D], total);
     }
+  } else {
+    total = stored[dim];
   }
-  if (dim < RV) {
-    out_pages[size_t(row) * RV + dim] = pages;
+  for (int n = page_splits; n < splits; n++) {
+    const size_t slot = first + n;
+    total += partial_out[slot * WIDTH + dim] * metal::exp2(partial_stats[2 * slot] - peak);
   }
-  if (dim < D) {
-    out_window[size_t(row) * D + dim] = window;
-  }
+  out[size_t(row) * D + dim] = T(total * share);
 }

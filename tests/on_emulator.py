@@ -1,0 +1,52 @@
+"""The emulator as a backend of `metal/launch.py`: MLX arrays in, MLX arrays out."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+from emulator import bfloat16, metal_kernel, to_bfloat16, to_float32
+
+NUMPY = {
+    mx.float32: np.float32,
+    mx.float16: np.float16,
+    mx.bfloat16: bfloat16,
+    mx.uint32: np.uint32,
+    mx.int32: np.int32,
+}
+
+
+def _to_numpy(x: mx.array):
+    if x.dtype == mx.bfloat16:
+        return to_bfloat16(np.array(x.astype(mx.float32)))
+    return np.array(x)
+
+
+def _to_mlx(x, dtype: mx.Dtype) -> mx.array:
+    if dtype == mx.bfloat16:
+        return mx.array(to_float32(x)).astype(dtype)
+    return mx.array(x)
+
+
+def make(name, input_names, output_names, source, header=""):
+    """A factory like `mx.fast.metal_kernel`."""
+    kernel = metal_kernel(
+        name=name,
+        input_names=input_names,
+        output_names=output_names,
+        source=source,
+        header=header,
+        any_lane=True,  # Metal's simd_shuffle reads any lane; only the other moves are uniform
+    )
+
+    def call(inputs, template, grid, threadgroup, output_shapes, output_dtypes):
+        out = kernel(
+            inputs=[_to_numpy(x) for x in inputs],
+            template=[(k, NUMPY.get(v, v) if isinstance(v, mx.Dtype) else v) for k, v in template],
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=output_shapes,
+            output_dtypes=[NUMPY[dtype] for dtype in output_dtypes],
+        )
+        return [_to_mlx(x, dtype) for x, dtype in zip(out, output_dtypes, strict=True)]
+
+    return call
