@@ -1,15 +1,18 @@
 """`attend(q, view)`: attention over sink | pages | live.
 
 No pages: `mx.fast` SDPA on plain arrays, bit for bit what an uncompressed cache gives. A few new
-tokens: products with the codes. Many (prefill): the pages of this one layer are decoded into a
-scratch, then `mx.fast` SDPA.
+tokens: a kernel that reads page records, or plain products with the codes. Many (prefill): the
+pages of this one layer are decoded into a scratch, then `mx.fast` SDPA.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
+from mlxkv import kernels
 from mlxkv.cache import View
+from mlxkv.records import TOKENS
+from mlxkv.sealed import RecordPages
 
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
@@ -31,14 +34,56 @@ def attend(
     """
     if view.sealed:
         queries = mx.depends(queries, list(view.sealed))
-    if view.pages is None or queries.shape[2] > DECODE_TOKENS:
+    if why_not(queries, view, mask) is None:
+        return _decode_records(queries, view, scale, sinks)
+    if view.pages is None or queries.shape[2] > DECODE_TOKENS or _in_records(view):
         keys, values = _whole(view, queries.dtype)
         if not view.plain and not _is_fused(queries, values):
             return _blocked(queries, keys, values, scale, mask, sinks)
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
-    return _decode(queries, view, scale, mask, sinks)
+    return _decode_codes(queries, view, scale, mask, sinks)
+
+
+def _in_records(view: View) -> bool:
+    return type(view.pages) is RecordPages
+
+
+def why_not(queries: mx.array, view: View, mask: mx.array | str | None) -> str | None:
+    """Why the decode kernel does not compute this attention, or None."""
+    if not _in_records(view):
+        return "the pages are not kept in records" if view.pages else "nothing is sealed yet"
+    if queries.shape[2] > DECODE_TOKENS:
+        return f"more than {DECODE_TOKENS} new tokens are a prefill"
+    if mask is not None and not isinstance(mask, str):
+        return "the kernel takes no mask array"
+    return None
+
+
+def _decode_records(queries, view, scale, sinks):
+    """One kernel walks records and windows, one merges: codes are read once, nothing is decoded."""
+    batch, heads, new, dims = queries.shape
+    kv_heads = view.live[0].shape[1]
+    q = queries.reshape(batch, kv_heads, -1, dims)
+    pages, sink = view.pages, view.sink
+    key_codec, value_codec = pages.codecs
+    length = (pages.tokens // TOKENS, sink[0].shape[2] if sink else 0, view.live[0].shape[2])
+    out = kernels.attend(
+        key_codec.query(q),
+        q.astype(view.dtype),
+        pages.buffer,
+        pages.layout,
+        sink,
+        view.buffers or view.live,
+        (length,) * batch,
+        scale,
+        new,
+        pages.make,
+        up=value_codec.transform.up if value_codec.transform else None,
+        sinks=sinks,
+    )
+    return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
 def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -47,7 +92,7 @@ def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     for i in range(2):
         parts = [view.live[i]]
         if view.pages is not None:
-            parts.insert(0, view.codecs[i].decode(view.pages[i], dtype))
+            parts.insert(0, view.pages.decode(i, dtype))
         if view.sink is not None:
             parts.insert(0, view.sink[i])
         out.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
@@ -79,24 +124,24 @@ def _blocked(queries, keys, values, scale, mask, sinks):
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=2)
 
 
-def _decode(queries, view, scale, mask, sinks):
+def _decode_codes(queries, view, scale, mask, sinks):
     """The same by products with codes: scores of the three parts side by side, one softmax, three
     mixtures."""
     batch, heads, new, dims = queries.shape
     kv_heads = view.live[0].shape[1]
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, dims)
-    key_codec, value_codec = view.codecs
+    key_codec, value_codec = view.pages.codecs
     windows = [view.sink, view.live] if view.sink is not None else [view.live]
     parts = [q @ keys.astype(mx.float32).swapaxes(-1, -2) for keys, _ in windows]
-    parts.insert(len(parts) - 1, key_codec.scores(q, view.pages[0]))
+    parts.insert(len(parts) - 1, key_codec.scores(q, view.pages.stored[0]))
     lengths = [part.shape[-1] for part in parts]
     scores = mx.concatenate(parts, axis=-1).reshape(batch, heads, new, -1)
     p = _softmax(scores, mask, sinks).reshape(batch, kv_heads, -1, sum(lengths))
 
     out, start = None, 0
     mixers = [lambda x, v=values: x @ v.astype(mx.float32) for _, values in windows]
-    mixers.insert(len(mixers) - 1, lambda x: value_codec.mix(x, view.pages[1]))
+    mixers.insert(len(mixers) - 1, lambda x: value_codec.mix(x, view.pages.stored[1]))
     for mixer, length in zip(mixers, lengths, strict=True):
         part = mixer(p[..., start : start + length])
         out = part if out is None else out + part

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 import numpy as np
 
-from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
-from mlxkv.pages import GROWTH, Pages
+from mlxkv.pages import GROWTH
+from mlxkv.sealed import CodePages, Codes, RecordPages, Records, store
 
 STATE_VERSION = 1
 STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
@@ -30,24 +30,24 @@ class View:
     """What attention reads, as it was after one update. Stands where mlx-lm's models expect keys
     and values.
 
-    sink, live: (keys, values), each [B, G, T, D], or None.
-    pages: (keys, values) as `Codec` stored them, or None.
+    live, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None.
     plain: nothing has been sealed yet, so results have to equal a plain cache's.
     sealed: arrays that this update wrote, to be computed before attention.
+    buffers: the arrays that hold live, spare room included; kernels take them whole, uncopied.
     """
 
     live: Pair
     sink: Pair | None = None
-    pages: tuple[Stored, Stored] | None = None
-    codecs: tuple[Codec, Codec] | None = field(default=None, repr=False)
-    paged_tokens: int = 0
+    pages: CodePages | RecordPages | None = None
     plain: bool = False
     sealed: tuple[mx.array, ...] = field(default=(), repr=False)
+    buffers: Pair | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
         sink = self.sink[0].shape[2] if self.sink else 0
-        return sink + self.paged_tokens + self.live[0].shape[2]
+        pages = self.pages.tokens if self.pages else 0
+        return sink + pages + self.live[0].shape[2]
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -81,7 +81,7 @@ class CompressedKVCache:
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
         self._sink: Pair | None = None
-        self._pages = (Pages(), Pages())
+        self._store: Codes | Records | None = None
 
     # -- reading and writing
     # ------------------------------------------------------------------------------------------
@@ -89,19 +89,17 @@ class CompressedKVCache:
     @property
     def _paged(self) -> int:
         """Tokens in sealed pages."""
-        return self._pages[0].count * self.config.page
+        return self._count_pages * self.config.page
+
+    @property
+    def _count_pages(self) -> int:
+        return self._store.count if self._store else 0
 
     @property
     def _room(self) -> int:
         """Tokens that `live` may hold before pages have to be sealed."""
         limit = self.config.recent + self.config.page
         return limit if self._sink is not None or not self.config.sink else limit + self.config.sink
-
-    def _codecs(self, dims: tuple[int, int]) -> tuple[Codec, Codec]:
-        sides = (self.config.keys, self.config.values)
-        return tuple(
-            codec(side, dim, self.config.page) for side, dim in zip(sides, dims, strict=True)
-        )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         """Append keys, values: [B, G, L, D] and return what attention has to read, twice (mlx-lm
@@ -115,14 +113,14 @@ class CompressedKVCache:
             raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
         if self._count + keys.shape[2] <= self._room:
             self._append(new)
-            view = self._view(self._read_live(), self._sink, self._pages[0].count)
+            view = self._view(self._read_live(), self._sink, self._count_pages, self._live)
         else:
             if self._count:
                 new = tuple(
                     mx.concatenate(pair, axis=2)
                     for pair in zip(self._read_live(), new, strict=True)
                 )
-            sink, count = self._sink, self._pages[0].count
+            sink, count = self._sink, self._count_pages
             self._seal(new)
             # The pages as they were, read from the arrays of now: a hold on those of before would
             # have all of them copied. Attention waits for the codes, so that these tokens are
@@ -158,23 +156,21 @@ class CompressedKVCache:
             live = tuple(x[:, :, sink:] for x in live)
         size = self.config.page
         count = -(-(live[0].shape[2] - self._room) // size)
-        dims = tuple(x.shape[3] for x in live)
-        for pages, code, x in zip(self._pages, self._codecs(dims), live, strict=True):
-            pages.append(code.encode(x[:, :, : count * size]), count)
+        if self._store is None:
+            self._store = store(self.config, tuple(x.shape[3] for x in live))
+        self._store.append(tuple(x[:, :, : count * size] for x in live), count)
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, count * size :] for x in live))
 
-    def _view(self, live: Pair, sink: Pair | None, count: int) -> View:
+    def _view(self, live: Pair, sink: Pair | None, count: int, buffers: Pair | None = None) -> View:
         """Of `sink`, the first `count` pages and `live`."""
         if not count:
-            return View(live, sink, plain=not self._pages[0].count)
-        codecs = self._codecs(tuple(x.shape[3] for x in live))
-        pages = tuple(p.read(0, count) for p in self._pages)
-        return View(live, sink, pages, codecs, count * self.config.page)
+            return View(live, sink, plain=not self._count_pages)
+        return View(live, sink, self._store.read(0, count), buffers=buffers)
 
     def keys_and_values(self) -> tuple[View, View]:
         """The view without appending anything (mlx-lm 0.32)."""
-        view = self._view(self._read_live(), self._sink, self._pages[0].count)
+        view = self._view(self._read_live(), self._sink, self._count_pages, self._live)
         return view, view
 
     # -- the rest of mlx-lm's contract
@@ -197,8 +193,7 @@ class CompressedKVCache:
                 self._clear()
             return n
         sink = self._sink[0].shape[2] if self._sink else 0
-        dims = tuple(x.shape[3] for x in self._live)
-        dtypes = tuple(x.dtype for x in self._live)
+        dtype = self._live[0].dtype
         if left <= sink:  # only tokens of the sink are left: they are live again
             live = tuple(x[:, :, :left] for x in self._sink) if left else None
             self._clear()
@@ -206,14 +201,9 @@ class CompressedKVCache:
             kept, cut = divmod(left - sink, self.config.page)
             live = None
             if cut:
-                live = tuple(
-                    code.decode(pages.read(kept, kept + 1), dtype)[:, :, :cut]
-                    for code, pages, dtype in zip(
-                        self._codecs(dims), self._pages, dtypes, strict=True
-                    )
-                )
-            for pages in self._pages:
-                pages.truncate(kept)
+                page = self._store.read(kept, kept + 1)
+                live = tuple(page.decode(side, dtype)[:, :, :cut] for side in (0, 1))
+            self._store.truncate(kept)
             if not kept and sink:  # no page is left: sink and live are one again
                 live = (
                     self._sink
@@ -249,7 +239,7 @@ class CompressedKVCache:
 
     def _arrays(self) -> tuple[mx.array, ...]:
         windows = [x for pair in (self._live, self._sink) if pair is not None for x in pair]
-        return (*windows, *(x for pages in self._pages for x in pages.arrays()))
+        return (*windows, *(self._store.arrays() if self._store else ()))
 
     @property
     def nbytes(self) -> int:
@@ -264,17 +254,15 @@ class CompressedKVCache:
             "version": STATE_VERSION,
             "config": self.config.as_dict(),
             "offset": self.offset,
-            "pages": self._pages[0].count,
+            "pages": self._count_pages,
         }
         tree: dict = {"header": mx.array(np.frombuffer(json.dumps(header).encode(), np.uint8))}
         if self._live is not None:
             tree["live"] = dict(zip(("keys", "values"), self._read_live(), strict=True))
         if self._sink is not None:
             tree["sink"] = dict(zip(("keys", "values"), self._sink, strict=True))
-        if self._pages[0].count:
-            tree["pages"] = {
-                name: p.read() for name, p in zip(("keys", "values"), self._pages, strict=True)
-            }
+        if self._count_pages:
+            tree["pages"] = self._store.state
         return tree
 
     @state.setter
@@ -299,9 +287,9 @@ class CompressedKVCache:
                 setattr(self, f"_{name}", tuple(mx.contiguous(x) for x in pair))
         if self._live is not None:
             self._count = self._live[0].shape[2]
-        for name, pages in zip(("keys", "values"), self._pages, strict=True):
-            if header["pages"]:
-                pages.restore(tree["pages"][name], header["pages"])
+        if header["pages"]:
+            self._store = store(self.config, tuple(x.shape[3] for x in self._live))
+            self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
 
     @property

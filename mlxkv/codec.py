@@ -31,23 +31,39 @@ class Codec:
     def encode(self, x: mx.array) -> Stored:
         """x: [B, G, T, D], T a whole number of pages -> arrays with tokens (or groups of tokens) on
         axis 2."""
-        if self.transform is not None:
-            x = self.transform.store(x)
-        return self.method.encode(self.spec, x, self.page)
+        return self.method.encode(self.spec, self.store(x), self.page)
+
+    def store(self, x: mx.array) -> mx.array:
+        """x: [B, G, T, D] -> [B, G, T, R], the values that are quantised."""
+        return x if self.transform is None else self.transform.store(x)
+
+    def work_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
+        """In which codes are decoded for `restore`: float16 keeps more of a code than bfloat16, in
+        as little scratch."""
+        if self.transform is None:
+            return dtype
+        return mx.float32 if dtype == mx.float32 else mx.float16
+
+    def restore(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
+        """The inverse of `store` for decoded values: [B, G, T, R] -> [B, G, T, D] in `dtype`."""
+        return (
+            x if self.transform is None else (x @ self.transform.up.astype(x.dtype)).astype(dtype)
+        )
 
     def decode(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
         """The vectors that attention sees: [B, G, T, D] in `dtype`."""
-        if self.transform is None:
-            return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
-        # float16 keeps more of a code than bfloat16, in as little scratch.
-        work = mx.float32 if dtype == mx.float32 else mx.float16
-        x = self.method.decode(self.spec, stored, self.dims, self.page, work)
-        return (x @ self.transform.up.astype(work)).astype(dtype)
+        work = self.work_dtype(dtype)
+        return self.restore(
+            self.method.decode(self.spec, stored, self.dims, self.page, work), dtype
+        )
 
     def scores(self, q: mx.array, stored: Stored) -> mx.array:
         """q: [B, G, N, D] -> q . k^ for every stored token: [B, G, N, T] float32."""
-        q = q.astype(mx.float32) if self.transform is None else self.transform.query(q)
-        return self.method.scores(self.spec, q, stored, self.dims, self.page)
+        return self.method.scores(self.spec, self.query(q), stored, self.dims, self.page)
+
+    def query(self, q: mx.array) -> mx.array:
+        """q: [B, G, N, D] -> float32 queries in the stored domain, [B, G, N, R]."""
+        return q.astype(mx.float32) if self.transform is None else self.transform.query(q)
 
     def mix(self, p: mx.array, stored: Stored) -> mx.array:
         """p: [B, G, N, T] -> sum_t p_t v^_t: [B, G, N, D] float32."""

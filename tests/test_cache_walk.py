@@ -132,7 +132,7 @@ class Walk:
         """What is stored is what the model says; from here on the model holds the very same."""
 
         view, _ = cache.keys_and_values()
-        assert view.paged_tokens == model.pages * self.config.page
+        assert (view.pages.tokens if view.pages else 0) == model.pages * self.config.page
         stored = tuple(np.array(x, np.float64) for x in _whole(view, self.dtype))
         for ours, spec in zip(stored, model.seen, strict=True):
             error = np.abs(ours - spec).max(-1)  # [B, G, T]

@@ -16,11 +16,11 @@ import mlx.core as mx
 import numpy as np
 from safetensors import safe_open
 
-from mlxkv import packing, transform
+from mlxkv import packing, sealed, transform
 from mlxkv.attention import attend
 from mlxkv.cache import View
 from mlxkv.codec import Codec
-from mlxkv.config import Affine, Side
+from mlxkv.config import Affine, CacheConfig, Side
 from mlxkv.quantizers import affine
 
 FOLDER = Path(__file__).parent
@@ -153,16 +153,18 @@ def _attention_inputs(tensors: dict, case: str, info: dict):
     def floats(name):
         return mx.array(tensors[f"{case}.{name}"].astype(np.float32))
 
-    codecs, pages = [], []
+    sides, pages = [], {}
     for letter, name in (("k", "keys"), ("v", "values")):
         side = info[name]
         spec = Affine(side["bits"], side["group"], side["symmetric"], side["axis"])
-        dims = tensors[f"{case}.{letter}.codes"].shape[-1]
-        codecs.append(Codec(Side(spec, side["transform"]), dims, info["page"]))
-        pages.append(_stored(tensors, f"{case}.{letter}", side["bits"]))
+        sides.append(Side(spec, side["transform"]))
+        pages[name] = _stored(tensors, f"{case}.{letter}", side["bits"])
+    _, _, paged, dims = tensors[f"{case}.k.codes"].shape
+    count = paged // info["page"]
+    store = sealed.store(CacheConfig(*sides, page=info["page"]), (dims, dims))
+    store.restore(pages, count)
     sink = (floats("k.sink"), floats("v.sink")) if tensors[f"{case}.k.sink"].shape[2] else None
-    paged = tensors[f"{case}.k.codes"].shape[2]
-    view = View((floats("k.live"), floats("v.live")), sink, tuple(pages), tuple(codecs), paged)
+    view = View((floats("k.live"), floats("v.live")), sink, store.read(0, count))
     mask = {"none": None, "causal": "causal"}.get(info["mask"])
     if info["mask"] in ("window", "additive"):
         mask = mx.array(tensors[f"{case}.mask"])

@@ -1,0 +1,197 @@
+"""Where sealed pages live: `Codes` for plain ops, `Records` for kernels. One cache, one of the two.
+
+Both are stores that grow and are cut by whole pages, and hand out snapshots that attention reads.
+Each restores what the other saved, so that a cache saved on one machine is read on any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxkv import kernels, packing, records
+from mlxkv.codec import Codec, Stored, codec
+from mlxkv.config import CacheConfig
+from mlxkv.metal import launch
+from mlxkv.pages import Pages
+
+Pair = tuple[mx.array, mx.array]
+NAMES = ("keys", "values")
+
+
+@dataclass(frozen=True)
+class CodePages:
+    """Pages as plain ops read them. tokens: in these pages."""
+
+    codecs: tuple[Codec, Codec]
+    stored: tuple[Stored, Stored]
+    tokens: int
+
+    def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
+        """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
+        return self.codecs[side].decode(self.stored[side], dtype)
+
+
+@dataclass(frozen=True)
+class RecordPages:
+    """Pages as the kernels read them: the first `tokens` / 16 records of `buffer`."""
+
+    codecs: tuple[Codec, Codec]
+    layout: kernels.RecordLayout
+    buffer: mx.array
+    tokens: int
+    make: launch.Factory
+
+    def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
+        """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
+        count = self.tokens // records.TOKENS
+        code = self.codecs[side]
+        work = code.work_dtype(dtype)
+        x = kernels.unseal_side(self.buffer, count, self.layout, side == 0, work, self.make)
+        return code.restore(x, dtype)
+
+
+class _Store:
+    def __init__(self, config: CacheConfig, dims: tuple[int, int]):
+        self.config, self.dims = config, dims
+        sides = (config.keys, config.values)
+        self.codecs = tuple(codec(s, d, config.page) for s, d in zip(sides, dims, strict=True))
+
+
+class Codes(_Store):
+    """Sealed pages for plain ops: two sets of arrays."""
+
+    def __init__(self, config: CacheConfig, dims: tuple[int, int]):
+        super().__init__(config, dims)
+        self._pages = (Pages(), Pages())
+
+    @property
+    def count(self) -> int:
+        return self._pages[0].count
+
+    def append(self, pair: Pair, count: int) -> None:
+        """Encode keys and values: [B, G, count pages, D]."""
+        for pages, code, x in zip(self._pages, self.codecs, pair, strict=True):
+            pages.append(code.encode(x), count)
+
+    def read(self, start: int, stop: int) -> CodePages:
+        """A snapshot of pages start .. stop - 1."""
+        stored = tuple(pages.read(start, stop) for pages in self._pages)
+        return CodePages(self.codecs, stored, (stop - start) * self.config.page)
+
+    def truncate(self, count: int) -> None:
+        for pages in self._pages:
+            pages.truncate(count)
+
+    def arrays(self) -> list[mx.array]:
+        """What is allocated."""
+        return [x for pages in self._pages for x in pages.arrays()]
+
+    @property
+    def state(self) -> dict:
+        return dict(zip(NAMES, (pages.read() for pages in self._pages), strict=True))
+
+    def restore(self, state: dict, count: int) -> None:
+        """Take over the `count` pages of a state of either store."""
+        if "records" in state:
+            state = _to_codes(state["records"], self.codecs, _layout(self))
+        for name, pages in zip(NAMES, self._pages, strict=True):
+            pages.restore(state[name], count)
+
+
+class Records(_Store):
+    """Sealed pages for kernels: one buffer of page records."""
+
+    def __init__(self, config: CacheConfig, dims: tuple[int, int], make: launch.Factory):
+        super().__init__(config, dims)
+        self.make = make
+        self.layout = _layout(self)
+        self._pages = Pages()
+
+    @property
+    def count(self) -> int:
+        return self._pages.count
+
+    @property
+    def _sides(self):
+        return zip(self.codecs, (self.layout.keys, self.layout.values), strict=True)
+
+    def append(self, pair: Pair, count: int) -> None:
+        """Encode keys and values: [B, G, count pages, D]."""
+        words = [
+            kernels.seal_side(code.store(x), at, self.make)
+            for (code, at), x in zip(self._sides, pair, strict=True)
+        ]
+        self._pages.append({"records": mx.concatenate(words, axis=-1)}, count)
+
+    def read(self, start: int, stop: int) -> RecordPages:
+        """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
+        each = self.config.page // records.TOKENS
+        buffer = self._pages.arrays()[0]
+        if start:
+            buffer = buffer[:, :, start * each : stop * each]
+        tokens = (stop - start) * self.config.page
+        return RecordPages(self.codecs, self.layout, buffer, tokens, self.make)
+
+    def truncate(self, count: int) -> None:
+        self._pages.truncate(count)
+
+    def arrays(self) -> list[mx.array]:
+        """What is allocated."""
+        return self._pages.arrays()
+
+    @property
+    def state(self) -> dict:
+        return self._pages.read()
+
+    def restore(self, state: dict, count: int) -> None:
+        """Take over the `count` pages of a state of either store."""
+        if "records" not in state:
+            state = {"records": _to_records(state, self.codecs, self.layout)}
+        self._pages.restore(state, count)
+
+
+def _layout(store: _Store) -> kernels.RecordLayout:
+    return kernels.record_layout(store.config, *store.dims)
+
+
+def _to_codes(words: mx.array, codecs, layout: kernels.RecordLayout) -> dict[str, Stored]:
+    """[B, G, N, words] records -> the arrays that plain ops read."""
+    out, start = {}, 0
+    for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):
+        codes, scale, bias = records.unpack_side(words[..., start : start + at.words], at)
+        out[name] = {"codes": packing.pack(codes, code.spec.bits), "scale": scale}
+        if bias is not None:
+            out[name]["bias"] = bias
+        start += at.words
+    return out
+
+
+def _to_records(state: dict[str, Stored], codecs, layout: kernels.RecordLayout) -> mx.array:
+    """The inverse of `_to_codes`."""
+    words = []
+    for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):
+        side = state[name]
+        codes = packing.unpack(side["codes"], code.spec.bits, at.dims)
+        words.append(records.pack_side(codes, side["scale"], side.get("bias"), at))
+    return mx.concatenate(words, axis=-1)
+
+
+def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
+    """Why no kernel can run on such pages here, or None."""
+    if launch.factory() is None:
+        return "no GPU here"
+    for side, dim in zip((config.keys, config.values), dims, strict=True):
+        if reason := records.why_not(side.quantizer, dim, config.page):
+            return reason
+    if dims[0] != dims[1]:
+        return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"
+    return None
+
+
+def store(config: CacheConfig, dims: tuple[int, int]) -> Codes | Records:
+    """An empty store for heads of these (key, value) dims: records where kernels can run."""
+    if why_not(config, dims) is None:
+        return Records(config, dims, launch.factory())
+    return Codes(config, dims)
