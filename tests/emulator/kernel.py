@@ -17,7 +17,7 @@ import numpy as np
 from emulator import build, dtypes, wrapper
 from emulator.fault import EmulatorFault, parse
 
-PAGE = mmap.ALLOCATIONGRANULARITY
+PAGE = max(mmap.ALLOCATIONGRANULARITY, mmap.PAGESIZE)
 Triple = tuple[int, int, int]
 
 
@@ -142,6 +142,11 @@ def metal_kernel(
     )
 
 
+def tile_header(lane_map: str) -> str:
+    """Header with the tile product: `simdgroup` as on Metal, `mma` with the lane map of CUDA."""
+    return (Path(__file__).parent / "tile" / f"{lane_map}.h").read_text(encoding="utf-8")
+
+
 def check_sizes(kernel: Kernel, inputs: Any, shapes: Any, types: Any) -> None:
     wanted = {
         "inputs": (inputs, kernel.input_names),
@@ -185,8 +190,10 @@ def run(library: Path, job: list[str], buffers: list[Buffer], timeout: float) ->
     """Runs the job in a process of its own and returns the outputs."""
     offsets, end = [], 0
     for buffer in buffers:
-        offsets.append(end)
-        end += -(-max(buffer.nbytes, 1) // PAGE) * PAGE
+        # Each ends at the end of a page where alignment to 16 bytes lets it.
+        size = -(-max(buffer.nbytes, 1) // PAGE) * PAGE
+        offsets.append(end + (size - buffer.nbytes) // 16 * 16)
+        end += size
     with tempfile.NamedTemporaryFile(prefix="mlxkv-", dir=scratch()) as file:
         file.truncate(end)
         with mmap.mmap(file.fileno(), end) as memory:

@@ -89,10 +89,13 @@ static void add_buffer(int file, const char* line) {
   r->name = name, r->itemsize = itemsize;
   for (int i = 0; i < 3; i++)
     if (!strcmp(mode, kModes[i])) r->mode = Mode(i);
-  r->low = reserve(nbytes), r->high = r->low + nbytes;
+  // The data ends at the end of a page where it can, so that the gap behind it is felt.
+  size_t inside = offset % kPage;
+  char* page = reserve(nbytes + inside);
+  r->low = page + inside, r->high = r->low + nbytes;
   bool input = r->mode == Mode::kInput;
-  if (nbytes && mmap(r->low, nbytes, input ? PROT_READ : PROT_READ | PROT_WRITE,
-                     MAP_FIXED | (input ? MAP_PRIVATE : MAP_SHARED), file, off_t(offset)) == MAP_FAILED)
+  if (nbytes && mmap(page, nbytes + inside, input ? PROT_READ : PROT_READ | PROT_WRITE,
+                     MAP_FIXED | (input ? MAP_PRIVATE : MAP_SHARED), file, off_t(offset - inside)) == MAP_FAILED)
     report({"limit", "cannot map the buffer " + r->name, {0}});
   adopt(r);
   launch.buffers.push_back(r->low);

@@ -85,9 +85,12 @@ extern "C" void* emu_shared(unsigned index, unsigned long nbytes, unsigned long 
                                          shared_total, name, kThreadgroupLimit), {}});
     }
     // No better aligned than its type promises, so that a wider load is seen to be misaligned.
-    char* page = reserve(nbytes + kPage);
-    mprotect(page, (nbytes + 2 * kPage - 1) / kPage * kPage, PROT_READ | PROT_WRITE);
-    r.name = name, r.mode = Mode::kThreadgroup, r.low = page + align, r.high = r.low + nbytes;
+    // Unwatched, it ends where the page ends, so that an overflow is felt.
+    size_t space = (nbytes + 2 * kPage - 1) / kPage * kPage;
+    char* page = reserve(space);
+    mprotect(page, space, PROT_READ | PROT_WRITE);
+    r.name = name, r.mode = Mode::kThreadgroup;
+    r.low = launch.checks ? page + align : page + space - nbytes, r.high = r.low + nbytes;
     r.itemsize = itemsize;
     adopt(&r);
   }

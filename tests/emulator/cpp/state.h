@@ -58,7 +58,7 @@ extern uint32_t group; // running threadgroup
 extern char* stacks;
 
 // Regions live in one reserved range of addresses; pages of it lead to their region.
-constexpr size_t kPage = 4096, kGap = size_t(16) << 20;
+constexpr size_t kPage = 16384, kGap = size_t(16) << 20;
 extern std::vector<Region*> regions;
 Region* region_at(const void* address);
 Region* nearest_region(const void* address);
