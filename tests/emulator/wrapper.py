@@ -132,7 +132,7 @@ def _split(declarators: str) -> list[str]:
     return parts
 
 
-def _template(template: Sequence[tuple[str, Any]]) -> tuple[str, str]:
+def template_text(template: Sequence[tuple[str, Any]]) -> tuple[str, str]:
     """Parameter list and arguments of the kernel's template."""
     names, values = [], []
     for name, value in template:
@@ -180,7 +180,7 @@ def write_source(
         parameters.append(f"{ATTRIBUTES[attribute]} {attribute}")
         arguments.append(_FROM_CORE[attribute])
 
-    names, values = _template(template)
+    names, values = template_text(template)
     return "\n".join(
         [
             '#include "metal.h"',
