@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HEADER = """
+inline float seeded_sum(float v) {
+  float s = simd_sum(v);
+  return s * 2.0f;
+}
+"""
+
 START = """
 uint i = thread_position_in_grid.x;
 uint t = thread_index_in_threadgroup;
@@ -115,6 +122,11 @@ FAULTS = [
         """float s = x[i];
         if (lane < 7) s = simd_sum(s);
         o[i] = s;""",
+    ),
+    Seeded(
+        "helper_called_in_two_branches",
+        "divergence",
+        """o[i] = lane < 16 ? seeded_sum(x[i]) : seeded_sum(x[i] + 1.0f);""",
     ),
     Seeded(
         "loop_of_different_length",
@@ -249,5 +261,6 @@ FAULTS = [
         "dialect",
         """{ threadgroup float a[64]; a[t] = x[i]; o[i] = a[t]; }""",
     ),
+    Seeded("local_without_a_value", "compile", """float v; o[i] = v + x[i];"""),
     Seeded("does_not_compile", "compile", """o[i] = metal::max(x[i], 0);"""),
 ]

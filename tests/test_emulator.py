@@ -7,7 +7,7 @@ import re
 import emulator
 import numpy as np
 import pytest
-from emulator_faults import FAULTS, START
+from emulator_faults import FAULTS, HEADER, START
 from emulator_kernels import (
     FUSED_MERGE,
     HADAMARD_ENCODE,
@@ -183,7 +183,11 @@ def launch(source: str, checks: bool = True, **options) -> np.ndarray:
     x = normal(256)
     names = ["x", "h", "n", "c"]
     kernel = emulator.metal_kernel(
-        *("seeded", names, ["o"], source), checks=checks, writable=["c"], timeout=3.0, **options
+        *("seeded", names, ["o"], source, HEADER),
+        checks=checks,
+        writable=["c"],
+        timeout=3.0,
+        **options,
     )
     (o,) = kernel(
         inputs=[x, x.astype(np.float16), np.array([1], np.int32), np.zeros(1, np.uint32)],
@@ -263,7 +267,8 @@ RIGHT = {
         o[i] = x[i];
         atomic_fetch_add_explicit((device atomic_uint*)c, 1u, memory_order_relaxed);""",
     "bytes next to each other belong to different threads": """
-        threadgroup uchar a[64]; a[t] = uchar(t);
+        threadgroup uchar a[(32 * 2)], b[2][(4)]; a[t] = uchar(t);
+        if (t < 8) b[t / 4][t % 4] = uchar(t);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         o[i] = float(a[63 - t]);""",
     "threadgroup memory is used again after a barrier": """
@@ -281,6 +286,16 @@ RIGHT = {
         ((threadgroup float*)a)[t] = x[i];
         threadgroup_barrier(mem_flags::mem_threadgroup);
         o[i] = a[t / 4].z;""",
+    "lanes part and meet again": """
+        float s = x[i];
+        if (lane < 4) s *= 2.0f;
+        else if (lane < 9) { for (uint k = 0; k < lane; k++) s += float(k); }
+        s = seeded_sum(s);
+        for (uint k = 0; k < 3; k++) {
+          float v = (lane + k) % 3 == 0 ? metal::exp(-metal::abs(s)) : x[i];
+          s = seeded_sum(v) + (simd_any(v > 1.0f) ? seeded_sum(s) : 0.0f);
+        }
+        o[i] = s;""",
     "an array of a thread is indexed by a variable": """
         float v[4];
         for (uint k = 0; k < 4; k++) v[k] = x[i] * float(k);

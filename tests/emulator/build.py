@@ -17,15 +17,17 @@ CPP = Path(__file__).parent / "cpp"
 LINUX_X86 = platform.system() == "Linux" and platform.machine() == "x86_64"
 KEEP = 1000  # libraries in the cache
 
-COMMON = ["-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
+COMMON = ["-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off"]
 # No inlining of loads into narrower ones: a uint4 load must be seen whole.
 WHOLE_LOADS = ["-fno-tree-sra", "-fno-tree-forwprop", "-fno-tree-fre"]
 WATCHED = [
     *("-g1", "-fsanitize=thread,undefined,float-cast-overflow", "-fno-sanitize=vptr,object-size"),
     *("--param", "tsan-instrument-func-entry-exit=0", *WHOLE_LOADS),
+    # The way to a simd operation is told by its return addresses: frames stay, code is not doubled.
+    *("-fno-omit-frame-pointer", "-fno-optimize-sibling-calls", "-fno-thread-jumps"),
 ]
 # A local variable without a value holds garbage, not a lucky zero.
-GARBAGE = "-ftrivial-auto-var-init=pattern"
+GARBAGE = ["-ftrivial-auto-var-init=pattern", "-Werror=uninitialized"]
 
 
 @functools.cache
@@ -64,7 +66,7 @@ def cache_dir() -> Path:
 def _base() -> str:
     """Stamp of the compiler and of every file of the emulator that a build reads."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True)
-    parts = [version.stdout, *COMMON, *WATCHED]
+    parts = [version.stdout, *COMMON, *WATCHED, *_half_flags()]
     parts += [path.read_text() for path in sorted(CPP.glob("*"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -102,8 +104,11 @@ def runner() -> Path:
     if not path.exists():
         _prune(cache_dir())
         sources = [str(source) for source in sorted(CPP.glob("*.cpp"))]
-        export = ["-rdynamic", "-ldl"] if platform.system() == "Linux" else ["-Wno-deprecated"]
-        _compile([compiler(), *COMMON, *_half_flags(), "-O2", *sources, *export], path)
+        system = ["-rdynamic", "-ldl"]
+        if platform.system() == "Darwin":
+            system = ["-D_XOPEN_SOURCE=700", "-D_DARWIN_C_SOURCE", "-Wno-deprecated-declarations"]
+        flags = [*COMMON, *_half_flags(), "-O2", "-fno-omit-frame-pointer"]
+        _compile([compiler(), *flags, *sources, *system], path)
     return path
 
 
@@ -115,9 +120,7 @@ def library(text: str, checks: bool) -> Path:
         return path
     source = path.with_name(f"{path.stem}.{os.getpid()}.cpp")
     source.write_text(text, encoding="utf-8")
-    flags = [*COMMON, *_half_flags(), f"-I{CPP}", "-fPIC", "-shared"]
-    if "clang" not in Path(compiler()).name:
-        flags.append(GARBAGE)
+    flags = [*COMMON, *_half_flags(), f"-I{CPP}", "-fPIC", "-shared", *GARBAGE]
     # The core supplies the functions of the sanitizers: no runtime of theirs is linked.
     flags += ["-O1", *WATCHED, "-nodefaultlibs"] if checks else ["-O2"]
     undefined = (

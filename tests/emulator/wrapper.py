@@ -93,15 +93,19 @@ def blank_comments(source: str) -> str:
     return re.sub(r"//[^\n]*|/\*.*?\*/", blank, source, flags=re.S)
 
 
-_SHARED = re.compile(
-    r"(?<![\w.])threadgroup\s+((?:alignas\([^)]*\)\s*)?[A-Za-z_][\w:]*(?:<[^;{}]*?>)?)\s+([^;{}()*&=]+);"
-)
+_TYPE = r"(?:alignas\([^)]*\)\s*)?[A-Za-z_][\w:]*(?:\s*<[^;{}]*?>)?"
+_NAME = r"\s*\w+\s*(?:\[[^\];]*\]\s*)*"
+_SHARED = re.compile(rf"(?<![\w.])threadgroup\s+({_TYPE})\s+({_NAME}(?:,{_NAME})*);")
+_MISSED = re.compile(rf"(?<![\w.])threadgroup\s+{_TYPE}\s+\w+\s*[\[;=]")
 
 
 def place_shared(source: str) -> str:
     """Turns `threadgroup T name[N];` into references to memory of the core, line by line."""
     code = blank_comments(source)
     out, end, count = [], 0, 0
+    missed = _MISSED.search(_SHARED.sub(lambda match: " " * len(match[0]), code))
+    if missed:
+        raise EmulatorFault("dialect", f"cannot read this declaration: {missed[0]}")
     for found in _SHARED.finditer(code):
         before = code[: found.start()]
         if before.count("{") != before.count("}"):

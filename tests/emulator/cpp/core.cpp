@@ -70,16 +70,34 @@ static void resume(int thread) {
   current = -1;
 }
 
-static void wait(Stop stop) {
+// Lanes may meet in one line of a helper and still have come by different calls. The watched build
+// keeps frame pointers, so the chain of return addresses tells.
+static uint64_t path_here(void** frame) {
+  uint64_t hash = 0;
+#if EMU_FAST_SWITCH
+  if (!launch.checks) return 0;
+  char *low = stacks + size_t(current) * kStack, *high = low + kStack - 16;
+  while (reinterpret_cast<char*>(frame) > low && reinterpret_cast<char*>(frame) < high) {
+    hash = (hash ^ reinterpret_cast<uint64_t>(frame[1])) * 0x9e3779b97f4a7c15u;
+    frame = static_cast<void**>(frame[0]);
+  }
+#else
+  (void)frame;
+#endif
+  return hash;
+}
+
+static void wait(Stop stop, void* frame) {
   Lane& lane = lanes[current];
   lane.stop = stop;
+  lane.path = path_here(static_cast<void**>(frame));
   switch_fiber(lane.fiber, scheduler);
 }
 
 static bool together(const Lane& a, const Lane& b) {
   if (a.stop != b.stop) return false;
   if (a.stop == Stop::kDone) return true;
-  return a.op == b.op && a.at.line() == b.at.line() && a.at.column() == b.at.column() &&
+  return a.op == b.op && a.path == b.path && a.at.line() == b.at.line() && a.at.column() == b.at.column() &&
          !strcmp(a.at.file_name(), b.at.file_name());
 }
 
@@ -175,18 +193,18 @@ extern "C" unsigned emu_lane() { return unsigned(current % kSimd); }
 extern "C" unsigned long emu_simd(int op, int type, unsigned long bits, unsigned argument, Site at) {
   Lane& lane = lanes[current];
   lane.op = op, lane.type = type, lane.bits = bits, lane.argument = argument, lane.at = at;
-  wait(Stop::kSimdOp);
+  wait(Stop::kSimdOp, __builtin_frame_address(0));
   return lane.result;
 }
 
 extern "C" void emu_barrier(int op, int flags, Site at) {
   Lane& lane = lanes[current];
   lane.op = op, lane.flags = flags, lane.at = at;
-  wait(op == kThreadgroupBarrier ? Stop::kBarrier : Stop::kSimdOp);
+  wait(op == kThreadgroupBarrier ? Stop::kBarrier : Stop::kSimdOp, __builtin_frame_address(0));
 }
 
 extern "C" void emu_matrix(int op, const float* a, const float* b, const float* c, float* d, Site at) {
   Lane& lane = lanes[current];
   lane.op = op, lane.at = at, lane.a = a, lane.b = b, lane.c = c, lane.d = d;
-  wait(Stop::kSimdOp);
+  wait(Stop::kSimdOp, __builtin_frame_address(0));
 }

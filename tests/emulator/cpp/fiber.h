@@ -3,12 +3,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__) && !defined(EMU_UCONTEXT)
 #define EMU_FAST_SWITCH 1
 extern "C" void emu_switch(void** save, void* load);
 #else
 #define EMU_FAST_SWITCH 0
-#define _XOPEN_SOURCE 700
 #include <ucontext.h>
 #endif
 

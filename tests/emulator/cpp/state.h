@@ -22,6 +22,7 @@ struct Lane {
   int op, type, flags;
   unsigned argument;
   uint64_t bits, result;
+  uint64_t path;  // the calls that led here, as a hash of return addresses
   const float *a, *b, *c;  // matrix operands, on the lane's own stack
   float* d;
   Site at;
