@@ -374,7 +374,10 @@ def test_the_signature_is_that_of_mlx(capfd, tmp_path):
     def traced(*inputs):
         return theirs(inputs=list(inputs), verbose=True, **call)
 
-    mx.export_function(str(tmp_path / "both.mlxfn"), traced, *arrays)
+    try:
+        mx.export_function(str(tmp_path / "both.mlxfn"), traced, *arrays)
+    except RuntimeError as error:
+        pytest.skip(f"this MLX writes kernels only where it can run them: {error}")
     text = capfd.readouterr().out
     want = re.findall(r"^\s+(\S.*?) (?:\[\[.*?\]\])[,)]", text, flags=re.M)
     ours = emulator.metal_kernel("both", source=source, **names)

@@ -17,7 +17,7 @@ CPP = Path(__file__).parent / "cpp"
 LINUX_X86 = platform.system() == "Linux" and platform.machine() == "x86_64"
 KEEP = 1000  # libraries in the cache
 
-COMMON = ["-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off"]
+COMMON = ["-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-fsigned-char"]
 # No inlining of loads into narrower ones: a uint4 load must be seen whole.
 WHOLE_LOADS = ["-fno-tree-sra", "-fno-tree-forwprop", "-fno-tree-fre"]
 WATCHED = [

@@ -30,6 +30,7 @@ typedef bfloat bfloat16_t;
   typedef T T##3 __attribute__((ext_vector_type(3)));    \
   typedef T T##4 __attribute__((ext_vector_type(4)));
 STRICT_VECTORS(uchar)
+STRICT_VECTORS(char)
 STRICT_VECTORS(ushort)
 STRICT_VECTORS(short)
 STRICT_VECTORS(uint)

@@ -114,6 +114,7 @@ template <class To, class From> constexpr To as_type(From value) {
   typedef metal::vec<T, 3> T##3;   \
   typedef metal::vec<T, 4> T##4;
 EMU_VECTORS(uchar)
+EMU_VECTORS(char)
 EMU_VECTORS(ushort)
 EMU_VECTORS(short)
 EMU_VECTORS(uint)
