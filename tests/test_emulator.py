@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from emulator_faults import FAULTS, HEADER, START
 from emulator_kernels import (
-    FUSED_MERGE,
     HADAMARD_ENCODE,
     HADAMARD_HEADER,
     MATRIX_8X8,
@@ -157,25 +156,6 @@ def test_one_tile_body_under_both_lane_maps(lane_map, checks):
         output_dtypes=[np.float32],
     )
     assert_close(o, x.astype(np.float64) @ y.astype(np.float64) + 1)
-
-
-def test_merge_by_the_last_threadgroup(checks):
-    kernel = emulator.metal_kernel(
-        *("merge", ["x", "counter"], ["partial", "o"], FUSED_MERGE),
-        checks=checks,
-        writable=["counter"],
-    )
-    x, counter = normal(7, 64), np.zeros(1, np.uint32)
-    for _ in range(2):
-        _, o = kernel(
-            inputs=[x, counter],
-            grid=(64 * 7, 1, 1),
-            threadgroup=(64, 1, 1),
-            output_shapes=[(7, 64), (64,)],
-            output_dtypes=[np.float32, np.float32],
-        )
-        assert_close(o, 2 * x.sum(axis=0))
-        assert counter[0] == 0
 
 
 def launch(source: str, checks: bool = True, **options) -> np.ndarray:

@@ -200,11 +200,18 @@ def run(library: Path, job: list[str], buffers: list[Buffer], timeout: float) ->
             lines = [*job, f"data {file.name}", f"library {library}"]
             for b, offset in zip(buffers, offsets, strict=True):
                 if b.data is not None:
-                    memory[offset : offset + b.nbytes] = np.ascontiguousarray(b.data).tobytes()
+                    place(memory, offset, b.data)
                 item = dtypes.storage(b.dtype).itemsize
                 lines.append(f"buffer {b.name} {b.nbytes} {offset} {b.mode} {item}")
             play(library, "\n".join(lines) + "\n", timeout)
             return collect(memory, buffers, offsets)
+
+
+def place(memory: mmap.mmap, offset: int, data: np.ndarray) -> None:
+    """Copies the bytes straight into the file: arguments may be large."""
+    if data.nbytes:
+        flat = np.ascontiguousarray(data).view(np.ndarray).reshape(-1).view(np.uint8)
+        np.frombuffer(memory, np.uint8, data.nbytes, offset)[...] = flat
 
 
 def play(library: Path, job: str, timeout: float) -> None:
@@ -229,10 +236,11 @@ def collect(memory: mmap.mmap, buffers: list[Buffer], offsets: list[int]) -> lis
     for b, offset in zip(buffers, offsets, strict=True):
         if b.mode == "input":
             continue
-        raw = np.frombuffer(memory[offset : offset + b.nbytes], dtypes.storage(b.dtype))
+        dtype = dtypes.storage(b.dtype)
+        value = np.frombuffer(memory, dtype, b.nbytes // dtype.itemsize, offset if b.nbytes else 0)
+        value = value.reshape(b.shape).copy()
         if b.target is not None:
-            b.target[...] = raw.reshape(b.shape)
+            b.target[...] = value
             continue
-        value = raw.reshape(b.shape).copy()
         outputs.append(value.view(dtypes.bfloat16) if b.dtype == "bfloat16" else value)
     return outputs

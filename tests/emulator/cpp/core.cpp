@@ -97,8 +97,8 @@ static void wait(Stop stop, void* frame) {
 static bool together(const Lane& a, const Lane& b) {
   if (a.stop != b.stop) return false;
   if (a.stop == Stop::kDone) return true;
-  return a.op == b.op && a.path == b.path && a.at.line() == b.at.line() && a.at.column() == b.at.column() &&
-         !strcmp(a.at.file_name(), b.at.file_name());
+  return a.op == b.op && a.path == b.path && a.at.line() == b.at.line() &&
+         a.at.column() == b.at.column() && !strcmp(a.at.file_name(), b.at.file_name());
 }
 
 // Threads that should have met did not: say who stands where, name the smaller party.
@@ -115,8 +115,10 @@ static bool together(const Lane& a, const Lane& b) {
   for (auto& party : parties) {
     const Lane& lane = lanes[party[0]];
     fault.message += text(" %zu threads (first %d) ", party.size(), party[0]);
-    if (lane.stop == Stop::kDone) fault.message += "have ended;";
-    else fault.message += text("wait in %s at %s;", op_name(lane.op), where(lane.at).c_str());
+    if (lane.stop == Stop::kDone)
+      fault.message += "have ended;";
+    else
+      fault.message += text("wait in %s at %s;", op_name(lane.op), where(lane.at).c_str());
     if (lane.stop != Stop::kDone) fault.site(lane.at);
     if (party.size() <= fewest->size()) fewest = &party;
   }
@@ -190,7 +192,8 @@ using namespace emu;
 
 extern "C" unsigned emu_lane() { return unsigned(current % kSimd); }
 
-extern "C" unsigned long emu_simd(int op, int type, unsigned long bits, unsigned argument, Site at) {
+extern "C" unsigned long emu_simd(int op, int type, unsigned long bits, unsigned argument,
+                                  Site at) {
   Lane& lane = lanes[current];
   lane.op = op, lane.type = type, lane.bits = bits, lane.argument = argument, lane.at = at;
   wait(Stop::kSimdOp, __builtin_frame_address(0));
@@ -203,7 +206,8 @@ extern "C" void emu_barrier(int op, int flags, Site at) {
   wait(op == kThreadgroupBarrier ? Stop::kBarrier : Stop::kSimdOp, __builtin_frame_address(0));
 }
 
-extern "C" void emu_matrix(int op, const float* a, const float* b, const float* c, float* d, Site at) {
+extern "C" void emu_matrix(int op, const float* a, const float* b, const float* c, float* d,
+                           Site at) {
   Lane& lane = lanes[current];
   lane.op = op, lane.at = at, lane.a = a, lane.b = b, lane.c = c, lane.d = d;
   wait(Stop::kSimdOp, __builtin_frame_address(0));

@@ -24,8 +24,10 @@ namespace emu {
   printf("\n");
   if (fault.file) printf("at\t%u\t%u\t%s\n", fault.line, fault.column, fault.file);
   // A return address points behind the call: one byte back is inside it.
-  if (fault.pc) printf("pc\t%lx\n", (unsigned long)(static_cast<char*>(fault.pc) - launch.code_low - 1));
-  if (fault.other) printf("other\t%lx\n", (unsigned long)(static_cast<char*>(fault.other) - launch.code_low - 1));
+  if (fault.pc)
+    printf("pc\t%lx\n", (unsigned long)(static_cast<char*>(fault.pc) - launch.code_low - 1));
+  if (fault.other)
+    printf("other\t%lx\n", (unsigned long)(static_cast<char*>(fault.other) - launch.code_low - 1));
   fflush(stdout);
   _exit(0);
 }
@@ -48,7 +50,7 @@ static void catch_signals() {
   stack_t stack{};
   stack.ss_sp = alternate, stack.ss_size = sizeof alternate;
   sigaltstack(&stack, nullptr);
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigaction(number, &action, nullptr);
@@ -95,7 +97,8 @@ static void add_buffer(int file, const char* line) {
   r->low = page + inside, r->high = r->low + nbytes;
   bool input = r->mode == Mode::kInput;
   if (nbytes && mmap(page, nbytes + inside, input ? PROT_READ : PROT_READ | PROT_WRITE,
-                     MAP_FIXED | (input ? MAP_PRIVATE : MAP_SHARED), file, off_t(offset - inside)) == MAP_FAILED)
+                     MAP_FIXED | (input ? MAP_PRIVATE : MAP_SHARED), file,
+                     off_t(offset - inside)) == MAP_FAILED)
     report({"limit", "cannot map the buffer " + r->name, {0}});
   adopt(r);
   launch.buffers.push_back(r->low);
@@ -104,7 +107,8 @@ static void add_buffer(int file, const char* line) {
 static void run_grid(bool descending) {
   launch.descending = descending;
   for (Region* r : regions)
-    if (r->mode == Mode::kOutput) memset(r->low, descending ? 0x7e : 0xff, size_t(r->high - r->low));
+    if (r->mode == Mode::kOutput)
+      memset(r->low, descending ? 0x7e : 0xff, size_t(r->high - r->low));
   uint32_t count = launch.groups.volume();
   for (uint32_t i = 0; i < count; i++) run_group(descending ? count - 1 - i : i);
 }
@@ -115,7 +119,8 @@ static void run_both_orders() {
   std::vector<std::string> before, first;
   auto copy = [](Region* r) { return std::string(r->low, r->high); };
   for (Region* r : regions)
-    if (r->mode == Mode::kOutput || r->mode == Mode::kFilled) outputs.push_back(r), before.push_back(copy(r));
+    if (r->mode == Mode::kOutput || r->mode == Mode::kFilled)
+      outputs.push_back(r), before.push_back(copy(r));
   run_grid(false);
   for (size_t i = 0; i < outputs.size(); i++) {
     first.push_back(copy(outputs[i]));
@@ -127,7 +132,10 @@ static void run_both_orders() {
     size_t at = 0, nbytes = first[i].size();
     while (at < nbytes && r->low[at] == first[i][at]) at++;
     if (at < nbytes)
-      report({"order", text("%s[%zu] depends on the order of the threads", r->name.c_str(), at / r->itemsize), {0}});
+      report(
+          {"order",
+           text("%s[%zu] depends on the order of the threads", r->name.c_str(), at / r->itemsize),
+           {0}});
     memcpy(r->low, first[i].data(), nbytes);
   }
 }
@@ -147,13 +155,20 @@ int main() {
     *rest++ = 0;
     std::string key = line;
     auto three = [&](Three& t) { sscanf(rest, "%u %u %u", &t.x, &t.y, &t.z); };
-    if (key == "checks") launch.checks = atoi(rest);
-    else if (key == "any_lane") launch.any_lane = atoi(rest);
-    else if (key == "data") file = open(rest, O_RDWR);
-    else if (key == "grid") three(launch.grid);
-    else if (key == "threads") three(launch.threads);
-    else if (key == "library") load(rest);
-    else if (key == "buffer") add_buffer(file, rest);
+    if (key == "checks")
+      launch.checks = atoi(rest);
+    else if (key == "any_lane")
+      launch.any_lane = atoi(rest);
+    else if (key == "data")
+      file = open(rest, O_RDWR);
+    else if (key == "grid")
+      three(launch.grid);
+    else if (key == "threads")
+      three(launch.threads);
+    else if (key == "library")
+      load(rest);
+    else if (key == "buffer")
+      add_buffer(file, rest);
   }
   Three g = launch.grid, t = launch.threads;
   launch.groups = {g.x / t.x, g.y / t.y, g.z / t.z};

@@ -16,7 +16,8 @@ inline uint matrix_column() {
 
 namespace metal {
 
-template <class T, int Rows, int Columns> struct simdgroup_matrix {
+template <class T, int Rows, int Columns>
+struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "simdgroup matrices are 8 x 8");
   vec<T, 2> elements;
   simdgroup_matrix() = default;
@@ -28,33 +29,38 @@ typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 
-template <class T, int R, int C> inline simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T x) {
+template <class T, int R, int C>
+inline simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T x) {
   return simdgroup_matrix<T, R, C>(x);
 }
 
 template <class T, class U>
-inline void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const U* source, ulong elements_per_row = 8,
-                           vec<ulong, 2> origin = vec<ulong, 2>(0, 0), bool transpose = false,
-                           EMU_HERE) {
+inline void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const U* source,
+                           ulong elements_per_row = 8, vec<ulong, 2> origin = vec<ulong, 2>(0, 0),
+                           bool transpose = false, EMU_HERE) {
   static_assert(emu::same<T, U>, "a matrix is loaded from memory of its own type");
   emu_barrier(emu::kSimdBarrier, 0, at);
   for (uint i = 0; i < 2; i++) {
     ulong row = emu::matrix_row(), column = emu::matrix_column() + i;
-    if (transpose) m.elements[i] = source[(origin.x + column) * elements_per_row + origin.y + row];
-    else m.elements[i] = source[(origin.y + row) * elements_per_row + origin.x + column];
+    if (transpose)
+      m.elements[i] = source[(origin.x + column) * elements_per_row + origin.y + row];
+    else
+      m.elements[i] = source[(origin.y + row) * elements_per_row + origin.x + column];
   }
 }
 
 template <class T, class U>
-inline void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, U* target, ulong elements_per_row = 8,
-                            vec<ulong, 2> origin = vec<ulong, 2>(0, 0), bool transpose = false,
-                            EMU_HERE) {
+inline void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, U* target,
+                            ulong elements_per_row = 8, vec<ulong, 2> origin = vec<ulong, 2>(0, 0),
+                            bool transpose = false, EMU_HERE) {
   static_assert(emu::same<T, U>, "a matrix is stored to memory of its own type");
   emu_barrier(emu::kSimdBarrier, 0, at);
   for (uint i = 0; i < 2; i++) {
     ulong row = emu::matrix_row(), column = emu::matrix_column() + i;
-    if (transpose) target[(origin.x + column) * elements_per_row + origin.y + row] = m.elements[i];
-    else target[(origin.y + row) * elements_per_row + origin.x + column] = m.elements[i];
+    if (transpose)
+      target[(origin.x + column) * elements_per_row + origin.y + row] = m.elements[i];
+    else
+      target[(origin.y + row) * elements_per_row + origin.x + column] = m.elements[i];
   }
 }
 

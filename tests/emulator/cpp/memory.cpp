@@ -81,8 +81,10 @@ extern "C" void* emu_shared(unsigned index, unsigned long nbytes, unsigned long 
   if (!r.low) {
     shared_total += nbytes;
     if (shared_total > kThreadgroupLimit) {
-      report({"threadgroup-memory", text("%zu bytes of threadgroup memory with %s; Metal has %zu",
-                                         shared_total, name, kThreadgroupLimit), {}});
+      report({"threadgroup-memory",
+              text("%zu bytes of threadgroup memory with %s; Metal has %zu", shared_total, name,
+                   kThreadgroupLimit),
+              {}});
     }
     // No better aligned than its type promises, so that a wider load is seen to be misaligned.
     // Unwatched, it ends where the page ends, so that an overflow is felt.

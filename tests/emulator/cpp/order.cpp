@@ -1,4 +1,5 @@
-// Which accesses are ordered: barriers within a threadgroup, fences with atomics across threadgroups.
+// Which accesses are ordered: barriers within a threadgroup, fences with atomics across
+// threadgroups.
 //
 // `clock_now` grows at every barrier and fence. An access remembers the clock at which it happened;
 // it is over for the others once a barrier with the right mem_flags has a later clock.
@@ -11,9 +12,9 @@ namespace emu {
 uint32_t clock_now = 1, group_start = 1;
 
 constexpr int kMulti = 0x800;  // thread numbers from here on mean several readers, see shadow.cpp
-static uint32_t barrier_clock[2];               // [is device memory]
+static uint32_t barrier_clock[2];  // [is device memory]
 static uint32_t simd_clock[kMaxThreads / kSimd][2];
-static uint32_t any_barrier;                    // the last threadgroup barrier, whatever its flags
+static uint32_t any_barrier;  // the last threadgroup barrier, whatever its flags
 static std::vector<uint32_t> group_starts;
 
 // A device fence and then an atomic write publish what came before; an atomic read and then a
@@ -125,26 +126,45 @@ extern "C" void emu_fence(int flags, int relaxed, Site) {
 extern "C" unsigned emu_atomic(int op, int is_signed, void* where, unsigned value,
                                unsigned* expected, Site at) {
   if (uintptr_t(where) % 4) {
-    report(Fault{"misaligned", "an atomic operation at an address that is no multiple of 4"}.site(at));
+    report(
+        Fault{"misaligned", "an atomic operation at an address that is no multiple of 4"}.site(at));
   }
   if (launch.checks) {
-    check_access(where, 4, op != kLoad, op == kStore ? kAtomicStore : kUpdate, __builtin_return_address(0));
+    check_access(where, 4, op != kLoad, op == kStore ? kAtomicStore : kUpdate,
+                 __builtin_return_address(0));
     note_atomic(where, op != kStore, op != kLoad);
   }
   unsigned* place = static_cast<unsigned*>(where);
   unsigned old = *place;
   bool less = is_signed ? int(old) < int(value) : old < value;
   switch (op) {
-    case kStore: case kExchange: *place = value; break;
-    case kAdd: *place = old + value; break;
-    case kSub: *place = old - value; break;
-    case kMinimum: *place = less ? old : value; break;
-    case kMaximum: *place = less ? value : old; break;
-    case kBitAnd: *place = old & value; break;
-    case kBitOr: *place = old | value; break;
+    case kStore:
+    case kExchange:
+      *place = value;
+      break;
+    case kAdd:
+      *place = old + value;
+      break;
+    case kSub:
+      *place = old - value;
+      break;
+    case kMinimum:
+      *place = less ? old : value;
+      break;
+    case kMaximum:
+      *place = less ? value : old;
+      break;
+    case kBitAnd:
+      *place = old & value;
+      break;
+    case kBitOr:
+      *place = old | value;
+      break;
     case kCas:
-      if (old == *expected) *place = value;
-      else *expected = old;
+      if (old == *expected)
+        *place = value;
+      else
+        *expected = old;
       break;
   }
   return old;

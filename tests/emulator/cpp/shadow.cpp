@@ -40,9 +40,9 @@ static std::string element(const Region& r, const char* address) {
   Fault fault{across ? "race-across-threadgroups" : "race", ""};
   std::string who = other < kMultiple ? text("thread %d", other) : "several threads";
   if (across) who += " of another threadgroup";
-  fault.message = text("%s: thread %d %s what %s %s, and nothing orders the two",
-                       element(r, address).c_str(), current, write ? "writes" : "reads",
-                       who.c_str(), earlier_wrote ? "wrote" : "read");
+  fault.message =
+      text("%s: thread %d %s what %s %s, and nothing orders the two", element(r, address).c_str(),
+           current, write ? "writes" : "reads", who.c_str(), earlier_wrote ? "wrote" : "read");
   fault.pc = pc, fault.other = place_of(cell);
   fault.threads = {current};
   if (!across && other < kMultiple) fault.threads.push_back(other);
@@ -89,15 +89,21 @@ static void touch(Region& r, char* address, size_t nbytes, bool write, int atomi
       last_write = writes[i], last_read = reads[i];
       bool written = last_write && !(fresh_group && clock_of(last_write) < group_start);
       if (!written && !(write && atomic != kUpdate) && r.mode != Mode::kFilled) {
-        report({"uninitialised", "reads " + element(r, address + i) + ", which nothing has written",
-                {current}, pc});
+        report({"uninitialised",
+                "reads " + element(r, address + i) + ", which nothing has written",
+                {current},
+                pc});
       }
       if (written) check_order(r, address + i, write, last_write, true, atomic, pc);
-      if (write) check_order(r, address + i, true, last_read, false, atomic, pc);
-      else reader = with_reader(r, last_read, mine);
+      if (write)
+        check_order(r, address + i, true, last_read, false, atomic, pc);
+      else
+        reader = with_reader(r, last_read, mine);
     }
-    if (write) writes[i] = mine;
-    else reads[i] = reader;
+    if (write)
+      writes[i] = mine;
+    else
+      reads[i] = reader;
   }
 }
 
@@ -108,7 +114,8 @@ static void outside(char* address, size_t nbytes, bool write, void* pc) {
     report({"static-write", "writes a variable at file scope", {current}, pc});
   }
   const char* verb = write ? "writes" : "reads";
-  if (address < reinterpret_cast<char*>(4096)) report({"null", text("%s through a null pointer", verb), {}, pc});
+  if (address < reinterpret_cast<char*>(4096))
+    report({"null", text("%s through a null pointer", verb), {}, pc});
   report({"out-of-bounds", text("%s %zu bytes that belong to no buffer", verb, nbytes), {}, pc});
 }
 
@@ -118,8 +125,10 @@ void check_access(void* where, size_t nbytes, bool write, int atomic, void* pc) 
   Region* r = region_at(address);
   if (!r || address < r->low || address + nbytes > r->high) {
     if (!r && !(r = nearest_region(address))) return outside(address, nbytes, write, pc);
-    report({"out-of-bounds", text("%s %zu bytes at ", write ? "writes" : "reads", nbytes) + element(*r, address),
-            {current}, pc});
+    report({"out-of-bounds",
+            text("%s %zu bytes at ", write ? "writes" : "reads", nbytes) + element(*r, address),
+            {current},
+            pc});
   }
   if (r->mode == Mode::kInput) {
     if (!write) return;
@@ -129,7 +138,8 @@ void check_access(void* where, size_t nbytes, bool write, int atomic, void* pc) 
 }
 
 void shadow_start_group() {
-  if (clock_now > kClockLimit - (1u << 20)) report({"limit", "too many barriers in one launch", {0}});
+  if (clock_now > kClockLimit - (1u << 20))
+    report({"limit", "too many barriers in one launch", {0}});
 }
 
 void check_outputs() {
@@ -139,9 +149,11 @@ void check_outputs() {
     for (size_t i = 0; i < nbytes; i++)
       if (!r->writes[i] && missing++ == 0) first = i;
     if (!missing) continue;
-    report({"unwritten-output", text("no thread writes %zu of %zu elements, the first is ",
-                                     (missing + r->itemsize - 1) / r->itemsize, nbytes / r->itemsize) +
-                                    element(*r, r->low + first), {0}});
+    report({"unwritten-output",
+            text("no thread writes %zu of %zu elements, the first is ",
+                 (missing + r->itemsize - 1) / r->itemsize, nbytes / r->itemsize) +
+                element(*r, r->low + first),
+            {0}});
   }
 }
 
@@ -149,19 +161,31 @@ void check_outputs() {
 
 #define EMU_PC __builtin_return_address(0)
 #define EMU_ACCESS(n)                                                                              \
-  extern "C" void __tsan_read##n(void* p) { emu::check_access(p, n, false, emu::kPlain, EMU_PC); }       \
-  extern "C" void __tsan_write##n(void* p) { emu::check_access(p, n, true, emu::kPlain, EMU_PC); }       \
-  extern "C" void __tsan_unaligned_read##n(void* p) { emu::check_access(p, n, false, emu::kPlain, EMU_PC); } \
-  extern "C" void __tsan_unaligned_write##n(void* p) { emu::check_access(p, n, true, emu::kPlain, EMU_PC); } \
-  extern "C" void __tsan_volatile_read##n(void* p) { emu::check_access(p, n, false, emu::kPlain, EMU_PC); }  \
-  extern "C" void __tsan_volatile_write##n(void* p) { emu::check_access(p, n, true, emu::kPlain, EMU_PC); }
+  extern "C" void __tsan_read##n(void* p) { emu::check_access(p, n, false, emu::kPlain, EMU_PC); } \
+  extern "C" void __tsan_write##n(void* p) { emu::check_access(p, n, true, emu::kPlain, EMU_PC); } \
+  extern "C" void __tsan_unaligned_read##n(void* p) {                                              \
+    emu::check_access(p, n, false, emu::kPlain, EMU_PC);                                           \
+  }                                                                                                \
+  extern "C" void __tsan_unaligned_write##n(void* p) {                                             \
+    emu::check_access(p, n, true, emu::kPlain, EMU_PC);                                            \
+  }                                                                                                \
+  extern "C" void __tsan_volatile_read##n(void* p) {                                               \
+    emu::check_access(p, n, false, emu::kPlain, EMU_PC);                                           \
+  }                                                                                                \
+  extern "C" void __tsan_volatile_write##n(void* p) {                                              \
+    emu::check_access(p, n, true, emu::kPlain, EMU_PC);                                            \
+  }
 EMU_ACCESS(1)
 EMU_ACCESS(2)
 EMU_ACCESS(4)
 EMU_ACCESS(8)
 EMU_ACCESS(16)
-extern "C" void __tsan_read_range(void* p, size_t n) { emu::check_access(p, n, false, emu::kPlain, EMU_PC); }
-extern "C" void __tsan_write_range(void* p, size_t n) { emu::check_access(p, n, true, emu::kPlain, EMU_PC); }
+extern "C" void __tsan_read_range(void* p, size_t n) {
+  emu::check_access(p, n, false, emu::kPlain, EMU_PC);
+}
+extern "C" void __tsan_write_range(void* p, size_t n) {
+  emu::check_access(p, n, true, emu::kPlain, EMU_PC);
+}
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}

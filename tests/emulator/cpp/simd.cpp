@@ -6,12 +6,28 @@
 
 namespace emu {
 
-static const char* kNames[] = {
-    "simd_sum", "simd_product", "simd_max", "simd_min", "simd_and", "simd_or", "simd_xor",
-    "simd_prefix_inclusive_sum", "simd_prefix_exclusive_sum", "simd_broadcast",
-    "simd_broadcast_first", "simd_shuffle", "simd_shuffle_xor", "simd_shuffle_up",
-    "simd_shuffle_down", "simd_any", "simd_all", "simd_ballot", "simdgroup 8x8 matrix operation",
-    "16x8x16 tile product", "simdgroup_barrier", "threadgroup_barrier"};
+static const char* kNames[] = {"simd_sum",
+                               "simd_product",
+                               "simd_max",
+                               "simd_min",
+                               "simd_and",
+                               "simd_or",
+                               "simd_xor",
+                               "simd_prefix_inclusive_sum",
+                               "simd_prefix_exclusive_sum",
+                               "simd_broadcast",
+                               "simd_broadcast_first",
+                               "simd_shuffle",
+                               "simd_shuffle_xor",
+                               "simd_shuffle_up",
+                               "simd_shuffle_down",
+                               "simd_any",
+                               "simd_all",
+                               "simd_ballot",
+                               "simdgroup 8x8 matrix operation",
+                               "16x8x16 tile product",
+                               "simdgroup_barrier",
+                               "threadgroup_barrier"};
 const char* op_name(int op) { return kNames[op]; }
 
 static float from_half(uint64_t bits) {
@@ -50,19 +66,28 @@ static uint64_t from_float(int type, float value) {
 }
 static int64_t to_integer(int type, uint64_t bits) {
   switch (type) {
-    case kI32: return int32_t(bits);
-    case kI16: return int16_t(bits);
-    case kI8: return int8_t(bits);
-    default: return int64_t(bits);
+    case kI32:
+      return int32_t(bits);
+    case kI16:
+      return int16_t(bits);
+    case kI8:
+      return int8_t(bits);
+    default:
+      return int64_t(bits);
   }
 }
 
-template <class N> static N combine(int op, N a, N b) {
+template <class N>
+static N combine(int op, N a, N b) {
   switch (op) {
-    case kProduct: return a * b;
-    case kMax: return b != b || a >= b ? a : b;
-    case kMin: return b != b || a <= b ? a : b;
-    default: return a + b;
+    case kProduct:
+      return a * b;
+    case kMax:
+      return b != b || a >= b ? a : b;
+    case kMin:
+      return b != b || a <= b ? a : b;
+    default:
+      return a + b;
   }
 }
 
@@ -79,10 +104,14 @@ static uint64_t reduce(const Lane* lane, int op, int type) {
   int64_t total = to_integer(type, lane[0].bits);
   for (int i = 1; i < kSimd; i++) {
     int64_t next = to_integer(type, lane[i].bits);
-    if (op == kAnd) total &= next;
-    else if (op == kOr) total |= next;
-    else if (op == kXor) total ^= next;
-    else total = to_integer(type, uint64_t(combine(op, total, next)) & 0xffffffff);
+    if (op == kAnd)
+      total &= next;
+    else if (op == kOr)
+      total |= next;
+    else if (op == kXor)
+      total ^= next;
+    else
+      total = to_integer(type, uint64_t(combine(op, total, next)) & 0xffffffff);
   }
   return uint64_t(total);
 }
@@ -94,10 +123,14 @@ static void prefix_sums(Lane* lane, int op, int type) {
   for (int i = 0; i < kSimd; i++) {
     float before = sum;
     int64_t count = total;
-    if (type <= kBF16) sum += to_float(type, lane[i].bits);
-    else total += to_integer(type, lane[i].bits);
-    if (type <= kBF16) lane[i].result = from_float(type, inclusive ? sum : before);
-    else lane[i].result = uint64_t(inclusive ? total : count);
+    if (type <= kBF16)
+      sum += to_float(type, lane[i].bits);
+    else
+      total += to_integer(type, lane[i].bits);
+    if (type <= kBF16)
+      lane[i].result = from_float(type, inclusive ? sum : before);
+    else
+      lane[i].result = uint64_t(inclusive ? total : count);
   }
 }
 
@@ -108,8 +141,9 @@ static void move(Lane* lane, int op, int first) {
     Fault fault{"shuffle-argument", "", {first + i}};
     fault.site(lane[i].at);
     if (uniform && argument != lane[0].argument) {
-      fault.message = text("%s takes one argument for the whole simdgroup; lane 0 gives %u, lane %d gives %u",
-                           op_name(op), lane[0].argument, i, argument);
+      fault.message =
+          text("%s takes one argument for the whole simdgroup; lane 0 gives %u, lane %d gives %u",
+               op_name(op), lane[0].argument, i, argument);
       report(fault);
     }
     if (argument >= unsigned(kSimd)) {
@@ -140,7 +174,8 @@ static void matrix8(Lane* lane) {
     }
 }
 
-// mma.sync.m16n8k16: lane 4g + t holds a[row g + 8h][2t + 8k + i], b[2t + 8k + i][g], c[g + 8h][2t + i].
+// mma.sync.m16n8k16: lane 4g + t holds a[row g + 8h][2t + 8k + i], b[2t + 8k + i][g], c[g + 8h][2t
+// + i].
 static void matrix16(Lane* lane) {
   for (int row = 0; row < 16; row++)
     for (int column = 0; column < 8; column++) {
@@ -162,21 +197,34 @@ void complete_simd(int simdgroup) {
   int op = lane->op, type = lane->type;
   uint64_t result = 0;
   switch (op) {
-    case kSimdBarrier: return order_simd_barrier(simdgroup, lane->flags);
-    case kMatrix8: return matrix8(lane);
-    case kMatrix16: return matrix16(lane);
+    case kSimdBarrier:
+      return order_simd_barrier(simdgroup, lane->flags);
+    case kMatrix8:
+      return matrix8(lane);
+    case kMatrix16:
+      return matrix16(lane);
     case kPrefixInclusiveSum:
-    case kPrefixExclusiveSum: return prefix_sums(lane, op, type);
-    case kBroadcast: case kShuffle: case kShuffleXor: case kShuffleUp: case kShuffleDown:
+    case kPrefixExclusiveSum:
+      return prefix_sums(lane, op, type);
+    case kBroadcast:
+    case kShuffle:
+    case kShuffleXor:
+    case kShuffleUp:
+    case kShuffleDown:
       return move(lane, op, first);
-    case kBroadcastFirst: result = lane->bits; break;
-    case kAny: case kAll: case kBallot: {
+    case kBroadcastFirst:
+      result = lane->bits;
+      break;
+    case kAny:
+    case kAll:
+    case kBallot: {
       for (int i = 0; i < kSimd; i++) result |= uint64_t(lane[i].bits != 0) << i;
       if (op == kAny) result = result != 0;
       if (op == kAll) result = result == 0xffffffffu;
       break;
     }
-    default: result = reduce(lane, op, type);
+    default:
+      result = reduce(lane, op, type);
   }
   for (int i = 0; i < kSimd; i++) lane[i].result = result;
 }

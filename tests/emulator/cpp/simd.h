@@ -5,23 +5,44 @@
 
 namespace emu {
 
-template <class T> constexpr int type_of = -1;
-template <> inline constexpr int type_of<float> = kF32;
-template <> inline constexpr int type_of<half> = kF16;
-template <> inline constexpr int type_of<bfloat> = kBF16;
-template <> inline constexpr int type_of<int> = kI32;
-template <> inline constexpr int type_of<uint> = kU32;
-template <> inline constexpr int type_of<short> = kI16;
-template <> inline constexpr int type_of<ushort> = kU16;
-template <> inline constexpr int type_of<signed char> = kI8;
-template <> inline constexpr int type_of<uchar> = kU8;
+template <class T>
+constexpr int type_of = -1;
+template <>
+inline constexpr int type_of<float> = kF32;
+template <>
+inline constexpr int type_of<half> = kF16;
+template <>
+inline constexpr int type_of<bfloat> = kBF16;
+template <>
+inline constexpr int type_of<int> = kI32;
+template <>
+inline constexpr int type_of<uint> = kU32;
+template <>
+inline constexpr int type_of<short> = kI16;
+template <>
+inline constexpr int type_of<ushort> = kU16;
+template <>
+inline constexpr int type_of<signed char> = kI8;
+template <>
+inline constexpr int type_of<uchar> = kU8;
 
-template <int size> struct Bits;
-template <> struct Bits<1> { using type = uchar; };
-template <> struct Bits<2> { using type = ushort; };
-template <> struct Bits<4> { using type = uint; };
+template <int size>
+struct Bits;
+template <>
+struct Bits<1> {
+  using type = uchar;
+};
+template <>
+struct Bits<2> {
+  using type = ushort;
+};
+template <>
+struct Bits<4> {
+  using type = uint;
+};
 
-template <class T> inline T simd(int op, T x, uint argument, Site at) {
+template <class T>
+inline T simd(int op, T x, uint argument, Site at) {
   static_assert(type_of<T> >= 0, "simd operations take 8 to 32 bit numbers (no bool, no 64 bit)");
   using Word = typename Bits<sizeof(T)>::type;
   return __builtin_bit_cast(
@@ -29,9 +50,16 @@ template <class T> inline T simd(int op, T x, uint argument, Site at) {
 }
 
 // `threadgroup T name[N];` becomes a reference to memory that the core lays out and watches.
-template <class T> struct Element { using type = T; };
-template <class T, size_t N> struct Element<T[N]> { using type = typename Element<T>::type; };
-template <class T> inline T& shared(uint index, const char* name) {
+template <class T>
+struct Element {
+  using type = T;
+};
+template <class T, size_t N>
+struct Element<T[N]> {
+  using type = typename Element<T>::type;
+};
+template <class T>
+inline T& shared(uint index, const char* name) {
   using E = typename Element<T>::type;
   return *static_cast<T*>(emu_shared(index, sizeof(T), alignof(T), sizeof(E), name));
 }
@@ -41,8 +69,11 @@ template <class T> inline T& shared(uint index, const char* name) {
 namespace metal {
 
 #define EMU_HERE emu::Site at = emu::Site::current()
-#define EMU_REDUCE(name, op) \
-  template <class T> inline T name(T x, EMU_HERE) { return emu::simd(op, x, 0u, at); }
+#define EMU_REDUCE(name, op)         \
+  template <class T>                 \
+  inline T name(T x, EMU_HERE) {     \
+    return emu::simd(op, x, 0u, at); \
+  }
 EMU_REDUCE(simd_sum, emu::kSum)
 EMU_REDUCE(simd_product, emu::kProduct)
 EMU_REDUCE(simd_max, emu::kMax)
@@ -55,9 +86,10 @@ EMU_REDUCE(simd_prefix_exclusive_sum, emu::kPrefixExclusiveSum)
 EMU_REDUCE(simd_broadcast_first, emu::kBroadcastFirst)
 #undef EMU_REDUCE
 
-#define EMU_MOVE(name, op)                                        \
-  template <class T> inline T name(T x, ushort argument, EMU_HERE) { \
-    return emu::simd(op, x, uint(argument), at);                  \
+#define EMU_MOVE(name, op)                        \
+  template <class T>                              \
+  inline T name(T x, ushort argument, EMU_HERE) { \
+    return emu::simd(op, x, uint(argument), at);  \
   }
 EMU_MOVE(simd_broadcast, emu::kBroadcast)
 EMU_MOVE(simd_shuffle, emu::kShuffle)
@@ -88,10 +120,20 @@ inline void simdgroup_barrier(mem_flags flags, EMU_HERE) {
   emu_barrier(emu::kSimdBarrier, int(flags), at);
 }
 
-enum memory_order { memory_order_relaxed, memory_order_acquire, memory_order_release,
-                    memory_order_acq_rel, memory_order_seq_cst };
-enum thread_scope { thread_scope_thread, thread_scope_simdgroup, thread_scope_threadgroup,
-                    thread_scope_device, thread_scope_system };
+enum memory_order {
+  memory_order_relaxed,
+  memory_order_acquire,
+  memory_order_release,
+  memory_order_acq_rel,
+  memory_order_seq_cst
+};
+enum thread_scope {
+  thread_scope_thread,
+  thread_scope_simdgroup,
+  thread_scope_threadgroup,
+  thread_scope_device,
+  thread_scope_system
+};
 // A fence of a scope below the device orders nothing here: barriers do that work in the dialect.
 inline void atomic_thread_fence(mem_flags flags, memory_order order,
                                 thread_scope scope = thread_scope_device, EMU_HERE) {
@@ -99,7 +141,8 @@ inline void atomic_thread_fence(mem_flags flags, memory_order order,
   emu_fence(int(flags), weak, at);
 }
 
-template <class T> struct atomic {
+template <class T>
+struct atomic {
   static_assert(emu::same<T, uint> || emu::same<T, int>, "atomics are uint or int");
   T value;
 };
@@ -107,17 +150,20 @@ typedef atomic<uint> atomic_uint;
 typedef atomic<int> atomic_int;
 
 namespace emu_detail {
-template <class T> inline T atomic_call(int op, volatile atomic<T>* where, T value, emu::Site at) {
+template <class T>
+inline T atomic_call(int op, volatile atomic<T>* where, T value, emu::Site at) {
   return T(emu_atomic(op, T(-1) < T(0), (void*)where, uint(value), nullptr, at));
 }
 }  // namespace emu_detail
 
-template <class T> inline T atomic_load_explicit(const volatile atomic<T>* p, memory_order, EMU_HERE) {
+template <class T>
+inline T atomic_load_explicit(const volatile atomic<T>* p, memory_order, EMU_HERE) {
   return emu_detail::atomic_call<T>(emu::kLoad, (volatile atomic<T>*)p, T(0), at);
 }
-#define EMU_ATOMIC(name, op)                                                                    \
-  template <class T, class V> inline T name(volatile atomic<T>* p, V value, memory_order, EMU_HERE) { \
-    return emu_detail::atomic_call<T>(op, p, T(value), at);                                     \
+#define EMU_ATOMIC(name, op)                                              \
+  template <class T, class V>                                             \
+  inline T name(volatile atomic<T>* p, V value, memory_order, EMU_HERE) { \
+    return emu_detail::atomic_call<T>(op, p, T(value), at);               \
   }
 EMU_ATOMIC(atomic_store_explicit, emu::kStore)
 EMU_ATOMIC(atomic_exchange_explicit, emu::kExchange)

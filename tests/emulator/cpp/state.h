@@ -22,7 +22,7 @@ struct Lane {
   int op, type, flags;
   unsigned argument;
   uint64_t bits, result;
-  uint64_t path;  // the calls that led here, as a hash of return addresses
+  uint64_t path;           // the calls that led here, as a hash of return addresses
   const float *a, *b, *c;  // matrix operands, on the lane's own stack
   float* d;
   Site at;
@@ -54,8 +54,8 @@ struct Launch {
 
 extern Launch launch;
 extern Lane lanes[kMaxThreads];
-extern int current;    // running thread of the threadgroup, -1 in the core
-extern uint32_t group; // running threadgroup
+extern int current;     // running thread of the threadgroup, -1 in the core
+extern uint32_t group;  // running threadgroup
 extern char* stacks;
 
 // Regions live in one reserved range of addresses; pages of it lead to their region.
@@ -86,8 +86,8 @@ struct Fault {
   const char* kind;
   std::string message;
   std::vector<int> threads = {};  // empty: the running one
-  void* pc = nullptr;        // where, if by program counter
-  void* other = nullptr;     // the earlier access of a race
+  void* pc = nullptr;             // where, if by program counter
+  void* other = nullptr;          // the earlier access of a race
   const char* file = nullptr;
   unsigned line = 0, column = 0;
   Fault& site(const Site& at) {

@@ -24,15 +24,18 @@ typedef _Float16 half;
 typedef half float16_t;
 
 namespace emu {
-template <class A, class B> constexpr bool same = false;
-template <class A> constexpr bool same<A, A> = true;
+template <class A, class B>
+constexpr bool same = false;
+template <class A>
+constexpr bool same<A, A> = true;
 }  // namespace emu
 
 // g++ 12 has no bfloat. Both directions are explicit: the dialect asks for float(x) and T(x).
 struct bfloat {
   ushort bits;
   bfloat() = default;
-  template <class F> constexpr explicit bfloat(F value) : bits(rounded(float(value))) {}
+  template <class F>
+  constexpr explicit bfloat(F value) : bits(rounded(float(value))) {}
   constexpr explicit operator float() const { return __builtin_bit_cast(float, uint(bits) << 16); }
   constexpr explicit operator half() const { return half(float(*this)); }
   constexpr explicit operator int() const { return int(float(*this)); }
@@ -47,9 +50,11 @@ typedef bfloat bfloat16_t;
 
 namespace metal {
 
-template <class T, int N> struct vec;
+template <class T, int N>
+struct vec;
 
-template <class T> struct alignas(2 * sizeof(T)) vec<T, 2> {
+template <class T>
+struct alignas(2 * sizeof(T)) vec<T, 2> {
   union {
     struct {
       T x, y;
@@ -63,7 +68,8 @@ template <class T> struct alignas(2 * sizeof(T)) vec<T, 2> {
   constexpr const T& operator[](int i) const { return v[i]; }
 };
 
-template <class T> struct alignas(4 * sizeof(T)) vec<T, 3> {
+template <class T>
+struct alignas(4 * sizeof(T)) vec<T, 3> {
   union {
     struct {
       T x, y, z;
@@ -77,7 +83,8 @@ template <class T> struct alignas(4 * sizeof(T)) vec<T, 3> {
   constexpr const T& operator[](int i) const { return v[i]; }
 };
 
-template <class T> struct alignas(4 * sizeof(T)) vec<T, 4> {
+template <class T>
+struct alignas(4 * sizeof(T)) vec<T, 4> {
   union {
     struct {
       T x, y, z, w;
@@ -92,26 +99,28 @@ template <class T> struct alignas(4 * sizeof(T)) vec<T, 4> {
 };
 
 // Component by component; the dialect uses this for half2 only, and CUDA needs a helper for it.
-#define EMU_VECTOR_OPERATOR(op)                                                    \
-  template <class T, int N> constexpr vec<T, N> operator op(vec<T, N> a, vec<T, N> b) { \
-    for (int i = 0; i < N; i++) a.v[i] = T(a.v[i] op b.v[i]);                      \
-    return a;                                                                      \
+#define EMU_VECTOR_OPERATOR(op)                               \
+  template <class T, int N>                                   \
+  constexpr vec<T, N> operator op(vec<T, N> a, vec<T, N> b) { \
+    for (int i = 0; i < N; i++) a.v[i] = T(a.v[i] op b.v[i]); \
+    return a;                                                 \
   }
 EMU_VECTOR_OPERATOR(+)
 EMU_VECTOR_OPERATOR(-)
 EMU_VECTOR_OPERATOR(*)
 #undef EMU_VECTOR_OPERATOR
 
-template <class To, class From> constexpr To as_type(From value) {
+template <class To, class From>
+constexpr To as_type(From value) {
   static_assert(sizeof(To) == sizeof(From), "as_type between types of different size");
   return __builtin_bit_cast(To, value);
 }
 
 }  // namespace metal
 
-#define EMU_VECTORS(T)             \
-  typedef metal::vec<T, 2> T##2;   \
-  typedef metal::vec<T, 3> T##3;   \
+#define EMU_VECTORS(T)           \
+  typedef metal::vec<T, 2> T##2; \
+  typedef metal::vec<T, 3> T##3; \
   typedef metal::vec<T, 4> T##4;
 EMU_VECTORS(uchar)
 EMU_VECTORS(char)

@@ -13,7 +13,8 @@ struct TypeMismatch {
   unsigned char log_align, kind;
 };
 
-[[noreturn]] void undefined(const char* kind, const std::string& message, const Place& at, void* pc) {
+[[noreturn]] void undefined(const char* kind, const std::string& message, const Place& at,
+                            void* pc) {
   emu::Fault fault{kind, message};
   fault.pc = pc;
   fault.file = at.file, fault.line = at.line, fault.column = at.column;
@@ -23,12 +24,12 @@ struct TypeMismatch {
 }  // namespace
 
 // The first member of every data block is the place in the source.
-#define EMU_UNDEFINED(name, kind, message)                                            \
-  extern "C" void __ubsan_handle_##name(Place* at, ...) {                             \
-    undefined(kind, message, *at, __builtin_return_address(0));                       \
-  }                                                                                   \
-  extern "C" void __ubsan_handle_##name##_abort(Place* at, ...) {                     \
-    undefined(kind, message, *at, __builtin_return_address(0));                       \
+#define EMU_UNDEFINED(name, kind, message)                        \
+  extern "C" void __ubsan_handle_##name(Place* at, ...) {         \
+    undefined(kind, message, *at, __builtin_return_address(0));   \
+  }                                                               \
+  extern "C" void __ubsan_handle_##name##_abort(Place* at, ...) { \
+    undefined(kind, message, *at, __builtin_return_address(0));   \
   }
 EMU_UNDEFINED(out_of_bounds, "array-index", "index outside the array")
 EMU_UNDEFINED(shift_out_of_bounds, "shift", "shift by a negative number, or by the width or more")

@@ -15,8 +15,7 @@ inline uint tile_column(uint lane) { return lane % 4 * 2; }
 inline uint tile_b_row(uint lane, uint i) { return lane % 4 * 2 + i; }
 inline uint tile_b_column(uint lane, uint i) { return lane / 4; }
 
-inline void tile_multiply(thread TileC& c, TileA a, TileB b,
-                          emu::Site at = emu::Site::current()) {
+inline void tile_multiply(thread TileC& c, TileA a, TileB b, emu::Site at = emu::Site::current()) {
   float fa[8], fb[4], sum[4];
   for (uint r = 0; r < 4; r++) {
     half2 pair = as_type<half2>(a.w[r]);

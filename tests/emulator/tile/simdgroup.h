@@ -2,7 +2,8 @@
 // In the dialect: this text is what the Metal header holds, and the emulator runs it as it stands.
 // Each lane holds pairs of neighbours. Word r of A: row tile_row + 8 (r % 2), columns
 // tile_column + 8 (r / 2) + 0, 1. Value 2 h + i of C: row tile_row + 8 h, column tile_column + i.
-// Word r of B holds elements i = 0, 1 at row tile_b_row(lane, i) + 8 r, column tile_b_column(lane, i).
+// Word r of B holds elements i = 0, 1 at row tile_b_row(lane, i) + 8 r, column tile_b_column(lane,
+// i).
 struct TileA {
   uint w[4];
 };
