@@ -1,6 +1,6 @@
 """Seeded faults: small kernels, each with one mistake, and the kind of fault that must be raised.
 
-All run with four threadgroups of 64 threads: `x` float[256], `h` half[256], `n` int[1], `o` float[256], `c` uint[1]
+All run with four threadgroups of 64 threads: `x` float[256], `h` half[256], `n` int[1], `o` float[256], `c` uint[8]
 in and out (zero). Every body is right but for its mistake.
 """
 
@@ -254,6 +254,13 @@ FAULTS = [
           atomic_fetch_add_explicit((device atomic_uint*)c, 1u, memory_order_relaxed);
         }
         if (g == 3) o[i] = float(c[0]);""",
+    ),
+    Seeded(
+        "private_array_beyond_the_stack",
+        "stack",
+        """float v[60000];
+        for (uint k = 0; k < 60000; k++) v[(k * 7) % 60000] = x[i];
+        o[i] = v[t * 900];""",
     ),
     Seeded("endless_loop", "timeout", """while (n[0] == 1) { } o[i] = x[i];"""),
     Seeded(

@@ -170,7 +170,7 @@ def launch(source: str, checks: bool = True, **options) -> np.ndarray:
         **options,
     )
     (o,) = kernel(
-        inputs=[x, x.astype(np.float16), np.array([1], np.int32), np.zeros(1, np.uint32)],
+        inputs=[x, x.astype(np.float16), np.array([1], np.int32), np.zeros(8, np.uint32)],
         grid=(256, 1, 1),
         threadgroup=(64, 1, 1),
         output_shapes=[(256,)],
@@ -318,6 +318,12 @@ def test_simd_operations(call, checks):
     got = launch(START + f"o[i] = {call};", checks=checks).reshape(8, 32)
     want = np.broadcast_to(SIMD[call](normal(256).reshape(8, 32).astype(np.float64)), got.shape)
     assert np.allclose(got, want, atol=1e-5)
+
+
+def test_a_counter_of_one_element_is_constant_on_metal():
+    kernel = emulator.metal_kernel("counter", ["c"], ["o"], "o[0] = 1.0f;", writable=["c"])
+    with pytest.raises(emulator.EmulatorFault, match="constant"):
+        kernel.text([np.zeros(1, np.uint32)], ["float32"])
 
 
 def test_grid_and_sizes_are_checked():

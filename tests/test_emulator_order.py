@@ -69,7 +69,7 @@ def merge(source: str, checks: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
         *("merge", ["x", "counter"], ["partial", "o"], source), checks=checks, writable=["counter"]
     )
     x = np.random.default_rng(0).normal(size=(GROUPS, 64)).astype(np.float32)
-    counter = np.zeros(1, np.uint32)
+    counter = np.zeros(8, np.uint32)
     for _ in range(2 if "atomic_store" in source else 1):
         _, o = kernel(
             inputs=[x, counter],

@@ -74,6 +74,14 @@ PLANTED = {
     "device pointer to threadgroup memory": ("", "device float* p = part; o[i] = p[0];"),
     "threadgroup pointer to an input": ("", "const threadgroup float* p = x + i; o[i] = p[0];"),
     "small input as a device pointer": ("", "const device int* p = n; o[i] = float(p[0]);"),
+    "small input cast to a device pointer": (
+        "",
+        "const device int* p = (const device int*)n; o[i] = float(p[0]);",
+    ),
+    "threadgroup memory cast to a device pointer": (
+        "",
+        "device float* p = (device float*)part; o[i] = p[0];",
+    ),
     "input loses its const": ("", "device float* p = x; o[i] = p[0];"),
     "write to an input": ("", "x[i] = 0.0f; o[i] = 0.0f;"),
     "helper without address space": (
@@ -158,6 +166,11 @@ def test_the_planted_body_is_clean_by_itself():
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_breach_is_found(name):
     assert breaches(*PLANTED[name])
+
+
+def test_overloads_may_call_each_other():
+    header = "inline uint f(ushort v) { return v; }\ninline uint f(uint v) { return f(ushort(v)); }"
+    assert lint("o[0] = 1.0f;", header, [], ["o"]) == []
 
 
 def test_lint_alone_needs_no_compiler():

@@ -61,17 +61,22 @@ def _recursion(text: str, where: str) -> list[str]:
     """Functions of the header that reach themselves."""
     code = blank_comments(text)
     bodies: dict[str, str] = {}
+    overloaded = set()  # these may well call each other
     for match in re.finditer(r"\b(\w+)\s*\([^(){};]*\)\s*\{", code):
         depth, end = 1, match.end()
         while depth and end < len(code):
             depth += (code[end] == "{") - (code[end] == "}")
             end += 1
         if match[1] not in {"if", "for", "while", "switch"}:
+            if match[1] in bodies:
+                overloaded.add(match[1])
             bodies[match[1]] = bodies.get(match[1], "") + code[match.end() : end]
     calls = {
         name: {other for other in bodies if re.search(rf"\b{other}\s*(?:<[^;]*?>)?\s*\(", body)}
         for name, body in bodies.items()
     }
+    for name in overloaded:
+        calls[name].discard(name)
     found = []
     for name in calls:
         seen, todo = set(), list(calls[name])

@@ -63,10 +63,13 @@ def check(
     """Breaches of the dialect in this kernel, as lines of text; empty when it is clean."""
     found = lint(kernel.source, kernel.header, kernel.input_names, kernel.output_names)
     text = strict_text(kernel, inputs, output_dtypes, template)
-    done = subprocess.run(
-        [clang(), *FLAGS, f"-I{CPP}", "-x", "c++", "-"], input=text, capture_output=True, text=True
-    )
+    # The syntax tree, for what C++ allows in a cast and Metal does not.
+    command = [clang(), *FLAGS, "-Xclang", "-ast-dump", f"-I{CPP}", "-x", "c++", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error:" in line]
         found += lines or [done.stderr]
-    return found
+    casts = re.findall(r"CStyleCastExpr.*'(.*)' <AddressSpaceConversion>", done.stdout)
+    return found + [
+        f"a cast into another address space: {target}" for target in dict.fromkeys(casts)
+    ]

@@ -169,11 +169,15 @@ def write_source(
         arguments.append(value or f"({type_})b[{len(arguments)}]")
 
     for input_, dtype, size, ndim in inputs:
-        const = "" if input_ in writable else "const "
         space = "constant" if size < MAX_CONSTANT else "device"
         if ndim == 0:
             raise EmulatorFault("dialect", f"0-d input {input_}: pass a one-element array")
-        add(f"{const}{space} {dtypes.NAMES[dtype]}*", input_)
+        add(f"const {space} {dtypes.NAMES[dtype]}*", input_)
+        if input_ in writable and space == "constant":
+            what = (
+                f"{input_} is written and has {size} elements: below {MAX_CONSTANT} it is constant"
+            )
+            raise EmulatorFault("dialect", what)
         for part in info_in(source, input_):
             type_ = {"shape": "int*", "strides": "int64_t*", "ndim": "int&"}[part]
             value = f"*(const int*)b[{len(arguments)}]" if part == "ndim" else None
