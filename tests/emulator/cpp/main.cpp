@@ -35,8 +35,7 @@ namespace emu {
 static void on_signal(int number, siginfo_t* info, void*) {
   if (number == SIGFPE) report({"divide", "integer division by zero, or overflow", {}});
   char* address = static_cast<char*>(info->si_addr);
-  if (stacks && size_t(address - stacks) < kMaxThreads * kStack)
-    report({"stack", "a thread needs more than its stack", {}});
+  if (stacks && in_stacks(address)) report({"stack", "a thread needs more than its stack", {}});
   Region* r = region_at(address);
   if (r && r->mode == Mode::kInput && address < r->high)
     report({"input-write", "writes " + r->name + ", an input", {}});
@@ -172,8 +171,8 @@ int main() {
   }
   Three g = launch.grid, t = launch.threads;
   launch.groups = {g.x / t.x, g.y / t.y, g.z / t.z};
-  stacks = static_cast<char*>(mmap(nullptr, kMaxThreads * kStack, PROT_NONE,
-                                   MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0));
+  stacks = kStacks + static_cast<char*>(mmap(nullptr, 2 * kStacks, PROT_NONE,
+                                             MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0));
   for (uint32_t i = 0; i < t.volume(); i++)
     mprotect(stacks + i * kStack + kPage, kStack - kPage, PROT_READ | PROT_WRITE);
   if (launch.checks) {

@@ -113,7 +113,7 @@ static void outside(char* address, size_t nbytes, bool write, void* pc) {
     if (!write) return;
     report({"static-write", "writes a variable at file scope", {current}, pc});
   }
-  if (size_t(address - stacks) < kMaxThreads * kStack)
+  if (in_stacks(address))
     report({"stack", "a thread needs more than its stack, or reaches into another's", {}, pc});
   const char* verb = write ? "writes" : "reads";
   if (address < reinterpret_cast<char*>(4096))

@@ -58,6 +58,12 @@ extern int current;     // running thread of the threadgroup, -1 in the core
 extern uint32_t group;  // running threadgroup
 extern char* stacks;
 
+// Of all threads, and as much again below the first: a big local array reaches far down.
+constexpr size_t kStacks = kMaxThreads * kStack;
+inline bool in_stacks(const char* address) {
+  return size_t(address - stacks + kStacks) < 2 * kStacks;
+}
+
 // Regions live in one reserved range of addresses; pages of it lead to their region.
 constexpr size_t kPage = 16384, kGap = size_t(16) << 20;
 extern std::vector<Region*> regions;

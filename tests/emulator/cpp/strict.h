@@ -83,11 +83,12 @@ constexpr To as_type(From value) {
 #define STRICT_UNARY(name) \
   float name(float);       \
   half name(half);
-#define STRICT_ALL_UNARY                                                                         \
-  STRICT_UNARY(exp)                                                                              \
-  STRICT_UNARY(exp2) STRICT_UNARY(log) STRICT_UNARY(log2) STRICT_UNARY(sqrt) STRICT_UNARY(rsqrt) \
-      STRICT_UNARY(sin) STRICT_UNARY(cos) STRICT_UNARY(tanh) STRICT_UNARY(rint)                  \
-          STRICT_UNARY(round) STRICT_UNARY(floor) STRICT_UNARY(ceil) STRICT_UNARY(trunc)
+#define STRICT_ALL_UNARY                                                                        \
+  STRICT_UNARY(exp)                                                                             \
+  STRICT_UNARY(exp2)                                                                            \
+  STRICT_UNARY(log) STRICT_UNARY(log2) STRICT_UNARY(sqrt) STRICT_UNARY(rsqrt) STRICT_UNARY(sin) \
+      STRICT_UNARY(cos) STRICT_UNARY(tanh) STRICT_UNARY(rint) STRICT_UNARY(round)               \
+          STRICT_UNARY(floor) STRICT_UNARY(ceil) STRICT_UNARY(trunc)
 STRICT_ALL_UNARY
 namespace precise {
 STRICT_ALL_UNARY
@@ -129,9 +130,10 @@ uint extract_bits(uint, uint, uint);
   template <strict::Number T> \
   T name(T);
 STRICT_SIMD(simd_sum)
-STRICT_SIMD(simd_product) STRICT_SIMD(simd_max) STRICT_SIMD(simd_min) STRICT_SIMD(simd_and)
-    STRICT_SIMD(simd_or) STRICT_SIMD(simd_xor) STRICT_SIMD(simd_broadcast_first)
-        STRICT_SIMD(simd_prefix_inclusive_sum) STRICT_SIMD(simd_prefix_exclusive_sum)
+STRICT_SIMD(simd_product)
+STRICT_SIMD(simd_max) STRICT_SIMD(simd_min) STRICT_SIMD(simd_and) STRICT_SIMD(simd_or)
+    STRICT_SIMD(simd_xor) STRICT_SIMD(simd_broadcast_first) STRICT_SIMD(simd_prefix_inclusive_sum)
+        STRICT_SIMD(simd_prefix_exclusive_sum)
 // The distance is a ushort and nothing that merely converts to one.
 #define STRICT_MOVE(name)                       \
   template <strict::Number T, strict::UShort U> \
@@ -180,9 +182,10 @@ typedef atomic<int> atomic_int;
   template <class T>                                   \
   T name(volatile threadgroup atomic<T>*, T, memory_order);
 STRICT_ATOMIC(atomic_fetch_add_explicit)
-STRICT_ATOMIC(atomic_fetch_sub_explicit) STRICT_ATOMIC(atomic_fetch_min_explicit)
-    STRICT_ATOMIC(atomic_fetch_max_explicit) STRICT_ATOMIC(atomic_fetch_and_explicit)
-        STRICT_ATOMIC(atomic_fetch_or_explicit) STRICT_ATOMIC(atomic_exchange_explicit)
+STRICT_ATOMIC(atomic_fetch_sub_explicit)
+STRICT_ATOMIC(atomic_fetch_min_explicit) STRICT_ATOMIC(atomic_fetch_max_explicit)
+    STRICT_ATOMIC(atomic_fetch_and_explicit) STRICT_ATOMIC(atomic_fetch_or_explicit)
+        STRICT_ATOMIC(atomic_exchange_explicit)
             STRICT_ATOMIC(atomic_store_explicit) template <class T>
             T atomic_load_explicit(const volatile device atomic<T>*, memory_order);
 template <class T>
@@ -212,7 +215,8 @@ simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T);
   void simdgroup_store(simdgroup_matrix<T, 8, 8>, space T*, ulong = 8, ulong2 = ulong2{0, 0}, \
                        bool = false);
 STRICT_MATRIX(device)
-STRICT_MATRIX(threadgroup) template <class D, class A, class B, class C>
+STRICT_MATRIX(threadgroup)
+template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>&, simdgroup_matrix<A, 8, 8>,
                                    simdgroup_matrix<B, 8, 8>, simdgroup_matrix<C, 8, 8>);
 template <class D, class A, class B>
