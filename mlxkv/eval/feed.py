@@ -1,0 +1,44 @@
+"""Feeding a model through its cache, the way a chat does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlxkv.generate import new_cache
+
+PREFILL = 512  # tokens of a prompt at once
+DECODE = 8  # tokens at once afterwards: attention then reads the codes, as in decoding
+
+
+def prefill(loaded, tokens: Sequence[int]) -> list:
+    """A fresh cache that holds `tokens`."""
+    cache = new_cache(loaded)
+    for start in range(0, len(tokens), PREFILL):
+        loaded.model(mx.array(tokens[start : start + PREFILL])[None], cache=cache)
+        mx.eval([c.state for c in cache])
+    return cache
+
+
+def log_probabilities(loaded, cache: list, tokens: Sequence[int]) -> mx.array:
+    """Log probabilities after each of `tokens`, [T, vocabulary] float32; the cache grows by them."""
+    parts = []
+    for start in range(0, len(tokens), DECODE):
+        logits = loaded.model(mx.array(tokens[start : start + DECODE])[None], cache=cache)[0]
+        logits = logits.astype(mx.float32)
+        parts.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        mx.eval(parts[-1])
+    return mx.concatenate(parts)
+
+
+def branch(cache: list) -> list:
+    """An independent copy of a cache, to ask a question and forget it."""
+    return copy.deepcopy(cache)
+
+
+def stored(loaded, cache: list) -> int:
+    """Allocated bytes of the layers that grow with the context; windows that rotate are the same
+    for every preset."""
+    return sum(cache[index].nbytes for index in {r.index for r in loaded.layers if r.grows})
