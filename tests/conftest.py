@@ -18,9 +18,20 @@ def pytest_report_header() -> list[str]:
     found = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available(), "cpu": True}
     runs = [name for name, there in found.items() if there]
     missing = [name for name, there in found.items() if not there]
+    import emulator
+    from emulator import nvrtc, strict
+
+    checks = {
+        "kernel emulator": emulator.why_not(),
+        "watch over memory": None if emulator.can_check() else "needs g++ on Linux x86-64",
+        "strict type check": strict.why_not(),
+        "CUDA build": nvrtc.why_not(),
+    }
+    lacking = [f"{name} ({reason})" for name, reason in checks.items() if reason]
     return [
         f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, numpy {version('numpy')}",
         f"backends that run: {', '.join(runs)}; not on this machine: {', '.join(missing) or 'none'}",
+        f"kernel checks that do not run: {'; '.join(lacking) or 'none'}",
     ]
 
 
