@@ -1,0 +1,262 @@
+"""Every kernel in the emulator, with all its checks, against the plain ops and the spec."""
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from on_emulator import make
+
+from mlxkv import attention, golden, kernels, packing, records, sealed
+from mlxkv.attention import attend
+from mlxkv.cache import CompressedKVCache
+from mlxkv.config import PRESETS, Affine, CacheConfig, Side
+from mlxkv.metal import launch
+from mlxkv.quantizers import affine
+from mlxkv.sealed import Codes, Records
+
+DIMS = (64, 80, 96, 128, 192, 256, 512)
+
+
+def data(*shape, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape).astype(np.float32)
+    x[..., 3] *= 6
+    return x
+
+
+def rms(x, spec):
+    x, spec = (np.array(y.astype(mx.float32), np.float64) for y in (x, spec))
+    return np.sqrt(np.mean((x - spec) ** 2) / np.mean(spec**2))
+
+
+def layout(bits, group, symmetric, dims, keys):
+    return records.layout(Affine(bits, group, symmetric), dims, 64, keys)
+
+
+@pytest.mark.parametrize("keys", (True, False))
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+@pytest.mark.parametrize(
+    ("dims", "group", "symmetric"),
+    [
+        (64, 32, True),
+        (80, 64, False),
+        (96, 64, False),
+        (128, 64, False),
+        (192, 0, False),
+        (256, 32, True),
+        (512, 64, False),
+        (40, 0, True),
+    ],
+)
+def test_records_hold_the_codes_and_come_back(dims, bits, group, symmetric, keys):
+    at = layout(bits, group, symmetric, dims, keys)
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 2**bits, (1, 2, 48, dims))
+    scale, bias = (rng.standard_normal((1, 2, 48, at.groups)).astype(np.float16) for _ in range(2))
+    words = records.pack_side(mx.array(codes), mx.array(scale), mx.array(bias), at)
+    assert words.shape == (1, 2, 3, at.words)
+    back, s, b = records.unpack_side(words, at)
+    np.testing.assert_array_equal(np.array(back), codes)
+    np.testing.assert_array_equal(np.array(s), scale)
+    assert (b is None) == symmetric
+    if not symmetric:
+        np.testing.assert_array_equal(np.array(b), bias)
+
+
+@pytest.mark.parametrize("keys", (True, False))
+@pytest.mark.parametrize(
+    ("dims", "bits", "group", "symmetric"),
+    [
+        (64, 4, 32, True),
+        (80, 3, 64, False),
+        (96, 8, 0, False),
+        (128, 2, 32, False),
+        (128, 4, 64, False),
+        (256, 3, 64, False),
+        (512, 4, 64, False),
+        (40, 4, 0, True),
+    ],
+)
+def test_seal_and_unseal_are_their_twins(dims, bits, group, symmetric, keys):
+    spec = Affine(bits, group, symmetric)
+    x = mx.array(data(1, 2, 48, dims))
+    x[0, 0, 5] = 0.0  # a group of zeros
+    stored = affine.encode(spec, x, 16)
+    codes = packing.unpack(stored["codes"], bits, dims)
+    at = layout(bits, group, symmetric, dims, keys)
+    twin = records.pack_side(codes, stored["scale"], stored.get("bias"), at)
+    words = kernels.seal_side(x, at, make)
+    assert mx.array_equal(words, twin)
+    both = (layout(bits, group, symmetric, dims, side) for side in (True, False))
+    whole = kernels.RecordLayout(*both)
+    other = mx.zeros((1, 2, 3, whole.words - at.words), mx.uint32)
+    buffer = mx.concatenate([words, other] if keys else [other, words], axis=-1)
+    decoded = kernels.unseal_side(buffer, 2, whole, keys, mx.float32, make)
+    plain = affine.decode(spec, stored, dims, 16, mx.float32)[:, :, :32]
+    assert rms(decoded, plain) < 3e-6
+
+
+# D, H, G, L, records, sink, live, key bits, value bits, window, dtype
+ATTEND = [
+    (64, 4, 1, 1, 4, 16, 20, 4, 4, 0, mx.float16),
+    (64, 6, 1, 8, 5, 16, 33, 4, 2, 0, mx.bfloat16),
+    (96, 10, 2, 3, 3, 0, 17, 3, 8, 0, mx.float32),
+    (80, 2, 2, 4, 4, 16, 63, 2, 3, 70, mx.float32),
+    (128, 4, 1, 1, 17, 16, 1, 8, 4, 0, mx.float32),
+    (64, 6, 2, 1, 0, 0, 40, 4, 4, 0, mx.float32),
+    (256, 4, 1, 2, 3, 5, 31, 4, 4, 0, mx.float16),
+    (192, 3, 3, 1, 2, 16, 16, 4, 3, 0, mx.float32),
+    (40, 16, 1, 1, 3, 16, 7, 4, 4, 0, mx.float32),
+]
+
+
+@pytest.mark.parametrize("case", ATTEND, ids=lambda c: "-".join(map(str, c[:-1])))
+@pytest.mark.parametrize("sinks", (False, True))
+def test_attend_is_softmax_over_what_is_stored(case, sinks):
+    dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
+    both = layout(k_bits, 64, False, dims, True), layout(v_bits, 32, True, dims, False)
+    whole = kernels.RecordLayout(*both)
+    x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
+    buffer = mx.concatenate(
+        [kernels.seal_side(y, at, make) for y, at in zip(x, both, strict=True)], -1
+    )
+    paged = [
+        kernels.unseal_side(buffer, count + 2, whole, side, mx.float32, make)[:, :, : count * 16]
+        for side in (True, False)
+    ]
+    shape = (1, kv_heads, n_sink + n_live + 7, dims)
+    windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
+    sink = tuple(y[:, :, :n_sink] for y in windows) if n_sink else None
+    live = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
+    q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
+    grouped = q.reshape(1, kv_heads, -1, dims)
+    up = mx.array(np.linalg.qr(data(dims, dims, seed=5))[0])
+    logits = mx.array(data(16, seed=6)[:heads]) if sinks else None
+    out = kernels.attend(
+        grouped.astype(mx.float32),
+        grouped,
+        buffer,
+        whole,
+        sink,
+        live,
+        ((count, n_sink, n_live),),
+        dims**-0.5,
+        new,
+        make,
+        up=up,
+        window=window,
+        sinks=logits,
+    ).reshape(q.shape)
+    paged[1] = paged[1] @ up
+    keys, values = (
+        mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
+        for w, p in zip(windows, paged, strict=True)
+    )
+    spec = softmax(q, keys, values, dims**-0.5, window, logits)
+    bound = {mx.float32: 2e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
+    assert rms(out, spec) < bound
+
+
+def softmax(q, keys, values, scale, window, sinks):
+    from mlxkv import reference as ref
+
+    q, keys, values = (np.array(y.astype(mx.float32), np.float64) for y in (q, keys, values))
+    mask = ref.causal_mask(q.shape[2], keys.shape[2], window or None)
+    sinks = None if sinks is None else np.array(sinks, np.float64)
+    return mx.array(ref.attention(q, keys, values, scale, mask, sinks).astype(np.float32))
+
+
+def test_the_golden_table_holds_with_kernels():
+    with launch.using(make):
+        rows = list(golden.attention_rows())
+    assert len(rows) == 10
+    assert not [row for row in rows if not row.ok]
+
+
+SMALL = CacheConfig(
+    Side(Affine(4), "srft"), Side(Affine(3), "hadamard"), sink=16, recent=32, page=32
+)
+
+
+def caches():
+    with launch.using(make):
+        return CompressedKVCache(SMALL), CompressedKVCache(SMALL)
+
+
+def test_a_cache_of_records_gives_what_a_cache_of_codes_gives():
+    keys, values = data(1, 2, 300, 64), data(1, 2, 300, 64, seed=1)
+    queries = mx.array(data(1, 6, 300, 64, seed=2))
+    ours, plain = CompressedKVCache(SMALL), CompressedKVCache(SMALL)
+    done = 0
+    for step in (100, 1, 7, 40, 1, 60, 8, 1):
+        part = slice(done, done + step)
+        new = mx.array(keys[:, :, part]), mx.array(values[:, :, part])
+        mask = "causal" if step > 1 else None
+        with launch.using(make):
+            view, _ = ours.update_and_fetch(*new)
+            if step <= 8:
+                assert attention.why_not(queries[:, :, part], view, mask) is None
+            out = attend(queries[:, :, part], view, 0.125, mask)
+        with launch.using(None):
+            spec = attend(queries[:, :, part], plain.update_and_fetch(*new)[0], 0.125, mask)
+        assert rms(out, spec) < 2e-6
+        done += step
+    assert type(ours._store) is Records
+    assert type(plain._store) is Codes
+    assert ours.nbytes <= plain.nbytes * 1.02
+    # trim into a page, with what is left the same
+    for cache in (ours, plain):
+        assert cache.trim(120) == 120
+    a, b = (attention._whole(c.keys_and_values()[0], mx.float32) for c in (ours, plain))
+    assert rms(a[0], b[0]) < 2e-6
+    assert rms(a[1], b[1]) < 2e-6
+
+
+@pytest.mark.parametrize("start", (make, None))
+def test_each_store_reads_what_the_other_saved(start):
+    keys, values = mx.array(data(1, 2, 200, 64)), mx.array(data(1, 2, 200, 64, seed=1))
+    cache = CompressedKVCache(SMALL)
+    with launch.using(start):
+        cache.update_and_fetch(keys, values)
+        before = attention._whole(cache.keys_and_values()[0], mx.float32)
+    with launch.using(None if start else make):
+        other = CompressedKVCache.from_state(cache.state)
+        assert type(other._store) is not type(cache._store)
+        after = attention._whole(other.keys_and_values()[0], mx.float32)
+    for x, y in zip(before, after, strict=True):
+        assert rms(x, y) < 2e-6
+    back = CompressedKVCache.from_state(other.state)  # and what was saved is kept to the bit
+    with launch.using(start):
+        again = CompressedKVCache.from_state(back.state)
+    for x, y in zip(cache._store.arrays(), again._store.arrays(), strict=True):
+        assert mx.array_equal(x[:, :, : y.shape[2]], y)
+
+
+def test_what_has_no_kernel_says_why():
+    with launch.using(make):
+        assert sealed.why_not(SMALL, (64, 64)) is None
+        assert "values of 128 dims" in sealed.why_not(SMALL, (64, 128))
+        channel = dataclasses.replace(SMALL, keys=Side(Affine(2, 32, axis="channel")))
+        assert "per channel" in sealed.why_not(channel, (64, 64))
+        assert "groups of 48" in sealed.why_not(
+            dataclasses.replace(SMALL, keys=Side(Affine(4, 48))), (96, 96)
+        )
+        for name, config in PRESETS.items():
+            if config.compresses:
+                assert sealed.why_not(config, (128, 128)) is None, name
+    with launch.using(None):
+        assert sealed.why_not(SMALL, (64, 64)) == "no GPU here"
+    cache = CompressedKVCache(SMALL)
+    with launch.using(make):
+        x = mx.array(data(1, 2, 200, 64))
+        cache.update_and_fetch(x, x)
+        view, _ = cache.keys_and_values()
+        q = mx.array(data(1, 4, 1, 64))
+        assert "mask array" in attention.why_not(q, view, mx.ones((1, 200), mx.bool_))
+        assert "prefill" in attention.why_not(mx.array(data(1, 4, 9, 64)), view, "causal")
+        mask = mx.arange(200)[None] >= 150  # no kernel: still right
+        out = attend(q, view, 0.125, mask)
+    keys, values = attention._whole(view, mx.float32)
+    spec = softmax(q, keys[:, :, 150:], values[:, :, 150:], 0.125, 0, None)
+    assert rms(out, spec) < 2e-6
