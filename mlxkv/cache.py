@@ -157,7 +157,7 @@ class CompressedKVCache:
         size = self.config.page
         count = -(-(live[0].shape[2] - self._room) // size)
         if self._store is None:
-            self._store = store(self.config, tuple(x.shape[3] for x in live))
+            self._store = store(self.config, tuple(x.shape[3] for x in live), live[0].dtype)
         self._store.append(tuple(x[:, :, : count * size] for x in live), count)
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, count * size :] for x in live))
@@ -288,7 +288,8 @@ class CompressedKVCache:
         if self._live is not None:
             self._count = self._live[0].shape[2]
         if header["pages"]:
-            self._store = store(self.config, tuple(x.shape[3] for x in self._live))
+            dims = tuple(x.shape[3] for x in self._live)
+            self._store = store(self.config, dims, self._live[0].dtype)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv import kernels, packing, records
+from mlxkv import kernels, packing, records, selftest
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
 from mlxkv.metal import launch
@@ -178,8 +178,9 @@ def _to_records(state: dict[str, Stored], codecs, layout: kernels.RecordLayout) 
     return mx.concatenate(words, axis=-1)
 
 
-def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
-    """Why no kernel can run on such pages here, or None."""
+def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
+    """Why no kernel runs on such pages, windows of `dtype`, here, or None. The first question for
+    a format builds its kernels and tries them."""
     if launch.factory() is None:
         return "no GPU here"
     for side, dim in zip((config.keys, config.values), dims, strict=True):
@@ -187,11 +188,13 @@ def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
             return reason
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"
+    if reason := selftest.fault(config, dims[0], dtype, launch.factory()):
+        return f"its kernels failed their test here: {reason}"
     return None
 
 
-def store(config: CacheConfig, dims: tuple[int, int]) -> Codes | Records:
+def store(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> Codes | Records:
     """An empty store for heads of these (key, value) dims: records where kernels can run."""
-    if why_not(config, dims) is None:
+    if why_not(config, dims, dtype) is None:
         return Records(config, dims, launch.factory())
     return Codes(config, dims)

@@ -235,18 +235,18 @@ def test_each_store_reads_what_the_other_saved(start):
 
 def test_what_has_no_kernel_says_why():
     with launch.using(make):
-        assert sealed.why_not(SMALL, (64, 64)) is None
-        assert "values of 128 dims" in sealed.why_not(SMALL, (64, 128))
+        assert sealed.why_not(SMALL, (64, 64), mx.float32) is None
+        assert "values of 128 dims" in sealed.why_not(SMALL, (64, 128), mx.float32)
         channel = dataclasses.replace(SMALL, keys=Side(Affine(2, 32, axis="channel")))
-        assert "per channel" in sealed.why_not(channel, (64, 64))
+        assert "per channel" in sealed.why_not(channel, (64, 64), mx.float32)
         assert "groups of 48" in sealed.why_not(
-            dataclasses.replace(SMALL, keys=Side(Affine(4, 48))), (96, 96)
+            dataclasses.replace(SMALL, keys=Side(Affine(4, 48))), (96, 96), mx.float32
         )
         for name, config in PRESETS.items():
             if config.compresses:
-                assert sealed.why_not(config, (128, 128)) is None, name
+                assert sealed.why_not(config, (128, 128), mx.float32) is None, name
     with launch.using(None):
-        assert sealed.why_not(SMALL, (64, 64)) == "no GPU here"
+        assert sealed.why_not(SMALL, (64, 64), mx.float32) == "no GPU here"
     cache = CompressedKVCache(SMALL)
     with launch.using(make):
         x = mx.array(data(1, 2, 200, 64))
@@ -260,3 +260,22 @@ def test_what_has_no_kernel_says_why():
     keys, values = attention._whole(view, mx.float32)
     spec = softmax(q, keys[:, :, 150:], values[:, :, 150:], 0.125, 0, None)
     assert rms(out, spec) < 2e-6
+
+
+def test_a_kernel_that_is_wrong_or_does_not_build_is_not_used():
+    def broken(name, input_names, output_names, source, header=""):
+        good = make(name, input_names, output_names, source, header)
+        if "merge" not in name:
+            return good
+        return lambda **call: [1.1 * x for x in good(**call)]
+
+    def unbuildable(**names):
+        raise RuntimeError("[metal] cannot compile\nmore")
+
+    x = mx.array(data(1, 2, 200, 64))
+    for factory, reason in ((broken, "attend is off by 0.1"), (unbuildable, "cannot compile")):
+        with launch.using(factory):
+            assert reason in sealed.why_not(SMALL, (64, 64), mx.float32)
+            cache = CompressedKVCache(SMALL)
+            cache.update_and_fetch(x, x)
+            assert type(cache._store) is Codes

@@ -161,7 +161,7 @@ def _attention_inputs(tensors: dict, case: str, info: dict):
         pages[name] = _stored(tensors, f"{case}.{letter}", side["bits"])
     _, _, paged, dims = tensors[f"{case}.k.codes"].shape
     count = paged // info["page"]
-    store = sealed.store(CacheConfig(*sides, page=info["page"]), (dims, dims))
+    store = sealed.store(CacheConfig(*sides, page=info["page"]), (dims, dims), mx.float32)
     store.restore(pages, count)
     sink = (floats("k.sink"), floats("v.sink")) if tensors[f"{case}.k.sink"].shape[2] else None
     view = View((floats("k.live"), floats("v.live")), sink, store.read(0, count))
