@@ -214,15 +214,6 @@ class CompressedKVCache:
                 )
             for pages in self._pages:
                 pages.truncate(kept)
-            if not kept and sink:  # no page is left: sink and live are one again
-                live = (
-                    self._sink
-                    if live is None
-                    else tuple(
-                        mx.concatenate(pair, axis=2) for pair in zip(self._sink, live, strict=True)
-                    )
-                )
-                self._sink = None
             self._count = 0
         if live is not None:
             self._live = None

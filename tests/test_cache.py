@@ -180,14 +180,11 @@ def test_trim_then_continue(left):
             np.testing.assert_allclose(x, y[:, :, :left], atol=1e-6)
     feed(cache, keys, values, [60, 1, 39])
     assert cache.offset == left + 100
-    start = SMALL.sink + (left - SMALL.sink) // SMALL.page * SMALL.page
     whole = np.concatenate([before[0][:, :, :left], keys[:, :, left : left + 100]], 2)
     got = seen(cache)[0]
     assert got.shape == whole.shape
     error = np.abs(got - whole)
     assert error[:, :, -SMALL.recent :].max() < 1e-6
-    assert error.mean() < 0.2
-    assert start <= left or left < SMALL.sink
 
 
 def test_trim_gives_memory_back_and_more_than_all_is_all():
