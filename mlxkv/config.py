@@ -38,8 +38,8 @@ class Affine:
     """Uniform codes: `x ~ scale * code + bias`, one 16-bit scale (and bias) per group.
 
     bits: bits per code, one of 2, 3, 4, 8.
-    group: values that share a scale, at most. Along the stored dims for axis "token" (0: all of
-        them), along the tokens of a page for axis "channel" (0: the whole page).
+    group: values that share a scale, 0 for all. Along the stored dims for axis "token", where the
+        last group may be short (80 dims: 64 + 16); along the tokens of a page for axis "channel".
     symmetric: abs-max around zero, codes -(2^(b-1)-1) .. 2^(b-1)-1 (SRFT paper, section 3.2); no
         bias is stored. Otherwise min-max with a stored bias.
     """
@@ -55,8 +55,8 @@ class Affine:
             raise UserError(f"[Affine] unknown bits; got {self.bits}; choose from {choices}")
         if self.axis not in ("token", "channel"):
             raise UserError(f"[Affine] unknown axis; got {self.axis!r}; choose from token, channel")
-        if self.group < 0:
-            raise UserError(f"[Affine] group must be 0 or more; got {self.group}")
+        if self.group and self.group < MIN_GROUP:
+            raise UserError(f"[Affine] group must be 0 or at least {MIN_GROUP}; got {self.group}")
 
     @property
     def label(self) -> str:
@@ -64,22 +64,22 @@ class Affine:
         return f"int{self.bits} {shape}, group {self.group or 'all'} per {self.axis}"
 
     def group_size(self, dims: int, page: int) -> int:
-        """Values per scale: the largest divisor of the dims (or the page), at most `group`."""
+        """Values per scale of `dims` stored dims (or of a page of `page` tokens)."""
         whole = dims if self.axis == "token" else page
-        return max(n for n in range(1, whole + 1) if whole % n == 0 and n <= (self.group or whole))
+        return min(self.group or whole, whole)
 
     def bits_per_value(self, dims: int, page: int) -> float:
         """Stored bits per value: codes in whole 32-bit words, 16-bit scales and biases."""
         words = -(-dims * self.bits // 32)
         numbers = 1 if self.symmetric else 2
-        return 32 * words / dims + 16 * numbers / self.group_size(dims, page)
+        size = self.group_size(dims, page)
+        scales = -(-dims // size) / dims if self.axis == "token" else 1 / size
+        return 32 * words / dims + 16 * numbers * scales
 
     def why_not(self, dims: int, page: int) -> str | None:
         """Why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
-        size = self.group_size(dims, page)
-        if size < MIN_GROUP:
-            what = f"{dims} dims" if self.axis == "token" else f"a page of {page} tokens"
-            return f"no group of {MIN_GROUP} to {self.group or 'all'} divides {what}"
+        if self.axis == "channel" and page % self.group_size(dims, page):
+            return f"a page of {page} tokens is no multiple of the group {self.group}"
         return None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx_lm.generate import stream_generate
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.errors import MachineError, UserError
@@ -96,7 +97,7 @@ def stream(
 ) -> Iterator[Piece]:
     """Feeds `tokens` to the model, yields the reply token by token.
 
-    loaded: what `mlxkv.models.load` returns. cache: from `make_prompt_cache`, possibly holding earlier tokens.
+    loaded: what `mlxkv.models.load` returns. cache: from `new_cache`, possibly holding earlier tokens.
     progress: called with (tokens done, tokens in all) during the prefill. stop: asked after each
     token and each prefill chunk; yes ends the reply with the cache in order.
     stats: filled in place; `stats.held` is right whenever this generator is not running.
@@ -155,6 +156,11 @@ def _broken_logits(loaded, step: int) -> str:
         "" if loaded.kv_name == "fp16" else "; try --kv fp16 to see whether the cache is the cause"
     )
     return f"[generate] NaN or infinity in the logits of {loaded.name} at token {step}{advice}"
+
+
+def new_cache(loaded) -> list:
+    """An empty cache for each layer, as `load` or `attach` arranged it."""
+    return make_prompt_cache(loaded.model)
 
 
 def prefill_step() -> int:

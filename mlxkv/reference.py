@@ -105,25 +105,29 @@ def _half(x: np.ndarray, limit: float = HALF_MAX) -> np.ndarray:
 
 
 def group_size(group: int, whole: int) -> int:
-    """The largest divisor of `whole` (dims, or tokens of a page), at most `group`; 0: all."""
-    return max(n for n in range(1, whole + 1) if whole % n == 0 and n <= (group or whole))
+    """Values per scale of `whole` dims (or tokens of a page); 0: all."""
+    return min(group or whole, whole)
 
 
 def _grouped(x: np.ndarray, group: int, axis: str) -> np.ndarray:
-    """[..., T, R] -> groups on the last axis: [..., T, R/g, g] (token) or [..., T/g, R, g]
-    (channel)."""
+    """[..., T, R] -> groups on the last axis: [..., T, ceil(R/g), g] or [..., T/g, R, g].
+
+    For axis "token" the last group may be short (R = 80, g = 64: 64 + 16); its last value is
+    repeated, which changes no minimum or maximum. For axis "channel" g divides the page.
+    """
     *lead, tokens, dims = x.shape
     if axis == "token":
-        return x.reshape(*lead, tokens, dims // group, group)
+        pad = [(0, 0)] * (x.ndim - 1) + [(0, -dims % group)]
+        return np.pad(x, pad, mode="edge").reshape(*lead, tokens, -1, group)
     return x.reshape(*lead, tokens // group, group, dims).swapaxes(-1, -2)
 
 
-def _ungrouped(x: np.ndarray, axis: str) -> np.ndarray:
+def _ungrouped(x: np.ndarray, axis: str, dims: int) -> np.ndarray:
     """The inverse of `_grouped`."""
     if axis == "channel":
         x = x.swapaxes(-1, -2)
         return x.reshape(*x.shape[:-3], -1, x.shape[-1])
-    return x.reshape(*x.shape[:-2], -1)
+    return x.reshape(*x.shape[:-2], -1)[..., :dims]
 
 
 def affine_encode(
@@ -134,9 +138,9 @@ def affine_encode(
     symmetric (SRFT paper, section 3.2): scale = max|x| / m, m = 2^(b-1) - 1, code = round(x /
     scale) + 2^(b-1). min-max: bias = min x, scale = (max x - bias) / (2^b - 1), code = round((x -
     bias) / scale).
-    Returns codes (uint8, [..., T, R]), scale and bias (float64 holding float16 values): [..., T,
-    R/g] for axis "token", [..., T/g, R] for axis "channel". The symmetric bias is -2^(b-1) scale
-    and is not stored.
+    Returns codes (uint8, [..., T, R]), scale and bias (float64 holding float16 values):
+    [..., T, ceil(R/g)] for axis "token", [..., T/g, R] for axis "channel". The symmetric bias is
+    -2^(b-1) scale and is not stored.
     """
     g = _grouped(np.asarray(x, np.float64), group, axis)
     top, middle = 2**bits - 1, 2 ** (bits - 1)
@@ -152,7 +156,7 @@ def affine_encode(
     codes = np.clip(np.rint((g - bias[..., None]) / divisor), low, top)
     if symmetric:  # a group of zeros has scale 0: its code is the middle one
         codes = np.where(scale[..., None] > 0, codes, middle)
-    return _ungrouped(codes, axis).astype(np.uint8), scale, bias
+    return _ungrouped(codes, axis, x.shape[-1]).astype(np.uint8), scale, bias
 
 
 def affine_decode(
@@ -160,7 +164,7 @@ def affine_decode(
 ) -> np.ndarray:
     """scale * code + bias: [..., T, R]."""
     g = _grouped(codes.astype(np.float64), group, axis)
-    return _ungrouped(g * scale[..., None] + bias[..., None], axis)
+    return _ungrouped(g * scale[..., None] + bias[..., None], axis, codes.shape[-1])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlxkv import prompt_cache
 from mlxkv.errors import UserError
-from mlxkv.generate import Stats, stream
+from mlxkv.generate import Stats, new_cache, stream
 from mlxkv.shapes import layers_of
 
 
@@ -65,7 +65,7 @@ class Session:
 
     def _forget_cache(self) -> None:
         """A fresh cache; the next turn reads the whole conversation again."""
-        self.cache = make_prompt_cache(self.loaded.model)
+        self.cache = new_cache(self.loaded)
         self.tokens: list[int] = []  # what the cache holds
         self.text = ""  # the same as text, as the chat template wrote it
 

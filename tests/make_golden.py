@@ -57,7 +57,7 @@ def near(x: np.ndarray, bits: int, group: int, symmetric: bool, axis: str) -> np
         unsure = half_near(np.abs(g).max(-1) / (2 ** (bits - 1) - 1))
     else:
         unsure = half_near(g.min(-1)) | half_near((g.max(-1) - bias) / (2**bits - 1))
-    return ref._ungrouped(edge | unsure[..., None], axis)
+    return ref._ungrouped(edge | unsure[..., None], axis, x.shape[-1])
 
 
 def transforms(rng) -> dict:

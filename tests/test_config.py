@@ -76,7 +76,9 @@ def test_bad_values_are_refused():
         dataclasses.replace(PRESETS["int4"], page=40)
     with pytest.raises(UserError, match="windows must be 0 or more"):
         dataclasses.replace(PRESETS["int4"], sink=-1)
-    assert "no group of 16" in Affine(4, 64).why_not(127, 64)
+    with pytest.raises(UserError, match="group must be 0 or at least 16; got 8"):
+        Affine(4, 8)
+    assert "no multiple of the group 48" in Affine(4, 48, axis="channel").why_not(128, 64)
 
 
 def test_config_imports_no_framework():

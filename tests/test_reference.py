@@ -107,6 +107,17 @@ def test_channel_scale_evens_out_the_channels():
     assert error(sdown, sup) < 0.3 * error(down, up)
 
 
+def test_a_short_last_group_has_a_scale_of_its_own():
+    x = data(3, 80)
+    codes, scale, bias = ref.affine_encode(x, 4, 64)
+    assert scale.shape == (3, 2)
+    for part, g in ((slice(0, 64), 0), (slice(64, 80), 1)):
+        c, s, b = ref.affine_encode(x[:, part], 4, part.stop - part.start)
+        np.testing.assert_array_equal(c, codes[:, part])
+        np.testing.assert_array_equal(s[:, 0], scale[:, g])
+        np.testing.assert_array_equal(b[:, 0], bias[:, g])
+
+
 @pytest.mark.parametrize("bits", (2, 3, 4, 8))
 @pytest.mark.parametrize("dims", (16, 31, 64, 80, 96, 127, 128))
 def test_packing_round_trip_and_size(bits, dims):

@@ -6,7 +6,8 @@ import copy
 from collections.abc import Sequence
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+
+from mlxkv.generate import new_cache
 
 PREFILL = 512  # tokens of a prompt at once
 DECODE = 8  # tokens at once afterwards: attention then reads the codes, as in decoding
@@ -14,7 +15,7 @@ DECODE = 8  # tokens at once afterwards: attention then reads the codes, as in d
 
 def prefill(loaded, tokens: Sequence[int]) -> list:
     """A fresh cache that holds `tokens`."""
-    cache = make_prompt_cache(loaded.model)
+    cache = new_cache(loaded)
     for start in range(0, len(tokens), PREFILL):
         loaded.model(mx.array(tokens[start : start + PREFILL])[None], cache=cache)
         mx.eval([c.state for c in cache])

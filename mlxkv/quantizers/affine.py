@@ -2,7 +2,7 @@
 
 Stored per side, T a whole number of pages:
     codes  uint32  [B, G, T, W]
-    scale  float16 [B, G, T, R/g] (axis token) or [B, G, T/g, R] (axis channel)
+    scale  float16 [B, G, T, ceil(R/g)] (axis token) or [B, G, T/g, R] (axis channel)
     bias   float16, as scale; absent when symmetric
 """
 
@@ -19,18 +19,21 @@ HALF_MAX = 65504.0
 
 
 def _grouped(x: mx.array, group: int, axis: str) -> mx.array:
-    """[..., T, R] -> [..., T, R/g, g] (token) or [..., T/g, R, g] (channel)."""
+    """[..., T, R] -> [..., T, ceil(R/g), g] (token; a short last group repeats its last value) or
+    [..., T/g, R, g] (channel)."""
     *lead, tokens, dims = x.shape
     if axis == "token":
-        return x.reshape(*lead, tokens, dims // group, group)
+        if dims % group:
+            x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -dims % group)], mode="edge")
+        return x.reshape(*lead, tokens, -1, group)
     return x.reshape(*lead, tokens // group, group, dims).swapaxes(-1, -2)
 
 
-def _ungrouped(x: mx.array, axis: str) -> mx.array:
+def _ungrouped(x: mx.array, axis: str, dims: int) -> mx.array:
     if axis == "channel":
         x = x.swapaxes(-1, -2)
         return x.reshape(*x.shape[:-3], -1, x.shape[-1])
-    return x.reshape(*x.shape[:-2], -1)
+    return x.reshape(*x.shape[:-2], -1)[..., :dims]
 
 
 def _half(x: mx.array, limit: float = HALF_MAX) -> mx.array:
@@ -55,7 +58,7 @@ def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
     codes = mx.clip(mx.round(codes), low, top)
     if spec.symmetric:
         codes = mx.where(step[..., None] > 0, codes, middle)
-    words = packing.pack(_ungrouped(codes, spec.axis).astype(mx.uint32), spec.bits)
+    words = packing.pack(_ungrouped(codes, spec.axis, x.shape[-1]).astype(mx.uint32), spec.bits)
     stored = {"codes": words, "scale": scale}
     return stored if spec.symmetric else {**stored, "bias": stored_bias}
 
@@ -67,7 +70,8 @@ def _bias(spec: Affine, stored: dict[str, mx.array]) -> mx.array:
 
 
 def _mlx_reads(spec: Affine, dims: int, page: int) -> bool:
-    return spec.axis == "token" and spec.group_size(dims, page) in MLX_GROUPS
+    group = spec.group_size(dims, page)
+    return spec.axis == "token" and group in MLX_GROUPS and dims % group == 0
 
 
 def decode(
@@ -81,7 +85,7 @@ def decode(
             scale, bias = scale.astype(dtype), bias.astype(dtype)
         return mx.dequantize(codes, scale, bias, group_size=group, bits=spec.bits, dtype=dtype)
     g = _grouped(packing.unpack(codes, spec.bits, dims).astype(mx.float32), group, spec.axis)
-    return _ungrouped(g * scale[..., None] + bias[..., None], spec.axis).astype(dtype)
+    return _ungrouped(g * scale[..., None] + bias[..., None], spec.axis, dims).astype(dtype)
 
 
 def scores(

@@ -1,0 +1,45 @@
+"""The embedded models tell the presets apart (the gates of the full-precision cache are
+`training/gates.py`'s): smaller contexts than the README's table, the same orderings."""
+
+from functools import cache
+
+import pytest
+
+from mlxkv.eval.perplexity import perplexity, story_tokens
+from mlxkv.eval.recall import recall
+from mlxkv.models import load
+
+CONTEXT, QUESTIONS = 1536, 16
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def single(model: str, kv: str):
+    return recall(load(model, kv), "single", CONTEXT, QUESTIONS, seed="test-tiny")
+
+
+@cache
+def loss(model: str, kv: str) -> float:
+    loaded = load(model, kv)
+    return perplexity(loaded, story_tokens(loaded, 1024), 512).loss
+
+
+@pytest.mark.parametrize("model", ("tiny", "tiny-hard", "tiny-qwen", "tiny-qwen-hard"))
+def test_facts_are_found_with_int4_as_in_full_precision(model):
+    assert single(model, "fp16").values >= 0.93
+    for kv in ("int4", "srft-int4", "hadamard-int4"):
+        assert single(model, kv).values >= single(model, "fp16").values - 0.07
+
+
+@pytest.mark.parametrize("model", ("tiny", "tiny-qwen"))
+def test_int4_raises_perplexity_by_less_than_a_hundredth(model):
+    for kv in ("int4", "srft-int4", "hadamard-int4"):
+        assert loss(model, kv) - loss(model, "fp16") < 0.01
+
+
+@pytest.mark.parametrize("model", ("tiny-hard", "tiny-qwen-hard"))
+def test_naive_codes_break_on_the_hard_models(model):
+    assert single(model, "naive-int2").values <= single(model, "fp16").values - 0.5
+    naive, rotated = single(model, "naive-int4"), single(model, "int4")
+    assert naive.likelihood < rotated.likelihood - 0.01
