@@ -158,6 +158,21 @@ def test_a_step_that_seals_a_page_copies_no_other_page():
     assert extra < 0.2 * cache.nbytes
 
 
+@pytest.mark.parametrize("dims", (80, 96, 128))
+def test_a_decode_step_needs_less_than_the_layer_in_full_precision(dims):
+    keys, values = (mx.array(x) for x in tokens(4096, dims))
+    cache = CompressedKVCache(PRESETS["int4"])
+    feed(cache, keys, values, [4096])
+    view, _ = cache.keys_and_values()
+    queries = mx.zeros((1, HEADS, 1, dims))
+    mx.eval(queries, cache.state)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(attend(queries, view, 0.1))
+    assert mx.get_peak_memory() - before < keys.nbytes + values.nbytes
+
+
 def test_trimming_less_than_nothing_is_nothing():
     cache = CompressedKVCache(SMALL)
     feed(cache, *tokens(100), [100])
