@@ -108,10 +108,13 @@ def _softmax(scores, mask, sinks):
     """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
     new, total = scores.shape[2:]
     if isinstance(mask, str):
+        if mask != "causal":
+            raise ValueError(f"[attend] unknown mask; got {mask!r}; choose causal, or an array")
         mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None] if new > 1 else None
     if mask is not None:
         if mask.dtype == mx.bool_:
-            scores = mx.where(mask, scores, -mx.inf)
+            # Not -inf: a row that may see nothing (left padding) must not become NaN.
+            scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
         else:
             scores = scores + mask.astype(mx.float32)
     if sinks is None:

@@ -115,17 +115,19 @@ class CompressedKVCache:
             raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
         if self._count + keys.shape[2] <= self._room:
             self._append(new)
-            view = self._view(self._read_live())
+            view = self._view(self._read_live(), self._sink, self._pages[0].count)
         else:
             if self._count:
                 new = tuple(
                     mx.concatenate(pair, axis=2)
                     for pair in zip(self._read_live(), new, strict=True)
                 )
-            view = self._view(new)
+            sink, count = self._sink, self._pages[0].count
             self._seal(new)
-            # Attention waits for the codes, so that these tokens are freed before the next layer.
-            view = replace(view, sealed=self._arrays())
+            # The pages as they were, read from the arrays of now: a hold on those of before would
+            # have all of them copied. Attention waits for the codes, so that these tokens are
+            # freed before the next layer.
+            view = replace(self._view(new, sink, count), sealed=self._arrays())
         self.offset += keys.shape[2]
         return view, view
 
@@ -162,15 +164,17 @@ class CompressedKVCache:
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, count * size :] for x in live))
 
-    def _view(self, live: Pair) -> View:
-        if not self._pages[0].count:
-            return View(live, self._sink, plain=live[0].shape[2] <= self._room)
+    def _view(self, live: Pair, sink: Pair | None, count: int) -> View:
+        """Of `sink`, the first `count` pages and `live`."""
+        if not count:
+            return View(live, sink, plain=not self._pages[0].count)
         codecs = self._codecs(tuple(x.shape[3] for x in live))
-        return View(live, self._sink, tuple(p.read() for p in self._pages), codecs, self._paged)
+        pages = tuple(p.read(0, count) for p in self._pages)
+        return View(live, sink, pages, codecs, count * self.config.page)
 
     def keys_and_values(self) -> tuple[View, View]:
         """The view without appending anything (mlx-lm 0.32)."""
-        view = self._view(self._read_live())
+        view = self._view(self._read_live(), self._sink, self._pages[0].count)
         return view, view
 
     # -- the rest of mlx-lm's contract
@@ -184,7 +188,7 @@ class CompressedKVCache:
 
         Exact inside `live`. Further back whole pages go and the cut page is decoded into `live`.
         """
-        n = min(self.offset, n)
+        n = max(0, min(self.offset, n))
         left = self.offset - n
         if n <= self._count:
             self._count -= n
@@ -210,15 +214,6 @@ class CompressedKVCache:
                 )
             for pages in self._pages:
                 pages.truncate(kept)
-            if not kept and sink:  # no page is left: sink and live are one again
-                live = (
-                    self._sink
-                    if live is None
-                    else tuple(
-                        mx.concatenate(pair, axis=2) for pair in zip(self._sink, live, strict=True)
-                    )
-                )
-                self._sink = None
             self._count = 0
         if live is not None:
             self._live = None

@@ -36,7 +36,9 @@ class Options:
 def run(options: Options) -> None:
     """One shot with --prompt or piped text, else the terminal loop."""
     prompt = options.prompt
-    if prompt is None and not sys.stdin.isatty():
+    if prompt is None and sys.stdin is None:  # closed, as in a job without a terminal
+        prompt = ""
+    elif prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read().removesuffix("\n")
     if prompt is not None:  # an argument that is not UTF-8 arrives with surrogates in it
         prompt = prompt.encode("utf-8", "replace").decode("utf-8")
@@ -47,6 +49,8 @@ def run(options: Options) -> None:
         raise UserError("[--json] needs a prompt: pass --prompt TEXT or pipe some text in")
     if options.max_tokens < 1:
         raise UserError(f"[--max-tokens] must be at least 1; got {options.max_tokens}")
+    if not 0 <= options.seed < 2**64:
+        raise UserError(f"[--seed] must be 0 or more, below 2^64; got {options.seed}")
     sampler = sampler_for(options.temp, options.top_p)
 
     mx.random.seed(options.seed)
@@ -56,7 +60,7 @@ def run(options: Options) -> None:
     note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")
     for line in loaded.report():
         note(f"  {line}")
-    if options.load:
+    if options.load is not None:
         session.load(options.load)
         note(f"  goes on from {options.load}: {len(session.tokens)} tokens")
     if prompt is None:
@@ -111,8 +115,12 @@ def report(session: Session) -> dict:
 def stats_line(session: Session) -> str:
     """The last reply and the cache in one line."""
     stats, usage = session.stats, session.usage()
+    cache = f"cache {human_bytes(usage.kv_bytes)}"
+    if session.all_exact:
+        cache += f", exact up to {session.loaded.kv.window} tokens, compressed from there on"
+    else:
+        cache += f", 16 bits would be {human_bytes(usage.kv_bytes_fp16)}"
     return (
         f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "
-        f"{stats.tokens_per_second:.1f} tokens/s · "
-        f"cache {human_bytes(usage.kv_bytes)}, 16 bits would be {human_bytes(usage.kv_bytes_fp16)}]"
+        f"{stats.tokens_per_second:.1f} tokens/s · {cache}]"
     )

@@ -185,8 +185,6 @@ def _command(session: Session, out: Console, line: str) -> bool:
 
 def _stats(session: Session) -> Table:
     stats, usage, loaded = session.stats, session.usage(), session.loaded
-    windows = loaded.kv.sink + loaded.kv.recent
-    early = loaded.kv.compresses and len(session.tokens) <= windows + loaded.kv.page
     rows = {
         "model": f"{loaded.name} · --kv {loaded.kv_name}",
         "tokens held": f"{len(session.tokens)} of {session.limit or 'unknown'}",
@@ -195,7 +193,7 @@ def _stats(session: Session) -> Table:
         "last reply": f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s",
         "cache": f"{human_bytes(usage.kv_bytes)} (16 bits: {human_bytes(usage.kv_bytes_fp16)})",
         "bits per value": f"{usage.bits_per_value:.2f} measured"
-        + (f" (still short: {windows} tokens are always kept exactly)" if early else ""),
+        + (f" (exact up to {loaded.kv.window} tokens)" if session.all_exact else ""),
         "peak memory": human_bytes(mx.get_peak_memory()),
     }
     table = Table(box=None, show_header=False, pad_edge=False)

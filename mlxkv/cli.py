@@ -111,7 +111,10 @@ def fit(
     config: Annotated[
         str | None, typer.Option("--config", help="A config.json, instead of --model.")
     ] = None,
-    context: Annotated[str, typer.Option("--context", help="Tokens: 8192, 32k, 128k.")] = "32k",
+    context: Annotated[
+        str | None,
+        typer.Option("--context", help="Tokens: 8192, 128k. Default: 32k, or the model's limit."),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option("--memory", help="The machine's memory: 16GB. Default: this one's."),

@@ -148,6 +148,11 @@ class CacheConfig:
     def compresses(self) -> bool:
         return any(not isinstance(side.quantizer, Full) for side in (self.keys, self.values))
 
+    @property
+    def window(self) -> int:
+        """Tokens that a cache holds before it compresses any."""
+        return self.sink + self.recent + self.page
+
     def why_not(self, key_dim: int, value_dim: int) -> str | None:
         """The reason why heads of these dims cannot be stored, or None."""
         for name, side, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):

@@ -19,6 +19,7 @@ from mlxkv.errors import UserError
 from mlxkv.shapes import LayerShape, activation_bytes, context_limit, layers_of, weight_bytes
 
 DEFAULT_PRESETS = ("fp16", "int8", "int4", "int3", "int2")
+DEFAULT_CONTEXT = "32k"
 CHUNK = 2048
 # macOS lets the GPU wire about three quarters of the memory; the rest is the system's.
 USABLE = 0.75
@@ -123,13 +124,20 @@ def machine_memory() -> int:
 
 
 def run(
-    model: str, config: str | None, context: str, memory: str | None, kv: list[str], as_json: bool
+    model: str,
+    config: str | None,
+    context: str | None,
+    memory: str | None,
+    kv: list[str],
+    as_json: bool,
 ) -> None:
     """The command."""
-    tokens = parse_tokens(context, "--context")
+    tokens = parse_tokens(context or DEFAULT_CONTEXT, "--context")
     total = parse_size(memory, "--memory") if memory else machine_memory()
     chosen = {name: parse_kv(name) for name in (kv or DEFAULT_PRESETS)}
     plan = read_plan(model, config)
+    if context is None and plan.limit:
+        tokens = min(tokens, plan.limit)
     if plan.limit and tokens > plan.limit:
         raise UserError(
             f"[--context] longer than the model's context; got {tokens}; {plan.name} takes {plan.limit}"

@@ -58,8 +58,8 @@ class Piece:
 
 def sampler_for(temp: float = 0.0, top_p: float = 1.0) -> Callable[[mx.array], mx.array]:
     """mlx-lm's sampler after a check of its two dials."""
-    if temp < 0:
-        raise UserError(f"[--temp] must be 0 or more; got {temp:g}")
+    if not 0 <= temp < float("inf"):  # NaN is refused too
+        raise UserError(f"[--temp] must be 0 or more, and finite; got {temp:g}")
     if not 0 < top_p <= 1:
         raise UserError(f"[--top-p] must be above 0 and at most 1; got {top_p:g}")
     return make_sampler(temp=temp, top_p=top_p)

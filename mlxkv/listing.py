@@ -73,7 +73,10 @@ def models(as_json: bool) -> None:
             }
         )
         return
-    rows = [[name, _embedded(source), "yes"] for name, source in EMBEDDED.items()]
+    rows = [
+        [name, _embedded(source), "yes" if source.folder.is_dir() else "no"]
+        for name, source in EMBEDDED.items()
+    ]
     rows += [
         [name, target, human_bytes(cached[target]) if target in cached else "no"]
         for name, target in HUB.items()

@@ -85,6 +85,8 @@ def save(name: str, saved: Saved, loaded) -> Path:
 
 def load(name: str, loaded) -> Saved:
     """Reads a session for this model and preset. Raises UserError with the reason when it is not one."""
+    if not name.strip():
+        raise UserError("[load] no file name; got an empty one")
     path = path_for(name) if not Path(name).expanduser().is_file() else Path(name).expanduser()
     header = _header(path)
     entry = next((key for key in header if key.endswith(".mlxkv_format")), None)

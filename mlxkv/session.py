@@ -123,8 +123,29 @@ class Session:
             self.text = ""
             return
         written = self.tokens[-self.stats.generated_tokens :]
-        self.text = text + self.loaded.tokenizer.decode(written, skip_special_tokens=False)
-        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        self.text = text + self._decode(written)
+        if self.stats.finish_reason == "stop":
+            written = written[:-1]  # the token that ends a turn is the template's to write
+        self.messages = self._with_reply(messages, reply, self._decode(written))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.loaded.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _with_reply(self, messages: list[dict], shown: str, exact: str) -> list[dict]:
+        """The conversation with the reply in the wording that the template writes as it was
+        generated, so that the cache is used again.
+
+        shown: without a first space and, when stopped, without the end that was still held back.
+        Templates that write a space of their own need it like this, others need it `exact`.
+        """
+        for content in (shown, exact):
+            candidate = [*messages, {"role": "assistant", "content": content}]
+            try:
+                if self._as_text(candidate).startswith(self.text):
+                    return candidate
+            except UserError:  # the next question will say so
+                pass
+        return [*messages, {"role": "assistant", "content": shown}]
 
     def _render(self, messages: list[dict]) -> tuple[str, list[int]]:
         """The conversation as text and as tokens.
@@ -170,6 +191,12 @@ class Session:
             self.tokens = self.tokens[:shared]
             self.text = ""
         return shared
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether nothing is compressed yet because the conversation is short."""
+        compresses = any(layer.compressed for layer in self.loaded.layers)
+        return compresses and len(self.tokens) <= self.loaded.kv.window
 
     def usage(self) -> Usage:
         """Measured bytes of the caches, and the numbers a plain cache would hold."""

@@ -82,6 +82,23 @@ def test_masks_and_sinks(new):
             assert rms(out, spec) < 3e-6
 
 
+@pytest.mark.parametrize("new", (1, 8, 40))
+def test_rows_that_may_see_nothing_are_numbers(new):
+    """Left padding: as `mx.fast` does it, such a row is the mean of all values, not NaN."""
+    _, view = setup(6, 2, 64, 200)
+    q = np.random.default_rng(9).standard_normal((2, 6, new, 64)).astype(np.float32)
+    out = attend(mx.array(q), view, 0.125, mx.zeros((2, 1, new, 200), mx.bool_))
+    mean = np.repeat(exact(view)[1].mean(2, keepdims=True), 3, 1)  # [B, H, 1, D]
+    assert rms(out, np.broadcast_to(mean, out.shape)) < 3e-6
+
+
+@pytest.mark.parametrize("new", (2, 40))
+def test_an_unknown_mask_is_refused(new):
+    _, view = setup(6, 2, 64, 200)
+    with pytest.raises(ValueError, match="mask"):
+        attend(mx.zeros((2, 6, new, 64)), view, 0.125, "full")
+
+
 @pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16))
 def test_sixteen_bit_models(dtype):
     """The error of 16-bit windows and outputs, not of the codes, is what is left."""

@@ -78,13 +78,24 @@ def test_empty_prompt(chat):
     assert "empty prompt" in chat(stdin="\n")
 
 
+def test_no_stdin_at_all(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().err.startswith("[chat] empty prompt")
+
+
 @pytest.mark.parametrize("count", ["0", "-3"])
 def test_max_tokens(chat, count):
     assert f"at least 1; got {count}" in chat("--prompt", "hi", "--max-tokens", count)
 
 
 def test_sampling(chat):
-    assert "--temp" in chat("--prompt", "hi", "--temp", "-1")
+    for wrong in ("-1", "nan", "inf"):
+        assert f"got {wrong}" in chat("--prompt", "hi", "--temp", wrong)
+    for wrong in ("-1", "18446744073709551616"):
+        assert f"[--seed] must be 0 or more, below 2^64; got {wrong}" in chat(
+            "--prompt", "hi", "--seed", wrong
+        )
     assert "--top-p" in chat("--prompt", "hi", "--top-p", "1.5")
 
 
@@ -110,6 +121,7 @@ def test_nan_in_the_logits(chat, tmp_path):
 
 def test_session_files(chat, tmp_path):
     assert "no such file" in chat("--prompt", "hi", "--load", tmp_path / "missing")
+    assert "no file name" in chat("--prompt", "hi", "--load", "")
     (tmp_path / "notes.safetensors").write_text("hello")
     assert "not a safetensors" in chat("--prompt", "hi", "--load", tmp_path / "notes.safetensors")
 

@@ -11,6 +11,7 @@ from random_model import write_model
 from mlxkv import __version__
 from mlxkv.cli import app, main
 from mlxkv.config import PRESETS
+from mlxkv.models.aliases import EMBEDDED
 
 CHAT_KEYS = [
     *("model", "kv", "backend", "prompt_tokens", "generated_tokens", "prefill_seconds"),
@@ -58,6 +59,13 @@ def test_chat_prints_the_reply_alone_on_stdout(run, model_folder):
     assert out == data["text"] + "\n"
     assert str(model_folder) in err and "int4" in err and "tokens/s" in err
     assert run(*options, stdin="hello")[0] == out
+
+
+def test_a_short_chat_says_that_nothing_is_compressed_yet(run, model_folder):
+    options = ("chat", "--model", model_folder, "--max-tokens", "5", "--prompt")
+    assert "exact up to 192 tokens" in run(*options, "hello")[1]
+    assert "16 bits would be" in run(*options, "hello" * 50)[1]
+    assert "16 bits would be" in run(*options, "hello", "--kv", "fp16")[1]
 
 
 def test_chat_json(run, model_folder):
@@ -108,6 +116,9 @@ def test_presets(run):
 def test_models(run):
     out = run("models")[0]
     assert "gemma-3-1b" in out and "any hub name" in out
+    for name, source in EMBEDDED.items():
+        row = next(line for line in out.splitlines() if line.split()[:1] == [name])
+        assert row.split()[-1] == ("yes" if source.folder.is_dir() else "no")
     data = last_json(run("models", "--json")[0])
     assert set(data) == {"embedded", "aliases", "cached"}
     assert all(row["model"].count("/") == 1 for row in data["aliases"])

@@ -152,6 +152,14 @@ def test_a_context_beyond_the_model(config_file, capsys):
     assert "takes 40960" in capsys.readouterr().err
 
 
+def test_no_context_means_32k_or_what_the_model_takes(config_file, tmp_path, capsys):
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps(QWEN3_4B | {"max_position_embeddings": 8192}))
+    for path, tokens in ((config_file, 32768), (small, 8192)):
+        assert main(["fit", "--config", str(path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["context"] == tokens
+
+
 def test_reasons_are_printed(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN3_4B | {"head_dim": 96}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_model import write_model
@@ -90,6 +91,27 @@ def test_stopped_replies_are_kept_and_the_session_goes_on(session):
     assert session.messages[-1]["role"] == "assistant" and in_step(session)
     ask(session, "and now?")
     assert in_step(session) and len(session.messages) == 4
+
+
+def speak(session: Session, text: str) -> None:
+    """The model says `text`, whatever it is asked."""
+    ids = iter(session.loaded.tokenizer.encode(text, add_special_tokens=False) * 2)
+    session.sampler = lambda logprobs: mx.array([next(ids)])
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("text", [" a reply with spaces", "up to a space ", "half a \u00fc"])
+def test_the_end_of_a_reply_is_not_read_again(loaded, raw, text):
+    """A first space and an unfinished letter are not shown, and yet they were said."""
+    data = len(text.encode()) - (text[-1] == "\u00fc")  # one token a byte; cut the last letter
+    session = Session(loaded, raw=raw, max_tokens=64)
+    speak(session, text)
+    ask(session, "hello" * 20, stop=lambda: session.stats.generated_tokens >= data)
+    held = len(session.tokens)
+    session.sampler = None
+    ask(session, "and now?")
+    reused = session.stats.prompt_tokens - session.stats.read_tokens
+    assert in_step(session) and reused == held
 
 
 def test_stopped_while_reading_drops_the_turn_and_keeps_the_tokens(session, monkeypatch):

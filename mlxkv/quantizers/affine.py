@@ -74,10 +74,30 @@ def _mlx_reads(spec: Affine, dims: int, page: int) -> bool:
     return spec.axis == "token" and group in MLX_GROUPS and dims % group == 0
 
 
+def _has_tail(spec: Affine, dims: int, page: int) -> bool:
+    """Whether MLX reads all groups but the last, which is short."""
+    group = spec.group_size(dims, page)
+    return spec.axis == "token" and group in MLX_GROUPS and dims % group > 0
+
+
+def _cut(spec: Affine, stored: dict[str, mx.array], dims: int, page: int):
+    """(dims, arrays) of the whole groups, and of the short one; 80 dims: 64 and 16."""
+    group = spec.group_size(dims, page)
+    split = dims - dims % group
+    head, tail = {}, {}
+    for name, x in stored.items():
+        at = split * spec.bits // 32 if name == "codes" else split // group
+        head[name], tail[name] = x[..., :at], x[..., at:]
+    return (split, head), (dims - split, tail)
+
+
 def decode(
     spec: Affine, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
     """[B, G, T, R] in `dtype`."""
+    if _has_tail(spec, dims, page):
+        parts = _cut(spec, stored, dims, page)
+        return mx.concatenate([decode(spec, s, n, page, dtype) for n, s in parts], axis=-1)
     group = spec.group_size(dims, page)
     codes, scale, bias = stored["codes"], stored["scale"], _bias(spec, stored)
     if _mlx_reads(spec, dims, page):
@@ -101,6 +121,13 @@ def mix(spec: Affine, p: mx.array, stored: dict[str, mx.array], dims: int, page:
 
 
 def _product(spec, x, stored, dims, page, transpose):
+    if _has_tail(spec, dims, page):
+        (split, head), (rest, tail) = _cut(spec, stored, dims, page)
+        if transpose:
+            whole = _product(spec, x[..., :split], head, split, page, True)
+            return whole + _product(spec, x[..., split:], tail, rest, page, True)
+        whole = _product(spec, x, head, split, page, False)
+        return mx.concatenate([whole, _product(spec, x, tail, rest, page, False)], axis=-1)
     if _mlx_reads(spec, dims, page):
         group = spec.group_size(dims, page)
         bias = _bias(spec, stored)
