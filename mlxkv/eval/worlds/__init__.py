@@ -12,9 +12,9 @@ eight is held out (`grammar.held_out`), and so is one in six of the pairs of how
 and how it is asked (`grammar.combination_held_out`).
 """
 
-from .chat import chat_questions
-from .documents import documents
-from .needles import KINDS, Haystack, Needle, haystack
-from .stories import stories
+from mlxkv.eval.worlds.chat import chat_questions
+from mlxkv.eval.worlds.documents import documents
+from mlxkv.eval.worlds.needles import KINDS, Haystack, Needle, haystack
+from mlxkv.eval.worlds.stories import stories
 
 __all__ = ["KINDS", "Haystack", "Needle", "chat_questions", "documents", "haystack", "stories"]

@@ -2,12 +2,22 @@
 
 from random import Random
 
-from . import drills, facts
-from .facts import label
-from .grammar import article, listed, made_up_name, ways
-from .knowledge import BEYOND, SMALL_TALK, SORRY
-from .stories import Story, plot, simulate
-from .words import ANIMALS, COLOURS, DISHES, HOBBIES, JOBS, PEOPLE, PETS, THINGS, TOWNS
+from mlxkv.eval.worlds import drills, facts
+from mlxkv.eval.worlds.facts import label
+from mlxkv.eval.worlds.grammar import article, listed, made_up_name, ways
+from mlxkv.eval.worlds.knowledge import BEYOND, SMALL_TALK, SORRY
+from mlxkv.eval.worlds.stories import Story, plot, simulate
+from mlxkv.eval.worlds.words import (
+    ANIMALS,
+    COLOURS,
+    DISHES,
+    HOBBIES,
+    JOBS,
+    PEOPLE,
+    PETS,
+    THINGS,
+    TOWNS,
+)
 
 Message = dict[str, str]
 Pair = tuple[str, str]

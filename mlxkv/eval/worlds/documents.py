@@ -3,11 +3,20 @@
 from collections.abc import Iterator
 from random import Random
 
-from .chat import SYSTEMS, Message, Pair, conversation, messages
-from .facts import CODE, NUMBERED, RELATIONS, Fact, ask, ask_many, ask_values, new_facts
-from .needles import more_values, paragraphs, scatter
-from .pydocs import excerpt, python_docs
-from .stories import plot, simulate, stories
+from mlxkv.eval.worlds.chat import SYSTEMS, Message, Pair, conversation, messages
+from mlxkv.eval.worlds.facts import (
+    CODE,
+    NUMBERED,
+    RELATIONS,
+    Fact,
+    ask,
+    ask_many,
+    ask_values,
+    new_facts,
+)
+from mlxkv.eval.worlds.needles import more_values, paragraphs, scatter
+from mlxkv.eval.worlds.pydocs import excerpt, python_docs
+from mlxkv.eval.worlds.stories import plot, simulate, stories
 
 Piece = tuple[str, int]  # text, weight in the loss
 BOS, EOS, START, END = "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"

@@ -5,9 +5,9 @@ Each drill gives (topic, form number said, ways to ask, answer); `ask` picks a w
 
 from random import Random
 
-from .grammar import NUMBERS, article, capital, choose_form, listed, number, ways
-from .knowledge import KNOWN
-from .words import (
+from mlxkv.eval.worlds.grammar import NUMBERS, article, capital, choose_form, listed, number, ways
+from mlxkv.eval.worlds.knowledge import KNOWN
+from mlxkv.eval.worlds.words import (
     ANIMALS,
     CAPITALS,
     COLOUR_OF,

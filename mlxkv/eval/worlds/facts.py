@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from .grammar import article, capital, choose_form, listed, made_up_name, ways
-from .words import (
+from mlxkv.eval.worlds.grammar import article, capital, choose_form, listed, made_up_name, ways
+from mlxkv.eval.worlds.words import (
     COLOURS,
     DISHES,
     HOBBIES,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from .facts import (
+from mlxkv.eval.worlds.facts import (
     CODE,
     RELATIONS,
     Fact,
@@ -27,7 +27,7 @@ from .facts import (
     four_digits,
     new_facts,
 )
-from .stories import stories
+from mlxkv.eval.worlds.stories import stories
 
 KINDS = ("single", "multi2", "multi3", "multi4", "values", "unseen", "mixed")
 

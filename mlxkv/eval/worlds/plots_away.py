@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - one step or answer a line reads better than wrapped ones
 """More plots, away from home; for their form and their slots see plots_home.py."""
 
-from .plots_home import Plot
+from mlxkv.eval.worlds.plots_home import Plot
 
 RACE: Plot = (
     (

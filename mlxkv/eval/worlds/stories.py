@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from .grammar import capital, choose_form, counted, number, ways
-from .plots_away import AWAY
-from .plots_home import HOME, Plot
-from .words import (
+from mlxkv.eval.worlds.grammar import capital, choose_form, counted, number, ways
+from mlxkv.eval.worlds.plots_away import AWAY
+from mlxkv.eval.worlds.plots_home import HOME, Plot
+from mlxkv.eval.worlds.words import (
     ANIMALS,
     COLOURS,
     COUNTABLES,
