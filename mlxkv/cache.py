@@ -204,15 +204,6 @@ class CompressedKVCache:
                 page = self._store.read(kept, kept + 1)
                 live = tuple(page.decode(side, dtype)[:, :, :cut] for side in (0, 1))
             self._store.truncate(kept)
-            if not kept and sink:  # no page is left: sink and live are one again
-                live = (
-                    self._sink
-                    if live is None
-                    else tuple(
-                        mx.concatenate(pair, axis=2) for pair in zip(self._sink, live, strict=True)
-                    )
-                )
-                self._sink = None
             self._count = 0
         if live is not None:
             self._live = None
@@ -281,6 +272,15 @@ class CompressedKVCache:
             )
         self.config = CacheConfig.from_dict(header["config"])
         self._clear()
+        try:
+            self._restore(header, tree)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            self._clear()
+            raise UserError(
+                f"[CompressedKVCache] a state with parts missing or cut ({error})"
+            ) from None
+
+    def _restore(self, header: dict, tree: dict) -> None:
         for name in ("live", "sink"):
             if name in tree:
                 pair = (tree[name]["keys"], tree[name]["values"])
@@ -292,11 +292,21 @@ class CompressedKVCache:
             self._store = store(self.config, dims, self._live[0].dtype)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
+        sink = self._sink[0].shape[2] if self._sink else 0
+        if self.offset != sink + self._paged + self._count:
+            raise ValueError(f"{self.offset} tokens announced")
+        for x in self._arrays():
+            if x.shape[:2] != self._live[0].shape[:2]:
+                raise ValueError("arrays of different batches or heads")
 
     @property
     def meta_state(self) -> str:
         """Empty: the header travels in `state` (mlx-lm 0.31)."""
         return ""
+
+    def __copy__(self) -> CompressedKVCache:
+        """As independent as a deep copy: writing in place must not reach the other."""
+        return self.from_state(self.state)
 
     @classmethod
     def from_state(cls, state: dict, meta_state: str = "") -> CompressedKVCache:

@@ -62,6 +62,9 @@ class Pages:
 
     def restore(self, arrays: Stored, count: int) -> None:
         """Take over the arrays of exactly `count` pages."""
+        for name, x in arrays.items():
+            if x.shape[2] % count:
+                raise ValueError(f"{x.shape[2]} rows of {name} in {count} pages")
         # New handles: writing into an mx.array in place is seen by all who hold the same one.
         self._arrays = {name: mx.contiguous(x) for name, x in arrays.items()}
         self.count = self.capacity = count

@@ -96,7 +96,9 @@ class Codes(_Store):
         """Take over the `count` pages of a state of either store."""
         if "records" in state:
             state = _to_codes(state["records"], self.codecs, _layout(self))
-        for name, pages in zip(NAMES, self._pages, strict=True):
+        for name, code, pages in zip(NAMES, self.codecs, self._pages, strict=True):
+            if set(state[name]) != code.method.names(code.spec):
+                raise ValueError(f"arrays {', '.join(sorted(state[name]))} for {name}")
             pages.restore(state[name], count)
 
 

@@ -77,7 +77,6 @@ class CacheModel:
             return None
         self.pages, cut = divmod(max(0, left - self.sink), self.config.page)
         self.touched = cut
-        if not self.pages:
-            self.touched = left  # the sink is live again; only its own tokens are exact
+        if left <= self.sink:  # what is left of the sink is live again
             self.parted = False
         return None

@@ -158,6 +158,21 @@ def test_a_step_that_seals_a_page_copies_no_other_page():
     assert extra < 0.2 * cache.nbytes
 
 
+@pytest.mark.parametrize("dims", (80, 96, 128))
+def test_a_decode_step_needs_less_than_the_layer_in_full_precision(dims):
+    keys, values = (mx.array(x) for x in tokens(4096, dims))
+    cache = CompressedKVCache(PRESETS["int4"])
+    feed(cache, keys, values, [4096])
+    view, _ = cache.keys_and_values()
+    queries = mx.zeros((1, HEADS, 1, dims))
+    mx.eval(queries, cache.state)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(attend(queries, view, 0.1))
+    assert mx.get_peak_memory() - before < keys.nbytes + values.nbytes
+
+
 def test_trimming_less_than_nothing_is_nothing():
     cache = CompressedKVCache(SMALL)
     feed(cache, *tokens(100), [100])
@@ -180,14 +195,11 @@ def test_trim_then_continue(left):
             np.testing.assert_allclose(x, y[:, :, :left], atol=1e-6)
     feed(cache, keys, values, [60, 1, 39])
     assert cache.offset == left + 100
-    start = SMALL.sink + (left - SMALL.sink) // SMALL.page * SMALL.page
     whole = np.concatenate([before[0][:, :, :left], keys[:, :, left : left + 100]], 2)
     got = seen(cache)[0]
     assert got.shape == whole.shape
     error = np.abs(got - whole)
     assert error[:, :, -SMALL.recent :].max() < 1e-6
-    assert error.mean() < 0.2
-    assert start <= left or left < SMALL.sink
 
 
 def test_trim_gives_memory_back_and_more_than_all_is_all():
@@ -226,7 +238,7 @@ def test_state_round_trip(name, length):
 
 @pytest.mark.parametrize("length", (100, 300, 336))  # plain; live partly full; live full
 @pytest.mark.parametrize(
-    "twin_of", (copy.deepcopy, lambda cache: CompressedKVCache.from_state(cache.state))
+    "twin_of", (copy.deepcopy, copy.copy, lambda cache: CompressedKVCache.from_state(cache.state))
 )
 def test_a_copy_is_independent(twin_of, length):
     keys, values = tokens(500)
@@ -239,6 +251,25 @@ def test_a_copy_is_independent(twin_of, length):
         feed(twin, values, keys, [3, 60])
     for x, y in zip(seen(cache), before, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_states_with_parts_missing_or_cut_are_refused():
+    keys, values = tokens(300)
+    cache = CompressedKVCache(SMALL)
+    feed(cache, keys, values, [300])
+    for spoil in (
+        lambda s: s.pop("pages"),
+        lambda s: s.pop("sink"),
+        lambda s: s["pages"]["keys"].pop("scale"),
+        lambda s: s["pages"]["keys"].update(codes=s["pages"]["keys"]["codes"][:, :, 1:]),
+        lambda s: s["live"].update({n: x[:, :, 1:] for n, x in s["live"].items()}),
+        lambda s: s["live"].update({n: x[:, :1] for n, x in s["live"].items()}),
+    ):
+        state = cache.state
+        state["pages"] = {n: dict(side) for n, side in state["pages"].items()}
+        spoil(state)
+        with pytest.raises(UserError, match="parts missing or cut"):
+            CompressedKVCache.from_state(state)
 
 
 def test_states_that_are_not_ours_are_refused():

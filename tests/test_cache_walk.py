@@ -39,11 +39,13 @@ class Walk:
     def __init__(self, seed: int, dtype: mx.Dtype, folder):
         self.random, self.rng = Random(seed), np.random.default_rng(seed)
         self.batch = self.random.choice((1, 1, 2, 3))
-        self.value_dim = self.random.choice((KEY_DIM, KEY_DIM, 128))
         self.heads = KV_HEADS * self.random.choice((1, 3))
         sink, recent, page = self.random.choice(WINDOWS)
         sides = self.random.choice(SIDES), self.random.choice(SIDES)
         self.config = CacheConfig(*sides, sink, recent, page)
+        self.value_dim = self.random.choice((KEY_DIM, 80, 128))
+        if self.config.why_not(KEY_DIM, self.value_dim):  # no Hadamard matrix of 80
+            self.value_dim = KEY_DIM
         self.cache, self.model = CompressedKVCache(self.config), CacheModel(self.config)
         self.dtype, self.file = dtype, str(folder / "cache.safetensors")
         self.tolerance = 1e-5 if dtype == mx.float32 else 2e-2

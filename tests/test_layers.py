@@ -10,6 +10,7 @@ from attention_source import families, misuses
 from random_models import random_model
 
 from mlxkv.config import CacheConfig
+from mlxkv.metal import launch
 from mlxkv.models import LayerReport, attach, detach, summarise
 from mlxkv.models.layers import ranges
 from mlxkv.models.refused import DEPENDS, REFUSED, REFUSED_BEFORE_0_32, refusal
@@ -70,9 +71,11 @@ def reports():
 
 
 def test_a_line_per_kind_of_layer(reports):
-    assert summarise(reports("gemma3_text")) == [
+    with launch.using(None):
+        found = reports("gemma3_text")
+    assert summarise(found) == [
         "layers 0, 2 (sliding window 16): full precision, small by nature",
-        "layers 1, 3 (full attention): naive-int4, 4.5 bits per value, plain ops",
+        "layers 1, 3 (full attention): naive-int4, 4.5 bits per value, plain ops (no GPU here)",
     ]
 
 

@@ -23,8 +23,9 @@ LAYERS = [
     {"session", "prompt_cache", "locate", "golden"},
     {"generate"},
     {"models"},
-    {"cache", "attention"},
-    {"codec", "pages", "packing", "quantizers", "transform"},
+    {"cache", "attention", "sealed", "selftest"},
+    {"codec", "pages", "kernels"},
+    {"packing", "quantizers", "transform", "records", "metal"},
     {"config", "console", "shapes", "reference"},
     {"errors", ""},
 ]

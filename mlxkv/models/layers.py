@@ -9,7 +9,9 @@ from itertools import groupby
 import mlx.nn as nn
 from mlx_lm import __version__ as mlx_lm_version
 
+from mlxkv import sealed
 from mlxkv.config import CacheConfig
+from mlxkv.metal.launch import backend
 from mlxkv.models.probe import Place, Shape, probe
 from mlxkv.models.rebind import files_of
 from mlxkv.models.refused import refusal
@@ -114,7 +116,9 @@ def _judge(
         return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)
-    return LayerReport(index, kind, True, label, bits, OPS, True, *sizes)
+    reason = sealed.why_not(config, (shape.key_dim, shape.value_dim), shape.dtype)
+    kernel = f"{backend()} kernels" if reason is None else f"{OPS} ({reason})"
+    return LayerReport(index, kind, True, label, bits, kernel, True, *sizes)
 
 
 def _merge(parts: list[LayerReport]) -> LayerReport:

@@ -1,16 +1,18 @@
 """Planted outliers: the same function, with a few channels of K scaled up as in large real models.
 
 Trained small models have no outlier channels in K, so that even naive 4-bit codes lose nothing on
-them. Multiply both channels of a rotary pair (i, i + D/2) of K by a power of two and divide the same
-pair of Q by it: each product q . k stays what it was, to the last bit, but K is now hard to quantise.
+them. Multiply both channels of a rotary pair (i, i + D/2) of K by a power of two and divide the
+same pair of Q by it: each product q . k stays what it was, to the last bit, but K is now hard to
+quantise.
 `tiny-hard` and `tiny-qwen-hard` are the plain weights after `plant`.
 
     weights = plant(weights, config)            # a dict of arrays, a dict like config.json
 
-Arrays may be of NumPy, torch or MLX: only multiplication and addition are used. qwen2 is scaled in the rows
-of its q and k projections and their biases. gemma3_text has norms between projection and rotary
-embedding, with gains 1 + w, so there the gains of q_norm and k_norm are scaled; their stored values
-are such that the scaled ones are float16 numbers again (training/export.py rounds them).
+Arrays may be of NumPy, torch or MLX: only multiplication and addition are used. qwen2 is scaled in
+the rows of its q and k projections and in their biases. gemma3_text has norms between projection
+and rotary embedding, with gains 1 + w, so there the gains of q_norm and k_norm are scaled; their
+stored values are such that the scaled ones are float16 numbers again (training/export.py rounds
+them).
 """
 
 from dataclasses import dataclass
@@ -24,15 +26,18 @@ Weights = dict[str, Any]
 class Recipe:
     """How many pairs of each kv head are scaled, by what, and from which range of pairs.
 
-    Pair i turns by theta ** (-2 i / D) a token: large i hardly turn, like the outliers of real models.
+    Pair i turns by theta ** (-2 i / D) a token: large i hardly turn, as in real models.
     """
 
     scales: tuple[int, ...]
-    first_pair: float = 0.75  # as a share of all pairs
+    pairs: tuple[float, float]  # from, to; as shares of all pairs
     seed: int = 7
 
 
-RECIPES = {"gemma3_text": Recipe(scales=(16, 8, 8)), "qwen2": Recipe(scales=(16, 8, 8))}
+RECIPES = {
+    "gemma3_text": Recipe(scales=(16, 8, 8), pairs=(0.75, 1.0)),
+    "qwen2": Recipe(scales=(16, 8, 8), pairs=(0.5, 0.8)),  # apart from its constant K channels
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ def outliers(config: dict[str, Any]) -> list[Outlier]:
     out = []
     for layer in range(config["num_hidden_layers"]):
         for head in range(heads):
-            pairs = rng.sample(range(int(recipe.first_pair * half), half), len(recipe.scales))
+            low, high = (int(share * half) for share in recipe.pairs)
+            pairs = rng.sample(range(low, high), len(recipe.scales))
             out += [Outlier(layer, head, p, s) for p, s in zip(pairs, recipe.scales, strict=True)]
     return out
 

@@ -22,11 +22,12 @@ class Misuse(AttributeError):
 
 @dataclass(frozen=True)
 class Shape:
-    """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers."""
+    """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`."""
 
     heads: int
     key_dim: int
     value_dim: int
+    dtype: mx.Dtype
 
 
 class Handle:
@@ -45,7 +46,7 @@ class Handle:
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self._cache.dtype
+        return self._cache.shape.dtype
 
     def attended(self, queries: mx.array, values: Handle) -> mx.array:
         """queries: [B, H, L, D] -> zeros [B, H, L, Dv]."""
@@ -65,12 +66,10 @@ class ProbeCache:
         self.place = place
         self.offset = 0
         self.shape: Shape | None = None
-        self.dtype: mx.Dtype | None = None
         self.waiting = False  # handed out, not attended yet
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        self.shape = Shape(keys.shape[1], keys.shape[3], values.shape[3])
-        self.dtype = values.dtype
+        self.shape = Shape(keys.shape[1], keys.shape[3], values.shape[3], values.dtype)
         self.offset += keys.shape[2]
         self.waiting = True
         return self.keys_and_values()

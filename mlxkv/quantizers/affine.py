@@ -16,6 +16,7 @@ from mlxkv.config import Affine
 # Formats that MLX's own quantized products read (`mx.quantize`, affine mode).
 MLX_GROUPS = (32, 64, 128)
 HALF_MAX = 65504.0
+CPU_ROWS = 16
 
 
 def _grouped(x: mx.array, group: int, axis: str) -> mx.array:
@@ -38,6 +39,11 @@ def _ungrouped(x: mx.array, axis: str, dims: int) -> mx.array:
 
 def _half(x: mx.array, limit: float = HALF_MAX) -> mx.array:
     return mx.clip(x, -limit, limit).astype(mx.float16)
+
+
+def names(spec: Affine) -> set[str]:
+    """The arrays that a page is stored in."""
+    return {"codes", "scale"} if spec.symmetric else {"codes", "scale", "bias"}
 
 
 def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
@@ -74,10 +80,30 @@ def _mlx_reads(spec: Affine, dims: int, page: int) -> bool:
     return spec.axis == "token" and group in MLX_GROUPS and dims % group == 0
 
 
+def _has_tail(spec: Affine, dims: int, page: int) -> bool:
+    """Whether MLX reads all groups but the last, which is short."""
+    group = spec.group_size(dims, page)
+    return spec.axis == "token" and group in MLX_GROUPS and dims % group > 0
+
+
+def _cut(spec: Affine, stored: dict[str, mx.array], dims: int, page: int):
+    """(dims, arrays) of the whole groups, and of the short one; 80 dims: 64 and 16."""
+    group = spec.group_size(dims, page)
+    split = dims - dims % group
+    head, tail = {}, {}
+    for name, x in stored.items():
+        at = split * spec.bits // 32 if name == "codes" else split // group
+        head[name], tail[name] = x[..., :at], x[..., at:]
+    return (split, head), (dims - split, tail)
+
+
 def decode(
     spec: Affine, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
     """[B, G, T, R] in `dtype`."""
+    if _has_tail(spec, dims, page):
+        parts = _cut(spec, stored, dims, page)
+        return mx.concatenate([decode(spec, s, n, page, dtype) for n, s in parts], axis=-1)
     group = spec.group_size(dims, page)
     codes, scale, bias = stored["codes"], stored["scale"], _bias(spec, stored)
     if _mlx_reads(spec, dims, page):
@@ -101,7 +127,17 @@ def mix(spec: Affine, p: mx.array, stored: dict[str, mx.array], dims: int, page:
 
 
 def _product(spec, x, stored, dims, page, transpose):
-    if _mlx_reads(spec, dims, page):
+    if _has_tail(spec, dims, page):
+        (split, head), (rest, tail) = _cut(spec, stored, dims, page)
+        if transpose:
+            whole = _product(spec, x[..., :split], head, split, page, True)
+            return whole + _product(spec, x[..., split:], tail, rest, page, True)
+        whole = _product(spec, x, head, split, page, False)
+        return mx.concatenate([whole, _product(spec, x, tail, rest, page, False)], axis=-1)
+    # On the CPU the quantized product works row by row: 11 ms for 4 rows, 88 ms for 32, where
+    # decoding once and a plain product take 13 ms (8192 tokens, 128 dims).
+    many = x.shape[-2] >= CPU_ROWS and mx.default_device() == mx.Device(mx.cpu)
+    if _mlx_reads(spec, dims, page) and not many:
         group = spec.group_size(dims, page)
         bias = _bias(spec, stored)
         return mx.quantized_matmul(

@@ -7,6 +7,11 @@ import mlx.core as mx
 from mlxkv.config import Full
 
 
+def names(spec: Full) -> set[str]:
+    """The arrays that a page is stored in."""
+    return {"values"}
+
+
 def encode(spec: Full, x: mx.array, page: int) -> dict[str, mx.array]:
     """x: [B, G, T, R], stored as it is."""
     return {"values": x}

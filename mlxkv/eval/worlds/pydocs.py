@@ -1,0 +1,40 @@
+"""Documentation text of the running Python: help topics and docstrings (PSF licence)."""
+
+import ast
+import re
+import sysconfig
+from pathlib import Path
+from random import Random
+
+_TOO_ODD = re.compile(r"[^\x00-\x7f]")
+
+
+def _docstrings(path: Path) -> list[str]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, OSError):
+        return []
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    docs = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return [doc for doc in docs if doc and len(doc) > 160]
+
+
+def python_docs() -> list[str]:
+    """Help topics and longer docstrings of the standard library, plain ASCII, in a fixed order."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        topics = {}
+    library = Path(sysconfig.get_paths()["stdlib"])
+    texts = [topics[name] for name in sorted(topics)]
+    for path in sorted([*library.glob("*.py"), *library.glob("*/*.py")]):
+        if not {"test", "tests", "site-packages", "idlelib"} & set(path.parts):
+            texts += _docstrings(path)
+    return [text.strip() for text in texts if not _TOO_ODD.search(text)]
+
+
+def excerpt(rng: Random, docs: list[str], chars: int) -> str:
+    """At most `chars` characters of one text, from the start of a paragraph on."""
+    paragraphs = rng.choice(docs).split("\n\n")
+    first = rng.randrange(len(paragraphs)) if rng.random() < 0.7 else 0
+    return "\n\n".join(paragraphs[first:])[:chars]

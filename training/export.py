@@ -1,0 +1,63 @@
+"""Write a model as a folder in the hub's format, which transformers and mlx-lm load.
+
+python training/export.py CHECKPOINT TOKENIZER_FOLDER OUT_FOLDER
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from model import Config, Model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GENERATION = {"bos_token_id": 1, "eos_token_id": [4, 2], "pad_token_id": 0, "do_sample": False}
+
+
+def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights in float16 (three bits more than bfloat16, and nothing here comes near its range).
+
+    The gains of q_norm and k_norm, stored as gain - 1, become multiples of 1/128: so that a gain
+    times or divided by a power of two up to 16, less 1, is a float16 again, and the planted form of
+    the model (mlxkv/models/plant.py) computes exactly the same function.
+    """
+    out = {}
+    for name, w in weights.items():
+        w = w.detach().float().cpu()
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            w = ((w + 1) * 128).round() / 128 - 1
+        out[name] = w.half().contiguous()
+    return out
+
+
+def write(model: Model, tokenizer: Path, out: Path) -> None:
+    """Config, weights, tokenizer and generation settings in a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(rounded(model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(model.config.hub(), indent=2) + "\n")
+    (out / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (tokenizer / name).resolve() != (out / name).resolve():
+            shutil.copyfile(tokenizer / name, out / name)
+
+
+def read(folder: Path, device: str = "cpu") -> Model:
+    """The model of a hub folder, in float32."""
+    model = Model(Config.from_hub(json.loads((folder / "config.json").read_text())))
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name: w.float() for name, w in weights.items()})
+    return model.to(device).eval()
+
+
+def main(checkpoint: str, tokenizer: str, out: str) -> None:
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    model = Model(saved["config"])
+    model.load_state_dict(saved["model"])
+    write(model, Path(tokenizer), Path(out))
+    print(f"{out}: {(Path(out) / 'model.safetensors').stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
