@@ -13,6 +13,7 @@ from mlxkv.console import human_bytes, print_json, print_table
 from mlxkv.fit import machine_memory
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingface-hub")
+KERNEL_PRESETS, KERNEL_DIMS = ("int8", "int4", "int3", "int2"), (64, 128, 256)
 OPTIONAL = ("mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "triton")
 
 
@@ -96,6 +97,24 @@ def golden_rows() -> list[dict]:
     return [row.as_dict() for row in golden.run()]
 
 
+def kernel_rows() -> list[dict]:
+    """The kernels of each preset and the usual head dims, built and compared with plain ops here.
+
+    `reason` is None for kernels that are right, else why plain ops run instead.
+    """
+    import mlx.core as mx
+
+    from mlxkv import sealed
+    from mlxkv.config import PRESETS
+
+    rows = []
+    for preset in KERNEL_PRESETS:
+        for dims in KERNEL_DIMS:
+            reason = sealed.why_not(PRESETS[preset], (dims, dims), mx.float16)
+            rows.append({"preset": preset, "head_dim": dims, "reason": reason})
+    return rows
+
+
 def run(as_json: bool) -> int:
     """The command. Returns 1 when something is wrong with this machine's results or versions."""
     wrong = out_of_range()
@@ -105,6 +124,7 @@ def run(as_json: bool) -> int:
         "out_of_range": wrong,
         "backends": backends(),
         "golden": golden_rows(),
+        "kernels": kernel_rows(),
     }
     failed = [row for row in data["golden"] if not row["ok"]]
     if as_json:
@@ -143,6 +163,13 @@ def _show(data: dict) -> None:
             print(
                 f"WRONG: {row['table']} {row['case']}: {row['wrong']} values, rms {row['rms']:.3g}"
             )
+    reasons = {row["reason"] for row in data["kernels"]}
+    if len(reasons) == 1:
+        reason = reasons.pop()
+        print(f"kernels: {'all right' if reason is None else f'not used: {reason}'}")
+    else:
+        rows = [(r["preset"], r["head_dim"], r["reason"] or "right") for r in data["kernels"]]
+        print_table(["kernels of", "head dim", "here"], rows)
     print("ties: codes one step off where the spec's value lies at a rounding boundary")
     print(
         f"golden table: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}"
