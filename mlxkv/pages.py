@@ -1,4 +1,4 @@
-"""The sealed pages of one side: named arrays that grow by an eighth, so that long contexts are
+"""The sealed pages of one side: named arrays that grow by a sixteenth, so that long contexts are
 rarely copied."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from mlxkv.codec import Stored
 
-GROWTH = 8  # spare room is at most 1/8 of what is stored
+GROWTH = 16  # spare room is at most 1/16 of what is stored
 
 
 class Pages:

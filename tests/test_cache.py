@@ -122,6 +122,22 @@ def test_sealed_tokens_have_no_full_precision_copy_and_nbytes_is_allocated():
     assert kept <= freed <= kept * 1.02 + 4096  # what it says is what it holds
 
 
+@pytest.mark.parametrize(
+    ("dtype", "steps", "most"),
+    (
+        (np.float16, [512] * 16, 0.30),
+        (np.float16, [6144] + [1] * 2048, 0.31),  # spare room of the last growth
+        (np.float32, [512] * 16, 0.33),  # a CPU keeps the windows in float32
+    ),
+)
+def test_stored_bytes_at_8192_tokens(dtype, steps, most):
+    """Of 16-bit keys and values, windows and spare room included: the layers of `tiny-qwen`."""
+    keys, values = (x.astype(dtype) for x in tokens(8192, 128))
+    cache = CompressedKVCache(PRESETS["int4"])
+    feed(cache, keys, values, steps)
+    assert cache.nbytes <= most * 2 * (keys.size + values.size)
+
+
 def test_growth_copies_little():
     """Token by token to 6,000 tokens: far fewer copies than one every 256 tokens."""
     keys, values = tokens(6000)
@@ -133,8 +149,8 @@ def test_growth_copies_little():
         if cache.offset % 64 == 0:
             mx.eval(cache.state)  # as a model's loop does
     pages = cache._store._pages[0]
-    assert pages.count <= pages.capacity <= pages.count * 1.13
-    assert len(capacities) < 50
+    assert pages.count <= pages.capacity <= pages.count * 1.07
+    assert len(capacities) < 80  # of 186 pages
     mx.eval(cache.state)
 
 
