@@ -1,0 +1,80 @@
+"""The text of every kernel: the dialect by clang and lint, and the CUDA form by NVRTC, where they are
+installed. Running them is `test_kernels.py`'s."""
+
+import numpy as np
+import pytest
+from emulator import metal_kernel, nvrtc, strict
+
+from mlxkv.metal.launch import SIGNATURES, read
+
+SIDE = {"GROUP": 64, "SYMMETRIC": 0}
+SIDES = {f"{name}_{side}": value for side in "KV" for name, value in SIDE.items()}
+FLOATS = dict.fromkeys(("x", "q_pages", "partial_out", "partial_stats", "up", "sinks", "scale"))
+HALVES = dict.fromkeys(("q_window", "sink_k", "sink_v", "live_k", "live_v"))
+TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
+TYPES["records"] = np.uint32
+
+# name: template values, dtypes of the outputs
+KERNELS = {
+    "seal": ({**SIDE, "BITS": 4, "DIMS": 128, "KEYS": 1}, [np.uint32]),
+    "unseal": (
+        {**SIDE, "T": np.float16, "BITS": 3, "DIMS": 80, "KEYS": 0, "RECORD": 600},
+        [np.float16],
+    ),
+    "attend": (
+        {
+            **SIDES,
+            **{"T": np.float16, "QT": 4, "S": 4, "D": 128, "RK": 128, "RV": 128},
+            **{"RECORD": 576, "BITS_K": 4, "BITS_V": 3},
+        },
+        [np.float32, np.float32],
+    ),
+    "merge": (
+        {"T": np.float16, "WIDTH": 128, "RV": 128, "D": 128, "HAS_UP": 1, "HAS_SINKS": 1},
+        [np.float16],
+    ),
+}
+
+
+def kernel(name, header):
+    inputs, outputs = SIGNATURES[name]
+    return metal_kernel(
+        name=f"mlxkv_{name}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=read(f"{name}.metal"),
+        header=header,
+        any_lane=True,
+    )
+
+
+def inputs_of(name):
+    return [np.zeros(64, TYPES.get(word, np.int32)) for word in SIGNATURES[name][0]]
+
+
+def test_every_kernel_is_listed():
+    assert set(KERNELS) == set(SIGNATURES)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_text_is_ascii_without_comments(name):
+    for text in (read(f"{name}.metal"), read("codes.h"), read("cuda.h")):
+        assert text.isascii()
+        assert "//" not in text
+    assert "threadgroup_barrier(mem_flags::mem_none" not in read(f"{name}.metal")
+
+
+@pytest.mark.skipif(strict.why_not() is not None, reason=str(strict.why_not()))
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_dialect_is_kept(name):
+    template, outputs = KERNELS[name]
+    made = kernel(name, read("codes.h"))
+    assert strict.check(made, inputs_of(name), outputs, list(template.items())) == []
+
+
+@pytest.mark.skipif(nvrtc.why_not() is not None, reason=str(nvrtc.why_not()))
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_cuda_form_builds(name):
+    template, outputs = KERNELS[name]
+    made = kernel(name, read("cuda.h") + read("codes.h"))
+    assert nvrtc.compile_cuda(made, inputs_of(name), outputs, list(template.items()))
