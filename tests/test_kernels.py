@@ -5,13 +5,17 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make
+from random_models import random_model
 
 from mlxkv import attention, golden, kernels, packing, records, sealed
 from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache
 from mlxkv.config import PRESETS, Affine, CacheConfig, Side
 from mlxkv.metal import launch
+from mlxkv.models import attach, detach
 from mlxkv.quantizers import affine
 from mlxkv.sealed import Codes, Records
 
@@ -260,6 +264,26 @@ def test_what_has_no_kernel_says_why():
     keys, values = attention._whole(view, mx.float32)
     spec = softmax(q, keys[:, :, 150:], values[:, :, 150:], 0.125, 0, None)
     assert rms(out, spec) < 2e-6
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt_oss"))
+def test_a_model_decodes_by_kernels_as_by_plain_ops(family):
+    """Through mlx-lm's own loop: prefill, decoding, pages sealed on the way; attention sinks too."""
+    model, prompt = random_model(family), mx.arange(90) % 50
+    spoken, kernels_named = [], []
+    for factory in (make, None):
+        with launch.using(factory):
+            reports = attach(model, SMALL)
+            kernels_named.append({r.kernel for r in reports if r.compressed})
+            cache = make_prompt_cache(model)
+            steps = generate_step(prompt, model, max_tokens=60, prompt_cache=cache)
+            spoken.append([int(token) for token, _ in steps])
+            stores = {type(c._store) for c in cache if isinstance(c, CompressedKVCache)}
+            assert stores == {Records if factory else Codes}
+            detach(model)
+    assert spoken[0] == spoken[1]
+    assert "plain ops (no GPU here)" not in kernels_named[0]
+    assert kernels_named[1] == {"plain ops (no GPU here)"}
 
 
 def test_a_kernel_that_is_wrong_or_does_not_build_is_not_used():
