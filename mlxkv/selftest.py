@@ -24,27 +24,29 @@ def fault(config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory) -> str
     from mlxkv.cache import View
     from mlxkv.sealed import Codes, Records
 
-    with mx.stream(mx.default_device()):
-        key = mx.random.key(0)
-        keys, values, queries, live = mx.random.normal(
-            (4, 1, HEADS, 2 * config.page, dims), key=key
-        )
-        pair = tuple(x[:, :KV_HEADS].astype(dtype) for x in (keys, values))
-        window = tuple(
-            x.astype(dtype) for x in (live[:, :KV_HEADS, :5], live[:, KV_HEADS:][:, :KV_HEADS, :5])
-        )
-        q = queries[:, :, :1].astype(dtype)
-        stores = (Codes(config, (dims, dims)), Records(config, (dims, dims), make))
-        try:
-            outs = []
-            for store in stores:
-                store.append(pair, 2)
-                view = View(window, None, store.read(0, 2))
-                outs.append((attend(q, view, dims**-0.5), *_whole(view, dtype)))
-            mx.eval(outs)
-        except Exception as error:  # a compiler or a driver may raise anything at all
-            return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-    for name, ours, plain in zip(("attend", "keys", "values"), outs[1], outs[0], strict=True):
+    def outputs(store):
+        store.append(pair, 2)
+        view = View(window, None, store.read(0, 2))
+        out = attend(queries, view, dims**-0.5), *_whole(view, dtype)
+        mx.eval(out)
+        return out
+
+    # Plain ops on the CPU are the judge: on some GPUs a few of MLX's quantized products are missing.
+    with mx.stream(mx.cpu):
+        x = mx.random.normal((5, 1, HEADS, 2 * config.page, dims), key=mx.random.key(0))
+        keys, values, queries, *live = x.astype(dtype)
+        pair = keys[:, :KV_HEADS], values[:, :KV_HEADS]
+        window = tuple(y[:, :KV_HEADS, :5] for y in live)
+        queries = queries[:, :, :1]
+        mx.eval(pair, window, queries)
+        plain_outputs = outputs(Codes(config, (dims, dims)))
+    try:
+        kernel_outputs = outputs(Records(config, (dims, dims), make))
+    except Exception as error:  # a compiler or a driver may raise anything at all
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+    for name, ours, plain in zip(
+        ("attend", "keys", "values"), kernel_outputs, plain_outputs, strict=True
+    ):
         ours, plain = ours.astype(mx.float32), plain.astype(mx.float32)
         error = mx.sqrt(mx.mean((ours - plain) ** 2) / mx.mean(plain**2)).item()
         if not error <= BOUND:
