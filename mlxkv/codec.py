@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 
 from mlxkv import transform
-from mlxkv.config import Full, Side
+from mlxkv.config import Side
 from mlxkv.quantizers import QUANTIZERS
 
 Stored = dict[str, mx.array]
@@ -75,7 +75,3 @@ class Codec:
 def codec(side: Side, dims: int, page: int) -> Codec:
     """The codec of a side, shared by all layers."""
     return Codec(side, dims, page)
-
-
-def is_full(side: Side) -> bool:
-    return isinstance(side.quantizer, Full)

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.errors import MachineError, UserError
+from mlxkv.metal.launch import backend
 
 # Tokens of a prompt that are read at once. A CPU gains nothing from more, and between two chunks
 # the progress moves and Ctrl-C is heard.
@@ -166,10 +167,3 @@ def new_cache(loaded) -> list:
 def prefill_step() -> int:
     """Tokens of a prompt that are read at once on this machine."""
     return PREFILL_STEP_CPU if backend() == "cpu" else PREFILL_STEP
-
-
-def backend() -> str:
-    """'metal', 'cuda' or 'cpu': where MLX runs by default."""
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"

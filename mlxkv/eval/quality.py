@@ -8,19 +8,29 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+
+from rich.console import Console
+from rich.progress import Progress
 
 from mlxkv import console
+from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
 from mlxkv.eval.perplexity import perplexity, story_tokens
 from mlxkv.eval.recall import recall
 from mlxkv.shapes import layers_of
 
+SHORTEST = 512  # tokens that hold a few facts, a question and its answer
 KINDS = ("single", "multi4")
 COLUMNS = ("preset", "bits/value", "of fp16", "perplexity", *KINDS, "log p")
 
 
-def measure(loaded, context: int, questions: int, progress) -> dict:
-    """Perplexity over the second half of a story text and retrieval, at one context."""
+def measure(loaded, context: int, questions: int, progress: Callable[[int], None]) -> dict:
+    """Perplexity over the second half of a story text and retrieval, at one context.
+
+    progress: called with the tokens and questions that are done since the last call.
+    """
     row: dict = {"preset": loaded.kv_name, "layers": loaded.report()}
     tokens = story_tokens(loaded, context)
     row["perplexity"] = perplexity(loaded, tokens, context // 2, progress).value
@@ -43,14 +53,25 @@ def main(arguments: list[str] | None = None) -> None:
     from mlxkv.models import load
 
     context = console.parse_tokens(args.context, "--context")
+    if context < SHORTEST:
+        raise UserError(f"[--context] must be at least {SHORTEST} tokens; got {context}")
+    if args.questions < 1:
+        raise UserError(f"[--questions] must be at least 1; got {args.questions}")
+    names = args.kv.split(",")
+    for name in names:
+        parse_kv(name)  # a slip in the last one must not cost the work of the first
     rows = []
-    for name in args.kv.split(","):
-        start = time.perf_counter()
-        loaded = load(args.model, name)
-        row = measure(loaded, context, args.questions, None)
-        row["seconds"] = time.perf_counter() - start
-        rows.append(row)
-        console.note(f"{name}: {row['seconds']:.0f} s")
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        for name in names:
+            start = time.perf_counter()
+            loaded = load(args.model, name)
+            steps = context - context // 2 + len(KINDS) * args.questions
+            bar = bars.add_task(name, total=steps)
+            row = measure(loaded, context, args.questions, partial(bars.advance, bar))
+            row["seconds"] = time.perf_counter() - start
+            rows.append(row)
+            bars.remove_task(bar)
+            bars.console.print(f"{name}: {row['seconds']:.0f} s")
     table = [
         (
             row["preset"],

@@ -13,6 +13,7 @@ from mlxkv.eval import feed
 from mlxkv.eval.worlds import Needle, haystack
 
 PER_TEXT = 16  # questions about one text
+FEWEST = 8  # facts in a text: an answer may need four of them
 MARGIN = 200  # tokens of a context left for question and answer
 
 
@@ -49,7 +50,7 @@ def recall(
         rng = Random(f"{seed}-{kind}-{context}-{index}")
         ask = min(PER_TEXT, questions - index * PER_TEXT)
         length = context - MARGIN
-        facts = max(ask * (3 if kind == "values" else 1), length // 100)
+        facts = max(FEWEST, ask * (3 if kind == "values" else 1), length // 100)
         stack = haystack(kind, rng, length, ask, facts, measure=_measure(loaded))
         prompts = [_prompt(loaded, stack.text, needle) for needle in stack.needles]
         shared = len(commonprefix(prompts))

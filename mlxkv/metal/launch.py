@@ -38,10 +38,10 @@ def read(name: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 
 
-def backend() -> str | None:
-    """ "metal", "cuda", or None where kernels cannot run."""
+def backend() -> str:
+    """Where MLX runs by default: "metal", "cuda", or "cpu", which has no kernels."""
     if mx.default_device() != mx.Device(mx.gpu):
-        return None
+        return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
@@ -52,7 +52,7 @@ def factory() -> Factory | None:
     """What builds kernels on this machine, or None."""
     if _given:
         return _given[-1]
-    return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel, None: None}[backend()]
+    return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}.get(backend())
 
 
 @contextmanager
