@@ -20,7 +20,7 @@ from mlxkv.errors import UserError
 from mlxkv.pages import GROWTH
 from mlxkv.sealed import CodePages, Codes, RecordPages, Records, store
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
 Pair = tuple[mx.array, mx.array]
 

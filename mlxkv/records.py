@@ -78,11 +78,9 @@ def pack_side(codes: mx.array, scale: mx.array, bias: mx.array | None, at: SideL
     slots = _slots(codes.reshape(*lead, tokens // TOKENS, TOKENS, at.blocks * BLOCK), at)
     words = _vectors(_words(slots, at), at)
     parts = [words.reshape(*lead, tokens // TOKENS, at.code_words)]
-    for numbers in (scale,) if at.symmetric else (scale, bias):
-        numbers = numbers.reshape(*lead, tokens // TOKENS, TOKENS, at.groups).swapaxes(-1, -2)
-        numbers = mx.contiguous(numbers).view(mx.uint32)
-        parts.append(numbers.reshape(*lead, tokens // TOKENS, 8 * at.groups))
-    return mx.concatenate(parts, axis=-1)
+    numbers = [scale] if at.symmetric else [scale, bias]
+    numbers = [x.reshape(*lead, tokens // TOKENS, TOKENS, at.groups) for x in numbers]
+    return mx.concatenate([*parts, *_pack_numbers(numbers, at)], axis=-1)
 
 
 def unpack_side(words: mx.array, at: SideLayout) -> tuple[mx.array, mx.array, mx.array | None]:
@@ -90,13 +88,43 @@ def unpack_side(words: mx.array, at: SideLayout) -> tuple[mx.array, mx.array, mx
     *lead, records, _ = words.shape
     slots = _from_words(_from_vectors(words[..., : at.code_words], at), at)
     codes = _from_slots(slots, at).reshape(*lead, records * TOKENS, at.blocks * BLOCK)
-    numbers, start = [], at.code_words
-    for _ in range(1 if at.symmetric else 2):
-        part = mx.contiguous(words[..., start : start + 8 * at.groups]).view(mx.float16)
-        part = part.reshape(*lead, records, at.groups, TOKENS).swapaxes(-1, -2)
-        numbers.append(part.reshape(*lead, records * TOKENS, at.groups))
-        start += 8 * at.groups
+    numbers = _unpack_numbers(mx.contiguous(words[..., at.code_words :]).view(mx.float16), at)
+    numbers = [x.reshape(*lead, records * TOKENS, at.groups) for x in numbers]
     return codes[..., : at.dims], numbers[0], None if at.symmetric else numbers[1]
+
+
+# [..., 16, groups] scales and biases <-> the order in memory, as in codes.h
+
+
+def _pack_numbers(numbers: list[mx.array], at: SideLayout) -> list[mx.array]:
+    lead = numbers[0].shape[:-2]
+    n, kinds, groups = len(lead), len(numbers), at.groups
+    if at.keys:  # token (r, g)
+        x = mx.stack(numbers, -1).reshape(*lead, 2, 8, groups, kinds)
+        return [_words_of(x, n, (1, 2, 3, 0))]
+    orders = ((1, 3, 0, 2), (3, 1, 0, 2))  # token (r, t, half)
+    x = (x.reshape(*lead, 2, 4, 2, groups) for x in numbers)
+    return [_words_of(x, n, order) for x, order in zip(x, orders, strict=False)]
+
+
+def _words_of(x: mx.array, n: int, order: tuple[int, ...]) -> mx.array:
+    x = mx.contiguous(x.transpose(*range(n), *(n + i for i in order)))
+    return x.reshape(*x.shape[:n], -1).view(mx.uint32)
+
+
+def _unpack_numbers(numbers: mx.array, at: SideLayout) -> list[mx.array]:
+    *lead, _ = numbers.shape
+    n, kinds, groups = len(lead), 1 if at.symmetric else 2, at.groups
+    if at.keys:
+        x = numbers.reshape(*lead, 8, groups, kinds, 2)
+        x = x.transpose(*range(n), n + 3, n, n + 1, n + 2)
+        return [x[..., i] for i in range(kinds)]
+    x = numbers[..., : 16 * groups].reshape(*lead, 4, groups, 2, 2)
+    out = [x.transpose(*range(n), n + 2, n, n + 3, n + 1)]
+    if kinds == 2:
+        x = numbers[..., 16 * groups :].reshape(*lead, groups, 4, 2, 2)
+        out.append(x.transpose(*range(n), n + 2, n + 1, n + 3, n))
+    return out
 
 
 # [..., 16, 32 J] <-> [..., g, t, j, r, p, half]; the axes of tokens and dims, as in codes.h

@@ -293,9 +293,9 @@ def test_states_that_are_not_ours_are_refused():
         CompressedKVCache.from_state({"keys": mx.zeros(3)})
     cache = CompressedKVCache(SMALL)
     header = bytes(np.array(cache.state["header"]).tobytes()).replace(
-        b'"version": 1', b'"version": 9'
+        b'"version": 2', b'"version": 9'
     )
-    with pytest.raises(UserError, match="got 9; choose a file of version 1"):
+    with pytest.raises(UserError, match="got 9; choose a file of version 2"):
         CompressedKVCache.from_state({"header": mx.array(np.frombuffer(header, np.uint8))})
 
 

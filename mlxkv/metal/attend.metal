@@ -99,13 +99,13 @@ for (int unit = part * each + group; unit < stop; unit += S) {
     s[i] = 0.0f;
   }
   if (paged) {
-    const device half* scales = (const device half*)(record + 32 * WORDS_K);
+    const device half* numbers = (const device half*)(record + 32 * WORDS_K);
     for (int j = 0; j < BK; j++) {
       float k[16];
-      const int at = (32 * j / GROUP_K) * 16 + g;
       for (int r = 0; r < 2; r++) {
-        const float step = STEPS_K * float(scales[at + 8 * r]);
-        const float bias = SYMMETRIC_K ? -0.5f * step : float(scales[16 * GROUPS_K + at + 8 * r]);
+        const int at = kv_key_number(g + 8 * r, 32 * j / GROUP_K, 0, GROUPS_K, SYMMETRIC_K);
+        const float step = STEPS_K * float(numbers[at]);
+        const float bias = SYMMETRIC_K ? -0.5f * step : float(numbers[at + 2]);
         for (int p = 0; p < 4; p++) {
           const uint word = record[kv_word_at(kv_slot_word<BITS_K>(j, r, p), lane, WORDS_K)];
           const uint high = BITS_K == 3 ? record[kv_word_at(kv_high_word(j), lane, WORDS_K)] : 0u;
@@ -182,13 +182,17 @@ for (int unit = part * each + group; unit < stop; unit += S) {
   // Outputs: tokens 2 t + 8 r + h, dims 32 j + 4 g + p.
   if (paged) {
     const device uint* side = record + SIDE_K;
-    const device half* scales = (const device half*)(side + 32 * WORDS_V);
+    const device half* numbers = (const device half*)(side + 32 * WORDS_V);
     for (int j = 0; j < BV; j++) {
       for (int r = 0; r < 2; r++) {
         for (int h = 0; h < 2; h++) {
-          const int at = (32 * j / GROUP_V) * 16 + 2 * t + 8 * r + h;
-          const float step = STEPS_V * float(scales[at]);
-          const float bias = SYMMETRIC_V ? -0.5f * step : float(scales[16 * GROUPS_V + at]);
+          const int token = 2 * t + 8 * r + h;
+          const int group_of = 32 * j / GROUP_V;
+          const float step =
+              STEPS_V * float(numbers[kv_value_number(token, group_of, 0, GROUPS_V)]);
+          const float bias = SYMMETRIC_V
+              ? -0.5f * step
+              : float(numbers[kv_value_number(token, group_of, 1, GROUPS_V)]);
           for (int p = 0; p < 4; p++) {
             const uint word = side[kv_word_at(kv_slot_word<BITS_V>(j, r, p), lane, WORDS_V)];
             const uint high = BITS_V == 3 ? side[kv_word_at(kv_high_word(j), lane, WORDS_V)] : 0u;

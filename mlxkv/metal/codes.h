@@ -7,9 +7,12 @@
 //   values:  token 2 t + 8 r + half,   dim 32 j + 4 g + p
 // which are the fragments of a 16 x 8 x 16 matrix product, and are read by plain lanes as well.
 //
-// Record, in uint32 words:  [K codes | K scale | K bias | V codes | V scale | V bias]
+// Record, in uint32 words:  [K codes | K numbers | V codes | V numbers]
 // codes: word m of a lane at (m / v) 32 v + lane v + m % v, v the largest of 4, 2, 1 that divides
-// the words of a lane. scale, bias: float16 [groups][16 tokens], no bias when symmetric.
+// the words of a lane. Numbers are the float16 scales and biases, no bias when symmetric, so that
+// what one lane needs is one wide load:
+//   keys:    [g][group][scale, bias][r]
+//   values:  scale [t][group][r][half], then bias [group][t][r][half]
 
 // Words of codes that a lane holds for `blocks` blocks.
 template <int BITS>
@@ -56,6 +59,22 @@ constexpr int kv_high_word(int j) {
 
 constexpr int kv_high_bit(int j, int r, int p, int half_) {
   return 8 * (j % 2) + 4 * r + p + 16 * half_;
+}
+
+// Where a scale (bias 0) or a bias (bias 1) stands among the numbers of a side, in halves.
+constexpr int kv_key_number(int token, int group, int bias, int groups, int symmetric) {
+  return 2 * ((token % 8 * groups + group) * (symmetric ? 1 : 2) + bias) + token / 8;
+}
+
+constexpr int kv_value_number(int token, int group, int bias, int groups) {
+  return bias ? 16 * groups + 4 * (4 * group + token % 8 / 2) + 2 * (token / 8) + token % 2
+              : 4 * (token % 8 / 2 * groups + group) + 2 * (token / 8) + token % 2;
+}
+
+template <int KEYS>
+constexpr int kv_number(int token, int group, int bias, int groups, int symmetric) {
+  return KEYS ? kv_key_number(token, group, bias, groups, symmetric)
+              : kv_value_number(token, group, bias, groups);
 }
 
 // The code at a bit of a word as a float 1 + code / 2^BITS: no conversion, the code becomes the top

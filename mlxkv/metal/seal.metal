@@ -17,7 +17,7 @@ if (record < size[0]) {
   const int t = lane % 4;
   const device float* rows = x + size_t(record) * 16 * DIMS;
   device uint* out = words + size_t(record) * SIDE;
-  device half* scales = (device half*)(out + 32 * WORDS);
+  device half* numbers = (device half*)(out + 32 * WORDS);
 
   uint code_words[WORDS];
   for (int m = 0; m < WORDS; m++) {
@@ -74,9 +74,9 @@ if (record < size[0]) {
       }
       step[n] = float(scale);
       if (writes) {
-        scales[group * 16 + token] = scale;
+        numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)] = scale;
         if (!SYMMETRIC) {
-          scales[(GROUPS + group) * 16 + token] = bias;
+          numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)] = bias;
         }
       }
     }

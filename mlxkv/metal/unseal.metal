@@ -17,16 +17,17 @@ if (unit < size[0] * size[2]) {
   const int head = unit / size[0];
   const int record = unit % size[0];
   const device uint* side = records + (size_t(head) * size[1] + record) * RECORD + size[3];
-  const device half* scales = (const device half*)(side + 32 * WORDS);
+  const device half* numbers = (const device half*)(side + 32 * WORDS);
   device T* rows = out + (size_t(head) * size[0] + record) * 16 * DIMS;
   for (int j = 0; j < BLOCKS; j++) {
     const int group = j / GROUP_BLOCKS;
     for (int r = 0; r < 2; r++) {
       for (int h = 0; h < 2; h++) {
         const int token = KEYS ? g + 8 * r : 2 * t + 8 * r + h;
-        const float scale = float(scales[group * 16 + token]);
-        const float bias = SYMMETRIC ? scale * -0.5f * STEPS
-                                     : float(scales[(GROUPS + group) * 16 + token]);
+        const float scale = float(numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)]);
+        const float bias = SYMMETRIC
+            ? scale * -0.5f * STEPS
+            : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)]);
         for (int p = 0; p < 4; p++) {
           const int dim = KEYS ? 32 * j + 8 * t + 4 * h + p : 32 * j + 4 * g + p;
           const uint word = side[kv_word_at(kv_slot_word<BITS>(j, r, p), lane, WORDS)];
