@@ -34,7 +34,8 @@ class RecordLayout:
         return self.keys.words + self.values.words
 
 
-def _side(at: SideLayout, suffix: str = "") -> dict[str, object]:
+def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
+    """The template values that describe a side."""
     return {
         f"BITS{suffix}": at.bits,
         f"GROUP{suffix}": at.group,
@@ -48,8 +49,8 @@ def seal_side(x: mx.array, at: SideLayout, make: Factory) -> mx.array:
     count = batch * heads * tokens // TOKENS
     (words,) = launch(
         "seal",
-        [x.astype(mx.float32), _ints(count, *[0] * 7)],
-        {**_side(at), "DIMS": dims, "KEYS": int(at.keys)},
+        [x.astype(mx.float32), ints(count, *[0] * 7)],
+        {**side_template(at), "DIMS": dims, "KEYS": int(at.keys)},
         (32 * SIMDGROUPS * -(-count // SIMDGROUPS), 1, 1),
         (32 * SIMDGROUPS, 1, 1),
         [((batch, heads, tokens // TOKENS, at.words), mx.uint32)],
@@ -68,8 +69,8 @@ def unseal_side(
     units = batch * heads * count
     (out,) = launch(
         "unseal",
-        [buffer, _ints(count, capacity, batch * heads, first, *[0] * 4)],
-        {**_side(at), "T": dtype, "DIMS": at.dims, "KEYS": int(keys), "RECORD": words},
+        [buffer, ints(count, capacity, batch * heads, first, *[0] * 4)],
+        {**side_template(at), "T": dtype, "DIMS": at.dims, "KEYS": int(keys), "RECORD": words},
         (32 * SIMDGROUPS * -(-units // SIMDGROUPS), 1, 1),
         (32 * SIMDGROUPS, 1, 1),
         [((batch, heads, count * TOKENS, at.dims), dtype)],
@@ -79,8 +80,8 @@ def unseal_side(
 
 
 @lru_cache(maxsize=256)
-def _ints(*values: int) -> mx.array:
-    """A small array of sizes; the same sizes come back at every step and in every layer."""
+def ints(*values: int) -> mx.array:
+    """[n] int32 of sizes; the same sizes come back at every step and in every layer."""
     return mx.array(values, mx.int32)
 
 
@@ -90,8 +91,9 @@ def _scales(scale: float) -> mx.array:
 
 
 @cache
-def _nothing() -> mx.array:
-    return mx.zeros(8, mx.float32)
+def nothing(dtype: mx.Dtype = mx.float32) -> mx.array:
+    """What is handed over for an input that a kernel does not read."""
+    return mx.zeros(8, dtype)
 
 
 def attend(
@@ -137,8 +139,8 @@ def attend(
             buffer,
             *sink,
             *live,
-            _ints(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
-            _ints(*(n for one in lengths for n in (*one, 0)), *[0] * 4),
+            ints(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
+            ints(*(n for one in lengths for n in (*one, 0)), *[0] * 4),
             numbers,
         ],
         {
@@ -149,8 +151,8 @@ def attend(
             "RK": layout.keys.dims,
             "RV": layout.values.dims,
             "RECORD": layout.words,
-            **_side(layout.keys, "_K"),
-            **_side(layout.values, "_V"),
+            **side_template(layout.keys, "_K"),
+            **side_template(layout.values, "_V"),
         },
         (32 * SIMDGROUPS, splits, batch * heads * -(-rows // tile)),
         (32 * SIMDGROUPS, 1, 1),
@@ -166,10 +168,10 @@ def attend(
         [
             out,
             stats,
-            _nothing() if up is None else up,
-            _nothing() if sinks is None else sinks.astype(mx.float32),
+            nothing() if up is None else up,
+            nothing() if sinks is None else sinks.astype(mx.float32),
             numbers,
-            _ints(
+            ints(
                 splits,
                 page_splits,
                 rows,

@@ -93,38 +93,36 @@ def unpack_side(words: mx.array, at: SideLayout) -> tuple[mx.array, mx.array, mx
     return codes[..., : at.dims], numbers[0], None if at.symmetric else numbers[1]
 
 
-# [..., 16, groups] scales and biases <-> the order in memory, as in codes.h
+# [..., 16, groups] scales and biases <-> the order in memory, as in codes.h: scale, bias
+_ORDERS = {True: ((1, 2, 0), (1, 0, 2)), False: ((1, 3, 0, 2), (3, 1, 0, 2))}
 
 
 def _pack_numbers(numbers: list[mx.array], at: SideLayout) -> list[mx.array]:
     lead = numbers[0].shape[:-2]
-    n, kinds, groups = len(lead), len(numbers), at.groups
-    if at.keys:  # token (r, g)
-        x = mx.stack(numbers, -1).reshape(*lead, 2, 8, groups, kinds)
-        return [_words_of(x, n, (1, 2, 3, 0))]
-    orders = ((1, 3, 0, 2), (3, 1, 0, 2))  # token (r, t, half)
-    x = (x.reshape(*lead, 2, 4, 2, groups) for x in numbers)
-    return [_words_of(x, n, order) for x, order in zip(x, orders, strict=False)]
-
-
-def _words_of(x: mx.array, n: int, order: tuple[int, ...]) -> mx.array:
-    x = mx.contiguous(x.transpose(*range(n), *(n + i for i in order)))
-    return x.reshape(*x.shape[:n], -1).view(mx.uint32)
+    # token: (r, g) of the keys, (r, t, half) of the values
+    shape = (2, 8, at.groups) if at.keys else (2, 4, 2, at.groups)
+    out = [
+        mx.contiguous(_moved(x.reshape(*lead, *shape), order))
+        for x, order in zip(numbers, _ORDERS[at.keys], strict=False)
+    ]
+    return [x.reshape(*lead, -1).view(mx.uint32) for x in out]
 
 
 def _unpack_numbers(numbers: mx.array, at: SideLayout) -> list[mx.array]:
-    *lead, _ = numbers.shape
-    n, kinds, groups = len(lead), 1 if at.symmetric else 2, at.groups
-    if at.keys:
-        x = numbers.reshape(*lead, 8, groups, kinds, 2)
-        x = x.transpose(*range(n), n + 3, n, n + 1, n + 2)
-        return [x[..., i] for i in range(kinds)]
-    x = numbers[..., : 16 * groups].reshape(*lead, 4, groups, 2, 2)
-    out = [x.transpose(*range(n), n + 2, n, n + 3, n + 1)]
-    if kinds == 2:
-        x = numbers[..., 16 * groups :].reshape(*lead, groups, 4, 2, 2)
-        out.append(x.transpose(*range(n), n + 2, n + 1, n + 3, n))
+    lead = numbers.shape[:-1]
+    sizes = (2, 8, at.groups) if at.keys else (2, 4, 2, at.groups)
+    out = []
+    for i in range(1 if at.symmetric else 2):
+        order = _ORDERS[at.keys][i]
+        part = numbers[..., 16 * at.groups * i : 16 * at.groups * (i + 1)]
+        part = part.reshape(*lead, *(sizes[n] for n in order))
+        out.append(_moved(part, tuple(order.index(n) for n in range(len(order)))))
     return out
+
+
+def _moved(x: mx.array, order: tuple[int, ...]) -> mx.array:
+    n = x.ndim - len(order)
+    return x.transpose(*range(n), *(n + i for i in order))
 
 
 # [..., 16, 32 J] <-> [..., g, t, j, r, p, half]; the axes of tokens and dims, as in codes.h

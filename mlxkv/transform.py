@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Transform:
     """down: [D, R] or [G, D, R]; up: [R, D] or [G, R, D]; float32."""
 

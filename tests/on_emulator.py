@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-from emulator import bfloat16, metal_kernel, to_bfloat16, to_float32
+from emulator import bfloat16, metal_kernel, tile_header, to_bfloat16, to_float32
+
+from mlxkv.metal.launch import read
 
 NUMPY = {
     mx.float32: np.float32,
@@ -27,6 +29,12 @@ def _to_mlx(x, dtype: mx.Dtype) -> mx.array:
     return mx.array(x)
 
 
+def make_mma(name, input_names, output_names, source, header=""):
+    """The same with the tiles of CUDA."""
+    header = header.replace(read("tile_metal.h"), tile_header("mma"))
+    return make(name, input_names, output_names, source, header)
+
+
 def make(name, input_names, output_names, source, header=""):
     """A factory like `mx.fast.metal_kernel`."""
     kernel = metal_kernel(
@@ -36,17 +44,21 @@ def make(name, input_names, output_names, source, header=""):
         source=source,
         header=header,
         any_lane=True,  # Metal's simd_shuffle reads any lane; only the other moves are uniform
+        writable=[name for name in input_names if name == "counter"],
     )
 
     def call(inputs, template, grid, threadgroup, output_shapes, output_dtypes):
+        arrays = [_to_numpy(x) for x in inputs]
         out = kernel(
-            inputs=[_to_numpy(x) for x in inputs],
+            inputs=arrays,
             template=[(k, NUMPY.get(v, v) if isinstance(v, mx.Dtype) else v) for k, v in template],
             grid=grid,
             threadgroup=threadgroup,
             output_shapes=output_shapes,
             output_dtypes=[NUMPY[dtype] for dtype in output_dtypes],
         )
+        for array, name in zip(arrays, input_names, strict=True):
+            assert name != "counter" or not array.any(), "the counter is not zero again"
         return [_to_mlx(x, dtype) for x, dtype in zip(out, output_dtypes, strict=True)]
 
     return call

@@ -8,6 +8,8 @@ import pytest
 from emulator import nvrtc
 from emulator_kernels import SAXPY, TILE
 
+from mlxkv.metal.launch import read
+
 pytestmark = pytest.mark.skipif(nvrtc.why_not() is not None, reason=str(nvrtc.why_not()))
 
 # The few words of the dialect that these bodies use; the project's own cuda.h has the rest.
@@ -36,7 +38,7 @@ def test_saxpy_builds(dtype):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_tile_product_builds(arch):
-    header = WORDS + emulator.tile_header("mma_sync")
+    header = read("cuda.h") + emulator.tile_header("mma_sync")
     kernel = emulator.metal_kernel("tile", ["x", "y"], ["o"], TILE, header)
     x = np.zeros((16, 16), np.float16)
     assert nvrtc.compile_cuda(kernel, [x, x], [np.float32], arch=arch)[:4] == b"\x7fELF"

@@ -49,6 +49,20 @@ inline To as_type(From value) {
   return out;
 }
 
+#define coherent(scope)
+typedef uint atomic_uint;
+enum memory_order_ { memory_order_relaxed, memory_order_seq_cst };
+enum thread_scope_ { thread_scope_device };
+inline void atomic_thread_fence(mem_flags, memory_order_, thread_scope_) {
+  __threadfence();
+}
+inline uint atomic_fetch_add_explicit(atomic_uint* at, uint value, memory_order_) {
+  return atomicAdd(at, value);
+}
+inline void atomic_store_explicit(atomic_uint* at, uint value, memory_order_) {
+  atomicExch(at, value);
+}
+
 namespace metal {
 inline float max(float a, float b) {
   return fmaxf(a, b);
@@ -72,7 +86,9 @@ inline float rint(float a) {
   return rintf(a);
 }
 inline float exp2(float a) {
-  return exp2f(a);
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
+  return out;
 }
 } // namespace metal
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 
 import mlx.core as mx
@@ -25,17 +26,31 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         ("partial_out", "partial_stats"),
     ),
+    "attend_tile": (
+        (
+            *("q", "records", "sink_k", "sink_v", "live_k", "live_v"),
+            *("map_k", "map_v", "sinks", "size", "counter"),
+        ),
+        ("out", "partial_out"),
+    ),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
+}
+TILED = {"attend_tile"}  # bodies that multiply tiles
+Template = tuple[tuple[str, object], ...]
+TYPES = {  # on Metal, on CUDA
+    mx.float32: ("float", "float"),
+    mx.float16: ("half", "__half"),
+    mx.bfloat16: ("bfloat16_t", "__nv_bfloat16"),
 }
 Factory = Callable[..., Callable[..., list[mx.array]]]
 
 
 def read(name: str) -> str:
-    """The text of a file of this folder without comments: MLX looks for names in comments too, and
-    long texts cost time at every call."""
+    """The text of a file of this folder without comments and indentation: MLX looks for names in
+    comments too, and long texts cost time at every call."""
     text = files("mlxkv.metal").joinpath(name).read_text(encoding="ascii")
     text = re.sub(r"//[^\n]*", "", text)
-    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip()) + "\n"
 
 
 def backend() -> str:
@@ -65,19 +80,48 @@ def using(make: Factory | None) -> Iterator[None]:
         _given.pop()
 
 
+def header(name: str, on_cuda: bool) -> str:
+    """What stands before the body `name`."""
+    texts = ["cuda.h"] if on_cuda else []
+    if name in TILED:
+        texts += ["tile_cuda.h" if on_cuda else "tile_metal.h", "codes.h", "tile.h"]
+    else:
+        texts.append("codes.h")
+    return "".join(map(read, texts))
+
+
+def constants(template: Template, on_cuda: bool) -> str:
+    """Template values as text. Baked in, they cost nothing at a call."""
+    lines = []
+    for name, value in template:
+        if isinstance(value, mx.Dtype):
+            lines.append(f"typedef {TYPES[value][on_cuda]} {name};\n")
+        else:
+            lines.append(f"constexpr int {name} = {value};\n")
+    return "".join(lines)
+
+
 @cache
-def build(name: str, make: Factory):
-    """The kernel `name`, built by `make`."""
-    header = read("codes.h")
-    if make is mx.fast.cuda_kernel:
-        header = read("cuda.h") + header
+def build(name: str, template: Template, make: Factory, shared_memory: int = 0, bounds: str = ""):
+    """The kernel `name` for these template values, built by `make`.
+
+    For CUDA alone: bytes of dynamic shared memory, and launch bounds, which MLX does not write.
+    """
+    on_cuda = make is mx.fast.cuda_kernel
+    source, head = constants(template, on_cuda) + read(f"{name}.metal"), header(name, on_cuda)
+    options = {"shared_memory": shared_memory} if on_cuda else {}
+    if on_cuda and bounds:
+        head += f"#define __global__ __attribute__((global)) __launch_bounds__({bounds})\n"
     inputs, outputs = SIGNATURES[name]
+    # MLX keeps what it compiled by name.
+    digest = sha256((head + source).encode()).hexdigest()[:12]
     return make(
-        name=f"mlxkv_{name}",
+        name=f"mlxkv_{name}_{digest}",
         input_names=list(inputs),
         output_names=list(outputs),
-        source=read(f"{name}.metal"),
-        header=header,
+        source=source,
+        header=head,
+        **options,
     )
 
 
@@ -93,9 +137,9 @@ def launch(
     """Run one kernel. grid in threads, a multiple of the threadgroup; outputs: shape and dtype."""
     if any(n % m for n, m in zip(grid, threadgroup, strict=True)):
         raise ValueError(f"[launch] the grid is no multiple of the threadgroup; got {grid}")
-    return build(name, make)(
+    return build(name, tuple(template.items()), make)(
         inputs=list(inputs),
-        template=list(template.items()),
+        template=[],
         grid=grid,
         threadgroup=threadgroup,
         output_shapes=[shape for shape, _ in outputs],

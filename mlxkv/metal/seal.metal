@@ -74,9 +74,9 @@ if (record < size[0]) {
       }
       step[n] = float(scale);
       if (writes) {
-        numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)] = scale;
+        numbers[kv_number<KEYS>(token, group, 0, GROUPS)] = scale;
         if (!SYMMETRIC) {
-          numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)] = bias;
+          numbers[kv_number<KEYS>(token, group, 1, GROUPS)] = bias;
         }
       }
     }

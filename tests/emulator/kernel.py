@@ -143,8 +143,15 @@ def metal_kernel(
 
 
 def tile_header(lane_map: str) -> str:
-    """Header with the tile product: `simdgroup` as on Metal, `mma` with the lane map of CUDA."""
-    return (Path(__file__).parent / "tile" / f"{lane_map}.h").read_text(encoding="utf-8")
+    """Header with the tile product: `simdgroup` as on Metal, `mma` with the lane map of CUDA; the
+    text for CUDA itself is `mma_sync`."""
+    ours, theirs = Path(__file__).parent / "tile", Path(__file__).parents[2] / "mlxkv" / "metal"
+    files = {
+        "simdgroup": theirs / "tile_metal.h",
+        "mma": ours / "mma.h",
+        "mma_sync": theirs / "tile_cuda.h",
+    }
+    return files[lane_map].read_text(encoding="utf-8")
 
 
 def check_sizes(kernel: Kernel, inputs: Any, shapes: Any, types: Any) -> None:

@@ -1,0 +1,121 @@
+// What bodies that multiply tiles share, whatever the lane map. Stands behind tile_*.h and codes.h.
+
+// kv_pair puts the bits of a code below a leading one, which costs one instruction for two codes:
+// it is read as code + kv_offset, and the offsets are taken out of sums.
+template <int BITS>
+constexpr float kv_offset(int p) {
+  return BITS == 8 ? 1024.0f
+      : BITS == 4  ? (p % 2 ? 64.0f : 1024.0f)
+                   : (p == 0 ? 1024.0f : p == 1 ? 256.0f : p == 2 ? 64.0f : 16.0f);
+}
+
+// The codes of slots (r, p, half 0) and (r, p, half 1) of block j as two halves. The masks come
+// from memory: a compiler builds constants anew in every round of a loop.
+template <int BITS>
+inline uint kv_pair(uint word, uint high, const thread uint* masks, int j, int r, int p) {
+  if (BITS == 8) {
+    return ((word >> (8 * (p % 2))) & masks[0]) | 0x64006400u;
+  }
+  if (BITS == 4) {
+    const uint x = p >= 2 ? word >> 8 : word;
+    return p % 2 ? (x & masks[1]) | 0x54005400u : (x & masks[0]) | 0x64006400u;
+  }
+  uint x = ((r ? word >> 8 : word) & masks[p]) | (0x64006400u - uint(p) * 0x08000800u);
+  if (BITS == 3) {
+    const int from = kv_high_bit(j, r, p, 0);
+    const int to = 2 * p + 2;
+    const uint moved = from >= to ? high >> metal::max(from - to, 0) : high << metal::max(to - from, 0);
+    x |= moved & (0x00040004u << (2 * p));
+  }
+  return x;
+}
+
+// WORDS words of a record in the widest loads; between the vectors of a lane lie those of LANES - 1
+// others.
+template <int WORDS, int LANES>
+inline void kv_read_words(thread uint* to, KvRecord from, int first) {
+  constexpr int V = kv_vector(WORDS);
+  for (int m = 0; m < WORDS; m += V) {
+    if (V == 4) {
+      const uint4 x = kv_read4(from, first + m * LANES);
+      to[m] = x.x;
+      to[m + 1 % V] = x.y;
+      to[m + 2 % V] = x.z;
+      to[m + 3 % V] = x.w;
+    } else if (V == 2) {
+      const uint2 x = kv_read2(from, first + m * LANES);
+      to[m] = x.x;
+      to[m + 1 % V] = x.y;
+    } else {
+      to[m] = kv_read1(from, first + m * LANES);
+    }
+  }
+}
+
+// Biases of tokens g and g + 8, groups 2 t and 2 t + 1, from halves [g][r][group] at word `first`.
+template <int GROUPS>
+inline void kv_read_bias(thread uint* to, KvRecord from, int first, int g, int t) {
+  for (int r = 0; r < 2; r++) {
+    to[r] = 0u;
+    if (GROUPS % 2 == 0) {
+      if (2 * t < GROUPS) {
+        to[r] = kv_read1(from, first + (2 * g + r) * GROUPS / 2 + t);
+      }
+    } else {
+      for (int i = 0; i < 2; i++) {
+        const int at = (2 * g + r) * GROUPS + 2 * t + i;
+        if (2 * t + i < GROUPS) {
+          const uint word = kv_read1(from, first + at / 2);
+          to[r] |= (at % 2 ? word >> 16 : word & 0xFFFFu) << (16 * i);
+        }
+      }
+    }
+  }
+}
+
+inline float kv_half(uint word, int high) {
+  const half2 pair = as_type<half2>(word);
+  return high ? float(pair.y) : float(pair.x);
+}
+
+// Two neighbours of a 16-bit model type, as halves. bfloat16 reaches further: it saturates.
+template <int BF16>
+inline float kv_low(uint word) {
+  return BF16 ? metal::max(metal::min(as_type<float>(word << 16), 65504.0f), -65504.0f)
+              : kv_half(word, 0);
+}
+template <int BF16>
+inline float kv_high(uint word) {
+  return BF16 ? metal::max(metal::min(as_type<float>(word & 0xFFFF0000u), 65504.0f), -65504.0f)
+              : kv_half(word, 1);
+}
+
+// Scores of 16 tokens and 8 queries -> probabilities, as the right factor of the next product. The
+// running maximum follows only when it is exceeded by 2^4; then the N tiles of o follow, too.
+template <int N>
+inline TileB kv_probabilities(TileC s, thread float* top, thread float* sum, thread TileC* o) {
+  bool exceeds = s.v[0] - top[0] > 4.0f;
+  for (int i = 1; i < 4; i++) {
+    exceeds = exceeds | (s.v[i] - top[i % 2] > 4.0f);
+  }
+  if (simd_any(exceeds)) {
+    float shrink[2];
+    for (int i = 0; i < 2; i++) {
+      const float peak =
+          metal::max(tile_column_max(metal::max(s.v[i], s.v[2 + i])), top[i]);
+      shrink[i] = metal::exp2(top[i] - peak);
+      top[i] = peak;
+      sum[i] *= shrink[i];
+    }
+    for (int n = 0; n < N; n++) {
+      for (int i = 0; i < 4; i++) {
+        o[n].v[i] *= shrink[i % 2];
+      }
+    }
+  }
+  for (int i = 0; i < 4; i++) {
+    s.v[i] = metal::exp2(s.v[i] - top[i % 2]);
+    sum[i % 2] += s.v[i];
+  }
+  return tile_b_of(s);
+}

@@ -1,0 +1,236 @@
+"""Decode attention by matrix tiles: one dispatch for rotation, attention, merging, un-rotation.
+
+The body is metal/attend_tile.metal; the portable one of `kernels.attend` computes the same on any
+GPU. Halves in, floats summed: for 16-bit model types.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from itertools import cycle
+
+import mlx.core as mx
+
+from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, side_template
+from mlxkv.metal.launch import Factory, build
+from mlxkv.records import BLOCK
+from mlxkv.transform import Transform
+
+SIMDGROUPS = 8
+CHUNK = 2  # records that a simdgroup takes at a time
+ROWS = 8  # query rows of a threadgroup
+THREADGROUPS = 256  # wanted in all: nearly two for each core of a large GPU
+MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
+RING_BYTES, RING_BYTES_WIDE = 88 << 10, 190 << 10  # of shared memory, for two groups or one
+MASKS = {
+    8: (0x00FF00FF, 0, 0, 0),
+    4: (0x000F000F, 0x00F000F0, 0, 0),
+    3: tuple(0x00030003 << 2 * p for p in range(4)),
+    2: tuple(0x00030003 << 2 * p for p in range(4)),
+}
+
+
+def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype) -> str | None:
+    """Why the tile body does not read such records, or None. dims: head dim D."""
+    if dtype not in (mx.float16, mx.bfloat16):
+        return f"tiles are of 16-bit types, not {str(dtype).removeprefix('mlx.core.')}"
+    if dims % 8:
+        return f"a head dim of {dims} is no multiple of 8"
+    if max(dims, layout.keys.dims, layout.values.dims) > MAX_DIMS:
+        return f"tiles of more than {MAX_DIMS} dims do not fit in registers"
+    if max(layout.keys.groups, layout.values.groups) > MAX_GROUPS:
+        return f"more than {MAX_GROUPS} groups"
+    return None
+
+
+def tile_map(matrix: mx.array) -> mx.array:
+    """[M, K] or [G, M, K] -> [G, M/16, K/16, 32 lanes, 4] words: left factors, padded with zeros."""
+    matrix = matrix.reshape(-1, *matrix.shape[-2:]).astype(mx.float16)
+    count, rows, columns = matrix.shape
+    pad = [(0, 0), (0, -rows % BLOCK), (0, -columns % BLOCK)]
+    x = mx.pad(matrix, pad).reshape(count, -(-rows // BLOCK) * 2, 2, 8, -(-columns // BLOCK) * 2, 2, 4, 2)
+    x = mx.contiguous(x.transpose(0, 1, 4, 3, 6, 5, 2, 7))  # m, k, g, t, word, i
+    return x.view(mx.uint32).reshape(count, x.shape[1], x.shape[2], 32, 4)
+
+
+@lru_cache(maxsize=512)
+def _map(transform: Transform | None, keys: bool) -> mx.array | None:
+    """What leads queries to the stored domain of the keys, or stored values back."""
+    if transform is None:
+        return None
+    with mx.stream(mx.cpu):
+        out = tile_map(transform.up if keys else transform.up.swapaxes(-1, -2))
+        mx.eval(out)
+    return out
+
+
+def _bits(value: float) -> int:
+    return struct.unpack("i", struct.pack("f", value))[0]
+
+
+def _stride(x: mx.array | None) -> int:
+    return x.size // x.shape[0] if x is not None and x.shape[0] > 1 else 0
+
+
+def splits_for(records: int, merges: int) -> tuple[int, int]:
+    """How many threadgroups share the records of a head, and how many its windows. merges: heads
+    times tiles of rows."""
+    room = THREADGROUPS // merges
+    windows = 2 if room >= 2 * SIMDGROUPS else 1
+    records = -(-records // SIMDGROUPS)
+    return max(1, min(MAX_SPLITS - windows, room - windows, records)), windows
+
+
+@lru_cache(maxsize=1)
+def _has_ring() -> bool:
+    """Whether records travel through shared memory in the background: CUDA from Hopper on."""
+    return mx.device_info().get("compute_capability_major", 0) >= 9
+
+
+def _ring(layout: RecordLayout, wide: bool, make: Factory) -> tuple[int, int]:
+    """(stages, bytes of shared memory) of the ring of records."""
+    if make is not mx.fast.cuda_kernel or not _has_ring():
+        return 1, 0
+    each = SIMDGROUPS * CHUNK * layout.words * 4
+    stages = max(2, min(6, (RING_BYTES_WIDE if wide else RING_BYTES) // each))
+    return stages, stages * each + -(-stages * SIMDGROUPS * 8 // 128) * 128
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    layout: RecordLayout,
+    dims: int,
+    dtype: mx.Dtype,
+    mapped: tuple[bool, bool],
+    has_window: bool,
+    has_sinks: bool,
+    make: Factory,
+):
+    wide = max(dims, layout.keys.dims, layout.values.dims) > 128
+    stages, shared_memory = _ring(layout, wide, make)
+    template = {
+        "T": dtype,
+        "BF16": int(dtype == mx.bfloat16),
+        "S": SIMDGROUPS,
+        "STAGES": stages,
+        "D": dims,
+        "RK": layout.keys.dims,
+        "RV": layout.values.dims,
+        "RECORD": layout.words,
+        "HAS_K": int(mapped[0]),
+        "HAS_V": int(mapped[1]),
+        "WINDOW": int(has_window),
+        "HAS_SINKS": int(has_sinks),
+        **side_template(layout.keys, "_K"),
+        **side_template(layout.values, "_V"),
+    }
+    # Two threadgroups on a core; of more than 128 dims only one has registers enough.
+    bounds = f"{32 * SIMDGROUPS}, {1 if wide else 2}"
+    return build("attend_tile", tuple(template.items()), make, shared_memory, bounds)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    rooms: tuple[int, int, int],
+    heads: int,
+    layout: RecordLayout,
+    to_keys: Transform | None,
+    from_values: Transform | None,
+    lengths: tuple[tuple[int, int, int], ...],
+    scale: float,
+    make: Factory,
+    window: int,
+    has_sinks: bool,
+    splits: tuple[int, int] | None,
+):
+    """(kernel, maps and sizes, the rest of the call): the same for all layers of a step.
+
+    rooms: tokens that the buffers of records, sink and live hold.
+    """
+    batch, q_heads, new_tokens, dims = shape
+    rows = q_heads // heads * new_tokens
+    merges = batch * heads * -(-rows // ROWS)
+    most = max(one[0] for one in lengths)
+    splits = splits or splits_for(most, merges)
+    chunk = CHUNK if most >= splits[0] * SIMDGROUPS * CHUNK else 1
+    maps = _map(to_keys, True), _map(from_values, False)
+    size = mx.array(
+        [
+            *(rows, splits[0], *rooms, new_tokens, window, heads, *map(_stride, maps)),
+            *(_bits(scale * LOG2E), _bits(LOG2E)),
+            *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits], chunk, 0, 0, 0),
+            *(n for one in lengths for n in (*one, 0)),
+        ],
+        mx.int32,
+    )
+    none = nothing(mx.uint32)
+    width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
+    mapped = tuple(x is not None for x in maps)
+    return (
+        _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, make),
+        (*(none if x is None else x for x in maps), size),
+        {
+            "template": [],
+            "grid": (32 * SIMDGROUPS, sum(splits), merges),
+            "threadgroup": (32 * SIMDGROUPS, 1, 1),
+            "output_shapes": [shape, (batch * heads * rows, sum(splits), width + 4)],
+            "output_dtypes": [dtype, mx.float32],
+        },
+    )
+
+
+class _Counters:
+    """Zeros that a kernel counts on and leaves as zeros.
+
+    Each call takes the next of many, so that calls that run at the same time never share one.
+    """
+
+    def __init__(self, count: int = 256, each: int = 512):
+        self.each = each
+        slab = mx.zeros((count * each,), mx.uint32)
+        self._slots = [slab[i * each : (i + 1) * each] for i in range(count)]
+        mx.eval(self._slots)
+        self._next = cycle(self._slots)
+
+    def take(self, merges: int) -> mx.array:
+        return next(self._next) if merges <= self.each else mx.zeros((merges,), mx.uint32)
+
+
+@lru_cache(maxsize=1)
+def _counters() -> _Counters:
+    return _Counters()
+
+
+def attend(
+    q: mx.array,
+    buffer: mx.array,
+    layout: RecordLayout,
+    transforms: tuple[Transform | None, Transform | None],
+    sink: Pair | None,
+    live: Pair,
+    lengths: tuple[tuple[int, int, int], ...],
+    scale: float,
+    make: Factory,
+    window: int = 0,
+    sinks: mx.array | None = None,
+    splits: tuple[int, int] | None = None,
+) -> mx.array:
+    """Attention of a few new tokens over records and windows.
+
+    q: [B, H, L, D] in the model's domain and dtype; the other arguments: `kernels.attend`.
+    transforms: of keys and of values. splits: threadgroups for the records and the windows of a
+        head.
+    Returns [B, H, L, D] in the dtype of q.
+    """
+    sink = sink or live  # never read: its length is 0
+    kernel, sizes, call = _plan(
+        *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
+        *(buffer.shape[1], layout, *transforms, lengths, scale, make, window),
+        *(sinks is not None, splits),
+    )
+    logits = nothing() if sinks is None else sinks.astype(mx.float32)
+    counter = _counters().take(call["grid"][2])
+    return kernel(inputs=[q, buffer, *sink, *live, *sizes[:2], logits, sizes[2], counter], **call)[0]
