@@ -38,7 +38,7 @@ ENCODE_KEYS = {
     *("encode_of_copy", "encode_gflop_s", "page_us", "unseal_gb_s", "unseal_of_copy"),
 }
 DECODE_KEYS = {
-    *("model", "weights", "bits", "dtype", "preset", "context", "fill", "runs"),
+    *("model", "weights", "bits", "dtype", "preset", "by", "context", "fill", "runs"),
     *("prefill_seconds", "prefill_tokens_per_second", "tokens_per_second", "token_ms"),
     *("peak_bytes", "kv_bytes", "spread", "baseline_ratio"),
 }
@@ -240,6 +240,7 @@ def test_decode_prints_a_table_and_json(capsys, bare_folder, fill):
     ]
     for row in rows:
         assert set(row) == DECODE_KEYS
+        assert row["by"] == {"fp16": "MLX", "int4": "plain ops (no GPU here)"}[row["preset"]]
         assert row["weights"] == "random" and row["fill"] == fill and row["runs"] == 2
         assert (row["prefill_seconds"] is None) == (fill == "direct")
         assert isinstance(row["peak_bytes"], int) and row["kv_bytes"] > 0

@@ -61,7 +61,8 @@ def rows(
                 task()
                 tasks[_mlx_lm_name(bits)] = task
             except Exception as error:  # no kernel for this shape, no memory: MLX raises anything
-                failed[_mlx_lm_name(bits)] = str(error).strip().splitlines()[0][:120]
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                failed[_mlx_lm_name(bits)] = lines[0][:120]
     for task in tasks.values():
         task()
     times = {k: middle(v) for k, v in interleaved(tasks, rounds, done).items()}

@@ -68,7 +68,8 @@ def decode(
     fill: Annotated[
         str,
         typer.Option(
-            "--fill", help="prefill, direct (random keys and values), auto: direct above 32k."
+            "--fill",
+            help="prefill, direct (random keys and values), auto: direct above 32k (CPU: 1k).",
         ),
     ] = "auto",
     dtype: Annotated[

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from statistics import median
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.progress import Progress
 
-from mlxkv import console, doctor
+from mlxkv import console, doctor, sealed
 from mlxkv.bench.models import Subject, subject
 from mlxkv.bench.timing import default_dtype, interleaved, print_where, short, where
 from mlxkv.config import parse_kv
@@ -24,12 +24,12 @@ from mlxkv.shapes import layers_of, text_config
 
 BASELINE = "fp16"
 WARM = 4  # decoded before the clock starts
-DIRECT_ABOVE = 32768
+DIRECT_ABOVE, DIRECT_ABOVE_CPU = 32768, 1024  # a longer prefill takes long, and is not decoding
 CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
 FILLS = ("auto", "prefill", "direct")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 COLUMNS = (
-    *("context", "preset", "filled by", "first token s", "prefill tok/s", "decode tok/s"),
+    *("context", "preset", "by", "filled by", "first token s", "prefill tok/s", "decode tok/s"),
     *("of fp16", "spread", "token ms", "peak", "cache"),
 )
 
@@ -60,13 +60,27 @@ def run(
         bar = bars.add_task("decode", total=len(lengths) * len(presets) * (2 * rounds + 1))
         for context in lengths:
             bars.update(bar, description=f"{model} {context}")
-            how = ("direct" if context > DIRECT_ABOVE else "prefill") if fill == "auto" else fill
-            rows += _rows(it, context, presets, how, tokens, rounds, lambda: bars.advance(bar))
+            rows += _rows(
+                it,
+                context,
+                presets,
+                _fill_of(fill, context),
+                tokens,
+                rounds,
+                lambda: bars.advance(bar),
+            )
     about = {"model": model, "weights": it.weights, "bits": bits, "dtype": short(it.dtype)}
     rows = [about | row for row in rows]
     _show(rows, tokens, rounds)
     if as_json:
         console.print_json({"machine": machine, "versions": versions, "rows": rows})
+
+
+def _fill_of(fill: str, context: int) -> str:
+    if fill != "auto":
+        return fill
+    limit = DIRECT_ABOVE_CPU if backend() == "cpu" else DIRECT_ABOVE
+    return "direct" if context > limit else "prefill"
 
 
 def _check(tokens, rounds, fill, dtype, bits, shortest) -> None:
@@ -102,7 +116,8 @@ def _rows(
     runs = interleaved(tasks, rounds, done)
     rows = []
     for name in presets:
-        row = {"preset": name, "context": context, "fill": fill, "runs": len(runs[name])}
+        row = {"preset": name, "by": _by(it, name), "context": context}
+        row |= {"fill": fill, "runs": len(runs[name])}
         for key, first in runs[name][0].items():
             kind = type(first)  # bytes stay whole
             row[key] = first if first is None else kind(median(r[key] for r in runs[name]))
@@ -113,6 +128,16 @@ def _rows(
     for row in rows:
         row["baseline_ratio"] = row["tokens_per_second"] / plain if plain else None
     return rows
+
+
+def _by(it: Subject, preset: str) -> str:
+    """What computes the attention of the layers that grow."""
+    config = parse_kv(preset)
+    shape = next((s for s in layers_of(it.config) if s.kind == "full"), None)
+    if not config.compresses or shape is None:
+        return "MLX"
+    reason = sealed.why_not(config, (shape.key_dim, shape.value_dim), it.dtype)
+    return "kernels" if reason is None else f"plain ops ({reason})"
 
 
 def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> dict:
@@ -130,16 +155,12 @@ def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> d
             _fill(cache, it, context - 1)
             mx.clear_cache()
             mx.reset_peak_memory()
-        times = [time.perf_counter()]
-        for _, logprobs in generate_step(
-            prompt,
-            it.model,
-            max_tokens=WARM + tokens,
-            prompt_cache=cache,
-            prefill_step_size=PREFILL_STEP,
-        ):
-            times.append(time.perf_counter())
-            last = logprobs
+        options = {"max_tokens": WARM + tokens, "prefill_step_size": PREFILL_STEP}
+        with wired_limit(it.model):  # as mlx-lm generates
+            times = [time.perf_counter()]
+            for _, logprobs in generate_step(prompt, it.model, prompt_cache=cache, **options):
+                times.append(time.perf_counter())
+                last = logprobs
         if not mx.isfinite(last.max()).item():  # one NaN in the logits makes all of them NaN
             raise MachineError(f"[bench] NaN or infinity in the logits with {preset}; no times")
         first = times[1] - times[0] if fill == "prefill" else None
@@ -190,7 +211,7 @@ def _show(rows: list[dict], tokens: int, rounds: int) -> None:
         ratio = f"{row['baseline_ratio']:.2f}" if row["baseline_ratio"] else "-"
         table.append(
             (
-                *(row["context"], row["preset"], row["fill"], *prefill),
+                *(row["context"], row["preset"], row["by"], row["fill"], *prefill),
                 *(f"{row['tokens_per_second']:.1f}", ratio, f"{100 * row['spread']:.0f} %"),
                 f"{row['token_ms']:.2f}",
                 console.human_bytes(row["peak_bytes"]),
