@@ -134,6 +134,13 @@ def test_kernels_prints_tables_and_json(capsys):
     assert "us: per call" in out and "2.5 D log2 D" in out and "mlx-lm us" in out
 
 
+def test_on_a_gpu_the_copies_exceed_its_cache_and_fit_its_memory(monkeypatch):
+    monkeypatch.setattr(attend, "backend", lambda: "metal")
+    monkeypatch.setattr(attend.mx, "device_info", lambda: {"memory_size": 16 << 30})
+    sizes = (1 << 20, 10 << 20, 256 << 20, 1 << 30, 4 << 30)
+    assert [attend.copies_of(size, 64) for size in sizes] == [64, 20, 4, 2, 1]
+
+
 def test_plain_ops_say_why(capsys):
     with launch.using(None):
         out, data = said(

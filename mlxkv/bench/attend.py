@@ -12,10 +12,12 @@ from mlxkv import attention, sealed
 from mlxkv.bench.case import BOUNDS, Shape, filled, reference, relative_rms, stored_bytes
 from mlxkv.bench.timing import chain, interleaved, middle
 from mlxkv.config import CacheConfig
+from mlxkv.fit import machine_memory
 from mlxkv.metal.launch import backend
 
 COLD_BYTES = 200_000_000  # more than twice the L2 of any GPU we know: copies rotate over so much
 COPIES = 4
+MEMORY_SHARE = 8  # the copies of one preset or baseline take at most this part of the memory
 SPARE = 256  # tokens of room in mlx-lm's own cache, which grows by so many
 MLX_LM_GROUP = 64
 MLX_LM_BITS = (2, 3, 4, 6, 8)
@@ -23,10 +25,13 @@ SDPA = "sdpa"
 
 
 def copies_of(bytes_each: int, calls: int) -> int:
-    """How many copies of a cache rotate."""
+    """How many copies of a cache rotate, as far as memory allows."""
     if backend() == "cpu":
         return min(calls, COPIES)
-    return max(COPIES, min(calls, -(-COLD_BYTES // bytes_each)))
+    info = mx.device_info()
+    memory = info.get("memory_size") or info.get("total_memory") or machine_memory()
+    wanted = max(COPIES, min(calls, -(-COLD_BYTES // bytes_each)))
+    return max(1, min(wanted, memory // MEMORY_SHARE // bytes_each))
 
 
 def rows(
