@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from mlxkv import __version__
+from mlxkv.bench.commands import bench
 from mlxkv.errors import MachineError, UserError
 
 
@@ -19,7 +20,9 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx, args):
         if args and args[0] not in self.commands:
             choices = ", ".join(self.list_commands(ctx))
-            raise UserError(f"[mlxkv] no such command; got {args[0]!r}; choose from {choices}")
+            raise UserError(
+                f"[{ctx.info_name}] no such command; got {args[0]!r}; choose from {choices}"
+            )
         return super().resolve_command(ctx, args)
 
 
@@ -136,6 +139,9 @@ def doctor(json: Json = False) -> None:
     from mlxkv.doctor import run
 
     raise typer.Exit(run(json))
+
+
+app.add_typer(bench, name="bench", cls=Commands)
 
 
 def _one_line(text: object) -> str:

@@ -19,7 +19,7 @@ FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 # A file may import from its own row and from the rows below it, never from above.
 LAYERS = [
     {"cli", "__main__"},
-    {"chat", "chat_ui", "listing", "fit", "doctor", "eval"},
+    {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench"},
     {"session", "prompt_cache", "locate", "golden"},
     {"generate"},
     {"models"},
@@ -31,7 +31,7 @@ LAYERS = [
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
 # `models` is the only code that touches the insides of mlx-lm; these use its public functions.
-MAY_IMPORT_MLX_LM = {"models", "generate", "session", "prompt_cache"}
+MAY_IMPORT_MLX_LM = {"models", "generate", "session", "prompt_cache", "bench"}
 # Plants outliers in weights of either framework: training uses it on torch, loading on MLX.
 MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
@@ -122,6 +122,7 @@ def test_the_torch_track_never_imports_mlx():
         "from mlxkv.cli import main; main(['presets'])",
         "from mlxkv.cli import main; main(['models', '--json'])",
         "from mlxkv.cli import main; main(['chat', '--help'])",
+        "from mlxkv.cli import main; main(['bench', 'kernels', '--help'])",
     ],
 )
 def test_imports_without_frameworks(statement):

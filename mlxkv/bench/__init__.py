@@ -1,0 +1,1 @@
+"""Speed: of the kernels alone, and of a whole model."""
