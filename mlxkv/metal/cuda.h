@@ -29,6 +29,10 @@ inline void threadgroup_barrier(mem_flags) {
   __syncthreads();
 }
 
+inline void simdgroup_barrier(mem_flags) {
+  __syncwarp();
+}
+
 template <typename T>
 inline T simd_shuffle(T value, ushort lane) {
   return __shfl_sync(0xffffffffu, value, lane);
@@ -48,6 +52,10 @@ inline To as_type(From value) {
   memcpy(&out, &value, sizeof(To));
   return out;
 }
+
+// Pointers to threadgroup memory (seal.h): plain ones, `threadgroup` declares here.
+#define KV_TILE
+typedef float2* kv_pairs;
 
 namespace metal {
 inline float max(float a, float b) {

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 # name: (inputs, outputs), in the order in which the body names them
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "seal": (("x", "size"), ("words",)),
+    "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
     "unseal": (("records", "size"), ("out",)),
     "attend": (
         (
@@ -27,6 +27,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
+HEADERS = {"seal": ("codes.h", "seal.h")}  # before the others stands codes.h alone
 Factory = Callable[..., Callable[..., list[mx.array]]]
 
 
@@ -65,19 +66,22 @@ def using(make: Factory | None) -> Iterator[None]:
         _given.pop()
 
 
+def header(name: str, cuda: bool = False) -> str:
+    """What stands before the body `name`."""
+    names = HEADERS.get(name, ("codes.h",))
+    return "".join(map(read, ("cuda.h", *names) if cuda else names))
+
+
 @cache
 def build(name: str, make: Factory):
     """The kernel `name`, built by `make`."""
-    header = read("codes.h")
-    if make is mx.fast.cuda_kernel:
-        header = read("cuda.h") + header
     inputs, outputs = SIGNATURES[name]
     return make(
         name=f"mlxkv_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
         source=read(f"{name}.metal"),
-        header=header,
+        header=header(name, cuda=make is mx.fast.cuda_kernel),
     )
 
 
