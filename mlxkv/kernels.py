@@ -55,6 +55,7 @@ def seal(
     tokens: int | None = None,
 ) -> mx.array:
     """(keys, values), each [B, G, T, D] -> records [B, G, tokens / 16, words], in one dispatch.
+    The two may differ in D, dtype, format and transform.
 
     Encodes `tokens` tokens from `start` on, all by default, and reads nothing else: hand over whole
         buffers, since MLX copies slices. tokens is a multiple of 16.

@@ -53,8 +53,8 @@ inline To as_type(From value) {
   return out;
 }
 
-// Pointers to threadgroup memory (seal.h): plain ones, `threadgroup` declares here.
-#define KV_TILE
+// A pointer to threadgroup memory (seal.h) is a plain one: `threadgroup` declares, here.
+#define KV_PAIRS
 typedef float2* kv_pairs;
 
 namespace metal {
@@ -75,6 +75,9 @@ inline float abs(float a) {
 }
 inline float fma(float a, float b, float c) {
   return fmaf(a, b, c);
+}
+inline float saturate(float a) {
+  return __saturatef(a);
 }
 inline float rint(float a) {
   return rintf(a);

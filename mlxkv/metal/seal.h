@@ -1,27 +1,46 @@
 // What sealing needs beside codes.h: loads of four, butterflies in registers, one side of a record.
 // A tile holds 16 tokens of DIMS floats, or DIMS / 2 = N pairs: z[n] = (x[2 n], x[2 n + 1]).
 
-#ifndef KV_TILE
-#define KV_TILE
+#ifndef KV_PAIRS // cuda.h has its own
 typedef threadgroup float2* kv_pairs;
 #endif
 
-// Four values of a row that starts at a multiple of four.
 template <typename T>
-inline void kv_load_four(const device T* from, thread float* v) {
-  const uint2 words = *(const device uint2*)from;
-  v[0] = float(as_type<T>(ushort(words.x & 0xFFFFu)));
-  v[1] = float(as_type<T>(ushort(words.x >> 16)));
-  v[2] = float(as_type<T>(ushort(words.y & 0xFFFFu)));
-  v[3] = float(as_type<T>(ushort(words.y >> 16)));
+inline float kv_half_word(uint word, int high) {
+  return float(as_type<T>(ushort(high ? word >> 16 : word & 0xFFFFu)));
 }
 
-inline void kv_load_four(const device float* from, thread float* v) {
-  const float4 four = *(const device float4*)from;
-  v[0] = four.x;
-  v[1] = four.y;
-  v[2] = four.z;
-  v[3] = four.w;
+// COUNT values, 4 or 8, by wide loads: `from` stands at a multiple of COUNT.
+template <int COUNT, typename T>
+inline void kv_load(const device T* from, thread float* v) {
+  uint words[4];
+  if (COUNT == 8) {
+    const uint4 four = *(const device uint4*)from;
+    words[0] = four.x;
+    words[1] = four.y;
+    words[2] = four.z;
+    words[3] = four.w;
+  } else {
+    const uint2 two = *(const device uint2*)from;
+    words[0] = two.x;
+    words[1] = two.y;
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    v[i] = kv_half_word<T>(words[i / 2], i % 2);
+  }
+}
+
+template <int COUNT>
+inline void kv_load(const device float* from, thread float* v) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+    const float4 four = *(const device float4*)(from + i);
+    v[i] = four.x;
+    v[i + 1] = four.y;
+    v[i + 2] = four.z;
+    v[i + 3] = four.w;
+  }
 }
 
 // a / b, correctly rounded, from the rounded 1 / b.
@@ -74,11 +93,13 @@ inline void kv_butterflies(thread float* re, thread float* im) {
   }
 }
 
-// Where pair k of a token lies in the tile: moved within 16 pairs so that the lanes of every access
-// below meet different banks. The twin of the index, not of the data: only this file sees it.
-template <int R1>
+// Where pair k of a token lies: moved within 16 pairs, so that the lanes of every access below meet
+// different banks. Linear in the bits: where k = a + b without a common bit, it is
+// kv_pair_at(a, token) ^ kv_pair_at(b, 0), which leaves one operation to an access.
+template <int DIMS, int R1>
 constexpr int kv_pair_at(int k, int token) {
-  return k ^ (((k >> 2) ^ (k / (2 * R1))) & 3) ^ (((token ^ (token >> 2)) & 3) << 2);
+  return token * (DIMS / 2) + (k ^ (((k >> 2) ^ (k / (2 * R1))) & 3) ^
+      (((token ^ (token >> 2)) & 3) << 2));
 }
 
 // Pairs of 16 tokens -> their N-point transform, in the tile: N = R1 R2, n = a + R2 b, entry (c, d)
@@ -96,14 +117,15 @@ inline void kv_transform(
     const int token = lane / 4 + 8 * r;
     const device T* row = x + token * DIMS;
     for (int first = 2 * part; first < R2; first += 8) {
+      const int own = kv_pair_at<DIMS, R1>(first * R1, token);
       float re[2 * R1];
       float im[2 * R1];
 #pragma unroll
       for (int b = 0; b < R1; b++) {
         float v[4];
         float sign[4];
-        kv_load_four(row + 2 * (first + R2 * b), v);
-        kv_load_four(table + 2 * (first + R2 * b), sign);
+        kv_load<4>(row + 2 * (first + R2 * b), v);
+        kv_load<4>(table + 2 * (first + R2 * b), sign);
         re[b] = v[0] * sign[0];
         im[b] = v[1] * sign[1];
         re[b + R1] = v[2] * sign[2];
@@ -114,6 +136,7 @@ inline void kv_transform(
         kv_butterflies<R1, FOURIER>(re + s * R1, im + s * R1);
 #pragma unroll
         for (int c = 0; c < R1; c++) {
+          const int at = own ^ kv_pair_at<DIMS, R1>(s * R1 + c, 0);
           float2 z;
           z.x = re[s * R1 + (FOURIER ? kv_reversed<R1>(c) : c)];
           z.y = im[s * R1 + (FOURIER ? kv_reversed<R1>(c) : c)];
@@ -123,7 +146,7 @@ inline void kv_transform(
             z.y = z.x * w.y + z.y * w.x;
             z.x = real;
           }
-          tile[token * N + kv_pair_at<R1>((first + s) * R1 + c, token)] = z;
+          tile[at] = z;
         }
       }
     }
@@ -132,12 +155,14 @@ inline void kv_transform(
 #pragma unroll 1
   for (int r = 0; r < 2; r++) {
     const int token = lane / 4 + 8 * r;
+#pragma unroll 1
     for (int c = part; c < R1; c += 4) {
+      const int own = kv_pair_at<DIMS, R1>(c, token);
       float re[R2];
       float im[R2];
 #pragma unroll
       for (int a = 0; a < R2; a++) {
-        const float2 z = tile[token * N + kv_pair_at<R1>(a * R1 + c, token)];
+        const float2 z = tile[own ^ kv_pair_at<DIMS, R1>(a * R1, 0)];
         re[a] = z.x;
         im[a] = z.y;
       }
@@ -147,34 +172,46 @@ inline void kv_transform(
         float2 z;
         z.x = re[FOURIER ? kv_reversed<R2>(d) : d];
         z.y = im[FOURIER ? kv_reversed<R2>(d) : d];
-        tile[token * N + kv_pair_at<R1>(d * R1 + c, token)] = z;
+        tile[own ^ kv_pair_at<DIMS, R1>(d * R1, 0)] = z;
       }
     }
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Stored dims 2 k and 2 k + 1 of a token. Fourier: bin k of the real spectrum from bins k and -k of
-// the pairs', (DC, Nyquist) at 0. Hadamard: the last butterfly.
+// Stored dims 2 k and 2 k + 1 of a token, k = first + 16 j + i, first < 16 the lane's. Fourier: bin
+// k of the real spectrum from bins k and -k of the pairs', (DC, Nyquist) at 0. Hadamard: the last
+// butterfly.
 template <int DIMS, int FOURIER>
 inline float2 kv_stored_pair(
-    const device float* table, kv_pairs tile, int token, int k) {
+    const device float* table, kv_pairs tile, int token, int first, int j, int i) {
   constexpr int N = DIMS / 2;
   constexpr int R1 = N / 8 < 16 ? N / 8 : 16;
   constexpr int R2 = N / R1;
+  const int k = 16 * j + i;
   float2 out;
   if (FOURIER) {
-    const float2 z = tile[token * N + kv_pair_at<R1>(k, token)];
-    const float2 y = tile[token * N + kv_pair_at<R1>((N - k) % N, token)];
-    const float2 w = ((const device float2*)(table + DIMS))[k];
-    out.x = z.x + y.x + (z.y + y.y) * w.x + (z.x - y.x) * w.y;
-    out.y = z.y - y.y + (z.y + y.y) * w.y - (z.x - y.x) * w.x;
-    if (k == 0) {
+    const float2 z = tile[kv_pair_at<DIMS, R1>(first, token) ^ kv_pair_at<DIMS, R1>(k, 0)];
+    // -k: all bits of k - 1 turned over; where i = 0 borrows, 16 - first and the next sixteen.
+    int back = i == 0 ? kv_pair_at<DIMS, R1>((16 - first) % 16, token)
+                      : kv_pair_at<DIMS, R1>(first, token) ^ kv_pair_at<DIMS, R1>(N - k, 0);
+    if (i == 0) {
+      back ^= first == 0 ? kv_pair_at<DIMS, R1>((N - k) % N, 0)
+                         : kv_pair_at<DIMS, R1>(N - k - 16, 0);
+    }
+    const float2 y = tile[back];
+    const float2 w = ((const device float2*)(table + DIMS))[first + k];
+    const float sum = z.y + y.y;
+    const float difference = z.x - y.x;
+    out.x = metal::fma(difference, w.y, metal::fma(sum, w.x, z.x + y.x));
+    out.y = metal::fma(-difference, w.x, metal::fma(sum, w.y, z.y - y.y));
+    if (k == 0 && first == 0) {
       out.x = (z.x + z.y) * 1.41421356237309505f;
       out.y = (z.x - z.y) * 1.41421356237309505f;
     }
   } else {
-    const float2 z = tile[token * N + kv_pair_at<R1>(k % R2 * R1 + k / R2, token)];
+    const float2 z = tile[kv_pair_at<DIMS, R1>(first % R2 * R1 + first / R2, token) ^
+                          kv_pair_at<DIMS, R1>(k % R2 * R1 + k / R2, 0)];
     out.x = z.x + z.y;
     out.y = z.x - z.y;
   }
@@ -189,20 +226,26 @@ inline void kv_eight(
     thread float* v) {
   const int g = lane / 4;
   const int t = lane % 4;
+  if (KIND == 0 && KEYS && DIMS % 32 == 0) {
+    kv_load<8>(x + (g + 8 * r) * DIMS + 32 * j + 8 * t, v);
+    return;
+  }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int token = KEYS ? g + 8 * r : 2 * t + 8 * r + h;
     const int dim = KEYS ? 32 * j + 8 * t + 4 * h : 32 * j + 4 * g;
     if (KIND > 0) {
-      const float2 a = kv_stored_pair<DIMS, KIND == 2>(table, tile, token, dim / 2);
-      const float2 b = kv_stored_pair<DIMS, KIND == 2>(table, tile, token, dim / 2 + 1);
+      const int first = KEYS ? 4 * t : 2 * g;
+      const int i = KEYS ? 2 * h : 0;
+      const float2 a = kv_stored_pair<DIMS, KIND == 2>(table, tile, token, first, j, i);
+      const float2 b = kv_stored_pair<DIMS, KIND == 2>(table, tile, token, first, j, i + 1);
       v[4 * h] = a.x;
       v[4 * h + 1] = a.y;
       v[4 * h + 2] = b.x;
       v[4 * h + 3] = b.y;
     } else if (DIMS % 4 == 0) {
       // Beyond the last dim any value of the row will do: it changes no minimum or maximum.
-      kv_load_four(x + token * DIMS + (DIMS % 32 == 0 || dim < DIMS ? dim : DIMS - 4), v + 4 * h);
+      kv_load<4>(x + token * DIMS + (DIMS % 32 == 0 || dim < DIMS ? dim : DIMS - 4), v + 4 * h);
     } else {
 #pragma unroll
       for (int p = 0; p < 4; p++) {
@@ -221,6 +264,7 @@ inline void kv_seal_side(
   constexpr int GROUP_BLOCKS = (GROUP + 31) / 32;
   constexpr int WORDS = kv_lane_words<BITS>(BLOCKS);
   constexpr int RANGES = KEYS ? 1 : 2; // tokens that a lane holds at a time
+  constexpr float LOWEST = SYMMETRIC ? 1.0f : 0.0f;
   constexpr float TOP = float((1 << BITS) - 1);
   constexpr float MIDDLE = float(1 << (BITS - 1));
   const int g = lane / 4;
@@ -247,12 +291,17 @@ inline void kv_seal_side(
 #pragma unroll
       for (int i = 0; i < GROUP_BLOCKS; i++) {
         if (group * GROUP_BLOCKS + i < BLOCKS) {
-          kv_eight<T, DIMS, KEYS, KIND>(x, table, tile, lane, r, group * GROUP_BLOCKS + i, v + 8 * i);
+          const int j = group * GROUP_BLOCKS + i;
+          kv_eight<T, DIMS, KEYS, KIND>(x, table, tile, lane, r, j, v + 8 * i);
 #pragma unroll
           for (int s = 0; s < 8; s++) {
             const int n = s / 4 % RANGES;
-            low[n] = metal::min(low[n], v[8 * i + s]);
-            high[n] = metal::max(high[n], v[8 * i + s]);
+            if (SYMMETRIC) {
+              high[n] = metal::max(high[n], metal::abs(v[8 * i + s]));
+            } else {
+              low[n] = metal::min(low[n], v[8 * i + s]);
+              high[n] = metal::max(high[n], v[8 * i + s]);
+            }
           }
         }
       }
@@ -263,10 +312,7 @@ inline void kv_seal_side(
       uint bias_bits[2];
 #pragma unroll
       for (int n = 0; n < RANGES; n++) {
-        if (SYMMETRIC) {
-          high[n] = metal::max(-low[n], high[n]);
-        }
-        // The other dims of a token lie in the lanes of the same g (keys) or of the same t (values).
+        // The other dims of a token lie in the lanes of the same g (keys) or t (values).
 #pragma unroll
         for (int i = 0; i < (KEYS ? 2 : 3); i++) {
           const ushort distance = ushort((KEYS ? 1 : 4) << i);
@@ -294,6 +340,10 @@ inline void kv_seal_side(
           start[n] = SYMMETRIC ? -MIDDLE : start[n];
         }
         inverse[n] = 1.0f / step[n];
+        if (KIND > 0) { // codes from the lowest on, as a share of all
+          start[n] += LOWEST * step[n];
+          inverse[n] = inverse[n] * (1.0f / (TOP - LOWEST));
+        }
       }
       // A word of numbers: both halves r of a token of the keys, two tokens of the values.
       if (KEYS) {
@@ -318,15 +368,25 @@ inline void kv_seal_side(
           const int p = s % 4;
           const int n = h % RANGES;
           const int dim = KEYS ? 32 * j + 8 * t + 4 * h + p : 32 * j + 4 * g + p;
-          float code = kv_divide(v[s] - start[n], step[n], inverse[n]);
-          code = metal::max(metal::min(code, TOP), SYMMETRIC ? 1.0f : 0.0f);
-          // Adding 2^23 rounds half to even and leaves the integer in the last bits.
-          uint bits = as_type<uint>(code + 8388608.0f) - 0x4B000000u;
-          bits = DIMS % 32 == 0 || dim < DIMS ? bits : 0u;
-          code_words[kv_slot_word<BITS>(j, r, p)] += (BITS == 3 ? bits & 3u : bits)
-              << kv_slot_bit<BITS>(r, p, h);
+          // Adding 2^23 rounds half to even and leaves the integer in the last bits. Values as
+          // they come may sit on ties: those are divided as plain ops do.
+          float code = v[s] - start[n];
+          if (KIND > 0) {
+            code = metal::saturate(code * inverse[n]);
+            code = metal::fma(code, TOP - LOWEST, 8388608.0f + LOWEST);
+          } else {
+            code = kv_divide(code, step[n], inverse[n]);
+            code = metal::max(metal::min(code, TOP), LOWEST) + 8388608.0f;
+          }
+          const uint bits = as_type<uint>(code);
+          const uint zero = 0x4B000000u;
+          const int shift = kv_slot_bit<BITS>(r, p, h);
           if (BITS == 3) {
-            code_words[kv_high_word(j)] += (bits >> 2) << kv_high_bit(j, r, p, h);
+            const uint three = DIMS % 32 == 0 || dim < DIMS ? bits - zero : 0u;
+            code_words[kv_slot_word<BITS>(j, r, p)] += (three & 3u) << shift;
+            code_words[kv_high_word(j)] += (three >> 2) << kv_high_bit(j, r, p, h);
+          } else if (DIMS % 32 == 0 || dim < DIMS) {
+            code_words[kv_slot_word<BITS>(j, r, p)] += (bits << shift) - (zero << shift);
           }
         }
       }

@@ -1,11 +1,14 @@
 // Encodes pages: new keys and values -> page records, transforms with a fast form included.
-// One simdgroup per record and side; grid: (simdgroups, 2 sides). TILE: floats of a simdgroup's tile.
-// keys, values [heads, capacity, D] of types T_K, T_V; table_k, table_v: `transform.table`
-// records [heads, count, words]
-// size: [records per head, heads, first token of the keys, their capacity, same two of the values]
-// Template per side: T, D, BITS, GROUP, SYMMETRIC, KIND (0 as they come, 1 Hadamard, 2 real Fourier).
-constexpr int SIDE_K = kv_side_words<BITS_K>((D_K + 31) / 32, (D_K + GROUP_K - 1) / GROUP_K, SYMMETRIC_K);
-constexpr int SIDE_V = kv_side_words<BITS_V>((D_V + 31) / 32, (D_V + GROUP_V - 1) / GROUP_V, SYMMETRIC_V);
+// One simdgroup per record and side; grid: (32 x records in all, 2 sides).
+// keys, values [heads, capacity, D] of types T_K, T_V; table_k, table_v: `Transform.table`
+// records [heads, records per head, words]
+// size: [records per head, heads, first token of the keys, their capacity, the same of the values]
+// Template: S simdgroups of a threadgroup, TILE pairs of floats that each has; per side T, D, BITS,
+// GROUP, SYMMETRIC, KIND (0 as they come, 1 Hadamard, 2 real Fourier).
+constexpr int GROUPS_K = (D_K + GROUP_K - 1) / GROUP_K;
+constexpr int GROUPS_V = (D_V + GROUP_V - 1) / GROUP_V;
+constexpr int SIDE_K = kv_side_words<BITS_K>((D_K + 31) / 32, GROUPS_K, SYMMETRIC_K);
+constexpr int SIDE_V = kv_side_words<BITS_V>((D_V + 31) / 32, GROUPS_V, SYMMETRIC_V);
 
 threadgroup float2 tiles[S * TILE];
 
