@@ -53,7 +53,7 @@ inline To as_type(From value) {
   return out;
 }
 
-// A pointer to threadgroup memory (seal.h) is a plain one: `threadgroup` declares, here.
+// A pointer to threadgroup memory (butterflies.h) is a plain one: `threadgroup` declares, here.
 #define KV_PAIRS
 typedef float2* kv_pairs;
 

@@ -27,7 +27,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
-HEADERS = {"seal": ("codes.h", "seal.h")}  # before the others stands codes.h alone
+HEADERS = {"seal": ("codes.h", "butterflies.h", "seal.h")}  # before the others stands codes.h alone
 Factory = Callable[..., Callable[..., list[mx.array]]]
 
 
