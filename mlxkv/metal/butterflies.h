@@ -102,14 +102,15 @@ template <typename T, int DIMS, int FOURIER>
 inline void kv_transform(
     const device T* x, const device float* table, kv_pairs tile, int lane) {
   constexpr int N = DIMS / 2;
-  constexpr int R1 = N / 8 < 16 ? N / 8 : 16;
-  constexpr int R2 = N / R1;
+  constexpr int R2 = N < 64 ? 8 : 16;
+  constexpr int R1 = N / R2;
   const int part = lane % 4;
   const device float2* circle = (const device float2*)(table + DIMS);
 #pragma unroll 1
   for (int r = 0; r < 2; r++) {
     const int token = lane / 4 + 8 * r;
     const device T* row = x + token * DIMS;
+#pragma unroll 1
     for (int first = 2 * part; first < R2; first += 8) {
       const int own = kv_pair_at<DIMS, R1>(first * R1, token);
       float re[2 * R1];
@@ -180,8 +181,8 @@ template <int DIMS, int FOURIER>
 inline float2 kv_stored_pair(
     const device float* table, kv_pairs tile, int token, int first, int j, int i) {
   constexpr int N = DIMS / 2;
-  constexpr int R1 = N / 8 < 16 ? N / 8 : 16;
-  constexpr int R2 = N / R1;
+  constexpr int R2 = N < 64 ? 8 : 16;
+  constexpr int R1 = N / R2;
   const int k = 16 * j + i;
   float2 out;
   if (FOURIER) {
