@@ -150,17 +150,17 @@ class CompressedKVCache:
 
     def _seal(self, live: Pair) -> None:
         """Encode the oldest pages of `live`, which no longer fits, and keep the rest."""
+        start = 0
         if self._sink is None and self.config.sink:
-            sink = self.config.sink
-            self._sink = tuple(mx.contiguous(x[:, :, :sink]) for x in live)
-            live = tuple(x[:, :, sink:] for x in live)
+            start = self.config.sink
+            self._sink = tuple(mx.contiguous(x[:, :, :start]) for x in live)
         size = self.config.page
-        count = -(-(live[0].shape[2] - self._room) // size)
+        count = -(-(live[0].shape[2] - start - self._room) // size)
         if self._store is None:
             self._store = store(self.config, tuple(x.shape[3] for x in live), live[0].dtype)
-        self._store.append(tuple(x[:, :, : count * size] for x in live), count)
+        self._store.append(live, count, start)  # whole: kernels would copy slices
         self._live, self._count = None, 0
-        self._append(tuple(x[:, :, count * size :] for x in live))
+        self._append(tuple(x[:, :, start + count * size :] for x in live))
 
     def _view(self, live: Pair, sink: Pair | None, count: int, buffers: Pair | None = None) -> View:
         """Of `sink`, the first `count` pages and `live`."""

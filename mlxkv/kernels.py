@@ -14,10 +14,14 @@ import mlx.core as mx
 from mlxkv import records
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.records import BLOCK, TOKENS, SideLayout
+from mlxkv.transform import Transform
 
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
 MAX_SPLITS = 128
+TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or one tile
+FAST_DIMS = (64, 128, 256, 512)
+FAST_KINDS = {"hadamard": 1, "srft": 2}
 LOG2E = log2(e)
 Pair = tuple[mx.array, mx.array]
 
@@ -43,20 +47,58 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
     }
 
 
-def seal_side(x: mx.array, at: SideLayout, make: Factory) -> mx.array:
-    """x: [B, G, T, R] float32 in the stored domain, T a multiple of 16 -> [B, G, T/16, words]."""
-    batch, heads, tokens, dims = x.shape
-    count = batch * heads * tokens // TOKENS
-    (words,) = launch(
+def seal(
+    pair: Pair,
+    layout: RecordLayout,
+    make: Factory,
+    transforms: tuple[Transform | None, Transform | None] = (None, None),
+    start: int = 0,
+    tokens: int | None = None,
+) -> mx.array:
+    """(keys, values), each [B, G, T, D] -> records [B, G, tokens / 16, words], in one dispatch.
+    The two may differ in D, dtype, format and transform.
+
+    Encodes `tokens` tokens from `start` on, all by default, and reads nothing else: hand over whole
+        buffers, since MLX copies slices. tokens is a multiple of 16.
+    transforms: of keys and values. One without a fast form for these dims (`fast_kind`) is an MLX
+        product before the dispatch.
+    """
+    batch, heads, length, _ = pair[0].shape
+    tokens = length - start if tokens is None else tokens
+    count = tokens // TOKENS
+    inputs, tables, places, template, tile = [], [], [], {}, 16
+    sides = zip("KV", pair, (layout.keys, layout.values), transforms, strict=True)
+    for name, x, at, transform in sides:
+        kind, first = fast_kind(transform, x.shape[3]), start
+        if kind is None:
+            x, kind, first = transform.store(x[:, :, start : start + tokens]), 0, 0
+        elif x.dtype not in (mx.float32, mx.float16, mx.bfloat16):
+            x = x.astype(mx.float32)
+        inputs.append(x)
+        tables.append(transform.table if kind else nothing())
+        places += [first, x.shape[2]]
+        template |= {f"T_{name}": x.dtype, f"D_{name}": at.dims, f"KIND_{name}": kind}
+        template |= side_template(at, f"_{name}")
+        tile = max(tile, TOKENS * at.dims // 2 if kind else 0)
+    groups = max(1, min(SIMDGROUPS, TILES // tile))
+    (out,) = launch(
         "seal",
-        [x.astype(mx.float32), ints(count, *[0] * 7)],
-        {**side_template(at), "DIMS": dims, "KEYS": int(at.keys)},
-        (32 * SIMDGROUPS * -(-count // SIMDGROUPS), 1, 1),
-        (32 * SIMDGROUPS, 1, 1),
-        [((batch, heads, tokens // TOKENS, at.words), mx.uint32)],
+        [*inputs, *tables, ints(count, batch * heads, *places, 0, 0)],
+        {**template, "S": groups, "TILE": tile},
+        (32 * groups * -(-count * batch * heads // groups), 2, 1),
+        (32 * groups, 1, 1),
+        [((batch, heads, count, layout.words), mx.uint32)],
         make,
     )
-    return words
+    return out
+
+
+def fast_kind(transform: Transform | None, dims: int) -> int | None:
+    """How the seal kernel applies a transform: 0 not at all, 1 by Hadamard's and 2 by Fourier's
+    butterflies, None: it cannot."""
+    if transform is None:
+        return 0
+    return FAST_KINDS.get(transform.kind) if dims in FAST_DIMS else None
 
 
 def unseal_side(

@@ -93,27 +93,28 @@ def unpack_side(words: mx.array, at: SideLayout) -> tuple[mx.array, mx.array, mx
     return codes[..., : at.dims], numbers[0], None if at.symmetric else numbers[1]
 
 
-# [..., 16, groups] scales and biases <-> the order in memory, as in codes.h: scale, bias
-_ORDERS = {True: ((1, 2, 0), (1, 0, 2)), False: ((1, 3, 0, 2), (3, 1, 0, 2))}
+# [..., 16, groups] scales and biases <-> the order in memory, as in codes.h
+_ORDERS = ((1, 3, 0, 2), (3, 1, 0, 2))  # of the values: tokens (r, t, half), groups
 
 
 def _pack_numbers(numbers: list[mx.array], at: SideLayout) -> list[mx.array]:
     lead = numbers[0].shape[:-2]
-    # token: (r, g) of the keys, (r, t, half) of the values
-    shape = (2, 8, at.groups) if at.keys else (2, 4, 2, at.groups)
-    out = [
-        mx.contiguous(_moved(x.reshape(*lead, *shape), order))
-        for x, order in zip(numbers, _ORDERS[at.keys], strict=False)
-    ]
-    return [x.reshape(*lead, -1).view(mx.uint32) for x in out]
+    if at.keys:  # token (r, g)
+        x = mx.stack(numbers, -2).reshape(*lead, 2, 8, -1)
+        out = [x.swapaxes(-2, -3)]
+    else:
+        x = (x.reshape(*lead, 2, 4, 2, at.groups) for x in numbers)
+        out = [_moved(x, order) for x, order in zip(x, _ORDERS, strict=False)]
+    return [mx.contiguous(x).reshape(*lead, -1).view(mx.uint32) for x in out]
 
 
 def _unpack_numbers(numbers: mx.array, at: SideLayout) -> list[mx.array]:
-    lead = numbers.shape[:-1]
-    sizes = (2, 8, at.groups) if at.keys else (2, 4, 2, at.groups)
-    out = []
-    for i in range(1 if at.symmetric else 2):
-        order = _ORDERS[at.keys][i]
+    lead, kinds, out = numbers.shape[:-1], 1 if at.symmetric else 2, []
+    if at.keys:
+        x = numbers.reshape(*lead, 8, 2, kinds, at.groups).swapaxes(-3, -4)
+        return [x[..., i, :] for i in range(kinds)]
+    sizes = (2, 4, 2, at.groups)
+    for i, order in enumerate(_ORDERS[:kinds]):
         part = numbers[..., 16 * at.groups * i : 16 * at.groups * (i + 1)]
         part = part.reshape(*lead, *(sizes[n] for n in order))
         out.append(_moved(part, tuple(order.index(n) for n in range(len(order)))))

@@ -70,10 +70,11 @@ class Codes(_Store):
     def count(self) -> int:
         return self._pages[0].count
 
-    def append(self, pair: Pair, count: int) -> None:
-        """Encode keys and values: [B, G, count pages, D]."""
+    def append(self, pair: Pair, count: int, start: int = 0) -> None:
+        """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
+        stop = start + count * self.config.page
         for pages, code, x in zip(self._pages, self.codecs, pair, strict=True):
-            pages.append(code.encode(x), count)
+            pages.append(code.encode(x[:, :, start:stop]), count)
 
     def read(self, start: int, stop: int) -> CodePages:
         """A snapshot of pages start .. stop - 1."""
@@ -115,17 +116,12 @@ class Records(_Store):
     def count(self) -> int:
         return self._pages.count
 
-    @property
-    def _sides(self):
-        return zip(self.codecs, (self.layout.keys, self.layout.values), strict=True)
-
-    def append(self, pair: Pair, count: int) -> None:
-        """Encode keys and values: [B, G, count pages, D]."""
-        words = [
-            kernels.seal_side(code.store(x), at, self.make)
-            for (code, at), x in zip(self._sides, pair, strict=True)
-        ]
-        self._pages.append({"records": mx.concatenate(words, axis=-1)}, count)
+    def append(self, pair: Pair, count: int, start: int = 0) -> None:
+        """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
+        transforms = tuple(code.transform for code in self.codecs)
+        tokens = count * self.config.page
+        words = kernels.seal(pair, self.layout, self.make, transforms, start, tokens)
+        self._pages.append({"records": words}, count)
 
     def read(self, start: int, stop: int) -> RecordPages:
         """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""

@@ -18,7 +18,6 @@ from mlxkv.records import BLOCK
 from mlxkv.transform import Transform
 
 SIMDGROUPS = 8
-CHUNK = 2  # records that a simdgroup takes at a time
 ROWS = 8  # query rows of a threadgroup
 THREADGROUPS = 256  # wanted in all: nearly two for each core of a large GPU
 MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
@@ -29,6 +28,8 @@ MASKS = {
     3: tuple(0x00030003 << 2 * p for p in range(4)),
     2: tuple(0x00030003 << 2 * p for p in range(4)),
 }
+
+MASKS_V = {**MASKS, 2: (0x03000300, 0x00C000C0, 0, 0)}  # kv_pair_near
 
 
 def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype) -> str | None:
@@ -78,7 +79,7 @@ def splits_for(records: int, merges: int) -> tuple[int, int]:
     times tiles of rows."""
     room = THREADGROUPS // merges
     windows = 2 if room >= 2 * SIMDGROUPS else 1
-    records = -(-records // SIMDGROUPS)
+    records = -(-records // (2 * SIMDGROUPS))
     return max(1, min(MAX_SPLITS - windows, room - windows, records)), windows
 
 
@@ -92,7 +93,7 @@ def _ring(layout: RecordLayout, wide: bool, make: Factory) -> tuple[int, int]:
     """(stages, bytes of shared memory) of the ring of records."""
     if make is not mx.fast.cuda_kernel or not _has_ring():
         return 1, 0
-    each = SIMDGROUPS * CHUNK * layout.words * 4
+    each = SIMDGROUPS * 2 * layout.words * 4
     stages = max(2, min(6, (RING_BYTES_WIDE if wide else RING_BYTES) // each))
     return stages, stages * each + -(-stages * SIMDGROUPS * 8 // 128) * 128
 
@@ -155,13 +156,12 @@ def _plan(
     merges = batch * heads * -(-rows // ROWS)
     most = max(one[0] for one in lengths)
     splits = splits or splits_for(most, merges)
-    chunk = CHUNK if most >= splits[0] * SIMDGROUPS * CHUNK else 1
     maps = _map(to_keys, True), _map(from_values, False)
     size = mx.array(
         [
             *(rows, splits[0], *rooms, new_tokens, window, heads, *map(_stride, maps)),
             *(_bits(scale * LOG2E), _bits(LOG2E)),
-            *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits], chunk, 0, 0, 0),
+            *(*MASKS[layout.keys.bits], *MASKS_V[layout.values.bits], *[0] * 4),
             *(n for one in lengths for n in (*one, 0)),
         ],
         mx.int32,

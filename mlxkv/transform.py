@@ -16,10 +16,16 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """down: [D, R] or [G, D, R]; up: [R, D] or [G, R, D]; float32."""
+    """down: [D, R] or [G, D, R]; up: [R, D] or [G, R, D]; float32.
+
+    kind: name of the fast form that sealing may use in place of `down`, "" for none. table: what it
+        needs, float32: D signs with the norm and, for "srft", (cos, -sin) of D steps of a circle.
+    """
 
     down: mx.array
     up: mx.array
+    kind: str = ""
+    table: mx.array | None = None
 
     def store(self, x: mx.array) -> mx.array:
         """x: [B, G, T, D] -> [B, G, T, R] float32."""
@@ -52,8 +58,9 @@ def signs(dims: int, seed: int) -> np.ndarray:
     return 1.0 - 2.0 * ((z ^ (z >> np.uint64(31))) & np.uint64(1)).astype(np.float64)
 
 
-def _orthogonal(down: np.ndarray) -> Transform:
-    return Transform(mx.array(down.astype(np.float32)), mx.array(down.T.astype(np.float32)))
+def _orthogonal(down: np.ndarray, kind: str, table: np.ndarray) -> Transform:
+    down, up, table = (mx.array(x.astype(np.float32)) for x in (down, down.T, table))
+    return Transform(down, up, kind, table)
 
 
 def hadamard(dims: int, seed: int) -> Transform:
@@ -61,7 +68,8 @@ def hadamard(dims: int, seed: int) -> Transform:
     i = np.arange(dims)
     parity = np.array([bin(n).count("1") & 1 for n in range(dims)])
     down = (1.0 - 2.0 * parity[i[:, None] & i[None]]) / np.sqrt(dims)
-    return _orthogonal(signs(dims, seed)[:, None] * down)
+    sign = signs(dims, seed)
+    return _orthogonal(sign[:, None] * down, "hadamard", sign / np.sqrt(dims))
 
 
 def srft(dims: int, seed: int) -> Transform:
@@ -72,7 +80,9 @@ def srft(dims: int, seed: int) -> Transform:
     down = np.empty((dims, dims))
     down[:, 0], down[:, 1] = 1.0, 1.0 - 2.0 * (i[:, 0] & 1)
     down[:, 2::2], down[:, 3::2] = np.sqrt(2) * np.cos(angle), -np.sqrt(2) * np.sin(angle)
-    return _orthogonal(signs(dims, seed)[:, None] * down / np.sqrt(dims))
+    sign, circle = signs(dims, seed), np.exp(-2j * np.pi * np.arange(dims) / dims)
+    table = np.concatenate([sign / np.sqrt(2 * dims), circle.view(np.float64)])
+    return _orthogonal(sign[:, None] * down / np.sqrt(dims), "srft", table)
 
 
 MAKERS = {"hadamard": hadamard, "srft": srft}

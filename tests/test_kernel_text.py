@@ -5,18 +5,27 @@ import numpy as np
 import pytest
 from emulator import metal_kernel, nvrtc, strict
 
-from mlxkv.metal.launch import SIGNATURES, read
+from mlxkv.metal.launch import SIGNATURES, header, read
 
 SIDE = {"GROUP": 64, "SYMMETRIC": 0}
 SIDES = {f"{name}_{side}": value for side in "KV" for name, value in SIDE.items()}
-FLOATS = dict.fromkeys(("x", "q_pages", "partial_out", "partial_stats", "up", "sinks", "scale"))
-HALVES = dict.fromkeys(("q_window", "sink_k", "sink_v", "live_k", "live_v"))
+FLOATS = dict.fromkeys(
+    ("table_k", "table_v", "q_pages", "partial_out", "partial_stats", "up", "sinks", "scale")
+)
+HALVES = dict.fromkeys(("keys", "values", "q_window", "sink_k", "sink_v", "live_k", "live_v"))
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
 TYPES["records"] = np.uint32
 
 # name: template values, dtypes of the outputs
 KERNELS = {
-    "seal": ({**SIDE, "BITS": 4, "DIMS": 128, "KEYS": 1}, [np.uint32]),
+    "seal": (
+        {
+            **SIDES,
+            **{"T_K": np.float16, "D_K": 128, "KIND_K": 2, "BITS_K": 4},
+            **{"T_V": np.float16, "D_V": 80, "KIND_V": 0, "BITS_V": 3, "S": 2, "TILE": 1024},
+        },
+        [np.uint32],
+    ),
     "unseal": (
         {**SIDE, "T": np.float16, "BITS": 3, "DIMS": 80, "KEYS": 0, "RECORD": 600},
         [np.float16],
@@ -36,14 +45,14 @@ KERNELS = {
 }
 
 
-def kernel(name, header):
+def kernel(name, before):
     inputs, outputs = SIGNATURES[name]
     return metal_kernel(
         name=f"mlxkv_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
         source=read(f"{name}.metal"),
-        header=header,
+        header=before,
         any_lane=True,
     )
 
@@ -58,7 +67,7 @@ def test_every_kernel_is_listed():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_text_is_ascii_without_comments(name):
-    for text in (read(f"{name}.metal"), read("codes.h"), read("cuda.h")):
+    for text in (read(f"{name}.metal"), header(name), read("cuda.h")):
         assert text.isascii()
         assert "//" not in text
     assert "threadgroup_barrier(mem_flags::mem_none" not in read(f"{name}.metal")
@@ -68,7 +77,7 @@ def test_the_text_is_ascii_without_comments(name):
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_dialect_is_kept(name):
     template, outputs = KERNELS[name]
-    made = kernel(name, read("codes.h"))
+    made = kernel(name, header(name))
     assert strict.check(made, inputs_of(name), outputs, list(template.items())) == []
 
 
@@ -76,5 +85,5 @@ def test_the_dialect_is_kept(name):
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_cuda_form_builds(name):
     template, outputs = KERNELS[name]
-    made = kernel(name, read("cuda.h") + read("codes.h"))
+    made = kernel(name, header(name, on_cuda=True))
     assert nvrtc.compile_cuda(made, inputs_of(name), outputs, list(template.items()))

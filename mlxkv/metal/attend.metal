@@ -105,10 +105,10 @@ for (int unit = part * each + group; unit < stop; unit += S) {
       for (int r = 0; r < 2; r++) {
         const int token = g + 8 * r;
         const int group_of = 32 * j / GROUP_K;
-        const float step = STEPS_K * float(numbers[kv_key_number(token, group_of, 0, GROUPS_K)]);
+        const float step = STEPS_K * float(numbers[kv_key_number(token, group_of, 0, GROUPS_K, SYMMETRIC_K)]);
         const float bias = SYMMETRIC_K
             ? -0.5f * step
-            : float(numbers[kv_key_number(token, group_of, 1, GROUPS_K)]);
+            : float(numbers[kv_key_number(token, group_of, 1, GROUPS_K, SYMMETRIC_K)]);
         for (int p = 0; p < 4; p++) {
           const uint word = record[kv_word_at(kv_slot_word<BITS_K>(j, r, p), lane, WORDS_K)];
           const uint high = BITS_K == 3 ? record[kv_word_at(kv_high_word(j), lane, WORDS_K)] : 0u;

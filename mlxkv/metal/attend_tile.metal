@@ -6,7 +6,7 @@
 // map_k: q -> stored domain; map_v: stored -> model's: tiles of halves (kernels.py), HAS_K, HAS_V
 // size: [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
 //   kv heads, words of map_k per head, of map_v (0: one for all), scale log2(e) as bits, log2(e) as
-//   bits, 4 masks of keys, 4 of values, records in a chunk, 3 unused, then per batch: records, sink, live tokens, 0]
+//   bits, 4 masks of keys, 4 of values, 4 unused, then per batch: records, sink, live tokens, 0]
 // counter: zero before and after, one per tile of rows.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
@@ -18,6 +18,8 @@ constexpr int GROUPS_V = (RV + GROUP_V - 1) / GROUP_V;
 constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
 constexpr int SIDE_K = kv_side_words<BITS_K>(BK, GROUPS_K, SYMMETRIC_K);
+constexpr int SLOTS_K = GROUPS_K * (SYMMETRIC_K ? 1 : 2);
+constexpr int SLOT_TILES = (SLOTS_K + 7) / 8;
 constexpr float MIDDLE_K = SYMMETRIC_K ? float(1 << (BITS_K - 1)) : 0.0f;
 constexpr float MIDDLE_V = SYMMETRIC_V ? float(1 << (BITS_V - 1)) : 0.0f;
 constexpr int WIDTH = 32 * OB;
@@ -30,7 +32,7 @@ threadgroup float tile_rows[8 * ROW];
 threadgroup float pool[POOL];
 threadgroup float tile_max[S * 8];
 threadgroup float tile_sum[S * 8];
-threadgroup float q_sums[GROUPS_K * 8];
+threadgroup float q_sums[SLOTS_K * 8];
 threadgroup uint arrived[1];
 
 const int lane = thread_index_in_simdgroup;
@@ -63,8 +65,7 @@ const int parts = paged ? page_splits : splits - page_splits;
 const int part = paged ? split : split - page_splits;
 const int each = (units + parts - 1) / parts;
 const int stop = metal::min(units, (part + 1) * each);
-const int chunk = paged ? size[20] : 1;  // records that a simdgroup takes at a time
-int unit = part * each + group * chunk;
+int unit = part * each + group * (paged ? 2 : 1);
 // Queries first: behind the records they would wait for all of them.
 constexpr int MINE = (8 * 32 * QB + 32 * S - 1) / (32 * S);
 float mine[MINE];
@@ -75,16 +76,25 @@ for (int n = 0; n < MINE; n++) {
       ? float(q[(size_t(head) * rows + first_row + row) * D + dim])
       : 0.0f;
 }
+const bool turns = HAS_K && paged;
+const device uint* map = map_k + size_t(kv_head) * size[8] + (4 * g + t) * 4;
+constexpr int AHEAD_K = 8;
+uint4 ahead[AHEAD_K];
+if (turns && group < 2 * BK) {
+  for (int k = 0; k < AHEAD_K && k < 2 * BD; k++) {
+    ahead[k] = *(const device uint4*)(map + (group * 2 * BD + k) * 128);
+  }
+}
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S>(
-    records + (size_t(head) * size[2] + unit) * RECORD, paged ? stop - unit : 0, chunk, group, lane);
+    records + (size_t(head) * size[2] + unit) * RECORD, paged ? stop - unit : 0, group, lane);
 for (int n = 0; n < MINE; n++) {
   const int i = thread_id + n * 32 * S;
   if (i < 8 * 32 * QB) {
-    tile_rows[i / (32 * QB) * ROW + i % (32 * QB)] = mine[n] * as_type<float>(size[10]);
+    tile_rows[i / (32 * QB) * ROW + i % (32 * QB)] = mine[n] * (as_type<float>(size[10]) / KV_SCORE);
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-if (HAS_K && paged) {
+if (turns) {
   constexpr int MOST = (2 * BK + S - 1) / S;
   TileC turned[MOST];
   for (int n = 0; n < MOST; n++) {
@@ -93,10 +103,11 @@ if (HAS_K && paged) {
       turned[n].v[i] = 0.0f;
     }
     if (m < 2 * BK) {
-      const device uint* map = map_k + size_t(kv_head) * size[8] + (m * 2 * BD * 32 + 4 * g + t) * 4;
-#pragma unroll 8
+#pragma unroll
       for (int k = 0; k < 2 * BD; k++) {
-        const uint4 x = *(const device uint4*)(map + k * 128);
+        const uint4 x = n == 0 && k < AHEAD_K
+            ? ahead[k % AHEAD_K]
+            : *(const device uint4*)(map + (m * 2 * BD + k) * 128);
         TileA a;
         a.w[0] = x.x;
         a.w[1] = x.y;
@@ -140,8 +151,10 @@ for (int n = 0; n < 2 * QB; n++) {
 }
 
 // Behind the outputs: sums of scaled probabilities of each group, then one tile whose rows are the
-// sums of biases of each group.
-constexpr int EXTRA = GROUPS_V + (SYMMETRIC_V ? 0 : 1);
+// sums of biases of each group. 2 bits need the latter alone: rows 0..7 with the offsets of even p,
+// rows 8..15 with those of odd p.
+constexpr bool NEAR = BITS_V == 2;
+constexpr int EXTRA = NEAR ? 1 : GROUPS_V + (SYMMETRIC_V ? 0 : 1);
 TileC o[2 * OB + EXTRA];
 float top[2];
 float sum[2];
@@ -166,8 +179,8 @@ if (paged) {
     masks_k[i] = uint(size[12 + i]);
     masks_v[i] = uint(size[16 + i]);
   }
-  // Sums over the dims of a group of the queries (row 1) and of queries times offset (row 0).
-  TileC start[GROUPS_K];
+  // Sums over the dims of a group: of queries (row 1), which biases of keys multiply, and of queries
+  // times offset (row 0), which scales multiply to take the offsets out again.
   for (int n = 0; n < GROUPS_K; n++) {
     TileC sums;
     for (int i = 0; i < 4; i++) {
@@ -185,29 +198,25 @@ if (paged) {
         tile_multiply(sums, a, q_tile[2 * j + u]);
       }
     }
-    for (int i = 0; i < 2; i++) {
-      start[n].v[i] = start[n].v[2 + i] =
-          simd_shuffle(sums.v[i], ushort(tile_lane(0, 2 * t)));
-      if (g == 1 && group == 0) {
-        q_sums[8 * n + 2 * t + i] = sums.v[i];
+    if (group == 0 && g < (SYMMETRIC_K ? 1 : 2)) {
+      for (int i = 0; i < 2; i++) {
+        q_sums[(n + g * GROUPS_K) * 8 + 2 * t + i] = sums.v[i];
       }
     }
   }
-  // Biases of keys by one more product: columns 0..7 are groups, 8..15 the same for what halves of
-  // the sums leave.
-  TileB q_bias;
-  if (!SYMMETRIC_K) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  TileB q_slots[SLOT_TILES];  // rows 0..7: slots, rows 8..15: what halves of them leave
+  for (int m = 0; m < SLOT_TILES; m++) {
     float rest[2];
     float whole[2];
     for (int i = 0; i < 2; i++) {
-      const int n = tile_b_row(lane, i);
-      const float value = n < GROUPS_K ? q_sums[8 * n + tile_b_column(lane, i)] : 0.0f;
+      const int slot = 8 * m + tile_b_row(lane, i);
+      const float value = slot < SLOTS_K ? q_sums[slot * 8 + tile_b_column(lane, i)] : 0.0f;
       whole[i] = float(half(value));
       rest[i] = value - whole[i];
     }
-    q_bias.w[0] = kv_halves(whole[0], whole[1]);
-    q_bias.w[1] = kv_halves(rest[0], rest[1]);
+    q_slots[m].w[0] = kv_halves(whole[0], whole[1]);
+    q_slots[m].w[1] = kv_halves(rest[0], rest[1]);
   }
 
   TileA ones;
@@ -217,115 +226,130 @@ if (paged) {
   const int k_lane = kv_vector(WORDS_K) * (4 * g + t);
   const int v_lane = SIDE_K + kv_vector(WORDS_V) * (4 * g + t);
   const int v_scales_at = SIDE_K + 32 * WORDS_V + tile_b_row(lane, 0) / 2 * 2 * GROUPS_V;
+  const int v_scale_at = SIDE_K + 32 * WORDS_V + 2 * (t * GROUPS_V + g);
   const int v_bias_at = SIDE_K + 32 * WORDS_V + 8 * GROUPS_V + 8 * g + 2 * t;
-  int in_chunk = 0;
-  KvRecord record;
-  while (unit < stop) {
-    if (in_chunk == 0) {
-      record = kv_pipe_wait<RECORD, STAGES, S>(pipe);
-    }
-    uint k_words[WORDS_K];
-    uint k_scales[GROUPS_K];
-    TileA k_bias;
-    kv_read_words<WORDS_K, 32>(k_words, record, k_lane);
-    kv_read_words<GROUPS_K, 1>(k_scales, record, 32 * WORDS_K + g * GROUPS_K);
-    if (!SYMMETRIC_K) {
-      kv_read_bias<GROUPS_K>(k_bias.w, record, 32 * WORDS_K + 8 * GROUPS_K, g, t);
-      k_bias.w[2] = k_bias.w[0];
-      k_bias.w[3] = k_bias.w[1];
-    }
-    uint v_words[WORDS_V];
-    uint v_scales[2 * GROUPS_V];
-    TileA v_bias;
-    kv_read_words<WORDS_V, 32>(v_words, record, v_lane);
-    kv_read_words<2 * GROUPS_V, 1>(v_scales, record, v_scales_at);
-    if (!SYMMETRIC_V) {
-      v_bias.w[0] = v_bias.w[2] = 0u;
-      if (g < GROUPS_V) {
-        const uint2 x = kv_read2(record, v_bias_at);
-        v_bias.w[0] = x.x;
-        v_bias.w[2] = x.y;
+  for (; unit < stop; unit += 2 * S) {
+    // Two records side by side, which hides the latency of one; past the end the last one again.
+    const bool both = unit + 1 < stop;
+    KvRecord record[2];
+    record[0] = kv_pipe_wait<RECORD, STAGES, S>(pipe);
+    record[1] = both ? kv_record_after(record[0], RECORD) : record[0];
+    TileC s[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      uint words[WORDS_K];
+      uint scales[SLOTS_K];
+      kv_read_words<WORDS_K, 32>(words, record[e], k_lane);
+      kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
+      for (int i = 0; i < 4; i++) {
+        s[e].v[i] = 0.0f;
       }
-      v_bias.w[1] = v_bias.w[0];  // a row that nobody reads
-      v_bias.w[3] = v_bias.w[2];
-    }
-    TileC s;
-    for (int i = 0; i < 4; i++) {
-      s.v[i] = 0.0f;
-    }
-    if (!SYMMETRIC_K) {
-      s = tile_product(s, k_bias, q_bias);
-    }
-    for (int n = 0; n < GROUPS_K; n++) {
-      TileC c;
-      for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
-        for (int u = 0; u < 2; u++) {
-          TileA a;
-          for (int m = 0; m < 4; m++) {
-            const int r = m % 2;
-            const int p = 2 * u + m / 2;
-            a.w[m] = kv_pair<BITS_K>(
-                k_words[kv_slot_word<BITS_K>(j, r, p)],
-                k_words[BITS_K == 3 ? kv_high_word(j) : 0], masks_k, j, r, p);
+      for (int m = 0; m < SLOT_TILES; m++) {
+        tile_multiply(
+            s[e], kv_read_slots<SLOTS_K>(record[e], 32 * WORDS_K, m, g, t), q_slots[m]);
+      }
+      for (int n = 0; n < GROUPS_K; n++) {
+        TileC c;
+        for (int i = 0; i < 4; i++) {
+          c.v[i] = 0.0f;
+        }
+        for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+            for (int m = 0; m < 4; m++) {
+              const int r = m % 2;
+              const int p = 2 * u + m / 2;
+              a.w[m] = kv_pair<BITS_K>(
+                  words[kv_slot_word<BITS_K>(j, r, p)],
+                  words[BITS_K == 3 ? kv_high_word(j) : 0], masks_k, j, r, p);
+            }
+            tile_multiply(c, a, q_tile[2 * j + u]);
           }
-          c = tile_product(j == n * GROUP_K / 32 && u == 0 ? start[n] : c, a, q_tile[2 * j + u]);
+        }
+        for (int i = 0; i < 4; i++) {
+          const int at = i / 2 * SLOTS_K + n;
+          s[e].v[i] = metal::fma(kv_half(scales[at / 2], at % 2), c.v[i], s[e].v[i]);
         }
       }
       for (int i = 0; i < 4; i++) {
-        s.v[i] = metal::fma(kv_half(k_scales[n], i / 2), c.v[i], s.v[i]);
-      }
-    }
-    if (WINDOW) {
-      for (int i = 0; i < 4; i++) {
-        const int position = n_sink + 16 * unit + g + 8 * (i / 2);
-        if (position < first_seen[i % 2]) {
-          s.v[i] = -INFINITY;
+        const int position = n_sink + 16 * (unit + e) + g + 8 * (i / 2);
+        if ((e == 1 && !both) || (WINDOW && position < first_seen[i % 2])) {
+          s[e].v[i] = -INFINITY;
         }
       }
     }
-    const TileB p = kv_probabilities<2 * OB + EXTRA>(s, top, sum, o);
-    for (int n = 0; n < GROUPS_V; n++) {
-      TileB scaled;
-      for (int r = 0; r < 2; r++) {
-        scaled.w[r] = kv_multiply_halves(p.w[r], tile_b_numbers(v_scales[2 * n + r], lane));
-      }
-      tile_multiply(o[2 * OB + n], ones, scaled);
-      TileA a;
-      for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
-        for (int u = 0; u < 2; u++) {
-          for (int m = 0; m < 4; m++) {
-            const int r = m / 2;
-            const int slot = 2 * u + m % 2;
-            a.w[m] = kv_pair<BITS_V>(
-                v_words[kv_slot_word<BITS_V>(j, r, slot)],
-                v_words[BITS_V == 3 ? kv_high_word(j) : 0], masks_v, j, r, slot);
+    TileB p[2];
+    kv_probabilities<2 * OB + EXTRA, 2>(s, p, top, sum, o);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      uint words[WORDS_V];
+      uint scales[2 * GROUPS_V];
+      kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
+      kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
+      for (int n = 0; n < GROUPS_V; n++) {
+        TileB scaled;
+        for (int r = 0; r < 2; r++) {
+          scaled.w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scales[2 * n + r], lane));
+        }
+        if (!NEAR) {
+          tile_multiply(o[2 * OB + n], ones, scaled);
+        }
+        for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+            for (int m = 0; m < 4; m++) {
+              const int r = m / 2;
+              const int slot = 2 * u + m % 2;
+              const uint word = words[kv_slot_word<BITS_V>(j, r, slot)];
+              a.w[m] = NEAR
+                  ? kv_pair_near(word, masks_v, r, slot)
+                  : kv_pair<BITS_V>(
+                        word, words[BITS_V == 3 ? kv_high_word(j) : 0], masks_v, j, r, slot);
+            }
+            tile_multiply(o[2 * j + u], a, scaled);
           }
-          tile_multiply(o[2 * j + u], a, scaled);
         }
       }
+      if (NEAR || !SYMMETRIC_V) {
+        TileA bias;
+        for (int r = 0; r < 2; r++) {
+          bias.w[2 * r] = bias.w[2 * r + 1] = 0u;
+        }
+        if (g < GROUPS_V) {
+          if (!SYMMETRIC_V) {
+            const uint2 x = kv_read2(record[e], v_bias_at);
+            bias.w[0] = bias.w[1] = x.x;
+            bias.w[2] = bias.w[3] = x.y;
+          }
+          if (NEAR) {
+            const uint2 x = kv_read2(record[e], v_scale_at);
+            const uint even = kv_halves(-4.0f - MIDDLE_V, -4.0f - MIDDLE_V);
+            const uint odd = kv_halves(-16.0f - MIDDLE_V, -16.0f - MIDDLE_V);
+            bias.w[0] = kv_add_multiplied_halves(bias.w[0], even, x.x);
+            bias.w[1] = kv_add_multiplied_halves(bias.w[1], odd, x.x);
+            bias.w[2] = kv_add_multiplied_halves(bias.w[2], even, x.y);
+            bias.w[3] = kv_add_multiplied_halves(bias.w[3], odd, x.y);
+          }
+        }
+        tile_multiply(o[2 * OB + EXTRA - 1], bias, p[e]);
+      }
     }
-    if (!SYMMETRIC_V) {
-      tile_multiply(o[2 * OB + GROUPS_V], v_bias, p);
-    }
-    unit += 1;
-    in_chunk += 1;
-    record = kv_record_after(record, RECORD);
-    if (in_chunk == chunk) {
-      kv_pipe_release<RECORD, STAGES, S>(pipe, lane);
-      in_chunk = 0;
-      unit += (S - 1) * chunk;
-    }
+    kv_pipe_release<RECORD, STAGES, S>(pipe, lane);
   }
   for (int n = 0; n < GROUPS_V; n++) {
     for (int i = 0; i < 2; i++) {
-      const float offset = o[2 * OB + n].v[i];
-      const float bias =
-          SYMMETRIC_V ? 0.0f : simd_shuffle(o[2 * OB + EXTRA - 1].v[i], ushort(tile_lane(n, 2 * t)));
+      const ushort owner = ushort(tile_lane(n, 2 * t));
+      const float even =
+          NEAR || !SYMMETRIC_V ? simd_shuffle(o[2 * OB + EXTRA - 1].v[i], owner) : 0.0f;
+      const float odd = NEAR ? simd_shuffle(o[2 * OB + EXTRA - 1].v[2 + i], owner) : even;
+      const float offset = NEAR ? 0.0f : o[2 * OB + (NEAR ? 0 : n)].v[i];
       for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
         for (int slot = 0; slot < 4; slot++) {
-          float value = o[2 * j + slot / 2].v[2 * (slot % 2) + i];
-          value = metal::fma(-(kv_offset<BITS_V>(slot) + MIDDLE_V), offset, value);
-          o[2 * j + slot / 2].v[2 * (slot % 2) + i] = value + bias;
+          float value = o[2 * j + slot / 2].v[2 * (slot % 2) + i] + (slot % 2 ? odd : even);
+          if (!NEAR) {
+            value = metal::fma(-(kv_offset<BITS_V>(slot) + MIDDLE_V), offset, value);
+          }
+          o[2 * j + slot / 2].v[2 * (slot % 2) + i] = value;
         }
       }
     }
@@ -339,9 +363,9 @@ if (paged) {
     const size_t base = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
     const device uint* keys = (const device uint*)((in_sink ? sink_k : live_k) + base);
     const device uint* values = (const device uint*)((in_sink ? sink_v : live_v) + base);
-    TileC s;
+    TileC s[1];
     for (int i = 0; i < 4; i++) {
-      s.v[i] = 0.0f;
+      s[0].v[i] = 0.0f;
     }
     for (int j = 0; j < BD; j++) {
       uint x[8];
@@ -366,17 +390,18 @@ if (paged) {
           a.w[m] = m / 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))
                          : kv_halves(kv_low<BF16>(x[at]), kv_low<BF16>(x[at + 2]));
         }
-        tile_multiply(s, a, q_tile[2 * j + u]);
+        tile_multiply(s[0], a, q_tile[2 * j + u]);
       }
     }
     for (int i = 0; i < 4; i++) {
       const int token = g + 8 * (i / 2);
       const int position = position0 + token;
       if (token >= tokens || position > last_seen[i % 2] || position < first_seen[i % 2]) {
-        s.v[i] = -INFINITY;
+        s[0].v[i] = -INFINITY;
       }
     }
-    const TileB p = kv_probabilities<2 * OB + EXTRA>(s, top, sum, o);
+    TileB p[1];
+    kv_probabilities<2 * OB + EXTRA, 1>(s, p, top, sum, o);
     for (int j = 0; j < BD; j++) {
       uint x[8];
       for (int i = 0; i < 8; i++) {
@@ -397,7 +422,7 @@ if (paged) {
           a.w[m] = m % 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))
                          : kv_halves(kv_low<BF16>(x[at]), kv_low<BF16>(x[at + 2]));
         }
-        tile_multiply(o[2 * j + u], a, p);
+        tile_multiply(o[2 * j + u], a, p[0]);
       }
     }
   }

@@ -11,7 +11,7 @@
 // codes: word m of a lane at (m / v) 32 v + lane v + m % v, v the largest of 4, 2, 1 that divides
 // the words of a lane. Numbers are the float16 scales and biases, no bias when symmetric, so that
 // what one lane needs is one wide load:
-//   keys:    scale [g][group][r], then bias [g][r][group]
+//   keys:    [g][r][scales of all groups, biases of all groups]
 //   values:  scale [t][group][r][half], then bias [group][t][r][half]
 
 // Words of codes that a lane holds for `blocks` blocks.
@@ -62,9 +62,8 @@ constexpr int kv_high_bit(int j, int r, int p, int half_) {
 }
 
 // Where a scale (bias 0) or a bias (bias 1) stands among the numbers of a side, in halves.
-constexpr int kv_key_number(int token, int group, int bias, int groups) {
-  return bias ? 16 * groups + (token % 8 * 2 + token / 8) * groups + group
-              : 2 * (token % 8 * groups + group) + token / 8;
+constexpr int kv_key_number(int token, int group, int bias, int groups, int symmetric) {
+  return ((token % 8 * 2 + token / 8) * (symmetric ? 1 : 2) + bias) * groups + group;
 }
 
 constexpr int kv_value_number(int token, int group, int bias, int groups) {
@@ -73,8 +72,8 @@ constexpr int kv_value_number(int token, int group, int bias, int groups) {
 }
 
 template <int KEYS>
-constexpr int kv_number(int token, int group, int bias, int groups) {
-  return KEYS ? kv_key_number(token, group, bias, groups)
+constexpr int kv_number(int token, int group, int bias, int groups, int symmetric) {
+  return KEYS ? kv_key_number(token, group, bias, groups, symmetric)
               : kv_value_number(token, group, bias, groups);
 }
 

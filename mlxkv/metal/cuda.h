@@ -29,6 +29,10 @@ inline void threadgroup_barrier(mem_flags) {
   __syncthreads();
 }
 
+inline void simdgroup_barrier(mem_flags) {
+  __syncwarp();
+}
+
 template <typename T>
 inline T simd_shuffle(T value, ushort lane) {
   return __shfl_sync(0xffffffffu, value, lane);
@@ -62,6 +66,9 @@ inline uint atomic_fetch_add_explicit(atomic_uint* at, uint value, memory_order_
 inline void atomic_store_explicit(atomic_uint* at, uint value, memory_order_) {
   atomicExch(at, value);
 }
+// A pointer to threadgroup memory (butterflies.h) is a plain one: `threadgroup` declares, here.
+#define KV_PAIRS
+typedef float2* kv_pairs;
 
 namespace metal {
 inline float max(float a, float b) {
@@ -81,6 +88,9 @@ inline float abs(float a) {
 }
 inline float fma(float a, float b, float c) {
   return fmaf(a, b, c);
+}
+inline float saturate(float a) {
+  return __saturatef(a);
 }
 inline float rint(float a) {
   return rintf(a);

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 # name: (inputs, outputs), in the order in which the body names them
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "seal": (("x", "size"), ("words",)),
+    "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
     "unseal": (("records", "size"), ("out",)),
     "attend": (
         (
@@ -35,7 +35,10 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
-TILED = {"attend_tile"}  # bodies that multiply tiles
+HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
+    "seal": ("codes.h", "butterflies.h", "seal.h"),
+    "attend_tile": ("codes.h", "tile.h"),
+}
 Template = tuple[tuple[str, object], ...]
 TYPES = {  # on Metal, on CUDA
     mx.float32: ("float", "float"),
@@ -80,14 +83,12 @@ def using(make: Factory | None) -> Iterator[None]:
         _given.pop()
 
 
-def header(name: str, on_cuda: bool) -> str:
+def header(name: str, on_cuda: bool = False) -> str:
     """What stands before the body `name`."""
-    texts = ["cuda.h"] if on_cuda else []
-    if name in TILED:
-        texts += ["tile_cuda.h" if on_cuda else "tile_metal.h", "codes.h", "tile.h"]
-    else:
-        texts.append("codes.h")
-    return "".join(map(read, texts))
+    names = list(HEADERS.get(name, ("codes.h",)))
+    if "tile.h" in names:
+        names.insert(0, "tile_cuda.h" if on_cuda else "tile_metal.h")
+    return "".join(map(read, ["cuda.h", *names] if on_cuda else names))
 
 
 def constants(template: Template, on_cuda: bool) -> str:

@@ -52,25 +52,40 @@ inline void kv_read_words(thread uint* to, KvRecord from, int first) {
   }
 }
 
-// Biases of tokens g and g + 8, groups 2 t and 2 t + 1, from halves [g][r][group] at word `first`.
-template <int GROUPS>
-inline void kv_read_bias(thread uint* to, KvRecord from, int first, int g, int t) {
+// The same for 2 bits of the values, read as code + 4 (p even) or + 16: so little that rounding a
+// product with it does not show, and the offsets can be a part of the biases.
+inline uint kv_pair_near(uint word, const thread uint* masks, int r, int p) {
+  const int to = p % 2 ? 6 : 8;
+  const int from = 2 * (4 * r + p);
+  const uint x = from > to ? word >> metal::max(from - to, 0) : word << metal::max(to - from, 0);
+  return p % 2 ? (x & masks[1]) | 0x4C004C00u : (x & masks[0]) | 0x44004400u;
+}
+
+// Numbers of the keys as a left factor: tokens g and g + 8, slots 8 m + 2 t and the next of SLOTS
+// (scales of all groups, biases of all groups), twice.
+template <int SLOTS>
+inline TileA kv_read_slots(KvRecord from, int first, int m, int g, int t) {
+  TileA a;
   for (int r = 0; r < 2; r++) {
-    to[r] = 0u;
-    if (GROUPS % 2 == 0) {
-      if (2 * t < GROUPS) {
-        to[r] = kv_read1(from, first + (2 * g + r) * GROUPS / 2 + t);
+    const int slot = 8 * m + 2 * t;
+    uint x = 0u;
+    if (SLOTS % 2 == 0) {
+      if (slot < SLOTS) {
+        x = kv_read1(from, first + ((2 * g + r) * SLOTS + slot) / 2);
       }
     } else {
       for (int i = 0; i < 2; i++) {
-        const int at = (2 * g + r) * GROUPS + 2 * t + i;
-        if (2 * t + i < GROUPS) {
+        const int at = (2 * g + r) * SLOTS + slot + i;
+        if (slot + i < SLOTS) {
           const uint word = kv_read1(from, first + at / 2);
-          to[r] |= (at % 2 ? word >> 16 : word & 0xFFFFu) << (16 * i);
+          x |= (at % 2 ? word >> 16 : word & 0xFFFFu) << (16 * i);
         }
       }
     }
+    a.w[r] = x;
+    a.w[2 + r] = x;
   }
+  return a;
 }
 
 inline float kv_half(uint word, int high) {
@@ -90,19 +105,27 @@ inline float kv_high(uint word) {
               : kv_half(word, 1);
 }
 
-// Scores of 16 tokens and 8 queries -> probabilities, as the right factor of the next product. The
-// running maximum follows only when it is exceeded by 2^4; then the N tiles of o follow, too.
-template <int N>
-inline TileB kv_probabilities(TileC s, thread float* top, thread float* sum, thread TileC* o) {
-  bool exceeds = s.v[0] - top[0] > 4.0f;
-  for (int i = 1; i < 4; i++) {
-    exceeds = exceeds | (s.v[i] - top[i % 2] > 4.0f);
+// Scores of M times 16 tokens and 8 queries, in 32nds -> probabilities, as right factors of the next
+// products. The running maximum follows only when it is exceeded by 2^4; then the N tiles of o
+// follow, too.
+constexpr float KV_SCORE = 32.0f;  // keeps the queries' sums times 1024 in the range of a half
+template <int N, int M>
+inline void kv_probabilities(
+    thread TileC* s, thread TileB* p, thread float* top, thread float* sum, thread TileC* o) {
+  bool exceeds = false;
+  for (int m = 0; m < M; m++) {
+    for (int i = 0; i < 4; i++) {
+      exceeds = exceeds | (metal::fma(s[m].v[i], KV_SCORE, -top[i % 2]) > 4.0f);
+    }
   }
   if (simd_any(exceeds)) {
     float shrink[2];
     for (int i = 0; i < 2; i++) {
-      const float peak =
-          metal::max(tile_column_max(metal::max(s.v[i], s.v[2 + i])), top[i]);
+      float peak = metal::max(s[0].v[i], s[0].v[2 + i]);
+      for (int m = 1; m < M; m++) {
+        peak = metal::max(peak, metal::max(s[m].v[i], s[m].v[2 + i]));
+      }
+      peak = metal::max(tile_column_max(peak) * KV_SCORE, top[i]);
       shrink[i] = metal::exp2(top[i] - peak);
       top[i] = peak;
       sum[i] *= shrink[i];
@@ -113,9 +136,11 @@ inline TileB kv_probabilities(TileC s, thread float* top, thread float* sum, thr
       }
     }
   }
-  for (int i = 0; i < 4; i++) {
-    s.v[i] = metal::exp2(s.v[i] - top[i % 2]);
-    sum[i % 2] += s.v[i];
+  for (int m = 0; m < M; m++) {
+    for (int i = 0; i < 4; i++) {
+      s[m].v[i] = metal::exp2(metal::fma(s[m].v[i], KV_SCORE, -top[i % 2]));
+      sum[i % 2] += s[m].v[i];
+    }
+    p[m] = tile_b_of(s[m]);
   }
-  return tile_b_of(s);
 }

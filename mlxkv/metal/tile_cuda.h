@@ -61,6 +61,9 @@ inline uint kv_halves(float low, float high) {
 inline uint kv_multiply_halves(uint a, uint b) {
   return as_type<uint>(__hmul2(as_type<half2>(a), as_type<half2>(b)));
 }
+inline uint kv_add_multiplied_halves(uint a, uint b, uint c) {
+  return as_type<uint>(__hfma2(as_type<half2>(b), as_type<half2>(c), as_type<half2>(a)));
+}
 
 inline uint kv_transposed(uint word) {
   uint out;
@@ -77,8 +80,8 @@ inline uint tile_b_numbers(uint pair, uint lane) {
   return pair;
 }
 
-// The records of a simdgroup, in chunks, every S-th chunk, travel to shared memory STAGES chunks at
-// a time: what a warp holds in registers is too little to keep the memory of a large GPU busy.
+// The records of a simdgroup, two by two, every S-th pair, travel to shared memory STAGES pairs at a
+// time: what a warp holds in registers is too little to keep the memory of a large GPU busy.
 typedef uint KvRecord;  // byte address in shared memory
 inline uint kv_read1(KvRecord from, int word) {
   uint x;
@@ -104,46 +107,43 @@ inline KvRecord kv_record_after(KvRecord record, int words) {
 }
 struct KvPipe {
   const uint* next;  // to be fetched
-  int left;  // records to be fetched, those between this simdgroup's chunks included
-  int chunk;
+  int left;  // records to be fetched, those between this simdgroup's pairs included
   uint barrier;  // shared addresses of stage 0
   uint data;
   int stage;
   uint phase;
 };
-constexpr int CHUNK_RECORDS = 2;  // that a stage has room for
 template <int RECORD, int STAGES, int S>
 inline void kv_pipe_fetch(KvPipe& pipe, int stage, int lane) {
   if (pipe.left > 0) {
     if (lane == 0) {
-      const uint bytes = 4 * RECORD * metal::min(pipe.left, pipe.chunk);
+      const uint bytes = 4 * RECORD * metal::min(pipe.left, 2);
       const uint barrier = pipe.barrier + 8 * stage;
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                    "r"(bytes)
                    : "memory");
       asm volatile(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-          "[%3];" ::"r"(pipe.data + stage * 4 * RECORD * CHUNK_RECORDS),
+          "[%3];" ::"r"(pipe.data + stage * 4 * RECORD * 2),
           "l"(pipe.next), "r"(bytes), "r"(barrier)
           : "memory");
     }
-    pipe.next += S * pipe.chunk * RECORD;
-    pipe.left -= S * pipe.chunk;
+    pipe.next += 2 * S * RECORD;
+    pipe.left -= 2 * S;
   }
 }
 template <int RECORD, int STAGES, int S>
-inline KvPipe kv_pipe_start(const uint* first, int count, int chunk, int group, int lane) {
+inline KvPipe kv_pipe_start(const uint* first, int count, int group, int lane) {
   extern __shared__ __align__(128) uint kv_pipe_words[];
   constexpr int BARRIERS = (2 * STAGES * S + 31) / 32 * 32;  // words
   KvPipe pipe;
   pipe.next = first;
   pipe.left = count;
-  pipe.chunk = chunk;
   pipe.stage = 0;
   pipe.phase = 0u;
   const uint base = uint(__cvta_generic_to_shared(kv_pipe_words));
   pipe.barrier = base + 8 * group * STAGES;
-  pipe.data = base + 4 * (BARRIERS + group * STAGES * RECORD * CHUNK_RECORDS);
+  pipe.data = base + 4 * (BARRIERS + group * STAGES * RECORD * 2);
   if (lane == 0) {
     for (int n = 0; n < STAGES; n++) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(pipe.barrier + 8 * n) : "memory");
@@ -167,7 +167,7 @@ inline KvRecord kv_pipe_wait(KvPipe& pipe) {
       "KV_DONE:\n}" ::"r"(pipe.barrier + 8 * pipe.stage),
       "r"(pipe.phase)
       : "memory");
-  return pipe.data + pipe.stage * 4 * RECORD * CHUNK_RECORDS;
+  return pipe.data + pipe.stage * 4 * RECORD * 2;
 }
 template <int RECORD, int STAGES, int S>
 inline void kv_pipe_release(KvPipe& pipe, int lane) {

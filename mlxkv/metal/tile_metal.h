@@ -74,6 +74,10 @@ inline uint kv_multiply_halves(uint a, uint b) {
   return as_type<uint>(as_type<half2>(a) * as_type<half2>(b));
 }
 
+inline uint kv_add_multiplied_halves(uint a, uint b, uint c) {
+  return as_type<uint>(as_type<half2>(a) + as_type<half2>(b) * as_type<half2>(c));
+}
+
 // C, 16 x 8, as the right factor of the next product.
 inline TileB tile_b_of(TileC c) {
   TileB b;
@@ -86,7 +90,7 @@ inline uint tile_b_numbers(uint pair, uint lane) {
   return (tile_row(lane) % 2 ? pair >> 16 : pair & 0xFFFFu) * 0x10001u;
 }
 
-// The records of a simdgroup, in chunks, every S-th chunk: read where they lie.
+// The records of a simdgroup, two by two, every S-th pair: read where they lie.
 typedef const device uint* KvRecord;
 inline uint kv_read1(KvRecord from, int word) {
   return from[word];
@@ -99,13 +103,11 @@ inline uint4 kv_read4(KvRecord from, int word) {
 }
 struct KvPipe {
   const device uint* next;
-  int step;
 };
 template <int RECORD, int STAGES, int S>
-inline KvPipe kv_pipe_start(const device uint* first, int count, int chunk, int group, int lane) {
+inline KvPipe kv_pipe_start(const device uint* first, int count, int group, int lane) {
   KvPipe pipe;
   pipe.next = first;
-  pipe.step = S * chunk * RECORD;
   return pipe;
 }
 template <int RECORD, int STAGES, int S>
@@ -114,7 +116,7 @@ inline KvRecord kv_pipe_wait(thread KvPipe& pipe) {
 }
 template <int RECORD, int STAGES, int S>
 inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
-  pipe.next += pipe.step;
+  pipe.next += 2 * S * RECORD;
 }
 inline KvRecord kv_record_after(KvRecord record, int words) {
   return record + words;

@@ -24,10 +24,10 @@ if (unit < size[0] * size[2]) {
     for (int r = 0; r < 2; r++) {
       for (int h = 0; h < 2; h++) {
         const int token = KEYS ? g + 8 * r : 2 * t + 8 * r + h;
-        const float scale = float(numbers[kv_number<KEYS>(token, group, 0, GROUPS)]);
+        const float scale = float(numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)]);
         const float bias = SYMMETRIC
             ? scale * -0.5f * STEPS
-            : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS)]);
+            : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)]);
         for (int p = 0; p < 4; p++) {
           const int dim = KEYS ? 32 * j + 8 * t + 4 * h + p : 32 * j + 4 * g + p;
           const uint word = side[kv_word_at(kv_slot_word<BITS>(j, r, p), lane, WORDS)];

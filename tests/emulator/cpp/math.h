@@ -50,6 +50,8 @@ inline vec<half, N> fma(vec<half, N> a, vec<half, N> b, vec<half, N> c) {
   return a;
 }
 
+inline float saturate(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
+
 inline bool isnan(float x) { return __builtin_isnan(x); }
 inline bool isinf(float x) { return __builtin_isinf(x); }
 inline bool isfinite(float x) { return __builtin_isfinite(x); }

@@ -104,6 +104,7 @@ float ldexp(float, int);
 float fma(float, float, float);
 half fma(half, half, half);
 half2 fma(half2, half2, half2);
+float saturate(float);
 bool isnan(float);
 bool isinf(float);
 bool isfinite(float);

@@ -53,6 +53,10 @@ inline uint kv_multiply_halves(uint a, uint b) {
   return as_type<uint>(as_type<half2>(a) * as_type<half2>(b));
 }
 
+inline uint kv_add_multiplied_halves(uint a, uint b, uint c) {
+  return as_type<uint>(as_type<half2>(a) + as_type<half2>(b) * as_type<half2>(c));
+}
+
 // What movmatrix does: word (row, pair) of an 8 x 8 of halves -> word of its transpose.
 inline uint kv_transposed(uint word) {
   uint lane = emu::emu_lane(), row = lane / 4, pair = lane % 4, out = 0;
@@ -70,7 +74,7 @@ inline TileB tile_b_of(TileC c) {
 }
 inline uint tile_b_numbers(uint pair, uint lane) { return pair; }
 
-// The records of a simdgroup, in chunks, every S-th chunk: read where they lie.
+// The records of a simdgroup, two by two, every S-th pair: read where they lie.
 typedef const device uint* KvRecord;
 inline uint kv_read1(KvRecord from, int word) {
   return from[word];
@@ -83,13 +87,11 @@ inline uint4 kv_read4(KvRecord from, int word) {
 }
 struct KvPipe {
   const device uint* next;
-  int step;
 };
 template <int RECORD, int STAGES, int S>
-inline KvPipe kv_pipe_start(const device uint* first, int count, int chunk, int group, int lane) {
+inline KvPipe kv_pipe_start(const device uint* first, int count, int group, int lane) {
   KvPipe pipe;
   pipe.next = first;
-  pipe.step = S * chunk * RECORD;
   return pipe;
 }
 template <int RECORD, int STAGES, int S>
@@ -98,7 +100,7 @@ inline KvRecord kv_pipe_wait(thread KvPipe& pipe) {
 }
 template <int RECORD, int STAGES, int S>
 inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
-  pipe.next += pipe.step;
+  pipe.next += 2 * S * RECORD;
 }
 inline KvRecord kv_record_after(KvRecord record, int words) {
   return record + words;
