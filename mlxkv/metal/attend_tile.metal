@@ -228,15 +228,21 @@ if (paged) {
   const int v_scales_at = SIDE_K + 32 * WORDS_V + tile_b_row(lane, 0) / 2 * 2 * GROUPS_V;
   const int v_scale_at = SIDE_K + 32 * WORDS_V + 2 * (t * GROUPS_V + g);
   const int v_bias_at = SIDE_K + 32 * WORDS_V + 8 * GROUPS_V + 8 * g + 2 * t;
-  for (; unit < stop; unit += 2 * S) {
-    // Two records side by side, which hides the latency of one; past the end the last one again.
+  // Where instructions are the limit, two records side by side: one hides the latency of the other.
+  constexpr int PAIR = BITS_K + BITS_V < 7 ? 2 : 1;
+  KvRecord record[2];
+  bool second = false;
+  while (unit < stop) {
     const bool both = unit + 1 < stop;
-    KvRecord record[2];
-    record[0] = kv_pipe_wait<RECORD, STAGES, S>(pipe);
-    record[1] = both ? kv_record_after(record[0], RECORD) : record[0];
-    TileC s[2];
+    if (!second) {
+      record[0] = kv_pipe_wait<RECORD, STAGES, S>(pipe);
+      record[1] = both ? kv_record_after(record[0], RECORD) : record[0];  // or the last one again
+    } else {
+      record[0] = record[1];
+    }
+    TileC s[PAIR];
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
+    for (int e = 0; e < PAIR; e++) {
       uint words[WORDS_K];
       uint scales[SLOTS_K];
       kv_read_words<WORDS_K, 32>(words, record[e], k_lane);
@@ -278,10 +284,10 @@ if (paged) {
         }
       }
     }
-    TileB p[2];
-    kv_probabilities<2 * OB + EXTRA, 2>(s, p, top, sum, o);
+    TileB p[PAIR];
+    kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o);
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
+    for (int e = 0; e < PAIR; e++) {
       uint words[WORDS_V];
       uint scales[2 * GROUPS_V];
       kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
@@ -334,7 +340,12 @@ if (paged) {
         tile_multiply(o[2 * OB + EXTRA - 1], bias, p[e]);
       }
     }
-    kv_pipe_release<RECORD, STAGES, S>(pipe, lane);
+    unit += PAIR;
+    second = PAIR == 1 && !second && both;
+    if (!second) {
+      kv_pipe_release<RECORD, STAGES, S>(pipe, lane);
+      unit += 2 * (S - 1) + (PAIR == 1 && !both ? 1 : 0);
+    }
   }
   for (int n = 0; n < GROUPS_V; n++) {
     for (int i = 0; i < 2; i++) {
