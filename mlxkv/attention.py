@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxkv import kernels
+from mlxkv import kernels, tiles
 from mlxkv.cache import View
 from mlxkv.records import TOKENS
 from mlxkv.sealed import RecordPages
@@ -62,13 +62,26 @@ def why_not(queries: mx.array, view: View, mask: mx.array | str | None) -> str |
 
 
 def _decode_records(queries, view, scale, sinks):
-    """One kernel walks records and windows, one merges: codes are read once, nothing is decoded."""
+    """Kernels walk records and windows: codes are read once, nothing is decoded."""
     batch, heads, new, dims = queries.shape
     kv_heads = view.live[0].shape[1]
-    q = queries.reshape(batch, kv_heads, -1, dims)
     pages, sink = view.pages, view.sink
     key_codec, value_codec = pages.codecs
     length = (pages.tokens // TOKENS, sink[0].shape[2] if sink else 0, view.live[0].shape[2])
+    if pages.tiled:
+        return tiles.attend(
+            queries.astype(view.dtype),
+            pages.buffer,
+            pages.layout,
+            (key_codec.transform, value_codec.transform),
+            sink,
+            view.buffers or view.live,
+            (length,) * batch,
+            scale,
+            pages.make,
+            sinks=sinks,
+        ).astype(queries.dtype)
+    q = queries.reshape(batch, kv_heads, -1, dims)
     out = kernels.attend(
         key_codec.query(q),
         q.astype(view.dtype),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv import kernels, packing, records, selftest
+from mlxkv import kernels, packing, records, selftest, tiles
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
 from mlxkv.metal import launch
@@ -42,6 +42,7 @@ class RecordPages:
     buffer: mx.array
     tokens: int
     make: launch.Factory
+    tiled: bool = False
 
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
@@ -106,9 +107,15 @@ class Codes(_Store):
 class Records(_Store):
     """Sealed pages for kernels: one buffer of page records."""
 
-    def __init__(self, config: CacheConfig, dims: tuple[int, int], make: launch.Factory):
+    def __init__(
+        self,
+        config: CacheConfig,
+        dims: tuple[int, int],
+        make: launch.Factory,
+        tiled: bool = False,
+    ):
         super().__init__(config, dims)
-        self.make = make
+        self.make, self.tiled = make, tiled
         self.layout = _layout(self)
         self._pages = Pages()
 
@@ -130,7 +137,7 @@ class Records(_Store):
         if start:
             buffer = buffer[:, :, start * each : stop * each]
         tokens = (stop - start) * self.config.page
-        return RecordPages(self.codecs, self.layout, buffer, tokens, self.make)
+        return RecordPages(self.codecs, self.layout, buffer, tokens, self.make, self.tiled)
 
     def truncate(self, count: int) -> None:
         self._pages.truncate(count)
@@ -191,8 +198,17 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
     return None
 
 
+def why_no_tiles(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
+    """Why the portable kernels decode such pages here and not the tiles, or None. For pages that
+    have kernels."""
+    make, layout = launch.factory(), kernels.record_layout(config, *dims)
+    reason = tiles.why_not(layout, dims[0], dtype, make)
+    return reason or selftest.fault(config, dims[0], dtype, make, tiled=True)
+
+
 def store(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> Codes | Records:
     """An empty store for heads of these (key, value) dims: records where kernels can run."""
     if why_not(config, dims, dtype) is None:
-        return Records(config, dims, launch.factory())
+        tiled = why_no_tiles(config, dims, dtype) is None
+        return Records(config, dims, launch.factory(), tiled)
     return Codes(config, dims)

@@ -11,10 +11,13 @@ from mlxkv.metal.launch import Factory
 
 BOUND = 0.01  # rms against plain ops; 16-bit outputs and TF32 products stay below half of it
 HEADS, KV_HEADS = 8, 2
+PAGES = 16  # enough for several splits to be merged
 
 
 @cache
-def fault(config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
+def fault(
+    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, tiled: bool = False
+) -> str | None:
     """What is wrong with the kernels of this format for heads of `dims`, or None.
 
     Seals a few pages both ways, attends to them and compares; whatever the kernels raise is a
@@ -25,15 +28,15 @@ def fault(config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory) -> str
     from mlxkv.sealed import Codes, Records
 
     def outputs(store):
-        store.append(pair, 2)
-        view = View(window, None, store.read(0, 2))
+        store.append(pair, PAGES)
+        view = View(window, None, store.read(0, PAGES))
         out = attend(queries, view, dims**-0.5), *_whole(view, dtype)
         mx.eval(out)
         return out
 
     # Plain ops on the CPU are the judge: on some GPUs a few of MLX's quantized products are missing.
     with mx.stream(mx.cpu):
-        x = mx.random.normal((5, 1, HEADS, 2 * config.page, dims), key=mx.random.key(0))
+        x = mx.random.normal((5, 1, HEADS, PAGES * config.page, dims), key=mx.random.key(0))
         keys, values, queries, *live = x.astype(dtype)
         pair = keys[:, :KV_HEADS], values[:, :KV_HEADS]
         window = tuple(y[:, :KV_HEADS, :5] for y in live)
@@ -41,7 +44,7 @@ def fault(config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory) -> str
         mx.eval(pair, window, queries)
         plain_outputs = outputs(Codes(config, (dims, dims)))
     try:
-        kernel_outputs = outputs(Records(config, (dims, dims), make))
+        kernel_outputs = outputs(Records(config, (dims, dims), make, tiled))
     except Exception as error:  # a compiler or a driver may raise anything at all
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
     for name, ours, plain in zip(

@@ -12,16 +12,18 @@ from itertools import cycle
 
 import mlx.core as mx
 
+from mlxkv import trust
 from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, side_template
 from mlxkv.metal.launch import Factory, build
 from mlxkv.records import BLOCK
 from mlxkv.transform import Transform
 
-SIMDGROUPS = 8
+SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
 ROWS = 8  # query rows of a threadgroup
-THREADGROUPS = 256  # wanted in all: nearly two for each core of a large GPU
+SIMDGROUPS_WANTED = 2048  # in all: nearly 16 for each core of a large GPU
 MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
-RING_BYTES, RING_BYTES_WIDE = 88 << 10, 190 << 10  # of shared memory, for two groups or one
+RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
+RING_CAPABILITIES = (9, 10)
 MASKS = {
     8: (0x00FF00FF, 0, 0, 0),
     4: (0x000F000F, 0x00F000F0, 0, 0),
@@ -32,7 +34,7 @@ MASKS = {
 MASKS_V = {**MASKS, 2: (0x03000300, 0x00C000C0, 0, 0)}  # kv_pair_near
 
 
-def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype) -> str | None:
+def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
     """Why the tile body does not read such records, or None. dims: head dim D."""
     if dtype not in (mx.float16, mx.bfloat16):
         return f"tiles are of 16-bit types, not {str(dtype).removeprefix('mlx.core.')}"
@@ -42,7 +44,18 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype) -> str | None:
         return f"tiles of more than {MAX_DIMS} dims do not fit in registers"
     if max(layout.keys.groups, layout.values.groups) > MAX_GROUPS:
         return f"more than {MAX_GROUPS} groups"
-    return None
+    if make is mx.fast.cuda_kernel:
+        return (
+            None if _capability() in RING_CAPABILITIES else "tiles need an H100 or its successors"
+        )
+    if make is mx.fast.metal_kernel:
+        return trust.why_not()
+    return None if getattr(make, "tiles", False) else "this backend has no tiles"
+
+
+@lru_cache(maxsize=1)
+def _capability() -> int:
+    return mx.device_info().get("compute_capability_major", 0)
 
 
 def tile_map(matrix: mx.array) -> mx.array:
@@ -50,7 +63,9 @@ def tile_map(matrix: mx.array) -> mx.array:
     matrix = matrix.reshape(-1, *matrix.shape[-2:]).astype(mx.float16)
     count, rows, columns = matrix.shape
     pad = [(0, 0), (0, -rows % BLOCK), (0, -columns % BLOCK)]
-    x = mx.pad(matrix, pad).reshape(count, -(-rows // BLOCK) * 2, 2, 8, -(-columns // BLOCK) * 2, 2, 4, 2)
+    x = mx.pad(matrix, pad).reshape(
+        count, -(-rows // BLOCK) * 2, 2, 8, -(-columns // BLOCK) * 2, 2, 4, 2
+    )
     x = mx.contiguous(x.transpose(0, 1, 4, 3, 6, 5, 2, 7))  # m, k, g, t, word, i
     return x.view(mx.uint32).reshape(count, x.shape[1], x.shape[2], 32, 4)
 
@@ -74,28 +89,37 @@ def _stride(x: mx.array | None) -> int:
     return x.size // x.shape[0] if x is not None and x.shape[0] > 1 else 0
 
 
-def splits_for(records: int, merges: int) -> tuple[int, int]:
+def _is_wide(layout: RecordLayout, dims: int) -> bool:
+    """Whether a core has registers for 8 simdgroups only."""
+    return max(dims, layout.keys.dims, layout.values.dims) > 128
+
+
+def _simdgroups(words: int, wide: bool, merges: int, make: Factory) -> int:
+    """Of a threadgroup. Many on CUDA, so that few have to be merged, unless heads are many."""
+    few = merges * SIMDGROUPS_CUDA * 4 <= SIMDGROUPS_WANTED
+    fits = not wide and SIMDGROUPS_CUDA * 4 * words * 4 <= RING_BYTES
+    return SIMDGROUPS_CUDA if make is mx.fast.cuda_kernel and few and fits else SIMDGROUPS
+
+
+def splits_for(records: int, merges: int, simdgroups: int, wide: bool) -> tuple[int, int]:
     """How many threadgroups share the records of a head, and how many its windows. merges: heads
     times tiles of rows."""
-    room = THREADGROUPS // merges
-    windows = 2 if room >= 2 * SIMDGROUPS else 1
-    records = -(-records // (2 * SIMDGROUPS))
+    room = SIMDGROUPS_WANTED // simdgroups // merges
+    if wide:  # a core holds half as many, and each leaves more to merge
+        room = min(room // 2 if merges > 1 else room, MAX_SPLITS // 2)
+    windows = 2 if room >= 16 and simdgroups < SIMDGROUPS_CUDA else 1
+    records = -(-records // (2 * simdgroups))
     return max(1, min(MAX_SPLITS - windows, room - windows, records)), windows
 
 
-@lru_cache(maxsize=1)
-def _has_ring() -> bool:
-    """Whether records travel through shared memory in the background: CUDA from Hopper on."""
-    return mx.device_info().get("compute_capability_major", 0) >= 9
-
-
-def _ring(layout: RecordLayout, wide: bool, make: Factory) -> tuple[int, int]:
+def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> tuple[int, int]:
     """(stages, bytes of shared memory) of the ring of records."""
-    if make is not mx.fast.cuda_kernel or not _has_ring():
+    if make is not mx.fast.cuda_kernel:
         return 1, 0
-    each = SIMDGROUPS * 2 * layout.words * 4
-    stages = max(2, min(6, (RING_BYTES_WIDE if wide else RING_BYTES) // each))
-    return stages, stages * each + -(-stages * SIMDGROUPS * 8 // 128) * 128
+    each = simdgroups * 2 * layout.words * 4
+    room = RING_BYTES if simdgroups == SIMDGROUPS_CUDA or wide else RING_BYTES // 2
+    stages = max(1, min(6, room // each))
+    return stages, stages * each + -(-stages * simdgroups * 8 // 128) * 128
 
 
 @lru_cache(maxsize=256)
@@ -106,14 +130,15 @@ def _kernel(
     mapped: tuple[bool, bool],
     has_window: bool,
     has_sinks: bool,
+    simdgroups: int,
     make: Factory,
 ):
-    wide = max(dims, layout.keys.dims, layout.values.dims) > 128
-    stages, shared_memory = _ring(layout, wide, make)
+    wide = _is_wide(layout, dims)
+    stages, shared_memory = _ring(layout, simdgroups, wide, make)
     template = {
         "T": dtype,
         "BF16": int(dtype == mx.bfloat16),
-        "S": SIMDGROUPS,
+        "S": simdgroups,
         "STAGES": stages,
         "D": dims,
         "RK": layout.keys.dims,
@@ -126,8 +151,7 @@ def _kernel(
         **side_template(layout.keys, "_K"),
         **side_template(layout.values, "_V"),
     }
-    # Two threadgroups on a core; of more than 128 dims only one has registers enough.
-    bounds = f"{32 * SIMDGROUPS}, {1 if wide else 2}"
+    bounds = f"{32 * simdgroups}, {2 if simdgroups < SIMDGROUPS_CUDA and not wide else 1}"
     return build("attend_tile", tuple(template.items()), make, shared_memory, bounds)
 
 
@@ -155,7 +179,9 @@ def _plan(
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
     most = max(one[0] for one in lengths)
-    splits = splits or splits_for(most, merges)
+    wide = _is_wide(layout, dims)
+    simdgroups = _simdgroups(layout.words, wide, merges, make)
+    splits = splits or splits_for(most, merges, simdgroups, wide)
     maps = _map(to_keys, True), _map(from_values, False)
     size = mx.array(
         [
@@ -170,12 +196,12 @@ def _plan(
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
     mapped = tuple(x is not None for x in maps)
     return (
-        _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, make),
+        _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, make),
         (*(none if x is None else x for x in maps), size),
         {
             "template": [],
-            "grid": (32 * SIMDGROUPS, sum(splits), merges),
-            "threadgroup": (32 * SIMDGROUPS, 1, 1),
+            "grid": (32 * simdgroups, sum(splits), merges),
+            "threadgroup": (32 * simdgroups, 1, 1),
             "output_shapes": [shape, (batch * heads * rows, sum(splits), width + 4)],
             "output_dtypes": [dtype, mx.float32],
         },
@@ -233,4 +259,6 @@ def attend(
     )
     logits = nothing() if sinks is None else sinks.astype(mx.float32)
     counter = _counters().take(call["grid"][2])
-    return kernel(inputs=[q, buffer, *sink, *live, *sizes[:2], logits, sizes[2], counter], **call)[0]
+    return kernel(inputs=[q, buffer, *sink, *live, *sizes[:2], logits, sizes[2], counter], **call)[
+        0
+    ]

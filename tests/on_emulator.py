@@ -29,13 +29,18 @@ def _to_mlx(x, dtype: mx.Dtype) -> mx.array:
     return mx.array(x)
 
 
+def make_tiles(*names, **texts):
+    """The same with tile kernels, as on Metal."""
+    return make(*names, **texts)
+
+
 def make_mma(name, input_names, output_names, source, header=""):
-    """The same with the tiles of CUDA."""
+    """The same with the tiles of CUDA, and with CUDA's threadgroup memory."""
     header = header.replace(read("tile_metal.h"), tile_header("mma"))
-    return make(name, input_names, output_names, source, header)
+    return make(name, input_names, output_names, source, header, 48 << 10)
 
 
-def make(name, input_names, output_names, source, header=""):
+def make(name, input_names, output_names, source, header="", memory=32 << 10):
     """A factory like `mx.fast.metal_kernel`."""
     kernel = metal_kernel(
         name=name,
@@ -44,6 +49,7 @@ def make(name, input_names, output_names, source, header=""):
         source=source,
         header=header,
         any_lane=True,  # Metal's simd_shuffle reads any lane; only the other moves are uniform
+        threadgroup_memory=memory,
         writable=[name for name in input_names if name == "counter"],
     )
 
@@ -62,3 +68,6 @@ def make(name, input_names, output_names, source, header=""):
         return [_to_mlx(x, dtype) for x, dtype in zip(out, output_dtypes, strict=True)]
 
     return call
+
+
+make_tiles.tiles = make_mma.tiles = True

@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 from emulator import metal_kernel, nvrtc, strict
 
-from mlxkv.metal.launch import SIGNATURES, header, read
+from mlxkv.metal.launch import SIGNATURES, body, header, read
 
 SIDE = {"GROUP": 64, "SYMMETRIC": 0}
 SIDES = {f"{name}_{side}": value for side in "KV" for name, value in SIDE.items()}
 FLOATS = dict.fromkeys(
     ("table_k", "table_v", "q_pages", "partial_out", "partial_stats", "up", "sinks", "scale")
 )
-HALVES = dict.fromkeys(("keys", "values", "q_window", "sink_k", "sink_v", "live_k", "live_v"))
+HALVES = dict.fromkeys(("keys", "values", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v"))
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
-TYPES["records"] = np.uint32
+TYPES |= dict.fromkeys(("records", "map_k", "map_v", "counter"), np.uint32)
 
 # name: template values, dtypes of the outputs
 KERNELS = {
@@ -38,6 +38,15 @@ KERNELS = {
         },
         [np.float32, np.float32],
     ),
+    "attend_tile": (
+        {
+            **SIDES,
+            **{"T": np.float16, "BF16": 0, "S": 8, "STAGES": 2, "D": 128, "RK": 128, "RV": 128},
+            **{"RECORD": 544, "BITS_K": 4, "BITS_V": 3, "HAS_K": 1, "HAS_V": 1},
+            **{"WINDOW": 1, "HAS_SINKS": 1},
+        },
+        [np.float16, np.float32],
+    ),
     "merge": (
         {"T": np.float16, "WIDTH": 128, "RV": 128, "D": 128, "HAS_UP": 1, "HAS_SINKS": 1},
         [np.float16],
@@ -51,7 +60,7 @@ def kernel(name, before):
         name=f"mlxkv_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
-        source=read(f"{name}.metal"),
+        source=body(name),
         header=before,
         any_lane=True,
     )
@@ -67,10 +76,10 @@ def test_every_kernel_is_listed():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_text_is_ascii_without_comments(name):
-    for text in (read(f"{name}.metal"), header(name), read("cuda.h")):
+    for text in (body(name), header(name), read("cuda.h")):
         assert text.isascii()
         assert "//" not in text
-    assert "threadgroup_barrier(mem_flags::mem_none" not in read(f"{name}.metal")
+    assert "threadgroup_barrier(mem_flags::mem_none" not in body(name)
 
 
 @pytest.mark.skipif(strict.why_not() is not None, reason=str(strict.why_not()))

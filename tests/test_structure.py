@@ -24,8 +24,10 @@ LAYERS = [
     {"generate"},
     {"models"},
     {"cache", "attention", "sealed", "selftest"},
-    {"codec", "pages", "kernels"},
-    {"packing", "quantizers", "transform", "records", "metal"},
+    {"codec", "pages", "tiles"},
+    {"kernels"},
+    {"packing", "quantizers", "transform", "records", "trust"},
+    {"metal"},
     {"config", "console", "shapes", "reference"},
     {"errors", ""},
 ]

@@ -10,15 +10,12 @@ struct kv_uint3 {
   uint x, y, z;
 };
 
-inline uint kv_linear_thread() {
-  return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
-}
 inline kv_uint3 kv_grid_threads() {
   return {gridDim.x * blockDim.x, gridDim.y * blockDim.y, gridDim.z * blockDim.z};
 }
 
-#define thread_index_in_simdgroup (kv_linear_thread() % 32u)
-#define simdgroup_index_in_threadgroup (kv_linear_thread() / 32u)
+#define thread_index_in_simdgroup (threadIdx.x % 32u)
+#define simdgroup_index_in_threadgroup (threadIdx.x / 32u)
 #define thread_position_in_threadgroup threadIdx
 #define threadgroup_position_in_grid blockIdx
 #define threads_per_threadgroup blockDim

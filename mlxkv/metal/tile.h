@@ -108,14 +108,16 @@ inline float kv_high(uint word) {
 // Scores of M times 16 tokens and 8 queries, in 32nds -> probabilities, as right factors of the next
 // products. The running maximum follows only when it is exceeded by 2^4; then the N tiles of o
 // follow, too.
-constexpr float KV_SCORE = 32.0f;  // keeps the queries' sums times 1024 in the range of a half
+constexpr float KV_SCORE = 32.0f;  // keeps queries in the range of a half
 template <int N, int M>
 inline void kv_probabilities(
     thread TileC* s, thread TileB* p, thread float* top, thread float* sum, thread TileC* o) {
+  TileC above[M];
   bool exceeds = false;
   for (int m = 0; m < M; m++) {
     for (int i = 0; i < 4; i++) {
-      exceeds = exceeds | (metal::fma(s[m].v[i], KV_SCORE, -top[i % 2]) > 4.0f);
+      above[m].v[i] = metal::fma(s[m].v[i], KV_SCORE, -top[i % 2]);
+      exceeds = exceeds | (above[m].v[i] > 4.0f);
     }
   }
   if (simd_any(exceeds)) {
@@ -130,6 +132,11 @@ inline void kv_probabilities(
       top[i] = peak;
       sum[i] *= shrink[i];
     }
+    for (int m = 0; m < M; m++) {
+      for (int i = 0; i < 4; i++) {
+        above[m].v[i] = metal::fma(s[m].v[i], KV_SCORE, -top[i % 2]);
+      }
+    }
     for (int n = 0; n < N; n++) {
       for (int i = 0; i < 4; i++) {
         o[n].v[i] *= shrink[i % 2];
@@ -138,9 +145,9 @@ inline void kv_probabilities(
   }
   for (int m = 0; m < M; m++) {
     for (int i = 0; i < 4; i++) {
-      s[m].v[i] = metal::exp2(metal::fma(s[m].v[i], KV_SCORE, -top[i % 2]));
-      sum[i % 2] += s[m].v[i];
+      above[m].v[i] = metal::exp2(above[m].v[i]);
+      sum[i % 2] += above[m].v[i];
     }
-    p[m] = tile_b_of(s[m]);
+    p[m] = tile_b_of(above[m]);
   }
 }

@@ -116,8 +116,11 @@ def _judge(
         return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)
-    reason = sealed.why_not(config, (shape.key_dim, shape.value_dim), shape.dtype)
+    dims = shape.key_dim, shape.value_dim
+    reason = sealed.why_not(config, dims, shape.dtype)
     kernel = f"{backend()} kernels" if reason is None else f"{OPS} ({reason})"
+    if reason is None and sealed.why_no_tiles(config, dims, shape.dtype) is None:
+        kernel = f"{backend()} tile kernels"
     return LayerReport(index, kind, True, label, bits, kernel, True, *sizes)
 
 

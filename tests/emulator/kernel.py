@@ -19,6 +19,7 @@ from emulator.fault import EmulatorFault, parse
 
 PAGE = max(mmap.ALLOCATIONGRANULARITY, mmap.PAGESIZE)
 Triple = tuple[int, int, int]
+METAL_MEMORY = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Kernel:
     any_lane: bool = False
     writable: tuple[str, ...] = ()
     timeout: float = 300.0
+    threadgroup_memory: int = METAL_MEMORY
 
     def __call__(
         self,
@@ -79,6 +81,7 @@ class Kernel:
             print(f"Generated source code for `{self.name}`:\n```\n{text}\n```")
         library = build.library(text, checks)
         job = [f"checks {int(checks)}", f"any_lane {int(self.any_lane)}"]
+        job.append(f"threadgroup_memory {self.threadgroup_memory}")
         job += ["grid {} {} {}".format(*grid), "threads {} {} {}".format(*threadgroup)]
         return run(library, job, [*buffers, *outputs], self.timeout)
 
@@ -125,12 +128,14 @@ def metal_kernel(
     any_lane: bool = False,
     writable: Sequence[str] = (),
     timeout: float = 300.0,
+    threadgroup_memory: int = METAL_MEMORY,
 ) -> Kernel:
     """A kernel for the emulator. Beyond the arguments of MLX:
 
     checks: watch memory (Linux x86-64 with g++), else run in two orders of the threads and compare.
     any_lane: `simd_shuffle` may take another lane in each lane (the dialect asks for uniform ones).
     writable: inputs that the kernel changes in place (a counter), as NumPy arrays.
+    threadgroup_memory: bytes that a threadgroup may have; CUDA has more than Metal.
     """
     if not ensure_row_contiguous or atomic_outputs:
         raise ValueError("[emulator] the dialect has contiguous inputs and plain outputs only.")
@@ -138,7 +143,7 @@ def metal_kernel(
         raise ValueError("[metal_kernel] Must specify at least one output.")
     return Kernel(
         *(name, tuple(input_names), tuple(output_names), source, header, checks, any_lane),
-        *(tuple(writable), timeout),
+        *(tuple(writable), timeout, threadgroup_memory),
     )
 
 

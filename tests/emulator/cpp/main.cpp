@@ -156,6 +156,8 @@ int main() {
     auto three = [&](Three& t) { sscanf(rest, "%u %u %u", &t.x, &t.y, &t.z); };
     if (key == "checks")
       launch.checks = atoi(rest);
+    else if (key == "threadgroup_memory")
+      launch.threadgroup_memory = size_t(atol(rest));
     else if (key == "any_lane")
       launch.any_lane = atoi(rest);
     else if (key == "data")

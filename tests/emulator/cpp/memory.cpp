@@ -80,10 +80,10 @@ extern "C" void* emu_shared(unsigned index, unsigned long nbytes, unsigned long 
   Region& r = shared_regions[index];
   if (!r.low) {
     shared_total += nbytes;
-    if (shared_total > kThreadgroupLimit) {
+    if (shared_total > launch.threadgroup_memory) {
       report({"threadgroup-memory",
-              text("%zu bytes of threadgroup memory with %s; Metal has %zu", shared_total, name,
-                   kThreadgroupLimit),
+              text("%zu bytes of threadgroup memory with %s; there are %zu", shared_total, name,
+                   launch.threadgroup_memory),
               {}});
     }
     // No better aligned than its type promises, so that a wider load is seen to be misaligned.

@@ -46,6 +46,7 @@ struct Three {
 
 struct Launch {
   bool checks, descending, any_lane;
+  size_t threadgroup_memory = kThreadgroupLimit;
   Three grid, threads, groups;
   void (*entry)(const void* attributes, void* const* buffers);
   std::vector<void*> buffers;

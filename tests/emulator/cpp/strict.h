@@ -169,6 +169,7 @@ enum thread_scope {
   thread_scope_device,
   thread_scope_system
 };
+#define coherent(scope)
 void atomic_thread_fence(mem_flags, memory_order, thread_scope);
 
 template <class T>

@@ -47,7 +47,10 @@ inline float tile_column_sum(float value) {
 }
 
 inline uint kv_halves(float low, float high) {
-  return as_type<uint>(half2(half(low), half(high)));
+  half2 pair;
+  pair.x = half(low);
+  pair.y = half(high);
+  return as_type<uint>(pair);
 }
 inline uint kv_multiply_halves(uint a, uint b) {
   return as_type<uint>(as_type<half2>(a) * as_type<half2>(b));

@@ -1,0 +1,271 @@
+// Second part of attend_tile: this threadgroup's records, or its windows.
+if (paged) {
+  uint masks_k[4];
+  uint masks_v[4];
+  for (int i = 0; i < 4; i++) {
+    masks_k[i] = uint(size[12 + i]);
+    masks_v[i] = uint(size[16 + i]);
+  }
+  // Sums over the dims of a group: of queries (row 1), which biases of keys multiply, and of queries
+  // times offset (row 0), which scales multiply to take the offsets out again.
+  for (int n = 0; n < GROUPS_K; n++) {
+    TileC sums;
+    for (int i = 0; i < 4; i++) {
+      sums.v[i] = 0.0f;
+    }
+    for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
+      for (int u = 0; u < 2; u++) {
+        TileA a;
+        for (int r = 0; r < 2; r++) {
+          const float offset = kv_offset<BITS_K>(2 * u + r) + MIDDLE_K;
+          const float value = g == 0 ? -offset : (g == 1 ? 1.0f : 0.0f);
+          a.w[2 * r] = kv_halves(value, value);
+          a.w[2 * r + 1] = 0u;
+        }
+        tile_multiply(sums, a, q_tile[2 * j + u]);
+      }
+    }
+    if (group == 0 && g < (SYMMETRIC_K ? 1 : 2)) {
+      for (int i = 0; i < 2; i++) {
+        q_sums[(n + g * GROUPS_K) * 8 + 2 * t + i] = sums.v[i];
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  constexpr float SLOT = 64.0f;  // sums of 1024 times queries have to fit into halves
+  TileB q_slots[SLOT_TILES];  // rows 0..7: slots, rows 8..15: what halves of them leave
+  for (int m = 0; m < SLOT_TILES; m++) {
+    float rest[2];
+    float whole[2];
+    for (int i = 0; i < 2; i++) {
+      const int slot = 8 * m + tile_b_row(lane, i);
+      const float value =
+          slot < SLOTS_K ? q_sums[slot * 8 + tile_b_column(lane, i)] * (1.0f / SLOT) : 0.0f;
+      whole[i] = float(half(value));
+      rest[i] = value - whole[i];
+    }
+    q_slots[m].w[0] = kv_halves(whole[0], whole[1]);
+    q_slots[m].w[1] = kv_halves(rest[0], rest[1]);
+  }
+
+  TileC zero;
+  for (int i = 0; i < 4; i++) {
+    zero.v[i] = 0.0f;
+  }
+  TileA ones;
+  for (int m = 0; m < 4; m++) {
+    ones.w[m] = 0x3C003C00u;
+  }
+  const int k_lane = kv_vector(WORDS_K) * (4 * g + t);
+  const int v_lane = SIDE_K + kv_vector(WORDS_V) * (4 * g + t);
+  const int v_scales_at = SIDE_K + 32 * WORDS_V + tile_b_row(lane, 0) / 2 * 2 * GROUPS_V;
+  const int v_scale_at = SIDE_K + 32 * WORDS_V + 2 * (t * GROUPS_V + g);
+  const int v_bias_at = SIDE_K + 32 * WORDS_V + 8 * GROUPS_V + 8 * g + 2 * t;
+  // Where instructions are the limit, two records side by side: one hides the latency of the other.
+  constexpr int PAIR = BITS_K + BITS_V < 7 ? 2 : 1;
+  KvRecord record[2];
+  bool second = false;
+  while (unit < stop) {
+    const bool both = unit + 1 < stop;
+    if (!second) {
+      record[0] = kv_pipe_wait<RECORD, STAGES, S>(pipe);
+      record[1] = both ? kv_record_after(record[0], RECORD) : record[0];  // or the last one again
+    } else {
+      record[0] = record[1];
+    }
+    TileC s[PAIR];
+#pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+      uint words[WORDS_K];
+      uint scales[SLOTS_K];
+      kv_read_words<WORDS_K, 32>(words, record[e], k_lane);
+      kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
+      for (int m = 0; m < SLOT_TILES; m++) {
+        s[e] = tile_product(
+            m == 0 ? zero : s[e], kv_read_slots<SLOTS_K>(record[e], 32 * WORDS_K, m, g, t),
+            q_slots[m]);
+      }
+      for (int i = 0; i < 4; i++) {
+        s[e].v[i] *= SLOT;
+      }
+      for (int n = 0; n < GROUPS_K; n++) {
+        TileC c;
+        for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+            for (int m = 0; m < 4; m++) {
+              const int r = m % 2;
+              const int p = 2 * u + m / 2;
+              a.w[m] = kv_pair<BITS_K>(
+                  words[kv_slot_word<BITS_K>(j, r, p)],
+                  words[BITS_K == 3 ? kv_high_word(j) : 0], masks_k, j, r, p);
+            }
+            c = tile_product(32 * j == n * GROUP_K && u == 0 ? zero : c, a, q_tile[2 * j + u]);
+          }
+        }
+        for (int i = 0; i < 4; i++) {
+          const int at = i / 2 * SLOTS_K + n;
+          s[e].v[i] = metal::fma(kv_half(scales[at / 2], at % 2), c.v[i], s[e].v[i]);
+        }
+      }
+      for (int i = 0; i < 4; i++) {
+        const int position = n_sink + 16 * (unit + e) + g + 8 * (i / 2);
+        if ((e == 1 && !both) || (WINDOW && position < first_seen[i % 2])) {
+          s[e].v[i] = -INFINITY;
+        }
+      }
+    }
+    TileB p[PAIR];
+    kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o);
+#pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+      uint words[WORDS_V];
+      uint scales[2 * GROUPS_V];
+      kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
+      kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
+      for (int n = 0; n < GROUPS_V; n++) {
+        TileB scaled;
+        for (int r = 0; r < 2; r++) {
+          scaled.w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scales[2 * n + r], lane));
+        }
+        if (!NEAR) {
+          tile_multiply(o[2 * OB + n], ones, scaled);
+        }
+        for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+            for (int m = 0; m < 4; m++) {
+              const int r = m / 2;
+              const int slot = 2 * u + m % 2;
+              const uint word = words[kv_slot_word<BITS_V>(j, r, slot)];
+              a.w[m] = NEAR
+                  ? kv_pair_near(word, masks_v, r, slot)
+                  : kv_pair<BITS_V>(
+                        word, words[BITS_V == 3 ? kv_high_word(j) : 0], masks_v, j, r, slot);
+            }
+            tile_multiply(o[2 * j + u], a, scaled);
+          }
+        }
+      }
+      if (NEAR || !SYMMETRIC_V) {
+        TileA bias;
+        for (int r = 0; r < 2; r++) {
+          bias.w[2 * r] = bias.w[2 * r + 1] = 0u;
+        }
+        if (g < GROUPS_V) {
+          if (!SYMMETRIC_V) {
+            const uint2 x = kv_read2(record[e], v_bias_at);
+            bias.w[0] = bias.w[1] = x.x;
+            bias.w[2] = bias.w[3] = x.y;
+          }
+          if (NEAR) {
+            const uint2 x = kv_read2(record[e], v_scale_at);
+            const uint even = kv_halves(-4.0f - MIDDLE_V, -4.0f - MIDDLE_V);
+            const uint odd = kv_halves(-16.0f - MIDDLE_V, -16.0f - MIDDLE_V);
+            bias.w[0] = kv_add_multiplied_halves(bias.w[0], even, x.x);
+            bias.w[1] = kv_add_multiplied_halves(bias.w[1], odd, x.x);
+            bias.w[2] = kv_add_multiplied_halves(bias.w[2], even, x.y);
+            bias.w[3] = kv_add_multiplied_halves(bias.w[3], odd, x.y);
+          }
+        }
+        tile_multiply(o[2 * OB + EXTRA - 1], bias, p[e]);
+      }
+    }
+    unit += PAIR;
+    second = PAIR == 1 && !second && both;
+    if (!second) {
+      kv_pipe_release<RECORD, STAGES, S>(pipe, lane);
+      unit += 2 * (S - 1) + (PAIR == 1 && !both ? 1 : 0);
+    }
+  }
+  for (int n = 0; n < GROUPS_V; n++) {
+    for (int i = 0; i < 2; i++) {
+      const ushort owner = ushort(tile_lane(n, 2 * t));
+      const float even =
+          NEAR || !SYMMETRIC_V ? simd_shuffle(o[2 * OB + EXTRA - 1].v[i], owner) : 0.0f;
+      const float odd = NEAR ? simd_shuffle(o[2 * OB + EXTRA - 1].v[2 + i], owner) : even;
+      const float offset = NEAR ? 0.0f : o[2 * OB + (NEAR ? 0 : n)].v[i];
+      for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
+        for (int slot = 0; slot < 4; slot++) {
+          float value = o[2 * j + slot / 2].v[2 * (slot % 2) + i] + (slot % 2 ? odd : even);
+          if (!NEAR) {
+            value = metal::fma(-(kv_offset<BITS_V>(slot) + MIDDLE_V), offset, value);
+          }
+          o[2 * j + slot / 2].v[2 * (slot % 2) + i] = value;
+        }
+      }
+    }
+  }
+} else {
+  for (; unit < stop; unit += S) {
+    const bool in_sink = unit < sink_units;
+    const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);
+    const int tokens = (in_sink ? n_sink : n_live) - token0;
+    const int position0 = in_sink ? token0 : total - n_live + token0;
+    const size_t base = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
+    const device uint* keys = (const device uint*)((in_sink ? sink_k : live_k) + base);
+    const device uint* values = (const device uint*)((in_sink ? sink_v : live_v) + base);
+    TileC s[1];
+    for (int i = 0; i < 4; i++) {
+      s[0].v[i] = 0.0f;
+    }
+    for (int j = 0; j < BD; j++) {
+      uint x[8];
+      for (int i = 0; i < 8; i++) {
+        x[i] = 0u;
+      }
+      for (int r = 0; r < 2; r++) {
+        if (g + 8 * r < tokens && 32 * j + 8 * t < D) {
+          const uint4 w =
+              *(const device uint4*)(keys + ((g + 8 * r) * D + 32 * j + 8 * t) / 2);
+          x[4 * r] = w.x;
+          x[4 * r + 1] = w.y;
+          x[4 * r + 2] = w.z;
+          x[4 * r + 3] = w.w;
+        }
+      }
+      for (int u = 0; u < 2; u++) {
+        TileA a;
+        for (int m = 0; m < 4; m++) {
+          const int r = m % 2;
+          const int at = 4 * r + u;
+          a.w[m] = m / 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))
+                         : kv_halves(kv_low<BF16>(x[at]), kv_low<BF16>(x[at + 2]));
+        }
+        tile_multiply(s[0], a, q_tile[2 * j + u]);
+      }
+    }
+    for (int i = 0; i < 4; i++) {
+      const int token = g + 8 * (i / 2);
+      const int position = position0 + token;
+      if (token >= tokens || position > last_seen[i % 2] || position < first_seen[i % 2]) {
+        s[0].v[i] = -INFINITY;
+      }
+    }
+    TileB p[1];
+    kv_probabilities<2 * OB + EXTRA, 1>(s, p, top, sum, o);
+    for (int j = 0; j < BD; j++) {
+      uint x[8];
+      for (int i = 0; i < 8; i++) {
+        x[i] = 0u;
+      }
+      for (int n = 0; n < 4; n++) {
+        const int token = 2 * t + 8 * (n / 2) + n % 2;
+        if (token < tokens && 32 * j + 4 * g < D) {
+          const uint2 w = *(const device uint2*)(values + (token * D + 32 * j + 4 * g) / 2);
+          x[2 * n] = w.x;
+          x[2 * n + 1] = w.y;
+        }
+      }
+      for (int u = 0; u < 2; u++) {
+        TileA a;
+        for (int m = 0; m < 4; m++) {
+          const int at = 4 * (m / 2) + u;
+          a.w[m] = m % 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))
+                         : kv_halves(kv_low<BF16>(x[at]), kv_low<BF16>(x[at + 2]));
+        }
+        tile_multiply(o[2 * j + u], a, p[0]);
+      }
+    }
+  }
+}
