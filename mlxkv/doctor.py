@@ -13,6 +13,7 @@ from mlxkv.console import human_bytes, print_json, print_table
 from mlxkv.fit import machine_memory
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingface-hub")
+OUTPUTS = ("attend", "keys", "values")
 KERNEL_PRESETS, KERNEL_DIMS = ("int8", "int4", "int3", "int2"), (64, 128, 256)
 OPTIONAL = ("mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "triton")
 
@@ -98,20 +99,41 @@ def golden_rows() -> list[dict]:
 
 
 def kernel_rows() -> list[dict]:
-    """The kernels of each preset and the usual head dims, built and compared with plain ops here.
+    """Both bodies of the kernels for each preset and the usual head dims, built and compared with
+    plain ops here. Tiles that pass on a Mac are used there from now on.
 
-    `reason` is None for kernels that are right, else why plain ops run instead.
+    `reason` is None for kernels that are right, else why they are not used.
     """
     import mlx.core as mx
 
-    from mlxkv import sealed
+    from mlxkv import kernels, records, selftest, tiles, trust
     from mlxkv.config import PRESETS
+    from mlxkv.metal import launch
 
-    rows = []
+    make, rows = launch.factory(), []
+    if make is None:
+        return [
+            {"preset": p, "head_dim": d, "body": "", "reason": "no GPU here"}
+            for p in KERNEL_PRESETS
+            for d in KERNEL_DIMS
+        ]
     for preset in KERNEL_PRESETS:
+        config = PRESETS[preset]
         for dims in KERNEL_DIMS:
-            reason = sealed.why_not(PRESETS[preset], (dims, dims), mx.float16)
-            rows.append({"preset": preset, "head_dim": dims, "reason": reason})
+            for body in ("portable", "tiles"):
+                row = {"preset": preset, "head_dim": dims, "body": body, "reason": None}
+                rows.append(row)
+                row["reason"] = records.why_not(config.keys.quantizer, dims, config.page)
+                if row["reason"] is None and body == "tiles":
+                    layout = kernels.record_layout(config, dims, dims)
+                    row["reason"] = tiles.why_not(layout, dims, mx.float16, make)
+                    if row["reason"] == trust.UNTRIED:
+                        row["reason"] = None
+                if row["reason"] is None:
+                    found = selftest.test(config, dims, mx.float16, make, body == "tiles")
+                    row |= {"errors": found.errors, "ties": found.ties, "reason": found.reason}
+    if make is mx.fast.metal_kernel:
+        trust.note(all(row["reason"] is None for row in rows if row["body"] == "tiles"))
     return rows
 
 
@@ -164,12 +186,20 @@ def _show(data: dict) -> None:
                 f"WRONG: {row['table']} {row['case']}: {row['wrong']} values, rms {row['rms']:.3g}"
             )
     reasons = {row["reason"] for row in data["kernels"]}
-    if len(reasons) == 1:
-        reason = reasons.pop()
-        print(f"kernels: {'all right' if reason is None else f'not used: {reason}'}")
+    if reasons == {"no GPU here"}:
+        print("kernels: not used: no GPU here")
     else:
-        rows = [(r["preset"], r["head_dim"], r["reason"] or "right") for r in data["kernels"]]
-        print_table(["kernels of", "head dim", "here"], rows)
+        rows = [
+            [
+                *(row[key] for key in ("preset", "head_dim", "body")),
+                *(f"{row['errors'][n]:.1e}" if row.get("errors") else "" for n in OUTPUTS),
+                f"{row['ties']:.1e}" if row.get("errors") else "",
+                row["reason"] or "right",
+            ]
+            for row in data["kernels"]
+        ]
+        heads = [f"rms {name}" for name in OUTPUTS]
+        print_table(["kernels of", "head dim", "body", *heads, "ties", "here"], rows)
     print("ties: codes one step off where the spec's value lies at a rounding boundary")
     print(
         f"golden table: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}"
