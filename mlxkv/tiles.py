@@ -31,8 +31,6 @@ MASKS = {
     2: tuple(0x00030003 << 2 * p for p in range(4)),
 }
 
-MASKS_V = {**MASKS, 2: (0x03000300, 0x00C000C0, 0, 0)}  # kv_pair_near
-
 
 def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
     """Why the tile body does not read such records, or None. dims: head dim D."""
@@ -187,7 +185,7 @@ def _plan(
         [
             *(rows, splits[0], *rooms, new_tokens, window, heads, *map(_stride, maps)),
             *(_bits(scale * LOG2E), _bits(LOG2E)),
-            *(*MASKS[layout.keys.bits], *MASKS_V[layout.values.bits], *[0] * 4),
+            *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits], *[0] * 4),
             *(n for one in lengths for n in (*one, 0)),
         ],
         mx.int32,

@@ -21,7 +21,6 @@ constexpr int SIDE_K = kv_side_words<BITS_K>(BK, GROUPS_K, SYMMETRIC_K);
 constexpr int SLOTS_K = GROUPS_K * (SYMMETRIC_K ? 1 : 2);
 constexpr int SLOT_TILES = (SLOTS_K + 7) / 8;
 constexpr float MIDDLE_K = SYMMETRIC_K ? float(1 << (BITS_K - 1)) : 0.0f;
-constexpr float MIDDLE_V = SYMMETRIC_V ? float(1 << (BITS_V - 1)) : 0.0f;
 constexpr int WIDTH = 32 * OB;
 constexpr int STRIDE = WIDTH + 4;  // of partials: output, maximum, sum, 0, 0
 constexpr int ROW = 32 * (QB > OB ? QB : OB) + 8;
@@ -150,11 +149,8 @@ for (int n = 0; n < 2 * QB; n++) {
   }
 }
 
-// Behind the outputs: sums of scaled probabilities of each group, then one tile whose rows are the
-// sums of biases of each group. 2 bits need the latter alone: rows 0..7 with the offsets of even p,
-// rows 8..15 with those of odd p.
-constexpr bool NEAR = BITS_V == 2;
-constexpr int EXTRA = NEAR ? 1 : GROUPS_V + (SYMMETRIC_V ? 0 : 1);
+// Behind the outputs: a tile whose rows are the sums over tokens of the middle values of each group.
+constexpr int EXTRA = SYMMETRIC_V ? 0 : 1;
 TileC o[2 * OB + EXTRA];
 float top[2];
 float sum[2];

@@ -52,10 +52,6 @@ if (paged) {
   for (int i = 0; i < 4; i++) {
     zero.v[i] = 0.0f;
   }
-  TileA ones;
-  for (int m = 0; m < 4; m++) {
-    ones.w[m] = 0x3C003C00u;
-  }
   const int k_lane = kv_vector(WORDS_K) * (4 * g + t);
   const int v_lane = SIDE_K + kv_vector(WORDS_V) * (4 * g + t);
   const int v_scales_at = SIDE_K + 32 * WORDS_V + tile_b_row(lane, 0) / 2 * 2 * GROUPS_V;
@@ -128,47 +124,33 @@ if (paged) {
         for (int r = 0; r < 2; r++) {
           scaled.w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scales[2 * n + r], lane));
         }
-        if (!NEAR) {
-          tile_multiply(o[2 * OB + n], ones, scaled);
-        }
         for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
           for (int u = 0; u < 2; u++) {
             TileA a;
             for (int m = 0; m < 4; m++) {
               const int r = m / 2;
               const int slot = 2 * u + m % 2;
-              const uint word = words[kv_slot_word<BITS_V>(j, r, slot)];
-              a.w[m] = NEAR
-                  ? kv_pair_near(word, masks_v, r, slot)
-                  : kv_pair<BITS_V>(
-                        word, words[BITS_V == 3 ? kv_high_word(j) : 0], masks_v, j, r, slot);
+              a.w[m] = kv_centred_pair<BITS_V>(
+                  words[kv_slot_word<BITS_V>(j, r, slot)],
+                  words[BITS_V == 3 ? kv_high_word(j) : 0], masks_v, j, r, slot);
             }
             tile_multiply(o[2 * j + u], a, scaled);
           }
         }
       }
-      if (NEAR || !SYMMETRIC_V) {
-        TileA bias;
-        for (int r = 0; r < 2; r++) {
-          bias.w[2 * r] = bias.w[2 * r + 1] = 0u;
-        }
+      if (!SYMMETRIC_V) {
+        TileA middle;
+        middle.w[0] = middle.w[2] = 0u;
         if (g < GROUPS_V) {
-          if (!SYMMETRIC_V) {
-            const uint2 x = kv_read2(record[e], v_bias_at);
-            bias.w[0] = bias.w[1] = x.x;
-            bias.w[2] = bias.w[3] = x.y;
-          }
-          if (NEAR) {
-            const uint2 x = kv_read2(record[e], v_scale_at);
-            const uint even = kv_halves(-4.0f - MIDDLE_V, -4.0f - MIDDLE_V);
-            const uint odd = kv_halves(-16.0f - MIDDLE_V, -16.0f - MIDDLE_V);
-            bias.w[0] = kv_add_multiplied_halves(bias.w[0], even, x.x);
-            bias.w[1] = kv_add_multiplied_halves(bias.w[1], odd, x.x);
-            bias.w[2] = kv_add_multiplied_halves(bias.w[2], even, x.y);
-            bias.w[3] = kv_add_multiplied_halves(bias.w[3], odd, x.y);
-          }
+          const uint2 bias = kv_read2(record[e], v_bias_at);
+          const uint2 scale = kv_read2(record[e], v_scale_at);
+          const uint code = kv_halves(kv_middle<BITS_V>(), kv_middle<BITS_V>());
+          middle.w[0] = kv_add_multiplied_halves(bias.x, code, scale.x);
+          middle.w[2] = kv_add_multiplied_halves(bias.y, code, scale.y);
         }
-        tile_multiply(o[2 * OB + EXTRA - 1], bias, p[e]);
+        middle.w[1] = middle.w[0];  // rows that nobody reads
+        middle.w[3] = middle.w[2];
+        tile_multiply(o[2 * OB], middle, p[e]);
       }
     }
     unit += PAIR;
@@ -178,20 +160,15 @@ if (paged) {
       unit += 2 * (S - 1) + (PAIR == 1 && !both ? 1 : 0);
     }
   }
-  for (int n = 0; n < GROUPS_V; n++) {
-    for (int i = 0; i < 2; i++) {
-      const ushort owner = ushort(tile_lane(n, 2 * t));
-      const float even =
-          NEAR || !SYMMETRIC_V ? simd_shuffle(o[2 * OB + EXTRA - 1].v[i], owner) : 0.0f;
-      const float odd = NEAR ? simd_shuffle(o[2 * OB + EXTRA - 1].v[2 + i], owner) : even;
-      const float offset = NEAR ? 0.0f : o[2 * OB + (NEAR ? 0 : n)].v[i];
-      for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
-        for (int slot = 0; slot < 4; slot++) {
-          float value = o[2 * j + slot / 2].v[2 * (slot % 2) + i] + (slot % 2 ? odd : even);
-          if (!NEAR) {
-            value = metal::fma(-(kv_offset<BITS_V>(slot) + MIDDLE_V), offset, value);
+  if (!SYMMETRIC_V) {
+    for (int n = 0; n < GROUPS_V; n++) {
+      for (int i = 0; i < 2; i++) {
+        const float middle = simd_shuffle(o[2 * OB].v[i], ushort(tile_lane(n, 2 * t)));
+        for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
+          for (int u = 0; u < 2; u++) {
+            o[2 * j + u].v[i] += middle;
+            o[2 * j + u].v[2 + i] += middle;
           }
-          o[2 * j + slot / 2].v[2 * (slot % 2) + i] = value;
         }
       }
     }

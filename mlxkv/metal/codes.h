@@ -77,6 +77,47 @@ constexpr int kv_number(int token, int group, int bias, int groups, int symmetri
               : kv_value_number(token, group, bias, groups);
 }
 
+#ifndef KV_BFLOAT
+#define KV_BFLOAT bfloat16_t
+#endif
+inline uint kv_pack(half a, half b) {
+  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
+}
+inline uint kv_pack(KV_BFLOAT a, KV_BFLOAT b) {
+  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
+}
+inline uint kv_pack(float a, float b) {
+  return 0u;
+}
+
+// Four values to dims first .. first + 3 of a row of `dims`, at once where every row allows it.
+template <typename T, int WHOLE>
+inline void kv_store4(device T* row, int first, int dims, const thread T* values) {
+  if (WHOLE) {
+    if (first < dims) {
+      if (sizeof(T) == 4) {
+        float4 x;
+        x.x = float(values[0]);
+        x.y = float(values[1]);
+        x.z = float(values[2]);
+        x.w = float(values[3]);
+        *(device float4*)(row + first) = x;
+      } else {
+        uint2 x;
+        x.x = kv_pack(values[0], values[1]);
+        x.y = kv_pack(values[2], values[3]);
+        *(device uint2*)(row + first) = x;
+      }
+    }
+  } else {
+    for (int i = 0; i < 4; i++) {
+      if (first + i < dims) {
+        row[first + i] = values[i];
+      }
+    }
+  }
+}
+
 // The code at a bit of a word as a float 1 + code / 2^BITS: no conversion, the code becomes the top
 // of the mantissa. x = scale code + bias is then scale 2^BITS (1 + code / 2^BITS) + bias - scale 2^BITS.
 template <int BITS>

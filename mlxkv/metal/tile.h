@@ -52,13 +52,17 @@ inline void kv_read_words(thread uint* to, KvRecord from, int first) {
   }
 }
 
-// The same for 2 bits of the values, read as code + 4 (p even) or + 16: so little that rounding a
-// product with it does not show, and the offsets can be a part of the biases.
-inline uint kv_pair_near(uint word, const thread uint* masks, int r, int p) {
-  const int to = p % 2 ? 6 : 8;
-  const int from = 2 * (4 * r + p);
-  const uint x = from > to ? word >> metal::max(from - to, 0) : word << metal::max(to - from, 0);
-  return p % 2 ? (x & masks[1]) | 0x4C004C00u : (x & masks[0]) | 0x44004400u;
+// The middle of the codes, a whole number. Values are multiplied centred on it: their sums run over
+// many tokens, and matrix units cut off what falls below the last bit of a sum.
+template <int BITS>
+constexpr float kv_middle() {
+  return float(1 << (BITS - 1));
+}
+
+template <int BITS>
+inline uint kv_centred_pair(uint word, uint high, const thread uint* masks, int j, int r, int p) {
+  const float shift = -kv_offset<BITS>(p) - kv_middle<BITS>();
+  return kv_add_halves(kv_pair<BITS>(word, high, masks, j, r, p), kv_halves(shift, shift));
 }
 
 // Numbers of the keys as a left factor: tokens g and g + 8, slots 8 m + 2 t and the next of SLOTS

@@ -61,6 +61,9 @@ inline uint kv_halves(float low, float high) {
 inline uint kv_multiply_halves(uint a, uint b) {
   return as_type<uint>(__hmul2(as_type<half2>(a), as_type<half2>(b)));
 }
+inline uint kv_add_halves(uint a, uint b) {
+  return as_type<uint>(__hadd2(as_type<half2>(a), as_type<half2>(b)));
+}
 inline uint kv_add_multiplied_halves(uint a, uint b, uint c) {
   return as_type<uint>(__hfma2(as_type<half2>(b), as_type<half2>(c), as_type<half2>(a)));
 }

@@ -19,6 +19,10 @@ if (unit < size[0] * size[2]) {
   const device uint* side = records + (size_t(head) * size[1] + record) * RECORD + size[3];
   const device half* numbers = (const device half*)(side + 32 * WORDS);
   device T* rows = out + (size_t(head) * size[0] + record) * 16 * DIMS;
+  uint words[WORDS];
+  for (int m = 0; m < WORDS; m++) {
+    words[m] = side[kv_word_at(m, lane, WORDS)];
+  }
   for (int j = 0; j < BLOCKS; j++) {
     const int group = j / GROUP_BLOCKS;
     for (int r = 0; r < 2; r++) {
@@ -28,15 +32,15 @@ if (unit < size[0] * size[2]) {
         const float bias = SYMMETRIC
             ? scale * -0.5f * STEPS
             : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)]);
+        T run[4];
         for (int p = 0; p < 4; p++) {
-          const int dim = KEYS ? 32 * j + 8 * t + 4 * h + p : 32 * j + 4 * g + p;
-          const uint word = side[kv_word_at(kv_slot_word<BITS>(j, r, p), lane, WORDS)];
-          const uint high = BITS == 3 ? side[kv_word_at(kv_high_word(j), lane, WORDS)] : 0u;
+          const uint word = words[kv_slot_word<BITS>(j, r, p)];
+          const uint high = words[BITS == 3 ? kv_high_word(j) : 0];
           const float code = kv_one_plus<BITS>(kv_code<BITS>(word, high, j, r, p, h));
-          if (dim < DIMS) {
-            rows[token * DIMS + dim] = T(metal::fma(scale * STEPS, code, bias - scale * STEPS));
-          }
+          run[p] = T(metal::fma(scale * STEPS, code, bias - scale * STEPS));
         }
+        kv_store4<T, DIMS % 4 == 0>(
+            rows + token * DIMS, KEYS ? 32 * j + 8 * t + 4 * h : 32 * j + 4 * g, DIMS, run);
       }
     }
   }
