@@ -13,6 +13,12 @@ inline float kv_half_word(uint word, int high) {
   return float(as_type<T>(ushort(high ? word >> 16 : word & 0xFFFFu)));
 }
 
+// A bfloat is the upper half of a float.
+template <>
+inline float kv_half_word<bfloat16_t>(uint word, int high) {
+  return as_type<float>(high ? word & 0xFFFF0000u : word << 16);
+}
+
 // Value i of some that were loaded as words.
 template <typename T>
 inline float kv_value(const thread uint* words, int i) {

@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+typedef __nv_bfloat16 bfloat16_t;
 typedef unsigned int uint;
 typedef unsigned short ushort;
 
