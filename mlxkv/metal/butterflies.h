@@ -132,8 +132,8 @@ inline void kv_butterflies(thread float* re, thread float* im) {
 // have no common bit either.
 template <int DIMS>
 constexpr int kv_place(int q, int k) {
-  return q % 4 + 4 * ((k ^ (k >> 2) ^ (k >> 4) ^ (k >> 6) ^ (k >> 8)) & 3) + k / 4 * 16 +
-      q / 4 * 4 * DIMS;
+  return (q & 3) + (((k ^ (k >> 2) ^ (k >> 4) ^ (k >> 6) ^ (k >> 8)) & 3) << 2) +
+      ((k >> 2) << 4) + (q >> 2) * 4 * DIMS;
 }
 
 // So four places serve all b: what else depends on b is a constant distance from one of them.
