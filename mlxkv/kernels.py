@@ -20,6 +20,9 @@ SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
 MAX_SPLITS = 128
 TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or one tile
+# Threadgroups that a multiprocessor of an NVIDIA GPU is to hold, by pairs of a tile: enough simdgroups
+# to wait for memory, with few registers spilled (counted by the compiler, not tuned by timing).
+RESIDENT = {512: 8, 1024: 10, 2048: 12}
 FAST_DIMS = (64, 128, 256, 512)
 FAST_KINDS = {"hadamard": 1, "srft": 2}
 LOG2E = log2(e)
@@ -89,6 +92,7 @@ def seal(
         (32 * groups, 1, 1),
         [((batch, heads, count, layout.words), mx.uint32)],
         make,
+        f"{32 * groups}, {RESIDENT[tile]}" if tile in RESIDENT else "",
     )
     return out
 

@@ -123,6 +123,19 @@ def test_butterflies_give_what_the_matrix_of_the_spec_gives(name, dims, dtype):
     np.testing.assert_allclose(np.array(transforms[0].down), down, atol=1e-7)
 
 
+@pytest.mark.parametrize("spec", (INT8, INT4))
+def test_a_token_a_hundred_times_larger_leaves_the_other_of_its_pair_alone(spec):
+    """SRFT transforms tokens by pairs; of the larger one 1e-7 is left in the other."""
+    pair = [data(1, 1, 64, 128, seed=i) for i in range(2)]
+    factor = np.ones((64, 1), np.float32)
+    factor[8::16] = factor[1::16] = 100.0  # with tokens 0: in the pairs of keys, and of values
+    made = transform.make("srft", 128, 1)
+    zeros = factor.copy()
+    zeros[::16] = 0.0
+    for by in (factor, zeros):
+        seal_and_check([x * mx.array(by) for x in pair], (spec, spec), (made, made))
+
+
 def test_impulses_come_out_as_the_rows_of_the_matrix():
     """Each entry of the matrix, seen through 8 bits: a fault in one twiddle cannot hide."""
     for name in ("hadamard", "srft"):

@@ -1,5 +1,8 @@
 // Wide loads, and the transforms with a fast form: butterflies in registers, twice over a tile of
-// threadgroup memory. A tile holds 16 tokens of N = DIMS / 2 pairs, z[n] = (x[2 n], x[2 n + 1]).
+// threadgroup memory. A tile holds 8 pairs of tokens, z[n] = (x of one, x of the other)[n]: the
+// spectra of both come apart by additions alone. Keys: tokens q and q + 8; values: 2 q and 2 q + 1,
+// since one lane stores both (codes.h). Of the other token 1e-7 is left in each by rounding; a token
+// of zeros is told apart, so that it stays one.
 
 #ifndef KV_PAIRS // cuda.h has its own
 typedef threadgroup float2* kv_pairs;
@@ -10,46 +13,84 @@ inline float kv_half_word(uint word, int high) {
   return float(as_type<T>(ushort(high ? word >> 16 : word & 0xFFFFu)));
 }
 
-// COUNT values, 4 or 8, by wide loads: `from` stands at a multiple of COUNT.
-template <int COUNT, typename T>
-inline void kv_load(const device T* from, thread float* v) {
-  uint words[4];
-  if (COUNT == 8) {
+// A bfloat is the upper half of a float.
+template <>
+inline float kv_half_word<bfloat16_t>(uint word, int high) {
+  return as_type<float>(high ? word & 0xFFFF0000u : word << 16);
+}
+
+// Value i of some that were loaded as words.
+template <typename T>
+inline float kv_value(const thread uint* words, int i) {
+  return kv_half_word<T>(words[i / 2], i % 2);
+}
+
+template <>
+inline float kv_value<float>(const thread uint* words, int i) {
+  return as_type<float>(words[i]);
+}
+
+// 1, 2 or 4 words by one load: `from` stands at a multiple of them.
+template <int WORDS, typename T>
+inline void kv_load_words(const device T* from, thread uint* words) {
+  if (WORDS == 4) {
     const uint4 four = *(const device uint4*)from;
     words[0] = four.x;
     words[1] = four.y;
     words[2] = four.z;
     words[3] = four.w;
-  } else {
+  } else if (WORDS == 2) {
     const uint2 two = *(const device uint2*)from;
     words[0] = two.x;
     words[1] = two.y;
-  }
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    v[i] = kv_half_word<T>(words[i / 2], i % 2);
+  } else {
+    words[0] = *(const device uint*)from;
   }
 }
 
-template <int COUNT>
-inline void kv_load(const device float* from, thread float* v) {
+// COUNT values, 4 or 8, by wide loads: `from` stands at a multiple of COUNT.
+template <int COUNT, typename T>
+inline void kv_load(const device T* from, thread float* v) {
+  constexpr int LOADED = sizeof(T) == 4 ? 4 : COUNT;
+  constexpr int WORDS = LOADED * int(sizeof(T)) / 4;
 #pragma unroll
-  for (int i = 0; i < COUNT; i += 4) {
-    const float4 four = *(const device float4*)(from + i);
-    v[i] = four.x;
-    v[i + 1] = four.y;
-    v[i + 2] = four.z;
-    v[i + 3] = four.w;
+  for (int i = 0; i < COUNT; i += LOADED) {
+    uint words[4];
+    kv_load_words<WORDS>(from + i, words);
+#pragma unroll
+    for (int n = 0; n < LOADED; n++) {
+      v[i + n] = kv_value<T>(words, n);
+    }
   }
 }
 
-// The bits of i < R <= 16 in reverse.
+// The bits of i < R <= 32 in reverse.
 template <int R>
 constexpr int kv_reversed(int i) {
-  return (i % 2 * 8 + i / 2 % 2 * 4 + i / 4 % 2 * 2 + i / 8) / (16 / R);
+  return (i % 2 * 16 + i / 2 % 2 * 8 + i / 4 % 2 * 4 + i / 8 % 2 * 2 + i / 16) / (32 / R);
 }
 
-// R-point transform in registers, R <= 16; entry c of Fourier's comes out at kv_reversed(c).
+// The cosine of `turn` 32nds of a circle: 0 to 8, and -16 to 16.
+constexpr float kv_cosine_of_quarter(int turn) {
+  return turn == 0 ? 1.0f
+      : turn == 1  ? 0.98078528040323044f
+      : turn == 2  ? 0.92387953251128676f
+      : turn == 3  ? 0.83146961230254524f
+      : turn == 4  ? 0.70710678118654752f
+      : turn == 5  ? 0.55557023301960222f
+      : turn == 6  ? 0.38268343236508977f
+      : turn == 7  ? 0.19509032201612827f
+                   : 0.0f;
+}
+
+constexpr float kv_cosine(int turn) {
+  return turn < -8 ? -kv_cosine_of_quarter(16 + turn)
+      : turn < 0   ? kv_cosine_of_quarter(-turn)
+      : turn <= 8  ? kv_cosine_of_quarter(turn)
+                   : -kv_cosine_of_quarter(16 - turn);
+}
+
+// R-point transform in registers, R <= 32; entry c of Fourier's comes out at kv_reversed(c).
 template <int R, int FOURIER>
 inline void kv_butterflies(thread float* re, thread float* im) {
 #pragma unroll
@@ -59,7 +100,7 @@ inline void kv_butterflies(thread float* re, thread float* im) {
     for (int i = 0; i < R / 2; i++) {
       const int low = i / span * 2 * span + i % span;
       const int high = low + span;
-      const int turn = FOURIER ? i % span * (8 / span) : 0; // sixteenths of a circle
+      const int turn = FOURIER ? i % span * (16 / span) : 0; // 32nds of a circle
       const float x = re[low] - re[high];
       const float y = im[low] - im[high];
       re[low] += re[high];
@@ -67,19 +108,17 @@ inline void kv_butterflies(thread float* re, thread float* im) {
       if (turn == 0) {
         re[high] = x;
         im[high] = y;
-      } else if (turn == 4) {
+      } else if (turn == 8) {
         re[high] = y;
         im[high] = -x;
-      } else if (turn % 4 == 2) {
+      } else if (turn % 8 == 4) {
         const float sum = (x + y) * 0.70710678118654752f;
         const float difference = (y - x) * 0.70710678118654752f;
-        re[high] = turn == 2 ? sum : difference;
-        im[high] = turn == 2 ? difference : -sum;
+        re[high] = turn == 4 ? sum : difference;
+        im[high] = turn == 4 ? difference : -sum;
       } else {
-        const float large = 0.92387953251128676f;
-        const float small = 0.38268343236508977f;
-        const float c = turn == 1 ? large : turn == 3 ? small : turn == 5 ? -small : -large;
-        const float s = turn == 1 || turn == 7 ? small : large;
+        const float c = kv_cosine(turn);
+        const float s = kv_cosine(turn - 8);
         re[high] = x * c + y * s;
         im[high] = y * c - x * s;
       }
@@ -87,128 +126,170 @@ inline void kv_butterflies(thread float* re, thread float* im) {
   }
 }
 
-// Where pair k of a token lies: moved within 16 pairs, so that the lanes of every access below meet
-// different banks. Linear in the bits: where k = a + b without a common bit, it is
-// kv_pair_at(a, token) ^ kv_pair_at(b, 0), which leaves one operation to an access.
-template <int DIMS, int R1>
-constexpr int kv_pair_at(int k, int token) {
-  return token * (DIMS / 2) + (k ^ (((k >> 2) ^ (k / (2 * R1))) & 3) ^
-      (((token ^ (token >> 2)) & 3) << 2));
+// Where entry k of pair q lies. Of the 16 banks of float2 the lanes of every access below meet each
+// once in a half simdgroup: 4 pairs, and 2 neighbouring bits of k. Linear in the bits: where
+// k = a + b without a common bit, it is kv_place(q, a) ^ kv_place(0, b), and beyond 4 and 8 the two
+// have no common bit either.
+template <int DIMS>
+constexpr int kv_place(int q, int k) {
+  return (q & 3) + (((k ^ (k >> 2) ^ (k >> 4) ^ (k >> 6) ^ (k >> 8)) & 3) << 2) +
+      ((k >> 2) << 4) + (q >> 2) * 4 * DIMS;
 }
 
-// Pairs of 16 tokens -> their N-point transform, in the tile: N = R1 R2, n = a + R2 b, entry (c, d)
-// at pair R1 d + c. table: DIMS signs with the norm, then DIMS (cos, -sin) of the circle.
-template <typename T, int DIMS, int FOURIER>
-inline void kv_transform(
+// So four places serve all b: what else depends on b is a constant distance from one of them.
+template <int DIMS>
+inline void kv_places(kv_pairs tile, int q, int k, thread kv_pairs* at) {
+  const int own = kv_place<DIMS>(q, k);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    at[i] = tile + (own ^ (4 * i));
+  }
+}
+
+template <int DIMS>
+inline float2 kv_get(const thread kv_pairs* at, int k, int further = 0) {
+  const int place = kv_place<DIMS>(0, k);
+  return at[place / 4 % 4][(place & ~15) + further];
+}
+
+template <int DIMS>
+inline void kv_put(const thread kv_pairs* at, int k, float2 z) {
+  const int place = kv_place<DIMS>(0, k);
+  at[place / 4 % 4][place & ~15] = z;
+}
+
+// 16 tokens -> the DIMS-point transforms of their pairs, in the tile: DIMS = R1 R2, n = a + R2 b.
+// Fourier's entry (d, c) is R1 d + c and replaces entry (a, c) in its place, Hadamard's is d + R2 c.
+// table: DIMS signs with the norm, then DIMS (cos, -sin) of the circle.
+// Returns, of pair lane / 4, bit 0 where the one token is not all zeros, bit 1 where the other is not.
+template <typename T, int DIMS, int FOURIER, int KEYS>
+inline uint kv_transform(
     const device T* x, const device float* table, kv_pairs tile, int lane) {
-  constexpr int N = DIMS / 2;
-  constexpr int R2 = N < 64 ? 8 : 16;
-  constexpr int R1 = N / R2;
+  constexpr int R2 = DIMS == 64 ? 8 : DIMS == 512 ? 32 : 16;
+  constexpr int R1 = DIMS / R2;
+  constexpr int COLUMNS = DIMS == 128 ? 4 : 2; // read at a time
+  constexpr int WORDS = COLUMNS * int(sizeof(T)) / 4;
+  constexpr int STEP1 = FOURIER ? 1 : R2; // from entry (a, c) to (a, c + 1)
+  constexpr int STEP2 = FOURIER ? R1 : 1; // and to (a + 1, c)
+  const int q = lane / 4;
   const int part = lane % 4;
   const device float2* circle = (const device float2*)(table + DIMS);
+  constexpr uint ANY = sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu;
+  uint any_one = 0u;
+  uint any_other = 0u;
+  const device T* row = x + (KEYS ? q : 2 * q) * DIMS;
 #pragma unroll 1
-  for (int r = 0; r < 2; r++) {
-    const int token = lane / 4 + 8 * r;
-    const device T* row = x + token * DIMS;
-#pragma unroll 1
-    for (int first = 2 * part; first < R2; first += 8) {
-      const int own = kv_pair_at<DIMS, R1>(first * R1, token);
-      float re[2 * R1];
-      float im[2 * R1];
+  for (int first = COLUMNS * part; first < R2; first += 4 * COLUMNS) {
+    uint one[R1 * WORDS];
+    uint other[R1 * WORDS];
+    uint sign[R1 * COLUMNS];
+#pragma unroll
+    for (int b = 0; b < R1; b++) {
+      kv_load_words<WORDS>(row + first + R2 * b, one + WORDS * b);
+      kv_load_words<WORDS>(row + (KEYS ? 8 : 1) * DIMS + first + R2 * b, other + WORDS * b);
+      kv_load_words<COLUMNS>(table + first + R2 * b, sign + COLUMNS * b);
+    }
+#pragma unroll
+    for (int i = 0; i < R1 * WORDS; i++) {
+      any_one |= one[i];
+      any_other |= other[i];
+    }
+    kv_pairs at[4];
+    kv_places<DIMS>(tile, q, first * STEP2, at);
+#pragma unroll
+    for (int s = 0; s < COLUMNS; s++) {
+      float re[R1];
+      float im[R1];
 #pragma unroll
       for (int b = 0; b < R1; b++) {
-        float v[4];
-        float sign[4];
-        kv_load<4>(row + 2 * (first + R2 * b), v);
-        kv_load<4>(table + 2 * (first + R2 * b), sign);
-        re[b] = v[0] * sign[0];
-        im[b] = v[1] * sign[1];
-        re[b + R1] = v[2] * sign[2];
-        im[b + R1] = v[3] * sign[3];
+        const float factor = as_type<float>(sign[COLUMNS * b + s]);
+        re[b] = kv_value<T>(one + WORDS * b, s) * factor;
+        im[b] = kv_value<T>(other + WORDS * b, s) * factor;
       }
+      kv_butterflies<R1, FOURIER>(re, im);
 #pragma unroll
-      for (int s = 0; s < 2; s++) {
-        kv_butterflies<R1, FOURIER>(re + s * R1, im + s * R1);
-#pragma unroll
-        for (int c = 0; c < R1; c++) {
-          const int at = own ^ kv_pair_at<DIMS, R1>(s * R1 + c, 0);
-          float2 z;
-          z.x = re[s * R1 + (FOURIER ? kv_reversed<R1>(c) : c)];
-          z.y = im[s * R1 + (FOURIER ? kv_reversed<R1>(c) : c)];
-          if (FOURIER && c > 0) {
-            const float2 w = circle[2 * (first + s) * c];
-            const float real = z.x * w.x - z.y * w.y;
-            z.y = z.x * w.y + z.y * w.x;
-            z.x = real;
-          }
-          tile[at] = z;
-        }
-      }
-    }
-  }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-#pragma unroll 1
-  for (int r = 0; r < 2; r++) {
-    const int token = lane / 4 + 8 * r;
-#pragma unroll 1
-    for (int c = part; c < R1; c += 4) {
-      const int own = kv_pair_at<DIMS, R1>(c, token);
-      float re[R2];
-      float im[R2];
-#pragma unroll
-      for (int a = 0; a < R2; a++) {
-        const float2 z = tile[own ^ kv_pair_at<DIMS, R1>(a * R1, 0)];
-        re[a] = z.x;
-        im[a] = z.y;
-      }
-      kv_butterflies<R2, FOURIER>(re, im);
-#pragma unroll
-      for (int d = 0; d < R2; d++) {
+      for (int c = 0; c < R1; c++) {
         float2 z;
-        z.x = re[FOURIER ? kv_reversed<R2>(d) : d];
-        z.y = im[FOURIER ? kv_reversed<R2>(d) : d];
-        tile[own ^ kv_pair_at<DIMS, R1>(d * R1, 0)] = z;
+        z.x = re[FOURIER ? kv_reversed<R1>(c) : c];
+        z.y = im[FOURIER ? kv_reversed<R1>(c) : c];
+        if (FOURIER && c > 0) {
+          const float2 w = circle[first * c + s * c];
+          const float real = z.x * w.x - z.y * w.y;
+          z.y = z.x * w.y + z.y * w.x;
+          z.x = real;
+        }
+        kv_put<DIMS>(at, s * STEP2 + c * STEP1, z);
       }
     }
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll 1
+  for (int c = part; c < R1; c += 4) {
+    kv_pairs at[4];
+    kv_places<DIMS>(tile, q, c * STEP1, at);
+    float re[R2];
+    float im[R2];
+#pragma unroll
+    for (int a = 0; a < R2; a++) {
+      const float2 z = kv_get<DIMS>(at, a * STEP2);
+      re[a] = z.x;
+      im[a] = z.y;
+    }
+    kv_butterflies<R2, FOURIER>(re, im);
+#pragma unroll
+    for (int d = 0; d < R2; d++) {
+      float2 z;
+      z.x = re[FOURIER ? kv_reversed<R2>(d) : d];
+      z.y = im[FOURIER ? kv_reversed<R2>(d) : d];
+      kv_put<DIMS>(at, d * STEP2, z);
+    }
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  uint any = ((any_one & ANY) != 0u ? 1u : 0u) | ((any_other & ANY) != 0u ? 2u : 0u);
+  any |= simd_shuffle_xor(any, ushort(1));
+  any |= simd_shuffle_xor(any, ushort(2));
+  return any;
 }
 
-// Stored dims 2 k and 2 k + 1 of a token, k = first + 16 j + i, first < 16 the lane's. Fourier: bin
-// k of the real spectrum from bins k and -k of the pairs', (DC, Nyquist) at 0. Hadamard: the last
-// butterfly.
-template <int DIMS, int FOURIER>
-inline float2 kv_stored_pair(
-    const device float* table, kv_pairs tile, int token, int first, int j, int i) {
-  constexpr int N = DIMS / 2;
-  constexpr int R2 = N < 64 ? 8 : 16;
-  constexpr int R1 = N / R2;
-  const int k = 16 * j + i;
-  float2 out;
-  if (FOURIER) {
-    const float2 z = tile[kv_pair_at<DIMS, R1>(first, token) ^ kv_pair_at<DIMS, R1>(k, 0)];
-    // -k: all bits of k - 1 turned over; where i = 0 borrows, 16 - first and the next sixteen.
-    int back = i == 0 ? kv_pair_at<DIMS, R1>((16 - first) % 16, token)
-                      : kv_pair_at<DIMS, R1>(first, token) ^ kv_pair_at<DIMS, R1>(N - k, 0);
-    if (i == 0) {
-      back ^= first == 0 ? kv_pair_at<DIMS, R1>((N - k) % N, 0)
-                         : kv_pair_at<DIMS, R1>(N - k - 16, 0);
+// COUNT stored dims (4 or 8) of both tokens of a pair, from dim 32 j + COUNT u on, u the lane's.
+// at: kv_places of what the lane brings to the place of an entry (`kv_ways`).
+// Fourier: bins k of the two real spectra from bins k and -k of the pair's, (DC, Nyquist) at 0.
+template <int DIMS, int FOURIER, int COUNT>
+inline void kv_stored(
+    kv_pairs tile, const thread kv_pairs* at, const thread kv_pairs* back, int zero, int u, int j,
+    int further, thread float* one, thread float* other) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 2) {
+    float2 z;
+    float2 y;
+    if (FOURIER) {
+      const int k = 16 * j + i / 2;
+      z = kv_get<DIMS>(at, k, further);
+      if (i == 0) {
+        // -k borrows; entry 0 stands for itself and meets the middle, Nyquist's.
+        const int place = zero ^ (u == 0 ? kv_place<DIMS>(0, j == 0 ? DIMS / 2 : DIMS - k)
+                                         : kv_place<DIMS>(0, DIMS - 16 - k));
+        y = tile[place + further];
+      } else {
+        y = kv_get<DIMS>(back, (DIMS - k) & ~(16 - COUNT / 2), further);
+      }
+      one[i] = z.x + y.x;
+      one[i + 1] = z.y - y.y;
+      other[i] = z.y + y.y;
+      other[i + 1] = y.x - z.x;
+      if (k == 0 && u == 0) {
+        one[i] = z.x * 1.41421356237309505f;
+        one[i + 1] = y.x * 1.41421356237309505f;
+        other[i] = z.y * 1.41421356237309505f;
+        other[i + 1] = y.y * 1.41421356237309505f;
+      }
+    } else {
+      z = kv_get<DIMS>(at, 32 * j + i, further);
+      y = kv_get<DIMS>(at, 32 * j + i + 1, further);
+      one[i] = z.x;
+      one[i + 1] = y.x;
+      other[i] = z.y;
+      other[i + 1] = y.y;
     }
-    const float2 y = tile[back];
-    const float2 w = ((const device float2*)(table + DIMS))[first + k];
-    const float sum = z.y + y.y;
-    const float difference = z.x - y.x;
-    out.x = metal::fma(difference, w.y, metal::fma(sum, w.x, z.x + y.x));
-    out.y = metal::fma(-difference, w.x, metal::fma(sum, w.y, z.y - y.y));
-    if (k == 0 && first == 0) {
-      out.x = (z.x + z.y) * 1.41421356237309505f;
-      out.y = (z.x - z.y) * 1.41421356237309505f;
-    }
-  } else {
-    const float2 z = tile[kv_pair_at<DIMS, R1>(first % R2 * R1 + first / R2, token) ^
-                          kv_pair_at<DIMS, R1>(k % R2 * R1 + k / R2, 0)];
-    out.x = z.x + z.y;
-    out.y = z.x - z.y;
   }
-  return out;
 }

@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+typedef __nv_bfloat16 bfloat16_t;
 typedef unsigned int uint;
 typedef unsigned short ushort;
 
@@ -99,6 +100,14 @@ inline float exp2(float a) {
   return out;
 }
 } // namespace metal
+
+// 1 / a to the last bits, for seal.h: no branch for what is out of range.
+#define KV_INVERSE
+inline float kv_inverse(float a) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
+  return out;
+}
 
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)

@@ -166,11 +166,13 @@ def launch(
     threadgroup: tuple[int, int, int],
     outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
     make: Factory,
+    bounds: str = "",
 ) -> list[mx.array]:
-    """Run one kernel. grid in threads, a multiple of the threadgroup; outputs: shape and dtype."""
+    """Run one kernel. grid in threads, a multiple of the threadgroup; outputs: shape and dtype.
+    bounds: see `build`."""
     if any(n % m for n, m in zip(grid, threadgroup, strict=True)):
         raise ValueError(f"[launch] the grid is no multiple of the threadgroup; got {grid}")
-    return build(name, tuple(template.items()), make)(
+    return build(name, tuple(template.items()), make, bounds=bounds)(
         inputs=list(inputs),
         template=[],
         grid=grid,

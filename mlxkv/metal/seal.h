@@ -6,44 +6,69 @@ inline float kv_divide(float a, float b, float inverse) {
   return metal::fma(metal::fma(-q, b, a), inverse, q);
 }
 
-// The eight values that a lane holds of half r of block j: keys one token and eight dims, values
-// two tokens and four dims. KIND: 0 as they come, 1 Hadamard, 2 real Fourier.
-template <typename T, int DIMS, int KEYS, int KIND>
-inline void kv_eight(
-    const device T* x, const device float* table, kv_pairs tile, int lane, int r, int j,
-    thread float* v) {
+#ifndef KV_INVERSE // cuda.h has its own
+inline float kv_inverse(float a) {
+  return 1.0f / a;
+}
+#endif
+
+// The values that a lane holds of block j, 8 of half r = 0 and 8 of r = 1: of keys one token and eight
+// dims each, of values two tokens and four dims each. As they come.
+template <typename T, int DIMS, int KEYS>
+inline void kv_sixteen(const device T* x, int lane, int j, thread float* v) {
   const int g = lane / 4;
   const int t = lane % 4;
-  if (KIND == 0 && KEYS && DIMS % 32 == 0) {
-    kv_load<8>(x + (g + 8 * r) * DIMS + 32 * j + 8 * t, v);
-    return;
-  }
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int token = KEYS ? g + 8 * r : 2 * t + 8 * r + h;
-    const int dim = KEYS ? 32 * j + 8 * t + 4 * h : 32 * j + 4 * g;
-    if (KIND > 0) {
-      const int first = KEYS ? 4 * t : 2 * g;
-      const int i = KEYS ? 2 * h : 0;
-      const float2 a = kv_stored_pair<DIMS, KIND == 2>(table, tile, token, first, j, i);
-      const float2 b = kv_stored_pair<DIMS, KIND == 2>(table, tile, token, first, j, i + 1);
-      v[4 * h] = a.x;
-      v[4 * h + 1] = a.y;
-      v[4 * h + 2] = b.x;
-      v[4 * h + 3] = b.y;
-    } else if (DIMS % 4 == 0) {
-      // Beyond the last dim any value of the row will do: it changes no minimum or maximum.
-      kv_load<4>(x + token * DIMS + (DIMS % 32 == 0 || dim < DIMS ? dim : DIMS - 4), v + 4 * h);
+  for (int r = 0; r < 2; r++) {
+    if (KEYS && DIMS % 32 == 0) {
+      kv_load<8>(x + (g + 8 * r) * DIMS + 32 * j + 8 * t, v + 8 * r);
     } else {
 #pragma unroll
-      for (int p = 0; p < 4; p++) {
-        v[4 * h + p] = float(x[token * DIMS + metal::min(dim + p, DIMS - 1)]);
+      for (int h = 0; h < 2; h++) {
+        const int token = KEYS ? g + 8 * r : 2 * t + 8 * r + h;
+        const int dim = KEYS ? 32 * j + 8 * t + 4 * h : 32 * j + 4 * g;
+        // Beyond the last dim any value of the row will do: it changes no minimum or maximum.
+        if (DIMS % 4 == 0) {
+          kv_load<4>(
+              x + token * DIMS + (DIMS % 32 == 0 || dim < DIMS ? dim : DIMS - 4),
+              v + 8 * r + 4 * h);
+        } else {
+#pragma unroll
+          for (int p = 0; p < 4; p++) {
+            v[8 * r + 4 * h + p] = float(x[token * DIMS + metal::min(dim + p, DIMS - 1)]);
+          }
+        }
       }
     }
   }
 }
 
+// The largest of `most` over the lanes of a token, each lane's of the token whose number is in the
+// bits of t (keys) or g (values): a lane gives away the half that it does not keep.
+template <int KEYS>
+inline float kv_most(thread float* most, int lane) {
+  int count = KEYS ? 2 : 4;
+#pragma unroll
+  for (int i = 0; i < (KEYS ? 2 : 3); i++) {
+    const int distance = (KEYS ? 1 : 4) << i;
+    if (count > 1) {
+      count /= 2;
+#pragma unroll
+      for (int n = 0; n < count; n++) {
+        const bool second = (lane & distance) != 0;
+        const float kept = second ? most[2 * n + 1] : most[2 * n];
+        const float given = second ? most[2 * n] : most[2 * n + 1];
+        most[n] = metal::max(kept, simd_shuffle_xor(given, ushort(distance)));
+      }
+    } else {
+      most[0] = metal::max(most[0], simd_shuffle_xor(most[0], ushort(distance)));
+    }
+  }
+  return most[0];
+}
+
 // One side of one record by one simdgroup: x [16, DIMS] -> codes and numbers at `out`.
+// KIND: 0 as they come, 1 Hadamard, 2 real Fourier.
 template <typename T, int BITS, int DIMS, int GROUP, int SYMMETRIC, int KEYS, int KIND>
 inline void kv_seal_side(
     const device T* x, const device float* table, kv_pairs tile, device uint* out, int lane) {
@@ -51,14 +76,31 @@ inline void kv_seal_side(
   constexpr int GROUPS = (DIMS + GROUP - 1) / GROUP;
   constexpr int GROUP_BLOCKS = (GROUP + 31) / 32;
   constexpr int WORDS = kv_lane_words<BITS>(BLOCKS);
-  constexpr int RANGES = KEYS ? 1 : 2; // tokens that a lane holds at a time
+  constexpr int HELD = KEYS ? 2 : 4; // tokens of a lane: r, and half in the lowest bit of values'
   constexpr float LOWEST = SYMMETRIC ? 1.0f : 0.0f;
   constexpr float TOP = float((1 << BITS) - 1);
   constexpr float MIDDLE = float(1 << (BITS - 1));
+  constexpr uint ZERO = 0x4B000000u; // 2^23
   const int g = lane / 4;
   const int t = lane % 4;
+  // Of the tokens that it holds a lane works out the range of one, and stores that.
+  const int ranged = KEYS ? g + 8 * (t % 2) : 2 * t + 8 * (g / 2 % 2) + g % 2;
+  const int pair = KEYS ? g : t;
+  const int u = KEYS ? t : g;
+  kv_pairs at[4];
+  kv_pairs back[4];
+  int zero = 0;
+  bool empty = false; // of the ranged token
   if (KIND > 0) {
-    kv_transform<T, DIMS, KIND == 2>(x, table, tile, lane);
+    uint any = kv_transform<T, DIMS, KIND == 2, KEYS>(x, table, tile, lane);
+    if (KIND == 2) {
+      any = KEYS ? any : simd_shuffle(any, ushort(ranged / 2 * 4));
+      empty = (any >> (KEYS ? t % 2 : g % 2) & 1u) == 0u;
+    }
+    const int entry = u * (KEYS ? 8 : 4) / KIND;
+    kv_places<DIMS>(tile, pair, entry, at);
+    kv_places<DIMS>(tile, pair, (KEYS ? 12 : 14) ^ entry, back);
+    zero = kv_place<DIMS>(pair, (16 - entry) % 16);
   }
   uint code_words[WORDS];
 #pragma unroll
@@ -67,109 +109,106 @@ inline void kv_seal_side(
   }
 #pragma unroll
   for (int group = 0; group < GROUPS; group++) {
+    float v[16 * GROUP_BLOCKS];
+    float low[HELD]; // negated
+    float high[HELD];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float v[8 * GROUP_BLOCKS];
-      float low[2];
-      float high[2];
-      low[0] = low[1] = 3.4e38f;
-      high[0] = high[1] = -3.4e38f;
+    for (int n = 0; n < HELD; n++) {
+      low[n] = high[n] = -3.4e38f;
+    }
 #pragma unroll
-      for (int i = 0; i < GROUP_BLOCKS; i++) {
-        if (group * GROUP_BLOCKS + i < BLOCKS) {
-          const int j = group * GROUP_BLOCKS + i;
-          kv_eight<T, DIMS, KEYS, KIND>(x, table, tile, lane, r, j, v + 8 * i);
-#pragma unroll
-          for (int s = 0; s < 8; s++) {
-            const int n = s / 4 % RANGES;
-            if (SYMMETRIC) {
-              high[n] = metal::max(high[n], metal::abs(v[8 * i + s]));
-            } else {
-              low[n] = metal::min(low[n], v[8 * i + s]);
-              high[n] = metal::max(high[n], v[8 * i + s]);
-            }
-          }
-        }
-      }
-      float step[2];
-      float inverse[2];
-      float start[2];
-      uint scale_bits[2];
-      uint bias_bits[2];
-#pragma unroll
-      for (int n = 0; n < RANGES; n++) {
-        // The other dims of a token lie in the lanes of the same g (keys) or t (values).
-#pragma unroll
-        for (int i = 0; i < (KEYS ? 2 : 3); i++) {
-          const ushort distance = ushort((KEYS ? 1 : 4) << i);
-          high[n] = metal::max(high[n], simd_shuffle_xor(high[n], distance));
-          if (!SYMMETRIC) {
-            low[n] = metal::min(low[n], simd_shuffle_xor(low[n], distance));
-          }
-        }
-        half scale;
-        if (SYMMETRIC) {
-          const float span = kv_divide(high[n], MIDDLE - 1.0f, 1.0f / (MIDDLE - 1.0f));
-          scale = half(metal::min(span, 65504.0f / MIDDLE));
-          start[n] = -MIDDLE * float(scale);
+    for (int i = 0; i < GROUP_BLOCKS; i++) {
+      const int j = group * GROUP_BLOCKS + i;
+      if (j < BLOCKS) {
+        thread float* some = v + 16 * i;
+        if (KIND == 0) {
+          kv_sixteen<T, DIMS, KEYS>(x, lane, j, some);
+        } else if (KEYS) {
+          kv_stored<DIMS, KIND == 2, 8>(tile, at, back, zero, u, j, 0, some, some + 8);
         } else {
-          const half bias = half(metal::max(metal::min(low[n], 65504.0f), -65504.0f));
-          start[n] = float(bias);
-          bias_bits[n] = as_type<ushort>(bias);
-          const float span = kv_divide(high[n] - start[n], TOP, 1.0f / TOP);
-          scale = half(metal::max(metal::min(span, 65504.0f), -65504.0f));
+          kv_stored<DIMS, KIND == 2, 4>(tile, at, back, zero, u, j, 0, some, some + 4);
+          kv_stored<DIMS, KIND == 2, 4>(
+              tile, at, back, zero, u, j, 4 * DIMS, some + 8, some + 12);
         }
-        scale_bits[n] = as_type<ushort>(scale);
-        step[n] = float(scale);
-        if (!(step[n] > 0.0f)) { // a group without a range: the middle or the lowest code
-          step[n] = 1.0f;
-          start[n] = SYMMETRIC ? -MIDDLE : start[n];
-        }
-        inverse[n] = 1.0f / step[n];
-        if (KIND > 0) { // codes from the lowest on, as a share of all
-          start[n] += LOWEST * step[n];
-          inverse[n] = inverse[n] * (1.0f / (TOP - LOWEST));
-        }
-      }
-      if (KEYS ? t == 0 : g == 0) {
-        device ushort* numbers = (device ushort*)(out + 32 * WORDS);
 #pragma unroll
-        for (int n = 0; n < RANGES; n++) {
-          const int token = (KEYS ? g : 2 * t) + 8 * r + n;
-          const int at = kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC);
-          numbers[at] = ushort(scale_bits[n]);
-          if (!SYMMETRIC) {
-            numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)] = ushort(bias_bits[n]);
+        for (int s = 0; s < 16; s++) {
+          const int n = KEYS ? s / 8 : s / 4;
+          if (SYMMETRIC) {
+            high[n] = metal::max(high[n], metal::abs(some[s]));
+          } else {
+            low[n] = metal::max(low[n], -some[s]);
+            high[n] = metal::max(high[n], some[s]);
           }
         }
       }
+    }
+    const float found = kv_most<KEYS>(high, lane);
+    const float most = empty ? 0.0f : found;
+    half scale;
+    float start = 0.0f;
+    uint bias_bits = 0u;
+    if (SYMMETRIC) {
+      const float span = kv_divide(most, MIDDLE - 1.0f, 1.0f / (MIDDLE - 1.0f));
+      scale = half(metal::min(span, 65504.0f / MIDDLE));
+      start = -MIDDLE * float(scale);
+    } else {
+      const float lowest = kv_most<KEYS>(low, lane);
+      const float least = empty ? 0.0f : -lowest;
+      const half bias = half(metal::max(metal::min(least, 65504.0f), -65504.0f));
+      start = float(bias);
+      bias_bits = as_type<ushort>(bias);
+      // Not below 0 by more than the rounding of the bias.
+      scale = half(metal::min(kv_divide(most - start, TOP, 1.0f / TOP), 65504.0f));
+    }
+    float step = float(scale);
+    if (!(step > 0.0f)) { // a group without a range: the middle or the lowest code
+      step = 1.0f;
+      start = SYMMETRIC ? -MIDDLE : start;
+    }
+    // Codes from the lowest on, as a share of all, are value inverse + offset. Values as they come
+    // may sit on ties: those are divided as plain ops do.
+    const float inverse = KIND > 0 ? kv_inverse(step) * (1.0f / (TOP - LOWEST)) : 1.0f / step;
+    const float offset = KIND > 0 ? -start * inverse : start;
+    if (KEYS ? t < 2 : g < 4) {
+      device ushort* numbers = (device ushort*)(out + 32 * WORDS);
+      numbers[kv_number<KEYS>(ranged, group, 0, GROUPS, SYMMETRIC)] = as_type<ushort>(scale);
+      if (!SYMMETRIC) {
+        numbers[kv_number<KEYS>(ranged, group, 1, GROUPS, SYMMETRIC)] = ushort(bias_bits);
+      }
+    }
 #pragma unroll
-      for (int s = 0; s < 8 * GROUP_BLOCKS; s++) {
-        const int j = group * GROUP_BLOCKS + s / 8;
+    for (int n = 0; n < HELD; n++) {
+      const ushort from = ushort(KEYS ? 4 * g + n : 4 * n + t);
+      const float one_inverse = simd_shuffle(inverse, from);
+      // Abs-max codes lie around their middle, whatever the scale.
+      const float one_offset = KIND > 0 && SYMMETRIC ? 0.5f : simd_shuffle(offset, from);
+      const float one_step = KIND > 0 ? 0.0f : simd_shuffle(step, from);
+#pragma unroll
+      for (int s = 0; s < 16 / HELD * GROUP_BLOCKS; s++) {
+        const int i = s / (16 / HELD);
+        const int j = group * GROUP_BLOCKS + i;
         if (j < BLOCKS) {
-          const int h = s / 4 % 2;
-          const int p = s % 4;
-          const int n = h % RANGES;
+          const int slot = n * (16 / HELD) + s % (16 / HELD);
+          const int r = slot / 8;
+          const int h = slot / 4 % 2;
+          const int p = slot % 4;
           const int dim = KEYS ? 32 * j + 8 * t + 4 * h + p : 32 * j + 4 * g + p;
-          // Adding 2^23 rounds half to even and leaves the integer in the last bits. Values as
-          // they come may sit on ties: those are divided as plain ops do.
-          float code = v[s] - start[n];
+          // Adding 2^23 rounds half to even and leaves the integer in the last bits.
+          float code = v[16 * i + slot];
           if (KIND > 0) {
-            code = metal::saturate(code * inverse[n]);
+            code = metal::saturate(metal::fma(code, one_inverse, one_offset));
             code = metal::fma(code, TOP - LOWEST, 8388608.0f + LOWEST);
           } else {
-            code = kv_divide(code, step[n], inverse[n]);
+            code = kv_divide(code - one_offset, one_step, one_inverse);
             code = metal::max(metal::min(code, TOP), LOWEST) + 8388608.0f;
           }
-          const uint bits = as_type<uint>(code);
-          const uint zero = 0x4B000000u;
+          const uint bits = DIMS % 32 == 0 || dim < DIMS ? as_type<uint>(code) : ZERO;
           const int shift = kv_slot_bit<BITS>(r, p, h);
           if (BITS == 3) {
-            const uint three = DIMS % 32 == 0 || dim < DIMS ? bits - zero : 0u;
-            code_words[kv_slot_word<BITS>(j, r, p)] += (three & 3u) << shift;
-            code_words[kv_high_word(j)] += (three >> 2) << kv_high_bit(j, r, p, h);
-          } else if (DIMS % 32 == 0 || dim < DIMS) {
-            code_words[kv_slot_word<BITS>(j, r, p)] += (bits << shift) - (zero << shift);
+            code_words[kv_slot_word<BITS>(j, r, p)] += (bits & 3u) << shift;
+            code_words[kv_high_word(j)] += (bits >> 2 & 1u) << kv_high_bit(j, r, p, h);
+          } else {
+            code_words[kv_slot_word<BITS>(j, r, p)] += (bits << shift) - (ZERO << shift);
           }
         }
       }
