@@ -77,13 +77,10 @@ constexpr int kv_number(int token, int group, int bias, int groups, int symmetri
               : kv_value_number(token, group, bias, groups);
 }
 
-#ifndef KV_BFLOAT
-#define KV_BFLOAT bfloat16_t
-#endif
 inline uint kv_pack(half a, half b) {
   return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
 }
-inline uint kv_pack(KV_BFLOAT a, KV_BFLOAT b) {
+inline uint kv_pack(bfloat16_t a, bfloat16_t b) {
   return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
 }
 inline uint kv_pack(float a, float b) {

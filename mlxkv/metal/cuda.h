@@ -51,7 +51,6 @@ inline To as_type(From value) {
   return out;
 }
 
-#define KV_BFLOAT __nv_bfloat16
 #define coherent(scope)
 typedef uint atomic_uint;
 enum memory_order_ { memory_order_relaxed, memory_order_seq_cst };
