@@ -206,6 +206,13 @@ def why_no_tiles(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) ->
     return reason or selftest.fault(config, dims[0], dtype, make, tiled=True)
 
 
+def decoder(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str:
+    """What decodes such pages here, for reports: tile kernels, kernels, or plain ops and why."""
+    if reason := why_not(config, dims, dtype):
+        return f"plain ops ({reason})"
+    return "kernels" if why_no_tiles(config, dims, dtype) else "tile kernels"
+
+
 def store(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> Codes | Records:
     """An empty store for heads of these (key, value) dims: records where kernels can run."""
     if why_not(config, dims, dtype) is None:

@@ -136,8 +136,7 @@ def _by(it: Subject, preset: str) -> str:
     shape = next((s for s in layers_of(it.config) if s.kind == "full"), None)
     if not config.compresses or shape is None:
         return "MLX"
-    reason = sealed.why_not(config, (shape.key_dim, shape.value_dim), it.dtype)
-    return "kernels" if reason is None else f"plain ops ({reason})"
+    return sealed.decoder(config, (shape.key_dim, shape.value_dim), it.dtype)
 
 
 def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> dict:

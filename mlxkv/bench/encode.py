@@ -59,13 +59,12 @@ def row(
     values = shape.values(tokens)
     size = values * (dtype.size + config.bits_per_value(*dims) / 8)
     vectors = values // shape.dims
-    reason = sealed.why_not(config, dims, dtype)
     return {
         "what": "encode",
         "shape": str(shape),
         "tokens": tokens,
         "preset": name,
-        "by": "kernels" if reason is None else f"plain ops ({reason})",
+        "by": sealed.decoder(config, dims, dtype),
         "encode_ns_per_vector": 1e9 * seconds / vectors,
         "encode_gb_s": size / seconds / 1e9,
         "encode_of_copy": size / seconds / bandwidth,

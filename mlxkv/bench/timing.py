@@ -97,6 +97,16 @@ def copy_bandwidth() -> float:
     return 2 * steps * size / seconds
 
 
+def read_bandwidth() -> float:
+    """Bytes per second of the largest number of a large array, measured here."""
+    size, steps = (COPY_BYTES_CPU, 1) if backend() == "cpu" else (COPY_BYTES, 4)
+    arrays = [mx.random.normal((size // 4,)) for _ in range(steps)]
+    mx.eval(arrays)
+    seconds = seconds_of(lambda: [mx.max(x) for x in arrays], 5)
+    mx.clear_cache()
+    return steps * size / seconds
+
+
 def default_dtype() -> mx.Dtype:
     """What models run in here: bfloat16, and float32 where there is no GPU."""
     return mx.float32 if backend() == "cpu" else mx.bfloat16

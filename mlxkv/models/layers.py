@@ -117,10 +117,9 @@ def _judge(
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)
     dims = shape.key_dim, shape.value_dim
-    reason = sealed.why_not(config, dims, shape.dtype)
-    kernel = f"{backend()} kernels" if reason is None else f"{OPS} ({reason})"
-    if reason is None and sealed.why_no_tiles(config, dims, shape.dtype) is None:
-        kernel = f"{backend()} tile kernels"
+    kernel = sealed.decoder(config, dims, shape.dtype)
+    if not kernel.startswith(OPS):
+        kernel = f"{backend()} {kernel}"
     return LayerReport(index, kind, True, label, bits, kernel, True, *sizes)
 
 
