@@ -1,7 +1,9 @@
-// Decodes one side of records into T: the scratch of a prefill, one layer at a time.
-// records [heads, capacity, RECORD words]; out [heads, 16 size[0], DIMS].
-// size: [records per head, capacity, heads, first word of the side]. Template: T, BITS, DIMS, GROUP,
-// SYMMETRIC, KEYS, RECORD.
+// Decodes one side of records into T between copies of the windows: the scratch of a prefill, one
+// layer at a time. A simdgroup per 16 tokens.
+// records [heads, capacity, RECORD words]; sink, live [heads, tokens, DIMS] of type T;
+// out [heads, sink tokens + 16 records + live tokens, DIMS].
+// size: [records per head, capacity, heads, first word of the side, sink tokens, live tokens].
+// Template: T, BITS, DIMS, GROUP, SYMMETRIC, KEYS, RECORD.
 const int lane = thread_index_in_simdgroup;
 const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 32) +
     simdgroup_index_in_threadgroup;
@@ -11,14 +13,30 @@ constexpr int GROUP_BLOCKS = (GROUP + 31) / 32;
 constexpr int WORDS = kv_lane_words<BITS>(BLOCKS);
 constexpr float STEPS = float(1 << BITS);
 
-if (unit < size[0] * size[2]) {
+const int n_sink = size[4];
+const int n_live = size[5];
+const int sink_units = (n_sink + 15) / 16;
+const int units = sink_units + size[0] + (n_live + 15) / 16;
+const int head = unit / units;
+const int part = unit % units;
+device T* rows = out + size_t(head) * (n_sink + 16 * size[0] + n_live) * DIMS;
+if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
+  const bool in_sink = part < sink_units;
+  const int first = 16 * (in_sink ? part : part - sink_units - size[0]);
+  const int tokens = metal::min(16, (in_sink ? n_sink : n_live) - first);
+  const device T* from =
+      in_sink ? sink + (size_t(head) * n_sink + first) * DIMS : live + (size_t(head) * n_live + first) * DIMS;
+  rows += (in_sink ? first : n_sink + 16 * size[0] + first) * DIMS;
+  for (int i = lane; i < tokens * DIMS; i += 32) {
+    rows[i] = from[i];
+  }
+} else if (head < size[2]) {
   const int g = lane / 4;
   const int t = lane % 4;
-  const int head = unit / size[0];
-  const int record = unit % size[0];
+  const int record = part - sink_units;
   const device uint* side = records + (size_t(head) * size[1] + record) * RECORD + size[3];
   const device half* numbers = (const device half*)(side + 32 * WORDS);
-  device T* rows = out + (size_t(head) * size[0] + record) * 16 * DIMS;
+  rows += (size_t(n_sink) + 16 * record) * DIMS;
   uint words[WORDS];
   for (int m = 0; m < WORDS; m++) {
     words[m] = side[kv_word_at(m, lane, WORDS)];
