@@ -118,8 +118,7 @@ def _prefill(queries, view, scale, mask, sinks):
     batch, heads, new, dims = queries.shape
     q = queries
     if turns[0] is not None:
-        q = turns[0].query(q.reshape(batch, keys.shape[1], -1, dims))
-        q = q.reshape(queries.shape).astype(queries.dtype)
+        q = turns[0].turned_query(q.reshape(batch, keys.shape[1], -1, dims)).reshape(queries.shape)
     if not view.plain and not _is_fused(q, values):
         out = _blocked(q, keys, values, scale, mask, sinks)
     else:
@@ -128,8 +127,8 @@ def _prefill(queries, view, scale, mask, sinks):
         )
     if turns[1] is None:
         return out
-    out = turns[1].restore(out.reshape(batch, keys.shape[1], -1, out.shape[-1]))
-    return out.reshape(batch, heads, new, -1).astype(queries.dtype)
+    out = turns[1].turned_back(out.reshape(batch, keys.shape[1], -1, out.shape[-1]))
+    return out.reshape(batch, heads, new, -1)
 
 
 def _turned(turn, x: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -41,7 +41,15 @@ class Transform:
 
     def turned(self, x: mx.array) -> mx.array:
         """`store` in the dtype of x: [B, G, T, D] -> [B, G, T, R]."""
-        return x @ _cast(self, x.dtype)
+        return x @ _cast(self, x.dtype)[0]
+
+    def turned_query(self, q: mx.array) -> mx.array:
+        """`query` in the dtype of q: [B, G, N, D] -> [B, G, N, R]."""
+        return q @ _cast(self, q.dtype)[1].swapaxes(-1, -2)
+
+    def turned_back(self, x: mx.array) -> mx.array:
+        """`restore` in the dtype of x: [B, G, T, R] -> [B, G, T, D]."""
+        return x @ _cast(self, x.dtype)[1]
 
     def scaled(self, scale: mx.array) -> Transform:
         """With a per-channel scale [R] (or [G, 1, R]) after it: SRFT paper, section 7.1."""
@@ -52,8 +60,8 @@ class Transform:
 
 
 @lru_cache(maxsize=256)
-def _cast(transform: Transform, dtype: mx.Dtype) -> mx.array:
-    return transform.down.astype(dtype)
+def _cast(transform: Transform, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    return transform.down.astype(dtype), transform.up.astype(dtype)
 
 
 def signs(dims: int, seed: int) -> np.ndarray:
