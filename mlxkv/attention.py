@@ -37,12 +37,7 @@ def attend(
     if why_not(queries, view, mask) is None:
         return _decode_records(queries, view, scale, sinks)
     if view.pages is None or queries.shape[2] > DECODE_TOKENS or _in_records(view):
-        keys, values = _whole(view, queries.dtype)
-        if not view.plain and not _is_fused(queries, values):
-            return _blocked(queries, keys, values, scale, mask, sinks)
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
-        )
+        return _prefill(queries, view, scale, mask, sinks)
     return _decode_codes(queries, view, scale, mask, sinks)
 
 
@@ -99,8 +94,50 @@ def _decode_records(queries, view, scale, sinks):
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
+def _prefill(queries, view, scale, mask, sinks):
+    """The pages of this one layer decoded into a scratch, then `mx.fast` SDPA.
+
+    Where a transform only turns, windows, queries and outputs are turned, not the pages: they are
+    far more tokens. Low rank is led back, since the windows have no stored form.
+    """
+    turns = [None, None] if view.pages is None else [code.turn for code in view.pages.codecs]
+    if view.pages is None or any(
+        code.transform is not turn for code, turn in zip(view.pages.codecs, turns, strict=True)
+    ):
+        keys, values = _whole(view, queries.dtype)
+        turns = [None, None]
+    else:
+        keys, values = (
+            view.pages.between(
+                i,
+                None if view.sink is None else _turned(turn, view.sink[i], queries.dtype),
+                _turned(turn, view.live[i], queries.dtype),
+            )
+            for i, turn in enumerate(turns)
+        )
+    batch, heads, new, dims = queries.shape
+    q = queries
+    if turns[0] is not None:
+        q = turns[0].turned_query(q.reshape(batch, keys.shape[1], -1, dims)).reshape(queries.shape)
+    if not view.plain and not _is_fused(q, values):
+        out = _blocked(q, keys, values, scale, mask, sinks)
+    else:
+        out = mx.fast.scaled_dot_product_attention(
+            q, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+    if turns[1] is None:
+        return out
+    out = turns[1].turned_back(out.reshape(batch, keys.shape[1], -1, out.shape[-1]))
+    return out.reshape(batch, heads, new, -1)
+
+
+def _turned(turn, x: mx.array, dtype: mx.Dtype) -> mx.array:
+    x = x.astype(dtype)
+    return x if turn is None else turn.turned(x)
+
+
 def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Keys and values of all tokens, [B, G, T, D] each: the scratch of a prefill."""
+    """Keys and values of all tokens in the model's domain, [B, G, T, D] each."""
     out = []
     for i in range(2):
         parts = [view.live[i]]

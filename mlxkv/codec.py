@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlxkv import transform
 from mlxkv.config import Side
 from mlxkv.quantizers import QUANTIZERS
+from mlxkv.transform import Transform
 
 Stored = dict[str, mx.array]
 
@@ -49,6 +50,16 @@ class Codec:
         return (
             x if self.transform is None else (x @ self.transform.up.astype(x.dtype)).astype(dtype)
         )
+
+    @property
+    def turn(self) -> Transform | None:
+        """The transform where it only turns: then attention may stay in the stored domain."""
+        square = self.transform is not None and len(set(self.transform.down.shape[-2:])) == 1
+        return self.transform if square else None
+
+    def decode_stored(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
+        """Decoded values, not turned back: [B, G, T, R] in `dtype`."""
+        return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
 
     def decode(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
         """The vectors that attention sees: [B, G, T, D] in `dtype`."""

@@ -106,20 +106,32 @@ def fast_kind(transform: Transform | None, dims: int) -> int | None:
 
 
 def unseal_side(
-    buffer: mx.array, count: int, layout: RecordLayout, keys: bool, dtype: mx.Dtype, make: Factory
+    buffer: mx.array,
+    count: int,
+    layout: RecordLayout,
+    keys: bool,
+    dtype: mx.Dtype,
+    make: Factory,
+    sink: mx.array | None = None,
+    live: mx.array | None = None,
 ) -> mx.array:
-    """The first `count` records of [B, G, capacity, words] -> [B, G, 16 count, R] in `dtype`."""
+    """sink, then the first `count` records of [B, G, capacity, words], then live, in one dispatch.
+
+    sink, live: [B, G, tokens, R] in `dtype` or None. Returns [B, G, all tokens, R] in `dtype`.
+    """
     at = layout.keys if keys else layout.values
     batch, heads, capacity, words = buffer.shape
     first = 0 if keys else layout.keys.words
-    units = batch * heads * count
+    around = [0 if x is None else x.shape[2] for x in (sink, live)]
+    units = batch * heads * (count + sum(-(-n // TOKENS) for n in around))
+    windows = [nothing(dtype) if x is None else x for x in (sink, live)]
     (out,) = launch(
         "unseal",
-        [buffer, ints(count, capacity, batch * heads, first, *[0] * 4)],
+        [buffer, *windows, ints(count, capacity, batch * heads, first, *around, 0, 0)],
         {**side_template(at), "T": dtype, "DIMS": at.dims, "KEYS": int(keys), "RECORD": words},
         (32 * SIMDGROUPS * -(-units // SIMDGROUPS), 1, 1),
         (32 * SIMDGROUPS, 1, 1),
-        [((batch, heads, count * TOKENS, at.dims), dtype)],
+        [((batch, heads, count * TOKENS + sum(around), at.dims), dtype)],
         make,
     )
     return out

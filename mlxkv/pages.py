@@ -26,22 +26,24 @@ class Pages:
         """Add `count` pages, as `Codec.encode` returned them."""
         if self.count + count > self.capacity:
             self._grow(encoded, count)
-        for name, x in encoded.items():
-            rows = x.shape[2] // count
-            self._arrays[name][:, :, self.count * rows : (self.count + count) * rows] = x
+        else:
+            for name, x in encoded.items():
+                rows = x.shape[2] // count
+                self._arrays[name][:, :, self.count * rows : (self.count + count) * rows] = x
         self.count += count
 
     def _grow(self, encoded: Stored, count: int) -> None:
-        capacity = self.count + max(count, self.count // GROWTH)
+        """Larger arrays with `encoded` in them. Only the spare room is filled with zeros."""
+        spare = max(0, self.count // GROWTH - count)
         for name, x in encoded.items():
             rows = x.shape[2] // count
-            shape = (*x.shape[:2], capacity * rows, x.shape[3])
-            grown = mx.zeros(shape, x.dtype)
+            parts = [x]
             if self.count:
-                used = self.count * rows
-                grown[:, :, :used] = self._arrays[name][:, :, :used]
-            self._arrays[name] = grown
-        self.capacity = capacity
+                parts.insert(0, self._arrays[name][:, :, : self.count * rows])
+            if spare:
+                parts.append(mx.zeros((*x.shape[:2], spare * rows, x.shape[3]), x.dtype))
+            self._arrays[name] = x if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        self.capacity = self.count + count + spare
 
     def read(self, start: int = 0, stop: int | None = None) -> Stored:
         """The arrays of pages start .. stop - 1 (all that are stored by default)."""

@@ -32,6 +32,11 @@ class CodePages:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
         return self.codecs[side].decode(self.stored[side], dtype)
 
+    def between(self, side: int, sink: mx.array | None, live: mx.array) -> mx.array:
+        """sink, these pages in the stored domain, live: [B, G, T, R] in the dtype of live."""
+        pages = self.codecs[side].decode_stored(self.stored[side], live.dtype)
+        return mx.concatenate([pages, live] if sink is None else [sink, pages, live], axis=2)
+
 
 @dataclass(frozen=True)
 class RecordPages:
@@ -51,6 +56,13 @@ class RecordPages:
         work = code.work_dtype(dtype)
         x = kernels.unseal_side(self.buffer, count, self.layout, side == 0, work, self.make)
         return code.restore(x, dtype)
+
+    def between(self, side: int, sink: mx.array | None, live: mx.array) -> mx.array:
+        """sink, these pages in the stored domain, live: [B, G, T, R] in the dtype of live."""
+        count = self.tokens // records.TOKENS
+        return kernels.unseal_side(
+            self.buffer, count, self.layout, side == 0, live.dtype, self.make, sink, live
+        )
 
 
 class _Store:

@@ -8,7 +8,7 @@ stored = x @ down [D, R], x = stored @ up [R, D]; both float32. Attention transf
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -39,12 +39,29 @@ class Transform:
         """q: [B, G, N, D] -> [B, G, N, R] float32, such that q . restore(c) = query(q) . c."""
         return q.astype(mx.float32) @ self.up.swapaxes(-1, -2)
 
+    def turned(self, x: mx.array) -> mx.array:
+        """`store` in the dtype of x: [B, G, T, D] -> [B, G, T, R]."""
+        return x @ _cast(self, x.dtype)[0]
+
+    def turned_query(self, q: mx.array) -> mx.array:
+        """`query` in the dtype of q: [B, G, N, D] -> [B, G, N, R]."""
+        return q @ _cast(self, q.dtype)[1].swapaxes(-1, -2)
+
+    def turned_back(self, x: mx.array) -> mx.array:
+        """`restore` in the dtype of x: [B, G, T, R] -> [B, G, T, D]."""
+        return x @ _cast(self, x.dtype)[1]
+
     def scaled(self, scale: mx.array) -> Transform:
         """With a per-channel scale [R] (or [G, 1, R]) after it: SRFT paper, section 7.1."""
         return Transform(
             self.down * scale,
             self.up / scale.swapaxes(-1, -2) if scale.ndim > 1 else self.up / scale[:, None],
         )
+
+
+@lru_cache(maxsize=256)
+def _cast(transform: Transform, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    return transform.down.astype(dtype), transform.up.astype(dtype)
 
 
 def signs(dims: int, seed: int) -> np.ndarray:

@@ -12,7 +12,9 @@ SIDES = {f"{name}_{side}": value for side in "KV" for name, value in SIDE.items(
 FLOATS = dict.fromkeys(
     ("table_k", "table_v", "q_pages", "partial_out", "partial_stats", "up", "sinks", "scale")
 )
-HALVES = dict.fromkeys(("keys", "values", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v"))
+HALVES = dict.fromkeys(
+    ("keys", "values", "sink", "live", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v")
+)
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
 TYPES |= dict.fromkeys(("records", "map_k", "map_v", "counter"), np.uint32)
 

@@ -115,6 +115,53 @@ inline void kv_store4(device T* row, int first, int dims, const thread T* values
   }
 }
 
+// Eight values likewise.
+template <typename T, int WHOLE>
+inline void kv_store8(device T* row, int first, int dims, const thread T* values) {
+  if (WHOLE && sizeof(T) == 2) {
+    if (first < dims) {
+      uint4 x;
+      x.x = kv_pack(values[0], values[1]);
+      x.y = kv_pack(values[2], values[3]);
+      x.z = kv_pack(values[4], values[5]);
+      x.w = kv_pack(values[6], values[7]);
+      *(device uint4*)(row + first) = x;
+    }
+  } else {
+    kv_store4<T, WHOLE>(row, first, dims, values);
+    kv_store4<T, WHOLE>(row, first + 4, dims, values + 4);
+  }
+}
+
+// A simdgroup copies up to 16 rows of DIMS values, with many loads on their way at once.
+template <typename T, int DIMS>
+inline void kv_copy(device T* to, const device T* from, int rows, int lane) {
+  constexpr int BYTES = DIMS * sizeof(T);
+  if (BYTES % 16 == 0) {
+    constexpr int MOST = 8;
+    const int all = rows * (BYTES / 16);
+    for (int start = 0; start < all; start += 32 * MOST) {
+      uint4 run[MOST];
+      for (int m = 0; m < MOST; m++) {
+        const int i = start + 32 * m + lane;
+        if (i < all) {
+          run[m] = ((const device uint4*)from)[i];
+        }
+      }
+      for (int m = 0; m < MOST; m++) {
+        const int i = start + 32 * m + lane;
+        if (i < all) {
+          ((device uint4*)to)[i] = run[m];
+        }
+      }
+    }
+  } else {
+    for (int i = lane; i < rows * DIMS; i += 32) {
+      to[i] = from[i];
+    }
+  }
+}
+
 // The code at a bit of a word as a float 1 + code / 2^BITS: no conversion, the code becomes the top
 // of the mantissa. x = scale code + bias is then scale 2^BITS (1 + code / 2^BITS) + bias - scale 2^BITS.
 template <int BITS>

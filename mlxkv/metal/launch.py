@@ -19,7 +19,7 @@ import mlx.core as mx
 # name: (inputs, outputs), in the order in which the body names them
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
-    "unseal": (("records", "size"), ("out",)),
+    "unseal": (("records", "sink", "live", "size"), ("out",)),
     "attend": (
         (
             *("q_pages", "q_window", "records", "sink_k", "sink_v", "live_k", "live_v"),

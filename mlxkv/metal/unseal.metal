@@ -1,7 +1,9 @@
-// Decodes one side of records into T: the scratch of a prefill, one layer at a time.
-// records [heads, capacity, RECORD words]; out [heads, 16 size[0], DIMS].
-// size: [records per head, capacity, heads, first word of the side]. Template: T, BITS, DIMS, GROUP,
-// SYMMETRIC, KEYS, RECORD.
+// Decodes one side of records into T between copies of the windows: the scratch of a prefill, one
+// layer at a time. A simdgroup per 16 tokens.
+// records [heads, capacity, RECORD words]; sink, live [heads, tokens, DIMS] of type T;
+// out [heads, sink tokens + 16 records + live tokens, DIMS].
+// size: [records per head, capacity, heads, first word of the side, sink tokens, live tokens].
+// Template: T, BITS, DIMS, GROUP, SYMMETRIC, KEYS, RECORD.
 const int lane = thread_index_in_simdgroup;
 const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 32) +
     simdgroup_index_in_threadgroup;
@@ -11,36 +13,63 @@ constexpr int GROUP_BLOCKS = (GROUP + 31) / 32;
 constexpr int WORDS = kv_lane_words<BITS>(BLOCKS);
 constexpr float STEPS = float(1 << BITS);
 
-if (unit < size[0] * size[2]) {
+const int n_sink = size[4];
+const int n_live = size[5];
+const int sink_units = (n_sink + 15) / 16;
+const int units = sink_units + size[0] + (n_live + 15) / 16;
+const int head = unit / units;
+const int part = unit % units;
+device T* rows = out + size_t(head) * (n_sink + 16 * size[0] + n_live) * DIMS;
+if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
+  const bool in_sink = part < sink_units;
+  const int first = 16 * (in_sink ? part : part - sink_units - size[0]);
+  const int tokens = metal::min(16, (in_sink ? n_sink : n_live) - first);
+  const device T* from = in_sink ? sink + (size_t(head) * n_sink + first) * DIMS
+                                 : live + (size_t(head) * n_live + first) * DIMS;
+  rows += (in_sink ? first : n_sink + 16 * size[0] + first) * DIMS;
+  kv_copy<T, DIMS>(rows, from, tokens, lane);
+} else if (head < size[2]) {
   const int g = lane / 4;
   const int t = lane % 4;
-  const int head = unit / size[0];
-  const int record = unit % size[0];
+  const int record = part - sink_units;
   const device uint* side = records + (size_t(head) * size[1] + record) * RECORD + size[3];
   const device half* numbers = (const device half*)(side + 32 * WORDS);
-  device T* rows = out + (size_t(head) * size[0] + record) * 16 * DIMS;
+  rows += (size_t(n_sink) + 16 * record) * DIMS;
   uint words[WORDS];
   for (int m = 0; m < WORDS; m++) {
     words[m] = side[kv_word_at(m, lane, WORDS)];
   }
-  for (int j = 0; j < BLOCKS; j++) {
-    const int group = j / GROUP_BLOCKS;
-    for (int r = 0; r < 2; r++) {
-      for (int h = 0; h < 2; h++) {
-        const int token = KEYS ? g + 8 * r : 2 * t + 8 * r + h;
-        const float scale = float(numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)]);
-        const float bias = SYMMETRIC
-            ? scale * -0.5f * STEPS
-            : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)]);
-        T run[4];
-        for (int p = 0; p < 4; p++) {
-          const uint word = words[kv_slot_word<BITS>(j, r, p)];
+  for (int group = 0; group < GROUPS; group++) {
+    // All of a group before its first store: no load passes a store that may alias it.
+    float scales[4];
+    float biases[4];
+    for (int at = 0; at < 4; at++) {
+      const int token = KEYS ? g + 4 * (at & 2) : 2 * t + 4 * (at & 2) + at % 2;
+      const float scale = float(numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)]);
+      const float bias = SYMMETRIC
+          ? scale * -0.5f * STEPS
+          : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)]);
+      scales[at] = scale * STEPS;
+      biases[at] = bias - scale * STEPS;
+    }
+    for (int j = group * GROUP_BLOCKS; j < metal::min(BLOCKS, (group + 1) * GROUP_BLOCKS); j++) {
+      for (int r = 0; r < 2; r++) {
+        T run[8];
+        for (int p = 0; p < 8; p++) {
+          const int at = 2 * r + p / 4;
+          const uint word = words[kv_slot_word<BITS>(j, r, p % 4)];
           const uint high = words[BITS == 3 ? kv_high_word(j) : 0];
-          const float code = kv_one_plus<BITS>(kv_code<BITS>(word, high, j, r, p, h));
-          run[p] = T(metal::fma(scale * STEPS, code, bias - scale * STEPS));
+          const float code = kv_one_plus<BITS>(kv_code<BITS>(word, high, j, r, p % 4, p / 4));
+          run[p] = T(metal::fma(scales[at], code, biases[at]));
         }
-        kv_store4<T, DIMS % 4 == 0>(
-            rows + token * DIMS, KEYS ? 32 * j + 8 * t + 4 * h : 32 * j + 4 * g, DIMS, run);
+        device T* row = rows + (KEYS ? g + 8 * r : 2 * t + 8 * r) * DIMS;
+        const int dim = 32 * j + (KEYS ? 8 * t : 4 * g);
+        if (KEYS) {
+          kv_store8<T, DIMS % 8 == 0>(row, dim, DIMS, run);
+        } else {
+          kv_store4<T, DIMS % 4 == 0>(row, dim, DIMS, run);
+          kv_store4<T, DIMS % 4 == 0>(row + DIMS, dim, DIMS, run + 4);
+        }
       }
     }
   }
