@@ -41,4 +41,9 @@ def branch(cache: list) -> list:
 def stored(loaded, cache: list) -> int:
     """Allocated bytes of the layers that grow with the context; windows that rotate are the same
     for every preset."""
-    return sum(cache[index].nbytes for index in {r.index for r in loaded.layers if r.grows})
+    return stored_by(loaded.layers, cache)
+
+
+def stored_by(reports: list, cache: list) -> int:
+    """The same, from the reports of `attach`."""
+    return sum(cache[index].nbytes for index in {r.index for r in reports if r.grows})
