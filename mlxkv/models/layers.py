@@ -12,7 +12,7 @@ from mlx_lm import __version__ as mlx_lm_version
 from mlxkv import sealed
 from mlxkv.config import CacheConfig
 from mlxkv.metal.launch import backend
-from mlxkv.models.probe import Place, Shape, probe
+from mlxkv.models.probe import Place, Shape, leaves, probe
 from mlxkv.models.rebind import files_of
 from mlxkv.models.refused import refusal
 
@@ -90,18 +90,6 @@ def examine(
             chosen.append(place)
         by_layer.setdefault(place[0], []).append(report)
     return [_merge(parts) for parts in by_layer.values()], chosen
-
-
-def leaves(caches: list) -> list[tuple[Place, object]]:
-    """Every cache with its place; the members of a CacheList one by one."""
-    out: list[tuple[Place, object]] = []
-    for i, cache in enumerate(caches):
-        inner = getattr(cache, "caches", None)
-        if inner is None:
-            out.append(((i,), cache))
-        else:
-            out.extend(((i, j), member) for j, member in enumerate(inner))
-    return out
 
 
 def _judge(

@@ -126,6 +126,18 @@ def probe(model, make_cache: Callable[[], list], places: list[Place]) -> Finding
     return found
 
 
+def leaves(caches: list) -> list[tuple[Place, object]]:
+    """Every cache with its place; the members of a CacheList one by one."""
+    out: list[tuple[Place, object]] = []
+    for i, cache in enumerate(caches):
+        inner = getattr(cache, "caches", None)
+        if inner is None:
+            out.append(((i,), cache))
+        else:
+            out.extend(((i, j), member) for j, member in enumerate(inner))
+    return out
+
+
 def put(caches: list, place: Place, cache) -> None:
     """caches[i] = cache, or the same inside a CacheList, whose tuple of caches is replaced."""
     if len(place) == 1:

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache, View
 from mlxkv.models.probe import Handle
+from mlxkv.models.taps import Watched
 
 NAME = "scaled_dot_product_attention"
 CACHE_MODULE = "mlx_lm.models.cache"  # load_prompt_cache looks classes up in its globals
@@ -87,6 +88,8 @@ def through(original):
             return _attend(queries, keys, values, *args, **kwargs)
         if type(keys) is Handle:
             return keys.attended(queries, values)
+        if type(keys) is Watched:
+            return keys.attended(queries, values, *args, **kwargs)
         return original(queries, keys, values, *args, **kwargs)
 
     return scaled_dot_product_attention
