@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxkv.eval.plain import compare, divergence
+from mlxkv.eval.exact import compare, divergence
 
 B, H, G, L, T, D, DV = 2, 6, 2, 5, 21, 16, 8
 
