@@ -28,7 +28,7 @@ LAYERS = [
     {"kernels"},
     {"packing", "quantizers", "transform", "records", "trust"},
     {"metal"},
-    {"config", "console", "shapes", "reference"},
+    {"config", "console", "shapes", "reference", "corpus"},
     {"errors", ""},
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
@@ -38,7 +38,7 @@ MAY_IMPORT_MLX_LM = {"models", "generate", "session", "prompt_cache", "bench"}
 MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
-    *("cli", "__main__"),
+    *("cli", "__main__", "corpus"),
 }
 
 

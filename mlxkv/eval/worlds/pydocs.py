@@ -3,6 +3,7 @@
 import ast
 import re
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -19,18 +20,34 @@ def _docstrings(path: Path) -> list[str]:
     return [doc for doc in docs if doc and len(doc) > 160]
 
 
-def python_docs() -> list[str]:
-    """Help topics and longer docstrings of the standard library, plain ASCII, in a fixed order."""
+def _texts() -> Iterator[tuple[str, str]]:
+    """(topic, text): help topics, then docstrings under the top module of their file."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions leave it out
         topics = {}
     library = Path(sysconfig.get_paths()["stdlib"])
-    texts = [topics[name] for name in sorted(topics)]
+    for name in sorted(topics):
+        yield f"help {name}", topics[name]
     for path in sorted([*library.glob("*.py"), *library.glob("*/*.py")]):
         if not {"test", "tests", "site-packages", "idlelib"} & set(path.parts):
-            texts += _docstrings(path)
-    return [text.strip() for text in texts if not _TOO_ODD.search(text)]
+            module = path.relative_to(library).with_suffix("").parts[0]
+            for text in _docstrings(path):
+                yield f"module {module}", text
+
+
+def python_docs() -> list[str]:
+    """Help topics and longer docstrings of the standard library, plain ASCII, in a fixed order."""
+    return [text.strip() for _, text in _texts() if not _TOO_ODD.search(text)]
+
+
+def python_topics() -> dict[str, list[str]]:
+    """The same texts by topic: a topic of the help, or a module or package with all its docstrings."""
+    found: dict[str, list[str]] = {}
+    for topic, text in _texts():
+        if not _TOO_ODD.search(text):
+            found.setdefault(topic, []).append(text.strip())
+    return found
 
 
 def excerpt(rng: Random, docs: list[str], chars: int) -> str:

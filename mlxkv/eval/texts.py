@@ -1,0 +1,144 @@
+"""Where the text of an evaluation comes from, and that of a calibration, which never overlaps with it."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from mlxkv import corpus
+from mlxkv.errors import UserError
+from mlxkv.eval.worlds.pydocs import python_topics
+from mlxkv.models.aliases import EMBEDDED
+
+CALIBRATES = 4  # one in so many topics of Python's documentation is for calibration
+PARAGRAPH = 80  # characters from which on a paragraph in two topics counts as shared text
+PART = 1 << 16  # characters that are encoded at once: no more of a long file than is needed
+BETWEEN = "\n\n"
+_EMPTY_LINE = re.compile(r"\n\s*\n")
+
+
+@dataclass(frozen=True)
+class Text:
+    """name: what was used, to be printed beside a result. tokens: ids, [T]."""
+
+    name: str
+    tokens: list[int]
+
+
+def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
+    """`count` tokens of the user's `files` (UTF-8, joined in the order given), or built-in text.
+
+    Built in are the held-out stories for the embedded models, which know nothing else, and for any
+    other model the corpus, continued by the documentation of the running Python. Except before
+    stories the tokenizer's BOS comes first, where it has one.
+
+    Raises UserError for a file that cannot be read, and where there are fewer than `count` tokens.
+    """
+    if count < 1:
+        raise UserError(f"[text] at least 1 token is needed; got {count}")
+    if files:
+        name = ", ".join(Path(file).name for file in files)
+        text = BETWEEN.join(_read(Path(file)) for file in files)
+        return Text(name, _take(loaded, _parts(text), count, name))
+    if loaded.name in EMBEDDED:
+        from mlxkv.eval.perplexity import (
+            story_tokens,
+        )  # brings MLX, which calibration can do without
+
+        return Text("stories", story_tokens(loaded, count))
+    used = ["corpus evaluation"]
+
+    def built_in() -> Iterator[str]:
+        for piece in corpus.interleaved("evaluation"):
+            yield piece + BETWEEN
+        # Reading the documentation takes seconds: only where the corpus is too short.
+        used.append(f"pydoc {platform.python_version()}")
+        for text in documentation("evaluation"):
+            yield text + BETWEEN
+
+    tokens = _take(loaded, built_in(), count, "the built-in text")
+    return Text(" + ".join(used), tokens)
+
+
+def calibration_text() -> str:
+    """The corpus's calibration split, then the topics of Python's documentation that evaluation
+    never reads. The most varied part comes first, so any beginning of it will do."""
+    return BETWEEN.join([*corpus.interleaved("calibration"), *documentation("calibration")])
+
+
+def documentation(split: str) -> list[str]:
+    """Texts of the running Python that belong to a split, topic after topic.
+
+    A topic's hash says which split it belongs to and where it comes, so the order mixes subjects.
+    Some topics quote others: what shares a paragraph with evaluation is left out of calibration.
+    """
+    topics = python_topics()
+    order = sorted(topics, key=_hash)
+    evaluation = [name for name in order if _hash(name) % CALIBRATES]
+    if split == "evaluation":
+        return [text for name in evaluation for text in topics[name]]
+    seen = set().union(*(_paragraphs(topics[name]) for name in evaluation))
+    return [
+        text
+        for name in order
+        if not _hash(name) % CALIBRATES and not _paragraphs(topics[name]) & seen
+        for text in topics[name]
+    ]
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(sha256(name.encode()).digest(), "big")
+
+
+def _paragraphs(texts: Iterable[str]) -> set[str]:
+    """Each text and its longer paragraphs, whatever their indent and line breaks."""
+    parts = (" ".join(part.split()) for text in texts for part in [text, *_EMPTY_LINE.split(text)])
+    return {part for part in parts if len(part) >= PARAGRAPH}
+
+
+def _read(path: Path) -> str:
+    hint = "name text files in UTF-8"
+    if path.is_dir():
+        raise UserError(f"[text] a folder is not a text; got {path}; name the files in it")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"[text] no such file; got {path}; {hint}") from None
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8"
+        raise UserError(f"[text] {reason}; got {path}; {hint}") from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(f"[text] cannot be read ({reason}); got {path}; {hint}") from None
+    if "\0" in text:
+        raise UserError(f"[text] zero bytes are not text; got {path}; {hint}")
+    if not text.strip():
+        raise UserError(f"[text] the file is empty; got {path}; {hint}")
+    return text
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The text in parts of about PART characters, cut behind a line break where there is one."""
+    start = 0
+    while start < len(text):
+        end = start + PART
+        end = text.rfind("\n", start, end) + 1 or end if end < len(text) else len(text)
+        yield text[start:end]
+        start = end
+
+
+def _take(loaded, parts: Iterable[str], count: int, what: str) -> list[int]:
+    bos = getattr(loaded.tokenizer, "bos_token_id", None)
+    tokens = [] if bos is None else [bos]
+    for part in parts:
+        tokens += loaded.tokenizer.encode(part, add_special_tokens=False)
+        if len(tokens) >= count:
+            return tokens[:count]
+    raise UserError(
+        f"[text] too few tokens in {what} for this model; got {len(tokens)} of {count}; choose a "
+        "shorter context or name more text"
+    )
