@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from mlxkv import __version__
 from mlxkv.bench.commands import bench
 from mlxkv.errors import MachineError, UserError
+from mlxkv.eval.commands import evaluate
 
 
 class Commands(TyperGroup):
@@ -141,6 +142,7 @@ def doctor(json: Json = False) -> None:
     raise typer.Exit(run(json))
 
 
+app.command("eval")(evaluate)
 app.add_typer(bench, name="bench", cls=Commands)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,18 +15,22 @@ BASELINE = "fp16"  # mlx-lm's own caches: what every other arm is compared with
 
 
 class Arms:
-    """loaded: the model. configs: what each arm stores, by name; BASELINE is always one of them.
+    """loaded: the model. presets: of the arms, or configurations by name; BASELINE is always there.
 
-    windows: (sink, recent) for every arm that compresses, or None for those of each preset.
+    windows: (sink, recent) for every arm, or None for those of each preset. prepare: called with
+        the name and the fresh caches of an arm before they are used.
     """
 
     def __init__(
-        self, loaded: Loaded, names: Iterable[str], windows: tuple[int, int] | None = None
+        self,
+        loaded: Loaded,
+        presets: Iterable[str] | Mapping[str, CacheConfig],
+        windows: tuple[int, int] | None = None,
+        prepare: Callable[[str, list], None] | None = None,
     ):
-        self.loaded = loaded
-        self.configs: dict[str, CacheConfig] = {
-            name: parse_kv(name) for name in dict.fromkeys((BASELINE, *names))
-        }
+        self.loaded, self.prepare = loaded, prepare
+        given = presets if isinstance(presets, Mapping) else {n: parse_kv(n) for n in presets}
+        self.configs: dict[str, CacheConfig] = {BASELINE: parse_kv(BASELINE), **given}
         if windows is not None:
             self.configs = {
                 name: replace(config, sink=windows[0], recent=windows[1])
@@ -59,6 +63,8 @@ class Arms:
                 self.reports[name] = attach(self.loaded.model, self.configs[name])
                 last = name
                 out[name] = new_cache(self.loaded)
+                if self.prepare:
+                    self.prepare(name, out[name])
             yield {name: out[name] for name in names}
         finally:
             if last is not None:

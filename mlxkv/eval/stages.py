@@ -36,8 +36,8 @@ import mlx.core as mx
 
 from mlxkv.eval import feed
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.part import Options, Part, Progress, Results
 from mlxkv.eval.exact import compare, divergence
+from mlxkv.eval.part import Options, Part, Progress, Results
 from mlxkv.models.taps import Call, Tap, Visit, tap, watch
 
 TASK = "stages"
@@ -48,11 +48,13 @@ def parts(arms: Arms, options: Options, tokens_of: Callable[[int], list[int]]) -
     """One part per context. tokens_of(count): that many tokens of text, the same every time."""
 
     def part(context: int) -> Part:
+        tokens = tokens_of(context + QUERIES)
+
         def run(arms: Arms, names: list[str], progress: Progress) -> Results:
-            return measure(arms, names, tokens_of(context + QUERIES), context, progress)
+            return measure(arms, names, tokens, context, progress)
 
         steps = len(_chunks(context + QUERIES, context))
-        return Part(TASK, f"{context}", run, steps, {"context": context, "queries": QUERIES})
+        return Part(TASK, f"{context}", run, steps, {"queries": QUERIES, "tokens": tokens})
 
     return [part(context) for context in options.contexts]
 

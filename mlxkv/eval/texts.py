@@ -64,6 +64,12 @@ def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     return Text(" + ".join(used), tokens)
 
 
+def check(files: Sequence[Path]) -> None:
+    """UserError for the first of the user's files that cannot be read."""
+    for file in files:
+        _read(Path(file))
+
+
 def calibration_text() -> str:
     """The corpus's calibration split, then the topics of Python's documentation that evaluation
     never reads. The most varied part comes first, so any beginning of it will do."""

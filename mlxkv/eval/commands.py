@@ -1,0 +1,91 @@
+"""`mlxkv eval`: the options. Heavy imports live inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Option("--model", help="An alias (mlxkv models), a hub name or a local folder.")
+    ] = "tiny",
+    kv: Annotated[
+        str, typer.Option("--kv", help="Cache presets, by commas; fp16 is always beside them.")
+    ] = "int8,int4,int3,int2",
+    context: Annotated[str, typer.Option("--context", help="Tokens, by commas: 2k,8k.")] = "2k",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks", help="By commas: divergence, retrieval, generation, stages, lm-eval:NAME."
+        ),
+    ] = "divergence,retrieval,generation,stages",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="A UTF-8 file to read instead of built-in text; repeatable."),
+    ] = None,
+    windows: Annotated[
+        str,
+        typer.Option("--windows", help="Exact tokens SINK,RECENT of every preset; or own."),
+    ] = "64,64",
+    decode: Annotated[
+        int, typer.Option("--decode", help="Tokens decoded one by one behind each context.")
+    ] = 256,
+    questions: Annotated[
+        int, typer.Option("--questions", help="Questions of each kind and context.")
+    ] = 16,
+    tokens: Annotated[
+        int, typer.Option("--tokens", help="Greedy tokens compared with fp16's, per prompt.")
+    ] = 48,
+    needles: Annotated[
+        str,
+        typer.Option("--needles", help="worlds (embedded models), plain English, or auto."),
+    ] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Questions of each lm-eval task.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder of the report; a killed run goes on from it."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", help="Processes side by side; each loads the model.")
+    ] = None,
+    statistics: Annotated[
+        bool, typer.Option("--statistics", help="Print llama.cpp's block for every preset too.")
+    ] = False,
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Exit with code 1 if any preset is red.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
+    ] = False,
+) -> None:
+    """Show what compressed caches cost: KL divergence, retrieval, generation, stages by layer."""
+    from mlxkv.eval.run import Asked, run
+
+    asked = Asked(
+        model=model,
+        kv=kv,
+        context=context,
+        tasks=tasks,
+        text=text or [],
+        windows=windows,
+        decode=decode,
+        questions=questions,
+        tokens=tokens,
+        needles=needles,
+        dtype=dtype,
+        limit=limit,
+        out=out,
+        jobs=jobs,
+        statistics=statistics,
+        gate=gate,
+        json=json,
+    )
+    raise typer.Exit(run(asked))

@@ -1,0 +1,179 @@
+"""The pictures of a report, as SVG text. Needs matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402 - the backend is chosen first
+
+from mlxkv.eval.arms import BASELINE  # noqa: E402
+
+SETTINGS = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "mlxkv",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+STAGES = {
+    "keys": "stored keys, relative error",
+    "values": "stored values, relative error",
+    "scores_kl": "attention scores, KL (nats)",
+    "attention": "attention output, relative error",
+    "hidden": "hidden state, relative error",
+}
+SMALLEST = 1e-7  # on logarithmic axes
+
+Picture = tuple[str, str, str]  # title, caption, SVG
+
+
+def all_of(data: dict) -> list[Picture]:
+    """Every picture that the data allow."""
+    with plt.rc_context(SETTINGS):
+        return [picture for make in (bits, positions, maps, stages) for picture in make(data)]
+
+
+def _svg(figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _compressed(rows: dict) -> dict:
+    return {name: row for name, row in rows.items() if name != BASELINE}
+
+
+def _scatter(axis, rows: dict, key: str, label: str) -> None:
+    """Bits per value against one number of each preset, on a logarithmic axis."""
+    for index, (name, row) in enumerate(rows.items()):
+        axis.scatter(
+            row["bits_per_value"],
+            max(row[key], SMALLEST),
+            color=f"C{index % 10}",
+            marker="os^vDP*X"[index // 10 % 8],
+            label=name,
+            zorder=3,
+        )
+    axis.set_yscale("log")
+    axis.set_xlabel("bits per value in pages")
+    axis.set_ylabel(label)
+
+
+def bits(data: dict) -> Iterator[Picture]:
+    """Bits per value against KL, mean and 99 %."""
+    for context, rows in data["rows"].items():
+        rows = _compressed(rows)
+        if not rows or any("kl_mean" not in row for row in rows.values()):
+            continue
+        figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharex=True)
+        _scatter(axes[0], rows, "kl_mean", "mean KL (nats)")
+        _scatter(axes[1], rows, "kl_p99", "99 % KL (nats)")
+        axes[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+        caption = f"{data['model']}, decoded behind {context} tokens. Lower left is better."
+        yield f"Bits against KL divergence, {context} tokens", caption, _svg(figure)
+
+
+def panels(reports: list[dict], context: int) -> str:
+    """Bits per value against mean KL, one panel per report: SVG."""
+    with plt.rc_context(SETTINGS):
+        figure, axes = plt.subplots(1, len(reports), figsize=(3.6 * len(reports), 3.6), sharey=True)
+        for axis, data in zip([axes] if len(reports) == 1 else axes, reports, strict=True):
+            _scatter(axis, _compressed(data["rows"][str(context)]), "kl_mean", "")
+            axis.set_title(f"{data['model']}, {context} tokens")
+        figure.axes[0].set_ylabel("mean KL (nats)")
+        axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+        return _svg(figure)
+
+
+def positions(data: dict) -> Iterator[Picture]:
+    """KL along the text."""
+    for context in data["contexts"]:
+        part = _compressed(data["parts"].get(f"divergence-{context}", {}))
+        if not part:
+            continue
+        figure, axis = plt.subplots(figsize=(9, 3.6))
+        for name, result in part.items():
+            where = result["position"]
+            axis.plot(where["position"], [max(x, SMALLEST) for x in where["mean"]], label=name)
+        axis.axvline(context, color="black", linewidth=0.8, linestyle=":")
+        axis.set_yscale("log")
+        axis.set_xlabel("position (dotted: from here on decoded one by one)")
+        axis.set_ylabel("KL (nats)")
+        axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        caption = "Mean of runs of tokens. Nothing is stored in codes before the windows are full."
+        yield f"KL divergence by position, {context} tokens", caption, _svg(figure)
+
+
+def maps(data: dict) -> Iterator[Picture]:
+    """Retrieval by context and depth, a map per kind and preset."""
+    found: dict[str, dict[int, dict]] = {}
+    for part in data["parts"].values():
+        first = next(iter(part.values()), {})
+        if "depths" in first:
+            found.setdefault(first["kind"], {})[first["context"]] = part
+    for kind, by_context in found.items():
+        contexts = sorted(by_context)
+        names = list(by_context[contexts[0]])
+        width = 1.2 + 0.42 * len(contexts)
+        figure, axes = plt.subplots(
+            1, len(names), figsize=(max(6, (width + 0.5) * len(names)), 3.2), squeeze=False
+        )
+        for axis, name in zip(axes[0], names, strict=True):
+            cells = [
+                [
+                    d["right"] / d["asked"] if d["asked"] else float("nan")
+                    for d in by_context[context][name]["depths"]
+                ]
+                for context in contexts
+            ]
+            turned = [list(column) for column in zip(*cells, strict=True)]
+            axis.imshow(turned, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            for y, line in enumerate(turned):
+                for x, value in enumerate(line):
+                    text = "-" if value != value else f"{100 * value:.0f}"
+                    axis.text(x, y, text, ha="center", va="center", fontsize=8)
+            depths = [d["depth"] for d in by_context[contexts[0]][name]["depths"]]
+            axis.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
+            axis.set_xticks(range(len(contexts)), [f"{c}" for c in contexts])
+            axis.set_title(name, fontsize=10)
+            axis.grid(False)
+        axes[0][0].set_ylabel("depth of the fact")
+        figure.supxlabel("context, tokens", fontsize=10)
+        figure.tight_layout()
+        yield f"Retrieval, {kind}", "Share of right values, in percent.", _svg(figure)
+
+
+def stages(data: dict) -> Iterator[Picture]:
+    """Where along the computation the error appears, by layer."""
+    for context in data["contexts"]:
+        part = _compressed(data["parts"].get(f"stages-{context}", {}))
+        if not part:
+            continue
+        figure, axes = plt.subplots(1, len(STAGES), figsize=(3.4 * len(STAGES), 3.2))
+        for axis, (key, label) in zip(axes, STAGES.items(), strict=True):
+            for name, result in part.items():
+                seen = [layer for layer in result["layers"] if layer[key] is not None]
+                axis.plot(
+                    [layer["index"] for layer in seen],
+                    [max(layer[key], SMALLEST) for layer in seen],
+                    marker=".",
+                    label=name,
+                )
+            axis.set_yscale("log")
+            axis.set_title(label, fontsize=9)
+            axis.set_xlabel("layer")
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+        figure.tight_layout()
+        caption = (
+            "Keys to attention output: each layer by itself, on what this run handed to it. Hidden "
+            "state: against the full-precision run, so it adds up over the layers."
+        )
+        yield f"Stages by layer, {context} tokens", caption, _svg(figure)

@@ -1,0 +1,195 @@
+"""The outcome of an evaluation: one tree of plain data, a table, `report.json` and `report.html`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mlxkv import __version__, console
+from mlxkv.errors import MachineError
+from mlxkv.eval import page, verdict
+from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.part import Options
+from mlxkv.eval.statistics import block
+from mlxkv.fit import layer_bytes
+from mlxkv.shapes import layers_of
+
+RETRIEVAL = ("single", "multi-key", "multi-query", "multi-value")
+
+
+def assemble(
+    arms: Arms, options: Options, results: dict[str, dict[str, dict]], windows: tuple | None
+) -> dict:
+    """Everything in one tree. Stable keys: "model", "context" (the longest) and, per preset at that
+    context, "bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval" {kind: share}."""
+    contexts = sorted(options.contexts)
+    rows = {
+        context: {name: _row(arms, results, name, context) for name in arms.names}
+        for context in contexts
+    }
+    for by_name in rows.values():
+        for row in by_name.values():
+            base = by_name[BASELINE]
+            row["verdict"], row["reason"] = verdict.judge(row, base, options.questions)
+    return {
+        "mlxkv": __version__,
+        "model": arms.loaded.name,
+        "fingerprint": arms.loaded.fingerprint,
+        "dtype": str(arms.loaded.dtype).split(".")[-1],
+        "context": contexts[-1],
+        "contexts": contexts,
+        "windows": {name: [c.sink, c.recent, c.page] for name, c in arms.configs.items()},
+        "windows_equal": windows is not None,
+        "options": {
+            "decode": options.decode,
+            "questions": options.questions,
+            "tokens": options.tokens,
+            "text": [path.name for path in options.texts],
+            "needles": options.needles,
+        },
+        "presets": rows[contexts[-1]],
+        "rows": {str(context): by_name for context, by_name in rows.items()},
+        "parts": results,
+    }
+
+
+def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
+    """The line of a preset at a context; what no task measured is left out."""
+    row = bits(arms, name, context)
+    if part := results.get(f"divergence-{context}"):
+        legs = part[name]["legs"]
+        decode, prompt = legs["decode"], legs["prompt"]
+        row |= {
+            "ppl": decode["ppl"],
+            "kl_mean": decode["kl"]["mean"],
+            "kl_p99": decode["kl"]["p99"],
+            "top1": decode["same_top"],
+            "prompt_ppl": prompt["ppl"],
+            "prompt_kl_mean": prompt["kl"]["mean"],
+            "prompt_kl_p99": prompt["kl"]["p99"],
+            "kv_bytes": part[name]["kv_bytes"],
+        }
+    found = {
+        kind: results[f"retrieval-{kind}-{context}"][name]["values"]
+        for kind in RETRIEVAL
+        if f"retrieval-{kind}-{context}" in results
+    }
+    if found:
+        row["retrieval"] = found
+        row["retrieval_likelihood"] = {
+            kind: results[f"retrieval-{kind}-{context}"][name]["likelihood"] for kind in found
+        }
+    if part := results.get("generation-agreement"):
+        row["agreement"] = part[name]["mean"]
+    for part_name, key in (("answers", "right"), ("structured", "right")):
+        if part := results.get(f"generation-{part_name}"):
+            row[part_name] = part[name][key] / part[name]["asked"]
+    for key, part in results.items():
+        if key.startswith("lm-eval-"):
+            row.setdefault("lm_eval", {})[key.removeprefix("lm-eval-")] = part[name]["metrics"]
+    return row
+
+
+def bits(arms: Arms, name: str, context: int) -> dict:
+    """Bits per value inside pages, and of the whole cache of `context` tokens with its windows at 16
+    bits a number, over the layers that grow with the context."""
+    config = arms.configs[name]
+    layers = [s for s in layers_of(arms.loaded.config) if s.kind == "full"]
+    values = sum(s.values(context) for s in layers)
+    inside = sum(
+        s.values(context)
+        * (
+            16.0
+            if config.why_not(s.key_dim, s.value_dim)
+            else config.bits_per_value(s.key_dim, s.value_dim)
+        )
+        for s in layers
+    )
+    whole = 8 * sum(layer_bytes(s, config, context) for s in layers)
+    return {
+        "bits_per_value": inside / values if values else 16.0,
+        "bits_with_windows": whole / values if values else 16.0,
+    }
+
+
+def brief(data: dict) -> dict:
+    """What `--json` prints: all but the parts, which `report.json` keeps."""
+    return {key: value for key, value in data.items() if key != "parts"}
+
+
+def write(data: dict, folder: Path) -> None:
+    """`report.json` and `report.html` in `folder`."""
+    try:
+        text = json.dumps(data, ensure_ascii=False, indent=1)
+        (folder / "report.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "report.html").write_text(page.html(data), encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"[--out] cannot write the report: {error.strerror}") from None
+
+
+def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
+    """Column names and one row per preset at a context."""
+    rows = data["rows"][str(context)]
+    first = rows[BASELINE]
+    columns = ["preset", "bits", "with windows"]
+    makers = [lambda r: f"{r['bits_per_value']:.2f}", lambda r: f"{r['bits_with_windows']:.2f}"]
+    if "ppl" in first:
+        columns += ["ppl", "KL mean", "KL 99 %", "same top", "prompt KL"]
+        makers += [
+            lambda r: f"{r['ppl']:.4f}",
+            lambda r: f"{r['kl_mean']:.5f}",
+            lambda r: f"{r['kl_p99']:.4f}",
+            lambda r: f"{100 * r['top1']:.1f} %",
+            lambda r: f"{r['prompt_kl_mean']:.5f}",
+        ]
+    for kind in first.get("retrieval", {}):
+        columns.append(kind)
+        makers.append(lambda r, kind=kind: f"{100 * r['retrieval'][kind]:.1f} %")
+    if "agreement" in first:
+        columns.append("same text")
+        makers.append(lambda r: f"{r['agreement']:.1f}")
+    for key, title in (("answers", "answers"), ("structured", "tool calls")):
+        if key in first:
+            columns.append(title)
+            makers.append(lambda r, key=key: f"{100 * r[key]:.1f} %")
+    for task, metrics in first.get("lm_eval", {}).items():
+        metric = next((m for m in metrics if "stderr" not in m), None)
+        if metric:
+            columns.append(f"{task} {metric}")
+            makers.append(lambda r, t=task, m=metric: f"{r['lm_eval'][t][m]:.4f}")
+    columns.append("verdict")
+    makers.append(lambda r: r["verdict"] + (f" ({r['reason']})" if r["reason"] else ""))
+    return columns, [[name, *(make(row) for make in makers)] for name, row in rows.items()]
+
+
+def notes(data: dict) -> list[str]:
+    """What a reader of the table has to know."""
+    options = data["options"]
+    sizes = {tuple(v) for name, v in data["windows"].items() if name != BASELINE}
+    if data["windows_equal"]:
+        sink, recent, page = data["windows"][BASELINE]
+        windows = f"equal for all presets: first {sink}, last {recent} (up to {page} more) exact"
+    else:
+        same = "which are equal" if len(sizes) < 2 else "NOT equal"
+        windows = f"those of each preset, {same}"
+    return [
+        f"bits: per stored value in pages; with windows: of the whole cache, 16 bits outside; windows: {windows}",
+        f"ppl, KL, same top: {options['decode']} tokens decoded one by one behind the context; prompt KL: its "
+        "second half, read in chunks; KL in nats against fp16 on the same tokens",
+        f"retrieval: share of right values, {options['questions']} questions of each kind ({options['needles']}); "
+        f"same text: leading tokens of {options['tokens']} equal to fp16's greedy ones",
+        f"verdict: {verdict.RULES}",
+    ]
+
+
+def show(data: dict, blocks: bool) -> None:
+    """The tables, and with `blocks` llama.cpp's statistics for both legs."""
+    for context in data["contexts"]:
+        columns, rows = table(data, context)
+        title = f"{data['model']}, {context} tokens, {data['dtype']}"
+        console.print_table(columns, rows, title)
+        part = data["parts"].get(f"divergence-{context}", {})
+        for name, result in part.items() if blocks else ():
+            for leg, summary in result["legs"].items():
+                print(f"{name}, {context} tokens, {leg}\n{block(summary)}\n")
+    print("\n".join(notes(data)))

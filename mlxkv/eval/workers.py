@@ -1,0 +1,121 @@
+"""Computes what a store does not hold yet, here or side by side in processes of their own.
+
+Processes pay on a CPU, where MLX uses one core at a time; each loads the model.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from queue import Empty
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from mlxkv.eval import plan
+from mlxkv.eval.arms import Arms
+from mlxkv.eval.part import Part
+from mlxkv.eval.store import Store
+
+Results = dict[str, dict[str, dict]]  # "TASK-NAME" -> arm -> result
+
+
+def compute(spec: plan.Spec, arms: Arms, parts: list[Part], folder: Path, jobs: int = 1) -> Results:
+    """The results of all parts; what `folder` holds is not computed again."""
+    store = Store(folder)
+    missing = {i: _missing(arms, part, store) for i, part in enumerate(parts)}
+    missing = {i: names for i, names in missing.items() if names}
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as bars:
+        ids = {
+            i: bars.add_task(_title(parts[i]), total=parts[i].steps * len(names))
+            for i, names in missing.items()
+        }
+
+        def advance(i: int, n: int) -> None:
+            bars.advance(ids[i], n)
+
+        def done(i: int, seconds: float) -> None:
+            bars.remove_task(ids[i])
+            bars.console.print(f"{_title(parts[i])}: {seconds:.0f} s", highlight=False)
+
+        for i in range(len(parts)):
+            if i not in missing:
+                bars.console.print(f"{_title(parts[i])}: kept from before", highlight=False)
+        if min(jobs, len(missing)) > 1:
+            _side_by_side(spec, missing, folder, jobs, advance, done)
+        else:
+            for i, names in missing.items():
+                done(i, _one(arms, parts[i], names, store, lambda n, i=i: advance(i, n)))
+    return {
+        f"{part.task}-{part.name}": {name: store.read(arms, part, name) for name in arms.names}
+        for part in parts
+    }
+
+
+def _missing(arms: Arms, part: Part, store: Store) -> list[str]:
+    return [name for name in arms.names if store.read(arms, part, name) is None]
+
+
+def _title(part: Part) -> str:
+    return f"{part.task} {part.name}"
+
+
+def _one(arms: Arms, part: Part, names: list[str], store: Store, progress) -> float:
+    """Compute a part for some arms and keep the results; seconds."""
+    start = time.perf_counter()
+    found = part.run(arms, names, progress)
+    for name in names:
+        store.write(arms, part, name, found[name])
+    return time.perf_counter() - start
+
+
+_here: dict = {}  # of a worker: arms, parts, store, queue
+
+
+def _begin(spec: plan.Spec, folder: Path, queue) -> None:
+    arms, parts = plan.make(spec)
+    _here.update(arms=arms, parts=parts, store=Store(folder), queue=queue)
+
+
+def _take(i: int, names: list[str]) -> float:
+    queue = _here["queue"]
+    progress = lambda n: queue.put((i, n))  # noqa: E731
+    return _one(_here["arms"], _here["parts"][i], names, _here["store"], progress)
+
+
+def _side_by_side(
+    spec: plan.Spec,
+    missing: dict[int, list[str]],
+    folder: Path,
+    jobs: int,
+    advance: Callable[[int, int], None],
+    done: Callable[[int, float], None],
+) -> None:
+    context = multiprocessing.get_context("spawn")  # MLX does not survive a fork
+    queue = context.Queue()
+    pool = ProcessPoolExecutor(jobs, context, _begin, (spec, folder, queue))
+    try:
+        waiting: dict[Future, int] = {
+            pool.submit(_take, i, names): i for i, names in missing.items()
+        }
+        while waiting:
+            ended, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+            while True:
+                try:
+                    advance(*queue.get_nowait())
+                except (Empty, KeyError):
+                    break
+            for future in ended:
+                done(waiting.pop(future), future.result())
+    except BaseException:
+        for process in list(pool._processes.values()):
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
