@@ -35,7 +35,8 @@ class Part:
     """task, name: its file in the output folder. asks: everything its result depends on besides the
     model and the arm, plain data; a stored result is taken only where it is the same.
     run: (arms, names, progress) -> a result per name. Names never hold more than what is missing.
-    steps: calls of progress(1) to expect per name.
+    steps: what progress adds up to per name. shares: parts of the same one have texts in common that
+    are read once where one process computes them in a row.
     """
 
     task: str
@@ -43,3 +44,4 @@ class Part:
     run: Callable[[Arms, list[str], Progress], Results]
     steps: int
     asks: dict = field(default_factory=dict)
+    shares: str = ""

@@ -9,6 +9,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from queue import Empty
 
@@ -33,11 +34,12 @@ def compute(spec: plan.Spec, arms: Arms, parts: list[Part], folder: Path, jobs: 
         *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
     ) as bars:
         ids = {
-            i: bars.add_task(_title(parts[i]), total=parts[i].steps * len(names))
+            i: bars.add_task(_title(parts[i]), total=parts[i].steps * len(names), start=False)
             for i, names in missing.items()
         }
 
         def advance(i: int, n: int) -> None:
+            bars.start_task(ids[i])
             bars.advance(ids[i], n)
 
         def done(i: int, seconds: float) -> None:
@@ -47,8 +49,9 @@ def compute(spec: plan.Spec, arms: Arms, parts: list[Part], folder: Path, jobs: 
         for i in range(len(parts)):
             if i not in missing:
                 bars.console.print(f"{_title(parts[i])}: kept from before", highlight=False)
-        if min(jobs, len(missing)) > 1:
-            _side_by_side(spec, missing, folder, jobs, advance, done)
+        work = units(parts, missing)
+        if min(jobs, len(work)) > 1:
+            _side_by_side(spec, work, folder, jobs, advance, done)
         else:
             for i, names in missing.items():
                 done(i, _one(arms, parts[i], names, store, lambda n, i=i: advance(i, n)))
@@ -83,15 +86,29 @@ def _begin(spec: plan.Spec, folder: Path, queue) -> None:
     _here.update(arms=arms, parts=parts, store=Store(folder), queue=queue)
 
 
-def _take(i: int, names: list[str]) -> float:
-    queue = _here["queue"]
-    progress = lambda n: queue.put((i, n))  # noqa: E731
-    return _one(_here["arms"], _here["parts"][i], names, _here["store"], progress)
+def _take(unit: list[tuple[int, list[str]]]) -> list[float]:
+    queue, seconds = _here["queue"], []
+    for i, names in unit:
+        progress = partial(_tell, queue, i)
+        seconds.append(_one(_here["arms"], _here["parts"][i], names, _here["store"], progress))
+    return seconds
+
+
+def _tell(queue, i: int, n: int) -> None:
+    queue.put((i, n))
+
+
+def units(parts: list[Part], missing: dict[int, list[str]]) -> list[list[tuple[int, list[str]]]]:
+    """What one process computes in a row, parts that share texts."""
+    groups: dict[str, list] = {}
+    for i, names in missing.items():
+        groups.setdefault(parts[i].shares or str(i), []).append((i, names))
+    return list(groups.values())
 
 
 def _side_by_side(
     spec: plan.Spec,
-    missing: dict[int, list[str]],
+    work: list[list[tuple[int, list[str]]]],
     folder: Path,
     jobs: int,
     advance: Callable[[int, int], None],
@@ -101,9 +118,7 @@ def _side_by_side(
     queue = context.Queue()
     pool = ProcessPoolExecutor(jobs, context, _begin, (spec, folder, queue))
     try:
-        waiting: dict[Future, int] = {
-            pool.submit(_take, i, names): i for i, names in missing.items()
-        }
+        waiting: dict[Future, list] = {pool.submit(_take, unit): unit for unit in work}
         while waiting:
             ended, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
             while True:
@@ -112,7 +127,8 @@ def _side_by_side(
                 except (Empty, KeyError):
                     break
             for future in ended:
-                done(waiting.pop(future), future.result())
+                for (i, _), seconds in zip(waiting.pop(future), future.result(), strict=True):
+                    done(i, seconds)
     except BaseException:
         for process in list(pool._processes.values()):
             process.terminate()
