@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.eval import feed
+from mlxkv.eval.prefixes import Prefixes
 from mlxkv.generate import new_cache
 from mlxkv.models import Loaded, attach, detach
 
@@ -36,6 +37,7 @@ class Arms:
                 name: replace(config, sink=windows[0], recent=windows[1])
                 for name, config in self.configs.items()
             }
+        self.prefixes = Prefixes()
         self.reports: dict[str, list] = {}  # one LayerReport per cache, once an arm was made
 
     @property

@@ -16,10 +16,15 @@ DECODE = 8  # tokens at once afterwards: attention then reads the codes, as in d
 def prefill(loaded, tokens: Sequence[int]) -> list:
     """A fresh cache that holds `tokens`."""
     cache = new_cache(loaded)
+    extend(loaded, cache, tokens)
+    return cache
+
+
+def extend(loaded, cache: list, tokens: Sequence[int]) -> None:
+    """Read `tokens` into a cache, as a prompt is read."""
     for start in range(0, len(tokens), PREFILL):
         loaded.model(mx.array(tokens[start : start + PREFILL])[None], cache=cache)
         mx.eval([c.state for c in cache])
-    return cache
 
 
 def log_probabilities(loaded, cache: list, tokens: Sequence[int]) -> mx.array:

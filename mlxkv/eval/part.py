@@ -24,7 +24,7 @@ class Options:
 
     contexts: tuple[int, ...] = (2048,)
     decode: int = 256
-    questions: int = 32
+    questions: int = 8
     tokens: int = 64
     texts: tuple[Path, ...] = ()
     needles: str = "worlds"

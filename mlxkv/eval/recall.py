@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from random import Random
 
-import mlx.core as mx
-
 from mlxkv.eval import feed
+from mlxkv.eval.answers import score
 from mlxkv.eval.worlds import Needle, haystack
 
 PER_TEXT = 16  # questions about one text
@@ -57,10 +56,12 @@ def recall(
         cache = feed.prefill(loaded, prompts[0][:shared])
         tokens, nbytes = shared, feed.stored(loaded, cache)
         for prompt, needle in zip(prompts, stack.needles, strict=True):
-            right, likely = _answer(loaded, feed.branch(cache), prompt[shared:], needle)
+            right, likely = score(
+                loaded, feed.branch(cache), prompt[shared:], needle.answer, needle.values
+            )
             values += right
             every.append(all(right))
-            likelihoods += likely
+            likelihoods += [each for value in likely for each in value]
             if progress:
                 progress(1)
     return Recall(kind, len(every), _mean(values), _mean(every), _mean(likelihoods), tokens, nbytes)
@@ -83,37 +84,3 @@ def _prompt(loaded, text: str, needle: Needle) -> list[int]:
     return loaded.tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
     )
-
-
-def _answer(loaded, cache, question, needle) -> tuple[list[bool], list[float]]:
-    """For each value of the right answer: whether each of its tokens is the likeliest."""
-    answer = _encode(loaded, needle.answer)
-    logs = feed.log_probabilities(loaded, cache, question + answer[:-1])[len(question) - 1 :]
-    chosen = mx.take_along_axis(logs, mx.array(answer)[:, None], axis=-1)[:, 0].tolist()
-    right = (mx.argmax(logs, axis=-1) == mx.array(answer)).tolist()
-    spans = _spans(loaded, answer, needle)
-    return (
-        [all(right[i] for i in span) for span in spans],
-        [chosen[i] for span in spans for i in span],
-    )
-
-
-def _spans(loaded, answer: list[int], needle: Needle) -> list[list[int]]:
-    """The tokens of the answer that write each value."""
-    ends, text = [], ""
-    for i in range(len(answer)):
-        text = loaded.tokenizer.decode(answer[: i + 1])
-        ends.append(len(text))
-    spans, cursor = [], 0
-    for value in needle.values:
-        begin = text.index(value, cursor)
-        cursor = begin + len(value)
-        starts = [0, *ends[:-1]]
-        spans.append(
-            [
-                i
-                for i, (a, b) in enumerate(zip(starts, ends, strict=True))
-                if b > begin and a < cursor
-            ]
-        )
-    return spans

@@ -1,0 +1,214 @@
+"""Generation: what a model writes behind a long text, decoded greedily from each arm's cache.
+
+Three parts: "agreement" with the baseline's text token by token, "answers" to questions with one
+right answer, "structured" output: a tool call as JSON after some examples. All begin with the text
+that retrieval reads first, so that the cache is compressed when they write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from os.path import commonprefix
+from random import Random
+from statistics import mean, median
+
+from mlxkv.eval import answers, feed, passages, plain, prompts, retrieval, tools
+from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.greedy import Reply, reply
+from mlxkv.eval.part import Options, Part, Progress, Results
+from mlxkv.eval.worlds import stories
+
+SEED = "generation-1"  # its number grows when prompts or scores change
+CONTINUED = 4  # texts of "agreement": every second continues a story, the others answer a question
+WORDS = 8  # of the beginning of a story
+LIMIT = 80  # tokens of an answer
+SPARE = 16  # tokens that a tool call may be longer than the right one
+WINDOWS = 4  # a text is that many times as long as what a cache holds before it compresses
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """limit: tokens that may follow. line: only the first line counts for a model without a chat
+    template. answer, values: where they are given, how likely they are is measured too."""
+
+    tokens: list[int]
+    limit: int
+    line: bool = False
+    answer: str = ""
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Written:
+    """reply: what was written. logs: log probabilities of the tokens of the right values."""
+
+    reply: Reply
+    logs: tuple[float, ...] = ()
+
+
+Judge = Callable[[list[Written], list[Written]], dict]  # an arm's, the baseline's -> a result
+
+
+def parts(arms: Arms, options: Options) -> list[Part]:
+    """The three parts. Raises UserError for what cannot be asked."""
+    retrieval.check(options)
+    context = _context(arms, options)
+    document = partial(retrieval.texts(arms.loaded, options), context, 0)
+    makers = {"agreement": _agreement, "answers": _answers, "structured": _structured}
+    counts = {
+        "agreement": CONTINUED,
+        "answers": len(passages.questions(options.needles, options.questions)),
+        "structured": options.questions,
+    }
+    asks = {
+        "seed": SEED,
+        "text": retrieval.SEED,
+        "context": context,
+        "questions": options.questions,
+        "tokens": options.tokens,
+        "needles": options.needles,
+    }
+    return [
+        Part(
+            "generation",
+            name,
+            partial(_run, make, document, options, context, {}),
+            counts[name],
+            asks,
+        )
+        for name, make in makers.items()
+    ]
+
+
+def _context(arms: Arms, options: Options) -> int:
+    """The shortest context of which most is compressed, else the longest."""
+    window = max(config.window for config in arms.configs.values())
+    long = [context for context in options.contexts if context >= WINDOWS * window]
+    return min(long, default=max(options.contexts))
+
+
+def _run(make, document, options, context, known, arms, names, progress) -> Results:
+    """known: the baseline's replies, once they were made."""
+    text = document().text
+    asked, judge = make(arms.loaded, document(), options)
+    begin = prompts.prefix(arms.loaded, text)
+    if BASELINE not in names and BASELINE not in known:
+        known[BASELINE] = _replies(arms, BASELINE, begin, asked, lambda n: None)
+    out = {}
+    for name in sorted(names, key=lambda name: name != BASELINE):
+        got = known[BASELINE] if name == BASELINE and name in known else None
+        got = got or _replies(arms, name, begin, asked, progress)
+        if name == BASELINE:
+            known[BASELINE] = got
+        out[name] = {"context": context, "tokens": len(begin), **judge(got, known[BASELINE])}
+    return out
+
+
+def _replies(
+    arms: Arms, name: str, begin: list[int], asked: list[Prompt], progress: Progress
+) -> list[Written]:
+    """What the arm writes after each prompt. What they all share is read once."""
+    out = []
+    shared = commonprefix([prompt.tokens[:-1] for prompt in asked])
+    head = commonprefix([shared, begin])
+    with arms.attached(name) as loaded:
+        cache = feed.branch(arms.prefixes.read(loaded, name, head))
+        feed.extend(loaded, cache, shared[len(head) :])
+        for prompt in asked:
+            rest, logs = prompt.tokens[len(shared) :], []
+            if prompt.values:
+                where = loaded, feed.branch(cache), rest
+                logs = answers.score(*where, prompt.answer, prompt.values)[1]
+            line = prompt.line and not prompts.has_template(loaded)
+            wrote = reply(loaded, feed.branch(cache), rest, prompt.limit, line=line)
+            out.append(Written(wrote, tuple(log for value in logs for log in value)))
+            progress(1)
+    return out
+
+
+def _agreement(loaded, document, options: Options) -> tuple[list[Prompt], Judge]:
+    rng = Random(f"{SEED}-agreement")
+    begin = prompts.prefix(loaded, document.text)
+    source = plain.sentences(rng) if options.needles == "plain" else stories(rng)
+    asked = []
+    for at, start in enumerate(islice(source, CONTINUED)):
+        if at % 2:
+            question = document.of("multi-query")[at // 2 % options.questions].question
+            tokens = prompts.ask(loaded, document.text, question)
+        else:
+            start = " ".join(start.split()[:WORDS])
+            tokens = [*begin, *prompts.encode(loaded, start)]
+        asked.append(Prompt(tokens, options.tokens))
+    return asked, partial(_agree, options.tokens)
+
+
+def _agree(limit: int, got: list[Written], baseline: list[Written]) -> dict:
+    """Leading tokens equal to the baseline's. of: how many it wrote, the end of its turn included.
+    margin: how sure it was of the first token that differs, median; None where none does."""
+    lengths, margins = [], []
+    texts = [each.reply for each in baseline]
+    for ours, theirs in zip((each.reply for each in got), texts, strict=True):
+        lengths.append(len(commonprefix([ours.tokens, theirs.tokens])))
+        if lengths[-1] < len(theirs.tokens):
+            margins.append(theirs.margins[lengths[-1]])
+    of = [len(theirs.tokens) for theirs in texts]
+    return {
+        "limit": limit,
+        "of": of,
+        "lengths": lengths,
+        "mean": float(mean(lengths)),
+        "identical": float(mean(a == b for a, b in zip(lengths, of, strict=True))),
+        "margin": median(margins) if margins else None,
+    }
+
+
+def _answers(loaded, document, options: Options) -> tuple[list[Prompt], Judge]:
+    asked = passages.questions(options.needles, options.questions)
+    made = [
+        Prompt(prompts.ask(loaded, document.text, a.question, a.turns), LIMIT, line=True)
+        for a in asked
+    ]
+
+    def judge(got: list[Written], _: list[Written]) -> dict:
+        groups: dict[str, dict[str, int]] = {}
+        for each, question in zip(got, asked, strict=True):
+            group = groups.setdefault(question.group, {"asked": 0, "right": 0})
+            group["asked"] += 1
+            group["right"] += question.right(each.reply.text)
+        right = sum(group["right"] for group in groups.values())
+        return {"asked": len(asked), "right": right, "by_group": groups}
+
+    return made, judge
+
+
+def _structured(loaded, document, options: Options) -> tuple[list[Prompt], Judge]:
+    codes = [(q.keys[0], q.values[0]) for q in document.of("single")]
+    count = tools.EXAMPLES + options.questions
+    calls = tools.calls(Random(f"{SEED}-tools"), count, codes)
+    examples, wanted = calls[: tools.EXAMPLES], calls[tools.EXAMPLES :]
+    first = tools.INTRODUCTION.format(request=examples[0].request)
+    turns = [(first, examples[0].answer), *((c.request, c.answer) for c in examples[1:])]
+    made = []
+    for call in wanted:
+        limit = len(prompts.encode(loaded, call.answer)) + SPARE
+        tokens = prompts.ask(loaded, document.text, call.request, turns)
+        answer = prompts.answer(loaded, call.answer)
+        made.append(Prompt(tokens, limit, True, answer, call.values))
+
+    def judge(got: list[Written], baseline: list[Written]) -> dict:
+        parsed = [tools.parse(each.reply.text) for each in got]
+        right = [p == tools.parse(c.answer) for p, c in zip(parsed, wanted, strict=True)]
+        same = [a.reply.text == b.reply.text for a, b in zip(got, baseline, strict=True)]
+        valid = sum(p is not None for p in parsed)
+        return {
+            "asked": len(wanted),
+            "valid": valid,
+            "right": sum(right),
+            "same": sum(same),
+            "likelihood": mean(log for each in got for log in each.logs),
+        }
+
+    return made, judge
