@@ -150,7 +150,7 @@ def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
 def test_verdicts(change, colour):
     base = {"kl_mean": 0.0, "top1": 1.0, "retrieval": {"single": 1.0, "multi-query": 1.0}}
     row = {**base, "kl_mean": 1e-4, **change}
-    found, reason = verdict.judge(row, base, 100)
+    found, reason = verdict.judge(row, base)
     assert found == colour and bool(reason) == (colour != "green")
 
 

@@ -34,7 +34,7 @@ def markdown(reports: list[dict]) -> str:
             lines += [f"## {data['model']}, {context} tokens", ""]
             lines += [_line(columns), _line(["---"] * len(columns))]
             lines += [_line(row) for row in rows]
-            lines.append("")
+            lines += ["", *(f"- {reason}" for reason in report.reasons(data, context)), ""]
     seen = dict.fromkeys(note for data in reports for note in report.notes(data))
     lines += [f"- {note}" for note in seen]
     for where in dict.fromkeys(_where(data) for data in reports):

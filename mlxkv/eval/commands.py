@@ -35,7 +35,7 @@ def evaluate(
     ] = 256,
     questions: Annotated[
         int, typer.Option("--questions", help="Questions of each kind and context.")
-    ] = 16,
+    ] = 8,
     tokens: Annotated[
         int, typer.Option("--tokens", help="Greedy tokens compared with fp16's, per prompt.")
     ] = 48,

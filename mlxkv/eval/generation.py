@@ -78,6 +78,7 @@ def parts(arms: Arms, options: Options) -> list[Part]:
             partial(_run, make, document, options, context, {}),
             counts[name],
             asks,
+            str(context),
         )
         for name, make in makers.items()
     ]

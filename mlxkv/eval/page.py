@@ -27,6 +27,7 @@ def html(data: dict) -> str:
     for context in data["contexts"]:
         columns, rows = report.table(data, context)
         body += [f"<h2>{context} tokens</h2>", _table(columns, rows)]
+        body += [f"<p>{escape(line)}</p>" for line in report.reasons(data, context)]
     body += [f'<p class="note">{escape(line)}</p>' for line in report.notes(data)]
     body += _pictures(data) + _blocks(data)
     return (

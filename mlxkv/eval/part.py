@@ -36,7 +36,8 @@ class Part:
     model and the arm, plain data; a stored result is taken only where it is the same.
     run: (arms, names, progress) -> a result per name. Names never hold more than what is missing.
     steps: what progress adds up to per name. shares: parts of the same one have texts in common that
-    are read once where one process computes them in a row.
+    are read once where one process computes them in a row. baseline: full precision has a result
+    too.
     """
 
     task: str
@@ -45,3 +46,4 @@ class Part:
     steps: int
     asks: dict = field(default_factory=dict)
     shares: str = ""
+    baseline: bool = True

@@ -30,7 +30,7 @@ def assemble(
     for by_name in rows.values():
         for row in by_name.values():
             base = by_name[BASELINE]
-            row["verdict"], row["reason"] = verdict.judge(row, base, options.questions)
+            row["verdict"], row["reason"] = verdict.judge(row, base)
     return {
         "mlxkv": __version__,
         "model": arms.loaded.name,
@@ -76,8 +76,10 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
     }
     if found:
         row["retrieval"] = found
-        row["retrieval_likelihood"] = {
-            kind: results[f"retrieval-{kind}-{context}"][name]["likelihood"] for kind in found
+        parts = {kind: results[f"retrieval-{kind}-{context}"][name] for kind in found}
+        row["retrieval_likelihood"] = {kind: part["likelihood"] for kind, part in parts.items()}
+        row["retrieval_values"] = {
+            kind: sum(depth["asked"] for depth in part["depths"]) for kind, part in parts.items()
         }
     if part := results.get("generation-agreement"):
         row["agreement"] = part[name]["mean"]
@@ -131,35 +133,41 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
     """Column names and one row per preset at a context."""
     rows = data["rows"][str(context)]
     first = rows[BASELINE]
-    columns = ["preset", "bits", "with windows"]
+    columns = ["preset", "bits", "in all"]
     makers = [lambda r: f"{r['bits_per_value']:.2f}", lambda r: f"{r['bits_with_windows']:.2f}"]
     if "ppl" in first:
-        columns += ["ppl", "KL mean", "KL 99 %", "same top", "prompt KL"]
+        columns += ["ppl", "KL mean", "KL 99 %", "top %", "prompt KL"]
         makers += [
             lambda r: f"{r['ppl']:.4f}",
-            lambda r: f"{r['kl_mean']:.5f}",
-            lambda r: f"{r['kl_p99']:.4f}",
-            lambda r: f"{100 * r['top1']:.1f} %",
-            lambda r: f"{r['prompt_kl_mean']:.5f}",
+            lambda r: f"{r['kl_mean']:.2g}",
+            lambda r: f"{r['kl_p99']:.2g}",
+            lambda r: f"{100 * r['top1']:.1f}",
+            lambda r: f"{r['prompt_kl_mean']:.2g}",
         ]
     for kind in first.get("retrieval", {}):
-        columns.append(kind)
-        makers.append(lambda r, kind=kind: f"{100 * r['retrieval'][kind]:.1f} %")
+        columns.append(kind.replace("multi", "m") + " %")
+        makers.append(lambda r, kind=kind: f"{100 * r['retrieval'][kind]:.1f}")
     if "agreement" in first:
         columns.append("same text")
         makers.append(lambda r: f"{r['agreement']:.1f}")
-    for key, title in (("answers", "answers"), ("structured", "tool calls")):
+    for key, title in (("answers", "answers %"), ("structured", "tools %")):
         if key in first:
             columns.append(title)
-            makers.append(lambda r, key=key: f"{100 * r[key]:.1f} %")
+            makers.append(lambda r, key=key: f"{100 * r[key]:.1f}")
     for task, metrics in first.get("lm_eval", {}).items():
         metric = next((m for m in metrics if "stderr" not in m), None)
         if metric:
             columns.append(f"{task} {metric}")
             makers.append(lambda r, t=task, m=metric: f"{r['lm_eval'][t][m]:.4f}")
     columns.append("verdict")
-    makers.append(lambda r: r["verdict"] + (f" ({r['reason']})" if r["reason"] else ""))
+    makers.append(lambda r: r["verdict"])
     return columns, [[name, *(make(row) for make in makers)] for name, row in rows.items()]
+
+
+def reasons(data: dict, context: int) -> list[str]:
+    """Why presets are not green, a line each."""
+    rows = data["rows"][str(context)].items()
+    return [f"{name}: {row['verdict']}, {row['reason']}" for name, row in rows if row["reason"]]
 
 
 def notes(data: dict) -> list[str]:
@@ -173,10 +181,11 @@ def notes(data: dict) -> list[str]:
         same = "which are equal" if len(sizes) < 2 else "NOT equal"
         windows = f"those of each preset, {same}"
     return [
-        f"bits: per stored value in pages; with windows: of the whole cache, 16 bits outside; windows: {windows}",
-        f"ppl, KL, same top: {options['decode']} tokens decoded one by one behind the context; prompt KL: its "
+        f"bits: per stored value in pages; in all: of the whole cache, 16 bits outside; windows: {windows}",
+        f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one behind the context; prompt KL: its "
         "second half, read in chunks; KL in nats against fp16 on the same tokens",
-        f"retrieval: share of right values, {options['questions']} questions of each kind ({options['needles']}); "
+        f"single, m-: share of right values in percent, {options['questions']} questions of each kind "
+        f"({options['needles']}); answers, tools: right ones in percent; "
         f"same text: leading tokens of {options['tokens']} equal to fp16's greedy ones",
         f"verdict: {verdict.RULES}",
     ]
@@ -188,6 +197,7 @@ def show(data: dict, blocks: bool) -> None:
         columns, rows = table(data, context)
         title = f"{data['model']}, {context} tokens, {data['dtype']}"
         console.print_table(columns, rows, title)
+        print("\n".join([*reasons(data, context), ""]))
         part = data["parts"].get(f"divergence-{context}", {})
         for name, result in part.items() if blocks else ():
             for leg, summary in result["legs"].items():

@@ -46,6 +46,7 @@ def parts(arms: Arms, options: Options) -> list[Part]:
                 "questions": options.questions,
                 "needles": options.needles,
             },
+            str(context),
         )
         for context in options.contexts
         for kind in KINDS

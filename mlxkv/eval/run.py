@@ -30,7 +30,7 @@ class Asked:
     text: list[Path] = field(default_factory=list)
     windows: str = "64,64"
     decode: int = 256
-    questions: int = 16
+    questions: int = 8
     tokens: int = 48
     needles: str = "auto"
     dtype: str | None = None

@@ -54,7 +54,8 @@ def parts(arms: Arms, options: Options, tokens_of: Callable[[int], list[int]]) -
             return measure(arms, names, tokens, context, progress)
 
         steps = len(_chunks(context + QUERIES, context))
-        return Part(TASK, f"{context}", run, steps, {"queries": QUERIES, "tokens": tokens})
+        asks = {"queries": QUERIES, "tokens": tokens}
+        return Part(TASK, f"{context}", run, steps, asks, baseline=False)
 
     return [part(context) for context in options.contexts]
 

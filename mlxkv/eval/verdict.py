@@ -13,21 +13,21 @@ RULES = (
 )
 
 
-def judge(row: dict, base: dict, questions: int) -> tuple[str, str]:
-    """(colour, reason) of a preset's row against that of fp16; the reason names the worst figure.
+def judge(row: dict, base: dict) -> tuple[str, str]:
+    """(colour, reason) of a preset's row against that of fp16; the reason names what broke a rule.
 
-    questions: of each kind of retrieval; a single lost value is never held against a preset twice.
+    "retrieval_values" in a row: how many were asked for, so that one lost value is forgiven.
     """
     reason = ""
     for colour, limits in LIMITS.items():
-        failed = _failed(row, base, limits, questions)
+        failed = _failed(row, base, limits)
         if failed is None:
             return colour, reason
         reason = failed
     return "red", reason
 
 
-def _failed(row: dict, base: dict, limits: dict, questions: int) -> str | None:
+def _failed(row: dict, base: dict, limits: dict) -> str | None:
     """What breaks these limits, or None."""
     kl = row.get("kl_mean", 0.0)
     if not kl <= limits["kl_mean"]:  # a NaN is red too
@@ -36,6 +36,7 @@ def _failed(row: dict, base: dict, limits: dict, questions: int) -> str | None:
         return f"same top {100 * row['top1']:.1f} %"
     for kind, share in row.get("retrieval", {}).items():
         lost = base["retrieval"][kind] - share
-        if lost > max(limits["retrieval"], 1 / questions) + 1e-9:
+        asked = row.get("retrieval_values", {}).get(kind, 1000)
+        if lost > max(limits["retrieval"], 1 / asked) + 1e-9:
             return f"{kind} {100 * lost:.0f} points below fp16"
     return None

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from mlxkv.eval import plan
-from mlxkv.eval.arms import Arms
+from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.part import Part
 from mlxkv.eval.store import Store
 
@@ -56,13 +56,18 @@ def compute(spec: plan.Spec, arms: Arms, parts: list[Part], folder: Path, jobs: 
             for i, names in missing.items():
                 done(i, _one(arms, parts[i], names, store, lambda n, i=i: advance(i, n)))
     return {
-        f"{part.task}-{part.name}": {name: store.read(arms, part, name) for name in arms.names}
+        f"{part.task}-{part.name}": {name: store.read(arms, part, name) for name in _of(arms, part)}
         for part in parts
     }
 
 
+def _of(arms: Arms, part: Part) -> list[str]:
+    """The arms that a part has a result for."""
+    return [name for name in arms.names if part.baseline or name != BASELINE]
+
+
 def _missing(arms: Arms, part: Part, store: Store) -> list[str]:
-    return [name for name in arms.names if store.read(arms, part, name) is None]
+    return [name for name in _of(arms, part) if store.read(arms, part, name) is None]
 
 
 def _title(part: Part) -> str:
