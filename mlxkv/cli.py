@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from mlxkv import __version__
-from mlxkv.bench.commands import bench
+from mlxkv.bench.commands import BenchGroup, bench
 from mlxkv.errors import MachineError, UserError
 
 
@@ -141,7 +141,11 @@ def doctor(json: Json = False) -> None:
     raise typer.Exit(run(json))
 
 
-app.add_typer(bench, name="bench", cls=Commands)
+class BenchCommands(Commands, BenchGroup):
+    """Those of `mlxkv bench`."""
+
+
+app.add_typer(bench, name="bench", cls=BenchCommands)
 
 
 def _one_line(text: object) -> str:

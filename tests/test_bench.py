@@ -40,7 +40,7 @@ ENCODE_KEYS = {
 DECODE_KEYS = {
     *("model", "weights", "bits", "dtype", "preset", "by", "context", "fill", "runs"),
     *("prefill_seconds", "prefill_tokens_per_second", "tokens_per_second", "token_ms"),
-    *("peak_bytes", "kv_bytes", "spread", "baseline_ratio"),
+    *("first_token_seconds", "peak_bytes", "kv_bytes", "read_bytes", "spread", "baseline_ratio"),
 }
 
 
