@@ -122,16 +122,6 @@ def top(
 
 
 @bench.command()
-def render(
-    folder: Annotated[str, typer.Argument(help="Where shared files lie.")] = "docs/results/bench",
-) -> None:
-    """Print shared results (--share) as one Markdown table."""
-    from mlxkv.bench.render import run
-
-    raise typer.Exit(run(folder))
-
-
-@bench.command()
 def kernels(
     shapes: Annotated[
         str | None, typer.Option("--shapes", help="By commas: B1.H32.G8.D128,B1.H4.G1.D256.")
@@ -176,6 +166,16 @@ def decode(
     from mlxkv.bench.decode import run
 
     run(model, contexts, kv, tokens, rounds, fill, dtype, bits, json)
+
+
+@bench.command()
+def render(
+    folder: Annotated[str, typer.Argument(help="Where shared files lie.")] = "docs/results/bench",
+) -> None:
+    """Print shared results (--share) as one Markdown table."""
+    from mlxkv.bench.render import run
+
+    raise typer.Exit(run(folder))
 
 
 def main(name: str) -> None:

@@ -13,17 +13,22 @@ COMMAND = (sys.executable, "-m", "mlxkv.bench.worker")
 LONGEST = 300  # characters of an error
 
 
-def call(request: dict, timeout: float) -> dict:
+def call(request: dict, timeout: float | None, show: bool = False) -> dict:
     """What a worker answers to `request`, or {"error": why there is no answer}.
 
-    timeout: seconds. A KeyboardInterrupt while waiting kills the worker and goes on.
+    timeout: seconds, or None. show: what it says on stderr (a download) goes to ours. A
+    KeyboardInterrupt while waiting kills the worker and goes on.
     """
     command = [*COMMAND, json.dumps(request | {"watched": True})]
     with TemporaryFile() as out, TemporaryFile() as err:
         # A session of its own: Ctrl-C reaches us alone, and a kill reaches all of the worker. The
         # pipe tells it when we are gone.
         worker = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=None if show else err,
+            start_new_session=True,
         )
         try:
             code = worker.wait(timeout)

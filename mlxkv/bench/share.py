@@ -96,11 +96,14 @@ def read(file: Path) -> dict:
         return UserError(f"[render] {file.name}: {what}")
 
     try:
-        if file.stat().st_size > LARGEST:
-            raise bad(f"larger than {LARGEST} bytes")
-        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
+        size = file.stat().st_size
+        text = file.read_bytes() if size <= LARGEST else b""
     except OSError as error:
         raise bad(f"cannot be read ({error.strerror})") from None
+    if size > LARGEST:
+        raise bad(f"larger than {LARGEST} bytes")
+    try:
+        data = json.loads(text.decode("utf-8"), parse_constant=_no_number)
     except (ValueError, RecursionError):
         raise bad("not JSON") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -108,10 +111,11 @@ def read(file: Path) -> dict:
     if data.get("version") != VERSION or isinstance(data.get("version"), bool):
         raise bad(f"version {data.get('version')!r} of the format; this mlxkv reads {VERSION}")
     try:
-        if wrong := _wrong(data):
-            raise bad(wrong)
+        wrong = _wrong(data)
     except (KeyError, TypeError, AttributeError) as error:
-        raise bad(f"parts missing or of the wrong type ({error})") from None
+        wrong = f"parts missing or of the wrong type ({error})"
+    if wrong:
+        raise bad(wrong)
     return data
 
 

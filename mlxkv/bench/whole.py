@@ -38,17 +38,16 @@ class Findings:
 def run(plan: Plan, as_json: bool = False) -> int:
     """The command. Returns the exit code: 1 when a preset that was asked for, or fp16, has no speed
     somewhere; 130 after Ctrl-C. mlx-lm's own caches may fail freely."""
+    # Without a limit: the model may have to be fetched first.
+    about = call({"task": "about"} | plan.subject, None, show=True)
+    if "error" in about:
+        kind = UserError if about.get("user") else MachineError
+        text = about["error"]
+        raise kind(text if text.startswith("[") else f"[bench] {text}")
+    plan, found = plan.filled(about["machine"]["backend"]), Findings(about)
     with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task(f"{plan.model}: the machine and the model", total=None)
-        about = call({"task": "about"} | plan.subject, plan.timeout)
-        if "error" in about:
-            kind = UserError if about.get("user") else MachineError
-            text = about["error"]
-            raise kind(text if text.startswith("[") else f"[bench] {text}")
-        plan = plan.filled(about["machine"]["backend"])
         per_arm = 2 * plan.rounds * len(plan.contexts)
-        bars.update(bar, total=len(plan.presets) + per_arm * len(plan.arms))
-        found = Findings(about)
+        bar = bars.add_task(plan.model, total=len(plan.presets) + per_arm * len(plan.arms))
         try:
             _measure(
                 plan,
@@ -60,14 +59,19 @@ def run(plan: Plan, as_json: bool = False) -> int:
             found.interrupted = True
     data = document(plan, found)
     _show(data)
+    unwritten = False
     if plan.share is not None:
-        print(f"written: {share.write(data, plan.share)}")
+        try:
+            print(f"written: {share.write(data, plan.share)}")
+        except MachineError as error:  # what was measured must not be lost with it
+            console.note(str(error))
+            unwritten = True
     if as_json:
         console.print_json(data)
     if found.interrupted:
         return INTERRUPTED
     ours = (BASELINE, *plan.presets)
-    return int(any(r["error"] for r in data["rows"] if r["preset"] in ours))
+    return int(unwritten or any(r["error"] for r in data["rows"] if r["preset"] in ours))
 
 
 def _measure(plan: Plan, found: Findings, say: Callable, done: Callable) -> None:
