@@ -36,8 +36,17 @@ def bench(capsys, *args) -> tuple[int, str, dict]:
 # -- real processes
 
 
-def test_a_model_with_rotating_caches(capsys, gemma_folder, tmp_path):
-    """Everything for real: ours is measured, mlx-lm's own quantized cache says why it is not."""
+def test_the_real_command(capsys, model_folder):
+    options = ("--model", model_folder, "--kv", "fp16", "--no-mlx-lm", "--contexts", "64")
+    code, out, data = bench(capsys, *options, "--tokens", 2)
+    assert code == 0 and [r["preset"] for r in data["rows"]] == ["fp16"]
+    assert data["rows"][0]["runs"] == 2 and data["rows"][0]["of_copy"] > 0
+
+
+def test_a_model_with_rotating_caches(capsys, gemma_folder, tmp_path, monkeypatch):
+    """What workers do, in one process: ours is measured, mlx-lm's own quantized cache says why it
+    is not."""
+    monkeypatch.setattr(whole, "call", lambda request, *_, **__: worker.main(json.dumps(request)))
     file = tmp_path / "shared.json"
     options = ("--model", gemma_folder, "--kv", "int4", "--contexts", "320", "--tokens", 4)
     code, out, data = bench(capsys, *options, "--rounds", 1, "--share", file)
@@ -65,7 +74,7 @@ def test_a_model_with_rotating_caches(capsys, gemma_folder, tmp_path):
     assert str(gemma_folder.parent) not in file.read_text()
 
 
-def test_the_real_command_in_a_terminal_and_its_end_by_ctrl_c(model_folder):
+def test_ctrl_c_kills_the_worker(model_folder):
     """SIGINT during the runs: the worker is gone, what was measured is printed."""
     command = [sys.executable, "-m", "mlxkv", "bench", "--model", str(model_folder), "--json"]
     command += ["--kv", "int4", "--contexts", "64", "--tokens", "1000000", "--no-mlx-lm"]
@@ -176,6 +185,7 @@ def test_runs_are_interleaved_and_a_failed_arm_is_not_tried_again(capsys, worker
     assert ours["tokens_per_second"] == 50 and ours["spread"] == pytest.approx(0.4)
     assert ours["baseline_ratio"] == 2 and failed["error"] == "[metal] no room"
     assert ours["of_copy"] == pytest.approx((100 + 200) * 50 / 2e4)  # the better of two copies
+    assert "NOISY" in out and "int4 at 1024" in out
     assert "no room" in out and data["machine"]["copy_gb_s"] == 2e-5
 
 

@@ -15,6 +15,7 @@ COLUMNS = (
     *("context", "preset", "first token s", "prefill tok/s", "decode tok/s", "of fp16", "spread"),
     *("of copy", "peak", "cache"),
 )
+NOISY = 0.2  # a spread above which a ratio says little
 
 
 def row(preset: str, context: int, runs: list[dict], error: str | None) -> dict:
@@ -76,6 +77,9 @@ def show(data: dict) -> None:
     if data["interrupted"]:
         title += " (interrupted: what was measured so far)"
     console.print_table(columns, table, title)
+    if noisy := [r for r in rows if r["spread"] and r["spread"] > NOISY]:
+        names = ", ".join(f"{r['preset']} at {r['context']}" for r in noisy)
+        print(f"NOISY: runs apart by more than {100 * NOISY:.0f} %, ratios say little: {names}")
     for gate in data["gates"]:
         print(gate_line(gate))
     paths = dict.fromkeys(f"{r['preset']}: {r['by']}" for r in rows if r["by"])
