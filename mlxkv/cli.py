@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from mlxkv import __version__
-from mlxkv.bench.commands import bench
+from mlxkv.bench.commands import BenchGroup, bench
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.commands import evaluate
 
@@ -143,7 +143,13 @@ def doctor(json: Json = False) -> None:
 
 
 app.command("eval")(evaluate)
-app.add_typer(bench, name="bench", cls=Commands)
+
+
+class BenchCommands(Commands, BenchGroup):
+    """Those of `mlxkv bench`."""
+
+
+app.add_typer(bench, name="bench", cls=BenchCommands)
 
 
 def _one_line(text: object) -> str:

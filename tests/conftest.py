@@ -72,3 +72,15 @@ def loaded(model_folder):
     from mlxkv.models import load
 
     return load(str(model_folder), "fp16")
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """`mlxkv bench` without processes: made-up answers that a test may replace."""
+    from bench_workers import Workers
+
+    from mlxkv.bench import whole
+
+    found = Workers()
+    monkeypatch.setattr(whole, "call", found.call)
+    return found

@@ -80,7 +80,7 @@ def stored_bytes(config: CacheConfig, shape: Shape, view: View) -> int:
 
 
 def reference(queries: mx.array, view: View, scale: float) -> mx.array:
-    """Attention over the decoded pages in float32, one query head at a time: [B, H, 1, D].
+    """Attention over the decoded pages in float32, one query head at a time: [B, H, 1, Dv].
 
     Sums of products, no matrix products: those run in TF32 on some GPUs.
     """
@@ -90,7 +90,7 @@ def reference(queries: mx.array, view: View, scale: float) -> mx.array:
         if view.sink is not None:
             parts.insert(0, view.sink[side].astype(mx.float32))
         sides.append(mx.concatenate(parts, axis=2))
-    batch, heads, _, dims = queries.shape
+    batch, heads = queries.shape[:2]
     group = heads // sides[0].shape[1]
     rows = []
     for b in range(batch):
@@ -100,7 +100,7 @@ def reference(queries: mx.array, view: View, scale: float) -> mx.array:
             p = mx.softmax(scores, axis=-1, precise=True)
             rows.append((values * p[:, None]).sum(0))
             mx.eval(rows[-1])
-    return mx.stack(rows).reshape(batch, heads, 1, dims)
+    return mx.stack(rows).reshape(batch, heads, 1, -1)
 
 
 def relative_rms(ours: mx.array, expected: mx.array) -> float:

@@ -6,6 +6,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
@@ -13,10 +14,36 @@ from mlxkv.errors import MachineError, UserError
 Contexts = Annotated[str | None, typer.Option("--contexts", help="Tokens, by commas: 4k,32k.")]
 Kv = Annotated[str, typer.Option("--kv", help="Cache presets, by commas (mlxkv presets).")]
 Rounds = Annotated[int, typer.Option("--rounds", help="Each round runs all twice: A B B A.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="tiny, a folder, a hub name; gemma-3-1b, qwen2.5-1.5b, qwen3-4b: random weights.",
+    ),
+]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")]
+Bits = Annotated[
+    int | None, typer.Option("--bits", help="Quantise random weights, as mlx-lm does.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Add one JSON document as the last line.")]
 
+SHARE = "--share"
+
+
+class BenchGroup(TyperGroup):
+    """A group whose --share may stand without a file."""
+
+    def parse_args(self, ctx, args):
+        args = list(args)
+        for i in [i for i, arg in enumerate(args) if arg == SHARE][::-1]:
+            if args[i + 1 : i + 2] == [] or args[i + 1].startswith("-"):
+                args.insert(i + 1, "")
+        return super().parse_args(ctx, args)
+
+
 bench = typer.Typer(
-    help="Measure speed here: of the kernels alone, or of a whole model.",
+    cls=BenchGroup,
+    help="Measure a model's speed and memory here, every preset in a fresh process.",
     add_completion=False,
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -24,9 +51,74 @@ bench = typer.Typer(
 
 
 @bench.callback(invoke_without_command=True)
-def top(ctx: typer.Context) -> None:
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
+def top(
+    ctx: typer.Context,
+    model: Model = "tiny",
+    kv: Kv = "int8,int4",
+    contexts: Annotated[
+        str | None,
+        typer.Option("--contexts", help="Tokens, by commas. Default: 4k,16k (on a CPU 1k)."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Tokens to decode. Default: 128 (CPU: 32).")
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option("--rounds", help="Each runs all twice: A B B A. Default: 2 (CPU: 1)."),
+    ] = None,
+    cooldown: Annotated[
+        float, typer.Option("--cooldown", help="Seconds of rest between two processes.")
+    ] = 0.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds after which one process is stopped.")
+    ] = 3600.0,
+    dtype: Dtype = None,
+    bits: Bits = None,
+    mlx_lm: Annotated[
+        bool, typer.Option("--mlx-lm/--no-mlx-lm", help="mlx-lm's own quantized caches too.")
+    ] = True,
+    json: Json = False,
+    share: Annotated[
+        str | None,
+        typer.Option(
+            SHARE,
+            metavar="[FILE]",
+            help="Write a JSON file for an issue: no names, no paths. Default: "
+            "mlxkv-bench-<chip>-<date>.json here.",
+        ),
+    ] = None,
+) -> None:
+    """Measure a model's speed and memory here: first token, prefill, decode, peak, cache, per preset
+    and context, each in a fresh process, beside mlx-lm's own caches. Every preset is checked first.
+
+    The commands below measure parts of it, or render shared results.
+    """
+    if ctx.invoked_subcommand is not None:
+        said = [p for p in ctx.params if ctx.get_parameter_source(p).name == "COMMANDLINE"]
+        if said:
+            name = said[0].replace("_", "-")
+            raise UserError(
+                f"[bench] --{name} has no effect before a command; got {ctx.invoked_subcommand}; "
+                "choose to write it behind the command, or leave the command out"
+            )
+        return
+    from mlxkv.bench.plan import make
+    from mlxkv.bench.whole import run
+
+    plan = make(
+        kv,
+        contexts,
+        model=model,
+        tokens=tokens,
+        rounds=rounds,
+        cooldown=cooldown,
+        timeout=timeout,
+        dtype=dtype,
+        bits=bits,
+        mlx_lm=mlx_lm,
+        share=share,
+    )
+    raise typer.Exit(run(plan, json))
 
 
 @bench.command()
@@ -54,13 +146,7 @@ def kernels(
 
 @bench.command()
 def decode(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            help="tiny, a folder, a hub name; gemma-3-1b, qwen2.5-1.5b, qwen3-4b: random weights.",
-        ),
-    ] = "tiny",
+    model: Model = "tiny",
     contexts: Contexts = None,
     kv: Kv = "fp16,int4",
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to decode.")] = 64,
@@ -72,18 +158,24 @@ def decode(
             help="prefill, direct (random keys and values), auto: direct above 32k (CPU: 1k).",
         ),
     ] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")
-    ] = None,
-    bits: Annotated[
-        int | None, typer.Option("--bits", help="Quantise random weights, as mlx-lm does.")
-    ] = None,
+    dtype: Dtype = None,
+    bits: Bits = None,
     json: Json = False,
 ) -> None:
-    """Time a model through mlx-lm: first token, prefill, decode, memory, per preset and context."""
+    """The quick form in one process: first token, prefill, decode, memory, per preset and context."""
     from mlxkv.bench.decode import run
 
     run(model, contexts, kv, tokens, rounds, fill, dtype, bits, json)
+
+
+@bench.command()
+def render(
+    folder: Annotated[str, typer.Argument(help="Where shared files lie.")] = "docs/results/bench",
+) -> None:
+    """Print shared results (--share) as one Markdown table."""
+    from mlxkv.bench.render import run
+
+    raise typer.Exit(run(folder))
 
 
 def main(name: str) -> None:

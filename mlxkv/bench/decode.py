@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mlxkv import console, doctor, sealed
-from mlxkv.bench.models import Subject, subject
+from mlxkv.bench.models import DTYPES, Subject, subject
+from mlxkv.bench.plan import BASELINE, MLX_LM, MLX_LM_GROUP
+from mlxkv.bench.reading import cache_bytes
 from mlxkv.bench.timing import default_dtype, interleaved, print_where, short, where
 from mlxkv.config import parse_kv
 from mlxkv.errors import MachineError, UserError
@@ -22,12 +24,10 @@ from mlxkv.metal.launch import backend
 from mlxkv.models import attach, detach
 from mlxkv.shapes import layers_of, text_config
 
-BASELINE = "fp16"
 WARM = 4  # decoded before the clock starts
 DIRECT_ABOVE, DIRECT_ABOVE_CPU = 32768, 1024  # a longer prefill takes long, and is not decoding
 CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
 FILLS = ("auto", "prefill", "direct")
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 COLUMNS = (
     *("context", "preset", "by", "filled by", "first token s", "prefill tok/s", "decode tok/s"),
     *("of fp16", "spread", "token ms", "peak", "cache"),
@@ -116,7 +116,7 @@ def _rows(
     runs = interleaved(tasks, rounds, done)
     rows = []
     for name in presets:
-        row = {"preset": name, "by": _by(it, name), "context": context}
+        row = {"preset": name, "by": decoded_by(it, name), "context": context}
         row |= {"fill": fill, "runs": len(runs[name])}
         for key, first in runs[name][0].items():
             kind = type(first)  # bytes stay whole
@@ -130,8 +130,10 @@ def _rows(
     return rows
 
 
-def _by(it: Subject, preset: str) -> str:
+def decoded_by(it: Subject, preset: str) -> str:
     """What computes the attention of the layers that grow."""
+    if preset in MLX_LM:
+        return "mlx-lm"
     config = parse_kv(preset)
     shape = next((s for s in layers_of(it.config) if s.kind == "full"), None)
     if not config.compresses or shape is None:
@@ -140,8 +142,14 @@ def _by(it: Subject, preset: str) -> str:
 
 
 def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> dict:
-    """One run: fill a fresh cache with `context` tokens, then decode `tokens` after a few."""
-    attach(it.model, preset)
+    """One run: fill a fresh cache with `context` tokens, then decode `tokens` after a few.
+
+    preset: one of ours, or a name in MLX_LM: then mlx-lm quantises by its own path, from the first
+    token on. prefill_seconds: all of the prompt but its last token; first_token_seconds: until the
+    first token is there. Both are None where the cache was filled directly.
+    """
+    bits = MLX_LM.get(preset)
+    attach(it.model, BASELINE if bits else preset)
     try:
         cache = make_prompt_cache(it.model)
         mx.random.seed(0)
@@ -155,6 +163,15 @@ def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> d
             mx.clear_cache()
             mx.reset_peak_memory()
         options = {"max_tokens": WARM + tokens, "prefill_step_size": PREFILL_STEP}
+        if bits:
+            options |= {"kv_bits": bits, "kv_group_size": MLX_LM_GROUP, "quantized_kv_start": 0}
+        read = []
+
+        def progress(done: int, total: int) -> None:
+            if 0 < done < total:
+                read[:] = [time.perf_counter()]
+
+        options["prompt_progress_callback"] = progress
         with wired_limit(it.model):  # as mlx-lm generates
             times = [time.perf_counter()]
             for _, logprobs in generate_step(prompt, it.model, prompt_cache=cache, **options):
@@ -162,16 +179,18 @@ def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> d
                 last = logprobs
         if not mx.isfinite(last.max()).item():  # one NaN in the logits makes all of them NaN
             raise MachineError(f"[bench] NaN or infinity in the logits with {preset}; no times")
-        first = times[1] - times[0] if fill == "prefill" else None
+        prefill = read[0] - times[0] if fill == "prefill" else None
         timed = times[WARM:]
         gaps = [b - a for a, b in zip(timed, timed[1:], strict=False)]
         return {
-            "prefill_seconds": first,
-            "prefill_tokens_per_second": first and context / first,
+            "prefill_seconds": prefill,
+            "prefill_tokens_per_second": prefill and (context - 1) / prefill,
+            "first_token_seconds": prefill and times[1] - times[0],
             "tokens_per_second": tokens / (timed[-1] - timed[0]),
             "token_ms": 1e3 * median(gaps),
             "peak_bytes": mx.get_peak_memory(),
             "kv_bytes": sum(layer.nbytes for layer in cache),
+            "read_bytes": cache_bytes(cache),
         }
     finally:
         detach(it.model)
@@ -205,7 +224,7 @@ def _show(rows: list[dict], tokens: int, rounds: int) -> None:
     for row in rows:
         prefill = ("-", "-")
         if row["prefill_seconds"]:
-            seconds, speed = row["prefill_seconds"], row["prefill_tokens_per_second"]
+            seconds, speed = row["first_token_seconds"], row["prefill_tokens_per_second"]
             prefill = (f"{seconds:.3f}", f"{speed:.0f}")
         ratio = f"{row['baseline_ratio']:.2f}" if row["baseline_ratio"] else "-"
         table.append(

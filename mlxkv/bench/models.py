@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlxkv.errors import UserError
 
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 GROUP = 64  # of quantised weights, as mlx-lm's converter makes them
 _QWEN = {
     "rms_norm_eps": 1e-6,

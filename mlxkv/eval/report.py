@@ -182,8 +182,8 @@ def notes(data: dict) -> list[str]:
         windows = f"those of each preset, {same}"
     return [
         f"bits: per stored value in pages; in all: of the whole cache, 16 bits outside; windows: {windows}",
-        f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one behind the context; prompt KL: its "
-        "second half, read in chunks; KL in nats against fp16 on the same tokens",
+        f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one behind the context; "
+        "prompt KL: its second half, read in chunks; KL in nats against fp16 on the same tokens",
         f"single, m-: share of right values in percent, {options['questions']} questions of each kind "
         f"({options['needles']}); answers, tools: right ones in percent; "
         f"same text: leading tokens of {options['tokens']} equal to fp16's greedy ones",
