@@ -82,7 +82,7 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
             kind: sum(depth["asked"] for depth in part["depths"]) for kind, part in parts.items()
         }
     if part := results.get("generation-agreement"):
-        row["agreement"] = part[name]["mean"]
+        row["agreement"] = sum(part[name]["lengths"]) / sum(part[name]["of"])
     for part_name, key in (("answers", "right"), ("structured", "right")):
         if part := results.get(f"generation-{part_name}"):
             row[part_name] = part[name][key] / part[name]["asked"]
@@ -148,8 +148,8 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
         columns.append(kind.replace("multi", "m") + " %")
         makers.append(lambda r, kind=kind: f"{100 * r['retrieval'][kind]:.1f}")
     if "agreement" in first:
-        columns.append("same text")
-        makers.append(lambda r: f"{r['agreement']:.1f}")
+        columns.append("text %")
+        makers.append(lambda r: f"{100 * r['agreement']:.1f}")
     for key, title in (("answers", "answers %"), ("structured", "tools %")):
         if key in first:
             columns.append(title)
@@ -186,7 +186,7 @@ def notes(data: dict) -> list[str]:
         "prompt KL: its second half, read in chunks; KL in nats against fp16 on the same tokens",
         f"single, m-: share of right values in percent, {options['questions']} questions of each kind "
         f"({options['needles']}); answers, tools: right ones in percent; "
-        f"same text: leading tokens of {options['tokens']} equal to fp16's greedy ones",
+        f"text: leading greedy tokens equal to fp16's, of up to {options['tokens']} a prompt",
         f"verdict: {verdict.RULES}",
     ]
 
