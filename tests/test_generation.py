@@ -17,7 +17,7 @@ from mlxkv.eval.greedy import Reply, reply
 from mlxkv.eval.part import Options
 from mlxkv.models import load
 
-SMALL = Options(contexts=(768,), questions=2, tokens=24)
+SMALL = Options(contexts=(768,), questions=4, tokens=24)
 CODES = (("Ada", "4821"), ("Bo", "1234"), ("Cy", "9999"), ("Di", "5555"))
 
 

@@ -60,8 +60,8 @@ def parts(arms: Arms, options: Options) -> list[Part]:
     makers = {"agreement": _agreement, "answers": _answers, "structured": _structured}
     counts = {
         "agreement": CONTINUED,
-        "answers": len(passages.questions(options.needles, options.questions)),
-        "structured": options.questions,
+        "answers": len(passages.questions(options.needles, _fewer(options))),
+        "structured": _fewer(options),
     }
     asks = {
         "seed": SEED,
@@ -82,6 +82,11 @@ def parts(arms: Arms, options: Options) -> list[Part]:
         )
         for name, make in makers.items()
     ]
+
+
+def _fewer(options: Options) -> int:
+    """Half as many questions as in retrieval: they are written token by token."""
+    return -(-options.questions // 2)
 
 
 def _context(arms: Arms, options: Options) -> int:
@@ -167,7 +172,7 @@ def _agree(limit: int, got: list[Written], baseline: list[Written]) -> dict:
 
 
 def _answers(loaded, document, options: Options) -> tuple[list[Prompt], Judge]:
-    asked = passages.questions(options.needles, options.questions)
+    asked = passages.questions(options.needles, _fewer(options))
     made = [
         Prompt(prompts.ask(loaded, document.text, a.question, a.turns), LIMIT, line=True)
         for a in asked
@@ -187,7 +192,7 @@ def _answers(loaded, document, options: Options) -> tuple[list[Prompt], Judge]:
 
 def _structured(loaded, document, options: Options) -> tuple[list[Prompt], Judge]:
     codes = [(q.keys[0], q.values[0]) for q in document.of("single")]
-    count = tools.EXAMPLES + options.questions
+    count = tools.EXAMPLES + _fewer(options)
     calls = tools.calls(Random(f"{SEED}-tools"), count, codes)
     examples, wanted = calls[: tools.EXAMPLES], calls[tools.EXAMPLES :]
     first = tools.INTRODUCTION.format(request=examples[0].request)

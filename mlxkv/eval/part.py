@@ -17,9 +17,9 @@ class Options:
     """What is asked of every task.
 
     contexts: tokens. decode: tokens decoded one by one behind each context (divergence). questions:
-    of each kind and context (retrieval). tokens: greedy tokens per prompt (generation). texts:
-    files of the user to read in place of the built-in text. needles: "worlds" for models trained
-    on `eval.worlds`, "plain" for all others.
+    of each kind and context (retrieval); half as many in generation. tokens: greedy tokens per
+    prompt (generation). texts: files of the user to read in place of the built-in text. needles:
+    "worlds" for models trained on `eval.worlds`, "plain" for all others.
     """
 
     contexts: tuple[int, ...] = (2048,)
