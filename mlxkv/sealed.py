@@ -6,6 +6,7 @@ Each restores what the other saved, so that a cache saved on one machine is read
 
 from __future__ import annotations
 
+from copy import copy, deepcopy
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -70,6 +71,11 @@ class _Store:
         self.config, self.dims = config, dims
         sides = (config.keys, config.values)
         self.codecs = tuple(codec(s, d, config.page) for s, d in zip(sides, dims, strict=True))
+
+    def __deepcopy__(self, memo):
+        other = copy(self)  # all but the pages is shared: MLX's kernel builders cannot be copied
+        other._pages = deepcopy(self._pages, memo)
+        return other
 
 
 class Codes(_Store):

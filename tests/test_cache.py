@@ -9,6 +9,7 @@ import pytest
 from cache_model import spec_side
 
 from mlxkv import reference as ref
+from mlxkv import sealed
 from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache
 from mlxkv.config import PRESETS, Affine, CacheConfig, Full, Side
@@ -339,3 +340,14 @@ def test_models_that_index_the_keys_are_told_so():
     assert view.shape == (1, KV_HEADS, 10, 64)
     with pytest.raises(UserError, match="uses compressed keys as an array; got .transpose"):
         view.transpose(0, 2, 1, 3)
+
+
+def test_a_store_of_records_is_copied_with_mlx_own_builder():
+    """What builds kernels on a GPU is a function of MLX that no copy module knows."""
+    store = sealed.Records(PRESETS["int4"], (64, 64), mx.fast.metal_kernel)
+    store._pages.append({"records": mx.arange(12).reshape(1, 1, 4, 3)}, 1)
+    twin = copy.deepcopy(store)
+    assert twin.make is store.make and twin.layout == store.layout
+    twin._pages.append({"records": mx.zeros((1, 1, 4, 3), mx.int32)}, 1)
+    assert (store.count, twin.count) == (1, 2)
+    assert mx.array_equal(store.state["records"], mx.arange(12).reshape(1, 1, 4, 3))

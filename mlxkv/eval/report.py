@@ -83,7 +83,7 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
         }
     if part := results.get("generation-agreement"):
         row["agreement"] = sum(part[name]["lengths"]) / sum(part[name]["of"])
-    for part_name, key in (("answers", "right"), ("structured", "right")):
+    for part_name, key in (("answers", "right"), ("structured", "same")):
         if part := results.get(f"generation-{part_name}"):
             row[part_name] = part[name][key] / part[name]["asked"]
     for key, part in results.items():
@@ -150,7 +150,7 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
     if "agreement" in first:
         columns.append("text %")
         makers.append(lambda r: f"{100 * r['agreement']:.1f}")
-    for key, title in (("answers", "answers %"), ("structured", "tools %")):
+    for key, title in (("answers", "answers %"), ("structured", "tools =")):
         if key in first:
             columns.append(title)
             makers.append(lambda r, key=key: f"{100 * r[key]:.1f}")
@@ -185,7 +185,8 @@ def notes(data: dict) -> list[str]:
         f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one behind the context; "
         "prompt KL: its second half, read in chunks; KL in nats against fp16 on the same tokens",
         f"single, m-: share of right values in percent, {options['questions']} questions of each kind "
-        f"({options['needles']}); answers, tools: right ones in percent; "
+        f"({options['needles']}); answers: right ones; "
+        "tools =: tool calls written as fp16 writes them, in percent; "
         f"text: leading greedy tokens equal to fp16's, of up to {options['tokens']} a prompt",
         f"verdict: {verdict.RULES}",
     ]
