@@ -8,11 +8,12 @@ from mlxkv.eval import report
 from mlxkv.eval.statistics import block
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 86rem; padding: 0 1rem;
        color: #1c1c1e; background: #fff; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+table { font-size: .85rem; }
+th, td { padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; } p.note, figcaption { color: #555; font-size: .9rem; max-width: 60rem; }
 figure { margin: 1rem 0; } svg { max-width: 100%; height: auto; } pre { font-size: .8rem; }
@@ -27,7 +28,8 @@ def html(data: dict) -> str:
     for context in data["contexts"]:
         columns, rows = report.table(data, context)
         body += [f"<h2>{context} tokens</h2>", _table(columns, rows)]
-        body += [f"<p>{escape(line)}</p>" for line in report.reasons(data, context)]
+        lines = "<br>".join(escape(line) for line in report.reasons(data, context))
+        body += [f'<p class="note">{lines}</p>']
     body += [f'<p class="note">{escape(line)}</p>' for line in report.notes(data)]
     body += _pictures(data) + _blocks(data)
     return (

@@ -30,6 +30,8 @@ STAGES = {
     "hidden": "hidden state, relative error",
 }
 SMALLEST = 1e-7  # on logarithmic axes
+MAPS = 6  # side by side
+LINES = ("-", "--", ":")  # the colours come again after ten
 
 Picture = tuple[str, str, str]  # title, caption, SVG
 
@@ -100,15 +102,20 @@ def positions(data: dict) -> Iterator[Picture]:
         if not part:
             continue
         figure, axis = plt.subplots(figsize=(9, 3.6))
-        for name, result in part.items():
+        for index, (name, result) in enumerate(part.items()):
             where = result["position"]
-            axis.plot(where["position"], [max(x, SMALLEST) for x in where["mean"]], label=name)
+            means = [max(x, SMALLEST) for x in where["mean"]]
+            axis.plot(where["position"], means, LINES[index // 10 % 3], label=name)
         axis.axvline(context, color="black", linewidth=0.8, linestyle=":")
         axis.set_yscale("log")
         axis.set_xlabel("position (dotted: from here on decoded one by one)")
         axis.set_ylabel("KL (nats)")
         axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-        caption = "Mean of runs of tokens. Nothing is stored in codes before the windows are full."
+        chunk = next(iter(part.values()))["chunk"]
+        caption = (
+            f"Mean of runs of tokens. A chunk of {chunk} tokens reads its own tokens exactly, so that the "
+            "first chunk costs nothing."
+        )
         yield f"KL divergence by position, {context} tokens", caption, _svg(figure)
 
 
@@ -122,11 +129,14 @@ def maps(data: dict) -> Iterator[Picture]:
     for kind, by_context in found.items():
         contexts = sorted(by_context)
         names = list(by_context[contexts[0]])
-        width = 1.2 + 0.42 * len(contexts)
+        columns = min(MAPS, len(names))
+        lines = -(-len(names) // columns)
         figure, axes = plt.subplots(
-            1, len(names), figsize=(max(6, (width + 0.5) * len(names)), 3.2), squeeze=False
+            lines, columns, figsize=(12, 2.4 * lines), squeeze=False, layout="constrained"
         )
-        for axis, name in zip(axes[0], names, strict=True):
+        for axis in axes.flat[len(names) :]:
+            axis.axis("off")
+        for axis, name in zip(axes.flat, names, strict=False):
             cells = [
                 [
                     d["right"] / d["asked"] if d["asked"] else float("nan")
@@ -145,10 +155,8 @@ def maps(data: dict) -> Iterator[Picture]:
             axis.set_xticks(range(len(contexts)), [f"{c}" for c in contexts])
             axis.set_title(name, fontsize=10)
             axis.grid(False)
-        axes[0][0].set_ylabel("depth of the fact")
-        figure.supxlabel("context, tokens", fontsize=10)
-        figure.tight_layout()
-        yield f"Retrieval, {kind}", "Share of right values, in percent.", _svg(figure)
+        caption = "Share of right values in percent, by context (tokens) and depth of the fact."
+        yield f"Retrieval, {kind}", caption, _svg(figure)
 
 
 def stages(data: dict) -> Iterator[Picture]:
@@ -159,11 +167,12 @@ def stages(data: dict) -> Iterator[Picture]:
             continue
         figure, axes = plt.subplots(1, len(STAGES), figsize=(3.4 * len(STAGES), 3.2))
         for axis, (key, label) in zip(axes, STAGES.items(), strict=True):
-            for name, result in part.items():
+            for index, (name, result) in enumerate(part.items()):
                 seen = [layer for layer in result["layers"] if layer[key] is not None]
                 axis.plot(
                     [layer["index"] for layer in seen],
                     [max(layer[key], SMALLEST) for layer in seen],
+                    LINES[index // 10 % 3],
                     marker=".",
                     label=name,
                 )

@@ -15,6 +15,7 @@ from mlxkv.fit import layer_bytes
 from mlxkv.shapes import layers_of
 
 RETRIEVAL = ("single", "multi-key", "multi-query", "multi-value")
+TASK_COLUMNS = {"single", "m-key", "m-query", "m-value", "text", "answers", "tools"}
 
 
 def assemble(
@@ -145,12 +146,12 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
             lambda r: f"{r['prompt_kl_mean']:.2g}",
         ]
     for kind in first.get("retrieval", {}):
-        columns.append(kind.replace("multi", "m") + " %")
+        columns.append(kind.replace("multi", "m"))
         makers.append(lambda r, kind=kind: f"{100 * r['retrieval'][kind]:.1f}")
     if "agreement" in first:
-        columns.append("text %")
+        columns.append("text")
         makers.append(lambda r: f"{100 * r['agreement']:.1f}")
-    for key, title in (("answers", "answers %"), ("structured", "tools =")):
+    for key, title in (("answers", "answers"), ("structured", "tools")):
         if key in first:
             columns.append(title)
             makers.append(lambda r, key=key: f"{100 * r[key]:.1f}")
@@ -186,8 +187,8 @@ def notes(data: dict) -> list[str]:
         "prompt KL: its second half, read in chunks; KL in nats against fp16 on the same tokens",
         f"single, m-: share of right values in percent, {options['questions']} questions of each kind "
         f"({options['needles']}); answers: right ones; "
-        "tools =: tool calls written as fp16 writes them, in percent; "
-        f"text: leading greedy tokens equal to fp16's, of up to {options['tokens']} a prompt",
+        "tools: tool calls written as fp16 writes them, in percent; "
+        f"text: leading greedy tokens equal to fp16's in percent, of up to {options['tokens']} a prompt",
         f"verdict: {verdict.RULES}",
     ]
 
@@ -197,7 +198,13 @@ def show(data: dict, blocks: bool) -> None:
     for context in data["contexts"]:
         columns, rows = table(data, context)
         title = f"{data['model']}, {context} tokens, {data['dtype']}"
-        console.print_table(columns, rows, title)
+        # Two tables: one is too wide for a terminal.
+        tasks = [i for i, name in enumerate(columns) if name in TASK_COLUMNS]
+        numbers = [i for i in range(len(columns)) if i not in tasks]
+        for chosen in (numbers, [0, *tasks] if tasks else []):
+            if chosen:
+                cells = [[row[i] for i in chosen] for row in rows]
+                console.print_table([columns[i] for i in chosen], cells, title)
         print("\n".join([*reasons(data, context), ""]))
         part = data["parts"].get(f"divergence-{context}", {})
         for name, result in part.items() if blocks else ():
