@@ -1,13 +1,10 @@
 """The embedded models tell the presets apart (the gates of the full-precision cache are
 `training/gates.py`'s): smaller contexts than the README's table, the same orderings."""
 
-import json
 from functools import cache
 
 import pytest
 
-from mlxkv.errors import UserError
-from mlxkv.eval import quality
 from mlxkv.eval.perplexity import perplexity, story_tokens
 from mlxkv.eval.recall import recall
 from mlxkv.models import load
@@ -54,25 +51,3 @@ def test_naive_codes_break_on_the_hard_models(model):
     # In so short a text few tokens are sealed: the values are still right, but less certain.
     naive, rotated = single(model, "naive-int4"), single(model, "int4")
     assert naive.likelihood < 3 * rotated.likelihood < 0
-
-
-def test_the_table_of_quality(capsys):
-    arguments = ["--kv", "fp16,int4", "--context", "512", "--questions", "2"]
-    quality.main(["--model", "tiny", *arguments])
-    out = capsys.readouterr().out
-    data = json.loads(out.splitlines()[-1])
-    full, packed = data["rows"]
-    assert [full["preset"], packed["preset"]] == ["fp16", "int4"]
-    assert full["values"] == packed["values"] > 0
-    assert packed["kv_bytes"] < full["kv_bytes"]
-    assert 1 < full["perplexity"] < 4
-    assert full["perplexity"] != packed["perplexity"]  # the codes were read
-
-
-@pytest.mark.parametrize(
-    "arguments", (["--kv", "fp16,int5"], ["--questions", "0"], ["--context", "100"])
-)
-def test_a_slip_costs_no_work(arguments, capsys):
-    with pytest.raises(UserError, match="got"):
-        quality.main(arguments)
-    assert capsys.readouterr().out == ""
