@@ -7,6 +7,7 @@ Letters: `R` stored dims per token, `page` tokens encoded together.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import floor
 from typing import Literal
 
 from mlxkv.errors import UserError
@@ -42,12 +43,15 @@ class Affine:
         last group may be short (80 dims: 64 + 16); along the tokens of a page for axis "channel".
     symmetric: abs-max around zero, codes -(2^(b-1)-1) .. 2^(b-1)-1 (SRFT paper, section 3.2); no
         bias is stored. Otherwise min-max with a stored bias.
+    clip: share of the stored dims of a token, by absolute value, that are not clipped (OSCAR: keys
+        .96, values .92); 1: none. Larger values become the smallest of them. Axis "token" only.
     """
 
     bits: int
     group: int = 64
     symmetric: bool = False
     axis: Literal["token", "channel"] = "token"
+    clip: float = 1.0
 
     def __post_init__(self):
         if self.bits not in BITS:
@@ -57,11 +61,24 @@ class Affine:
             raise UserError(f"[Affine] unknown axis; got {self.axis!r}; choose from token, channel")
         if self.group and self.group < MIN_GROUP:
             raise UserError(f"[Affine] group must be 0 or at least {MIN_GROUP}; got {self.group}")
+        if not 0 < self.clip <= 1:
+            raise UserError(f"[Affine] clip must be above 0 and at most 1; got {self.clip}")
+        if self.clip < 1 and self.axis != "token":
+            raise UserError(
+                f'[Affine] clip {self.clip} is a share of a token: it needs axis "token"; '
+                f"got {self.axis!r}"
+            )
 
     @property
     def label(self) -> str:
         shape = "symmetric" if self.symmetric else "min-max"
-        return f"int{self.bits} {shape}, group {self.group or 'all'} per {self.axis}"
+        clip = f", clip {self.clip:g}".replace(" 0.", " .") if self.clip < 1 else ""
+        return f"int{self.bits} {shape}, group {self.group or 'all'} per {self.axis}{clip}"
+
+    def clip_rank(self, dims: int) -> int:
+        """Which of the absolute values of a token is the limit, counted from the largest: 1 is the
+        largest itself, which clips nothing."""
+        return dims - min(floor(self.clip * dims + 1e-9), dims - 1)
 
     def group_size(self, dims: int, page: int) -> int:
         """Values per scale of `dims` stored dims (or of a page of `page` tokens)."""

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlxkv import records
 from mlxkv.metal.launch import Factory, launch
+from mlxkv.quantizers import affine
 from mlxkv.records import BLOCK, TOKENS, SideLayout
 from mlxkv.transform import Transform
 
@@ -23,6 +24,7 @@ TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or 
 # Threadgroups that a multiprocessor of an NVIDIA GPU is to hold, by pairs of a tile: enough simdgroups
 # to wait for memory, with few registers spilled (counted by the compiler, not tuned by timing).
 RESIDENT = {512: 8, 1024: 10, 2048: 12}
+MAX_RANK = 64  # of a limit that the seal kernel finds: the longest list of metal/select.h
 FAST_DIMS = (64, 128, 256, 512)
 FAST_KINDS = {"hadamard": 1, "srft": 2}
 LOG2E = log2(e)
@@ -57,6 +59,7 @@ def seal(
     transforms: tuple[Transform | None, Transform | None] = (None, None),
     start: int = 0,
     tokens: int | None = None,
+    ranks: tuple[int, int] = (1, 1),
 ) -> mx.array:
     """(keys, values), each [B, G, T, D] -> records [B, G, tokens / 16, words], in one dispatch.
     The two may differ in D, dtype, format and transform.
@@ -65,22 +68,27 @@ def seal(
         buffers, since MLX copies slices. tokens is a multiple of 16.
     transforms: of keys and values. One without a fast form for these dims (`fast_kind`) is an MLX
         product before the dispatch.
+    ranks: of keys and values, `Affine.clip_rank`. Beyond `MAX_RANK` MLX clips before the dispatch.
     """
     batch, heads, length, _ = pair[0].shape
     tokens = length - start if tokens is None else tokens
     count = tokens // TOKENS
     inputs, tables, places, template, tile = [], [], [], {}, 16
-    sides = zip("KV", pair, (layout.keys, layout.values), transforms, strict=True)
-    for name, x, at, transform in sides:
+    sides = zip("KV", pair, (layout.keys, layout.values), transforms, ranks, strict=True)
+    for name, x, at, transform, rank in sides:
         kind, first = fast_kind(transform, x.shape[3]), start
-        if kind is None:
-            x, kind, first = transform.store(x[:, :, start : start + tokens]), 0, 0
+        if kind is None or rank > MAX_RANK:
+            x, kind, first = x[:, :, start : start + tokens], 0, 0
+            x = x if transform is None else transform.store(x)
+            if rank > MAX_RANK:
+                x, rank = affine.clip_rows(x.astype(mx.float32), rank), 1
         elif x.dtype not in (mx.float32, mx.float16, mx.bfloat16):
             x = x.astype(mx.float32)
         inputs.append(x)
         tables.append(transform.table if kind else nothing())
         places += [first, x.shape[2]]
         template |= {f"T_{name}": x.dtype, f"D_{name}": at.dims, f"KIND_{name}": kind}
+        template |= {f"RANK_{name}": rank}
         template |= side_template(at, f"_{name}")
         tile = max(tile, TOKENS * at.dims // 2 if kind else 0)
     groups = max(1, min(SIMDGROUPS, TILES // tile))

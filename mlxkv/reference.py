@@ -130,11 +130,30 @@ def _ungrouped(x: np.ndarray, axis: str, dims: int) -> np.ndarray:
     return x.reshape(*x.shape[:-2], -1)[..., :dims]
 
 
+def clip_rows(x: np.ndarray, clip: float) -> np.ndarray:
+    """Each row of x [..., R] kept within +-tau (OSCAR's code): tau is entry min(floor(clip R + 1e-9),
+    R - 1) of the row's |x| in ascending order. The whole row has one tau, whatever the groups.
+
+    1e-9: clip R is meant exactly, .29 * 100 is 29 and not 28.999... tau moves by no more than the
+    entry of |x| that moves most, so a near tie in float32 is as harmless as rounding x.
+    """
+    dims = x.shape[-1]
+    index = min(int(np.floor(clip * dims + 1e-9)), dims - 1)
+    tau = np.sort(np.abs(x), -1)[..., index, None]
+    return np.clip(x, -tau, tau)
+
+
 def affine_encode(
-    x: np.ndarray, bits: int, group: int, symmetric: bool = False, axis: str = "token"
+    x: np.ndarray,
+    bits: int,
+    group: int,
+    symmetric: bool = False,
+    axis: str = "token",
+    clip: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes and parameters of x: [..., T, R].
 
+    clip < 1, axis "token" alone: `clip_rows` comes first.
     symmetric (SRFT paper, section 3.2): scale = max|x| / m, m = 2^(b-1) - 1, code = round(x /
     scale) + 2^(b-1). min-max: bias = min x, scale = (max x - bias) / (2^b - 1), code = round((x -
     bias) / scale).
@@ -142,7 +161,10 @@ def affine_encode(
     [..., T, ceil(R/g)] for axis "token", [..., T/g, R] for axis "channel". The symmetric bias is
     -2^(b-1) scale and is not stored.
     """
-    g = _grouped(np.asarray(x, np.float64), group, axis)
+    x = np.asarray(x, np.float64)
+    if clip < 1:
+        x = clip_rows(x, clip)
+    g = _grouped(x, group, axis)
     top, middle = 2**bits - 1, 2 ** (bits - 1)
     if symmetric:
         scale = _half(np.abs(g).max(-1) / (middle - 1), HALF_MAX / middle)
@@ -211,7 +233,8 @@ def stored(x: np.ndarray, side: dict, sink: int, pages: int, page: int) -> np.nd
     """x: [B, G, T, D] as attention sees it: pages go through transform, quantizer and back, windows
     are exact.
 
-    side: {"transform", "seed", "bits", "group", "symmetric", "axis"}; bits 16 means full precision.
+    side: {"transform", "seed", "bits", "group", "symmetric", "axis"}, and "clip" where it is not 1;
+    bits 16 means full precision.
     """
     out = np.array(x, np.float64)
     if pages == 0 or side["bits"] == 16:
@@ -220,7 +243,9 @@ def stored(x: np.ndarray, side: dict, sink: int, pages: int, page: int) -> np.nd
     inside = slice(sink, sink + pages * page)
     body = out[:, :, inside] @ down
     group = group_size(side["group"], body.shape[-1] if side["axis"] == "token" else page)
-    codes, scale, bias = affine_encode(body, side["bits"], group, side["symmetric"], side["axis"])
+    codes, scale, bias = affine_encode(
+        body, side["bits"], group, side["symmetric"], side["axis"], side.get("clip", 1.0)
+    )
     out[:, :, inside] = affine_decode(codes, scale, bias, group, side["axis"]) @ up
     return out
 

@@ -145,7 +145,11 @@ class Records(_Store):
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         transforms = tuple(code.transform for code in self.codecs)
         tokens = count * self.config.page
-        words = kernels.seal(pair, self.layout, self.make, transforms, start, tokens)
+        sides = (self.layout.keys, self.layout.values)
+        ranks = tuple(
+            code.spec.clip_rank(at.dims) for code, at in zip(self.codecs, sides, strict=True)
+        )
+        words = kernels.seal(pair, self.layout, self.make, transforms, start, tokens, ranks)
         self._pages.append({"records": words}, count)
 
     def read(self, start: int, stop: int) -> RecordPages:

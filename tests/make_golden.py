@@ -25,6 +25,7 @@ DIMS = (64, 80, 96, 128, 192, 256, 512)
 # two float16 values.
 MARGIN = 2e-5
 HALF_MARGIN = 1e-2
+DECODED = 4  # every so many tokens are kept as decoded values: the files have to stay small
 
 
 def spec_hash() -> str:
@@ -47,10 +48,15 @@ def half_near(x: np.ndarray) -> np.ndarray:
     return np.abs((x - down) / step - 0.5) < HALF_MARGIN
 
 
-def near(x: np.ndarray, bits: int, group: int, symmetric: bool, axis: str) -> np.ndarray:
-    """Boolean like x: where a float32 backend may be one code off."""
-    codes, scale, bias = ref.affine_encode(x, bits, group, symmetric, axis)
-    g = ref._grouped(x, group, axis)
+def near(
+    x: np.ndarray, bits: int, group: int, symmetric: bool, axis: str, clip: float = 1.0
+) -> np.ndarray:
+    """Boolean like x: where a float32 backend may be one code off.
+
+    A clip needs no margin of its own: its limit moves by no more than the values it is one of.
+    """
+    codes, scale, bias = ref.affine_encode(x, bits, group, symmetric, axis, clip)
+    g = ref._grouped(ref.clip_rows(x, clip), group, axis)
     value = (g - bias[..., None]) / np.where(scale > 0, scale, 1.0)[..., None]
     edge = np.abs(value - np.floor(value) - 0.5) < MARGIN * 2**bits
     if symmetric:
@@ -99,9 +105,38 @@ def affine(rng) -> dict:
                     if not symmetric:
                         out[f"{key}.bias"] = bias.astype(np.float16)
                     out[f"{key}.near"] = np.packbits(near(x, bits, size, symmetric, axis))
-                    out[f"{key}.decoded"] = ref.affine_decode(
-                        codes, scale, bias, size, axis
-                    ).astype(np.float32)
+                    decoded = ref.affine_decode(codes, scale, bias, size, axis)
+                    out[f"{key}.decoded"] = decoded[:, :, ::DECODED].astype(np.float32)
+    return out
+
+
+def clip(rng) -> dict:
+    """Clipped codes of plain inputs, whose limit is exact in float32: the hard rows come first."""
+    out = {}
+    for dims in (64, 80, 96, 128, 256):
+        x = inputs(rng, 1, 1, 16, dims)
+        x[0, 0, 0] = 0.0
+        x[0, 0, 1] = -1.5
+        x[0, 0, 2] = np.where(np.arange(dims) % 3 > 0, 0.75, -0.75)  # one size, two signs
+        x[0, 0, 3] = np.round(2 * x[0, 0, 3]) / 2  # many ties, at the limit too
+        x[0, 0, 4, 7] = 60000.0  # one huge value
+        x[0, 0, 5, 2:] = 0.0  # fewer values than are clipped: the limit is 0
+        x[0, 0, 6] = np.arange(dims) - dims // 3  # the largest all behind each other
+        x[0, 0, 7] = -np.abs(x[0, 0, 7])
+        out[f"x.{dims}"] = x.astype(np.float16)
+        whole = [0] if dims > 64 else []
+        plain = [
+            (b, g, False, c) for b in (2, 3, 4) for g in (*whole, 64, 32) for c in (0.96, 0.92)
+        ]
+        for bits, group, symmetric, share in (*plain, (3, 0, True, 0.92), (4, 32, True, 0.88)):
+            size = ref.group_size(group, dims)
+            codes, scale, bias = ref.affine_encode(x, bits, size, symmetric, "token", share)
+            key = f"{dims}.{bits}.{'sym' if symmetric else 'asym'}.{group}.{share * 100:.0f}"
+            out[f"{key}.codes"] = codes
+            out[f"{key}.scale"] = scale.astype(np.float16)
+            if not symmetric:
+                out[f"{key}.bias"] = bias.astype(np.float16)
+            out[f"{key}.near"] = np.packbits(near(x, bits, size, symmetric, "token", share))
     return out
 
 
@@ -115,14 +150,16 @@ def packing(rng) -> dict:
 
 
 PAGE = 64
-SIDES = {
-    "naive-int4": ("none", 4, 64, False, "token"),
-    "hadamard-int4": ("hadamard", 4, 64, False, "token"),
-    "srft-int4": ("srft", 4, 32, True, "token"),
-    "srft-int2": ("srft", 2, 32, False, "token"),
-    "srft-int3": ("srft", 3, 64, False, "token"),
-    "hadamard-int8": ("hadamard", 8, 0, False, "token"),
-    "channel-int2": ("none", 2, 32, False, "channel"),
+SIDES = {  # transform, bits, group, symmetric, axis, clip
+    "naive-int4": ("none", 4, 64, False, "token", 1.0),
+    "hadamard-int4": ("hadamard", 4, 64, False, "token", 1.0),
+    "srft-int4": ("srft", 4, 32, True, "token", 1.0),
+    "srft-int2": ("srft", 2, 32, False, "token", 1.0),
+    "srft-int3": ("srft", 3, 64, False, "token", 1.0),
+    "hadamard-int8": ("hadamard", 8, 0, False, "token", 1.0),
+    "channel-int2": ("none", 2, 32, False, "channel", 1.0),
+    "hadamard-int2-clip": ("hadamard", 2, 0, False, "token", 0.96),
+    "srft-int2-clip": ("srft", 2, 64, False, "token", 0.92),
 }
 
 
@@ -132,15 +169,15 @@ def encode(rng) -> dict:
     for dims in (64, 96, 128, 256):
         x = inputs(rng, 1, 2, PAGE, dims)
         out[f"x.{dims}"] = x.astype(np.float16)
-        for name, (transform, bits, group, symmetric, axis) in SIDES.items():
+        for name, (transform, bits, group, symmetric, axis, share) in SIDES.items():
             if transform == "hadamard" and dims == 96:
                 continue
             y = x @ ref.transform(transform, dims, 0)[0]
             group = ref.group_size(group, dims if axis == "token" else PAGE)
-            codes, scale, _ = ref.affine_encode(y, bits, group, symmetric, axis)
+            codes, scale, _ = ref.affine_encode(y, bits, group, symmetric, axis, share)
             out[f"{name}.{dims}.codes"] = codes
             out[f"{name}.{dims}.scale"] = scale.astype(np.float16)
-            out[f"{name}.{dims}.near"] = np.packbits(near(y, bits, group, symmetric, axis))
+            out[f"{name}.{dims}.near"] = np.packbits(near(y, bits, group, symmetric, axis, share))
     return out
 
 
@@ -181,7 +218,7 @@ def attention(rng) -> tuple[dict, dict]:
         whole = []
         for letter, name in (("k", k_side), ("v", v_side)):
             x = inputs(rng, 1, kv_heads, total, dims)
-            transform, bits, group, symmetric, axis = SIDES[name]
+            transform, bits, group, symmetric, axis, _ = SIDES[name]
             down, up = ref.transform(transform, dims, 0)
             body = slice(sink, sink + pages * PAGE)
             group = ref.group_size(group, dims if axis == "token" else PAGE)
@@ -210,7 +247,9 @@ def attention(rng) -> tuple[dict, dict]:
             out[f"{case}.sinks"] = sinks.astype(np.float16)
         out[f"{case}.out"] = ref.attention(q, *whole, dims**-0.5, m, sinks).astype(np.float32)
         sides = [
-            dict(zip(("transform", "bits", "group", "symmetric", "axis"), SIDES[n], strict=True))
+            dict(
+                zip(("transform", "bits", "group", "symmetric", "axis"), SIDES[n][:-1], strict=True)
+            )
             for n in (k_side, v_side)
         ]
         cases[case] = {"keys": sides[0], "values": sides[1], "mask": mask, "page": PAGE}
@@ -219,7 +258,13 @@ def attention(rng) -> tuple[dict, dict]:
 
 def main() -> None:
     header = {"spec_version": str(ref.SPEC_VERSION), "seed": str(SEED), "spec_hash": spec_hash()}
-    tables = {"transforms": transforms, "affine": affine, "packing": packing, "encode": encode}
+    tables = {
+        "transforms": transforms,
+        "affine": affine,
+        "packing": packing,
+        "encode": encode,
+        "clip": clip,
+    }
     for i, (name, make) in enumerate(tables.items()):
         extra = {"sides": json.dumps(SIDES)} if name == "encode" else {}
         save_file(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlxkv import golden, packing
+from mlxkv.quantizers import affine
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path.stem for path in golden.FOLDER.glob("*.safetensors"))
@@ -23,9 +24,16 @@ def test_every_row_holds(rows):
 
 
 def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
-    assert FILES == ["affine", "attention", "encode", "packing", "transforms"]
-    assert {row.table for row in rows} >= {"transforms", "packing", "encode", "decode", "seal"}
-    codes = [row for row in rows if row.table in ("encode", "seal")]
+    assert FILES == ["affine", "attention", "clip", "encode", "packing", "transforms"]
+    assert {row.table for row in rows} >= {
+        "transforms",
+        "packing",
+        "encode",
+        "decode",
+        "seal",
+        "clip",
+    }
+    codes = [row for row in rows if row.table in ("encode", "seal", "clip")]
     assert sum(row.values for row in codes) > 400_000
     assert sum(row.differ for row in codes) < 1e-4 * sum(row.values for row in codes)
 
@@ -60,6 +68,15 @@ def test_a_scale_off_by_a_thousandth_is_red(monkeypatch):
     monkeypatch.setattr(golden, "_stored", off)
     assert not any(row.ok for row in golden.affine_rows() if row.table == "decode")
     assert not any(row.ok for row in golden.attention_rows())
+
+
+@pytest.mark.parametrize("step", (-1, 1))
+def test_a_limit_one_entry_off_is_red(monkeypatch, step):
+    limit = affine.clip_rows
+    monkeypatch.setattr(affine, "clip_rows", lambda x, rank: limit(x, rank + step))
+    rows = list(golden.clip_rows())
+    assert rows
+    assert not any(row.ok for row in rows)
 
 
 def test_nan_is_red():

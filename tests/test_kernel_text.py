@@ -25,6 +25,7 @@ KERNELS = {
             **SIDES,
             **{"T_K": np.float16, "D_K": 128, "KIND_K": 2, "BITS_K": 4},
             **{"T_V": np.float16, "D_V": 80, "KIND_V": 0, "BITS_V": 3, "S": 2, "TILE": 1024},
+            **{"RANK_K": 6, "RANK_V": 7},
         },
         [np.uint32],
     ),

@@ -44,6 +44,7 @@ def check(words, x, spec, at, down=None):
     stored = np.array(x.astype(mx.float32), np.float64)
     if down is not None:
         stored = stored @ np.array(down, np.float64)
+    stored = ref.clip_rows(stored, spec.clip)
     group = spec.group_size(at.dims, 64)
     want, want_scale, want_bias = ref.affine_encode(stored, spec.bits, group, spec.symmetric)
     # Scales and biases: float16 of values that differ in the last bits of a float32.
@@ -71,7 +72,8 @@ def seal_and_check(pair, specs, transforms, start=0, tokens=None):
     downs = [None if t is None else t.down for t in transforms]
     dims = [x.shape[3] if d is None else d.shape[-1] for x, d in zip(pair, downs, strict=True)]
     whole = layout(specs, dims)
-    words = kernels.seal(pair, whole, make, transforms, start, tokens)
+    ranks = tuple(spec.clip_rank(n) for spec, n in zip(specs, dims, strict=True))
+    words = kernels.seal(pair, whole, make, transforms, start, tokens, ranks)
     stop = pair[0].shape[2] if tokens is None else start + tokens
     assert words.shape == (*pair[0].shape[:2], (stop - start) // 16, whole.words)
     split = whole.keys.words

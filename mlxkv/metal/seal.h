@@ -67,9 +67,81 @@ inline float kv_most(thread float* most, int lane) {
   return most[0];
 }
 
+// The values that a lane holds of block j, as in `kv_sixteen`, after the transform.
+template <typename T, int DIMS, int KEYS, int KIND>
+inline void kv_block(
+    const device T* x, kv_pairs tile, const thread kv_pairs* at, const thread kv_pairs* back,
+    int zero, int lane, int j, thread float* v) {
+  if (KIND == 0) {
+    kv_sixteen<T, DIMS, KEYS>(x, lane, j, v);
+  } else if (KEYS) {
+    kv_stored<DIMS, KIND == 2, 8>(tile, at, back, zero, lane % 4, j, 0, v, v + 8);
+  } else {
+    kv_stored<DIMS, KIND == 2, 4>(tile, at, back, zero, lane / 4, j, 0, v, v + 4);
+    kv_stored<DIMS, KIND == 2, 4>(
+        tile, at, back, zero, lane / 4, j, 4 * DIMS, v + 8, v + 12);
+  }
+}
+
+// The RANK-th largest absolute value of the token that a lane ranges, as in `kv_most`. Two tokens
+// at a time, so that few lists are held.
+template <typename T, int DIMS, int KEYS, int KIND, int RANK>
+inline float kv_limit(
+    const device T* x, kv_pairs tile, const thread kv_pairs* at, const thread kv_pairs* back,
+    int zero, int lane) {
+  constexpr int N = kv_list(RANK);
+  constexpr int BLOCKS = (DIMS + 31) / 32;
+  constexpr int COUNT = KEYS ? 8 : 4; // dims of a lane in a block
+  float lists[KEYS ? N : 2 * N];
+#pragma unroll
+  for (int half_ = 0; half_ < (KEYS ? 1 : 2); half_++) {
+    thread float* one = lists + N * half_;
+    float other[N];
+#pragma unroll
+    for (int first = 0; first < BLOCKS; first += N / COUNT) {
+      float chunk[2 * N];
+#pragma unroll
+      for (int i = 0; i < N / COUNT; i++) {
+        const int j = first + i;
+        float some[16];
+        if (j < BLOCKS) {
+          kv_block<T, DIMS, KEYS, KIND>(x, tile, at, back, zero, lane, j, some);
+        }
+#pragma unroll
+        for (int s = 0; s < COUNT; s++) {
+          // What lies beyond the last dim is smaller than all, or as small.
+          const int dim = 32 * j + COUNT * (KEYS ? lane % 4 : lane / 4) + s;
+          const bool there = DIMS % 32 == 0 ? j < BLOCKS : dim < DIMS;
+          const int slot = 2 * COUNT * half_ + s;
+          chunk[COUNT * i + s] = there ? metal::abs(some[slot]) : 0.0f;
+          chunk[N + COUNT * i + s] = there ? metal::abs(some[slot + COUNT]) : 0.0f;
+        }
+      }
+      kv_sort<N>(chunk);
+      kv_sort<N>(chunk + N);
+      if (first == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+          one[i] = chunk[i];
+          other[i] = chunk[N + i];
+        }
+      } else {
+        kv_merge<N>(one, chunk);
+        kv_merge<N>(other, chunk + N);
+      }
+    }
+    kv_share<N>(one, other, lane, KEYS ? 1 : 4);
+  }
+  if (!KEYS) {
+    kv_share<N>(lists, lists + (KEYS ? 0 : N), lane, 8);
+  }
+  return kv_ranked<RANK>(lists, KEYS ? 2 : 16);
+}
+
 // One side of one record by one simdgroup: x [16, DIMS] -> codes and numbers at `out`.
-// KIND: 0 as they come, 1 Hadamard, 2 real Fourier.
-template <typename T, int BITS, int DIMS, int GROUP, int SYMMETRIC, int KEYS, int KIND>
+// KIND: 0 as they come, 1 Hadamard, 2 real Fourier. RANK: where a token is clipped, `kv_limit`; 1:
+// nowhere.
+template <typename T, int BITS, int DIMS, int GROUP, int SYMMETRIC, int KEYS, int KIND, int RANK>
 inline void kv_seal_side(
     const device T* x, const device float* table, kv_pairs tile, device uint* out, int lane) {
   constexpr int BLOCKS = (DIMS + 31) / 32;
@@ -101,6 +173,20 @@ inline void kv_seal_side(
     kv_places<DIMS>(tile, pair, entry, at);
     kv_places<DIMS>(tile, pair, (KEYS ? 12 : 14) ^ entry, back);
     zero = kv_place<DIMS>(pair, (16 - entry) % 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      at[i] = back[i] = tile; // never read
+    }
+  }
+  float limits[HELD];
+  if (RANK > 1) {
+    const float limit =
+        kv_limit<T, DIMS, KEYS, KIND, RANK>(x, tile, at, back, zero, lane);
+#pragma unroll
+    for (int n = 0; n < HELD; n++) {
+      limits[n] = simd_shuffle(limit, ushort(KEYS ? 4 * g + n : 4 * n + t));
+    }
   }
   uint code_words[WORDS];
 #pragma unroll
@@ -121,18 +207,13 @@ inline void kv_seal_side(
       const int j = group * GROUP_BLOCKS + i;
       if (j < BLOCKS) {
         thread float* some = v + 16 * i;
-        if (KIND == 0) {
-          kv_sixteen<T, DIMS, KEYS>(x, lane, j, some);
-        } else if (KEYS) {
-          kv_stored<DIMS, KIND == 2, 8>(tile, at, back, zero, u, j, 0, some, some + 8);
-        } else {
-          kv_stored<DIMS, KIND == 2, 4>(tile, at, back, zero, u, j, 0, some, some + 4);
-          kv_stored<DIMS, KIND == 2, 4>(
-              tile, at, back, zero, u, j, 4 * DIMS, some + 8, some + 12);
-        }
+        kv_block<T, DIMS, KEYS, KIND>(x, tile, at, back, zero, lane, j, some);
 #pragma unroll
         for (int s = 0; s < 16; s++) {
           const int n = KEYS ? s / 8 : s / 4;
+          if (RANK > 1) {
+            some[s] = metal::max(metal::min(some[s], limits[n]), -limits[n]);
+          }
           if (SYMMETRIC) {
             high[n] = metal::max(high[n], metal::abs(some[s]));
           } else {

@@ -46,10 +46,21 @@ def names(spec: Affine) -> set[str]:
     return {"codes", "scale"} if spec.symmetric else {"codes", "scale", "bias"}
 
 
+def clip_rows(x: mx.array, rank: int) -> mx.array:
+    """x: [..., R], each row kept within its rank-th largest absolute value (`Affine.clip_rank`; 1:
+    as it comes). Spec: `reference.clip_rows`."""
+    if rank == 1:
+        return x
+    size, at = mx.abs(x), x.shape[-1] - rank
+    limit = mx.partition(size, at, axis=-1)[..., at : at + 1]  # selected, not sorted, on the CPU
+    return mx.clip(x, -limit, limit)
+
+
 def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
     """x: [B, G, T, R], T a whole number of pages."""
     group = spec.group_size(x.shape[-1], page)
-    g = _grouped(x.astype(mx.float32), group, spec.axis)
+    clipped = clip_rows(x.astype(mx.float32), spec.clip_rank(x.shape[-1]))
+    g = _grouped(clipped, group, spec.axis)
     top = 2**spec.bits - 1
     middle = 2 ** (spec.bits - 1)
     if spec.symmetric:
