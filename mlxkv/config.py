@@ -13,7 +13,8 @@ from mlxkv.errors import UserError
 
 BITS = (2, 3, 4, 8)
 MIN_GROUP = 16  # below this the scales outweigh the codes
-TRANSFORMS = ("none", "hadamard", "srft")
+CALIBRATED = "oscar"
+TRANSFORMS = ("none", "hadamard", "srft", CALIBRATED)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ Quantizer = Full | Affine
 class Side:
     """How keys, or values, are stored: a transform, then a quantizer.
 
-    transform: "none", "hadamard" (sign-randomised, power-of-two head dims) or "srft" (every even
-        head dim).
+    transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
+        head dim) or "oscar" (calibrated: a rotation per kv head from `mlxkv calibrate`).
     seed: seed of the random signs of the transform.
     """
 
@@ -107,6 +108,11 @@ class Side:
             )
 
     @property
+    def calibrated(self) -> bool:
+        """Whether its transform comes from a calibration of the model."""
+        return self.transform == CALIBRATED
+
+    @property
     def label(self) -> str:
         prefix = "" if self.transform == "none" else f"{self.transform} + "
         return prefix + self.quantizer.label
@@ -117,8 +123,8 @@ class Side:
             return (
                 f"hadamard needs a power-of-two head dim; got {head_dim} (srft takes any even one)"
             )
-        if self.transform == "srft" and head_dim % 2:
-            return f"srft needs an even head dim, this one is {head_dim}"
+        if self.transform in ("srft", CALIBRATED) and head_dim % 2:
+            return f"{self.transform} needs an even head dim, this one is {head_dim}"
         return self.quantizer.why_not(head_dim, page)
 
 
@@ -147,6 +153,11 @@ class CacheConfig:
     @property
     def compresses(self) -> bool:
         return any(not isinstance(side.quantizer, Full) for side in (self.keys, self.values))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a side needs a calibration of the model."""
+        return self.keys.calibrated or self.values.calibrated
 
     @property
     def window(self) -> int:
@@ -198,6 +209,13 @@ def _both(bits: int, transform: str, group: int = 64, symmetric: bool = False) -
     return CacheConfig(side, side)
 
 
+def _oscar(bits: int, group: int = 128) -> CacheConfig:
+    # Each side on its own: the clips of the paper (K .96, V .92) go into these two quantizers.
+    keys = Side(Affine(bits, group), CALIBRATED)
+    values = Side(Affine(bits, group), CALIBRATED)
+    return CacheConfig(keys, values, sink=64, recent=256)
+
+
 PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
     # The best measured of each width.
@@ -220,6 +238,12 @@ PRESETS: dict[str, CacheConfig] = {
     "srft-int4": _both(4, "srft", group=32, symmetric=True),
     "srft-int3": _both(3, "srft", group=32, symmetric=True),
     "srft-int2": _both(2, "srft", group=32, symmetric=True),
+    # Calibrated rotations and the windows of the OSCAR paper; extras: smaller groups.
+    "oscar-int4": _oscar(4),
+    "oscar-int3": _oscar(3),
+    "oscar-int2": _oscar(2),
+    "oscar-int2+g64": _oscar(2, 64),
+    "oscar-int2+g32": _oscar(2, 32),
 }
 
 

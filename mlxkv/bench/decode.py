@@ -141,7 +141,8 @@ def _by(it: Subject, preset: str) -> str:
 
 def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> dict:
     """One run: fill a fresh cache with `context` tokens, then decode `tokens` after a few."""
-    attach(it.model, preset)
+    calibration = it.calibration if parse_kv(preset).calibrated else None
+    attach(it.model, preset, calibration=calibration)
     try:
         cache = make_prompt_cache(it.model)
         mx.random.seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxkv.artifact import Calibration
+from mlxkv.calibrate import calibrate
 from mlxkv.errors import UserError
 
 GROUP = 64  # of quantised weights, as mlx-lm's converter makes them
@@ -72,6 +75,11 @@ class Subject:
     config: dict
     weights: str
     dtype: mx.Dtype
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """For calibrated presets: random rotations where the weights are random."""
+        return calibrate(self.model, target="random") if self.weights == "random" else None
 
 
 def subject(name: str, dtype: mx.Dtype | None, default: mx.Dtype, bits: int | None) -> Subject:
