@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -133,7 +134,9 @@ class Calibration:
         for name, wanted in shapes.items():
             layer = self.layers.get(name)
             if layer is None:
-                raise self._fault(f"has no rotation for layer {name}; got {len(self.layers)} layers")
+                raise self._fault(
+                    f"has no rotation for layer {name}; got {len(self.layers)} layers"
+                )
             got = (layer.kv_heads, layer.keys.values.shape[1], layer.values.values.shape[1])
             if got != tuple(wanted):
                 words = "{} kv heads of {} and {} dims"
@@ -165,7 +168,8 @@ def write(path: Path, calibration: Calibration) -> None:
         reason = error.strerror or type(error).__name__
         raise MachineError(f"[calibration] could not write {path}: {reason}") from None
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
 
 
 def read(path: Path | str) -> Calibration:
@@ -204,16 +208,18 @@ def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
     try:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {})["mlxkv"])
-            found = header["format"]
-            if found != FORMAT:
-                raise _fault(path, f"has format {found}; this version reads {FORMAT}")
-            return header, {k: file.get_tensor(k) for k in file.keys()} if tensors else {}  # noqa: SIM118
+            version = header["format"]
+            wanted = file.keys() if tensors and version == FORMAT else ()
+            found = {name: file.get_tensor(name) for name in wanted}
     except FileNotFoundError:
         raise _fault(path, "is not there") from None
     except (SafetensorError, OSError):
         raise _fault(path, "is no safetensors file, or only part of one") from None
     except (KeyError, TypeError, ValueError):
         raise _fault(path, "is not a calibration of mlxkv: it has no such header") from None
+    if version != FORMAT:
+        raise _fault(path, f"has format {version}; this version reads {FORMAT}")
+    return header, found
 
 
 def _check_basis(

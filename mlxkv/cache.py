@@ -284,11 +284,10 @@ class CompressedKVCache:
                 f"[CompressedKVCache] state of another format version; got {version}; "
                 f"choose a file of version {STATE_VERSION}"
             )
-        self.config, self.rotations = CacheConfig.from_dict(header["config"]), None
+        self.config = CacheConfig.from_dict(header["config"])
+        self.rotations = _rotations(header) if self.config.calibrated else None
         self._clear()
         try:
-            if self.config.calibrated:
-                self.rotations = calibrated.find(*header["calibration"])
             self._restore(header, tree)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             self._clear()
@@ -330,3 +329,11 @@ class CompressedKVCache:
         out = cls.__new__(cls)
         out.state = state
         return out
+
+
+def _rotations(header: dict) -> Rotations:
+    """Those that a state names, and no others."""
+    match header.get("calibration"):
+        case [str(digest), str(layer)]:
+            return calibrated.find(digest, layer)
+    raise UserError("[CompressedKVCache] a state that names no calibration; got a calibrated cache")

@@ -206,7 +206,9 @@ def _basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
             f"[calibrate] NaN or infinity in {where}; the model computes them on this text; try "
             "another --dtype, or other text"
         )
-    values, vectors, floored = rotation.eigenbasis(mean.mean(0, keepdims=True) if per_layer else mean)
+    values, vectors, floored = rotation.eigenbasis(
+        mean.mean(0, keepdims=True) if per_layer else mean
+    )
     return Basis(values.astype(np.float32), vectors.astype(np.float32), floored)
 
 

@@ -107,11 +107,19 @@ def report(
         )
     size = path.stat().st_size
     if floored := sum(sum(row["floored"].values()) for row in rows):
-        note(f"{floored} eigenvalues are below float32 resolution: raised to it, directions are free")
+        note(
+            f"{floored} eigenvalues are below float32 resolution: raised to it, directions are free"
+        )
     if as_json:
         about = {k: v for k, v in made.header().items() if k != "layers"}
         print_json(
-            {**about, "path": str(path), "bytes": size, "seconds": round(seconds, 3), "layers": rows}
+            {
+                **about,
+                "path": str(path),
+                "bytes": size,
+                "seconds": round(seconds, 3),
+                "layers": rows,
+            }
         )
         return
     cells = [

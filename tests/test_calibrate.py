@@ -42,7 +42,7 @@ def direct(model, tokens, window, bos=None):
 
 def targets(windows, kind):
     """(keys, values) targets [G, D, D] of the windows of one layer, by the spec."""
-    keys, values, rows = 0.0, 0.0, 0
+    keys, rows = 0.0, 0
     parts = []
     for (q, k, v), scale in windows:
         n = q.shape[2]
@@ -53,7 +53,9 @@ def targets(windows, kind):
     if kind == "tensor":
         return keys, sum(n * spec.own_target(v) for _, _, v, n, _ in parts) / rows
     if kind == "attention":
-        exact = [n * spec.value_target(q, k, v, s, ref.causal_mask(n, n)) for q, k, v, n, s in parts]
+        exact = [
+            n * spec.value_target(q, k, v, s, ref.causal_mask(n, n)) for q, k, v, n, s in parts
+        ]
         return keys, sum(exact) / rows
     k, v = (np.concatenate([p[i] for p in parts], axis=2) for i in (1, 2))
     return keys, spec.value_surrogate(k, v, keys)
@@ -83,7 +85,9 @@ def test_streamed_moments_equal_direct_ones(kind, window, chunk, bos, monkeypatc
     monkeypatch.setattr(calibrate, "CHUNK", chunk)
     made = calibrate.calibrate(llama(), TOKENS, target=kind, window=window, bos=bos)
     assert list(made.layers) == ["0", "1"]
-    for windows, layer in zip(direct(llama(), TOKENS, window, bos), made.layers.values(), strict=True):
+    for windows, layer in zip(
+        direct(llama(), TOKENS, window, bos), made.layers.values(), strict=True
+    ):
         for basis, wanted in zip((layer.keys, layer.values), targets(windows, kind), strict=True):
             close(moment_of(basis), wanted)
 

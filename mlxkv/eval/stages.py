@@ -36,8 +36,8 @@ import mlx.core as mx
 
 from mlxkv.eval import feed
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.part import Options, Part, Progress, Results
 from mlxkv.eval.exact import compare, divergence
+from mlxkv.eval.part import Options, Part, Progress, Results
 from mlxkv.models.taps import Call, Tap, Visit, tap, watch
 
 TASK = "stages"

@@ -63,9 +63,7 @@ class Ear(KVCache):
     seen: called with each Call. handed: with the new keys and values [B, G, L, D] of each update.
     """
 
-    def __init__(
-        self, seen: Callable[[Call], None], handed: Callable[[mx.array, mx.array], None]
-    ):
+    def __init__(self, seen: Callable[[Call], None], handed: Callable[[mx.array, mx.array], None]):
         super().__init__()
         self.seen, self.handed = seen, handed
 
