@@ -71,6 +71,11 @@ def run(options: Options) -> None:
     path = Path(options.out).expanduser() if options.out else artifact.kept_path(made.fingerprint)
     artifact.write(path, made)
     report(made, path, seconds, timing, options.json)
+    used = artifact.find(made.fingerprint, loaded.path)
+    if options.out is None and used.path != path:
+        note(
+            f"{loaded.name} came with {used.path}, which goes first; use this one by --calibration"
+        )
 
 
 def check(options: Options) -> None:

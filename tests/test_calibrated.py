@@ -66,6 +66,11 @@ def test_each_kv_head_has_its_own_rotation(factory, dims, dtype):
         out = attention.attend(q, view, dims**-0.5)
         prefill = attention.attend(mx.repeat(q, 9, 2), view, dims**-0.5)[:, :, :1]
         mx.eval(out, prefill)
+        assert getattr(cache._store, "tiled", None) == {
+            None: None,
+            make: False,
+            make_tiles: dtype == mx.float16,
+        }.get(factory)
     sink, pages = ref.split(176, 16, 32, 16)
     inside = slice(sink, sink + 16 * pages)
     sides = []

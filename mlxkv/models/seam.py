@@ -51,9 +51,9 @@ def attach(
     calibration: for a preset that needs one; by default the one that came with the model, or the
     user's own, or one that is made on the spot, for models that `mlxkv.models.load` has loaded.
 
-    Raises UserError for an unknown preset and a calibration that does not fit; with `strict` also if any layer whose cache grows with
-    the context would stay in full precision. Then the model is left as it was. Without `strict`,
-    warns if nothing at all is compressed.
+    Raises UserError for an unknown preset and a calibration that does not fit; with `strict` also
+    if any layer whose cache grows with the context would stay in full precision. Then the model is
+    left as it was. Without `strict`, warns if nothing at all is compressed.
     """
     config, label = parse_kv(kv) if isinstance(kv, str) else kv, name_of(kv)
     own = own_make_cache(model)
