@@ -58,8 +58,7 @@ class Basis:
 
     def rotation(self, parts: str) -> np.ndarray:
         """R [G, D, D] float32: stored = x @ R, x = stored @ R^T."""
-        made = rotation.compose(*(x.astype(np.float64) for x in (self.values, self.vectors)), parts)
-        return made.astype(np.float32)
+        return rotation.compose(self.vectors.astype(np.float64), parts).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -59,6 +60,7 @@ def find(digest: str, layer: str) -> Rotations:
     return of(calibration)[layer]
 
 
+@lru_cache(maxsize=8)
 def sample(heads: int, dims: tuple[int, int]) -> Rotations:
     """Random rotations for heads of (key, value) dims, where a kernel is tried or timed."""
     keys, values = (_transform(rotation.random_basis(heads, d, d)) for d in dims)

@@ -86,41 +86,37 @@ def bit_reversal(dims: int) -> np.ndarray:
     return dims - 1 - np.array(reverse)
 
 
-def phases(eigenvalues: np.ndarray) -> np.ndarray:
-    """[D/2 - 1] angles that turn the bins of an SRFT, in place of P where D is no power of two.
+def waves(dims: int) -> np.ndarray:
+    """[D, D], D odd: row i is a real wave over D positions, slowest first: 1, cos, sin, cos 2, ..."""
+    j = np.arange(dims)
+    rows = [np.full(dims, 1 / np.sqrt(dims))]
+    for k in range(1, (dims + 1) // 2):
+        rows += [np.sqrt(2 / dims) * f(2 * np.pi * j * k / dims) for f in (np.cos, np.sin)]
+    return np.array(rows)
 
-    A real bin (cos, -sin) carries 2 tr / D of the target for any U: groups of whole bins are
-    balanced already. Inside a bin the two differ by Re z, z = sum_i lambda_i exp(-4 pi i k / D)
-    (i as an index and the unit). Multiplying the complex bin by exp(i phi) multiplies z by
-    exp(2 i phi): phi = (pi/2 - arg z) / 2 makes the diagonal of R^T Sigma R as flat as Hadamard's.
+
+def mixing(dims: int, spread: bool = True) -> np.ndarray:
+    """H P; for other even dims what does the same. Without `spread` H alone, or the plain SRFT.
+
+    What P does: row i of H P is the Walsh function of the i-th fewest sign changes, but for pairs
+    (Paley's order). The directions that attention reads least come first, so an outlier that
+    calibration finds there is constant over a whole group, and goes into the group's bias. An SRFT
+    spreads as evenly but has no such order. So for D = a b, a a power of two and b odd: blocks of
+    a dims, Walsh functions inside a block, real Fourier waves over the b blocks, slowest first;
+    row i_h b + i_l is wave i_l times Walsh function i_h. b = 1 is H P.
     """
-    dims = len(eigenvalues)
-    z = np.fft.fft(eigenvalues)[2 * np.arange(1, dims // 2)]  # bins 2 .. D - 2
-    turned = (np.pi / 2 - np.angle(z)) / 2
-    return np.where(np.abs(z) > 1e-9 * np.abs(eigenvalues).sum(), turned, 0.0)
-
-
-def mixing(dims: int, eigenvalues: np.ndarray, spread: bool = True) -> np.ndarray:
-    """H P, or for other even dims the SRFT of `reference.srft` (seed 0) with turned bins; without
-    `spread` H alone, or the plain SRFT."""
-    if dims & (dims - 1) == 0:
-        h = sylvester(dims)
-        return h[:, bit_reversal(dims)] if spread else h
-    out = reference.srft(np.eye(dims))
-    if spread:
-        angle = phases(eigenvalues)
-        re, im = out[:, 2::2].copy(), out[:, 3::2].copy()
-        out[:, 2::2] = re * np.cos(angle) - im * np.sin(angle)
-        out[:, 3::2] = re * np.sin(angle) + im * np.cos(angle)
-    return out
+    a = dims & -dims
+    if not spread:
+        return sylvester(dims) if a == dims else reference.srft(np.eye(dims))
+    walsh = sylvester(a)[:, bit_reversal(a)]
+    rows = [np.kron(wave, function) for function in walsh for wave in waves(dims // a)]
+    return np.array(rows)
 
 
 def rotation(target: np.ndarray, parts: str = "uhp") -> np.ndarray:
     """R [D, D] from a target [D, D]. parts: those of U, H, P that are used; P goes with H."""
-    values, vectors = eigenbasis(target)
-    if "u" not in parts:
-        values, vectors = np.ones(len(target)), np.eye(len(target))
-    return vectors @ mixing(len(target), values, "p" in parts) if "h" in parts else vectors
+    basis = eigenbasis(target)[1] if "u" in parts else np.eye(len(target))
+    return basis @ mixing(len(target), "p" in parts) if "h" in parts else basis
 
 
 def frozen_error(target: np.ndarray, basis: np.ndarray, variances: np.ndarray) -> float:

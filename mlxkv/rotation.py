@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-PARTS = "uhp"  # eigenbasis, Hadamard (or SRFT), bit reversal (or turned bins)
+PARTS = "uhp"  # eigenbasis, Hadamard (or what takes its place), bit reversal
 
 
 def signs(dims: int, seed: int) -> np.ndarray:
@@ -57,29 +57,36 @@ def random_basis(heads: int, dims: int, seed: int = 0) -> np.ndarray:
     return q * np.sign(np.diagonal(r, axis1=-2, axis2=-1))[:, None]
 
 
-def compose(values: np.ndarray, vectors: np.ndarray, parts: str = PARTS) -> np.ndarray:
-    """R = U H P [G, D, D] of eigenvalues [G, D] and vectors [G, D, D]; `parts` are those used.
+def compose(vectors: np.ndarray, parts: str = PARTS) -> np.ndarray:
+    """R = U H P [G, D, D] of eigenvectors [G, D, D], by ascending eigenvalue; `parts` are those used.
 
-    Where D is no power of two the SRFT takes the place of H, its bins turned by a phase so that
-    cos and sin carry the same share of the eigenvalues, in place of P.
+    Without P, SRFT takes the place of H where D is no power of two.
     """
-    dims = values.shape[-1]
+    dims = vectors.shape[-1]
     if "u" not in parts:
-        values, vectors = np.ones_like(values), np.broadcast_to(np.eye(dims), vectors.shape)
+        vectors = np.broadcast_to(np.eye(dims), vectors.shape)
     if "h" not in parts:
         return np.array(vectors, np.float64)
+    if "p" in parts:
+        return vectors @ ordered(dims)
     if dims & (dims - 1) == 0:
-        mixed = vectors @ hadamard(dims)
-        return mixed[..., _bit_reversed(dims)] if "p" in parts else mixed
-    mixed = vectors @ (signs(dims, 0)[:, None] * fourier(dims))
-    if "p" not in parts:
-        return mixed
-    z = np.fft.fft(values, axis=-1)[:, 2 : dims - 1 : 2]
-    spread = np.abs(z) > 1e-9 * np.abs(values).sum(-1, keepdims=True)
-    turn = np.exp(0.5j * np.where(spread, np.pi / 2 - np.angle(z), 0.0))
-    bins = (mixed[..., 2::2] + 1j * mixed[..., 3::2]) * turn[:, None]
-    mixed[..., 2::2], mixed[..., 3::2] = bins.real, bins.imag
-    return mixed
+        return vectors @ hadamard(dims)
+    return vectors @ (signs(dims, 0)[:, None] * fourier(dims))
+
+
+def ordered(dims: int) -> np.ndarray:
+    """H P [D, D]: row i the i-th Walsh function, those of few sign changes first.
+
+    For D = a b, b odd: Walsh functions inside blocks of a dims, real waves over the b blocks.
+    """
+    a = dims & -dims
+    b = dims // a
+    walsh = hadamard(a)[:, _bit_reversed(a)]
+    angle = 2 * np.pi * np.arange(b)[:, None] * np.arange(b)[None] / b
+    waves = np.full((b, b), 1 / np.sqrt(b))
+    waves[1::2] = np.sqrt(2 / b) * np.cos(angle[1 : b // 2 + 1])
+    waves[2::2] = np.sqrt(2 / b) * np.sin(angle[1 : b // 2 + 1])
+    return np.einsum("hj,lk->hlkj", walsh, waves).reshape(dims, dims)
 
 
 def _bit_reversed(dims: int) -> np.ndarray:

@@ -258,10 +258,11 @@ def test_decode_prints_a_table_and_json(capsys, bare_folder, fill):
     assert "random weights" in out and "spread" in out
 
 
-def test_without_fp16_there_is_no_ratio(capsys, bare_folder):
-    options = ("--contexts", "256", "--tokens", "1", "--rounds", "1", "--kv", "int4")
+@pytest.mark.parametrize("preset", ["int4", "oscar-int2"])  # random weights, random rotations
+def test_without_fp16_there_is_no_ratio(capsys, bare_folder, preset):
+    options = ("--contexts", "500", "--tokens", "1", "--rounds", "1", "--kv", preset)
     _, data = said(capsys, "bench", "decode", "--model", bare_folder, *options, "--json")
-    assert data["rows"][0]["baseline_ratio"] is None
+    assert data["rows"][0]["baseline_ratio"] is None and data["rows"][0]["kv_bytes"]
 
 
 @pytest.mark.parametrize("preset", ["fp16", "int4"])

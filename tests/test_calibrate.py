@@ -142,7 +142,7 @@ def test_targets_that_read_no_text(target):
     assert made.tokens == 0
     if target == "none":  # H P alone
         turn = made.layers["0"].keys.rotation("uhp")[0]
-        np.testing.assert_allclose(turn, spec.mixing(64, np.ones(64)), atol=1e-6)
+        np.testing.assert_allclose(turn, spec.mixing(64), atol=1e-6)
 
 
 def test_progress_counts_every_token_once():

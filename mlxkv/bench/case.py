@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 
 import mlx.core as mx
 
@@ -60,7 +59,6 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
-@lru_cache(maxsize=8)
 def rotations(config: CacheConfig, shape: Shape) -> Rotations | None:
     """Random ones per kv head, where the configuration is calibrated."""
     return sample(shape.kv_heads, (shape.dims, shape.dims)) if config.calibrated else None
