@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 import numpy as np
 
+from mlxkv import calibrated
+from mlxkv.calibrated import Rotations
 from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
 from mlxkv.pages import GROWTH
@@ -70,10 +72,19 @@ class View:
 
 
 class CompressedKVCache:
-    """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D]."""
+    """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
-    def __init__(self, config: CacheConfig):
+    rotations: of this layer, for a calibrated `config`.
+    """
+
+    def __init__(self, config: CacheConfig, rotations: Rotations | None = None):
+        if config.calibrated and rotations is None:
+            raise UserError(
+                "[CompressedKVCache] this configuration needs the rotations of a calibration; got "
+                "none; attach it to a model, or choose a preset without calibration"
+            )
         self.config = config
+        self.rotations = rotations if config.calibrated else None
         self._clear()
 
     def _clear(self):
@@ -157,7 +168,8 @@ class CompressedKVCache:
         size = self.config.page
         count = -(-(live[0].shape[2] - start - self._room) // size)
         if self._store is None:
-            self._store = store(self.config, tuple(x.shape[3] for x in live), live[0].dtype)
+            dims = tuple(x.shape[3] for x in live)
+            self._store = store(self.config, dims, live[0].dtype, self.rotations)
         self._store.append(live, count, start)  # whole: kernels would copy slices
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, start + count * size :] for x in live))
@@ -247,6 +259,8 @@ class CompressedKVCache:
             "offset": self.offset,
             "pages": self._count_pages,
         }
+        if self.rotations is not None:
+            header["calibration"] = [self.rotations.digest, self.rotations.layer]
         tree: dict = {"header": mx.array(np.frombuffer(json.dumps(header).encode(), np.uint8))}
         if self._live is not None:
             tree["live"] = dict(zip(("keys", "values"), self._read_live(), strict=True))
@@ -271,6 +285,7 @@ class CompressedKVCache:
                 f"choose a file of version {STATE_VERSION}"
             )
         self.config = CacheConfig.from_dict(header["config"])
+        self.rotations = _rotations(header) if self.config.calibrated else None
         self._clear()
         try:
             self._restore(header, tree)
@@ -289,7 +304,7 @@ class CompressedKVCache:
             self._count = self._live[0].shape[2]
         if header["pages"]:
             dims = tuple(x.shape[3] for x in self._live)
-            self._store = store(self.config, dims, self._live[0].dtype)
+            self._store = store(self.config, dims, self._live[0].dtype, self.rotations)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
         sink = self._sink[0].shape[2] if self._sink else 0
@@ -314,3 +329,11 @@ class CompressedKVCache:
         out = cls.__new__(cls)
         out.state = state
         return out
+
+
+def _rotations(header: dict) -> Rotations:
+    """Those that a state names, and no others."""
+    match header.get("calibration"):
+        case [str(digest), str(layer)]:
+            return calibrated.find(digest, layer)
+    raise UserError("[CompressedKVCache] a state that names no calibration; got a calibrated cache")

@@ -31,6 +31,7 @@ class Options:
     load: str | None = None
     dtype: str | None = None
     json: bool = False
+    calibration: str | None = None
 
 
 def run(options: Options) -> None:
@@ -55,7 +56,9 @@ def run(options: Options) -> None:
 
     mx.random.seed(options.seed)
     mx.reset_peak_memory()
-    loaded = load(options.model, options.kv, options.kv_strict, options.dtype)
+    loaded = load(
+        *(options.model, options.kv, options.kv_strict, options.dtype, options.calibration)
+    )
     session = Session(loaded, options.system, options.raw, sampler, options.max_tokens)
     note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")
     for line in loaded.report():

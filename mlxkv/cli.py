@@ -41,6 +41,10 @@ Model = Annotated[
 Kv = Annotated[
     str, typer.Option("--kv", help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.")
 ]
+CalibrationFile = Annotated[
+    str | None,
+    typer.Option("--calibration", help="Its rotations, for oscar presets. Default: the model's."),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
 ]
@@ -82,15 +86,50 @@ def chat(
         str | None,
         typer.Option("--dtype", help="float32, float16 or bfloat16. Default: as stored."),
     ] = None,
+    calibration: CalibrationFile = None,
     json: Json = False,
 ) -> None:
     """Talk to a model, in a terminal or in one shot (--prompt, or text on stdin)."""
     from mlxkv.chat import Options, run
 
     options = Options(
-        model, kv, prompt, system, max_tokens, temp, top_p, seed, kv_strict, raw, load, dtype, json
+        *(model, kv, prompt, system, max_tokens, temp, top_p, seed, kv_strict, raw, load, dtype),
+        *(json, calibration),
     )
     run(options)
+
+
+@app.command()
+def calibrate(
+    model: Model = "tiny",
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", help="Text files in UTF-8. Default: text that comes with mlxkv."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to read.")] = 8900,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="One rotation for all kv heads of a layer.")
+    ] = False,
+    target: Annotated[
+        str,
+        typer.Option("--target", help="attention, or for ablations: surrogate tensor random none."),
+    ] = "attention",
+    parts: Annotated[
+        str, typer.Option("--parts", help="Parts of the rotation: u, h, p; uhp is all of it.")
+    ] = "uhp",
+    out: Annotated[
+        str | None, typer.Option("-o", "--out", help="File. Default: where --kv oscar-... looks.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32, float16 or bfloat16. Default: as stored."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Fit the rotations of the oscar presets to a model: one pass over a little text."""
+    from mlxkv.calibrating import Options, run
+
+    run(Options(model, tuple(text or ()), tokens, per_layer, target, parts, out, dtype, json))
 
 
 @app.command()

@@ -17,14 +17,15 @@ Stored = dict[str, mx.array]
 class Codec:
     """Encodes and reads pages of vectors of `dims` values.
 
-    side: what to do. dims: head dim D of the vectors. page: tokens per page.
+    side: what to do. dims: head dim D of the vectors. page: tokens per page. rotation: the
+    transform of a calibrated side, which belongs to one layer.
     """
 
-    def __init__(self, side: Side, dims: int, page: int):
+    def __init__(self, side: Side, dims: int, page: int, rotation: Transform | None = None):
         self.spec = side.quantizer
         self.dims, self.page = dims, page
         self.method = QUANTIZERS[type(side.quantizer)]
-        self.transform = transform.make(side.transform, dims, side.seed)
+        self.transform = rotation or transform.make(side.transform, dims, side.seed)
 
     def __deepcopy__(self, memo):
         return self  # holds no state: copies of a cache share it
@@ -84,5 +85,5 @@ class Codec:
 
 @cache
 def codec(side: Side, dims: int, page: int) -> Codec:
-    """The codec of a side, shared by all layers."""
+    """The codec of a side that is not calibrated, shared by all layers."""
     return Codec(side, dims, page)

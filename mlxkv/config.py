@@ -14,7 +14,8 @@ from mlxkv.errors import UserError
 
 BITS = (2, 3, 4, 8)
 MIN_GROUP = 16  # below this the scales outweigh the codes
-TRANSFORMS = ("none", "hadamard", "srft")
+CALIBRATED = "oscar"
+TRANSFORMS = ("none", "hadamard", "srft", CALIBRATED)
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ Quantizer = Full | Affine
 class Side:
     """How keys, or values, are stored: a transform, then a quantizer.
 
-    transform: "none", "hadamard" (sign-randomised, power-of-two head dims) or "srft" (every even
-        head dim).
+    transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
+        head dim) or "oscar" (calibrated: a rotation per kv head from `mlxkv calibrate`).
     seed: seed of the random signs of the transform.
     """
 
@@ -124,6 +125,11 @@ class Side:
             )
 
     @property
+    def calibrated(self) -> bool:
+        """Whether its transform comes from a calibration of the model."""
+        return self.transform == CALIBRATED
+
+    @property
     def label(self) -> str:
         prefix = "" if self.transform == "none" else f"{self.transform} + "
         return prefix + self.quantizer.label
@@ -134,8 +140,8 @@ class Side:
             return (
                 f"hadamard needs a power-of-two head dim; got {head_dim} (srft takes any even one)"
             )
-        if self.transform == "srft" and head_dim % 2:
-            return f"srft needs an even head dim, this one is {head_dim}"
+        if self.transform in ("srft", CALIBRATED) and head_dim % 2:
+            return f"{self.transform} needs an even head dim, this one is {head_dim}"
         return self.quantizer.why_not(head_dim, page)
 
 
@@ -164,6 +170,11 @@ class CacheConfig:
     @property
     def compresses(self) -> bool:
         return any(not isinstance(side.quantizer, Full) for side in (self.keys, self.values))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a side needs a calibration of the model."""
+        return self.keys.calibrated or self.values.calibrated
 
     @property
     def window(self) -> int:
@@ -215,6 +226,14 @@ def _both(bits: int, transform: str, group: int = 64, symmetric: bool = False) -
     return CacheConfig(side, side)
 
 
+def _oscar(bits: int, group: int = 128, keys: float = 1.0, values: float = 1.0) -> CacheConfig:
+    """The windows of the OSCAR paper. keys, values: clips."""
+    sides = (Side(Affine(bits, group, clip=clip), CALIBRATED) for clip in (keys, values))
+    return CacheConfig(*sides, sink=64, recent=256)
+
+
+CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
+
 PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
     # The best measured of each width.
@@ -237,6 +256,15 @@ PRESETS: dict[str, CacheConfig] = {
     "srft-int4": _both(4, "srft", group=32, symmetric=True),
     "srft-int3": _both(3, "srft", group=32, symmetric=True),
     "srft-int2": _both(2, "srft", group=32, symmetric=True),
+    # Calibrated rotations and the windows of the OSCAR paper; extras: smaller groups.
+    "oscar-int4": _oscar(4),
+    "oscar-int3": _oscar(3),
+    "oscar-int2": _oscar(2, keys=0.96, values=0.92),
+    "oscar-int2+g64": _oscar(2, 64, keys=0.96, values=0.92),
+    "oscar-int2+g32": _oscar(2, 32, keys=0.96, values=0.92),
+    "oscar-int2+clip92": _oscar(2, keys=0.92, values=0.92),
+    # A Hadamard rotation and a clip: what OSCAR is without its calibration.
+    "hadamard-int2+clip": CacheConfig(CLIPPED, CLIPPED),
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxkv import kernels, packing, records, selftest, tiles
+from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
 from mlxkv.metal import launch
@@ -67,10 +68,14 @@ class RecordPages:
 
 
 class _Store:
-    def __init__(self, config: CacheConfig, dims: tuple[int, int]):
+    def __init__(self, config: CacheConfig, dims: tuple[int, int], rotations: Rotations | None):
         self.config, self.dims = config, dims
-        sides = (config.keys, config.values)
-        self.codecs = tuple(codec(s, d, config.page) for s, d in zip(sides, dims, strict=True))
+        self.codecs = tuple(
+            Codec(side, dim, config.page, getattr(rotations, name))
+            if side.calibrated and rotations is not None
+            else codec(side, dim, config.page)
+            for name, side, dim in zip(NAMES, (config.keys, config.values), dims, strict=True)
+        )
 
     def __deepcopy__(self, memo):
         other = copy(self)  # all but the pages is shared: MLX's kernel builders cannot be copied
@@ -81,8 +86,10 @@ class _Store:
 class Codes(_Store):
     """Sealed pages for plain ops: two sets of arrays."""
 
-    def __init__(self, config: CacheConfig, dims: tuple[int, int]):
-        super().__init__(config, dims)
+    def __init__(
+        self, config: CacheConfig, dims: tuple[int, int], rotations: Rotations | None = None
+    ):
+        super().__init__(config, dims, rotations)
         self._pages = (Pages(), Pages())
 
     @property
@@ -131,8 +138,9 @@ class Records(_Store):
         dims: tuple[int, int],
         make: launch.Factory,
         tiled: bool = False,
+        rotations: Rotations | None = None,
     ):
-        super().__init__(config, dims)
+        super().__init__(config, dims, rotations)
         self.make, self.tiled = make, tiled
         self.layout = _layout(self)
         self._pages = Pages()
@@ -235,9 +243,17 @@ def decoder(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str:
     return "kernels" if why_no_tiles(config, dims, dtype) else "tile kernels"
 
 
-def store(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> Codes | Records:
-    """An empty store for heads of these (key, value) dims: records where kernels can run."""
+def store(
+    config: CacheConfig,
+    dims: tuple[int, int],
+    dtype: mx.Dtype,
+    rotations: Rotations | None = None,
+) -> Codes | Records:
+    """An empty store for heads of these (key, value) dims: records where kernels can run.
+
+    rotations: of the layer, for calibrated sides.
+    """
     if why_not(config, dims, dtype) is None:
         tiled = why_no_tiles(config, dims, dtype) is None
-        return Records(config, dims, launch.factory(), tiled)
-    return Codes(config, dims)
+        return Records(config, dims, launch.factory(), tiled, rotations)
+    return Codes(config, dims, rotations)

@@ -7,6 +7,7 @@ from functools import cache
 
 import mlx.core as mx
 
+from mlxkv.calibrated import sample
 from mlxkv.config import CacheConfig
 from mlxkv.metal.launch import Factory
 
@@ -59,9 +60,10 @@ def test(
         window = tuple(y[:, :KV_HEADS, :5] for y in live)
         queries = queries[:, :, :1]
         mx.eval(pair, window, queries)
-        plain_outputs = outputs(Codes(config, (dims, dims)))
+        turned = sample(KV_HEADS, (dims, dims)) if config.calibrated else None
+        plain_outputs = outputs(Codes(config, (dims, dims), turned))
     try:
-        kernel_outputs = outputs(Records(config, (dims, dims), make, tiled))
+        kernel_outputs = outputs(Records(config, (dims, dims), make, tiled, turned))
     except Exception as error:  # a compiler or a driver may raise anything at all
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         return Outcome({}, 0.0, reason)

@@ -83,8 +83,8 @@ def _bits(value: float) -> int:
     return struct.unpack("i", struct.pack("f", value))[0]
 
 
-def _stride(x: mx.array | None) -> int:
-    return x.size // x.shape[0] if x is not None and x.shape[0] > 1 else 0
+def _stride(x: mx.array | None) -> int | None:
+    return None if x is None else x.size // x.shape[0] if x.shape[0] > 1 else 0
 
 
 def _is_wide(layout: RecordLayout, dims: int) -> bool:
@@ -160,8 +160,7 @@ def _plan(
     rooms: tuple[int, int, int],
     heads: int,
     layout: RecordLayout,
-    to_keys: Transform | None,
-    from_values: Transform | None,
+    strides: tuple[int | None, int | None],
     lengths: tuple[tuple[int, int, int], ...],
     scale: float,
     make: Factory,
@@ -169,9 +168,10 @@ def _plan(
     has_sinks: bool,
     splits: tuple[int, int] | None,
 ):
-    """(kernel, maps and sizes, the rest of the call): the same for all layers of a step.
+    """(kernel, sizes, the rest of the call): the same for all layers of a step.
 
-    rooms: tokens that the buffers of records, sink and live hold.
+    rooms: tokens that the buffers of records, sink and live hold. strides: from the map of a kv
+        head to that of the next, of keys and values; 0 where all share one, None without a map.
     """
     batch, q_heads, new_tokens, dims = shape
     rows = q_heads // heads * new_tokens
@@ -180,22 +180,20 @@ def _plan(
     wide = _is_wide(layout, dims)
     simdgroups = _simdgroups(layout.words, wide, merges, make)
     splits = splits or splits_for(most, merges, simdgroups, wide)
-    maps = _map(to_keys, True), _map(from_values, False)
     size = mx.array(
         [
-            *(rows, splits[0], *rooms, new_tokens, window, heads, *map(_stride, maps)),
+            *(rows, splits[0], *rooms, new_tokens, window, heads, *(n or 0 for n in strides)),
             *(_bits(scale * LOG2E), _bits(LOG2E)),
             *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits], *[0] * 4),
             *(n for one in lengths for n in (*one, 0)),
         ],
         mx.int32,
     )
-    none = nothing(mx.uint32)
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
-    mapped = tuple(x is not None for x in maps)
+    mapped = tuple(n is not None for n in strides)
     return (
         _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, make),
-        (*(none if x is None else x for x in maps), size),
+        size,
         {
             "template": [],
             "grid": (32 * simdgroups, sum(splits), merges),
@@ -245,18 +243,18 @@ def attend(
     """Attention of a few new tokens over records and windows.
 
     q: [B, H, L, D] in the model's domain and dtype; the other arguments: `kernels.attend`.
-    transforms: of keys and of values. splits: threadgroups for the records and the windows of a
-        head.
+    transforms: of keys and of values, one for all heads or one per kv head. splits: threadgroups
+        for the records and the windows of a head.
     Returns [B, H, L, D] in the dtype of q.
     """
     sink = sink or live  # never read: its length is 0
+    maps = _map(transforms[0], True), _map(transforms[1], False)
     kernel, sizes, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
-        *(buffer.shape[1], layout, *transforms, lengths, scale, make, window),
+        *(buffer.shape[1], layout, tuple(map(_stride, maps)), lengths, scale, make, window),
         *(sinks is not None, splits),
     )
     logits = nothing() if sinks is None else sinks.astype(mx.float32)
     counter = _counters().take(call["grid"][2])
-    return kernel(inputs=[q, buffer, *sink, *live, *sizes[:2], logits, sizes[2], counter], **call)[
-        0
-    ]
+    maps = [nothing(mx.uint32) if x is None else x for x in maps]
+    return kernel(inputs=[q, buffer, *sink, *live, *maps, logits, sizes, counter], **call)[0]

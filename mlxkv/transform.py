@@ -13,6 +13,10 @@ from functools import cache, lru_cache
 import mlx.core as mx
 import numpy as np
 
+from mlxkv import rotation
+from mlxkv.errors import UserError
+from mlxkv.rotation import signs
+
 
 @dataclass(frozen=True, eq=False)
 class Transform:
@@ -64,17 +68,6 @@ def _cast(transform: Transform, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     return transform.down.astype(dtype), transform.up.astype(dtype)
 
 
-def signs(dims: int, seed: int) -> np.ndarray:
-    """[D] of +-1, from splitmix64 (vectorised; spec: `reference.signs`)."""
-    with np.errstate(over="ignore"):
-        z = np.uint64(seed << 32) + np.arange(1, dims + 1, dtype=np.uint64) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return 1.0 - 2.0 * ((z ^ (z >> np.uint64(31))) & np.uint64(1)).astype(np.float64)
-
-
 def _orthogonal(down: np.ndarray, kind: str, table: np.ndarray) -> Transform:
     down, up, table = (mx.array(x.astype(np.float32)) for x in (down, down.T, table))
     return Transform(down, up, kind, table)
@@ -82,24 +75,15 @@ def _orthogonal(down: np.ndarray, kind: str, table: np.ndarray) -> Transform:
 
 def hadamard(dims: int, seed: int) -> Transform:
     """Sign-randomised Hadamard: entry (i, j) is sign_i (-1)^popcount(i & j) / sqrt(D)."""
-    i = np.arange(dims)
-    parity = np.array([bin(n).count("1") & 1 for n in range(dims)])
-    down = (1.0 - 2.0 * parity[i[:, None] & i[None]]) / np.sqrt(dims)
     sign = signs(dims, seed)
-    return _orthogonal(sign[:, None] * down, "hadamard", sign / np.sqrt(dims))
+    return _orthogonal(sign[:, None] * rotation.hadamard(dims), "hadamard", sign / np.sqrt(dims))
 
 
 def srft(dims: int, seed: int) -> Transform:
     """Sign-randomised real FFT, packed as (DC, Nyquist), then sqrt(2) (cos, -sin) per bin."""
-    i = np.arange(dims)[:, None]
-    k = np.arange(1, dims // 2)[None]
-    angle = 2 * np.pi * ((i * k) % dims) / dims
-    down = np.empty((dims, dims))
-    down[:, 0], down[:, 1] = 1.0, 1.0 - 2.0 * (i[:, 0] & 1)
-    down[:, 2::2], down[:, 3::2] = np.sqrt(2) * np.cos(angle), -np.sqrt(2) * np.sin(angle)
     sign, circle = signs(dims, seed), np.exp(-2j * np.pi * np.arange(dims) / dims)
     table = np.concatenate([sign / np.sqrt(2 * dims), circle.view(np.float64)])
-    return _orthogonal(sign[:, None] * down / np.sqrt(dims), "srft", table)
+    return _orthogonal(sign[:, None] * rotation.fourier(dims), "srft", table)
 
 
 MAKERS = {"hadamard": hadamard, "srft": srft}
@@ -107,5 +91,13 @@ MAKERS = {"hadamard": hadamard, "srft": srft}
 
 @cache
 def make(name: str, dims: int, seed: int) -> Transform | None:
-    """The transform called `name`, shared by all layers of these dims; None for "none"."""
+    """The transform called `name`, shared by all layers of these dims; None for "none".
+
+    Raises UserError for "oscar", whose matrices come from a calibration (`mlxkv.calibrated`).
+    """
+    if name not in MAKERS and name != "none":
+        raise UserError(
+            f"[transform] {name} needs the rotations of a calibration; got none; choose "
+            f"{', '.join(MAKERS)}, or attach the preset to a model"
+        )
     return None if name == "none" else MAKERS[name](dims, seed)

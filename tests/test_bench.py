@@ -105,11 +105,11 @@ def test_the_batch_runs_at_one_context_only():
     assert len(kernels._cases("B8.H32.G8.D128", "4k,32k", presets)) == 2
 
 
-@pytest.mark.parametrize("preset", ["int4", "int3"])
+@pytest.mark.parametrize("preset", ["int4", "int3", "oscar-int2+g32"])
 @pytest.mark.parametrize("shape", [Shape(2, 4, 2, 64), Shape(1, 2, 1, 96)], ids=str)
 def test_the_reference_is_attention(shape, preset):
-    view = case.filled(PRESETS[preset], shape, 300, mx.float32)
-    assert view.tokens == 300 and view.pages.tokens
+    view = case.filled(PRESETS[preset], shape, 500, mx.float32)
+    assert view.tokens == 500 and view.pages.tokens
     q = shape.queries(mx.float32)
     keys, values = attend.attention._whole(view, mx.float32)
     spec = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.2)
@@ -256,10 +256,11 @@ def test_decode_prints_a_table_and_json(capsys, bare_folder, fill):
     assert "random weights" in out and "spread" in out
 
 
-def test_without_fp16_there_is_no_ratio(capsys, bare_folder):
-    options = ("--contexts", "256", "--tokens", "1", "--rounds", "1", "--kv", "int4")
+@pytest.mark.parametrize("preset", ["int4", "oscar-int2"])  # random weights, random rotations
+def test_without_fp16_there_is_no_ratio(capsys, bare_folder, preset):
+    options = ("--contexts", "500", "--tokens", "1", "--rounds", "1", "--kv", preset)
     _, data = said(capsys, "bench", "decode", "--model", bare_folder, *options, "--json")
-    assert data["rows"][0]["baseline_ratio"] is None
+    assert data["rows"][0]["baseline_ratio"] is None and data["rows"][0]["kv_bytes"]
 
 
 @pytest.mark.parametrize("preset", ["fp16", "int4"])

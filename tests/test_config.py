@@ -7,9 +7,10 @@ import sys
 import mlx.core as mx
 import pytest
 
-from mlxkv.codec import codec
+from mlxkv.calibrated import sample
 from mlxkv.config import PRESETS, Affine, CacheConfig, Side, parse_kv
 from mlxkv.errors import UserError
+from mlxkv.sealed import Codes
 
 DIMS = (64, 80, 96, 128, 192, 256, 512)
 
@@ -23,12 +24,9 @@ def test_bits_per_value_is_what_pages_take(name, dims):
         assert dims & (dims - 1)
         return
     x = mx.random.normal((1, 2, 2 * config.page, dims)).astype(mx.float16)
-    sides = (config.keys, config.values)
-    nbytes = sum(
-        array.nbytes
-        for side in sides
-        for array in codec(side, dims, config.page).encode(x).values()
-    )
+    store = Codes(config, (dims, dims), sample(2, (dims, dims)) if config.calibrated else None)
+    store.append((x, x), 2)
+    nbytes = sum(array.nbytes for array in store.arrays())
     assert nbytes * 8 / (2 * x.size) == pytest.approx(config.bits_per_value(dims, dims))
 
 

@@ -60,6 +60,26 @@ def refused(session, path, reason: str) -> None:
     assert session.cache is cache and session.tokens == tokens and session.messages == messages
 
 
+def test_a_calibrated_session_names_its_calibration(model_folder, tmp_path, monkeypatch):
+    """It comes back, in another process too, and never with other rotations."""
+    from mlxkv import artifact, calibrate, calibrated
+
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(calibrate, "TOKENS", 600)
+    session = Session(load(str(model_folder), "oscar-int2"), max_tokens=6)
+    list(session.ask("a long question " * 40))
+    saved = session.save(str(tmp_path / "talk"))
+    first = [c.rotations.digest for c in session.cache]
+    monkeypatch.setattr(calibrated, "_at_hand", {})  # another process
+    again = Session(session.loaded, max_tokens=6)
+    again.load(str(saved))
+    assert [c.rotations.digest for c in again.cache] == first
+    assert "".join(again.ask("go on")) == "".join(session.ask("go on"))
+    artifact.kept_path(session.loaded.fingerprint).unlink()
+    monkeypatch.setattr(calibrated, "_at_hand", {})
+    refused(again, saved, f"none with digest {first[0]}")
+
+
 def test_another_model(session, saved, other_folder):
     other = Session(load(str(other_folder), "fp16"))
     refused(other, saved, "belongs to another model")

@@ -19,16 +19,17 @@ FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 # A file may import from its own row and from the rows below it, never from above.
 LAYERS = [
     {"cli", "__main__"},
-    {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench"},
+    {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench", "calibrating"},
     {"session", "prompt_cache", "locate", "golden"},
     {"generate"},
-    {"models"},
+    {"models", "calibrate"},
     {"cache", "attention", "sealed", "selftest"},
     {"codec", "pages", "tiles"},
     {"kernels"},
-    {"packing", "quantizers", "transform", "records", "trust"},
+    {"packing", "quantizers", "calibrated", "transform", "records", "trust"},
     {"metal"},
-    {"config", "console", "shapes", "reference", "corpus"},
+    {"artifact"},
+    {"config", "console", "shapes", "reference", "reference_oscar", "corpus", "rotation"},
     {"errors", ""},
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
@@ -40,7 +41,7 @@ MAY_IMPORT_MLX_LM_FILES = {"mlxkv/eval/harness.py"}
 MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
-    *("cli", "__main__", "corpus"),
+    *("cli", "__main__", "corpus", "artifact", "rotation", "reference_oscar"),
 }
 
 
@@ -99,10 +100,14 @@ def test_frameworks_stay_where_they_belong(path):
 
 
 def test_the_spec_stands_alone():
-    """reference.py reads NumPy and the standard library; only tests read reference.py."""
-    allowed = {"numpy", "__future__"} | sys.stdlib_module_names
-    assert {name.split(".")[0] for name in imports(PACKAGE / "reference.py")} <= allowed
-    readers = [ids(path) for path in FILES if "reference" in own(path)]
+    """The spec's files read NumPy, the standard library and each other; only tests read them."""
+    spec = {"reference", "reference_oscar"}
+    allowed = {"numpy", "__future__", "mlxkv"} | sys.stdlib_module_names
+    for name in spec:
+        path = PACKAGE / f"{name}.py"
+        assert {name.split(".")[0] for name in imports(path)} <= allowed
+        assert own(path) <= spec
+    readers = [ids(path) for path in FILES if unit(path) not in spec and own(path) & spec]
     assert readers == []
 
 
@@ -126,6 +131,7 @@ def test_the_torch_track_never_imports_mlx():
         "from mlxkv.cli import main; main(['presets'])",
         "from mlxkv.cli import main; main(['models', '--json'])",
         "from mlxkv.cli import main; main(['chat', '--help'])",
+        "from mlxkv.cli import main; main(['calibrate', '--help'])",
         "from mlxkv.cli import main; main(['bench', 'kernels', '--help'])",
         "from mlxkv.cli import main; main(['eval', '--help'])",
     ],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxkv.cache import CompressedKVCache, View
+from mlxkv.calibrated import Rotations, sample
 from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
 
@@ -58,10 +59,15 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
+def rotations(config: CacheConfig, shape: Shape) -> Rotations | None:
+    """Random ones per kv head, where the configuration is calibrated."""
+    return sample(shape.kv_heads, (shape.dims, shape.dims)) if config.calibrated else None
+
+
 def filled(config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype) -> View:
     """What attention reads of a cache that took `tokens` random tokens, through the product's own
     code."""
-    cache = CompressedKVCache(config)
+    cache = CompressedKVCache(config, rotations(config, shape))
     for start in range(0, tokens, CHUNK):
         pair = shape.pair(min(CHUNK, tokens - start), dtype)
         view = cache.update_and_fetch(*pair)[0]

@@ -149,7 +149,9 @@ def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> d
     first token is there. Both are None where the cache was filled directly.
     """
     bits = MLX_LM.get(preset)
-    attach(it.model, BASELINE if bits else preset)
+    used = BASELINE if bits else preset
+    calibration = it.calibration if parse_kv(used).calibrated else None
+    attach(it.model, used, calibration=calibration)
     try:
         cache = make_prompt_cache(it.model)
         mx.random.seed(0)

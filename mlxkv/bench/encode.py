@@ -7,7 +7,7 @@ from math import log2
 import mlx.core as mx
 
 from mlxkv import sealed
-from mlxkv.bench.case import Shape
+from mlxkv.bench.case import Shape, rotations
 from mlxkv.bench.timing import seconds_of
 from mlxkv.config import CacheConfig
 from mlxkv.metal.launch import backend
@@ -39,7 +39,7 @@ def row(
             pair = inputs[i % 2]
             if out:  # one after the other
                 pair = mx.depends(list(pair), out)
-            store = sealed.store(config, dims, dtype)
+            store = sealed.store(config, dims, dtype, rotations(config, shape))
             store.append(tuple(pair), pages)
             out = store.arrays()
         return out
@@ -47,7 +47,7 @@ def row(
     seconds = seconds_of(encode, REPEATS) / calls
     stores = []
     for pair in inputs:
-        stores.append(sealed.store(config, dims, dtype))
+        stores.append(sealed.store(config, dims, dtype, rotations(config, shape)))
         stores[-1].append(pair, pages)
         mx.eval(stores[-1].arrays())
 
@@ -77,7 +77,7 @@ def row(
 
 def _page_seconds(config: CacheConfig, shape: Shape, dtype: mx.Dtype) -> float:
     """Sealing one page of all heads into room that is there, one page after the other."""
-    store = sealed.store(config, (shape.dims, shape.dims), dtype)
+    store = sealed.store(config, (shape.dims, shape.dims), dtype, rotations(config, shape))
     page = shape.pair(config.page, dtype)
     before = PAGES + 1  # with fewer, truncate would give the room back
     store.append(shape.pair(config.page * (before + PAGES), dtype), before + PAGES)

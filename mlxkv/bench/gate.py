@@ -13,6 +13,7 @@ from mlxkv.bench.case import BOUNDS, reference, relative_rms
 from mlxkv.bench.decode import decoded_by
 from mlxkv.bench.models import Subject
 from mlxkv.cache import CompressedKVCache
+from mlxkv.calibrated import sample
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.layers import nothing_compressed
@@ -35,7 +36,8 @@ def check(it: Subject, preset: str) -> dict:
     """
     config = parse_kv(preset)
     answer = {"preset": preset, "ok": False, "by": decoded_by(it, preset), "checks": []}
-    reports = attach(it.model, preset)
+    calibration = it.calibration if config.calibrated else None
+    reports = attach(it.model, preset, calibration=calibration)
     try:
         if message := nothing_compressed(reports):
             return answer | {"reason": message}
@@ -62,7 +64,8 @@ def filled(
     mx.random.seed(0)
     total = config.window + PAGES * config.page + ODD
     pair = tuple(mx.random.normal((1, kv_heads, total, d)).astype(dtype) for d in dims)
-    cache = CompressedKVCache(config)
+    rotations = sample(kv_heads, tuple(dims)) if config.calibrated else None
+    cache = CompressedKVCache(config, rotations)
     parts = [0, total // 2, *range(total - 3, total + 1)]
     for start, stop in zip(parts, parts[1:], strict=False):
         view = cache.update_and_fetch(*(x[:, :, start:stop] for x in pair))[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxkv.artifact import Calibration
+from mlxkv.calibrate import calibrate
 from mlxkv.errors import UserError
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -73,6 +76,11 @@ class Subject:
     config: dict
     weights: str
     dtype: mx.Dtype
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """For calibrated presets: random rotations where the weights are random."""
+        return calibrate(self.model, target="random") if self.weights == "random" else None
 
 
 def subject(name: str, dtype: mx.Dtype | None, default: mx.Dtype, bits: int | None) -> Subject:

@@ -76,6 +76,39 @@ def calibration_text() -> str:
     return BETWEEN.join([*corpus.interleaved("calibration"), *documentation("calibration")])
 
 
+def calibration_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
+    """Up to `count` tokens of the user's `files`, or built-in text that no evaluation reads.
+
+    Built in are stories with a seed of their own for the embedded models, else `calibration_text`.
+    No BOS. Raises UserError for a file that cannot be read.
+    """
+    if count < 1:
+        raise UserError(f"[--tokens] at least 1 token is needed; got {count}")
+    if not files and loaded.name in EMBEDDED:
+        from mlxkv.eval.perplexity import story_tokens
+
+        return Text("stories", story_tokens(loaded, count, seed="calibration"))
+    if files:
+        name, text = ", ".join(f.name for f in files), BETWEEN.join(_read(f) for f in files)
+    else:
+        name, text = "corpus calibration", BETWEEN.join(corpus.interleaved("calibration"))
+    tokens = _encode(loaded, text, count)
+    if not files and len(tokens) < count:
+        text = calibration_text()
+        name, tokens = f"{name} + pydoc {platform.python_version()}", _encode(loaded, text, count)
+    return Text(name, tokens)
+
+
+def _encode(loaded, text: str, count: int) -> list[int]:
+    """The first `count` tokens of a text, or all of them."""
+    tokens: list[int] = []
+    for part in _parts(text):
+        tokens += loaded.tokenizer.encode(part, add_special_tokens=False)
+        if len(tokens) >= count:
+            break
+    return tokens[:count]
+
+
 def documentation(split: str) -> list[str]:
     """Texts of the running Python that belong to a split, topic after topic.
 

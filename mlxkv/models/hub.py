@@ -11,6 +11,7 @@ from mlxkv.errors import MachineError, UserError
 PATTERNS = [
     "*.json",
     "model*.safetensors",
+    "mlxkv-calibration*.safetensors",
     "tokenizer.model",
     "*.tiktoken",
     "*.txt",

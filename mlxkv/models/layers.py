@@ -12,7 +12,7 @@ from mlx_lm import __version__ as mlx_lm_version
 from mlxkv import sealed
 from mlxkv.config import CacheConfig
 from mlxkv.metal.launch import backend
-from mlxkv.models.probe import Place, Shape, leaves, probe
+from mlxkv.models.probe import Findings, Place, Shape, leaves, probe
 from mlxkv.models.rebind import files_of
 from mlxkv.models.refused import refusal
 
@@ -63,31 +63,39 @@ RULES = {
 }
 
 
+def find(model: nn.Module, make_cache: Callable[[], list]) -> Findings:
+    """What the plain caches of `make_cache()` hold, and why some cannot be replaced by ours.
+
+    The attention function must be rebound (`rebind.bind`).
+    """
+    plain = [place for place, cache in leaves(make_cache()) if type(cache).__name__ == PLAIN]
+    if refused := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
+        return Findings({}, dict.fromkeys(plain, refused))
+    return probe(model, make_cache, plain)
+
+
 def examine(
     model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, label: str
-) -> tuple[list[LayerReport], list[Place]]:
+) -> tuple[list[LayerReport], dict[Place, Shape]]:
     """Decide for every cache of `make_cache()`. Returns one report each, and the places to fill
-    with ours.
+    with ours, with what they hold.
 
     label: the name of `config` in reports. The attention function must be rebound (`rebind.bind`).
     """
     caches = leaves(make_cache())
-    plain = [place for place, cache in caches if type(cache).__name__ == PLAIN]
     shapes: dict[Place, Shape] = {}
     if not config.compresses:
         reasons = {place: ASKED_FOR for place, _ in caches}
-    elif refused := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
-        reasons = dict.fromkeys(plain, refused)
     else:
-        found = probe(model, make_cache, plain)
+        found = find(model, make_cache)
         shapes, reasons = found.shapes, found.refused
 
     by_layer: dict[int, list[LayerReport]] = {}
-    chosen = []
+    chosen = {}
     for place, cache in caches:
         report = _judge(place[0], cache, shapes.get(place), reasons.get(place), config, label)
         if report.compressed:
-            chosen.append(place)
+            chosen[place] = shapes[place]
         by_layer.setdefault(place[0], []).append(report)
     return [_merge(parts) for parts in by_layer.values()], chosen
 

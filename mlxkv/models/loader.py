@@ -10,9 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxkv import artifact
+from mlxkv.artifact import Calibration
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models.aliases import DEFAULT, resolve
+from mlxkv.models.calibrations import Origin, introduce
 from mlxkv.models.folder import Folder, check, fingerprint
 from mlxkv.models.hub import fetch, first_line
 from mlxkv.models.layers import LayerReport, summarise
@@ -60,12 +63,13 @@ def load(
     kv: str | CacheConfig = "fp16",
     strict: bool = False,
     dtype: str | None = None,
+    calibration: Calibration | Path | str | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names.
 
     strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
     quantised; by default as stored, except that 16-bit weights become float32 where there is no
-    GPU.
+    GPU. calibration: as in `attach`; one given here is also what a later `attach` takes.
 
     Raises UserError, before anything heavy is done where that is possible, and MachineError for a
     full disk.
@@ -74,6 +78,8 @@ def load(
     config = parse_kv(kv) if isinstance(kv, str) else kv
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
+    if calibration is not None and not isinstance(calibration, Calibration):
+        calibration = artifact.read(calibration)
     source = resolve(name)
     if source.folder is not None and not source.folder.is_dir():
         raise UserError(
@@ -89,6 +95,9 @@ def load(
         model.load_weights(list(weights.items()))
     mx.eval(model.parameters())
     tokenizer = _tokenizer(folder, full_config)
+    mark = fingerprint(folder, source.planted)
+    context = context_limit(folder.config)
+    introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
     layers = attach(model, kv, strict)
     return Loaded(
         model=model,
@@ -100,8 +109,8 @@ def load(
         kv_name=name_of(kv),
         layers=layers,
         dtype=_dtype(model),
-        fingerprint=fingerprint(folder, source.planted),
-        context=context_limit(folder.config),
+        fingerprint=mark,
+        context=context,
         notes=notes,
     )
 

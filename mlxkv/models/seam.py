@@ -9,13 +9,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from mlxkv.artifact import Calibration
 from mlxkv.cache import CompressedKVCache
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
+from mlxkv.models.calibrations import rotations_for
 from mlxkv.models.layers import LayerReport, examine, left_out, nothing_compressed, ranges
 from mlxkv.models.probe import put
 from mlxkv.models.rebind import Slot, bind, release
@@ -32,7 +35,12 @@ class _Attachment:
     before: Callable[[], list] | None
 
 
-def attach(model: nn.Module, kv: str | CacheConfig, strict: bool = False) -> list[LayerReport]:
+def attach(
+    model: nn.Module,
+    kv: str | CacheConfig,
+    strict: bool = False,
+    calibration: Calibration | Path | str | None = None,
+) -> list[LayerReport]:
     """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair,
     or a configuration.
 
@@ -40,17 +48,21 @@ def attach(model: nn.Module, kv: str | CacheConfig, strict: bool = False) -> lis
     compresses nothing (`fp16`) leaves mlx-lm's own caches. The `max_kv_size` of make_prompt_cache
     has no effect on an attached model.
 
-    Raises UserError for an unknown preset; with `strict` also if any layer whose cache grows with
-    the context would stay in full precision. Then the model is left as it was. Without `strict`,
-    warns if nothing at all is compressed.
+    calibration: for a preset that needs one; by default the one that came with the model, or the
+    user's own, or one that is made on the spot, for models that `mlxkv.models.load` has loaded.
+
+    Raises UserError for an unknown preset and a calibration that does not fit; with `strict` also
+    if any layer whose cache grows with the context would stay in full precision. Then the model is
+    left as it was. Without `strict`, warns if nothing at all is compressed.
     """
     config, label = parse_kv(kv) if isinstance(kv, str) else kv, name_of(kv)
-    own = _own_make_cache(model)
+    own = own_make_cache(model)
     slots = bind(model)
     try:
         reports, places = examine(model, own, config, label)
         if strict:
             _insist(model, reports, label)
+        rotations = rotations_for(model, config, places, label, calibration)
     except BaseException:
         release(slots)
         raise
@@ -64,7 +76,7 @@ def attach(model: nn.Module, kv: str | CacheConfig, strict: bool = False) -> lis
     def make_cache() -> list:
         caches = own()
         for place in places:
-            put(caches, place, CompressedKVCache(config))
+            put(caches, place, CompressedKVCache(config, rotations.get(place)))
         return caches
 
     attachment = _Attachment(slots, vars(model).get(_MAKE))
@@ -90,7 +102,7 @@ def detach(model: nn.Module) -> None:
     release(attachment.slots)
 
 
-def _own_make_cache(model: nn.Module) -> Callable[[], list]:
+def own_make_cache(model: nn.Module) -> Callable[[], list]:
     """The model's own way to make its caches, as `make_prompt_cache` would find it without us."""
     attachment = vars(model).get(_MARK)
     if attachment is None:

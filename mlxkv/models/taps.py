@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache, Pair, View
+from mlxkv.calibrated import Rotations
 from mlxkv.config import CacheConfig
 from mlxkv.models.probe import leaves, put
 
@@ -28,8 +29,8 @@ class Tap(CompressedKVCache):
     exact: keys and values as they were handed over, [B, G, T, D] in the model's dtype.
     """
 
-    def __init__(self, config: CacheConfig, cache: int):
-        super().__init__(config)
+    def __init__(self, config: CacheConfig, cache: int, rotations: Rotations | None = None):
+        super().__init__(config, rotations)
         self.cache = cache
         self.exact: Pair | None = None
         self.seen: Callable[[Call], None] | None = None  # set by `watch`
@@ -56,11 +57,36 @@ class Tap(CompressedKVCache):
         return view, view
 
 
+class Ear(KVCache):
+    """A plain cache that says what it was handed, and what attention over it was.
+
+    seen: called with each Call. handed: with the new keys and values [B, G, L, D] of each update.
+    """
+
+    def __init__(self, seen: Callable[[Call], None], handed: Callable[[mx.array, mx.array], None]):
+        super().__init__()
+        self.seen, self.handed = seen, handed
+
+    @property
+    def exact(self) -> Pair:
+        """All keys and values so far, [B, G, T, D]."""
+        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
+        super().update_and_fetch(keys, values)
+        self.handed(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[View, View]:
+        view = Watched(self.exact, tap=self)
+        return view, view
+
+
 @dataclass(frozen=True)
 class Watched(View):
-    """The view of a Tap, which hears of attention over it."""
+    """The view of a Tap or an Ear, which hears of attention over it."""
 
-    tap: Tap = field(kw_only=True, repr=False)
+    tap: Tap | Ear = field(kw_only=True, repr=False)
 
     def attended(
         self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None
@@ -126,7 +152,7 @@ def tap(caches: list) -> list[Tap]:
     taps = []
     for place, cache in leaves(caches):
         if type(cache) is CompressedKVCache:
-            taps.append(Tap(cache.config, place[0]))
+            taps.append(Tap(cache.config, place[0], cache.rotations))
             put(caches, place, taps[-1])
     return taps
 

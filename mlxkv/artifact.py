@@ -1,0 +1,276 @@
+"""The calibration file: safetensors with a versioned header, checked whenever it is read.
+
+Tensors, float32: `LAYER.SIDE.vectors` [G or 1, D, D] with an eigenvector per column, and
+`LAYER.SIDE.values` [G or 1, D], the eigenvalues. LAYER is the position in the model's list of
+caches (`3`, or `3.1` inside a CacheList), SIDE is `keys` or `values`. One metadata entry, `mlxkv`,
+holds the header as JSON. No framework is imported here: the torch track reads the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from mlxkv import __version__, console, rotation
+from mlxkv.errors import MachineError, UserError
+
+FORMAT = 1
+NAME = "mlxkv-calibration"
+SIDES = ("keys", "values")
+ORTHONORMAL = 1e-4  # largest entry of |U^T U - I| in a sound file
+FIELDS = {
+    "fingerprint": str,
+    "model": str,
+    "model_type": str,
+    "target": str,
+    "parts": str,
+    "per_layer": bool,
+    "tokens": int,
+    "text": str,
+    "text_digest": str,
+    "version": str,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Of one side of a layer: eigenvalues [G, D], ascending, and vectors [G, D, D], float32; G is 1
+    where all kv heads share one. floored: eigenvalues that were too small to mean anything."""
+
+    values: np.ndarray
+    vectors: np.ndarray
+    floored: int = 0
+
+    @property
+    def condition(self) -> float:
+        """Largest over smallest eigenvalue, the worst kv head."""
+        return float((self.values[:, -1] / self.values[:, 0]).max())
+
+    def rotation(self, parts: str) -> np.ndarray:
+        """R [G, D, D] float32: stored = x @ R, x = stored @ R^T."""
+        return rotation.compose(self.vectors.astype(np.float64), parts).astype(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """kv_heads: G. clips: quantiles at which (keys, values) of this layer are clipped, or None for
+    those of the preset."""
+
+    kv_heads: int
+    keys: Basis
+    values: Basis
+    clips: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """A whole file. fingerprint, model, model_type: what it belongs to. target: what the bases are
+    eigenvectors of. parts: those of U, H, P that the rotations use. per_layer: one basis for all kv
+    heads. tokens, text, text_digest: what was read. version: of mlxkv. layers: by LAYER, as above.
+    """
+
+    fingerprint: str
+    model: str
+    model_type: str
+    target: str
+    parts: str
+    per_layer: bool
+    tokens: int
+    text: str
+    text_digest: str
+    layers: dict[str, Layer]
+    version: str = __version__
+    path: Path | None = field(default=None, compare=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits over the rotations: caches are tied to this, not to a file's name."""
+        total = sha256(self.parts.encode())
+        for name, x in sorted(self._tensors().items()):
+            total.update(f"{name} {x.shape}".encode())
+            total.update(np.ascontiguousarray(x, "<f4").tobytes())
+        return total.hexdigest()[:16]
+
+    def _tensors(self) -> dict[str, np.ndarray]:
+        return {
+            f"{name}.{side}.{part}": getattr(getattr(layer, side), part)
+            for name, layer in self.layers.items()
+            for side in SIDES
+            for part in ("values", "vectors")
+        }
+
+    def header(self) -> dict:
+        """What the file says beside its tensors."""
+        layers = {
+            name: {
+                "kv_heads": layer.kv_heads,
+                "floored": [layer.keys.floored, layer.values.floored],
+                "clips": layer.clips,
+            }
+            for name, layer in self.layers.items()
+        }
+        known = {name: getattr(self, name) for name in FIELDS}
+        return {"format": FORMAT, "digest": self.digest, **known, "layers": layers}
+
+    def check(self, shapes: Mapping[str, tuple[int, int, int]], fingerprint: str | None) -> None:
+        """Raises UserError unless made for this model. shapes: (kv heads, key dim, value dim) of
+        each layer that needs rotations. fingerprint: of the model, None where it is not known."""
+        if fingerprint is not None and fingerprint != self.fingerprint:
+            raise self._fault(
+                f"belongs to another model; got one for {self.model} ({self.fingerprint}), this "
+                f"model is {fingerprint}"
+            )
+        for name, wanted in shapes.items():
+            layer = self.layers.get(name)
+            if layer is None:
+                raise self._fault(
+                    f"has no rotation for layer {name}; got {len(self.layers)} layers"
+                )
+            got = (layer.kv_heads, layer.keys.values.shape[1], layer.values.values.shape[1])
+            if got != tuple(wanted):
+                words = "{} kv heads of {} and {} dims"
+                raise self._fault(
+                    f"is of another shape in layer {name}; got {words.format(*got)}, this model has "
+                    f"{words.format(*wanted)}"
+                )
+
+    def _fault(self, what: str) -> UserError:
+        return _fault(self.path or "it", what)
+
+
+def _fault(path: Path | str, what: str) -> UserError:
+    return UserError(
+        f"[calibration] {path} {what}; make one with mlxkv calibrate --model MODEL -o FILE"
+    )
+
+
+def write(path: Path, calibration: Calibration) -> None:
+    """The file is complete or untouched. Raises MachineError if it cannot be written."""
+    metadata = {"mlxkv": json.dumps(calibration.header())}
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {k: np.ascontiguousarray(x) for k, x in calibration._tensors().items()}
+        draft.write_bytes(save(tensors, metadata))
+        os.replace(draft, path)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise MachineError(f"[calibration] could not write {path}: {reason}") from None
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def read(path: Path | str) -> Calibration:
+    """The calibration in a file. Raises UserError, one line for every fault."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        path = path / f"{NAME}.safetensors"
+    header, tensors = _open(path, True)
+    try:
+        layers = {}
+        for name, entry in header["layers"].items():
+            bases = []
+            for side, floored in zip(SIDES, entry["floored"], strict=True):
+                values, vectors = (tensors[f"{name}.{side}.{p}"] for p in ("values", "vectors"))
+                _check_basis(path, f"layer {name}, {side}", values, vectors, entry["kv_heads"])
+                bases.append(Basis(values, vectors, int(floored)))
+            clips = entry.get("clips")
+            clips = None if clips is None else (float(clips[0]), float(clips[1]))
+            layers[name] = Layer(entry["kv_heads"], *bases, clips)
+        known = {name: header[name] for name in FIELDS}
+        for name, kind in FIELDS.items():
+            if type(known[name]) is not kind:
+                raise TypeError(name)
+        if not layers or not set(known["parts"]) <= set(rotation.PARTS):
+            raise ValueError("layers" if not layers else "parts")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise _fault(path, f"has a header or tensors with parts missing ({error})") from None
+    out = Calibration(**known, layers=layers, path=path)
+    if out.digest != header.get("digest"):
+        raise _fault(path, "was changed after it was made: its digest differs")
+    return out
+
+
+def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
+    """(header, tensors) of a file of this version."""
+    try:
+        with safe_open(path, "numpy") as file:
+            header = json.loads((file.metadata() or {})["mlxkv"])
+            version = header["format"]
+            wanted = file.keys() if tensors and version == FORMAT else ()
+            found = {name: file.get_tensor(name) for name in wanted}
+    except FileNotFoundError:
+        raise _fault(path, "is not there") from None
+    except (SafetensorError, OSError):
+        raise _fault(path, "is no safetensors file, or only part of one") from None
+    except (KeyError, TypeError, ValueError):
+        raise _fault(path, "is not a calibration of mlxkv: it has no such header") from None
+    if version != FORMAT:
+        raise _fault(path, f"has format {version}; this version reads {FORMAT}")
+    return header, found
+
+
+def _check_basis(
+    path: Path, where: str, values: np.ndarray, vectors: np.ndarray, kv_heads: int
+) -> None:
+    heads, dims = values.shape
+    if vectors.shape != (heads, dims, dims) or heads not in (1, kv_heads):
+        raise ValueError(f"{where}: shapes {values.shape}, {vectors.shape}")
+    for x in (values, vectors):
+        if x.dtype != np.float32 or not np.isfinite(x).all():
+            raise _fault(path, f"holds NaN, infinity or no float32 numbers in {where}")
+    if (values <= 0).any():
+        raise _fault(path, f"holds eigenvalues that are not positive in {where}")
+    if (off := rotation.off_orthonormal(vectors)) > ORTHONORMAL:
+        raise _fault(path, f"is not orthonormal in {where}: off by {off:.2g}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Where files are found again.
+
+
+def folder() -> Path:
+    """The user's own calibrations, one file per model."""
+    return console.cache_dir() / "calibration"
+
+
+def kept_path(fingerprint: str) -> Path:
+    return folder() / f"{fingerprint}.safetensors"
+
+
+def find(fingerprint: str, model_folder: Path | None) -> Calibration | None:
+    """The calibration that came with the model, else the user's own, else None.
+
+    Raises UserError if the one that would be used is faulty.
+    """
+    shipped = sorted(model_folder.glob(f"{NAME}*.safetensors")) if model_folder else []
+    for path in shipped:
+        # The hard form of an embedded model lies beside the plain one, each with a file.
+        if len(shipped) == 1 or _open(path, False)[0].get("fingerprint") == fingerprint:
+            return read(path)
+    path = kept_path(fingerprint)
+    return read(path) if path.exists() else None
+
+
+def with_digest(digest: str) -> Calibration | None:
+    """The user's calibration with this digest, or None."""
+    return next((read(path) for path, header in _kept() if header.get("digest") == digest), None)
+
+
+def _kept() -> Iterator[tuple[Path, dict]]:
+    for path in sorted(folder().glob("*.safetensors")):
+        try:
+            yield path, _open(path, False)[0]
+        except UserError:
+            continue  # a broken file of another model is not this one's trouble

@@ -1,0 +1,243 @@
+"""Calibration: one pass over some text gives every kv head its rotations (OSCAR).
+
+Queries, keys (after RoPE), values and outputs are seen where attention reads our caches, so every
+family that can be compressed can be calibrated. Only second moments are kept, [G, D, D] per layer
+and side. Spec: `reference_oscar`. The value target V^T S^T S V is (S V)^T (S V): the second moment
+of what attention gives out, so that no score has to be kept or computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxkv import corpus, rotation
+from mlxkv.artifact import SIDES, Basis, Calibration, Layer
+from mlxkv.errors import MachineError, UserError
+from mlxkv.models.calibrations import Origin, layer_name, origin_of
+from mlxkv.models.layers import find
+from mlxkv.models.probe import Place, Shape, leaves, put
+from mlxkv.models.rebind import bind, release
+from mlxkv.models.seam import own_make_cache
+from mlxkv.models.taps import Call, Ear
+
+TOKENS = 8900  # about what the paper takes
+LEAST = 512  # tokens: fewer say too little about heads of 64 to 256 dims
+WINDOW = 4096  # tokens that see each other
+CHUNK = 512  # tokens that go through the model at once
+# What the bases are eigenvectors of: what attention reads (the paper), the same with the released
+# code's stand-in for values, the cache itself, and two that need no text.
+TARGETS = ("attention", "surrogate", "tensor", "random", "none")
+WITHOUT_TEXT = ("random", "none")
+Progress = Callable[[int], None]
+
+
+@dataclass
+class Moments:
+    """Sums of one layer, [G, D, D] float64. keys, values: of x^T x over the rows of the target.
+    rows: how many there are of each. weights: Sigma_K of a first pass, for the surrogate. seconds:
+    that summing took."""
+
+    shape: Shape
+    target: str
+    sums: dict[str, np.ndarray] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    weights: mx.array | None = None
+    seconds: float = 0.0
+
+    def attended(self, call: Call) -> None:
+        """Queries and outputs of one call of attention, [B, H, L, D]."""
+        if self.target == "attention" or (self.target == "surrogate" and self.weights is None):
+            self._add("keys", call.queries)
+        if self.target == "attention":
+            self._add("values", call.out)
+
+    def handed(self, keys: mx.array, values: mx.array) -> None:
+        """What a cache was handed, [B, G, L, D]; each token once."""
+        if self.target == "tensor":
+            self._add("keys", keys)
+            self._add("values", values)
+        elif self.weights is not None:
+            k = keys.astype(mx.float32)
+            energy = ((k @ self.weights) * k).sum(-1, keepdims=True)
+            self._add("values", values.astype(mx.float32) * mx.sqrt(mx.maximum(energy, 0)))
+
+    def _add(self, side: str, x: mx.array) -> None:
+        mx.eval(x)  # the model's own work
+        start = time.perf_counter()
+        moment = second_moment(x, self.shape.heads)
+        rows = x.size // (self.shape.heads * x.shape[-1])
+        self.sums[side] = self.sums.get(side, 0.0) + np.array(moment, np.float64)
+        self.rows[side] = self.rows.get(side, 0) + rows
+        self.seconds += time.perf_counter() - start
+
+    def mean(self, side: str) -> np.ndarray:
+        return self.sums[side] / self.rows[side]
+
+
+def second_moment(x: mx.array, kv_heads: int) -> mx.array:
+    """x^T x over the rows of each kv head's group: [B, H, L, D] -> [G, D, D] float32."""
+    batch, _, _, dims = x.shape
+    rows = x.astype(mx.float32).reshape(batch, kv_heads, -1, dims)
+    rows = rows.swapaxes(0, 1).reshape(kv_heads, -1, dims)
+    return rows.swapaxes(-1, -2) @ rows
+
+
+def calibrate(
+    model: nn.Module,
+    tokens: Sequence[int] = (),
+    *,
+    text: str = "",
+    target: str = "attention",
+    parts: str = rotation.PARTS,
+    per_layer: bool = False,
+    window: int = WINDOW,
+    bos: int | None = None,
+    progress: Progress | None = None,
+    timing: dict[str, float] | None = None,
+) -> Calibration:
+    """The rotations of all layers of `model` (any model of mlx-lm) that could be compressed.
+
+    tokens: what is read, in windows of `window` tokens that do not see each other, each with `bos`
+    in front. text: its name. target: one of TARGETS; the last two read no text. parts: those of U,
+    H and P that the rotations use. per_layer: one rotation for all kv heads of a layer.
+    progress: called with the tokens that are done since the last call; `passes` says how often
+    they are read. timing: filled with the seconds of statistics and eigenvectors by layer.
+
+    Raises UserError for unknown settings, too little text, and a model with nothing to compress;
+    MachineError for NaN or infinity in what a layer computes.
+    """
+    if target not in TARGETS:
+        raise UserError(f"[--target] unknown; got {target!r}; choose from {', '.join(TARGETS)}")
+    if not set(parts) <= set(rotation.PARTS):
+        raise UserError(f"[--parts] unknown; got {parts!r}; choose some of {rotation.PARTS}")
+    if target not in WITHOUT_TEXT and len(tokens) < LEAST:
+        raise UserError(
+            f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}, "
+            f"better {TOKENS}"
+        )
+    own, slots = own_make_cache(model), bind(model)
+    try:
+        found = find(model, own)
+        shapes = {p: s for p, s in found.shapes.items() if not (s.key_dim % 2 or s.value_dim % 2)}
+        if not shapes:
+            reason = next(iter(found.refused.values()), "no layer has a cache that grows")
+            raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
+        moments = {place: Moments(shape, target) for place, shape in shapes.items()}
+        size = -(-len(tokens) // max(1, -(-len(tokens) // window)))  # windows of one length
+        windows = [tokens[i : i + size] for i in range(0, len(tokens), size or 1)]
+        for turn in range(passes(target)):
+            for part in windows:
+                _read(model, own, moments, part, [] if bos is None else [bos], progress)
+            if target == "surrogate" and not turn:
+                for one in moments.values():
+                    one.weights = mx.array(one.mean("keys").astype(np.float32))
+    finally:
+        release(slots)
+    layers = {}
+    for place, one in moments.items():
+        start = time.perf_counter()
+        name = layer_name(place)
+        bases = [_basis(one, side, f"layer {name}, {side}", per_layer) for side in SIDES]
+        layers[name] = Layer(one.shape.heads, *bases)
+        if timing is not None:
+            timing[name] = one.seconds + time.perf_counter() - start
+    origin = origin_of(model)
+    return Calibration(
+        fingerprint=origin.fingerprint if origin else "",
+        model=origin.name if origin else "",
+        model_type=str(getattr(model, "model_type", "")),
+        target=target,
+        parts="".join(part for part in rotation.PARTS if part in parts),
+        per_layer=per_layer,
+        tokens=len(tokens) if passes(target) else 0,
+        text=text,
+        text_digest=sha256(np.array(tokens, "<i4").tobytes()).hexdigest()[:16],
+        layers=layers,
+    )
+
+
+def passes(target: str) -> int:
+    """How often the text is read."""
+    return 0 if target in WITHOUT_TEXT else 2 if target == "surrogate" else 1
+
+
+def _read(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    moments: dict[Place, Moments],
+    tokens: Sequence[int],
+    first: list[int],
+    progress: Progress | None,
+) -> None:
+    """`first` and one window through the model; what it computes is gone after each chunk."""
+    caches = make_cache()
+    for place, one in moments.items():
+        put(caches, place, Ear(one.attended, one.handed))
+    for start in range(0, len(tokens), CHUNK):
+        part = tokens[start : start + CHUNK]
+        lead = [] if start else first
+        model(mx.array([*lead, *part])[None], cache=caches)  # moments are taken inside
+        mx.eval([cache.state for _, cache in leaves(caches) if not cache.empty()])
+        if progress:
+            progress(len(part))
+
+
+def _basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
+    heads = 1 if per_layer else moments.shape.heads
+    dims = moments.shape.key_dim if side == "keys" else moments.shape.value_dim
+    if moments.target in WITHOUT_TEXT:
+        if moments.target == "none":
+            vectors = np.broadcast_to(np.eye(dims), (heads, dims, dims))
+        else:
+            vectors = rotation.random_basis(heads, dims, dims)
+        return Basis(np.ones((heads, dims), np.float32), vectors.astype(np.float32))
+    mean = moments.mean(side)
+    if not np.isfinite(mean).all():
+        raise MachineError(
+            f"[calibrate] NaN or infinity in {where}; the model computes them on this text; try "
+            "another --dtype, or other text"
+        )
+    values, vectors, floored = rotation.eigenbasis(
+        mean.mean(0, keepdims=True) if per_layer else mean
+    )
+    return Basis(values.astype(np.float32), vectors.astype(np.float32), floored)
+
+
+def from_corpus(model: nn.Module, origin: Origin) -> Calibration:
+    """The default calibration, made from the corpus, with a progress bar on stderr."""
+    text = "\n\n".join(corpus.interleaved("calibration"))
+    tokens = list(origin.tokenizer.encode(text, add_special_tokens=False))[:TOKENS]
+    with progress_bar(len(tokens)) as progress:
+        return calibrate(
+            model,
+            tokens,
+            text="corpus calibration",
+            window=min(WINDOW, origin.context or WINDOW),
+            bos=bos_of(origin.tokenizer),
+            progress=progress,
+        )
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Progress]:
+    """A bar on stderr, gone when it is done."""
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    with Bars(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("calibrating", total=total)
+        yield partial(bars.advance, bar)
+
+
+def bos_of(tokenizer) -> int | None:
+    """The token that texts start with, or None."""
+    return getattr(tokenizer, "bos_token_id", None)

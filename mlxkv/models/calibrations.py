@@ -1,0 +1,95 @@
+"""Which calibration a model gets: the one it is given, else the one that came with it, else the
+user's own, else one that is made on the spot and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from mlxkv import artifact, calibrated, console
+from mlxkv.artifact import Calibration
+from mlxkv.calibrated import Rotations
+from mlxkv.config import CacheConfig
+from mlxkv.errors import MachineError, UserError
+from mlxkv.models.probe import Place, Shape
+
+_ORIGIN = "_mlxkv_origin"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a loaded model comes from. context: the longest it was made for, in tokens, or None.
+    calibration: the one that it was loaded with."""
+
+    name: str
+    fingerprint: str
+    folder: Path
+    tokenizer: Any
+    context: int | None = None
+    calibration: Calibration | None = None
+
+
+def introduce(model: nn.Module, origin: Origin) -> None:
+    """Let `attach` know where `model` comes from."""
+    setattr(model, _ORIGIN, origin)
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    return vars(model).get(_ORIGIN)
+
+
+def layer_name(place: Place) -> str:
+    """(3,) -> "3", (3, 1) -> "3.1": what calibrations call a cache."""
+    return ".".join(map(str, place))
+
+
+def sizes(shapes: Mapping[Place, Shape]) -> dict[str, tuple[int, int, int]]:
+    """(kv heads, key dim, value dim) by the layer's name."""
+    return {layer_name(p): (s.heads, s.key_dim, s.value_dim) for p, s in shapes.items()}
+
+
+def rotations_for(
+    model: nn.Module,
+    config: CacheConfig,
+    places: Mapping[Place, Shape],
+    label: str,
+    given: Calibration | Path | str | None = None,
+) -> dict[Place, Rotations]:
+    """The rotations of each of `places`, none where `config` needs none. Raises UserError."""
+    if not config.calibrated or not places:
+        return {}
+    origin = origin_of(model)
+    calibration = given if given is not None else origin and origin.calibration
+    if isinstance(calibration, (Path, str)):
+        calibration = artifact.read(calibration)
+    if calibration is None and origin is None:
+        raise UserError(
+            f"[attach] {label} needs a calibration; got a model that mlxkv did not load; pass "
+            "calibration=FILE (mlxkv calibrate makes one), or use mlxkv.models.load"
+        )
+    if calibration is None:
+        calibration = artifact.find(origin.fingerprint, origin.folder)
+    if calibration is None:
+        calibration = _on_the_spot(model, origin, label)
+    calibration.check(sizes(places), origin and origin.fingerprint)
+    made = calibrated.of(calibration)
+    return {place: made[layer_name(place)] for place in places}
+
+
+def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
+    from mlxkv import calibrate  # it attaches itself, by the parts of this package
+
+    console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
+    made = calibrate.from_corpus(model, origin)
+    path = artifact.kept_path(origin.fingerprint)
+    try:
+        artifact.write(path, made)
+    except MachineError as error:
+        console.note(f"{error}; it serves this run only")
+    else:
+        console.note(f"calibrated on {made.tokens} tokens, kept in {path}")
+    return made
