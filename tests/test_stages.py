@@ -56,7 +56,8 @@ def qwen():
     steps = []
     out = part.run(arms, arms.names, steps.append)
     assert sum(steps) == part.steps * len(arms.names)
-    assert (part.task, part.name, part.asks) == ("stages", "384", {"context": 384, "queries": 64})
+    assert (part.task, part.name, part.asks["queries"]) == ("stages", "384", 64)
+    assert part.asks["tokens"] == story_tokens(loaded, 384 + 64)
     return json.loads(json.dumps(out))
 
 
