@@ -27,6 +27,7 @@ RESIDENT = {512: 8, 1024: 10, 2048: 12}
 MAX_RANK = 64  # of a limit that the seal kernel finds: the longest list of metal/select.h
 FAST_DIMS = (64, 128, 256, 512)
 FAST_KINDS = {"hadamard": 1, "srft": 2}
+DENSE, DENSE_DIMS, DENSE_TOKENS = 3, (64, 96, 128, 192, 256), 512
 LOG2E = log2(e)
 Pair = tuple[mx.array, mx.array]
 
@@ -66,17 +67,17 @@ def seal(
 
     Encodes `tokens` tokens from `start` on, all by default, and reads nothing else: hand over whole
         buffers, since MLX copies slices. tokens is a multiple of 16.
-    transforms: of keys and values. One without a fast form for these dims (`fast_kind`) is an MLX
-        product before the dispatch.
+    transforms: of keys and values. One that the kernel cannot apply (`seal_kind`) is an MLX product
+        before the dispatch.
     ranks: of keys and values, `Affine.clip_rank`. Beyond `MAX_RANK` MLX clips before the dispatch.
     """
     batch, heads, length, _ = pair[0].shape
     tokens = length - start if tokens is None else tokens
     count = tokens // TOKENS
-    inputs, tables, places, template, tile = [], [], [], {}, 16
+    inputs, tables, places, matrices, template, tile = [], [], [], [], {}, 16
     sides = zip("KV", pair, (layout.keys, layout.values), transforms, ranks, strict=True)
     for name, x, at, transform, rank in sides:
-        kind, first = fast_kind(transform, x.shape[3]), start
+        kind, first = seal_kind(transform, x.shape[3], tokens), start
         if kind is None or rank > MAX_RANK:
             x, kind, first = x[:, :, start : start + tokens], 0, 0
             x = x if transform is None else transform.store(x)
@@ -85,7 +86,9 @@ def seal(
         elif x.dtype not in (mx.float32, mx.float16, mx.bfloat16):
             x = x.astype(mx.float32)
         inputs.append(x)
-        tables.append(transform.table if kind else nothing())
+        table = transform.down if kind == DENSE else transform.table if kind else nothing()
+        tables.append(table)
+        matrices.append(max(1, table.size // x.shape[3] ** 2))
         places += [first, x.shape[2]]
         template |= {f"T_{name}": x.dtype, f"D_{name}": at.dims, f"KIND_{name}": kind}
         template |= {f"RANK_{name}": rank}
@@ -94,7 +97,7 @@ def seal(
     groups = max(1, min(SIMDGROUPS, TILES // tile))
     (out,) = launch(
         "seal",
-        [*inputs, *tables, ints(count, batch * heads, *places, 0, 0)],
+        [*inputs, *tables, ints(count, batch * heads, *places, *matrices)],
         {**template, "S": groups, "TILE": tile},
         (32 * groups * -(-count * batch * heads // groups), 2, 1),
         (32 * groups, 1, 1),
@@ -111,6 +114,15 @@ def fast_kind(transform: Transform | None, dims: int) -> int | None:
     if transform is None:
         return 0
     return FAST_KINDS.get(transform.kind) if dims in FAST_DIMS else None
+
+
+def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None:
+    """`fast_kind`, or DENSE for a square matrix and few tokens, where one dispatch is what counts;
+    MLX multiplies many of them faster."""
+    kind = fast_kind(transform, dims)
+    if kind is None and tokens <= DENSE_TOKENS and dims in DENSE_DIMS:
+        return DENSE if transform.down.shape[-2:] == (dims, dims) else None
+    return kind
 
 
 def unseal_side(

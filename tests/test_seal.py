@@ -168,13 +168,43 @@ def orthogonal(dims, seed, *lead):
     return np.linalg.qr(rng.standard_normal((*lead, dims, dims)))[0].astype(np.float32)
 
 
+def matrix(dims, heads, rank=None, seed=0):
+    q = orthogonal(dims, seed, *([heads] if heads else []))[..., :rank]
+    return Transform(mx.array(q), mx.array(q.swapaxes(-1, -2)))
+
+
+@pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.bfloat16))
+@pytest.mark.parametrize(("dims", "heads"), [(64, 2), (96, 0), (128, 2), (192, 2), (256, 0)])
+def test_a_few_tokens_are_multiplied_by_a_square_matrix_in_the_kernel(dims, heads, dtype):
+    made, other = matrix(dims, heads), matrix(dims, 2, seed=1)
+    assert kernels.seal_kind(made, dims, 64) == kernels.DENSE
+    assert kernels.seal_kind(made, dims, 4096) is None
+    pair = [data(2, 2, 48, dims, seed=i, dtype=dtype) for i in range(2)]
+    specs = Affine(2, 64, clip=0.9), Affine(3, 32, True)
+    seal_and_check(pair, specs, (made, other), start=16, tokens=32)
+    seal_and_check(pair, specs[::-1], (other, None))
+
+
+def test_the_product_in_the_kernel_is_that_of_plain_ops(monkeypatch):
+    made, pair = matrix(128, 3), [data(1, 3, 32, 128, seed=i) for i in range(2)]
+    whole = layout((INT8, INT8), (128, 128))
+    one = kernels.seal(pair, whole, make, (made, made))
+    monkeypatch.setattr(kernels, "DENSE_TOKENS", 0)
+    other = kernels.seal(pair, whole, make, (made, made))
+    assert float((one != other).mean()) < 0.01  # words that hold a tie, or a scale
+    wrong = dataclasses.replace(made, down=made.down[::-1])
+    monkeypatch.undo()
+    words = kernels.seal(pair, whole, make, (wrong, made))
+    with pytest.raises(AssertionError):
+        check(words[..., : whole.keys.words], pair[0], INT8, whole.keys, made.down)
+
+
 @pytest.mark.parametrize(
     ("dims", "rank", "heads"), [(80, 80, 0), (128, 96, 2), (96, 70, 0), (33, 33, 2), (64, 40, 0)]
 )
-def test_any_matrix_comes_before_the_kernel(dims, rank, heads):
-    q = orthogonal(dims, 0, *([heads] if heads else []))[..., :rank]
-    made = Transform(mx.array(q), mx.array(q.swapaxes(-1, -2)))
-    assert kernels.fast_kind(made, dims) is None
+def test_other_matrices_come_before_the_kernel(dims, rank, heads):
+    made = matrix(dims, heads, rank)
+    assert kernels.seal_kind(made, dims, 64) is None
     pair = [data(2, 2, 64, dims, seed=i, dtype=mx.float16) for i in range(2)]
     seal_and_check(pair, (Affine(4, 0), Affine(8, 32, True)), (made, None), start=16, tokens=32)
     seal_and_check(pair, (Affine(4, 0), Affine(3, 64)), (None, made))

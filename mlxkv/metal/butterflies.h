@@ -1,5 +1,5 @@
-// Wide loads, and the transforms with a fast form: butterflies in registers, twice over a tile of
-// threadgroup memory. A tile holds 8 pairs of tokens, z[n] = (x of one, x of the other)[n]: the
+// Wide loads, and the transforms: those with a fast form by butterflies in registers, twice over a
+// tile of threadgroup memory, others as a product. A tile holds 8 pairs of tokens, z[n] = (x of one, x of the other)[n]: the
 // spectra of both come apart by additions alone. Keys: tokens q and q + 8; values: 2 q and 2 q + 1,
 // since one lane stores both (codes.h). Of the other token 1e-7 is left in each by rounding; a token
 // of zeros is told apart, so that it stays one.
@@ -249,6 +249,51 @@ inline uint kv_transform(
   any |= simd_shuffle_xor(any, ushort(1));
   any |= simd_shuffle_xor(any, ushort(2));
   return any;
+}
+
+// 16 tokens times a matrix [DIMS, DIMS], in the tile as `kv_transform` leaves them. A lane works out
+// COLUMNS columns of all tokens at a time: their values are read by all lanes at once.
+template <typename T, int DIMS, int KEYS>
+inline void kv_product(const device T* x, const device float* matrix, kv_pairs tile, int lane) {
+  constexpr int COLUMNS = DIMS % 64 == 0 ? 2 : 1;
+#pragma unroll 1
+  for (int first = lane; first < DIMS; first += 32 * COLUMNS) {
+    float one[8 * COLUMNS];
+    float other[8 * COLUMNS];
+#pragma unroll
+    for (int i = 0; i < 8 * COLUMNS; i++) {
+      one[i] = other[i] = 0.0f;
+    }
+#pragma unroll 1
+    for (int d = 0; d < DIMS; d += 4) {
+      float row[4 * COLUMNS];
+#pragma unroll
+      for (int i = 0; i < 4 * COLUMNS; i++) {
+        row[i] = matrix[(d + i / COLUMNS) * DIMS + first + i % COLUMNS * 32];
+      }
+#pragma unroll
+      for (int q = 0; q < 8; q++) {
+        float left[4];
+        float right[4];
+        kv_load<4>(x + (KEYS ? q : 2 * q) * DIMS + d, left);
+        kv_load<4>(x + (KEYS ? q + 8 : 2 * q + 1) * DIMS + d, right);
+#pragma unroll
+        for (int i = 0; i < 4 * COLUMNS; i++) {
+          const int at = COLUMNS * q + i % COLUMNS;
+          one[at] = metal::fma(left[i / COLUMNS], row[i], one[at]);
+          other[at] = metal::fma(right[i / COLUMNS], row[i], other[at]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8 * COLUMNS; i++) {
+      float2 z;
+      z.x = one[i];
+      z.y = other[i];
+      tile[kv_place<DIMS>(i / COLUMNS, first + i % COLUMNS * 32)] = z;
+    }
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // COUNT stored dims (4 or 8) of both tokens of a pair, from dim 32 j + COUNT u on, u the lane's.

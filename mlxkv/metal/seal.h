@@ -139,8 +139,8 @@ inline float kv_limit(
 }
 
 // One side of one record by one simdgroup: x [16, DIMS] -> codes and numbers at `out`.
-// KIND: 0 as they come, 1 Hadamard, 2 real Fourier. RANK: where a token is clipped, `kv_limit`; 1:
-// nowhere.
+// KIND: 0 as they come, 1 Hadamard, 2 real Fourier, 3 any matrix. RANK: where a token is clipped,
+// `kv_limit`; 1: nowhere.
 template <typename T, int BITS, int DIMS, int GROUP, int SYMMETRIC, int KEYS, int KIND, int RANK>
 inline void kv_seal_side(
     const device T* x, const device float* table, kv_pairs tile, device uint* out, int lane) {
@@ -164,12 +164,17 @@ inline void kv_seal_side(
   int zero = 0;
   bool empty = false; // of the ranged token
   if (KIND > 0) {
-    uint any = kv_transform<T, DIMS, KIND == 2, KEYS>(x, table, tile, lane);
+    uint any = 0u;
+    if (KIND == 3) {
+      kv_product<T, DIMS, KEYS>(x, table, tile, lane);
+    } else {
+      any = kv_transform<T, DIMS, KIND == 2, KEYS>(x, table, tile, lane);
+    }
     if (KIND == 2) {
       any = KEYS ? any : simd_shuffle(any, ushort(ranged / 2 * 4));
       empty = (any >> (KEYS ? t % 2 : g % 2) & 1u) == 0u;
     }
-    const int entry = u * (KEYS ? 8 : 4) / KIND;
+    const int entry = u * (KEYS ? 8 : 4) / (KIND == 2 ? 2 : 1);
     kv_places<DIMS>(tile, pair, entry, at);
     kv_places<DIMS>(tile, pair, (KEYS ? 12 : 14) ^ entry, back);
     zero = kv_place<DIMS>(pair, (16 - entry) % 16);

@@ -1,11 +1,13 @@
 // Encodes pages: new keys and values -> page records, transforms with a fast form included.
 // One simdgroup per record and side; grid: (32 x records in all, 2 sides).
-// keys, values [heads, capacity, D] of types T_K, T_V; table_k, table_v: `Transform.table`
+// keys, values [heads, capacity, D] of types T_K, T_V; table_k, table_v: `Transform.table`, or for
+// KIND 3 matrices [1 or kv heads, D, D]
 // records [heads, records per head, words]
-// size: [records per head, heads, first token of the keys, their capacity, the same of the values]
+// size: [records per head, heads, first token of the keys, their capacity, the same of the values,
+// matrices of the keys, of the values]
 // Template: S simdgroups of a threadgroup, TILE pairs of floats that each has; per side T, D, BITS,
-// GROUP, SYMMETRIC, KIND (0 as they come, 1 Hadamard, 2 real Fourier), RANK (`Affine.clip_rank`,
-// 64 at most).
+// GROUP, SYMMETRIC, KIND (0 as they come, 1 Hadamard, 2 real Fourier, 3 any matrix), RANK
+// (`Affine.clip_rank`, 64 at most).
 constexpr int GROUPS_K = (D_K + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = (D_V + GROUP_V - 1) / GROUP_V;
 constexpr int SIDE_K = kv_side_words<BITS_K>((D_K + 31) / 32, GROUPS_K, SYMMETRIC_K);
@@ -23,11 +25,13 @@ if (unit < size[0] * size[1]) {
   device uint* out = records + size_t(unit) * (SIDE_K + SIDE_V);
   if (threadgroup_position_in_grid.y == 0) {
     kv_seal_side<T_K, BITS_K, D_K, GROUP_K, SYMMETRIC_K, 1, KIND_K, RANK_K>(
-        keys + (size_t(head) * size[3] + size[2] + token) * D_K, table_k,
+        keys + (size_t(head) * size[3] + size[2] + token) * D_K,
+        table_k + (KIND_K == 3 ? size_t(head % size[6]) * (D_K * D_K) : 0),
         tiles + simdgroup * TILE, out, lane);
   } else {
     kv_seal_side<T_V, BITS_V, D_V, GROUP_V, SYMMETRIC_V, 0, KIND_V, RANK_V>(
-        values + (size_t(head) * size[5] + size[4] + token) * D_V, table_v,
+        values + (size_t(head) * size[5] + size[4] + token) * D_V,
+        table_v + (KIND_V == 3 ? size_t(head % size[7]) * (D_V * D_V) : 0),
         tiles + simdgroup * TILE, out + SIDE_K, lane);
   }
 }
