@@ -65,6 +65,18 @@ CONFIGS: dict[str, dict] = {
         "intermediate_size": 9728,
         "max_position_embeddings": 40960,
     },
+    "qwen3-8b": _QWEN
+    | {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
 }
 
 

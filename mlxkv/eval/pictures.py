@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 
 import matplotlib
@@ -53,14 +54,27 @@ def _compressed(rows: dict) -> dict:
     return {name: row for name, row in rows.items() if name != BASELINE}
 
 
+def method(name: str) -> str:
+    """What a preset has in common with those of other widths: int4 -> int, oscar-int2+g64 ->
+    oscar+g64. Other names stand for themselves."""
+    found = re.fullmatch(r"(?:(.+)-)?int\d(\+[^/]+)?", name)
+    return f"{found[1] or 'int'}{found[2] or ''}" if found else name
+
+
 def _scatter(axis, rows: dict, key: str, label: str) -> None:
-    """Bits per value against one number of each preset, on a logarithmic axis."""
-    for index, (name, row) in enumerate(rows.items()):
-        axis.scatter(
-            row["bits_per_value"],
-            max(row[key], SMALLEST),
+    """Bits per value against one number of each preset, on a logarithmic axis; a line joins the
+    widths of a method."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name, row in rows.items():
+        point = (row["bits_per_value"], max(row[key], SMALLEST))
+        curves.setdefault(method(name), []).append(point)
+    for index, (name, points) in enumerate(curves.items()):
+        axis.plot(
+            *zip(*sorted(points), strict=True),
+            marker="os^vDP*X"[index % 8],
             color=f"C{index % 10}",
-            marker="os^vDP*X"[index // 10 % 8],
+            linewidth=1,
+            alpha=0.85,
             label=name,
             zorder=3,
         )

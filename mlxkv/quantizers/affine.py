@@ -17,6 +17,7 @@ from mlxkv.config import Affine
 MLX_GROUPS = (32, 64, 128)
 HALF_MAX = 65504.0
 CPU_ROWS = 16
+CUDA_ROWS = 65535  # that MLX 0.32 sorts at once there: it has a row of the grid for each
 
 
 def _grouped(x: mx.array, group: int, axis: str) -> mx.array:
@@ -51,6 +52,10 @@ def clip_rows(x: mx.array, rank: int) -> mx.array:
     as it comes). Spec: `reference.clip_rows`."""
     if rank == 1:
         return x
+    rows = x.size // x.shape[-1]
+    if rows > CUDA_ROWS and mx.cuda.is_available() and mx.default_device() == mx.gpu:
+        parts = x.reshape(rows, -1).split(range(CUDA_ROWS, rows, CUDA_ROWS))
+        return mx.concatenate([clip_rows(part, rank) for part in parts]).reshape(x.shape)
     size, at = mx.abs(x), x.shape[-1] - rank
     limit = mx.partition(size, at, axis=-1)[..., at : at + 1]  # selected, not sorted, on the CPU
     return mx.clip(x, -limit, limit)

@@ -1,0 +1,60 @@
+"""Kernels are judged on their own codes, and their codes with an allowance for ties."""
+
+import mlx.core as mx
+import pytest
+from on_emulator import make
+
+from mlxkv import kernels, selftest
+from mlxkv.config import PRESETS
+
+
+def broken(part, good, bad):
+    """A factory whose kernels called `part` hold a fault."""
+
+    def build(name, input_names, output_names, source, header=""):
+        if name.startswith(part):
+            assert good in source + header, good
+            source, header = source.replace(good, bad), header.replace(good, bad)
+        return make(name, input_names, output_names, source, header)
+
+    return build
+
+
+@pytest.mark.parametrize("preset", ("int4", "oscar-int2"))
+def test_kernels_pass(preset):
+    found = selftest.test(PRESETS[preset], 64, mx.float16, make)
+    assert found.reason is None and set(found.errors) == {"attend", "keys", "values", "seal"}
+    assert found.errors["seal"] < selftest.SEAL_BOUND / 2 and found.ties < 0.002
+
+
+def test_a_product_rounded_to_ten_bits_passes(monkeypatch):
+    """What TF32 does to a rotation: some codes fall to the other side, nothing is wrong."""
+    monkeypatch.setattr(kernels, "DENSE_TOKENS", 0)
+    store = kernels.Transform.store
+
+    def rounded(self, x):
+        down = self.down.view(mx.uint32) + 0x1000 & 0xFFFFE000
+        return x.astype(mx.float32) @ down.view(mx.float32)
+
+    def build(*args, **more):
+        monkeypatch.setattr(kernels.Transform, "store", rounded)  # once plain ops are done
+        return make(*args, **more)
+
+    found = selftest.test(PRESETS["oscar-int2"], 64, mx.float16, build)
+    assert kernels.Transform.store is rounded is not store
+    assert found.reason is None, found
+    assert 2e-3 < found.errors["seal"] < selftest.SEAL_BOUND and 0 < found.ties
+
+
+@pytest.mark.parametrize(
+    ("part", "good", "bad", "said"),
+    [
+        ("mlxkv_seal", "fma(left[", "fma(-left[", "seal"),
+        ("mlxkv_seal", "return kv_ranked<RANK>", "return 3.0f * kv_ranked<RANK>", "seal"),
+        ("mlxkv_unseal", "scales[at] = scale", "scales[at] = 0.9f * scale", "keys"),
+        ("mlxkv_merge", "T(total * share)", "T(1.05f * total * share)", "attend"),
+    ],
+)
+def test_faults_are_found_by_what_is_wrong(part, good, bad, said):
+    reason = selftest.fault(PRESETS["oscar-int2"], 64, mx.float16, broken(part, good, bad))
+    assert reason is not None and reason.startswith(said), reason
