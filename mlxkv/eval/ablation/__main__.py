@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +16,7 @@ from mlxkv import console, doctor
 from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
 from mlxkv.eval import ablation
-from mlxkv.eval.ablation import bits
+from mlxkv.eval.ablation import bits, deal
 from mlxkv.eval.ablation.asked import Asked, numbers, pairs
 
 WITH_MODEL = ("parts", "domains", "windows")
@@ -39,8 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         asked = _asked(args)
         asked.check()
-        rows = compute(args.what, asked, args.jobs)
-        _module(args.what).show(asked, rows)
+        rows = deal.compute(args.what, asked, args.jobs)
+        deal.module(args.what).show(asked, rows)
         data = {"model": asked.model, "asked": vars(asked), "rows": rows}
     used = next(row for row in doctor.backends() if row["used"])
     data = {
@@ -102,30 +99,6 @@ def _asked(args: argparse.Namespace) -> Asked:
         recents=numbers(args.recent, "--recent"),
         only=tuple(name.strip() for name in args.only.split(",") if name.strip()),
     )
-
-
-def _module(what: str):
-    return import_module(f"mlxkv.eval.ablation.{what}")
-
-
-def compute(what: str, asked: Asked, jobs: int) -> dict[str, dict]:
-    """A row per arm, in the order of the table; the arms are dealt to the processes in turn."""
-    names = _module(what).names(asked)
-    shares = [names[i::jobs] for i in range(min(jobs, len(names)))]
-    if len(shares) == 1:
-        total = len(names) * _module(what).steps(asked)
-        with Progress(console=Console(stderr=True), transient=True) as bars:
-            bar = bars.add_task(what, total=total)
-            return _module(what).measure(asked, names, lambda n: bars.advance(bar, n))
-    context = multiprocessing.get_context("spawn")  # MLX does not survive a fork
-    with ProcessPoolExecutor(len(shares), context) as pool:
-        waiting = [pool.submit(_share, what, asked, share) for share in shares]
-        found = {name: row for future in waiting for name, row in future.result().items()}
-    return {name: found[name] for name in names}
-
-
-def _share(what: str, asked: Asked, names: list[str]) -> dict[str, dict]:
-    return _module(what).measure(asked, names, lambda n: None)
 
 
 def _bits(args: argparse.Namespace) -> dict:

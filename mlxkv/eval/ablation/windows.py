@@ -37,7 +37,8 @@ def steps(asked: Asked) -> int:
 
 
 def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
-    """Rows as in `parts`, with bits per value at this context: of the formula, windows at 16 bits."""
+    """Rows as in `parts`, and bits per value at this context: of the formula, windows at 16 bits, and
+    of allocated bytes, windows in the model's dtype."""
     loaded = load(asked.model)
     made = Kitchen(loaded, calibration_tokens(loaded, asked.tokens)).make(RECIPES["full"])
     wanted = {name: config for name, config in configs(asked).items() if name in names}
@@ -51,6 +52,8 @@ def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
         stored = sum(layer_bytes(layer, arms.configs[name], asked.context) for layer in layers)
         rows[name] = judged(result) | {
             "bits_per_value": 8 * stored / result["values"],
+            "allocated": 8 * result["kv_bytes"] / result["values"],
+            "dtype": str(loaded.dtype).split(".")[-1],
             "config": [arms.configs[name].sink, arms.configs[name].recent],
         }
     return rows
@@ -61,5 +64,7 @@ def show(asked: Asked, rows: Results) -> None:
     for name, row in rows.items():
         sink, recent = row["config"] if name != BASELINE else ("all", "all")
         cells.append([str(sink), str(recent), *numbers(row), f"{row['bits_per_value']:.3f}"])
-    columns = ("sink", "recent", "KL mean", "KL 99 %", "perplexity", "bits per value")
+        cells[-1].append(f"{row['allocated']:.3f}")
+    allocated = f"allocated, {next(iter(rows.values()))['dtype']}"
+    columns = ("sink", "recent", "KL mean", "KL 99 %", "perplexity", "bits per value", allocated)
     console.print_table(columns, cells, f"{title(asked)}, {PRESET}")
