@@ -64,7 +64,10 @@ def pictures(reports: list[dict], folder: Path) -> list[Path]:
     """Every picture of every report as a file MODEL-TITLE.svg: stages by layer, bits against KL, ..."""
     from mlxkv.eval.pictures import all_of
 
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"[--pictures] no such folder; got {folder}: {error.strerror}") from None
     out = []
     for data in reports:
         for title, _, svg in all_of(data):

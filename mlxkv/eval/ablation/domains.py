@@ -9,7 +9,7 @@ from mlxkv import console, corpus
 from mlxkv.errors import UserError
 from mlxkv.eval import divergence
 from mlxkv.eval.ablation.asked import Asked
-from mlxkv.eval.ablation.parts import judged, title
+from mlxkv.eval.ablation.parts import judged, numbers, title
 from mlxkv.eval.ablation.recipes import RECIPES, Kitchen
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.part import Progress, Results
@@ -98,21 +98,45 @@ def show(asked: Asked, rows: Results) -> None:
     """KL on each text, and how it compares with that of the text's own kind and with Hadamard."""
     columns = ["calibrated on", "tokens"]
     for domain in JUDGED:
-        columns += [f"{domain}: KL mean", "KL 99 %", "of own", f"of {FREE}"]
+        columns += [f"{domain}: KL mean", "KL 99 %", "to own", f"to {FREE}"]
     for label in asked.configs():
         mine = {n.split(", ")[0]: row for n, row in rows.items() if n.endswith(f", {label}")}
         cells = []
         for name, row in mine.items():
             line = [name, str(row["tokens"] or "-")]
             for domain in JUDGED:
-                kl = row[domain]["kl_mean"]
-                line += [f"{kl:.6f}", f"{row[domain]['kl_p99']:.5f}"]
-                for other in (domain, FREE):
-                    base = mine.get(other, {}).get(domain, {}).get("kl_mean")
-                    line.append(_ratio(kl, base))
+                line += numbers(row[domain])[:2]
+                line += [_times(_ratio(mine, domain, name, other)) for other in (domain, FREE)]
             cells.append(line)
         console.print_table(columns, cells, f"{title(asked)}, {label}")
+        for domain in JUDGED:
+            print(f"{domain}: {loss(mine, domain)}")
 
 
-def _ratio(kl: float, base: float | None) -> str:
-    return f"{kl / base:.2f} x" if base else "-"
+def loss(mine: Results, domain: str) -> str:
+    """What a text loses by calibrations of other kinds, and by none, in one line. mine: by what was
+    calibrated on."""
+    others = {
+        name: ratio
+        for name in mine
+        if name not in (domain, FREE) and (ratio := _ratio(mine, domain, name, domain))
+    }
+    if not others:
+        return "no calibration of its own kind, or of another, to compare with"
+    best, worst = min(others, key=others.get), max(others, key=others.get)
+    return (
+        f"mean KL of other calibrations is {_times(others[best])} ({best}) to "
+        f"{_times(others[worst])} ({worst}) that of its own kind, of {FREE} "
+        f"{_times(_ratio(mine, domain, FREE, domain))}"
+    )
+
+
+def _ratio(mine: Results, domain: str, name: str, other: str) -> float | None:
+    """Mean KL of one calibration over that of another, on one text."""
+    if name not in mine or other not in mine or not mine[other][domain]["kl_mean"]:
+        return None
+    return mine[name][domain]["kl_mean"] / mine[other][domain]["kl_mean"]
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f} x"
