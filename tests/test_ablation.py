@@ -166,12 +166,13 @@ def test_bits_are_those_of_the_formula(preset):
     config = parse_kv(preset)
     inside = config.bits_per_value(128, 128)
     for context, row in bits.measured(config, [700, 1280, 3000], heads=2).items():
-        exact = row["full_precision_tokens"]
+        exact = row["exact"]
         least = config.sink + config.recent
         assert least <= exact <= least + config.page
         wanted = inside + (16 - inside) * exact / context
         assert row["in_use"] == pytest.approx(wanted, rel=1e-9)
         assert row["in_use"] <= row["allocated"] <= row["in_use"] * 1.25
+        assert row["allocated"] <= row["decoding"] * 1.05 <= row["in_use"] * 1.3
         assert bits.formula(config, context) <= row["in_use"]
 
 
@@ -207,6 +208,7 @@ def test_the_table_of_bits(capsys):
         ("parts --tokens 5", r"\[--tokens\] must be at least 512; got 5"),
         ("parts --jobs 0", r"\[--jobs\] must be at least 1; got 0"),
         ("bits --kv zap", r"\[--kv\] unknown preset; got 'zap'"),
+        ("bits --context 512,520", r"\[--context\] too close .* got 512; choose"),
         ("parts --out /no/such/folder/x.json", r"\[--out\] no such folder"),
     ],
 )

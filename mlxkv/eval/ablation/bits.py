@@ -5,13 +5,16 @@ No model is needed: random keys and values in 16 bits are fed in chunks, as a pr
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.errors import UserError
 
 HEADS, DIMS = 8, 128  # kv heads and head dim of the models of the paper
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 PRESETS = ("oscar-int2", "oscar-int2+g64", "oscar-int2+g32", "hadamard-int2+clip", "naive-int2")
 CHUNK = 2048  # tokens at once
-COLUMNS = ("context", "formula", "in use", "allocated", "spare room", "bits of pages alone")
+COLUMNS = ("context", "formula", "in use", "allocated", "in decoding, at most", "pages alone")
 
 
 def formula(config: CacheConfig, tokens: int, dims: int = DIMS) -> float:
@@ -27,35 +30,53 @@ def formula(config: CacheConfig, tokens: int, dims: int = DIMS) -> float:
 def measured(
     config: CacheConfig, contexts: list[int], heads: int = HEADS, dims: int = DIMS, progress=None
 ) -> dict[int, dict]:
-    """{context: bits per value {"allocated", "in_use"} and "live": tokens at 16 bits}, one cache
-    that grows from one context to the next."""
+    """Bits per value of one cache that grows from one context to the next, {context: row}.
+
+    "in_use": without spare room. "allocated": after a prompt, where chunks leave little of it.
+    "decoding": the most that is allocated while the next page is decoded token by token, which
+    leaves up to a sixteenth. "exact": tokens in 16 bits. "bytes": allocated.
+
+    Raises UserError for contexts that lie less than two pages apart.
+    """
     import mlx.core as mx
 
     from mlxkv import calibrated
     from mlxkv.cache import CompressedKVCache
 
+    contexts = sorted(set(contexts))
+    if close := [a for a, b in pairwise(contexts) if b - a < 2 * config.page]:
+        raise UserError(
+            f"[--context] too close to the next one; got {close[0]}; choose contexts at least "
+            f"{2 * config.page} tokens apart"
+        )
     rotations = calibrated.sample(heads, (dims, dims)) if config.calibrated else None
     cache, out, key = CompressedKVCache(config, rotations), {}, mx.random.key(0)
-    for context in sorted(contexts):
+
+    def feed(size: int) -> float:
+        """Append random tokens; bits per value that are allocated then."""
+        nonlocal key
+        key, *drawn = mx.random.split(key, 3)
+        cache.update_and_fetch(
+            *(mx.random.normal((1, heads, size, dims), mx.float16, key=k) for k in drawn)
+        )
+        mx.eval(cache.state)
+        return 8 * cache.nbytes / (2 * cache.offset * heads * dims)
+
+    for context in contexts:
         while cache.offset < context:
             size = min(CHUNK, context - cache.offset)
-            key, *drawn = mx.random.split(key, 3)
-            pair = (mx.random.normal((1, heads, size, dims), mx.float16, key=k) for k in drawn)
-            cache.update_and_fetch(*pair)
-            mx.eval(*cache._arrays())
+            allocated = feed(size)
             if progress:
                 progress(size)
-        values = 2 * context * heads * dims
         state = cache.state
-        exact = [state[name] for name in ("live", "sink", "pages") if name in state]
-        used = sum(_bytes(tree) for tree in exact)
-        sealed = cache._paged
-        out[context] = {
-            "allocated": 8 * cache.nbytes / values,
-            "in_use": 8 * used / values,
-            "full_precision_tokens": context - sealed,
+        held = {name: state[name] for name in ("live", "sink", "pages") if name in state}
+        out[context] = row = {
+            "in_use": 8 * _bytes(held) / (2 * context * heads * dims),
+            "allocated": allocated,
+            "exact": sum(held[name]["keys"].shape[2] for name in ("live", "sink") if name in held),
             "bytes": cache.nbytes,
         }
+        row["decoding"] = max(feed(1) for _ in range(config.page + 1))
     return out
 
 
@@ -87,7 +108,7 @@ def show(rows: dict[str, dict]) -> None:
                 f"{row['formula']:.3f}",
                 f"{row['in_use']:.3f}",
                 f"{row['allocated']:.3f}",
-                f"{100 * (row['allocated'] / row['in_use'] - 1):.1f} %",
+                f"{row['decoding']:.3f}",
                 f"{row['inside']:.3f}",
             )
             for context, row in by_context.items()
