@@ -139,4 +139,6 @@ def _ratio(mine: Results, domain: str, name: str, other: str) -> float | None:
 
 
 def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f} x"
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f} x" if ratio >= 0.1 else f"{ratio:.1g} x"
