@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from mlxkv.artifact import Calibration
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.eval import feed
 from mlxkv.eval.prefixes import Prefixes
@@ -19,7 +20,8 @@ class Arms:
     """loaded: the model. presets: of the arms, or configurations by name; BASELINE is always there.
 
     windows: (sink, recent) for every arm, or None for those of each preset. prepare: called with
-        the name and the fresh caches of an arm before they are used.
+        the name and the fresh caches of an arm before they are used. calibrations: by arm, for
+        those that do not take the model's own.
     """
 
     def __init__(
@@ -28,8 +30,10 @@ class Arms:
         presets: Iterable[str] | Mapping[str, CacheConfig],
         windows: tuple[int, int] | None = None,
         prepare: Callable[[str, list], None] | None = None,
+        calibrations: Mapping[str, Calibration] | None = None,
     ):
         self.loaded, self.prepare = loaded, prepare
+        self.calibrations = dict(calibrations or {})
         given = presets if isinstance(presets, Mapping) else {n: parse_kv(n) for n in presets}
         self.configs: dict[str, CacheConfig] = {BASELINE: parse_kv(BASELINE), **given}
         if windows is not None:
@@ -47,7 +51,7 @@ class Arms:
     @contextmanager
     def attached(self, name: str):
         """The model with the arm `name` attached: whatever makes a cache inside gets that one."""
-        self.reports[name] = attach(self.loaded.model, self.configs[name])
+        self._attach(name)
         try:
             yield self.loaded
         finally:
@@ -62,7 +66,7 @@ class Arms:
         try:
             # The last to be attached stays: what compresses rebinds attention for all alike.
             for name in sorted(names, key=lambda n: self.configs[n].compresses):
-                self.reports[name] = attach(self.loaded.model, self.configs[name])
+                self._attach(name)
                 last = name
                 out[name] = new_cache(self.loaded)
                 if self.prepare:
@@ -71,6 +75,10 @@ class Arms:
         finally:
             if last is not None:
                 detach(self.loaded.model)
+
+    def _attach(self, name: str) -> None:
+        given = self.calibrations.get(name)
+        self.reports[name] = attach(self.loaded.model, self.configs[name], calibration=given)
 
     def stored(self, name: str, cache: list) -> int:
         """Allocated bytes of the layers that grow with the context."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -59,14 +60,35 @@ def picture(reports: list[dict], context: int, file: Path) -> None:
     file.write_text(panels(reports, context), encoding="utf-8")
 
 
+def pictures(reports: list[dict], folder: Path) -> list[Path]:
+    """Every picture of every report as a file MODEL-TITLE.svg: stages by layer, bits against KL, ..."""
+    from mlxkv.eval.pictures import all_of
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"[--pictures] no such folder; got {folder}: {error.strerror}") from None
+    out = []
+    for data in reports:
+        for title, _, svg in all_of(data):
+            stem = re.sub(r"[^a-z0-9]+", "-", f"{data['model']} {title}".lower()).strip("-")
+            out.append(folder / f"{stem}.svg")
+            out[-1].write_text(svg, encoding="utf-8")
+    return out
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--picture", type=Path, help="an SVG file: bits against mean KL")
+    parser.add_argument("--pictures", type=Path, help="a folder for all pictures, as SVG files")
     args = parser.parse_args(arguments)
     reports = [read(folder) for folder in args.folders]
     if args.picture:
         picture(reports, min(max(data["contexts"]) for data in reports), args.picture)
+    if args.pictures:
+        for file in pictures(reports, args.pictures):
+            console.note(str(file))
     print(markdown(reports))
 
 

@@ -54,11 +54,13 @@ class Store:
 
 def _of(arms: Arms, part: Part, name: str) -> dict:
     asks = json.dumps(part.asks, sort_keys=True, default=str)
+    given = arms.calibrations.get(name)
     return {
         "format": FORMAT,
         "model": arms.loaded.fingerprint,
         "dtype": str(arms.loaded.dtype),
         "arm": arms.configs[name].as_dict(),
+        "calibration": given and given.digest,
         "asks": hashlib.sha256(asks.encode()).hexdigest(),
         "mlxkv": __version__,
         "mlx": mx.__version__,

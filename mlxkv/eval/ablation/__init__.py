@@ -1,0 +1,7 @@
+"""The evidence for OSCAR, on the models that come with mlxkv: `python -m mlxkv.eval.ablation WHAT`.
+
+parts: the paper's ablation: full, and one thing at a time left out of the rotations.
+domains: calibrated on one kind of text, judged on another.
+windows: how many tokens to keep in full precision, at the start and at the end.
+bits: bits per value by context, of allocated bytes, beside the formula.
+"""

@@ -1,0 +1,106 @@
+"""The ablation of the OSCAR paper: one thing at a time left out of the rotations, the codes, clips
+and windows alike. Judged by decoding behind a context and by retrieval from it."""
+
+from __future__ import annotations
+
+from mlxkv import console
+from mlxkv.eval import divergence, retrieval
+from mlxkv.eval.ablation.asked import Asked
+from mlxkv.eval.ablation.recipes import RECIPES, Kitchen
+from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.part import Options, Progress, Results
+from mlxkv.eval.texts import calibration_tokens, evaluation_tokens
+from mlxkv.models import load
+from mlxkv.models.aliases import EMBEDDED
+
+KINDS = {"single": "single", "multi-query": "four"}  # of retrieval: one key, four keys
+COLUMNS = ("KL mean", "KL 99 %", "perplexity", "same top", "prompt KL")
+ASKED = ("one key", "log p", "four keys", "log p")
+
+
+def names(asked: Asked) -> list[str]:
+    """The arms: RECIPE, LABEL of the codes; full precision first."""
+    recipes = asked.chosen(list(RECIPES), "--only")
+    return [BASELINE, *(f"{r}, {label}" for label in asked.configs() for r in recipes)]
+
+
+def steps(asked: Asked) -> int:
+    """What the progress of one arm adds up to."""
+    return asked.context + asked.decode + len(KINDS) * asked.questions
+
+
+def arms_of(asked: Asked, names: list[str]) -> Arms:
+    """The model with those arms, calibrated."""
+    loaded = load(asked.model)
+    kitchen = Kitchen(loaded, calibration_tokens(loaded, asked.tokens))
+    configs, calibrations, made = {}, {}, {}
+    for name in names:
+        if name == BASELINE:
+            continue
+        recipe, label = name.split(", ", 1)
+        if recipe not in made:
+            made[recipe] = kitchen.make(RECIPES[recipe])
+        configs[name], calibrations[name] = asked.configs()[label], made[recipe]
+    return Arms(loaded, configs, calibrations=calibrations)
+
+
+def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
+    """A row of numbers per arm. prompt: the second half of the context, as it was read."""
+    arms = arms_of(asked, names)
+    text = evaluation_tokens(arms.loaded, asked.context + asked.decode + 1)
+    found = divergence.measure(arms, names, text.tokens, asked.context, progress)
+    rows = {name: judged(result) for name, result in found.items()}
+    if asked.questions:
+        needles = "worlds" if arms.loaded.name in EMBEDDED else "plain"
+        options = Options((asked.context,), questions=asked.questions, needles=needles)
+        for part in retrieval.parts(arms, options):
+            if short := KINDS.get(part.asks["kind"]):
+                for name, one in part.run(arms, names, progress).items():
+                    rows[name] |= {
+                        f"{short}_right": one["values"],
+                        f"{short}_every": one["every"],
+                        f"{short}_log_p": one["likelihood"],
+                    }
+    return rows
+
+
+def judged(result: dict) -> dict:
+    """What tables show of one arm of `divergence.measure`, in nats and shares."""
+    decode, prompt = result["legs"]["decode"], result["legs"]["prompt"]
+    return {
+        "kl_mean": decode["kl"]["mean"],
+        "kl_error": decode["kl"]["error"],
+        "kl_p99": decode["kl"]["p99"],
+        "ppl": decode["ppl"],
+        "ppl_base": decode["ppl_base"],
+        "top1": decode["same_top"],
+        "prompt_kl_mean": prompt["kl"]["mean"],
+        "kv_bytes": result["kv_bytes"],
+        "values": result["values"],
+    }
+
+
+def show(asked: Asked, rows: Results) -> None:
+    asks = bool(asked.questions)
+    columns = ("rotation", *COLUMNS, *(ASKED if asks else ()))
+    for label in asked.configs():
+        cells = []
+        for name, row in rows.items():
+            recipe, _, codes = name.partition(", ")
+            if codes not in ("", label):
+                continue
+            line = [recipe, *numbers(row), f"{row['top1']:.4f}", f"{row['prompt_kl_mean']:.6f}"]
+            for short in KINDS.values() if asks else ():
+                line += [f"{row[f'{short}_right']:.3f}", f"{row[f'{short}_log_p']:.4f}"]
+            cells.append(line)
+        console.print_table(columns, cells, f"{title(asked)}, {label}")
+
+
+def numbers(row: dict) -> list[str]:
+    """KL mean with its standard error, KL 99 %, perplexity."""
+    mean = f"{row['kl_mean']:.6f} ± {row['kl_error']:.6f}"
+    return [mean, f"{row['kl_p99']:.5f}", f"{row['ppl']:.4f}"]
+
+
+def title(asked: Asked) -> str:
+    return f"{asked.model}, {asked.decode} tokens behind {asked.context}, 2 bits"

@@ -1,0 +1,251 @@
+"""The ablations of OSCAR: arms that differ in their rotation and in nothing else, tables, bits."""
+
+import json
+from itertools import combinations
+
+import numpy as np
+import pytest
+from random_model import write_model
+
+from mlxkv import rotation, transform
+from mlxkv.config import PRESETS, parse_kv
+from mlxkv.errors import UserError
+from mlxkv.eval import collect, texts
+from mlxkv.eval.ablation import bits, deal, domains, parts, windows
+from mlxkv.eval.ablation.__main__ import main
+from mlxkv.eval.ablation.asked import Asked
+from mlxkv.eval.ablation.recipes import RECIPES, spread
+from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.part import Part
+from mlxkv.eval.store import Store
+from mlxkv.models import load
+
+DIMS = 64  # head dim of the random model
+SMALL = {"context": 512, "decode": 3, "questions": 0, "tokens": 512}
+OPTIONS = ["--context", "512", "--decode", "3", "--questions", "0", "--tokens", "512"]
+
+
+@pytest.fixture(scope="module")
+def rotations(tmp_path_factory):
+    """{recipe: [(keys, values) of each layer]} as caches have them, each [G, D, D], or [D, D] where
+    heads share it; of a model with two kv heads."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "two", num_key_value_heads=2)
+    asked = Asked(str(folder), **SMALL)
+    names = parts.names(asked)
+    arms = parts.arms_of(asked, names)
+    out = {}
+    with arms.caches(names) as made:
+        for name, caches in made.items():
+            if name != BASELINE:
+                found = [(c.rotations.keys.down, c.rotations.values.down) for c in caches]
+                out[name.split(", ")[0]] = [tuple(np.array(x) for x in pair) for pair in found]
+    assert len({arms.configs[name] for name in names if name != BASELINE}) == 1
+    return out
+
+
+def test_arms_differ_in_their_rotation(rotations):
+    assert list(rotations) == list(RECIPES)
+    for (name, one), (other, two) in combinations(rotations.items(), 2):
+        sides = [zip(x, y, strict=True) for x, y in zip(one, two, strict=True)]
+        apart = [np.abs(a - b).max() for side in sides for a, b in side]
+        same = {name, other} == {"full", "surrogate values"}  # these share the keys
+        assert all(gap > 0.01 for gap in (apart[1::2] if same else apart)), (name, other)
+        assert not same or max(apart[::2]) < 1e-3
+
+
+def test_every_rotation_is_orthonormal(rotations):
+    for layers in rotations.values():
+        for pair in layers:
+            for x in pair:
+                np.testing.assert_allclose(
+                    x.swapaxes(-1, -2) @ x, np.broadcast_to(np.eye(DIMS), x.shape), atol=1e-4
+                )
+
+
+def test_each_arm_lacks_what_its_name_says(rotations):
+    h, hp, eye = rotation.hadamard(DIMS), rotation.ordered(DIMS), np.eye(DIMS)
+
+    def close(x, wanted):
+        np.testing.assert_allclose(x, np.broadcast_to(wanted, x.shape), atol=1e-4)
+
+    for layer, (full, _) in enumerate(rotations["full"]):
+        keys = {name: layers[layer][0] for name, layers in rotations.items()}
+        u = keys["U alone"]
+        close(full, u @ hp)
+        close(keys["without P"], u @ h)
+        close(keys["without H"], u @ h.T @ hp)
+        close(keys["without U"], hp)
+        close(keys["none"], eye)
+        close(keys["hadamard"], np.array(transform.hadamard(DIMS, 0).down))
+        assert full.ndim == 3 and keys["per layer"].shape == (DIMS, DIMS)
+
+
+def test_spread_only_moves_columns():
+    moved = spread(np.eye(DIMS)[None])[0]
+    assert sorted(moved.argmax(0)) == list(range(DIMS)) and np.count_nonzero(moved) == DIMS
+    assert not np.array_equal(moved, np.eye(DIMS))
+    odd = rotation.random_basis(1, 96, 0)
+    assert spread(odd) is odd
+
+
+def test_a_table_on_a_random_model(model_folder, capsys):
+    only = ["--only", "full,none", "--group", "64,32", "--clip", ".96,.92", "--clip", ".92,.92"]
+    main(["parts", "--model", str(model_folder), *OPTIONS, *only])
+    out = capsys.readouterr().out
+    data = json.loads(out.splitlines()[-1])
+    assert len(data["rows"]) == 1 + 2 * 2 * 2
+    assert "full, group 32, clip .92/.92" in data["rows"]
+    for name, row in data["rows"].items():
+        assert row["kl_mean"] == 0 if name == BASELINE else row["kl_mean"] > 0, name
+    assert "group 64, clip .96/.92" in out and "±" in out and "four keys" not in out
+
+
+@pytest.mark.slow
+def test_retrieval_on_the_embedded_model(tmp_path, capsys):
+    file = tmp_path / "out.json"
+    options = ["--context", "512", "--decode", "2", "--questions", "1", "--tokens", "512"]
+    main(["parts", "--model", "tiny", *options, "--only", "full", "--out", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[BASELINE]["single_right"] == rows[BASELINE]["four_right"] == 1
+    assert all(row["four_log_p"] <= 1e-6 for row in rows.values())
+    out = capsys.readouterr().out
+    assert "four keys" in out and not out.rstrip().endswith("}")
+
+
+@pytest.mark.slow
+def test_processes_find_the_same(model_folder):
+    asked = Asked(str(model_folder), only=("full", "none"), **SMALL)
+    one, two = (deal.compute("parts", asked, jobs) for jobs in (1, 2))
+    assert list(one) == list(two)
+    assert one == two
+
+
+def test_domains_are_a_matrix(model_folder, capsys):
+    only = ["--only", "stories,random tokens,corpus code"]
+    main(["domains", "--model", str(model_folder), *OPTIONS, "--group", "64", *only])
+    out = capsys.readouterr().out
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert [name.split(", ")[0] for name in rows] == [
+        *("stories", "corpus code", "random tokens", "hadamard")
+    ]
+    assert all(row[on]["kl_mean"] > 0 for row in rows.values() for on in domains.JUDGED)
+    found = {name.split(", ")[0]: row["tokens"] for name, row in rows.items()}
+    assert found["stories"] == found["random tokens"] == 512 and found["hadamard"] == 0
+    assert "1.00 x" in out and "to hadamard" in out
+    assert "stories: mean KL of other calibrations is" in out
+    assert "corpus: no calibration of its own kind" in out
+
+
+def test_nothing_is_judged_that_was_calibrated_on(loaded):
+    judged = {d: domains.judged_on(loaded, d, 2000) for d in domains.JUDGED}
+    for domain in domains.DOMAINS:
+        tokens = domains.calibration(loaded, domain, 600).tokens
+        assert 512 <= len(tokens) <= 600
+        pieces = {tuple(tokens[i : i + 60]) for i in range(0, 540, 60)}
+        for text in judged.values():
+            assert not pieces & {tuple(text[i : i + 60]) for i in range(len(text) - 60)}
+    with pytest.raises(UserError, match="--context"):
+        domains.judged_on(loaded, "corpus", 10**6)
+
+
+def test_windows_are_swept(model_folder, capsys):
+    options = ["--sink", "0,64", "--recent", "64,256"]
+    main(["windows", "--model", str(model_folder), *OPTIONS, *options])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["config"] for name, row in rows.items() if name != BASELINE] == [
+        *([0, 64], [0, 256], [64, 64], [64, 256])
+    ]
+    inside = windows.configs(Asked())["sink 0, recent 64"].bits_per_value(DIMS, DIMS)
+    wanted = (inside * 448 + 16 * 64) / 512
+    assert rows["sink 0, recent 64"]["bits_per_value"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("preset", ("oscar-int2", "oscar-int2+g32", "hadamard-int2+clip"))
+def test_bits_are_those_of_the_formula(preset):
+    """What is in use, to rounding, at whole pages and at contexts that are none."""
+    config = parse_kv(preset)
+    inside = config.bits_per_value(128, 128)
+    for context, row in bits.measured(config, [700, 1280, 3000], heads=2).items():
+        exact = row["exact"]
+        least = config.sink + config.recent
+        assert least <= exact <= least + config.page
+        wanted = inside + (16 - inside) * exact / context
+        assert row["in_use"] == pytest.approx(wanted, rel=1e-9)
+        assert row["in_use"] <= row["allocated"] <= row["in_use"] * 1.25
+        assert row["allocated"] <= row["decoding"] * 1.05 <= row["in_use"] * 1.3
+        assert bits.formula(config, context) <= row["in_use"]
+
+
+def test_the_formula_is_that_of_the_paper():
+    """2.25 bits in pages of group 128 and 2.28 at 128K with 64 + 256 tokens in 16 bits."""
+    config = PRESETS["oscar-int2"]
+    assert config.bits_per_value(128, 128) == 2.25
+    assert bits.formula(config, 131072) == pytest.approx(2.28, abs=0.005)
+    assert bits.formula(config, 100) == 16
+
+
+def test_the_table_of_bits(capsys):
+    main(["bits", "--kv", "naive-int2", "--context", "1k,512"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert list(rows["naive-int2"]) == ["512", "1024"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("nope", r"\[ablation\] unknown; got 'nope'; choose from parts, domains"),
+        ("", r"\[ablation\] .* what"),
+        ("parts --bogus", r"\[ablation\] .*--bogus"),
+        ("parts --group 3", "group must be 0 or at least 16; got 3"),
+        ("parts --group x", r"\[--group\] .* got 'x'; write"),
+        ("parts --clip .9", r"\[--clip\] .* got '.9'; write"),
+        ("parts --clip 2,1", "clip must be above 0 and at most 1; got 2"),
+        ("parts --only full,foo", r"\[--only\] unknown; got 'foo'; choose from full, without U"),
+        ("domains --only foo", r"\[--only\] unknown; got 'foo'; choose from stories"),
+        ("windows --sink -1", r"\[(--sink|ablation)\]"),
+        ("parts --context 10", r"\[--context\] must be at least 512; got 10"),
+        ("parts --decode 0", r"\[--decode\] must be at least 2; got 0"),
+        ("parts --tokens 5", r"\[--tokens\] must be at least 512; got 5"),
+        ("parts --jobs 0", r"\[--jobs\] must be at least 1; got 0"),
+        ("bits --kv zap", r"\[--kv\] unknown preset; got 'zap'"),
+        ("bits --context 512,520", r"\[--context\] too close .* got 512; choose"),
+        ("parts --out /no/such/folder/x.json", r"\[--out\] no such folder"),
+    ],
+)
+def test_a_bad_option_is_one_clear_line(arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        main(arguments.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_result_belongs_to_its_calibration(model_folder, tmp_path):
+    """The store of evaluations takes no result of other rotations."""
+    loaded = load(str(model_folder))
+    kitchen = parts.Kitchen(loaded, texts.Text("none", []))
+    config = {"arm": PRESETS["oscar-int2"]}
+    one, two = (
+        Arms(loaded, config, calibrations={"arm": kitchen.make(RECIPES[name])})
+        for name in ("random", "hadamard")
+    )
+    part, store = Part("divergence", "512", lambda *_: {}, 1), Store(tmp_path)
+    store.write(one, part, "arm", {"kl": 1})
+    assert store.read(one, part, "arm") == {"kl": 1}
+    assert store.read(two, part, "arm") is None
+
+
+def test_pictures_of_a_report_as_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    layer = dict.fromkeys(("keys", "values", "scores_kl", "attention", "hidden"), 0.1) | {
+        "index": 0
+    }
+    stages = {name: {"layers": [layer]} for name in ("naive-int2", "oscar-int2")}
+    data = {
+        "model": "tiny",
+        "contexts": [512],
+        "rows": {"512": {}},
+        "parts": {"stages-512": stages},
+    }
+    (file,) = collect.pictures([data], tmp_path / "made")
+    assert file.name == "tiny-stages-by-layer-512-tokens.svg"
+    text = file.read_text()
+    assert text.startswith("<svg") and "oscar-int2" in text and "xmlns=" in text
