@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
@@ -19,26 +21,30 @@ from mlxkv.transform import Transform
 class Rotations:
     """The transforms of one layer: of keys and of values, [D, D] or [G, D, D].
 
-    digest: of the calibration, "" for none. layer: its name there.
+    digest: of the calibration, "" for none. layer: its name there. folded: the weights of the model
+    turn values already, so a cache is handed them in the stored domain and stores them as they come.
     """
 
     keys: Transform
     values: Transform
     digest: str = ""
     layer: str = ""
+    folded: bool = False
 
     def __deepcopy__(self, memo):
         return self  # as constant as weights: copies of a cache share it
 
 
-_at_hand: WeakValueDictionary[tuple[str, str], Rotations] = WeakValueDictionary()
+Key = tuple[str, str, bool]  # digest, layer, folded
+_at_hand: WeakValueDictionary[Key, Rotations] = WeakValueDictionary()
+_attached: Counter[Key] = Counter()  # caches of attached models, by what their weights do
 
 
 def of(calibration: Calibration) -> dict[str, Rotations]:
     """The rotations of each layer; all caches of a model share them."""
     out = {}
     for name, layer in calibration.layers.items():
-        key = (calibration.digest, name)
+        key = (calibration.digest, name, False)
         made = _at_hand.get(key)
         if made is None:
             sides = (_transform(x.rotation(calibration.parts)) for x in (layer.keys, layer.values))
@@ -47,17 +53,51 @@ def of(calibration: Calibration) -> dict[str, Rotations]:
     return out
 
 
-def find(digest: str, layer: str) -> Rotations:
+def folded(rotations: Rotations, yes: bool = True) -> Rotations:
+    """The same rotations for weights that turn values, or do not."""
+    if rotations.folded == yes:
+        return rotations
+    key = (rotations.digest, rotations.layer, yes)
+    made = _at_hand.get(key)
+    if made is None:
+        made = _at_hand[key] = replace(rotations, folded=yes)
+    return made
+
+
+def entered(many: Iterable[Rotations]) -> None:
+    """A model whose caches have these rotations was attached."""
+    _attached.update((one.digest, one.layer, one.folded) for one in many)
+
+
+def left(many: Iterable[Rotations]) -> None:
+    """It was detached."""
+    _attached.subtract((one.digest, one.layer, one.folded) for one in many)
+
+
+def as_attached(rotations: Rotations) -> Rotations:
+    """The same rotations, folded or not as the models do that are attached now.
+
+    A cache may outlive an attachment, and a file may come from another. With no model of this
+    calibration attached no weights are folded; with models of both kinds `rotations` stay.
+    """
+    if _attached[rotations.digest, rotations.layer, rotations.folded] > 0:
+        return rotations
+    return folded(rotations, _attached[rotations.digest, rotations.layer, True] > 0)
+
+
+def find(digest: str, layer: str, folds: bool = False) -> Rotations:
     """The rotations that a saved cache names. Raises UserError if they are not on this machine."""
-    if (made := _at_hand.get((digest, layer))) is not None:
+    if (made := _at_hand.get((digest, layer, folds))) is not None:
         return made
+    if (made := _at_hand.get((digest, layer, not folds))) is not None:
+        return folded(made, folds)
     calibration = artifact.with_digest(digest)
     if calibration is None or layer not in calibration.layers:
         raise UserError(
             f"[CompressedKVCache] this cache needs the calibration it was stored with; got none "
             f"with digest {digest}; load its model with that file (--calibration FILE) first"
         )
-    return of(calibration)[layer]
+    return folded(of(calibration)[layer], folds)
 
 
 @lru_cache(maxsize=8)

@@ -87,6 +87,9 @@ def chat(
         typer.Option("--dtype", help="float32, float16 or bfloat16. Default: as stored."),
     ] = None,
     calibration: CalibrationFile = None,
+    fold: Annotated[
+        bool, typer.Option("--fold", help="Turn values by the weights, for oscar presets.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Talk to a model, in a terminal or in one shot (--prompt, or text on stdin)."""
@@ -94,7 +97,7 @@ def chat(
 
     options = Options(
         *(model, kv, prompt, system, max_tokens, temp, top_p, seed, kv_strict, raw, load, dtype),
-        *(json, calibration),
+        *(json, calibration, fold),
     )
     run(options)
 
