@@ -85,6 +85,7 @@ class CompressedKVCache:
             )
         self.config = config
         self.rotations = rotations if config.calibrated else None
+        self._followed: int | None = 0  # when `_follow_weights` looked last; None: from a state
         self._clear()
 
     def _clear(self):
@@ -104,7 +105,11 @@ class CompressedKVCache:
         """Bring the values of the windows to where the model's weights leave values now. Pages hold
         the same codes either way."""
         before = self.rotations
-        if before is None or (now := calibrated.as_attached(before)) is before:
+        if before is None or self._followed == calibrated.changes():
+            return
+        now = calibrated.as_attached(before, loaded=self._followed is None)
+        self._followed = calibrated.changes()
+        if now is before:
             return
         self.rotations = now
         turn = now.values.store if now.folded else now.values.restore
@@ -309,6 +314,7 @@ class CompressedKVCache:
             )
         self.config = CacheConfig.from_dict(header["config"])
         self.rotations = _rotations(header) if self.config.calibrated else None
+        self._followed = None
         self._clear()
         try:
             self._restore(header, tree)
@@ -344,7 +350,9 @@ class CompressedKVCache:
 
     def __copy__(self) -> CompressedKVCache:
         """As independent as a deep copy: writing in place must not reach the other."""
-        return self.from_state(self.state)
+        out = self.from_state(self.state)
+        out._followed = self._followed
+        return out
 
     @classmethod
     def from_state(cls, state: dict, meta_state: str = "") -> CompressedKVCache:

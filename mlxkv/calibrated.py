@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from weakref import WeakValueDictionary
+from itertools import count
+from weakref import WeakSet, WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -37,7 +37,6 @@ class Rotations:
 
 Key = tuple[str, str, bool]  # digest, layer, folded
 _at_hand: WeakValueDictionary[Key, Rotations] = WeakValueDictionary()
-_attached: Counter[Key] = Counter()  # caches of attached models, by what their weights do
 
 
 def of(calibration: Calibration) -> dict[str, Rotations]:
@@ -64,25 +63,58 @@ def folded(rotations: Rotations, yes: bool = True) -> Rotations:
     return made
 
 
-def entered(many: Iterable[Rotations]) -> None:
-    """A model whose caches have these rotations was attached."""
-    _attached.update((one.digest, one.layer, one.folded) for one in many)
+@dataclass(eq=False)
+class Attached:
+    """A model that is attached: by (digest, layer), whether its weights turn the values. number:
+    counts attachments."""
+
+    folded: dict[tuple[str, str], bool]
+    number: int
 
 
-def left(many: Iterable[Rotations]) -> None:
+_attached: WeakSet[Attached] = WeakSet()  # a model that is gone does not count
+_changes = count(1)
+_now = 0  # changes with every attachment and every detachment
+
+
+def enter(many: Iterable[Rotations]) -> Attached:
+    """A model whose caches have these rotations was attached. Keep what is returned until then."""
+    made = Attached({(one.digest, one.layer): one.folded for one in many}, _change())
+    _attached.add(made)
+    return made
+
+
+def leave(attached: Attached) -> None:
     """It was detached."""
-    _attached.subtract((one.digest, one.layer, one.folded) for one in many)
+    _attached.discard(attached)
+    _change()
 
 
-def as_attached(rotations: Rotations) -> Rotations:
+def _change() -> int:
+    global _now
+    _now = next(_changes)
+    return _now
+
+
+def changes() -> int:
+    """Only after this has changed `as_attached` may answer anew."""
+    return _now
+
+
+def as_attached(rotations: Rotations, loaded: bool = False) -> Rotations:
     """The same rotations, folded or not as the models do that are attached now.
 
-    A cache may outlive an attachment, and a file may come from another. With no model of this
-    calibration attached no weights are folded; with models of both kinds `rotations` stay.
+    A cache may outlive an attachment, and a file may come from another one. Where models of both
+    kinds are attached `rotations` stay as they are; those of a cache that was `loaded` follow the
+    last that was attached. Without any model of this calibration no weights are folded.
     """
-    if _attached[rotations.digest, rotations.layer, rotations.folded] > 0:
+    key = (rotations.digest, rotations.layer)
+    found = [one for one in _attached if key in one.folded]
+    kinds = {one.folded[key] for one in found}
+    if rotations.folded in kinds and not loaded:
         return rotations
-    return folded(rotations, _attached[rotations.digest, rotations.layer, True] > 0)
+    last = max(found, key=lambda one: one.number, default=None)
+    return folded(rotations, last is not None and last.folded[key])
 
 
 def find(digest: str, layer: str, folds: bool = False) -> Rotations:

@@ -41,7 +41,7 @@ class Run:
 def run(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]) -> Run:
     """One pass over TOKENS tokens, the plain caches of `make_cache()` at `places` listened to.
 
-    The attention function must be rebound. Arrays are not evaluated.
+    The attention function must be rebound.
     """
     seen = {place: Seen() for place in places}
     recent: deque[Used] = deque(maxlen=NEAR)
@@ -76,4 +76,6 @@ def run(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place
     finally:
         for module, cls in reversed(hooked):
             object.__setattr__(module, "__class__", cls)
+    used = [pair[1:] for one in seen.values() for pair in (*one.before, *one.after)]
+    mx.eval(logits, used, [(one.handed, [call.out for call in one.calls]) for one in seen.values()])
     return Run(seen, logits)

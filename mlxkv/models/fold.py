@@ -25,7 +25,7 @@ from mlxkv.models.probe import Place
 from mlxkv.models.taps import joined
 
 # Largest change of what an output projection or the model gives out, rms against rms, for which
-# rounding is to blame. Measured: 2e-6, 3e-3 and 2e-2; a wrong fold changes it by 0.5 and more.
+# rounding is to blame. Measured at up to 24 layers: 1.4e-6, 2.4e-3, 0.025; heads mixed up: 1.3.
 BOUNDS = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 0.15}
 
 
@@ -120,7 +120,7 @@ def _site(found: Run, place: Place) -> Site:
     flat = joined(call.out)
     target = next((m for m, x, _ in seen.after if _same(x, flat)), None)
     if target is None:
-        raise Refused("a gate, a norm or a cast comes between attention and its output projection")
+        raise Refused("a gate or a norm comes between attention and its output projection")
     for module, what in ((source, "values"), (target, "outputs")):
         if type(module) is not nn.Linear:
             kind = type(module).__name__
@@ -130,7 +130,7 @@ def _site(found: Run, place: Place) -> Site:
 
 
 def _same(x: mx.array, y: mx.array) -> bool:
-    return x.shape == y.shape and mx.array_equal(x, y).item()
+    return x.shape == y.shape and mx.array_equal(x, y.astype(x.dtype)).item()
 
 
 def _source(linears: list, values: mx.array) -> tuple[nn.Module, tuple[int, ...]]:
@@ -139,7 +139,7 @@ def _source(linears: list, values: mx.array) -> tuple[nn.Module, tuple[int, ...]
     for module, _, y in reversed(linears):
         if y.shape[:-1] != (1, count) or y.shape[-1] % dims or y.shape[-1] < heads * dims:
             continue
-        blocks = y.reshape(count, -1, dims).swapaxes(0, 1)  # [blocks, T, D]
+        blocks = y.astype(values.dtype).reshape(count, -1, dims).swapaxes(0, 1)  # [blocks, T, D]
         match = (blocks[None] == values[0][:, None]).all(axis=(2, 3))  # [G, blocks]
         found = [[b for b, yes in enumerate(row) if yes] for row in match.tolist()]
         if not all(found):

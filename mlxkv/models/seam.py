@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache
 from mlxkv import calibrated
 from mlxkv.artifact import Calibration
 from mlxkv.cache import CompressedKVCache
-from mlxkv.calibrated import Rotations
+from mlxkv.calibrated import Attached
 from mlxkv.config import PRESETS, CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models.calibrations import rotations_for
@@ -41,12 +41,12 @@ _MAKE = "make_cache"
 
 @dataclass(frozen=True)
 class _Attachment:
-    """What `attach` changed. before: the instance's own make_cache, if it had one. rotations: of its
-    calibrated caches. fold: the weights that were replaced, or None."""
+    """What `attach` changed. before: the instance's own make_cache, if it had one. entry: what its
+    caches know of it. fold: the weights that were replaced, or None."""
 
     slots: list[Slot]
     before: Callable[[], list] | None
-    rotations: Mapping[Place, Rotations]
+    entry: Attached
     fold: Fold | None = None
 
 
@@ -112,8 +112,8 @@ def attach(
             put(caches, place, CompressedKVCache(config, rotations.get(place)))
         return caches
 
-    attachment = _Attachment(slots, vars(model).get(_MAKE), rotations, folded)
-    calibrated.entered(rotations.values())
+    entry = calibrated.enter(rotations.values())
+    attachment = _Attachment(slots, vars(model).get(_MAKE), entry, folded)
     setattr(model, _MARK, attachment)
     setattr(model, _MAKE, make_cache)
     return reports
@@ -158,7 +158,7 @@ def detach(model: nn.Module) -> None:
         setattr(model, _MAKE, attachment.before)
     if attachment.fold is not None:
         attachment.fold.undo()
-    calibrated.left(attachment.rotations.values())
+    calibrated.leave(attachment.entry)
     release(attachment.slots)
 
 
