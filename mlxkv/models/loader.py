@@ -10,12 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxkv import artifact, console
+from mlxkv import console
 from mlxkv.artifact import Calibration
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models.aliases import DEFAULT, resolve
-from mlxkv.models.calibrations import Origin, introduce
+from mlxkv.models.calibrations import Origin, given, introduce
 from mlxkv.models.folder import Folder, check, fingerprint
 from mlxkv.models.hub import fetch, first_line
 from mlxkv.models.layers import LayerReport, summarise
@@ -81,8 +81,8 @@ def load(
     check_fold(config, name_of(kv), fold)
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
-    if calibration is not None and not isinstance(calibration, Calibration):
-        calibration = artifact.read(calibration)
+    if calibration is not None:
+        calibration = given(calibration)
     source = resolve(name)
     if source.folder is not None and not source.folder.is_dir():
         raise UserError(

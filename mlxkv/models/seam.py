@@ -64,8 +64,9 @@ def attach(
     compresses nothing (`fp16`) leaves mlx-lm's own caches. The `max_kv_size` of make_prompt_cache
     has no effect on an attached model.
 
-    calibration: for a preset that needs one; by default the one that came with the model, or the
-    user's own, or one that is made on the spot, for models that `mlxkv.models.load` has loaded.
+    calibration: for a preset that needs one, a file or `owner/name` on the hub; by default the one
+    that came with the model, or the user's own, or one that is made on the spot, for models that
+    `mlxkv.models.load` has loaded.
 
     fold: turn values by the weights of the model, where they are plain linear maps, instead of at
     run time; the reports say where and why not. Same tokens within rounding. The weights that are
