@@ -56,6 +56,8 @@ def folded(rotations: Rotations, yes: bool = True) -> Rotations:
     """The same rotations for weights that turn values, or do not."""
     if rotations.folded == yes:
         return rotations
+    if not rotations.digest:  # of no calibration: nobody else may share them
+        return replace(rotations, folded=yes)
     key = (rotations.digest, rotations.layer, yes)
     made = _at_hand.get(key)
     if made is None:

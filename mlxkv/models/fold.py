@@ -76,12 +76,11 @@ def fold_values(
     model: nn.Module,
     make_cache: Callable[[], list],
     rotations: Mapping[Place, Rotations],
-    dtypes: Mapping[Place, mx.Dtype],
 ) -> Fold:
     """Fold what can be folded; the rest is left as it was, with the reason.
 
-    make_cache: the model's own. dtypes: of the values. The attention function must be rebound. What
-    goes wrong in the model's own code becomes a reason, never an error.
+    make_cache: the model's own. The attention function must be rebound. What goes wrong in the
+    model's own code becomes a reason, never an error.
     """
     out = Fold({}, {})
     places = list(rotations)
@@ -102,7 +101,7 @@ def fold_values(
     try:
         for place, site in sites.items():
             out.arrays[place] = _replace(site, rotations[place].values.down)
-        _check(out, before, lambda: run(model, make_cache, places), sites, dtypes)
+        _check(out, before, lambda: run(model, make_cache, places), sites)
     except BaseException:
         out.undo()
         raise
@@ -179,12 +178,10 @@ def _replace(site: Site, turn: mx.array) -> list[tuple[nn.Module, str, mx.array,
     plan = [(site.source, "weight", source), (site.target, "weight", target)]
     if "bias" in site.source:
         plan.append((site.source, "bias", source))
-    out = []
-    for module, name, change in plan:
-        before = module[name]
-        now = module[name] = change(before).astype(before.dtype)
-        mx.eval(now)  # one layer's float32 copies at a time
-        out.append((module, name, before, now))
+    out = [(m, name, m[name], change(m[name]).astype(m[name].dtype)) for m, name, change in plan]
+    mx.eval([now for *_, now in out])  # one layer's float32 copies at a time
+    for module, name, _, now in out:
+        module[name] = now
     return out
 
 
@@ -193,25 +190,31 @@ def _check(
     before: Run,
     again: Callable[[], Run],
     sites: Mapping[Place, Site],
-    dtypes: Mapping[Place, mx.Dtype],
 ) -> None:
     """Undo what changes the model beyond rounding, first the places that are to blame."""
+    bounds = {place: _bound(before, place, site) for place, site in sites.items()}
     while out.arrays:
         after = again()
         for place in list(out.arrays):
             pair = (_output(found, place, sites[place].target) for found in (before, after))
             change = _change(*pair)
-            if not change <= BOUNDS.get(dtypes[place], 0):
+            if not change <= bounds[place]:
                 break
         else:
             change = _change(before.logits, after.logits)
-            if not change <= max(BOUNDS.get(dtypes[place], 0) for place in out.arrays):
+            if not change <= max(bounds[place] for place in out.arrays):
                 left = list(out.arrays)
                 out.undo()
                 out.reasons |= dict.fromkeys(left, f"the model's output changed by {change:.0%}")
             return
         out.undo(place)
         out.reasons[place] = f"the output of its attention changed by {change:.0%}"
+
+
+def _bound(found: Run, place: Place, site: Site) -> float:
+    """The coarsest of weights and values decides."""
+    dtypes = (site.source.weight.dtype, site.target.weight.dtype)
+    return max(BOUNDS.get(x, 0.0) for x in (*dtypes, found.seen[place].handed[0].dtype))
 
 
 def _output(found: Run, place: Place, target: nn.Module) -> mx.array:

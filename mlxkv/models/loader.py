@@ -103,7 +103,7 @@ def load(
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
     layers = attach(model, kv, strict, fold=fold)
     if kept := folded_bytes(model):
-        notes.append(f"the weights that were folded are kept beside: {console.human_bytes(kept)}")
+        notes.append(f"kept for detach, the weights before folding: {console.human_bytes(kept)}")
     return Loaded(
         model=model,
         tokenizer=tokenizer,

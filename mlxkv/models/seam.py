@@ -99,8 +99,7 @@ def attach(
     folded = None
     if fold:
         try:
-            dtypes = {place: shape.dtype for place, shape in places.items()}
-            folded = fold_values(model, own, rotations, dtypes)
+            folded = fold_values(model, own, rotations)
         except BaseException:
             release(slots)
             raise
