@@ -85,6 +85,7 @@ class CompressedKVCache:
             )
         self.config = config
         self.rotations = rotations if config.calibrated else None
+        self._followed: int | None = 0  # when `_follow_weights` looked last; None: from a state
         self._clear()
 
     def _clear(self):
@@ -93,6 +94,31 @@ class CompressedKVCache:
         self._count = 0
         self._sink: Pair | None = None
         self._store: Codes | Records | None = None
+
+    @property
+    def _stored(self) -> CacheConfig:
+        """What is left to do to what a model hands over."""
+        folded = self.rotations is not None and self.rotations.folded
+        return self.config.folded if folded else self.config
+
+    def _follow_weights(self) -> None:
+        """Bring the values of the windows to where the model's weights leave values now. Pages hold
+        the same codes either way."""
+        before = self.rotations
+        if before is None or self._followed == calibrated.changes():
+            return
+        now = calibrated.as_attached(before, loaded=self._followed is None)
+        self._followed = calibrated.changes()
+        if now is before:
+            return
+        self.rotations = now
+        turn = now.values.store if now.folded else now.values.restore
+        for name in ("_live", "_sink"):
+            if (pair := getattr(self, name)) is not None:
+                setattr(self, name, (pair[0], turn(pair[1]).astype(pair[1].dtype)))
+        if (old := self._store) is not None:
+            self._store = store(self._stored, old.dims, self._live[0].dtype, now)
+            self._store.restore(old.state, old.count)
 
     # -- reading and writing
     # ------------------------------------------------------------------------------------------
@@ -118,6 +144,7 @@ class CompressedKVCache:
 
         The view holds the new tokens exactly, also when they are sealed by this very call.
         """
+        self._follow_weights()
         new = (keys, values)
         if self._live is not None and self._live[0].shape[0] != keys.shape[0]:
             have, got = self._live[0].shape[0], keys.shape[0]
@@ -169,7 +196,7 @@ class CompressedKVCache:
         count = -(-(live[0].shape[2] - start - self._room) // size)
         if self._store is None:
             dims = tuple(x.shape[3] for x in live)
-            self._store = store(self.config, dims, live[0].dtype, self.rotations)
+            self._store = store(self._stored, dims, live[0].dtype, self.rotations)
         self._store.append(live, count, start)  # whole: kernels would copy slices
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, start + count * size :] for x in live))
@@ -261,6 +288,7 @@ class CompressedKVCache:
         }
         if self.rotations is not None:
             header["calibration"] = [self.rotations.digest, self.rotations.layer]
+            header["folded"] = self.rotations.folded
         tree: dict = {"header": mx.array(np.frombuffer(json.dumps(header).encode(), np.uint8))}
         if self._live is not None:
             tree["live"] = dict(zip(("keys", "values"), self._read_live(), strict=True))
@@ -286,6 +314,7 @@ class CompressedKVCache:
             )
         self.config = CacheConfig.from_dict(header["config"])
         self.rotations = _rotations(header) if self.config.calibrated else None
+        self._followed = None
         self._clear()
         try:
             self._restore(header, tree)
@@ -304,7 +333,7 @@ class CompressedKVCache:
             self._count = self._live[0].shape[2]
         if header["pages"]:
             dims = tuple(x.shape[3] for x in self._live)
-            self._store = store(self.config, dims, self._live[0].dtype, self.rotations)
+            self._store = store(self._stored, dims, self._live[0].dtype, self.rotations)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
         sink = self._sink[0].shape[2] if self._sink else 0
@@ -321,7 +350,9 @@ class CompressedKVCache:
 
     def __copy__(self) -> CompressedKVCache:
         """As independent as a deep copy: writing in place must not reach the other."""
-        return self.from_state(self.state)
+        out = self.from_state(self.state)
+        out._followed = self._followed
+        return out
 
     @classmethod
     def from_state(cls, state: dict, meta_state: str = "") -> CompressedKVCache:
@@ -335,5 +366,5 @@ def _rotations(header: dict) -> Rotations:
     """Those that a state names, and no others."""
     match header.get("calibration"):
         case [str(digest), str(layer)]:
-            return calibrated.find(digest, layer)
+            return calibrated.find(digest, layer, bool(header.get("folded")))
     raise UserError("[CompressedKVCache] a state that names no calibration; got a calibrated cache")

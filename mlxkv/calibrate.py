@@ -26,7 +26,7 @@ from mlxkv.models.calibrations import Origin, layer_name, origin_of
 from mlxkv.models.layers import find
 from mlxkv.models.probe import Place, Shape, leaves, put
 from mlxkv.models.rebind import bind, release
-from mlxkv.models.seam import own_make_cache
+from mlxkv.models.seam import on_plain_weights, own_make_cache
 from mlxkv.models.taps import Call, Ear
 
 TOKENS = 8900  # about what the paper takes
@@ -91,6 +91,7 @@ def second_moment(x: mx.array, kv_heads: int) -> mx.array:
     return rows.swapaxes(-1, -2) @ rows
 
 
+@on_plain_weights
 def calibrate(
     model: nn.Module,
     tokens: Sequence[int] = (),

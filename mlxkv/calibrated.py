@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from weakref import WeakValueDictionary
+from itertools import count
+from weakref import WeakSet, WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -19,26 +21,29 @@ from mlxkv.transform import Transform
 class Rotations:
     """The transforms of one layer: of keys and of values, [D, D] or [G, D, D].
 
-    digest: of the calibration, "" for none. layer: its name there.
+    digest: of the calibration, "" for none. layer: its name there. folded: the weights of the model
+    turn values already, so a cache is handed them in the stored domain and stores them as they come.
     """
 
     keys: Transform
     values: Transform
     digest: str = ""
     layer: str = ""
+    folded: bool = False
 
     def __deepcopy__(self, memo):
         return self  # as constant as weights: copies of a cache share it
 
 
-_at_hand: WeakValueDictionary[tuple[str, str], Rotations] = WeakValueDictionary()
+Key = tuple[str, str, bool]  # digest, layer, folded
+_at_hand: WeakValueDictionary[Key, Rotations] = WeakValueDictionary()
 
 
 def of(calibration: Calibration) -> dict[str, Rotations]:
     """The rotations of each layer; all caches of a model share them."""
     out = {}
     for name, layer in calibration.layers.items():
-        key = (calibration.digest, name)
+        key = (calibration.digest, name, False)
         made = _at_hand.get(key)
         if made is None:
             sides = (_transform(x.rotation(calibration.parts)) for x in (layer.keys, layer.values))
@@ -47,17 +52,86 @@ def of(calibration: Calibration) -> dict[str, Rotations]:
     return out
 
 
-def find(digest: str, layer: str) -> Rotations:
+def folded(rotations: Rotations, yes: bool = True) -> Rotations:
+    """The same rotations for weights that turn values, or do not."""
+    if rotations.folded == yes:
+        return rotations
+    if not rotations.digest:  # of no calibration: nobody else may share them
+        return replace(rotations, folded=yes)
+    key = (rotations.digest, rotations.layer, yes)
+    made = _at_hand.get(key)
+    if made is None:
+        made = _at_hand[key] = replace(rotations, folded=yes)
+    return made
+
+
+@dataclass(eq=False)
+class Attached:
+    """A model that is attached: by (digest, layer), whether its weights turn the values. number:
+    counts attachments."""
+
+    folded: dict[tuple[str, str], bool]
+    number: int
+
+
+_attached: WeakSet[Attached] = WeakSet()  # a model that is gone does not count
+_changes = count(1)
+_now = 0  # changes with every attachment and every detachment
+
+
+def enter(many: Iterable[Rotations]) -> Attached:
+    """A model whose caches have these rotations was attached. Keep what is returned until then."""
+    made = Attached({(one.digest, one.layer): one.folded for one in many}, _change())
+    _attached.add(made)
+    return made
+
+
+def leave(attached: Attached) -> None:
+    """It was detached."""
+    _attached.discard(attached)
+    _change()
+
+
+def _change() -> int:
+    global _now
+    _now = next(_changes)
+    return _now
+
+
+def changes() -> int:
+    """Only after this has changed `as_attached` may answer anew."""
+    return _now
+
+
+def as_attached(rotations: Rotations, loaded: bool = False) -> Rotations:
+    """The same rotations, folded or not as the models do that are attached now.
+
+    A cache may outlive an attachment, and a file may come from another one. Where models of both
+    kinds are attached `rotations` stay as they are; those of a cache that was `loaded` follow the
+    last that was attached. Without any model of this calibration no weights are folded.
+    """
+    key = (rotations.digest, rotations.layer)
+    found = [one for one in _attached if key in one.folded]
+    kinds = {one.folded[key] for one in found}
+    if rotations.folded in kinds and not loaded:
+        return rotations
+    last = max(found, key=lambda one: one.number, default=None)
+    return folded(rotations, last is not None and last.folded[key])
+
+
+def find(digest: str, layer: str, folds: bool = False) -> Rotations:
     """The rotations that a saved cache names. Raises UserError if they are not on this machine."""
-    if (made := _at_hand.get((digest, layer))) is not None:
+    if (made := _at_hand.get((digest, layer, folds))) is not None:
         return made
+    if (made := _at_hand.get((digest, layer, not folds))) is not None:
+        return folded(made, folds)
     calibration = artifact.with_digest(digest)
     if calibration is None or layer not in calibration.layers:
         raise UserError(
             f"[CompressedKVCache] this cache needs the calibration it was stored with; got none "
             f"with digest {digest}; load its model with that file (--calibration FILE) first"
         )
-    return of(calibration)[layer]
+    return folded(of(calibration)[layer], folds)
 
 
 @lru_cache(maxsize=8)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxkv import artifact, rotation
+from mlxkv import artifact, publishing, rotation
 from mlxkv.artifact import SIDES, Calibration
 from mlxkv.calibrate import (
     LEAST,
@@ -40,11 +40,14 @@ class Options:
     out: str | None = None
     dtype: str | None = None
     json: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
 
 
 def run(options: Options) -> None:
     """Read text, write the file, show what came out."""
     check(options)  # before a model is loaded
+    publishing.check(options.push_to_hub, options.private)
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = Text("none", [])
     if options.target not in WITHOUT_TEXT:
@@ -71,6 +74,8 @@ def run(options: Options) -> None:
     path = Path(options.out).expanduser() if options.out else artifact.kept_path(made.fingerprint)
     artifact.write(path, made)
     report(made, path, seconds, timing, options.json)
+    if options.push_to_hub is not None:
+        publishing.publish(made, path, options.push_to_hub, options.private)
     used = artifact.find(made.fingerprint, loaded.path)
     if options.out is None and used.path != path:
         note(

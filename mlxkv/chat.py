@@ -32,6 +32,7 @@ class Options:
     dtype: str | None = None
     json: bool = False
     calibration: str | None = None
+    fold: bool = False
 
 
 def run(options: Options) -> None:
@@ -57,7 +58,8 @@ def run(options: Options) -> None:
     mx.random.seed(options.seed)
     mx.reset_peak_memory()
     loaded = load(
-        *(options.model, options.kv, options.kv_strict, options.dtype, options.calibration)
+        *(options.model, options.kv, options.kv_strict, options.dtype, options.calibration),
+        fold=options.fold,
     )
     session = Session(loaded, options.system, options.raw, sampler, options.max_tokens)
     note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")

@@ -43,7 +43,10 @@ Kv = Annotated[
 ]
 CalibrationFile = Annotated[
     str | None,
-    typer.Option("--calibration", help="Its rotations, for oscar presets. Default: the model's."),
+    typer.Option(
+        "--calibration",
+        help="For oscar presets: a file, or owner/name on the hub. Default: the model's.",
+    ),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
@@ -87,6 +90,9 @@ def chat(
         typer.Option("--dtype", help="float32, float16 or bfloat16. Default: as stored."),
     ] = None,
     calibration: CalibrationFile = None,
+    fold: Annotated[
+        bool, typer.Option("--fold", help="Turn values by the weights, for oscar presets.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Talk to a model, in a terminal or in one shot (--prompt, or text on stdin)."""
@@ -94,7 +100,7 @@ def chat(
 
     options = Options(
         *(model, kv, prompt, system, max_tokens, temp, top_p, seed, kv_strict, raw, load, dtype),
-        *(json, calibration),
+        *(json, calibration, fold),
     )
     run(options)
 
@@ -120,6 +126,12 @@ def calibrate(
     out: Annotated[
         str | None, typer.Option("-o", "--out", help="File. Default: where --kv oscar-... looks.")
     ] = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option("--push-to-hub", help="Publish it as owner/name on the hub, too.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository on the hub private.")
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="float32, float16 or bfloat16. Default: as stored."),
@@ -129,7 +141,12 @@ def calibrate(
     """Fit the rotations of the oscar presets to a model: one pass over a little text."""
     from mlxkv.calibrating import Options, run
 
-    run(Options(model, tuple(text or ()), tokens, per_layer, target, parts, out, dtype, json))
+    options = Options(
+        *(model, tuple(text or ()), tokens, per_layer, target, parts, out, dtype, json),
+        push_to_hub=push_to_hub,
+        private=private,
+    )
+    run(options)
 
 
 @app.command()

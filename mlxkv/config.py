@@ -6,7 +6,7 @@ Letters: `R` stored dims per token, `page` tokens encoded together.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import floor
 from typing import Literal
 
@@ -175,6 +175,11 @@ class CacheConfig:
     def calibrated(self) -> bool:
         """Whether a side needs a calibration of the model."""
         return self.keys.calibrated or self.values.calibrated
+
+    @property
+    def folded(self) -> CacheConfig:
+        """The same for a model whose weights turn values: they come in the stored domain."""
+        return replace(self, values=replace(self.values, transform="none"))
 
     @property
     def window(self) -> int:

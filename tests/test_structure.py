@@ -19,7 +19,7 @@ FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 # A file may import from its own row and from the rows below it, never from above.
 LAYERS = [
     {"cli", "__main__"},
-    {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench", "calibrating"},
+    {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench", "calibrating", "publishing"},
     {"session", "prompt_cache", "locate", "golden"},
     {"generate"},
     {"models", "calibrate"},

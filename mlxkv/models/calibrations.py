@@ -15,8 +15,17 @@ from mlxkv.artifact import Calibration
 from mlxkv.calibrated import Rotations
 from mlxkv.config import CacheConfig
 from mlxkv.errors import MachineError, UserError
+from mlxkv.models.aliases import REPO
+from mlxkv.models.hub import Words, fetch_file
 from mlxkv.models.probe import Place, Shape
 
+FILE = f"{artifact.NAME}.safetensors"
+ON_THE_HUB = Words(
+    "calibration",
+    "no such file here and no such repository on the hub",
+    "the hub cannot be reached and this calibration is not on this machine",
+    "make one with mlxkv calibrate --model MODEL -o FILE",
+)
 _ORIGIN = "_mlxkv_origin"
 
 
@@ -52,20 +61,32 @@ def sizes(shapes: Mapping[Place, Shape]) -> dict[str, tuple[int, int, int]]:
     return {layer_name(p): (s.heads, s.key_dim, s.value_dim) for p, s in shapes.items()}
 
 
+def given(calibration: Calibration | Path | str) -> Calibration:
+    """The calibration itself, or that of a file or folder on this machine, or of `owner/name` on the
+    hub. Raises UserError."""
+    if isinstance(calibration, Calibration):
+        return calibration
+    if isinstance(calibration, str):
+        name = calibration.strip()
+        # A path that is not there stays a path: "calibrations/mine.safetensors" is no repository.
+        is_path = Path(name).expanduser().exists() or name.endswith(".safetensors")
+        if REPO.fullmatch(name) and not is_path:
+            calibration = fetch_file(name, FILE, ON_THE_HUB)
+    return artifact.read(calibration)
+
+
 def rotations_for(
     model: nn.Module,
     config: CacheConfig,
     places: Mapping[Place, Shape],
     label: str,
-    given: Calibration | Path | str | None = None,
+    chosen: Calibration | Path | str | None = None,
 ) -> dict[Place, Rotations]:
     """The rotations of each of `places`, none where `config` needs none. Raises UserError."""
     if not config.calibrated or not places:
         return {}
     origin = origin_of(model)
-    calibration = given if given is not None else origin and origin.calibration
-    if isinstance(calibration, (Path, str)):
-        calibration = artifact.read(calibration)
+    calibration = given(chosen) if chosen is not None else origin and origin.calibration
     if calibration is None and origin is None:
         raise UserError(
             f"[attach] {label} needs a calibration; got a model that mlxkv did not load; pass "

@@ -1,8 +1,12 @@
-"""Fetching a model folder from the Hugging Face hub; every failure says what to do."""
+"""The Hugging Face hub: models and calibrations come from it, calibrations go to it. Every failure
+says what to do."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlxkv.errors import MachineError, UserError
@@ -21,50 +25,88 @@ PATTERNS = [
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
+@dataclass(frozen=True)
+class Words:
+    """Of error lines. where: in brackets. absent, offline, failed: what is wrong. way_out: what else
+    to do."""
+
+    where: str
+    absent: str
+    offline: str
+    way_out: str
+    failed: str = "fetching failed"
+
+
+MODEL = Words(
+    "load",
+    "no such folder here and no such model on the hub",
+    "the hub cannot be reached and this model is not on this machine",
+    "choose a model folder on this machine, or --model tiny, which needs no network",
+)
+
+
 def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
     """The local folder of `owner/name` with the files that match, downloaded unless they are there.
 
     Raises UserError if the hub cannot be reached or does not give the model, MachineError if the
     disk is full.
     """
-    import huggingface_hub.errors as hub
     from huggingface_hub import snapshot_download
 
-    way_out = "choose a model folder on this machine, or --model tiny, which needs no network"
-    try:
+    with faults(repo, MODEL):
         return Path(snapshot_download(repo, allow_patterns=patterns))
+
+
+def fetch_file(repo: str, name: str, words: Words) -> Path:
+    """One file of `owner/name`, downloaded unless it is there. Raises as `fetch` does."""
+    from huggingface_hub import hf_hub_download
+
+    with faults(repo, words, name):
+        return Path(hf_hub_download(repo, name))
+
+
+@contextmanager
+def faults(repo: str, words: Words, file: str = "the file") -> Iterator[None]:
+    """Faults of the hub, the network and the disk as UserError or MachineError, one line each."""
+    import huggingface_hub.errors as hub
+
+    where, way_out = words.where, words.way_out
+    try:
+        yield
     except hub.GatedRepoError:
         raise UserError(
-            f"[load] the hub asks you to accept a licence first; got {repo}; "
+            f"[{where}] the hub asks you to accept a licence first; got {repo}; "
             f"accept it at https://huggingface.co/{repo}, then run `hf auth login`"
         ) from None
     except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError):
         raise UserError(
-            f"[load] no such folder here and no such model on the hub; got {repo!r}; check the "
-            f"name, or run `hf auth login` if it is private; {way_out}"
+            f"[{where}] {words.absent}; got {repo!r}; check the name, or run `hf auth login` if it is "
+            f"private; {way_out}"
         ) from None
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
         raise UserError(
-            f"[load] the hub cannot be reached and this model is not on this machine; got {repo}; "
-            f"check the network (is HF_HUB_OFFLINE set?), or {way_out}"
+            f"[{where}] {words.offline}; got {repo}; check the network (is HF_HUB_OFFLINE set?), or "
+            f"{way_out}"
         ) from None
+    except hub.EntryNotFoundError:
+        raise UserError(f"[{where}] {repo} on the hub has no {file}; got none; {way_out}") from None
     except hub.HfHubHTTPError as error:
         raise UserError(
-            f"[load] the hub refused ({first_line(error)}); got {repo}; try again, or {way_out}"
+            f"[{where}] the hub refused ({first_line(error)}); got {repo}; try again, or {way_out}"
         ) from None
     except OSError as error:
         if error.errno in FULL_DISK:
             raise MachineError(
-                f"[load] the disk is full; got {repo}; free some space and run it again"
+                f"[{where}] the disk is full; got {repo}; free some space and run it again"
             ) from None
         raise UserError(
-            f"[load] fetching failed ({first_line(error)}); got {repo}; try again, or {way_out}"
+            f"[{where}] {words.failed} ({first_line(error)}); got {repo}; try again, or {way_out}"
         ) from None
     except Exception as error:
         if not _is_network(error):
             raise
         raise UserError(
-            f"[load] the hub cannot be reached ({type(error).__name__}); got {repo}; check the "
+            f"[{where}] the hub cannot be reached ({type(error).__name__}); got {repo}; check the "
             f"network, or {way_out}"
         ) from None
 

@@ -18,6 +18,7 @@ from mlxkv.models.refused import refusal
 
 ASKED_FOR = "as asked for"
 OPS, FAST = "plain ops", "mx.fast"
+FOLDED = "folded"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LayerReport:
     bits_per_value: stored bits per value inside the pages, 16 for what is kept in full precision.
     kernel: what computes attention. grows: the cache grows with the context.
     kv_heads, key_dim, value_dim: sizes of a compressed layer, 0 for others.
+    fold: "folded" where the weights turn the values, why they do not where that was asked for.
     """
 
     index: int
@@ -42,6 +44,7 @@ class LayerReport:
     kv_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    fold: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,13 @@ def _judge(
         return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)
-    dims = shape.key_dim, shape.value_dim
-    kernel = sealed.decoder(config, dims, shape.dtype)
-    if not kernel.startswith(OPS):
-        kernel = f"{backend()} {kernel}"
-    return LayerReport(index, kind, True, label, bits, kernel, True, *sizes)
+    return LayerReport(index, kind, True, label, bits, kernel_for(config, shape), True, *sizes)
+
+
+def kernel_for(config: CacheConfig, shape: Shape) -> str:
+    """What computes attention over a cache of `config`, for reports."""
+    name = sealed.decoder(config, (shape.key_dim, shape.value_dim), shape.dtype)
+    return name if name.startswith(OPS) else f"{backend()} {name}"
 
 
 def _merge(parts: list[LayerReport]) -> LayerReport:
@@ -138,15 +143,19 @@ def summarise(reports: list[LayerReport]) -> list[str]:
     lines = []
     groups: dict[tuple, list[int]] = {}
     for r in reports:
-        key = (r.kind, r.compressed, r.reason, r.bits_per_value, r.kernel)
+        key = (r.kind, r.compressed, r.reason, r.bits_per_value, r.kernel, r.fold)
         groups.setdefault(key, []).append(r.index)
-    for (kind, compressed, reason, bits, kernel), indices in groups.items():
+    for (kind, compressed, reason, bits, kernel, fold), indices in groups.items():
         name = "layer" if len(indices) == 1 else "layers"
         what = (
             f"{reason}, {bits:.3g} bits per value, {kernel}"
             if compressed
             else f"full precision, {reason}"
         )
+        if fold == FOLDED:
+            what += ", values turned by the weights"
+        elif fold:
+            what += f", values turned at run time ({fold})"
         lines.append(f"{name} {ranges(indices)} ({kind}): {what}")
     if silent := nothing_compressed(reports):
         lines.insert(0, silent)

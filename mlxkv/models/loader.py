@@ -10,16 +10,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxkv import artifact
+from mlxkv import console
 from mlxkv.artifact import Calibration
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models.aliases import DEFAULT, resolve
-from mlxkv.models.calibrations import Origin, introduce
+from mlxkv.models.calibrations import Origin, given, introduce
 from mlxkv.models.folder import Folder, check, fingerprint
 from mlxkv.models.hub import fetch, first_line
 from mlxkv.models.layers import LayerReport, summarise
-from mlxkv.models.seam import attach, name_of
+from mlxkv.models.seam import attach, check_fold, folded_bytes, name_of
 from mlxkv.shapes import context_limit
 
 DTYPES: dict[str, mx.Dtype] = {
@@ -64,22 +64,25 @@ def load(
     strict: bool = False,
     dtype: str | None = None,
     calibration: Calibration | Path | str | None = None,
+    fold: bool = False,
 ) -> Loaded:
     """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names.
 
     strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
     quantised; by default as stored, except that 16-bit weights become float32 where there is no
-    GPU. calibration: as in `attach`; one given here is also what a later `attach` takes.
+    GPU. calibration, fold: as in `attach`; a calibration given here is also what a later `attach`
+    takes.
 
     Raises UserError, before anything heavy is done where that is possible, and MachineError for a
     full disk.
     """
     # First of all: a typing mistake must not cost a download.
     config = parse_kv(kv) if isinstance(kv, str) else kv
+    check_fold(config, name_of(kv), fold)
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
-    if calibration is not None and not isinstance(calibration, Calibration):
-        calibration = artifact.read(calibration)
+    if calibration is not None:
+        calibration = given(calibration)
     source = resolve(name)
     if source.folder is not None and not source.folder.is_dir():
         raise UserError(
@@ -98,7 +101,9 @@ def load(
     mark = fingerprint(folder, source.planted)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
-    layers = attach(model, kv, strict)
+    layers = attach(model, kv, strict, fold=fold)
+    if kept := folded_bytes(model):
+        notes.append(f"kept for detach, the weights before folding: {console.human_bytes(kept)}")
     return Loaded(
         model=model,
         tokenizer=tokenizer,

@@ -7,20 +7,32 @@ mlx-lm that makes or takes a prompt cache runs on them unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from mlxkv import calibrated
 from mlxkv.artifact import Calibration
 from mlxkv.cache import CompressedKVCache
-from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.calibrated import Attached
+from mlxkv.config import PRESETS, CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models.calibrations import rotations_for
-from mlxkv.models.layers import LayerReport, examine, left_out, nothing_compressed, ranges
-from mlxkv.models.probe import put
+from mlxkv.models.fold import Fold, fold_values
+from mlxkv.models.layers import (
+    LayerReport,
+    examine,
+    kernel_for,
+    left_out,
+    nothing_compressed,
+    ranges,
+)
+from mlxkv.models.probe import Place, Shape, put
 from mlxkv.models.rebind import Slot, bind, release
 
 _MARK = "_mlxkv_attachment"
@@ -29,10 +41,13 @@ _MAKE = "make_cache"
 
 @dataclass(frozen=True)
 class _Attachment:
-    """What `attach` changed. before: the instance's own make_cache, if it had one."""
+    """What `attach` changed. before: the instance's own make_cache, if it had one. entry: what its
+    caches know of it. fold: the weights that were replaced, or None."""
 
     slots: list[Slot]
     before: Callable[[], list] | None
+    entry: Attached
+    fold: Fold | None = None
 
 
 def attach(
@@ -40,6 +55,7 @@ def attach(
     kv: str | CacheConfig,
     strict: bool = False,
     calibration: Calibration | Path | str | None = None,
+    fold: bool = False,
 ) -> list[LayerReport]:
     """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair,
     or a configuration.
@@ -48,14 +64,21 @@ def attach(
     compresses nothing (`fp16`) leaves mlx-lm's own caches. The `max_kv_size` of make_prompt_cache
     has no effect on an attached model.
 
-    calibration: for a preset that needs one; by default the one that came with the model, or the
-    user's own, or one that is made on the spot, for models that `mlxkv.models.load` has loaded.
+    calibration: for a preset that needs one, a file or `owner/name` on the hub; by default the one
+    that came with the model, or the user's own, or one that is made on the spot, for models that
+    `mlxkv.models.load` has loaded.
+
+    fold: turn values by the weights of the model, where they are plain linear maps, instead of at
+    run time; the reports say where and why not. Same tokens within rounding. The weights that are
+    replaced stay in memory (`folded_bytes`), and `detach` puts them back. mlx-lm's own caches that
+    were filled before hold values that this model no longer reads; ours follow.
 
     Raises UserError for an unknown preset and a calibration that does not fit; with `strict` also
     if any layer whose cache grows with the context would stay in full precision. Then the model is
     left as it was. Without `strict`, warns if nothing at all is compressed.
     """
     config, label = parse_kv(kv) if isinstance(kv, str) else kv, name_of(kv)
+    check_fold(config, label, fold)
     own = own_make_cache(model)
     slots = bind(model)
     try:
@@ -73,16 +96,50 @@ def attach(
             warnings.warn(f"[attach] {message}", stacklevel=2)
         return reports
 
+    folded = None
+    if fold:
+        try:
+            folded = fold_values(model, own, rotations)
+        except BaseException:
+            release(slots)
+            raise
+        rotations = {p: calibrated.folded(r, p in folded.arrays) for p, r in rotations.items()}
+        reports = [_with_fold(report, folded, places, config) for report in reports]
+
     def make_cache() -> list:
         caches = own()
         for place in places:
             put(caches, place, CompressedKVCache(config, rotations.get(place)))
         return caches
 
-    attachment = _Attachment(slots, vars(model).get(_MAKE))
+    entry = calibrated.enter(rotations.values())
+    attachment = _Attachment(slots, vars(model).get(_MAKE), entry, folded)
     setattr(model, _MARK, attachment)
     setattr(model, _MAKE, make_cache)
     return reports
+
+
+def check_fold(config: CacheConfig, label: str, fold: bool) -> None:
+    """Raises UserError where there is nothing to fold."""
+    if fold and not config.values.calibrated:
+        choices = ", ".join(name for name, one in PRESETS.items() if one.values.calibrated)
+        raise UserError(
+            f"[--fold] folds calibrated rotations of values into the weights; got {label}, which has "
+            f"none; choose from {choices}"
+        )
+
+
+def _with_fold(
+    report: LayerReport, folded: Fold, places: Mapping[Place, Shape], config: CacheConfig
+) -> LayerReport:
+    own = [place for place in folded.reasons if place[0] == report.index]
+    if not own or not report.compressed:
+        return report
+    worst = min(own, key=lambda place: place in folded.arrays)
+    kernel = report.kernel
+    if worst in folded.arrays:
+        kernel = kernel_for(config.folded, places[worst])
+    return replace(report, fold=folded.reasons[worst], kernel=kernel)
 
 
 def name_of(kv: str | CacheConfig) -> str:
@@ -99,7 +156,42 @@ def detach(model: nn.Module) -> None:
     delattr(model, _MAKE)
     if attachment.before is not None:
         setattr(model, _MAKE, attachment.before)
+    if attachment.fold is not None:
+        attachment.fold.undo()
+    calibrated.leave(attachment.entry)
     release(attachment.slots)
+
+
+def folded_bytes(model: nn.Module) -> int:
+    """Memory of the weights that `attach(fold=True)` replaced and keeps for `detach`."""
+    attachment = vars(model).get(_MARK)
+    return attachment.fold.kept_bytes if attachment and attachment.fold else 0
+
+
+@contextmanager
+def plain_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, the model has the weights that it had before `attach`: for what looks at values."""
+    attachment = vars(model).get(_MARK)
+    folded = attachment and attachment.fold
+    if not folded:
+        yield
+        return
+    folded.swap(False)
+    try:
+        yield
+    finally:
+        folded.swap(True)
+
+
+def on_plain_weights(function: Callable) -> Callable:
+    """For functions of (model, ...) that have to see the weights as they were before `attach`."""
+
+    @wraps(function)
+    def wrapped(model: nn.Module, *args, **kwargs):
+        with plain_weights(model):
+            return function(model, *args, **kwargs)
+
+    return wrapped
 
 
 def own_make_cache(model: nn.Module) -> Callable[[], list]:

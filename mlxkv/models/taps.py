@@ -134,14 +134,14 @@ class Visit:
         """The output projection of `call` as a linear map, [B, H, L, Dv] -> [B, L, hidden size]: the
         first linear layer that received exactly the output of attention, whatever its name. None
         where there is none, because a gate or a norm comes between."""
-        flat = _joined(call.out)
+        flat = joined(call.out)
         for linear, x in self.inputs:
             if x.shape == flat.shape and mx.array_equal(x, flat).item():
-                return lambda heads, f=linear: f(_joined(heads)) - f(mx.zeros_like(_joined(heads)))
+                return lambda heads, f=linear: f(joined(heads)) - f(mx.zeros_like(joined(heads)))
         return None
 
 
-def _joined(heads: mx.array) -> mx.array:
+def joined(heads: mx.array) -> mx.array:
     """[B, H, L, Dv] -> [B, L, H * Dv]"""
     batch, _, new, _ = heads.shape
     return heads.swapaxes(1, 2).reshape(batch, new, -1)
@@ -172,9 +172,9 @@ def watch(model: nn.Module, caches: list, see: Callable[[Visit], None]) -> Itera
         for index, layer in {
             id(x): (i, x) for i, x in reversed([*enumerate(model.layers)])
         }.values():
-            linear = [m for m in layer.modules() if m is not layer and _has_matrix(m)]
-            hooked += [_hook(module, watcher.linear) for module in linear]
-            hooked.append(_hook(layer, partial(watcher.layer, index)))
+            linear = [m for m in layer.modules() if m is not layer and has_matrix(m)]
+            hooked += [hook(module, watcher.linear) for module in linear]
+            hooked.append(hook(layer, partial(watcher.layer, index)))
         yield
     finally:
         for module, cls in reversed(hooked):
@@ -183,11 +183,11 @@ def watch(model: nn.Module, caches: list, see: Callable[[Visit], None]) -> Itera
             tapped.seen = None
 
 
-def _has_matrix(module: nn.Module) -> bool:
+def has_matrix(module: nn.Module) -> bool:
     return any(isinstance(x, mx.array) and x.ndim == 2 for x in module.values())
 
 
-def _hook(module: nn.Module, around: Callable) -> tuple[nn.Module, type]:
+def hook(module: nn.Module, around: Callable) -> tuple[nn.Module, type]:
     """Have calls of `module` go through `around(call, *args, **kwargs)`. Returns what to undo."""
     cls = type(module)
 

@@ -1,0 +1,132 @@
+"""A calibration on the Hugging Face hub: the file under its standard name, and a card that says whose
+it is and how to use it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mlxkv import artifact
+from mlxkv.artifact import Calibration
+from mlxkv.console import human_bytes, note
+from mlxkv.errors import UserError
+from mlxkv.models.aliases import HUB, REPO
+from mlxkv.models.calibrations import FILE
+from mlxkv.models.hub import Words, faults
+
+CARD = "README.md"
+MARK = "<!-- written by mlxkv calibrate --push-to-hub -->"  # a card with it is ours to replace
+
+
+def check(repo: str | None, private: bool) -> None:
+    """Raises UserError for what would fail after the work is done."""
+    if repo is None:
+        if private:
+            raise UserError("[--private] nothing is published; got no --push-to-hub OWNER/NAME")
+        return
+    if not REPO.fullmatch(repo):
+        raise UserError(f"[--push-to-hub] not a name on the hub; got {repo!r}; write OWNER/NAME")
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise UserError(
+            "[--push-to-hub] the hub needs a token that may write; got none; run `hf auth login`, or "
+            "set HF_TOKEN"
+        )
+
+
+def publish(made: Calibration, kept: Path, repo: str, private: bool) -> None:
+    """Upload it to `repo`, which is made if need be, and say what was sent.
+
+    kept: where the file is on this machine. A card that somebody else wrote stays as it is.
+    Raises UserError or MachineError; the file on this machine is not touched.
+    """
+    from huggingface_hub import HfApi
+
+    api, made = HfApi(), public(made)
+    words = Words(
+        "--push-to-hub",
+        "the hub knows no such owner, or your token may not write there",
+        "the hub cannot be reached",
+        f"nothing is lost: the calibration is in {kept}",
+        "uploading failed",
+    )
+    with faults(repo, words), TemporaryDirectory() as folder:
+        file = Path(folder) / FILE
+        artifact.write(file, made)
+        url = api.create_repo(repo, private=private or None, exist_ok=True)
+        if private and not api.repo_info(repo).private:  # it was there before
+            raise UserError(
+                f"[--private] this repository is public; got {repo}; choose another name, or leave "
+                "--private out"
+            )
+        size = human_bytes(file.stat().st_size)
+        sent = {"path_or_fileobj": file, "path_in_repo": FILE, "repo_id": repo}
+        api.upload_file(**sent, commit_message=f"Calibration of {made.model} for mlxkv")
+        others = api.file_exists(repo, CARD) and MARK not in _read(api.hf_hub_download(repo, CARD))
+        if not others:
+            text = card(made, repo).encode()
+            sent = {"path_or_fileobj": text, "path_in_repo": CARD, "repo_id": repo}
+            api.upload_file(**sent, commit_message="Card")
+    note(f"published in {url}: {FILE}, {size}, digest {made.digest}")
+    note(f"  it says: model {made.model}, {made.tokens} tokens of {made.text}")
+    note(f"  {CARD}: {'not ours, left as it is' if others else 'written'}")
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+def public(made: Calibration) -> Calibration:
+    """Without folders of this machine in the names that the file says."""
+    names = [Path(name).name for name in made.text.split(", ")]
+    local = made.model not in HUB and Path(made.model).expanduser().exists()
+    model = Path(made.model).expanduser().resolve().name if local else made.model
+    return replace(made, model=model, text=", ".join(names))
+
+
+def card(made: Calibration, repo: str) -> str:
+    """The card of a repository with this calibration."""
+    base = HUB.get(made.model, made.model if REPO.fullmatch(made.model) else None)
+    front = ["library_name: mlx", "tags: [mlx, mlxkv, kv-cache]"]
+    front += [f"base_model: {base}"] if base else []
+    rows = {
+        "model": made.model,
+        "kind of model": made.model_type,
+        "fingerprint": made.fingerprint,
+        "layers": len(made.layers),
+        "eigenvectors of": made.target,
+        "parts of the rotations": made.parts,
+        "rotations": "one per layer" if made.per_layer else "one per kv head",
+        "calibrated on": f"{made.tokens} tokens of {made.text}",
+        "digest of the rotations": made.digest,
+        "made by": f"mlxkv {made.version}",
+    }
+    table = [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
+    return "\n".join(
+        [
+            *("---", *front, "---", MARK, ""),
+            f"# Calibration of {_cell(made.model)} for mlxkv",
+            "",
+            "Rotations of keys and values (OSCAR, arXiv 2605.17757), with which mlxkv keeps the KV cache",
+            "of this model in 2 to 4 bits per value. They fit the weights with this fingerprint alone;",
+            "mlxkv checks it.",
+            "",
+            *("| | |", "|---|---|", *table, ""),
+            *(
+                "## Use",
+                "",
+                f"    mlxkv chat --model {made.model} --kv oscar-int2 --calibration {repo}",
+                "",
+            ),
+            *("```python", "from mlxkv.models import load", ""),
+            f'loaded = load("{made.model}", kv="oscar-int2", calibration="{repo}")',
+            *("```", ""),
+        ]
+    )
+
+
+def _cell(value: object) -> str:
+    """Text that cannot break a table."""
+    return " ".join(str(value).split()).replace("|", "\\|")
