@@ -1,8 +1,7 @@
 """Writes the golden tensors from the spec: `python tests/make_golden.py`.
 
 Inputs are float16-exact, so every backend starts from the same numbers. Each file's header holds
-the version, the seed and the hash of `mlxkv/reference.py`; a test fails when the spec has changed
-since.
+the version, the seed and the hash of the spec's files; a test fails when the spec has changed since.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mlxkv import reference as ref
+from mlxkv import reference_oscar as oscar_ref
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "mlxkv" / "golden"
@@ -28,8 +28,13 @@ HALF_MARGIN = 1e-2
 DECODED = 4  # every so many tokens are kept as decoded values: the files have to stay small
 
 
-def spec_hash() -> str:
-    return hashlib.sha256((ROOT / "mlxkv" / "reference.py").read_bytes()).hexdigest()[:16]
+SPEC = {"oscar": ("reference", "reference_oscar")}  # what a table is made from
+
+
+def spec_hash(table: str) -> str:
+    files = SPEC.get(table, ("reference",))
+    text = b"".join((ROOT / "mlxkv" / f"{name}.py").read_bytes() for name in files)
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def inputs(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -256,22 +261,73 @@ def attention(rng) -> tuple[dict, dict]:
     return out, cases
 
 
+def oscar(rng) -> dict:
+    """Calibrated rotations: moments of queries, keys and values, R of each kv head (from the float32
+    moments, so that a rounding of those cannot turn it), codes after it, attention over such a page."""
+    out = {}
+    for dims, heads, kv_heads in OSCAR:
+        key = f"{dims}"
+        total = PAGE + 16
+        q = rng.standard_normal((1, heads, total, dims))
+        q *= np.exp(0.7 * rng.standard_normal((1, 1, 1, dims)))  # some directions are read more
+        q = q.astype(np.float16).astype(np.float64)
+        k, v = (inputs(rng, 1, kv_heads, total, dims) for _ in range(2))
+        scale, causal = dims**-0.5, ref.causal_mask(total, total)
+        targets = {
+            "k": oscar_ref.key_target(q, kv_heads),
+            "v": oscar_ref.value_target(q, k, v, scale, causal),
+        }
+        whole = []
+        for letter, x, (bits, group, share) in (("k", k, (2, 32, 0.96)), ("v", v, (2, 0, 0.92))):
+            sigma = targets[letter].astype(np.float32)
+            r = np.stack([oscar_ref.rotation(one.astype(np.float64)) for one in sigma])
+            r = r.astype(np.float32)
+            stored = x[:, :, :PAGE] @ r.astype(np.float64)
+            size = ref.group_size(group, dims)
+            codes, numbers, bias = ref.affine_encode(stored, bits, size, False, "token", share)
+            out[f"{key}.{letter}.x"] = x.astype(np.float16)
+            out[f"{key}.{letter}.sigma"], out[f"{key}.{letter}.r"] = sigma, r
+            out[f"{key}.{letter}.codes"] = codes
+            out[f"{key}.{letter}.scale"] = numbers.astype(np.float16)
+            out[f"{key}.{letter}.bias"] = bias.astype(np.float16)
+            out[f"{key}.{letter}.near"] = np.packbits(
+                near(stored, bits, size, False, "token", share)
+            )
+            x = x.copy()
+            x[:, :, :PAGE] = ref.affine_decode(codes, numbers, bias, size, "token") @ r.astype(
+                np.float64
+            ).swapaxes(-1, -2)
+            whole.append(x)
+        last = q[:, :, -3:]
+        out[f"{key}.q"] = q.astype(np.float16)
+        mask = ref.causal_mask(3, total)
+        out[f"{key}.out"] = ref.attention(last, *whole, scale, mask).astype(np.float32)
+    return out
+
+
+OSCAR = ((64, 4, 2), (80, 2, 1), (128, 2, 1))  # D, H, G
+
+
 def main() -> None:
-    header = {"spec_version": str(ref.SPEC_VERSION), "seed": str(SEED), "spec_hash": spec_hash()}
+    header = {"spec_version": str(ref.SPEC_VERSION), "seed": str(SEED)}
     tables = {
         "transforms": transforms,
         "affine": affine,
         "packing": packing,
         "encode": encode,
         "clip": clip,
+        "oscar": oscar,
     }
     for i, (name, make) in enumerate(tables.items()):
-        extra = {"sides": json.dumps(SIDES)} if name == "encode" else {}
+        extra = {"spec_hash": spec_hash(name)}
+        if name == "encode":
+            extra["sides"] = json.dumps(SIDES)
         save_file(
             make(np.random.default_rng(SEED + i)), OUT / f"{name}.safetensors", {**header, **extra}
         )
     tensors, cases = attention(np.random.default_rng(SEED + 9))
-    save_file(tensors, OUT / "attention.safetensors", {**header, "cases": json.dumps(cases)})
+    extra = {"spec_hash": spec_hash("attention"), "cases": json.dumps(cases)}
+    save_file(tensors, OUT / "attention.safetensors", {**header, **extra})
     for path in sorted(OUT.glob("*.safetensors")):
         print(f"{path.name:24} {path.stat().st_size:>9,} bytes")
 

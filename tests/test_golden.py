@@ -1,15 +1,12 @@
 """The golden table on this machine, and proof that it bites."""
 
-import hashlib
-from pathlib import Path
-
 import numpy as np
 import pytest
+from make_golden import spec_hash
 
-from mlxkv import golden, packing
+from mlxkv import golden, packing, rotation
 from mlxkv.quantizers import affine
 
-ROOT = Path(__file__).parents[1]
 FILES = sorted(path.stem for path in golden.FOLDER.glob("*.safetensors"))
 
 
@@ -24,7 +21,7 @@ def test_every_row_holds(rows):
 
 
 def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
-    assert FILES == ["affine", "attention", "clip", "encode", "packing", "transforms"]
+    assert FILES == ["affine", "attention", "clip", "encode", "oscar", "packing", "transforms"]
     assert {row.table for row in rows} >= {
         "transforms",
         "packing",
@@ -32,6 +29,8 @@ def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
         "decode",
         "seal",
         "clip",
+        "moments",
+        "rotations",
     }
     codes = [row for row in rows if row.table in ("encode", "seal", "clip")]
     assert sum(row.values for row in codes) > 400_000
@@ -41,9 +40,8 @@ def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
 @pytest.mark.parametrize("name", FILES)
 def test_golden_files_are_of_this_spec(name):
     _, header = golden.read(name)
-    spec = (ROOT / "mlxkv" / "reference.py").read_bytes()
     hint = "the spec has changed; hint: python tests/make_golden.py"
-    assert header["spec_hash"] == hashlib.sha256(spec).hexdigest()[:16], hint
+    assert header["spec_hash"] == spec_hash(name), hint
 
 
 def test_golden_files_are_small():
@@ -93,3 +91,20 @@ def test_off_by_one_is_allowed_at_a_boundary_only():
     assert not golden.compare_codes("t", "c", codes, spec, at).ok
     codes[1], codes[0] = 0, 2
     assert not golden.compare_codes("t", "c", codes, spec, at).ok
+
+
+def test_a_rotation_without_its_order_is_red(monkeypatch):
+    monkeypatch.setattr(
+        rotation,
+        "ordered",
+        lambda dims: rotation.hadamard(dims) if dims in (64, 128) else np.eye(dims),
+    )
+    assert not any(row.ok for row in golden.oscar_rows() if row.table == "rotations")
+
+
+def test_moments_of_the_wrong_rows_are_red(monkeypatch):
+    moment = golden.second_moment
+    monkeypatch.setattr(
+        golden, "second_moment", lambda x, heads: moment(x[..., ::-1, :], heads)[..., ::-1]
+    )
+    assert not any(row.ok for row in golden.oscar_rows() if row.table == "moments")

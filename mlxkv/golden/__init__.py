@@ -1,6 +1,6 @@
 """The golden table: does this machine give the numbers of the spec?
 
-`run()` feeds the golden tensors (made from `mlxkv/reference.py` by `tests/make_golden.py`) to the
+`run()` feeds the golden tensors (made from `reference.py` and `reference_oscar.py` by `tests/make_golden.py`) to the
 MLX code on the default device. Codes have to be equal, except where the spec's own value lies at a
 rounding boundary: there one step is allowed and counted. Floats are compared by rms(x - spec) /
 rms(spec).
@@ -16,15 +16,18 @@ import mlx.core as mx
 import numpy as np
 from safetensors import safe_open
 
-from mlxkv import packing, sealed, transform
+from mlxkv import packing, rotation, sealed, transform
 from mlxkv.attention import attend
 from mlxkv.cache import View
+from mlxkv.calibrate import second_moment
+from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec
-from mlxkv.config import Affine, CacheConfig, Side
+from mlxkv.config import CALIBRATED, Affine, CacheConfig, Side
 from mlxkv.quantizers import affine
+from mlxkv.transform import Transform
 
 FOLDER = Path(__file__).parent
-BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6}  # float32
+BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6, "moments": 5e-6}  # float32
 TIES = 0.01  # largest share of codes that may differ by one, all of them at rounding boundaries
 
 
@@ -189,7 +192,64 @@ def _attention_inputs(tensors: dict, case: str, info: dict):
     return q, view, q.shape[-1] ** -0.5, mask, sinks
 
 
-TABLES = (transform_rows, packing_rows, affine_rows, clip_rows, encode_rows, attention_rows)
+OSCAR_SIDES = {"k": Affine(2, 32, clip=0.96), "v": Affine(2, 0, clip=0.92)}
+
+
+def oscar_rows():
+    """Calibration as `mlxkv calibrate` does it, and a cache with the spec's rotations."""
+    tensors, _ = read("oscar")
+    for dims in (int(name[:-4]) for name in tensors if name.endswith(".out")):
+        given = {
+            name.removeprefix(f"{dims}."): x
+            for name, x in tensors.items()
+            if name.startswith(f"{dims}.")
+        }
+        yield from _oscar_rows(dims, given)
+
+
+def _oscar_rows(dims: int, given: dict[str, np.ndarray]):
+    q, k, v = (mx.array(given[n].astype(np.float32)) for n in ("q", "k.x", "v.x"))
+    kv_heads, scale, page = k.shape[1], dims**-0.5, given["k.codes"].shape[2]
+    seen = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+    turns, sides, pages = [], [], {}
+    for letter, rows, x in (("k", q, k), ("v", seen, v)):
+        sigma, spec = given[f"{letter}.sigma"], OSCAR_SIDES[letter]
+        found = np.array(second_moment(rows, kv_heads)) / (rows.size // (kv_heads * dims))
+        error, case = rms(found, sigma), f"{dims}.{letter}"
+        yield Row("moments", case, sigma.size, rms=error, bound=BOUNDS["moments"])
+        made = rotation.compose(rotation.eigenbasis(sigma.astype(np.float64))[1])
+        r = given[f"{letter}.r"]
+        yield Row("rotations", case, r.size, rms=rms(made, r), bound=BOUNDS["transforms"])
+        turn = Transform(mx.array(r), mx.array(np.ascontiguousarray(r.swapaxes(-1, -2))))
+        side = Side(spec, CALIBRATED)
+        code = Codec(side, dims, page, turn)
+        codes = np.array(packing.unpack(code.encode(x[:, :, :page])["codes"], spec.bits, dims))
+        near = given[f"{letter}.near"]
+        yield compare_codes("seal", f"oscar.{case}", codes, given[f"{letter}.codes"], near)
+        turns.append(turn)
+        sides.append(side)
+        pages["keys" if letter == "k" else "values"] = _stored(given, letter, spec.bits)
+    store = sealed.store(
+        CacheConfig(*sides, page=page), (dims, dims), mx.float32, Rotations(*turns)
+    )
+    store.restore(pages, 1)
+    view = View(tuple(x[:, :, page:] for x in (k, v)), None, store.read(0, 1))
+    spec = given["out"]
+    out = np.array(attend(q[:, :, -spec.shape[2] :], view, scale, "causal"))
+    yield Row(
+        "attention", f"oscar.{dims}", spec.size, rms=rms(out, spec), bound=BOUNDS["attention"]
+    )
+
+
+TABLES = (
+    transform_rows,
+    packing_rows,
+    affine_rows,
+    clip_rows,
+    encode_rows,
+    attention_rows,
+    oscar_rows,
+)
 
 
 def run() -> list[Row]:
