@@ -117,6 +117,17 @@ def calibrate(
     parts: Annotated[
         str, typer.Option("--parts", help="Parts of the rotation: u, h, p; uhp is all of it.")
     ] = "uhp",
+    search_clip: Annotated[
+        bool, typer.Option("--search-clip", help="Search the clips of each layer on the text.")
+    ] = False,
+    kv: Annotated[
+        str | None,
+        typer.Option("--kv", help="Presets to search clips for, with commas. Default: oscar-int2."),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option("--calibration", help="With --search-clip: keep the rotations of this file."),
+    ] = None,
     out: Annotated[
         str | None, typer.Option("-o", "--out", help="File. Default: where --kv oscar-... looks.")
     ] = None,
@@ -129,7 +140,11 @@ def calibrate(
     """Fit the rotations of the oscar presets to a model: one pass over a little text."""
     from mlxkv.calibrating import Options, run
 
-    run(Options(model, tuple(text or ()), tokens, per_layer, target, parts, out, dtype, json))
+    options = Options(
+        *(model, tuple(text or ()), tokens, per_layer, target, parts, out, dtype, json),
+        *(search_clip, kv, calibration),
+    )
+    run(options)
 
 
 @app.command()

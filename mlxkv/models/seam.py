@@ -18,8 +18,15 @@ from mlxkv.artifact import Calibration
 from mlxkv.cache import CompressedKVCache
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
-from mlxkv.models.calibrations import rotations_for
-from mlxkv.models.layers import LayerReport, examine, left_out, nothing_compressed, ranges
+from mlxkv.models.calibrations import fit
+from mlxkv.models.layers import (
+    LayerReport,
+    examine,
+    left_out,
+    nothing_compressed,
+    ranges,
+    with_searched,
+)
 from mlxkv.models.probe import put
 from mlxkv.models.rebind import Slot, bind, release
 
@@ -62,11 +69,12 @@ def attach(
         reports, places = examine(model, own, config, label)
         if strict:
             _insist(model, reports, label)
-        rotations = rotations_for(model, config, places, label, calibration)
+        fitted = fit(model, config, places, label, calibration)
     except BaseException:
         release(slots)
         raise
     detach(model)
+    reports = with_searched(reports, config, {p: own for p, (own, _) in fitted.items()})
     if not places:
         release(slots)
         if message := nothing_compressed(reports):
@@ -76,7 +84,7 @@ def attach(
     def make_cache() -> list:
         caches = own()
         for place in places:
-            put(caches, place, CompressedKVCache(config, rotations.get(place)))
+            put(caches, place, CompressedKVCache(*fitted[place]))
         return caches
 
     attachment = _Attachment(slots, vars(model).get(_MAKE))
