@@ -205,14 +205,15 @@ def report(
 def _report_clips(kv: str, found: dict[str, clips.Trial]) -> None:
     """Per layer and side the clip of the preset and the one that was chosen, with their errors."""
     rows = []
+    chosen = {side: clips.choose(found, side) for side in SIDES}
     for name, trial in found.items():
         row = [name]
         for side in SIDES:
             if not (errors := trial.errors(side)):
                 row += ["kept", ""]
                 continue
-            own, best = next(iter(errors)), trial.best(side)  # the preset's own is tried first
-            row += [f"{own:g} -> {best:g}", f"{errors[own]:.4f} -> {errors[best]:.4f}"]
+            own, best = next(iter(errors)), chosen[side][name]  # the preset's own is tried first
+            row += [f"{own:g} -> {best:g}", f"{errors[own]:.2g} -> {errors[best]:.2g}"]
         rows.append(row)
     print_table(("layer", "clip K", "error", "clip V", "error"), rows, f"{kv}: clips")
     print("error: of the attention output, relative energy, one side stored and the other exact")

@@ -11,15 +11,15 @@ where a gate or a norm stands between. Nothing is kept between layers but these 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from math import log
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv.artifact import SIDES, Calibration, Layer
+from mlxkv.artifact import SIDES, Calibration
 from mlxkv.attention import _softmax
 from mlxkv.calibrate import CHUNK, WINDOW, Progress, windows
 from mlxkv.calibrated import Rotations, of
@@ -35,7 +35,8 @@ from mlxkv.models.seam import own_make_cache
 from mlxkv.models.taps import Call, Ear, Visit, watch
 
 # Few: each pair that layers differ in is one more build of the seal kernel.
-CANDIDATES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.84, 0.8, 0.75, 0.7)
+CANDIDATES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.88, 0.84, 0.8, 0.7, 0.6)
+GAIN = 0.1  # of its error: less is not worth a clip, and kernels, of a layer's own
 QUERIES = 64  # of the last CHUNK tokens of a window, evenly spaced
 
 
@@ -95,68 +96,102 @@ def search(
         raise UserError(f"[search-clip] {reason}")
     parts = windows(tokens, window)
     lead = [] if bos is None else [bos]
-    if not parts or len(lead) + len(parts[-1]) <= config.window:
+    if not parts or len(lead) + len(parts[-1]) - 1 <= config.window:
         raise UserError(
             f"[search-clip] too little text at once; got {len(parts[-1]) if parts else 0} tokens; "
             f"this preset keeps {config.window} exact, choose more than that"
         )
     own, slots = own_make_cache(model), bind(model)
     try:
-        shapes = {layer_name(p): (p, s) for p, s in find(model, own).shapes.items()}
-        shapes = {name: shapes[name] for name in calibration.layers if name in shapes}
+        found = {layer_name(p): (p, s) for p, s in find(model, own).shapes.items()}
+        places = {name: found[name] for name in calibration.layers if name in found}
         origin = origin_of(model)
-        calibration.check(sizes(dict(shapes.values())), origin and origin.fingerprint)
+        calibration.check(sizes(dict(places.values())), origin and origin.fingerprint)
         rotations = of(calibration)
-        trials = {name: Trial() for name in shapes}
+        trials = {name: Trial() for name in places}
 
-        def see(visit: Visit, ears: Mapping[int, str]) -> None:
-            for call in visit.calls:
-                name = ears[id(call.view.tap)]
-                _judge(trials[name], call, visit, config, rotations[name], candidates)
+        def judge(name: str, call: Call, visit: Visit) -> None:
+            _judge(trials[name], call, visit, config, rotations[name], candidates)
 
         for part in parts:
             caches = own()
-            ears = {}
-            for name, (place, _) in shapes.items():
-                put(caches, place, ear := Ear())
-                ears[id(ear)] = name
-            # The queries that judge are the last: all of the window is behind them.
-            cut = max(0, len(part) - CHUNK)
-            for start in range(0, cut, CHUNK):
-                first = [] if start else lead
-                model(
-                    mx.array([*first, *part[start : min(start + CHUNK, cut)]])[None], cache=caches
-                )
-                mx.eval([c.state for _, c in leaves(caches) if not c.empty()])
-            with watch(model, caches, partial(see, ears=ears)):
-                model(mx.array([*([] if cut else lead), *part[cut:]])[None], cache=caches)
+            ears = {name: Ear() for name in places}
+            for name, ear in ears.items():
+                put(caches, places[name][0], ear)
+            _read(model, caches, {id(ear): name for name, ear in ears.items()}, part, lead, judge)
             if progress:
                 progress(len(part))
     finally:
         release(slots)
     for name, trial in trials.items():
-        if not np.isfinite(
-            [trial.energy, *(x for s in SIDES for x in trial.lost[s].values())]
-        ).all():
+        sums = [trial.energy, *(x for side in SIDES for x in trial.lost[side].values())]
+        if not np.isfinite(sums).all():
             raise MachineError(
                 f"[search-clip] NaN or infinity in the attention of layer {name}; try another "
                 "--dtype, or other text"
             )
+    return _with_chosen(calibration, trials, config), trials
+
+
+def _read(
+    model: nn.Module,
+    caches: list,
+    names: Mapping[int, str],
+    tokens: Sequence[int],
+    lead: list[int],
+    judge: Callable[[str, Call, Visit], None],
+) -> None:
+    """One window through the model. The last tokens judge: all of the window is behind them.
+
+    names: of the layers, by the id of their Ear in `caches`.
+    """
+
+    def see(visit: Visit) -> None:
+        for call in visit.calls:
+            judge(names[id(call.view.tap)], call, visit)
+
+    cut = max(0, len(tokens) - CHUNK)
+    for start in range(0, cut, CHUNK):
+        part = [*([] if start else lead), *tokens[start : min(start + CHUNK, cut)]]
+        model(mx.array(part)[None], cache=caches)
+        mx.eval([cache.state for _, cache in leaves(caches) if not cache.empty()])
+    with watch(model, caches, see):
+        mx.eval(model(mx.array([*([] if cut else lead), *tokens[cut:]])[None], cache=caches))
+
+
+def choose(trials: Mapping[str, Trial], side: str) -> dict[str, float]:
+    """A clip for each layer: the one that is best for all of them together, where it is not worse
+    than the preset's and a layer's own best gains less than GAIN over it; else that one.
+
+    Layers that agree share their kernels, and noise of a short text does not set them apart.
+    """
+    errors = {name: trial.errors(side) for name, trial in trials.items() if trial.lost[side]}
+    both = set.intersection(*(set(one) for one in errors.values())) if errors else set()
+    common = min(
+        sorted(both, reverse=True),
+        key=lambda clip: sum(log(max(one[clip], 1e-30)) for one in errors.values()),
+        default=None,
+    )
+    out = {}
+    for name, one in errors.items():
+        own, best = next(iter(one)), trials[name].best(side)
+        agrees = common is not None and one[common] <= min(one[own], one[best] * (1 + GAIN))
+        out[name] = common if agrees else best
+    return out
+
+
+def _with_chosen(
+    calibration: Calibration, trials: Mapping[str, Trial], config: CacheConfig
+) -> Calibration:
     layers = dict(calibration.layers)
-    for name, trial in trials.items():
-        layers[name] = _chosen(layers[name], trial, config)
-    return replace(calibration, layers=layers), trials
-
-
-def _chosen(layer: Layer, trial: Trial, config: CacheConfig) -> Layer:
-    bases = {}
     for name in SIDES:
-        basis, side = getattr(layer, name), getattr(config, name)
-        if trial.lost[name]:
+        side = getattr(config, name)
+        for layer, clip in choose(trials, name).items():
+            basis = getattr(layers[layer], name)
             form = side.quantizer.format(basis.values.shape[1], config.page)
-            basis = replace(basis, clips={**basis.clips, form: trial.best(name)})
-        bases[name] = basis
-    return replace(layer, **bases)
+            chosen = replace(basis, clips={**basis.clips, form: clip})
+            layers[layer] = replace(layers[layer], **{name: chosen})
+    return replace(calibration, layers=layers)
 
 
 def _judge(
@@ -169,14 +204,15 @@ def _judge(
 ) -> None:
     """Add what the candidates lose in one call of attention.
 
-    For a query at token t, tokens sink .. end(t) are in pages, as `CompressedKVCache` seals them.
+    For a query at token t, tokens sink .. end(t) are in pages, as in `CompressedKVCache`, which seals
+    when the tokens before t no longer fit.
     """
     keys, values = (x.astype(mx.float32) for x in call.exact)  # [B, G, T, D]
     new, total = call.queries.shape[2], keys.shape[2]
     rows = np.unique(np.linspace(0, new - 1, QUERIES).astype(int))  # [N]
     at = total - new + rows
     room = config.sink + config.recent + config.page
-    ends = config.sink + config.page * np.maximum(0, -(-(at + 1 - room) // config.page))
+    ends = config.sink + config.page * np.maximum(0, -(-(at - room) // config.page))
     place = mx.arange(total)[None]
     paged = (place >= config.sink) & (place < mx.array(ends)[:, None])  # [N, T]
     mask = place <= mx.array(at)[:, None] if _is_causal(call.mask) else call.mask
