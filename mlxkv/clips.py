@@ -36,8 +36,8 @@ from mlxkv.models.taps import Call, Ear, Visit, watch
 
 # Few: each pair that layers differ in is one more build of the seal kernel.
 CANDIDATES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.88, 0.84, 0.8, 0.7, 0.6)
-GAIN = 0.1  # of its error: less is not worth a clip, and kernels, of a layer's own
-QUERIES = 64  # of the last CHUNK tokens of a window, evenly spaced
+GAIN = 0.05  # of its error: less is not worth a clip, and kernels, of a layer's own
+QUERIES = 256  # of the last CHUNK tokens of a window, evenly spaced
 
 
 @dataclass
