@@ -61,7 +61,8 @@ def run(options: Options) -> None:
     _insist_on_file(options, given or options)
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = Text("none", [])
-    if options.target not in WITHOUT_TEXT or options.search_clip:
+    fits = options.target not in WITHOUT_TEXT  # rotations to the text, not only clips
+    if fits or options.search_clip:
         files = [Path(name).expanduser() for name in options.text]
         text = calibration_tokens(loaded, options.tokens, files)
         if LEAST <= len(text.tokens) < options.tokens:
@@ -77,8 +78,8 @@ def run(options: Options) -> None:
     with progress_bar(len(text.tokens) * turns) as progress:
         made = given or calibrate(
             loaded.model,
-            text.tokens if options.target not in WITHOUT_TEXT else (),
-            text=text.name,
+            text.tokens if fits else (),
+            text=text.name if fits else "none",
             target=options.target,
             parts=options.parts,
             per_layer=options.per_layer,
