@@ -4,6 +4,9 @@ Tensors, float32: `LAYER.SIDE.vectors` [G or 1, D, D] with an eigenvector per co
 `LAYER.SIDE.values` [G or 1, D], the eigenvalues. LAYER is the position in the model's list of
 caches (`3`, or `3.1` inside a CacheList), SIDE is `keys` or `values`. One metadata entry, `mlxkv`,
 holds the header as JSON. No framework is imported here: the torch track reads the same files.
+
+Clips that were searched stand in the header, by layer, side and format: `"clips": [{"int2 g128":
+0.9}, {"int2 g128": 0.94}]`, or null where none were searched.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -45,11 +48,13 @@ FIELDS = {
 @dataclass(frozen=True, eq=False)
 class Basis:
     """Of one side of a layer: eigenvalues [G, D], ascending, and vectors [G, D, D], float32; G is 1
-    where all kv heads share one. floored: eigenvalues that were too small to mean anything."""
+    where all kv heads share one. floored: eigenvalues that were too small to mean anything.
+    clips: searched ones, by `Affine.format`; other formats keep those of the preset."""
 
     values: np.ndarray
     vectors: np.ndarray
     floored: int = 0
+    clips: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def condition(self) -> float:
@@ -63,13 +68,11 @@ class Basis:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """kv_heads: G. clips: quantiles at which (keys, values) of this layer are clipped, or None for
-    those of the preset."""
+    """kv_heads: G."""
 
     kv_heads: int
     keys: Basis
     values: Basis
-    clips: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,13 +112,26 @@ class Calibration:
             for part in ("values", "vectors")
         }
 
+    def with_clips_of(self, old: Calibration) -> Calibration:
+        """With the clips of `old`, which has the same rotations, for formats that have none here."""
+        layers = {}
+        for name, layer in self.layers.items():
+            sides = {}
+            for side in SIDES:
+                basis, before = getattr(layer, side), getattr(old.layers[name], side)
+                sides[side] = replace(basis, clips={**before.clips, **basis.clips})
+            layers[name] = replace(layer, **sides)
+        return replace(self, layers=layers)
+
     def header(self) -> dict:
         """What the file says beside its tensors."""
         layers = {
             name: {
                 "kv_heads": layer.kv_heads,
                 "floored": [layer.keys.floored, layer.values.floored],
-                "clips": layer.clips,
+                "clips": [dict(layer.keys.clips), dict(layer.values.clips)]
+                if layer.keys.clips or layer.values.clips
+                else None,
             }
             for name, layer in self.layers.items()
         }
@@ -181,13 +197,13 @@ def read(path: Path | str) -> Calibration:
         layers = {}
         for name, entry in header["layers"].items():
             bases = []
-            for side, floored in zip(SIDES, entry["floored"], strict=True):
+            clips = entry.get("clips") or ({}, {})
+            for side, floored, own in zip(SIDES, entry["floored"], clips, strict=True):
                 values, vectors = (tensors[f"{name}.{side}.{p}"] for p in ("values", "vectors"))
                 _check_basis(path, f"layer {name}, {side}", values, vectors, entry["kv_heads"])
-                bases.append(Basis(values, vectors, int(floored)))
-            clips = entry.get("clips")
-            clips = None if clips is None else (float(clips[0]), float(clips[1]))
-            layers[name] = Layer(entry["kv_heads"], *bases, clips)
+                _check_clips(path, f"layer {name}, {side}", own)
+                bases.append(Basis(values, vectors, int(floored), own))
+            layers[name] = Layer(entry["kv_heads"], *bases)
         known = {name: header[name] for name in FIELDS}
         for name, kind in FIELDS.items():
             if type(known[name]) is not kind:
@@ -234,6 +250,15 @@ def _check_basis(
         raise _fault(path, f"holds eigenvalues that are not positive in {where}")
     if (off := rotation.off_orthonormal(vectors)) > ORTHONORMAL:
         raise _fault(path, f"is not orthonormal in {where}: off by {off:.2g}")
+
+
+def _check_clips(path: Path, where: str, clips: Mapping[str, float]) -> None:
+    for form, clip in clips.items():
+        if type(clip) not in (int, float) or not 0 < clip <= 1:  # NaN is neither
+            raise _fault(
+                path,
+                f"has a clip that is no share above 0 and up to 1 in {where}; got {form}: {clip}",
+            )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -133,10 +133,8 @@ def calibrate(
             reason = next(iter(found.refused.values()), "no layer has a cache that grows")
             raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
         moments = {place: Moments(shape, target) for place, shape in shapes.items()}
-        size = -(-len(tokens) // max(1, -(-len(tokens) // window)))  # windows of one length
-        windows = [tokens[i : i + size] for i in range(0, len(tokens), size or 1)]
         for turn in range(passes(target)):
-            for part in windows:
+            for part in windows(tokens, window):
                 _read(model, own, moments, part, [] if bos is None else [bos], progress)
             if target == "surrogate" and not turn:
                 for one in moments.values():
@@ -164,6 +162,12 @@ def calibrate(
         text_digest=sha256(np.array(tokens, "<i4").tobytes()).hexdigest()[:16],
         layers=layers,
     )
+
+
+def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:
+    """`tokens` in parts of one length (the last may be a little shorter), `most` at most."""
+    size = -(-len(tokens) // max(1, -(-len(tokens) // most)))
+    return [tokens[i : i + size] for i in range(0, len(tokens), size or 1)]
 
 
 def passes(target: str) -> int:

@@ -1,4 +1,5 @@
-"""`mlxkv calibrate`: the rotations of the oscar presets, fitted to a model and kept in a file."""
+"""`mlxkv calibrate`: the rotations of the oscar presets, and with --search-clip their clips, fitted
+to a model and kept in a file."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxkv import artifact, publishing, rotation
+from mlxkv import artifact, clips, publishing, rotation
 from mlxkv.artifact import SIDES, Calibration
 from mlxkv.calibrate import (
     LEAST,
@@ -19,11 +20,14 @@ from mlxkv.calibrate import (
     passes,
     progress_bar,
 )
+from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.console import human_bytes, note, print_json, print_table
 from mlxkv.errors import UserError
 from mlxkv.eval.texts import Text, calibration_tokens
 from mlxkv.models import load
+from mlxkv.models.calibrations import given
 
+SEARCHED = "oscar-int2"
 COLUMNS = ("layer", "kv heads", "dims", "condition K", "condition V", "floored", "seconds")
 
 
@@ -42,38 +46,60 @@ class Options:
     json: bool = False
     push_to_hub: str | None = None
     private: bool = False
+    search_clip: bool = False
+    kv: str | None = None
+    calibration: str | None = None
+
+    @property
+    def searched(self) -> dict[str, CacheConfig]:
+        """The presets for which clips are searched."""
+        names = [name.strip() for name in (self.kv or SEARCHED).split(",")]
+        return {name: parse_kv(name) for name in names} if self.search_clip else {}
 
 
 def run(options: Options) -> None:
     """Read text, write the file, show what came out."""
     check(options)  # before a model is loaded
     publishing.check(options.push_to_hub, options.private)
+    chosen = given(options.calibration) if options.calibration else None
+    _insist_on_file(options, chosen or options)
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = Text("none", [])
-    if options.target not in WITHOUT_TEXT:
+    fits = options.target not in WITHOUT_TEXT  # rotations to the text, not only clips
+    if fits or options.search_clip:
         files = [Path(name).expanduser() for name in options.text]
         text = calibration_tokens(loaded, options.tokens, files)
         if LEAST <= len(text.tokens) < options.tokens:
             note(f"{text.name} has {len(text.tokens)} tokens, fewer than {options.tokens}")
     timing: dict[str, float] = {}
     start = time.perf_counter()
-    with progress_bar(len(text.tokens) * passes(options.target)) as progress:
-        made = calibrate(
+    reading = {
+        "window": min(WINDOW, loaded.context or WINDOW),
+        "bos": bos_of(loaded.tokenizer),
+    }
+    turns = len(options.searched) + (0 if chosen else passes(options.target))
+    trials = {}
+    with progress_bar(len(text.tokens) * turns) as progress:
+        made = chosen or calibrate(
             loaded.model,
-            text.tokens,
-            text=text.name,
+            text.tokens if fits else (),
+            text=text.name if fits else "none",
             target=options.target,
             parts=options.parts,
             per_layer=options.per_layer,
-            window=min(WINDOW, loaded.context or WINDOW),
-            bos=bos_of(loaded.tokenizer),
             progress=progress,
             timing=timing,
+            **reading,
         )
+        path = Path(options.out or artifact.kept_path(made.fingerprint)).expanduser()
+        made = _with_kept_clips(made, path)
+        for name, config in options.searched.items():
+            made, trials[name] = clips.search(
+                loaded.model, made, config, text.tokens, progress=progress, **reading
+            )
     seconds = time.perf_counter() - start
-    path = Path(options.out).expanduser() if options.out else artifact.kept_path(made.fingerprint)
     artifact.write(path, made)
-    report(made, path, seconds, timing, options.json)
+    report(made, path, seconds, timing, trials, options.json)
     if options.push_to_hub is not None:
         publishing.publish(made, path, options.push_to_hub, options.private)
     used = artifact.find(made.fingerprint, loaded.path)
@@ -88,18 +114,47 @@ def check(options: Options) -> None:
     if options.target not in TARGETS:
         choices = ", ".join(TARGETS)
         raise UserError(f"[--target] unknown; got {options.target!r}; choose from {choices}")
-    usual = (options.target, options.parts, options.per_layer) == ("attention", "uhp", False)
+    for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
+        if value is not None and not options.search_clip:
+            raise UserError(f"[{option}] is for a search of clips; got {value}; add --search-clip")
+    for name, config in options.searched.items():
+        if reason := clips.why_not(config):
+            raise UserError(f"[--kv] got {name}; {reason}")
+    if options.tokens < LEAST:
+        raise UserError(f"[--tokens] too little text; got {options.tokens}; choose {LEAST} or more")
+
+
+def _insist_on_file(options: Options, made: Options | Calibration) -> None:
+    usual = (made.target, made.parts, made.per_layer) == ("attention", "uhp", False)
     if options.out is None and not usual:
         raise UserError(
             "[calibrate] an ablation is not kept as the model's own calibration; got no -o; name a "
             "file with -o FILE"
         )
-    if options.tokens < LEAST:
-        raise UserError(f"[--tokens] too little text; got {options.tokens}; choose {LEAST} or more")
+
+
+def _with_kept_clips(made: Calibration, path: Path) -> Calibration:
+    """`made`, with the clips of the file that it replaces where the rotations are the same."""
+    try:
+        old = artifact.read(path)
+    except UserError:  # not there, or not worth keeping
+        return made
+    if old.digest == made.digest:
+        return made.with_clips_of(old)
+    if old.fingerprint == made.fingerprint and any(
+        getattr(layer, side).clips for layer in old.layers.values() for side in SIDES
+    ):
+        note(f"{path} had clips for other rotations; they are gone")
+    return made
 
 
 def report(
-    made: Calibration, path: Path, seconds: float, timing: dict[str, float], as_json: bool
+    made: Calibration,
+    path: Path,
+    seconds: float,
+    timing: dict[str, float],
+    trials: dict[str, dict[str, clips.Trial]],
+    as_json: bool,
 ) -> None:
     """A row per layer, and where the file is; with --json one document."""
     rows = []
@@ -112,7 +167,9 @@ def report(
                 "dims": [basis.values.shape[1] for basis in sides.values()],
                 "condition": {side: basis.condition for side, basis in sides.items()},
                 "floored": {side: basis.floored for side, basis in sides.items()},
-                "seconds": round(timing[name], 4),
+                "seconds": round(timing.get(name, 0.0), 4),
+                "clips": {side: dict(basis.clips) for side, basis in sides.items()},
+                "clip_errors": {kv: found[name].by_side() for kv, found in trials.items()},
             }
         )
     size = path.stat().st_size
@@ -144,7 +201,26 @@ def report(
         for row in rows
     ]
     shared = "per layer" if made.per_layer else "per kv head"
+    for kv, found in trials.items():
+        _report_clips(kv, found)
     title = f"{made.model}: {made.tokens} tokens of {made.text}, target {made.target}, {shared}"
     print_table(COLUMNS, cells, title)
     print(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {made.digest}")
     print("condition: largest over smallest eigenvalue, the worst kv head")
+
+
+def _report_clips(kv: str, found: dict[str, clips.Trial]) -> None:
+    """Per layer and side the clip of the preset and the one that was chosen, with their errors."""
+    rows = []
+    chosen = {side: clips.choose(found, side) for side in SIDES}
+    for name, trial in found.items():
+        row = [name]
+        for side in SIDES:
+            if not (errors := trial.errors(side)):
+                row += ["kept", ""]
+                continue
+            own, best = next(iter(errors)), chosen[side][name]  # the preset's own is tried first
+            row += [f"{own:g} -> {best:g}", f"{errors[own]:.2g} -> {errors[best]:.2g}"]
+        rows.append(row)
+    print_table(("layer", "clip K", "error", "clip V", "error"), rows, f"{kv}: clips")
+    print("error: of the attention output, relative energy, one side stored and the other exact")

@@ -123,6 +123,17 @@ def calibrate(
     parts: Annotated[
         str, typer.Option("--parts", help="Parts of the rotation: u, h, p; uhp is all of it.")
     ] = "uhp",
+    search_clip: Annotated[
+        bool, typer.Option("--search-clip", help="Search the clips of each layer on the text.")
+    ] = False,
+    kv: Annotated[
+        str | None,
+        typer.Option("--kv", help="Presets to search clips for, with commas. Default: oscar-int2."),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option("--calibration", help="With --search-clip: keep the rotations of this file."),
+    ] = None,
     out: Annotated[
         str | None, typer.Option("-o", "--out", help="File. Default: where --kv oscar-... looks.")
     ] = None,
@@ -143,8 +154,7 @@ def calibrate(
 
     options = Options(
         *(model, tuple(text or ()), tokens, per_layer, target, parts, out, dtype, json),
-        push_to_hub=push_to_hub,
-        private=private,
+        *(push_to_hub, private, search_clip, kv, calibration),
     )
     run(options)
 

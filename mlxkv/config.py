@@ -76,6 +76,11 @@ class Affine:
         clip = f", clip {self.clip:g}".replace(" 0.", " .") if self.clip < 1 else ""
         return f"int{self.bits} {shape}, group {self.group or 'all'} per {self.axis}{clip}"
 
+    def format(self, dims: int, page: int) -> str:
+        """What a searched clip belongs to: "int2 g64" also for group 128 of 64 dims."""
+        size = f"int{self.bits} g{self.group_size(dims, page)}"
+        return size + (" symmetric" if self.symmetric else "")
+
     def clip_rank(self, dims: int) -> int:
         """Which of the absolute values of a token is the limit, counted from the largest: 1 is the
         largest itself, which clips nothing."""
@@ -111,11 +116,13 @@ class Side:
     transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
         head dim) or "oscar" (calibrated: a rotation per kv head from `mlxkv calibrate`).
     seed: seed of the random signs of the transform.
+    own_clip: a calibrated side keeps its clip, whatever was searched for the model.
     """
 
     quantizer: Quantizer
     transform: str = "none"
     seed: int = 0
+    own_clip: bool = False
 
     def __post_init__(self):
         if self.transform not in TRANSFORMS:
@@ -128,6 +135,16 @@ class Side:
     def calibrated(self) -> bool:
         """Whether its transform comes from a calibration of the model."""
         return self.transform == CALIBRATED
+
+    @property
+    def searchable(self) -> bool:
+        """Whether a calibration may say how it is clipped."""
+        spec = self.quantizer
+        affine = isinstance(spec, Affine) and spec.axis == "token"
+        return self.calibrated and affine and not self.own_clip
+
+    def clipped(self, clip: float) -> Side:
+        return replace(self, quantizer=replace(self.quantizer, clip=clip))
 
     @property
     def label(self) -> str:
@@ -231,9 +248,14 @@ def _both(bits: int, transform: str, group: int = 64, symmetric: bool = False) -
     return CacheConfig(side, side)
 
 
-def _oscar(bits: int, group: int = 128, keys: float = 1.0, values: float = 1.0) -> CacheConfig:
-    """The windows of the OSCAR paper. keys, values: clips."""
-    sides = (Side(Affine(bits, group, clip=clip), CALIBRATED) for clip in (keys, values))
+def _oscar(
+    bits: int, group: int = 128, keys: float = 1.0, values: float = 1.0, own: bool = False
+) -> CacheConfig:
+    """The windows of the OSCAR paper. keys, values: clips, for models without searched ones, or for
+    all (own)."""
+    sides = (
+        Side(Affine(bits, group, clip=clip), CALIBRATED, own_clip=own) for clip in (keys, values)
+    )
     return CacheConfig(*sides, sink=64, recent=256)
 
 
@@ -267,7 +289,7 @@ PRESETS: dict[str, CacheConfig] = {
     "oscar-int2": _oscar(2, keys=0.96, values=0.92),
     "oscar-int2+g64": _oscar(2, 64, keys=0.96, values=0.92),
     "oscar-int2+g32": _oscar(2, 32, keys=0.96, values=0.92),
-    "oscar-int2+clip92": _oscar(2, keys=0.92, values=0.92),
+    "oscar-int2+clip92": _oscar(2, keys=0.92, values=0.92, own=True),
     # A Hadamard rotation and a clip: what OSCAR is without its calibration.
     "hadamard-int2+clip": CacheConfig(CLIPPED, CLIPPED),
 }

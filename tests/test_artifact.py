@@ -13,16 +13,18 @@ from mlxkv.artifact import Basis, Calibration, Layer
 from mlxkv.errors import MachineError, UserError
 
 
-def basis(heads, dims, seed):
+def basis(heads, dims, seed, clips=None):
     values = np.sort(np.random.default_rng(seed).random((heads, dims)) + 0.1).astype(np.float32)
-    return Basis(values, rotation.random_basis(heads, dims, seed).astype(np.float32), seed)
+    return Basis(
+        values, rotation.random_basis(heads, dims, seed).astype(np.float32), seed, clips or {}
+    )
 
 
 @pytest.fixture
 def made() -> Calibration:
     layers = {
         "1": Layer(2, basis(2, 64, 0), basis(2, 96, 1)),
-        "3.1": Layer(2, basis(1, 64, 2), basis(1, 96, 3), (0.96, 0.92)),
+        "3.1": Layer(2, basis(1, 64, 2, {"int2 g64": 0.9, "int3 g64": 1.0}), basis(1, 96, 3)),
     }
     return Calibration("f" * 16, "some", "llama", "attention", "uhp", False, 9, "t", "d", layers)
 
@@ -55,7 +57,8 @@ def test_it_comes_back_the_same(made, path):
     back = artifact.read(path)
     assert json.dumps(back.header()) == json.dumps(made.header())
     assert (back.digest, back.path) == (made.digest, path)
-    assert back.layers["3.1"].clips == (0.96, 0.92) and back.layers["1"].clips is None
+    assert back.layers["3.1"].keys.clips == {"int2 g64": 0.9, "int3 g64": 1.0}
+    assert back.layers["3.1"].values.clips == back.layers["1"].keys.clips == {}
     for name, layer in made.layers.items():
         for side in artifact.SIDES:
             ours, theirs = getattr(layer, side), getattr(back.layers[name], side)
@@ -154,6 +157,26 @@ def test_wrong_shapes_and_signs(path):
     refused(path, "parts missing")
     rewritten(path, **{"1.keys.vectors": old.vectors, "1.keys.values": -old.values})
     refused(path, "eigenvalues that are not positive")
+
+
+@pytest.mark.parametrize(
+    ("clips", "reason"),
+    [
+        ([{"int2 g64": 1.5}, {}], "no share .* in layer 1, keys; got int2 g64: 1.5"),
+        ([{}, {"int2 g64": 0}], "no share .* in layer 1, values; got int2 g64: 0"),
+        ([{"int2 g64": float("nan")}, {}], "no share .* got int2 g64: nan"),
+        ([{"int2 g64": "much"}, {}], "no share .* got int2 g64: much"),
+        ([{"int2 g64": True}, {}], "no share"),
+        ([{}], "parts missing"),
+        ([0.96, 0.92], "parts missing"),
+        ({"int2 g64": [0.9, 0.9]}, "parts missing"),
+    ],
+)
+def test_faulty_clips(path, clips, reason):
+    layers = artifact.read(path).header()["layers"]
+    layers["1"]["clips"] = clips
+    rewritten(path, {"layers": layers})
+    refused(path, reason)
 
 
 def test_files_are_found_again(made, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ LAYERS = [
     {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench", "calibrating", "publishing"},
     {"session", "prompt_cache", "locate", "golden"},
     {"generate"},
+    {"clips"},
     {"models", "calibrate"},
     {"cache", "attention", "sealed", "selftest"},
     {"codec", "pages", "tiles"},

@@ -4,14 +4,14 @@ user's own, else one that is made on the spot and kept."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
 from mlxkv import artifact, calibrated, console
-from mlxkv.artifact import Calibration
+from mlxkv.artifact import SIDES, Calibration, Layer
 from mlxkv.calibrated import Rotations
 from mlxkv.config import CacheConfig
 from mlxkv.errors import MachineError, UserError
@@ -75,16 +75,17 @@ def given(calibration: Calibration | Path | str) -> Calibration:
     return artifact.read(calibration)
 
 
-def rotations_for(
+def fit(
     model: nn.Module,
     config: CacheConfig,
     places: Mapping[Place, Shape],
     label: str,
     chosen: Calibration | Path | str | None = None,
-) -> dict[Place, Rotations]:
-    """The rotations of each of `places`, none where `config` needs none. Raises UserError."""
+) -> dict[Place, tuple[CacheConfig, Rotations | None]]:
+    """`config` with the clips that were searched for each of `places`, and its rotations; as it is
+    and None where it needs no calibration. Raises UserError."""
     if not config.calibrated or not places:
-        return {}
+        return dict.fromkeys(places, (config, None))
     origin = origin_of(model)
     calibration = given(chosen) if chosen is not None else origin and origin.calibration
     if calibration is None and origin is None:
@@ -98,7 +99,23 @@ def rotations_for(
         calibration = _on_the_spot(model, origin, label)
     calibration.check(sizes(places), origin and origin.fingerprint)
     made = calibrated.of(calibration)
-    return {place: made[layer_name(place)] for place in places}
+    out = {}
+    for place in places:
+        name = layer_name(place)
+        out[place] = with_clips(config, calibration.layers[name]), made[name]
+    return out
+
+
+def with_clips(config: CacheConfig, layer: Layer) -> CacheConfig:
+    """`config` with the clips that were searched for its formats in this layer, if there are any."""
+    sides = {}
+    for name in SIDES:
+        side, basis = getattr(config, name), getattr(layer, name)
+        if side.searchable:
+            form = side.quantizer.format(basis.values.shape[1], config.page)
+            side = side.clipped(basis.clips.get(form, side.quantizer.clip))
+        sides[name] = side
+    return replace(config, **sides)
 
 
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:

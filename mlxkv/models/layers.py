@@ -32,6 +32,7 @@ class LayerReport:
     kernel: what computes attention. grows: the cache grows with the context.
     kv_heads, key_dim, value_dim: sizes of a compressed layer, 0 for others.
     fold: "folded" where the weights turn the values, why they do not where that was asked for.
+    clips: of keys and values, where the model's calibration has other ones than the preset.
     """
 
     index: int
@@ -45,6 +46,7 @@ class LayerReport:
     key_dim: int = 0
     value_dim: int = 0
     fold: str = ""
+    clips: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,18 @@ def _merge(parts: list[LayerReport]) -> LayerReport:
     return replace(worst, kind=" + ".join(dict.fromkeys(part.kind for part in parts)))
 
 
+def with_searched(
+    reports: list[LayerReport], config: CacheConfig, used: dict[Place, CacheConfig]
+) -> list[LayerReport]:
+    """The reports, with the clips of layers whose own configuration differs from `config`."""
+    clips = {
+        place[0]: tuple(getattr(side.quantizer, "clip", 1.0) for side in (own.keys, own.values))
+        for place, own in used.items()
+        if own != config
+    }
+    return [replace(r, clips=clips.get(r.index)) if r.compressed else r for r in reports]
+
+
 def left_out(reports: list[LayerReport]) -> list[LayerReport]:
     """The layers that grow and stay in full precision, though compression was asked for."""
     return [r for r in reports if r.grows and not r.compressed and r.reason != ASKED_FOR]
@@ -141,14 +155,15 @@ def left_out(reports: list[LayerReport]) -> list[LayerReport]:
 def summarise(reports: list[LayerReport]) -> list[str]:
     """One line per kind of layer, and first of all a loud one if nothing at all is compressed."""
     lines = []
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple, list[LayerReport]] = {}
     for r in reports:
         key = (r.kind, r.compressed, r.reason, r.bits_per_value, r.kernel, r.fold)
-        groups.setdefault(key, []).append(r.index)
-    for (kind, compressed, reason, bits, kernel, fold), indices in groups.items():
+        groups.setdefault(key, []).append(r)
+    for (kind, compressed, reason, bits, kernel, fold), members in groups.items():
+        indices = [r.index for r in members]
         name = "layer" if len(indices) == 1 else "layers"
         what = (
-            f"{reason}, {bits:.3g} bits per value, {kernel}"
+            f"{reason}, {bits:.3g} bits per value, {kernel}{_clips(members)}"
             if compressed
             else f"full precision, {reason}"
         )
@@ -160,6 +175,17 @@ def summarise(reports: list[LayerReport]) -> list[str]:
     if silent := nothing_compressed(reports):
         lines.insert(0, silent)
     return lines
+
+
+def _clips(reports: list[LayerReport]) -> str:
+    """Searched clips of layers that are reported in one line, as ranges."""
+    if not (found := [r.clips for r in reports if r.clips]):
+        return ""
+    keys, values = (
+        "-".join(f"{x:g}".lstrip("0") for x in sorted({min(side), max(side)}))
+        for side in zip(*found, strict=True)
+    )
+    return f", searched clips {keys} / {values}"
 
 
 def nothing_compressed(reports: list[LayerReport]) -> str | None:

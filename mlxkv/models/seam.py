@@ -22,7 +22,7 @@ from mlxkv.cache import CompressedKVCache
 from mlxkv.calibrated import Attached
 from mlxkv.config import PRESETS, CacheConfig, parse_kv
 from mlxkv.errors import UserError
-from mlxkv.models.calibrations import rotations_for
+from mlxkv.models.calibrations import fit
 from mlxkv.models.fold import Fold, fold_values
 from mlxkv.models.layers import (
     LayerReport,
@@ -31,6 +31,7 @@ from mlxkv.models.layers import (
     left_out,
     nothing_compressed,
     ranges,
+    with_searched,
 )
 from mlxkv.models.probe import Place, Shape, put
 from mlxkv.models.rebind import Slot, bind, release
@@ -85,11 +86,12 @@ def attach(
         reports, places = examine(model, own, config, label)
         if strict:
             _insist(model, reports, label)
-        rotations = rotations_for(model, config, places, label, calibration)
+        fitted = fit(model, config, places, label, calibration)
     except BaseException:
         release(slots)
         raise
     detach(model)
+    reports = with_searched(reports, config, {p: own for p, (own, _) in fitted.items()})
     if not places:
         release(slots)
         if message := nothing_compressed(reports):
@@ -99,20 +101,23 @@ def attach(
     folded = None
     if fold:
         try:
-            folded = fold_values(model, own, rotations)
+            folded = fold_values(model, own, {p: turns for p, (_, turns) in fitted.items()})
         except BaseException:
             release(slots)
             raise
-        rotations = {p: calibrated.folded(r, p in folded.arrays) for p, r in rotations.items()}
+        fitted = {
+            p: (one, calibrated.folded(turns, p in folded.arrays))
+            for p, (one, turns) in fitted.items()
+        }
         reports = [_with_fold(report, folded, places, config) for report in reports]
 
     def make_cache() -> list:
         caches = own()
         for place in places:
-            put(caches, place, CompressedKVCache(config, rotations.get(place)))
+            put(caches, place, CompressedKVCache(*fitted[place]))
         return caches
 
-    entry = calibrated.enter(rotations.values())
+    entry = calibrated.enter(turns for _, turns in fitted.values() if turns is not None)
     attachment = _Attachment(slots, vars(model).get(_MAKE), entry, folded)
     setattr(model, _MARK, attachment)
     setattr(model, _MAKE, make_cache)

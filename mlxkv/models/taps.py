@@ -60,10 +60,15 @@ class Tap(CompressedKVCache):
 class Ear(KVCache):
     """A plain cache that says what it was handed, and what attention over it was.
 
-    seen: called with each Call. handed: with the new keys and values [B, G, L, D] of each update.
+    seen: called with each Call; `watch` sets it. handed: with the new keys and values [B, G, L, D]
+    of each update.
     """
 
-    def __init__(self, seen: Callable[[Call], None], handed: Callable[[mx.array, mx.array], None]):
+    def __init__(
+        self,
+        seen: Callable[[Call], None] | None = None,
+        handed: Callable[[mx.array, mx.array], None] | None = None,
+    ):
         super().__init__()
         self.seen, self.handed = seen, handed
 
@@ -74,7 +79,8 @@ class Ear(KVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         super().update_and_fetch(keys, values)
-        self.handed(keys, values)
+        if self.handed is not None:
+            self.handed(keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[View, View]:
@@ -100,7 +106,7 @@ class Watched(View):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of attention over a Tap.
+    """One call of attention over a Tap or an Ear.
 
     view: what was read. exact: keys and values [B, G, T, D] that it stands for. queries:
     [B, H, L, D]. scale, mask, sinks: as in `attend`. out: [B, H, L, Dv].
@@ -121,7 +127,7 @@ class Visit:
 
     index: of the layer in `model.layers`; of the cache where the model does not call its layers as
     a whole. cache: position in the list of caches of the one that it was given, or None. calls: of
-    attention over Taps. hidden: what the layer returned, or None as above.
+    attention over Taps and Ears. hidden: what the layer returned, or None as above.
     """
 
     index: int
@@ -164,7 +170,7 @@ def watch(model: nn.Module, caches: list, see: Callable[[Visit], None]) -> Itera
     Layers and their linear maps belong to subclasses of their classes for that time.
     """
     watcher = _Watcher(caches, see)
-    taps = [cache for _, cache in leaves(caches) if type(cache) is Tap]
+    taps = [cache for _, cache in leaves(caches) if type(cache) in (Tap, Ear)]
     hooked: list[tuple[nn.Module, type]] = []
     try:
         for tapped in taps:
