@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 from mlxkv.artifact import Calibration
 from mlxkv.config import CacheConfig, parse_kv
@@ -12,6 +13,7 @@ from mlxkv.eval import feed
 from mlxkv.eval.prefixes import Prefixes
 from mlxkv.generate import new_cache
 from mlxkv.models import Loaded, attach, detach
+from mlxkv.models.calibrations import known
 
 BASELINE = "fp16"  # mlx-lm's own caches: what every other arm is compared with
 
@@ -79,6 +81,16 @@ class Arms:
     def _attach(self, name: str) -> None:
         given = self.calibrations.get(name)
         self.reports[name] = attach(self.loaded.model, self.configs[name], calibration=given)
+
+    def calibration(self, name: str) -> Calibration | None:
+        """That of an arm: its own, or that of the model; None where it needs none."""
+        if not self.configs[name].calibrated:
+            return None
+        return self.calibrations.get(name) or self._own
+
+    @cached_property
+    def _own(self) -> Calibration | None:
+        return known(self.loaded.model)
 
     def stored(self, name: str, cache: list) -> int:
         """Allocated bytes of the layers that grow with the context."""

@@ -34,17 +34,27 @@ def evaluate(
         int, typer.Option("--decode", help="Tokens decoded one by one behind each context.")
     ] = 256,
     questions: Annotated[
-        int, typer.Option("--questions", help="Questions of each kind and context.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            "--questions", help="Questions of each kind and context. Default: 16; 6 on a CPU."
+        ),
+    ] = None,
     tokens: Annotated[
         int, typer.Option("--tokens", help="Greedy tokens compared with fp16's, per prompt.")
-    ] = 48,
+    ] = 32,
     needles: Annotated[
         str,
         typer.Option("--needles", help="worlds (embedded models), plain English, or auto."),
     ] = "auto",
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            "--calibration",
+            help="For calibrated presets: a file, or owner/name on the hub. Default: the model's.",
+        ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", help="Questions of each lm-eval task.")
@@ -81,6 +91,7 @@ def evaluate(
         tokens=tokens,
         needles=needles,
         dtype=dtype,
+        calibration=calibration,
         limit=limit,
         out=out,
         jobs=jobs,

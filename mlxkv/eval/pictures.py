@@ -175,8 +175,11 @@ def maps(data: dict) -> Iterator[Picture]:
 
 def stages(data: dict) -> Iterator[Picture]:
     """Where along the computation the error appears, by layer."""
-    for context in data["contexts"]:
-        part = _compressed(data["parts"].get(f"stages-{context}", {}))
+    contexts = [
+        name.removeprefix("stages-") for name in data["parts"] if name.startswith("stages-")
+    ]
+    for context in contexts:
+        part = _compressed(data["parts"][f"stages-{context}"])
         if not part:
             continue
         figure, axes = plt.subplots(1, len(STAGES), figsize=(3.4 * len(STAGES), 3.2))

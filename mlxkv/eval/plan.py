@@ -18,6 +18,7 @@ class Spec:
     """All that a process needs to know to take part; plain data, to be sent to workers.
 
     tasks: of TASKS, or `lm-eval:NAME`. windows: as for `Arms`. limit: questions per task of lm-eval.
+    calibration: a file or hub name, for calibrated presets; the model's own by default.
     """
 
     model: str
@@ -27,11 +28,13 @@ class Spec:
     windows: tuple[int, int] | None = (64, 64)
     dtype: str | None = None
     limit: int | None = None
+    calibration: str | None = None
 
 
 def make(spec: Spec) -> tuple[Arms, list[Part]]:
     """Load the model; the parts in the order of TASKS, the same in every process."""
-    arms = Arms(load(spec.model, "fp16", dtype=spec.dtype), spec.names, spec.windows)
+    loaded = load(spec.model, "fp16", dtype=spec.dtype, calibration=spec.calibration)
+    arms = Arms(loaded, spec.names, spec.windows)
     options = spec.options
 
     def text_of(count: int) -> texts.Text:

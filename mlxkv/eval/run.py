@@ -19,6 +19,9 @@ SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a
 NEEDLES = ("auto", "worlds", "plain")
 
 
+QUESTIONS, QUESTIONS_CPU = 16, 6  # of each kind
+
+
 @dataclass(frozen=True)
 class Asked:
     """The options of the command, as they were typed."""
@@ -30,10 +33,11 @@ class Asked:
     text: list[Path] = field(default_factory=list)
     windows: str = "64,64"
     decode: int = 256
-    questions: int = 8
-    tokens: int = 48
+    questions: int | None = None
+    tokens: int = 32
     needles: str = "auto"
     dtype: str | None = None
+    calibration: str | None = None
     limit: int | None = None
     out: Path | None = None
     jobs: int | None = None
@@ -52,6 +56,9 @@ def run(asked: Asked) -> int:
     start = time.perf_counter()
     arms, parts = plan.make(spec)
     console.note("\n".join(arms.loaded.report()))
+    if name := next((n for n, config in arms.configs.items() if config.calibrated), None):
+        with arms.attached(name):  # a calibration is made once, before processes need it
+            pass
     results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(asked.model))
     data = report.assemble(arms, spec.options, results, spec.windows)
     used = next(row for row in doctor.backends() if row["used"])
@@ -90,13 +97,16 @@ def _spec(asked: Asked) -> plan.Spec:
     options = Options(
         tuple(dict.fromkeys(lengths)),
         asked.decode,
-        asked.questions,
+        asked.questions or (QUESTIONS_CPU if backend() == "cpu" else QUESTIONS),
         asked.tokens,
         tuple(asked.text),
         needles,
     )
     tasks, windows = _tasks(asked.tasks), _windows(asked.windows)
-    return plan.Spec(asked.model, names, tasks, options, windows, asked.dtype, asked.limit)
+    return plan.Spec(
+        *(asked.model, names, tasks, options, windows, asked.dtype, asked.limit),
+        calibration=asked.calibration,
+    )
 
 
 def _tasks(text: str) -> tuple[str, ...]:

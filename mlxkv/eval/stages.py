@@ -38,14 +38,17 @@ from mlxkv.eval import feed
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.exact import compare, divergence
 from mlxkv.eval.part import Options, Part, Progress, Results
+from mlxkv.metal.launch import backend
 from mlxkv.models.taps import Call, Tap, Visit, tap, watch
 
 TASK = "stages"
 QUERIES = 64  # tokens behind the context
+CONTEXT_CPU = 1024  # at most there: exact scores of every layer beside the model's own work
 
 
 def parts(arms: Arms, options: Options, tokens_of: Callable[[int], list[int]]) -> list[Part]:
-    """One part per context. tokens_of(count): that many tokens of text, the same every time."""
+    """One part per context, on a CPU of at most CONTEXT_CPU tokens. tokens_of(count): that many tokens
+    of text, the same every time."""
 
     def part(context: int) -> Part:
         tokens = tokens_of(context + QUERIES)
@@ -57,7 +60,8 @@ def parts(arms: Arms, options: Options, tokens_of: Callable[[int], list[int]]) -
         asks = {"queries": QUERIES, "tokens": tokens}
         return Part(TASK, f"{context}", run, steps, asks, baseline=False)
 
-    return [part(context) for context in options.contexts]
+    most = CONTEXT_CPU if backend() == "cpu" else max(options.contexts)
+    return [part(context) for context in dict.fromkeys(min(c, most) for c in options.contexts)]
 
 
 def measure(

@@ -54,13 +54,13 @@ class Store:
 
 def _of(arms: Arms, part: Part, name: str) -> dict:
     asks = json.dumps(part.asks, sort_keys=True, default=str)
-    given = arms.calibrations.get(name)
+    used = arms.calibration(name)
     return {
         "format": FORMAT,
         "model": arms.loaded.fingerprint,
         "dtype": str(arms.loaded.dtype),
         "arm": arms.configs[name].as_dict(),
-        "calibration": given and given.digest,
+        "calibration": used and {"digest": used.digest, "layers": used.header()["layers"]},
         "asks": hashlib.sha256(asks.encode()).hexdigest(),
         "mlxkv": __version__,
         "mlx": mx.__version__,

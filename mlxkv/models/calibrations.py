@@ -75,6 +75,15 @@ def given(calibration: Calibration | Path | str) -> Calibration:
     return artifact.read(calibration)
 
 
+def known(model: nn.Module) -> Calibration | None:
+    """The one that `model` was loaded with, that came with it, or that is the user's own; None: it
+    would have to be made."""
+    origin = origin_of(model)
+    if origin is None or origin.calibration is not None:
+        return origin and origin.calibration
+    return artifact.find(origin.fingerprint, origin.folder)
+
+
 def fit(
     model: nn.Module,
     config: CacheConfig,
@@ -87,14 +96,12 @@ def fit(
     if not config.calibrated or not places:
         return dict.fromkeys(places, (config, None))
     origin = origin_of(model)
-    calibration = given(chosen) if chosen is not None else origin and origin.calibration
+    calibration = given(chosen) if chosen is not None else known(model)
     if calibration is None and origin is None:
         raise UserError(
             f"[attach] {label} needs a calibration; got a model that mlxkv did not load; pass "
             "calibration=FILE (mlxkv calibrate makes one), or use mlxkv.models.load"
         )
-    if calibration is None:
-        calibration = artifact.find(origin.fingerprint, origin.folder)
     if calibration is None:
         calibration = _on_the_spot(model, origin, label)
     calibration.check(sizes(places), origin and origin.fingerprint)
