@@ -18,7 +18,7 @@ Model = Annotated[
     str,
     typer.Option(
         "--model",
-        help="tiny, a folder, a hub name; gemma-3-1b, qwen2.5-1.5b, qwen3-4b: random weights.",
+        help="tiny, a folder, a hub name; gemma-3-1b, qwen2.5-1.5b, qwen3-4b, qwen3-8b: random weights.",
     ),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")]
