@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from mlxkv.errors import UserError
+from mlxkv.errors import MachineError, UserError
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -16,6 +17,19 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 def note(text: str) -> None:
     """One line for the reader, on stderr, so that stdout holds only results."""
     print(text, file=sys.stderr, flush=True)
+
+
+def run_tool(main: Callable[[], int | None]) -> NoReturn:
+    """Run the `main` of a module started by `python -m`: a failure is one line, as in `mlxkv`."""
+    try:
+        code = main() or 0
+    except UserError as error:
+        note(str(error))
+        code = 2
+    except MachineError as error:
+        note(str(error))
+        code = 1
+    sys.exit(code)
 
 
 def print_json(data: dict) -> None:

@@ -117,8 +117,8 @@ def fast_kind(transform: Transform | None, dims: int) -> int | None:
 
 
 def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None:
-    """`fast_kind`, or DENSE for a square matrix and few tokens, where one dispatch is what counts;
-    MLX multiplies many of them faster."""
+    """`fast_kind`, or DENSE for a square matrix and few tokens, where one dispatch is what counts.
+    Of many tokens it is a product of MLX's, on matrix units where there are any."""
     kind = fast_kind(transform, dims)
     if kind is None and tokens <= DENSE_TOKENS and dims in DENSE_DIMS:
         return DENSE if transform.down.shape[-2:] == (dims, dims) else None

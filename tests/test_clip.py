@@ -87,6 +87,17 @@ def test_ops_select_what_the_spec_sorts(rank):
     np.testing.assert_array_equal(np.array(ours), ref.clip_rows(x, 1 - rank / 64))
 
 
+def test_rows_beyond_what_sorts_at_once_go_in_blocks(monkeypatch):
+    x = mx.array(data(2, 3, 5, 64).astype(np.float32))
+    whole, seen, partition = affine.clip_rows(x, 7), [], mx.partition
+    monkeypatch.setattr(affine, "_rows_at_once", lambda: 8)
+    monkeypatch.setattr(
+        mx, "partition", lambda y, *a, **k: seen.append(y.size // 64) or partition(y, *a, **k)
+    )
+    assert mx.array_equal(affine.clip_rows(x, 7), whole)
+    assert seen == [8, 8, 8, 6]
+
+
 def test_a_format_with_a_clip():
     plain, clipped = Affine(2, 32), Affine(2, 32, clip=0.96)
     assert clipped.label == "int2 min-max, group 32 per token, clip .96"

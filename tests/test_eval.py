@@ -4,17 +4,22 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from mlxkv import artifact
 from mlxkv.cli import main
 from mlxkv.codec import Codec
 from mlxkv.eval import harness, plan, verdict, workers
+from mlxkv.eval.arms import Arms
 from mlxkv.eval.part import Options, Part
 from mlxkv.eval.run import Asked, run
 from mlxkv.eval.store import Store
+from mlxkv.models import load
+from mlxkv.models.calibrations import known
 
 ROOT = Path(__file__).parent.parent
 SMALL = Options(contexts=(512,), decode=16, questions=2, tokens=8, needles="plain")
@@ -169,6 +174,7 @@ def test_verdicts(change, colour):
         (["--questions", "-1"], ["[--questions]", "at least 1"]),
         (["--text", "no-such-file.txt"], ["no-such-file.txt"]),
         (["--model", "no-such-model"], ["[--model]", "no-such-model"]),
+        (["--calibration", "none.safetensors"], ["[calibration]", "none.safetensors"]),
     ],
 )
 def test_bad_options_are_one_line(options, words, tmp_path, monkeypatch, capsys):
@@ -178,6 +184,63 @@ def test_bad_options_are_one_line(options, words, tmp_path, monkeypatch, capsys)
     lines = printed.err.strip().splitlines()
     assert len(lines) == 1 and all(word in lines[0] for word in words), lines
     assert printed.out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
+    """Arms of --calibration FILE: other clips, or other rotations, and nothing kept is taken."""
+    loaded = load("tiny-qwen")
+    own = known(loaded.model)
+    part, files = Part("divergence", "512", lambda *_: {}, 1), {}
+    layers = {
+        name: replace(layer, keys=replace(layer.keys, clips={"int2 g128": 0.5}))
+        for name, layer in own.layers.items()
+    }
+    changed = {
+        "own": own,
+        "clips": replace(own, layers=layers),
+        "parts": replace(own, parts="u"),
+    }
+    for name, made in changed.items():
+        files[name] = tmp_path / f"{name}.safetensors"
+        artifact.write(files[name], made)
+
+    def arms(file):
+        spec = plan.Spec("tiny-qwen", ("oscar-int2", "int4"), (), SMALL, calibration=str(file))
+        return plan.make(spec)[0]
+
+    first, store = arms(files["own"]), Store(tmp_path)
+    for name in ("oscar-int2", "int4"):
+        store.write(first, part, name, {"kl": 1})
+    for name, file in files.items():
+        kept = {arm: store.read(arms(file), part, arm) for arm in ("oscar-int2", "int4")}
+        assert kept["int4"] == {"kl": 1}  # needs none
+        assert kept["oscar-int2"] == ({"kl": 1} if name == "own" else None), name
+
+
+def test_an_arm_reads_its_calibration_once(monkeypatch):
+    arms, reads, read = Arms(load("tiny-qwen"), ["oscar-int2"]), [], artifact.read
+    monkeypatch.setattr(artifact, "read", lambda path: reads.append(path) or read(path))
+    for _ in range(3):
+        with arms.attached("oscar-int2"):
+            pass
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [
+        ("int4", "int"),
+        ("naive-int2", "naive"),
+        ("oscar-int2+g64", "oscar+g64"),
+        ("int8/int4", "int8/int4"),
+        ("fp16", "fp16"),
+    ],
+)
+def test_the_widths_of_a_method_share_a_curve(name, of):
+    pytest.importorskip("matplotlib")
+    from mlxkv.eval.pictures import method
+
+    assert method(name) == of
 
 
 def test_an_out_that_cannot_be_written(spec, tmp_path, capsys):

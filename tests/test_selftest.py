@@ -58,3 +58,11 @@ def test_a_product_rounded_to_ten_bits_passes(monkeypatch):
 def test_faults_are_found_by_what_is_wrong(part, good, bad, said):
     reason = selftest.fault(PRESETS["oscar-int2"], 64, mx.float16, broken(part, good, bad))
     assert reason is not None and reason.startswith(said), reason
+
+
+def test_ties_are_allowed_for_only_behind_a_rotation_that_is_multiplied():
+    """A fault as small as what TF32 does: none of it may come from a fast transform."""
+    small = broken("mlxkv_seal", "kv_inverse(step) *", "1.001f * kv_inverse(step) *")
+    found = selftest.test(PRESETS["int4"], 64, mx.float16, small)
+    assert selftest.BOUND < found.errors["seal"] < selftest.SEAL_BOUND
+    assert found.reason is not None and found.reason.startswith("seal")

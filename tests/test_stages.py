@@ -263,3 +263,13 @@ def test_a_trimmed_tap_stays_beside_its_exact_store():
     model(tokens(8)[None], cache=cache)
     assert taps[0].exact[0].shape[2] == taps[0].offset == 118
     detach(model)
+
+
+def test_a_cpu_reads_less_text(monkeypatch):
+    def contexts(*asked):
+        made = stages.parts(None, Options(contexts=asked), lambda count: [1] * count)
+        return [part.name for part in made]
+
+    assert contexts(512, 2048, 8192) == ["512", "1024"]
+    monkeypatch.setattr(stages, "backend", lambda: "metal")
+    assert contexts(512, 2048, 8192) == ["512", "2048", "8192"]

@@ -77,8 +77,4 @@ def _plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(run(sys.argv[1] if len(sys.argv) > 1 else FOLDER))
-    except UserError as error:
-        console.note(str(error))
-        sys.exit(2)
+    console.run_tool(lambda: run(sys.argv[1] if len(sys.argv) > 1 else FOLDER))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 
 from mlxkv.artifact import Calibration
 from mlxkv.config import CacheConfig, parse_kv
@@ -44,6 +43,7 @@ class Arms:
                 for name, config in self.configs.items()
             }
         self.prefixes = Prefixes()
+        self._own: Calibration | None = None
         self.reports: dict[str, list] = {}  # one LayerReport per cache, once an arm was made
 
     @property
@@ -79,18 +79,17 @@ class Arms:
                 detach(self.loaded.model)
 
     def _attach(self, name: str) -> None:
-        given = self.calibrations.get(name)
+        given = self.calibration(name)
         self.reports[name] = attach(self.loaded.model, self.configs[name], calibration=given)
 
     def calibration(self, name: str) -> Calibration | None:
         """That of an arm: its own, or that of the model; None where it needs none."""
         if not self.configs[name].calibrated:
             return None
-        return self.calibrations.get(name) or self._own
-
-    @cached_property
-    def _own(self) -> Calibration | None:
-        return known(self.loaded.model)
+        if name not in self.calibrations:
+            self._own = self._own or known(self.loaded.model)  # until there is one: read it once
+            return self._own
+        return self.calibrations[name]
 
     def stored(self, name: str, cache: list) -> int:
         """Allocated bytes of the layers that grow with the context."""

@@ -153,4 +153,4 @@ def _show_seeds(kl: dict[str, dict], seeds: int, title: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.run_tool(main)

@@ -8,6 +8,8 @@ Stored per side, T a whole number of pages:
 
 from __future__ import annotations
 
+from math import inf
+
 import mlx.core as mx
 
 from mlxkv import packing
@@ -17,7 +19,7 @@ from mlxkv.config import Affine
 MLX_GROUPS = (32, 64, 128)
 HALF_MAX = 65504.0
 CPU_ROWS = 16
-CUDA_ROWS = 65535  # that MLX 0.32 sorts at once there: it has a row of the grid for each
+CUDA_ROWS = 65535  # the largest second size of a grid there
 
 
 def _grouped(x: mx.array, group: int, axis: str) -> mx.array:
@@ -47,14 +49,20 @@ def names(spec: Affine) -> set[str]:
     return {"codes", "scale"} if spec.symmetric else {"codes", "scale", "bias"}
 
 
+def _rows_at_once() -> float:
+    """How many rows MLX can sort: on CUDA its grid is (1, rows)."""
+    on_cuda = mx.cuda.is_available() and mx.default_device() == mx.gpu
+    return CUDA_ROWS if on_cuda else inf
+
+
 def clip_rows(x: mx.array, rank: int) -> mx.array:
     """x: [..., R], each row kept within its rank-th largest absolute value (`Affine.clip_rank`; 1:
     as it comes). Spec: `reference.clip_rows`."""
     if rank == 1:
         return x
     rows = x.size // x.shape[-1]
-    if rows > CUDA_ROWS and mx.cuda.is_available() and mx.default_device() == mx.gpu:
-        parts = x.reshape(rows, -1).split(range(CUDA_ROWS, rows, CUDA_ROWS))
+    if rows > (most := _rows_at_once()):
+        parts = x.reshape(rows, -1).split(range(most, rows, most))
         return mx.concatenate([clip_rows(part, rank) for part in parts]).reshape(x.shape)
     size, at = mx.abs(x), x.shape[-1] - rank
     limit = mx.partition(size, at, axis=-1)[..., at : at + 1]  # selected, not sorted, on the CPU

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -122,8 +121,4 @@ def _write(file: Path, data: dict) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        console.note(str(error))
-        sys.exit(2)
+    console.run_tool(main)
