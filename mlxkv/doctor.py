@@ -6,8 +6,12 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mlxkv import __version__
 from mlxkv.console import human_bytes, print_json, print_table
@@ -15,7 +19,8 @@ from mlxkv.fit import machine_memory
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingface-hub")
 OUTPUTS = ("attend", "keys", "values")
-KERNEL_PRESETS, KERNEL_DIMS = ("int8", "int4", "int3", "int2"), (64, 128, 256)
+KERNEL_PRESETS, KERNEL_DIMS = ("int8", "int4", "int3", "int2", "oscar-int2"), (64, 128, 256)
+Step = Callable[[str], None]  # told what is being computed
 OPTIONAL = ("mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "triton")
 
 
@@ -92,14 +97,18 @@ def backends() -> list[dict[str, object]]:
     return rows
 
 
-def golden_rows() -> list[dict]:
+def golden_rows(step: Step) -> list[dict]:
     """The golden table, run here."""
     from mlxkv import golden
 
-    return [row.as_dict() for row in golden.run()]
+    rows = []
+    for row in golden.rows():
+        rows.append(row.as_dict())
+        step(f"golden table: {row.table} {row.case}")
+    return rows
 
 
-def kernel_rows() -> list[dict]:
+def kernel_rows(step: Step) -> list[dict]:
     """Both bodies of the kernels for each preset and the usual head dims, built and compared with
     plain ops here. Tiles that pass on a Mac are used there from now on.
 
@@ -124,6 +133,7 @@ def kernel_rows() -> list[dict]:
             for body in ("portable", "tiles"):
                 row = {"preset": preset, "head_dim": dims, "body": body, "reason": None}
                 rows.append(row)
+                step(f"kernels: {preset}, head dim {dims}, {body}")
                 row["reason"] = records.why_not(config.keys.quantizer, dims, config.page)
                 if row["reason"] is None and body == "tiles":
                     layout = kernels.record_layout(config, dims, dims)
@@ -148,9 +158,21 @@ def run(as_json: bool) -> int:
         "versions": versions(),
         "out_of_range": wrong,
         "backends": backends(),
-        "golden": golden_rows(),
-        "kernels": kernel_rows(),
     }
+    # Minutes on a GPU: every case builds kernels of its own.
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bars:
+        bar = bars.add_task("golden table")
+
+        def step(what: str) -> None:
+            bars.update(bar, description=what)
+
+        data |= {"golden": golden_rows(step), "kernels": kernel_rows(step)}
     failed = [row for row in data["golden"] if not row["ok"]]
     if as_json:
         print_json(data)

@@ -9,6 +9,7 @@ rms(spec).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -252,6 +253,11 @@ TABLES = (
 )
 
 
+def rows() -> Iterator[Row]:
+    """Every row of the table, on the default device, as it is computed."""
+    for table in TABLES:
+        yield from table()
+
+
 def run() -> list[Row]:
-    """Every row of the table, on the default device."""
-    return [row for table in TABLES for row in table()]
+    return list(rows())
