@@ -12,6 +12,7 @@ from mlxkv.config import PRESETS, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.eval import collect, texts
 from mlxkv.eval.ablation import bits, deal, domains, parts, windows
+from mlxkv.eval.ablation import collect as pages
 from mlxkv.eval.ablation.__main__ import main
 from mlxkv.eval.ablation.asked import Asked
 from mlxkv.eval.ablation.recipes import RECIPES, spread
@@ -110,6 +111,40 @@ def test_retrieval_on_the_embedded_model(tmp_path, capsys):
     assert all(row["four_log_p"] <= 1e-6 for row in rows.values())
     out = capsys.readouterr().out
     assert "four keys" in out and not out.rstrip().endswith("}")
+
+
+def test_documents_of_two_models_make_one_page(model_folder, tmp_path):
+    files = []
+    for what, options in (
+        ("parts", ["--only", "full,none", "--group", "64,32"]),
+        ("windows", ["--sink", "0", "--recent", "64"]),
+        ("domains", ["--only", "stories"]),
+    ):
+        files.append(tmp_path / f"{what}.json")
+        main([what, "--model", str(model_folder), *OPTIONS, *options, "--out", str(files[-1])])
+    documents = [pages.read(file) for file in files]
+    other = {**documents[0], "model": "other", "rows": dict(list(documents[0]["rows"].items())[:3])}
+    text = pages.markdown([*documents, other])
+    tables = [part.splitlines() for part in text.split("###")[1:]]
+    assert [lines[0].strip() for lines in tables][:2] == [str(model_folder), "other"]
+    for lines in tables:
+        rows = [line for line in lines if line.startswith("|")]
+        assert len({row.count("|") for row in rows}) == 1 and len(rows) > 2
+    full = next(line for line in tables[0] if line.startswith("| full"))
+    row = documents[0]["rows"]["full, group 32, clip .96/.92"]
+    assert pages.kl(row) in full and f"{row['ppl']:.3f}" in full
+    assert "fp16" not in "".join(tables[0]) and "one key" in tables[0][2]
+    assert text.count("tokens decoded behind") == 3  # each kind of table says how it was made
+
+
+@pytest.mark.parametrize("content", ("", "[]", '{"what": "parts"}'))
+def test_what_is_no_document_is_refused(tmp_path, content):
+    file = tmp_path / "x.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match="not a document of an ablation"):
+        pages.read(file)
+    with pytest.raises(UserError, match="cannot read"):
+        pages.read(tmp_path / "missing.json")
 
 
 @pytest.mark.slow

@@ -126,6 +126,7 @@ def test_outliers_that_queries_do_not_read_cost_little(dims):
             kept = ref.affine_decode(*ref.affine_encode(k @ turn, 2, 32), 32) @ turn.T
             errors[name].append(np.linalg.norm(q @ (k - kept).T) / np.linalg.norm(q @ k.T))
     means = {name: np.mean(x) for name, x in errors.items()}
+    print(f"\nD {dims}: " + ", ".join(f"{name} {x:.3f}" for name, x in means.items()))
     assert means["uhp"] < 0.65 * min(means[name] for name in ("data-free", "opposite"))
     assert means["uhp"] < 0.8 * means["uh"]
 
