@@ -1,0 +1,140 @@
+"""Every method on every model, as one page: `python -m mlxkv.eval.methods --out FOLDER`.
+
+Runs `mlxkv eval` once per model and kind of windows, some of them side by side, and writes
+FOLDER/methods.md with its picture. What is in FOLDER already is not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mlxkv import console
+from mlxkv.config import PRESETS, parse_kv
+from mlxkv.errors import MachineError, UserError
+from mlxkv.eval import collect
+from mlxkv.eval.ablation.collect import figure, percent
+from mlxkv.models.aliases import EMBEDDED
+
+EQUAL, OWN = "64,64", "own"
+TASKS = "divergence,retrieval"
+COLUMNS = ("KL", "99 %", "one key / four")
+NEAR_FULL = 10  # bits per value in pages above which a preset is no compression worth a row
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = _options(arguments)
+    for name in args.kv:
+        parse_kv(name)
+    runs = [(windows, model) for windows in args.windows for model in args.models]
+    with ThreadPoolExecutor(args.side) as pool:
+        faults = list(pool.map(lambda run: _run(args, *run), runs))
+    if fault := next(filter(None, faults), None):
+        raise MachineError(f"[methods] {fault}")
+    lines = []
+    for windows in args.windows:
+        reports = [collect.read(_folder(args, windows, model)) for model in args.models]
+        if windows == args.windows[0]:
+            context = max(reports[0]["contexts"])
+            collect.picture(reports, context, args.out / "methods.svg")
+        lines += page(reports, windows)
+    (args.out / "methods.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    console.note(str(args.out / "methods.md"))
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="a folder for reports, page and picture")
+    add("--models", type=_list, default=list(EMBEDDED), help="by commas; the embedded ones")
+    add("--kv", type=_list, default=list(every()), help="presets by commas; all")
+    add(
+        "--windows",
+        type=lambda text: text.split("+"),
+        default=[EQUAL],
+        help="64,64 or own or 64,64+own",
+    )
+    add("--context", default="4k,8k", help="tokens, by commas")
+    add("--decode", default="512", help="tokens decoded one by one behind each context")
+    add("--questions", default="16", help="of each kind and context")
+    add("--side", type=int, default=1, help="models side by side")
+    args = parser.parse_args(arguments)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"[--out] cannot make the folder; got {args.out}: {error.strerror}"
+        ) from None
+    return args
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def every() -> Iterator[str]:
+    """The presets that compress."""
+    for name, config in PRESETS.items():
+        if config.compresses and config.bits_per_value(128, 128) < NEAR_FULL:
+            yield name
+
+
+def _folder(args: argparse.Namespace, windows: str, model: str) -> Path:
+    return args.out / f"{Path(model).name}-{windows.replace(',', '-')}"
+
+
+def _run(args: argparse.Namespace, windows: str, model: str) -> str | None:
+    """One `mlxkv eval`; what went wrong, or None."""
+    command = [sys.executable, "-m", "mlxkv", "eval", "--model", model, "--windows", windows]
+    command += ["--kv", ",".join(args.kv), "--tasks", TASKS, "--context", args.context]
+    command += ["--decode", args.decode, "--questions", args.questions]
+    command += ["--out", str(_folder(args, windows, model)), "--jobs", "1"]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word of why"])[-1]
+        return f"{model}, windows {windows}: {last}"
+    console.note(f"{model}, windows {windows}: done")
+    return None
+
+
+def page(reports: list[dict], windows: str) -> list[str]:
+    """Lines of Markdown: for each context a table with a row per preset and columns per model."""
+    lines = []
+    for context in reports[0]["contexts"]:
+        of_each = "each method's own" if windows == OWN else f"{windows} tokens"
+        lines += [f"## {context} tokens, windows: {of_each}", "", *table(reports, context), ""]
+    return lines
+
+
+def table(reports: list[dict], context: int) -> list[str]:
+    """Most bits first, full precision above all."""
+    rows = [data["rows"][str(context)] for data in reports]
+    names = sorted(rows[0], key=lambda name: -rows[0][name]["bits_per_value"])
+    heads = ["preset", "bits", *(f"{d['model']}: {c}" for d in reports for c in COLUMNS)]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for name in names:
+        cells = [name, _bits([by_name[name]["bits_per_value"] for by_name in rows])]
+        for by_name in rows:
+            row = by_name[name]
+            keys = (row["retrieval"][kind] for kind in ("single", "multi-query"))
+            cells += [figure(row["kl_mean"]), figure(row["kl_p99"]), " / ".join(map(percent, keys))]
+        lines.append(_line(cells))
+    return lines
+
+
+def _bits(found: list[float]) -> str:
+    """Of models whose head dims differ, the range."""
+    low, high = (f"{x:.2f}" for x in (min(found), max(found)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    console.run_tool(main)
