@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
+from mlxkv import encoding
 from mlxkv.console import human_bytes, note, print_json
 from mlxkv.errors import UserError
 from mlxkv.generate import backend, sampler_for
@@ -33,6 +35,7 @@ class Options:
     json: bool = False
     calibration: str | None = None
     fold: bool = False
+    encode: str = encoding.KERNEL
 
 
 def run(options: Options) -> None:
@@ -54,7 +57,11 @@ def run(options: Options) -> None:
     if not 0 <= options.seed < 2**64:
         raise UserError(f"[--seed] must be 0 or more, below 2^64; got {options.seed}")
     sampler = sampler_for(options.temp, options.top_p)
+    with encoding.using(options.encode):
+        _talk(options, prompt, sampler)
 
+
+def _talk(options: Options, prompt: str | None, sampler: Callable) -> None:
     mx.random.seed(options.seed)
     mx.reset_peak_memory()
     loaded = load(

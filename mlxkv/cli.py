@@ -93,6 +93,10 @@ def chat(
     fold: Annotated[
         bool, typer.Option("--fold", help="Turn values by the weights, for oscar presets.")
     ] = False,
+    encode: Annotated[
+        str,
+        typer.Option("--encode", help="By what: kernel, or cpu or cpu-columns (matrix products)."),
+    ] = "kernel",
     json: Json = False,
 ) -> None:
     """Talk to a model, in a terminal or in one shot (--prompt, or text on stdin)."""
@@ -100,7 +104,7 @@ def chat(
 
     options = Options(
         *(model, kv, prompt, system, max_tokens, temp, top_p, seed, kv_strict, raw, load, dtype),
-        *(json, calibration, fold),
+        *(json, calibration, fold, encode),
     )
     run(options)
 

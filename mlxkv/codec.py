@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlxkv import transform
+from mlxkv import encoding, transform
 from mlxkv.config import Side
 from mlxkv.quantizers import QUANTIZERS
 from mlxkv.transform import Transform
@@ -30,10 +30,12 @@ class Codec:
     def __deepcopy__(self, memo):
         return self  # holds no state: copies of a cache share it
 
-    def encode(self, x: mx.array) -> Stored:
+    def encode(self, x: mx.array, way: str = encoding.ROWS) -> Stored:
         """x: [B, G, T, D], T a whole number of pages -> arrays with tokens (or groups of tokens) on
-        axis 2."""
-        return self.method.encode(self.spec, self.store(x), self.page)
+        axis 2. way: the layout of the product, of `encoding`."""
+        if self.transform is not None:
+            x = encoding.rotated(self.transform.down, x, way)
+        return self.method.encode(self.spec, x, self.page)
 
     def store(self, x: mx.array) -> mx.array:
         """x: [B, G, T, D] -> [B, G, T, R], the values that are quantised."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv import kernels, packing, records, selftest, tiles
+from mlxkv import encoding, kernels, packing, records, selftest, tiles
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
@@ -69,7 +69,7 @@ class RecordPages:
 
 class _Store:
     def __init__(self, config: CacheConfig, dims: tuple[int, int], rotations: Rotations | None):
-        self.config, self.dims = config, dims
+        self.config, self.dims, self.way = config, dims, encoding.now()
         self.codecs = tuple(
             Codec(side, dim, config.page, getattr(rotations, name))
             if side.calibrated and rotations is not None
@@ -100,7 +100,7 @@ class Codes(_Store):
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         stop = start + count * self.config.page
         for pages, code, x in zip(self._pages, self.codecs, pair, strict=True):
-            pages.append(code.encode(x[:, :, start:stop]), count)
+            pages.append(code.encode(x[:, :, start:stop], self.way), count)
 
     def read(self, start: int, stop: int) -> CodePages:
         """A snapshot of pages start .. stop - 1."""
@@ -151,14 +151,20 @@ class Records(_Store):
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
+        self._pages.append({"records": self._seal(pair, count * self.config.page, start)}, count)
+
+    def _seal(self, pair: Pair, tokens: int, start: int) -> mx.array:
+        if self.way != encoding.KERNEL:
+            with mx.stream(mx.cpu):
+                ours = (x[:, :, start : start + tokens] for x in pair)
+                codes = (c.encode(x, self.way) for c, x in zip(self.codecs, ours, strict=True))
+                return _to_records(dict(zip(NAMES, codes, strict=True)), self.codecs, self.layout)
         transforms = tuple(code.transform for code in self.codecs)
-        tokens = count * self.config.page
         sides = (self.layout.keys, self.layout.values)
         ranks = tuple(
             code.spec.clip_rank(at.dims) for code, at in zip(self.codecs, sides, strict=True)
         )
-        words = kernels.seal(pair, self.layout, self.make, transforms, start, tokens, ranks)
-        self._pages.append({"records": words}, count)
+        return kernels.seal(pair, self.layout, self.make, transforms, start, tokens, ranks)
 
     def read(self, start: int, stop: int) -> RecordPages:
         """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""

@@ -133,6 +133,10 @@ def kernels(
     encode_tokens: Annotated[
         str | None, typer.Option("--encode-tokens", help="Tokens that are encoded at once.")
     ] = None,
+    encode: Annotated[
+        str,
+        typer.Option("--encode", help="Ways to encode, by commas: kernel, cpu, cpu-columns."),
+    ] = "kernel",
     mlx_lm: Annotated[
         bool, typer.Option("--mlx-lm/--no-mlx-lm", help="mlx-lm's quantized attention too.")
     ] = True,
@@ -141,7 +145,7 @@ def kernels(
     """Time decode attention, encode and unseal, each checked first, beside MLX's own attention."""
     from mlxkv.bench.kernels import run
 
-    run(shapes, contexts, kv, calls, rounds, encode_tokens, mlx_lm, json)
+    run(shapes, contexts, kv, calls, rounds, encode_tokens, encode, mlx_lm, json)
 
 
 @bench.command()

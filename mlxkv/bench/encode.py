@@ -6,7 +6,7 @@ from math import log2
 
 import mlx.core as mx
 
-from mlxkv import sealed
+from mlxkv import encoding, sealed
 from mlxkv.bench.case import Shape, rotations
 from mlxkv.bench.timing import seconds_of
 from mlxkv.config import CacheConfig
@@ -24,9 +24,22 @@ FOOTNOTE = (
 
 
 def row(
+    name: str,
+    config: CacheConfig,
+    shape: Shape,
+    tokens: int,
+    dtype: mx.Dtype,
+    bandwidth: float,
+    way: str = encoding.KERNEL,
+) -> dict:
+    """tokens: a whole number of pages. way: of `mlxkv.encoding`."""
+    with encoding.using(way):
+        return _row(name, config, shape, tokens, dtype, bandwidth)
+
+
+def _row(
     name: str, config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype, bandwidth: float
 ) -> dict:
-    """tokens: a whole number of pages."""
     mx.random.seed(0)
     dims = (shape.dims, shape.dims)
     pages, calls = tokens // config.page, CALLS_CPU if backend() == "cpu" else CALLS
@@ -65,6 +78,7 @@ def row(
         "tokens": tokens,
         "preset": name,
         "by": sealed.decoder(config, dims, dtype),
+        "encode": encoding.now(),
         "encode_ns_per_vector": 1e9 * seconds / vectors,
         "encode_gb_s": size / seconds / 1e9,
         "encode_of_copy": size / seconds / bandwidth,

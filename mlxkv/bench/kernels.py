@@ -6,7 +6,7 @@ import mlx.core as mx
 from rich.console import Console
 from rich.progress import Progress
 
-from mlxkv import console, doctor
+from mlxkv import console, doctor, encoding
 from mlxkv.bench import attend, encode
 from mlxkv.bench.case import Shape, parse_shape
 from mlxkv.bench.timing import (
@@ -32,7 +32,7 @@ COLUMNS = (
     *("floor us", "of floor", "build us", "rms"),
 )
 ENCODE_COLUMNS = (
-    *("encode", "tokens", "preset", "by", "ns/vector", "GB/s", "of copy", "GFLOP/s"),
+    *("shape", "tokens", "preset", "by", "encode", "ns/vector", "GB/s", "of copy", "GFLOP/s"),
     *("page us", "unseal GB/s", "of copy"),
 )
 
@@ -44,10 +44,13 @@ def run(
     calls: int = 64,
     rounds: int = 3,
     encode_tokens: str | None = None,
+    ways: str = encoding.KERNEL,
     mlx_lm: bool = True,
     as_json: bool = False,
 ) -> None:
-    """The command. shapes, contexts, kv: by commas. encode_tokens: of the encode batch."""
+    """The command. shapes, contexts, kv, ways: by commas. encode_tokens: of the encode batch. ways: of
+    `mlxkv.encoding`, to be compared."""
+    compared = [encoding.check(way.strip()) for way in ways.split(",")]
     presets = {name: _preset(name) for name in kv.split(",")}
     cases = _cases(shapes, contexts, presets)
     batch = _encode_tokens(encode_tokens)
@@ -71,7 +74,9 @@ def run(
             bars.advance(bar)
         for name, config in presets.items():
             bars.update(bar, description=f"encode {name}")
-            encodes.append(encode.row(name, config, ENCODE_SHAPE, batch, dtype, bandwidth))
+            for way in compared:
+                one = encode.row(name, config, ENCODE_SHAPE, batch, dtype, bandwidth, way)
+                encodes.append(one)
             bars.advance(bar)
     link = _link(cases[0][0], dtype, calls)
     _show(rows, encodes, dtype, (bandwidth, reading), link, calls, rounds)
@@ -160,7 +165,7 @@ def _show(rows, encodes, dtype, bandwidths, link, calls, rounds) -> None:
     )
     table = [
         (
-            *(r["shape"], r["tokens"], r["preset"], r["by"]),
+            *(r["shape"], r["tokens"], r["preset"], r["by"], r["encode"]),
             *(f"{r['encode_ns_per_vector']:.2f}", f"{r['encode_gb_s']:.1f}"),
             *(f"{r['encode_of_copy']:.2f}", f"{r['encode_gflop_s']:.1f}", f"{r['page_us']:.1f}"),
             *(f"{r['unseal_gb_s']:.1f}", f"{r['unseal_of_copy']:.2f}"),

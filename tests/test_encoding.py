@@ -1,0 +1,98 @@
+"""Pages encoded by matrix products on the CPU, in both layouts, against the kernels and plain ops."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from on_emulator import make
+
+from mlxkv import encoding
+from mlxkv.calibrated import sample
+from mlxkv.cli import main
+from mlxkv.config import PRESETS
+from mlxkv.errors import UserError
+from mlxkv.metal import launch
+from mlxkv.sealed import Codes, Records, _to_codes
+
+DIMS = 64
+PRODUCTS = (encoding.ROWS, encoding.COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    mx.random.seed(3)
+    return tuple(mx.random.normal((2, 2, 128, DIMS)).astype(mx.float16) for _ in range(2))
+
+
+def records(preset: str, way: str, pair) -> Records:
+    config = PRESETS[preset]
+    turns = sample(2, (DIMS, DIMS)) if config.calibrated else None
+    with encoding.using(way):
+        store = Records(config, (DIMS, DIMS), make, rotations=turns)
+    store.append(pair, 1)  # what a store was made with stays, wherever it is filled
+    store.append(pair, 1, config.page)
+    return store
+
+
+@pytest.mark.parametrize("way", PRODUCTS)
+@pytest.mark.parametrize("preset", ("int4", "int2", "srft-int4", "naive-int3", "oscar-int2"))
+def test_products_write_the_records_of_the_kernel(preset, way, pair):
+    ours, theirs = (
+        _to_codes(store.state["records"], store.codecs, store.layout)
+        for store in (records(preset, way, pair), records(preset, encoding.KERNEL, pair))
+    )
+    for side in ("keys", "values"):
+        for name, x in ours[side].items():
+            a, b = np.array(x), np.array(theirs[side][name])
+            if name == "codes":  # a value at a tie may fall to the other side
+                assert np.mean(a != b) < 0.01, (side, name)
+            else:
+                np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dims", (64, 80, 128))
+@pytest.mark.parametrize("heads", (None, 2))
+def test_the_layouts_are_one_product(dims, heads):
+    shape = (dims, dims) if heads is None else (heads, dims, dims)
+    down, x = mx.random.normal(shape), mx.random.normal((3, 2, 48, dims)).astype(mx.bfloat16)
+    rows, columns = (encoding.rotated(down, x, way) for way in PRODUCTS)
+    assert rows.dtype == columns.dtype == mx.float32
+    np.testing.assert_allclose(rows, columns, rtol=1e-4, atol=1e-3)
+    spec = np.array(x.astype(mx.float32), np.float64) @ np.array(down, np.float64)
+    np.testing.assert_allclose(np.array(columns), spec, rtol=1e-4, atol=1e-3)
+
+
+def test_plain_ops_take_the_layout_too(pair):
+    config = PRESETS["int4"]
+    stores = []
+    for way in PRODUCTS:
+        with encoding.using(way):
+            stores.append(Codes(config, (DIMS, DIMS)))
+        stores[-1].append(pair, 2)
+    words = [np.array(store.state["keys"]["codes"]) for store in stores]
+    assert np.mean(words[0] != words[1]) < 0.01
+
+
+def test_no_kernel_encodes_when_the_cpu_is_asked_for(pair):
+    built = []
+
+    def watched(**texts):
+        built.append(texts["name"])
+        return make(**texts)
+
+    with encoding.using(encoding.ROWS), launch.using(watched):
+        store = Records(PRESETS["int4"], (DIMS, DIMS), watched)
+        store.append(pair, 2)
+        mx.eval(store.arrays())
+    assert not built
+
+
+def test_a_way_there_is_none_of():
+    with pytest.raises(UserError, match="kernel, cpu, cpu-columns"), encoding.using("gpu"):
+        pass
+    assert encoding.now() == encoding.KERNEL
+
+
+def test_chat_takes_it_and_says_what_it_does_not_know(capsys):
+    assert main(["chat", "--prompt", "hi", "--encode", "nope"]) == 2
+    assert "[--encode] unknown; got 'nope'" in capsys.readouterr().err
+    assert main(["chat", "--prompt", "hi", "--max-tokens", "2", "--encode", "cpu-columns"]) == 0
