@@ -27,7 +27,7 @@ LAYERS = [
     {"cache", "attention", "sealed", "selftest"},
     {"codec", "pages", "tiles"},
     {"kernels"},
-    {"packing", "quantizers", "calibrated", "transform", "records", "trust"},
+    {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},
     {"metal"},
     {"artifact"},
     {"config", "console", "shapes", "reference", "reference_oscar", "corpus", "rotation"},
