@@ -58,6 +58,8 @@ def layout(spec: Affine, dims: int, page: int, keys: bool) -> SideLayout:
 
 def why_not(spec, dims: int, page: int) -> str | None:
     """Why a side cannot be kept in records, or None."""
+    if reason := getattr(spec, "no_record", None):
+        return reason
     if not hasattr(spec, "bits"):
         return "full-precision pages have no record"
     if spec.axis != "token":
