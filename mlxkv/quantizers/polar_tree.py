@@ -108,13 +108,16 @@ def encode(spec: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:
     else:
         (radii, angles), books = to_polar(pages), _books(spec.codebooks)
     codes = [_nearest(angle, book) for angle, book in zip(angles, books, strict=True)]
-    upper = mx.concatenate(codes[1:], -1).reshape(*lead, tokens // TREE_RECORD, -1)
-    return {
-        **stored,
-        "first": packing.pack(codes[0].reshape(*lead, tokens, -1), TREE_BITS[0]),
-        "upper": packing.pack(upper, TREE_BITS[1]),
-        "radii": _half(radii).reshape(*lead, tokens, -1),
-    }
+    codes = [code.reshape(*lead, tokens, -1) for code in codes]
+    return {**stored, **stored_of(codes, _half(radii).reshape(*lead, tokens, -1))}
+
+
+def stored_of(codes: list[mx.array], radii: mx.array) -> dict[str, mx.array]:
+    """Codes of the levels [B, G, T, R / 2^level] and radii as they are stored."""
+    upper = mx.concatenate(codes[1:], -1)
+    upper = upper.reshape(*upper.shape[:2], upper.shape[2] // TREE_RECORD, -1)
+    first, upper = packing.pack(codes[0], TREE_BITS[0]), packing.pack(upper, TREE_BITS[1])
+    return {"first": first, "upper": upper, "radii": radii}
 
 
 def _page_books(books: mx.array) -> Books:
@@ -123,8 +126,8 @@ def _page_books(books: mx.array) -> Books:
     return [book[..., None, None, :] for book in mx.split(books.astype(mx.float32), edges, -1)]
 
 
-def _codes(stored: dict[str, mx.array], dims: int, page: int) -> list[mx.array]:
-    """Codes of the levels, [B, G, pages, page, R / 2^level]."""
+def codes_of(stored: dict[str, mx.array], dims: int, page: int) -> list[mx.array]:
+    """Codes of the levels, [B, G, pages, page, R / 2^level], of what is stored."""
     first = packing.unpack(stored["first"], TREE_BITS[0], dims // 2)
     lead = first.shape[:2]
     upper = packing.unpack(stored["upper"], TREE_BITS[1], 7 * TREE_RECORD * dims // 16)
@@ -135,7 +138,7 @@ def _codes(stored: dict[str, mx.array], dims: int, page: int) -> list[mx.array]:
 
 def _decode(spec: PolarTree, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
     """[B, G, T, R] float32: from the radii down to the dims."""
-    codes = _codes(stored, dims, page)
+    codes = codes_of(stored, dims, page)
     books = _page_books(stored["books"]) if spec.online else _books(spec.codebooks)
     radii = stored["radii"].astype(mx.float32).reshape(*codes[-1].shape)
     for code, book in zip(reversed(codes), reversed(books), strict=True):
