@@ -6,6 +6,7 @@ Letters: `R` stored dims per token, `page` tokens encoded together.
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, replace
 from math import floor
 from typing import Literal
@@ -219,8 +220,9 @@ class CacheConfig:
         return (keys + values) / (key_dim + value_dim)
 
     def as_dict(self) -> dict:
-        """Plain data, for headers of saved files; `from_dict` reads it back."""
-        data = asdict(self)
+        """Plain data, for headers of saved files; `from_dict` reads it back. Equal to what JSON makes
+        of it."""
+        data = json.loads(json.dumps(asdict(self)))
         for name in ("keys", "values"):
             data[name]["quantizer"]["method"] = type(getattr(self, name).quantizer).__name__.lower()
         return data

@@ -10,6 +10,8 @@ vector, of the order of 1 / sqrt(R).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from mlxkv import reference
@@ -18,6 +20,7 @@ from mlxkv import reference
 # Random numbers that are the same on every machine, and the matrices made of them.
 
 
+@lru_cache(maxsize=32)
 def gaussian(shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Standard normal numbers by Box and Muller: number 2 i and 2 i + 1 are the cosine and sine
     branch of uniforms 2 i and 2 i + 1, the upper 53 bits of splitmix64 in stream `seed`, plus half."""
@@ -33,10 +36,11 @@ def gaussian(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return out[:count].reshape(shape)
 
 
+@lru_cache(maxsize=32)
 def random_rotation(dims: int, seed: int = 0) -> np.ndarray:
     """[D, D], uniform over the orthogonal matrices: Gram and Schmidt on the columns of a Gaussian
     matrix, which is the QR factorisation of Alg. 1 with a positive diagonal."""
-    q = gaussian((dims, dims), seed)
+    q = gaussian((dims, dims), seed).copy()
     for i in range(dims):
         for _ in range(2):  # the second pass takes out what rounding left
             q[:, i] -= q[:, :i] @ (q[:, :i].T @ q[:, i])
@@ -71,6 +75,7 @@ def cells(boundaries: np.ndarray, dims: int) -> tuple[np.ndarray, np.ndarray]:
     return mass / mass.sum(), moment / mass
 
 
+@lru_cache(maxsize=64)
 def sphere_levels(dims: int, bits: int) -> np.ndarray:
     """[2^b] levels, ascending: the fixed point of "boundaries are mid-points, levels are centroids"
     (eq. 4), which is unique, since the density is log-concave for R > 3."""
@@ -160,3 +165,37 @@ def split_decode(
         codes, scale = codebook_encode(x[:, channels] @ turn, levels, corrected)
         out[:, channels] = codebook_decode(codes, scale, levels) @ turn.T
     return out, chosen
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def stored(
+    x: np.ndarray,
+    sink: int,
+    pages: int,
+    page: int,
+    bits: int,
+    residual: bool = False,
+    outliers: bool = False,
+    corrected: bool = False,
+    seed: int = 0,
+    projections: int = 1,
+) -> np.ndarray:
+    """x: [B, G, T, D] as attention sees it, `reference.stored` for these codes. bits include the sign
+    of a residual stage; seeds of the rotation and of the projections."""
+    out, dims = np.array(x, np.float64), x.shape[-1]
+    for b, g, n in np.ndindex(*x.shape[:2], pages):
+        inside = slice(sink + n * page, sink + (n + 1) * page)
+        if outliers:
+            out[b, g, inside] = split_decode(out[b, g, inside], bits, seed, corrected)[0]
+            continue
+        turn, levels = random_rotation(dims, seed), sphere_levels(dims, bits - residual)
+        y = out[b, g, inside] @ turn
+        codes, scale = codebook_encode(y, levels, corrected)
+        decoded = codebook_decode(codes, scale, levels)
+        if residual:
+            s = gaussian((dims, dims), projections)
+            decoded = decoded + qjl_decode(*qjl_encode(y - decoded, s), s)
+        out[b, g, inside] = decoded @ turn.T
+    return out

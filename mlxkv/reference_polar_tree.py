@@ -9,9 +9,12 @@ Letters: `R` stored dims, a multiple of 16, `T` tokens. Level 1 pairs dims, leve
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from mlxkv import reference
+from mlxkv.reference_codebook import random_rotation
 
 LEVELS, BITS = 4, (4, 2, 2, 2)  # bits of an angle, by level (section 4.1)
 TURN = 2 * np.pi
@@ -45,6 +48,7 @@ def angle_density(angle: np.ndarray, level: int) -> np.ndarray:
     return np.ones_like(angle) if level == 1 else np.sin(2 * angle) ** (2 ** (level - 1) - 1)
 
 
+@lru_cache(maxsize=8)
 def angle_codebook(level: int) -> np.ndarray:
     """[2^bits] angles, ascending: the best for `angle_density`, that is k-means on endless data
     (section 4.1). Each is the centroid of its cell, boundaries are mid-points."""
@@ -94,3 +98,23 @@ def fit_codebook(
             if (near == i).any():
                 book[i] = angles[near == i].mean()
     return book
+
+
+def stored(
+    x: np.ndarray, sink: int, pages: int, page: int, online: bool = False, seed: int = 0
+) -> np.ndarray:
+    """x: [B, G, T, D] as attention sees it, `reference.stored` for polar trees. online: 8 steps of
+    k-means for each page of each head, codebooks rounded to float16."""
+    out, turn = np.array(x, np.float64), random_rotation(x.shape[-1], seed)
+    books = [angle_codebook(level) for level in range(1, LEVELS + 1)]
+    for b, g, n in np.ndindex(*x.shape[:2], pages):
+        inside = slice(sink + n * page, sink + (n + 1) * page)
+        y, used = out[b, g, inside] @ turn, books
+        if online:
+            fitted, sizes = [], y
+            for angle, book in zip(to_polar(y)[1], books, strict=True):
+                sizes = np.hypot(sizes[..., ::2], sizes[..., 1::2])
+                fitted.append(fit_codebook(angle, sizes > 0, book, 8))
+            used = [reference._half(book) for book in fitted]
+        out[b, g, inside] = tree_decode(*tree_encode(y, used), used) @ turn.T
+    return out
