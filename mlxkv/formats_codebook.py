@@ -58,7 +58,17 @@ class Codebook:
     @property
     def no_record(self) -> str | None:
         """Why no kernel reads such codes, or None."""
-        return "codebook codes have no kernel yet"
+        if self.residual:
+            return "the signs of a residual stage have no record yet"
+        if self.outliers:
+            return "outlier channels have no record yet"
+        if self.corrected:
+            return "corrected norms have no kernel yet"
+        return "codes of 1 bit have no record" if self.bits == 1 else None
+
+    def clip_rank(self, dims: int) -> int:
+        """As `Affine.clip_rank`: nothing is clipped."""
+        return 1
 
     @property
     def label(self) -> str:

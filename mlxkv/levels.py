@@ -82,3 +82,11 @@ def _fixed_point(levels: np.ndarray, ends: tuple[float, float], density, centroi
         levels = levels + step
     levels.flags.writeable = False
     return levels
+
+
+def polynomial(dims: int, bits: int) -> np.ndarray:
+    """[2^(b-1)]: c_0, c_1, .. of the odd polynomial c_0 u + c_1 u^3 + .. through the levels of
+    `sphere`, u = (code - (2^b - 1) / 2) / 2^b: what a kernel reads in place of a table."""
+    table, terms = sphere(dims, bits), 2 ** (bits - 1)
+    u = (np.arange(terms) + 0.5) / 2**bits
+    return np.linalg.solve(u[:, None] ** (2 * np.arange(terms) + 1), table[terms:])
