@@ -6,16 +6,18 @@ Letters: `R` stored dims per token, `page` tokens encoded together.
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, replace
 from math import floor
 from typing import Literal
 
 from mlxkv.errors import UserError
+from mlxkv.formats_codebook import Codebook, PolarTree
 
 BITS = (2, 3, 4, 8)
 MIN_GROUP = 16  # below this the scales outweigh the codes
 CALIBRATED = "oscar"
-TRANSFORMS = ("none", "hadamard", "srft", CALIBRATED)
+TRANSFORMS = ("none", "hadamard", "srft", "random", CALIBRATED)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Affine:
         return None
 
 
-Quantizer = Full | Affine
+Quantizer = Full | Affine | Codebook | PolarTree
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,9 @@ class Side:
     """How keys, or values, are stored: a transform, then a quantizer.
 
     transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
-        head dim) or "oscar" (calibrated: a rotation per kv head from `mlxkv calibrate`).
-    seed: seed of the random signs of the transform.
+        head dim), "random" (a dense random rotation, every head dim) or "oscar" (calibrated: a
+        rotation per kv head from `mlxkv calibrate`).
+    seed: seed of the random signs, or matrix, of the transform.
     own_clip: a calibrated side keeps its clip, whatever was searched for the model.
     """
 
@@ -217,8 +220,9 @@ class CacheConfig:
         return (keys + values) / (key_dim + value_dim)
 
     def as_dict(self) -> dict:
-        """Plain data, for headers of saved files; `from_dict` reads it back."""
-        data = asdict(self)
+        """Plain data, for headers of saved files; `from_dict` reads it back. Equal to what JSON makes
+        of it."""
+        data = json.loads(json.dumps(asdict(self)))
         for name in ("keys", "values"):
             data[name]["quantizer"]["method"] = type(getattr(self, name).quantizer).__name__.lower()
         return data
@@ -226,7 +230,7 @@ class CacheConfig:
     @staticmethod
     def from_dict(data: dict) -> CacheConfig:
         """The inverse of `as_dict`. Raises UserError on anything else."""
-        methods = {"full": Full, "affine": Affine}
+        methods = {"full": Full, "affine": Affine, "codebook": Codebook, "polartree": PolarTree}
         try:
             sides = {}
             for name in ("keys", "values"):
@@ -257,6 +261,10 @@ def _oscar(
         Side(Affine(bits, group, clip=clip), CALIBRATED, own_clip=own) for clip in (keys, values)
     )
     return CacheConfig(*sides, sink=64, recent=256)
+
+
+def _turned(keys: Quantizer, values: Quantizer | None = None, how: str = "random") -> CacheConfig:
+    return CacheConfig(Side(keys, how), Side(values or keys, how))
 
 
 CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
@@ -292,6 +300,18 @@ PRESETS: dict[str, CacheConfig] = {
     "oscar-int2+clip92": _oscar(2, keys=0.92, values=0.92, own=True),
     # A Hadamard rotation and a clip: what OSCAR is without its calibration.
     "hadamard-int2+clip": CacheConfig(CLIPPED, CLIPPED),
+    # A random rotation and the best codebook for it (TurboQuant); halves: outlier channels. A
+    # residual stage is for products with queries, so values go without.
+    "turbo-int4": _turned(Codebook(4)),
+    "turbo-int3": _turned(Codebook(3)),
+    "turbo-int2": _turned(Codebook(2)),
+    "turbo-3.5": _turned(Codebook(3, outliers=True), how="none"),
+    "turbo-2.5": _turned(Codebook(2, outliers=True), how="none"),
+    "turbo-int4+qjl": _turned(Codebook(4, residual=True), Codebook(4)),
+    "turbo-int3+qjl": _turned(Codebook(3, residual=True), Codebook(3)),
+    # A random rotation, then radii and angles (PolarQuant of Han et al.).
+    "polar-tree": _turned(PolarTree()),
+    "polar-tree+online": _turned(PolarTree(online=True)),
 }
 
 

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import e, log2
 
 import mlx.core as mx
+import numpy as np
 
-from mlxkv import records
+from mlxkv import levels, records
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.quantizers import affine
 from mlxkv.records import BLOCK, TOKENS, SideLayout
@@ -28,6 +30,7 @@ MAX_RANK = 64  # of a limit that the seal kernel finds: the longest list of meta
 FAST_DIMS = (64, 128, 256, 512)
 FAST_KINDS = {"hadamard": 1, "srft": 2}
 DENSE, DENSE_DIMS, DENSE_TOKENS = 3, (64, 96, 128, 192, 256), 512
+MAX_TERMS = 8  # of the polynomial through the levels of a codebook: 4 bits
 LOG2E = log2(e)
 Pair = tuple[mx.array, mx.array]
 
@@ -45,12 +48,29 @@ class RecordLayout:
 
 
 def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
-    """The template values that describe a side."""
+    """The template values that describe a side; C: coefficients for `kv_level`."""
+    terms = levels.polynomial(at.dims, at.bits) / 2**at.bits if at.codebook else ()
     return {
         f"BITS{suffix}": at.bits,
         f"GROUP{suffix}": at.group,
         f"SYMMETRIC{suffix}": int(at.symmetric),
+        f"CODEBOOK{suffix}": int(at.codebook),
+        **_constants(f"C{suffix}", terms, MAX_TERMS),
     }
+
+
+def boundaries(at: SideLayout, suffix: str) -> dict[str, object]:
+    """The template values of the boundaries above 0 between levels."""
+    table = levels.sphere(at.dims, at.bits) if at.codebook else np.zeros(2)
+    middles = (table[1:] + table[:-1])[len(table) // 2 :] / 2
+    return _constants(f"B{suffix}", middles, MAX_TERMS - 1)
+
+
+def _constants(name: str, values: Sequence[float], count: int) -> dict[str, object]:
+    """NAME0 .. of float32 values, as the integers of their bits; zeros fill up."""
+    bits = np.zeros(count, np.float32)
+    bits[: len(values)] = values
+    return {f"{name}{i}": int(x) for i, x in enumerate(bits.view(np.int32))}
 
 
 def seal(
@@ -92,7 +112,7 @@ def seal(
         places += [first, x.shape[2]]
         template |= {f"T_{name}": x.dtype, f"D_{name}": at.dims, f"KIND_{name}": kind}
         template |= {f"RANK_{name}": rank}
-        template |= side_template(at, f"_{name}")
+        template |= side_template(at, f"_{name}") | boundaries(at, f"_{name}")
         tile = max(tile, TOKENS * at.dims // 2 if kind else 0)
     groups = max(1, min(SIMDGROUPS, TILES // tile))
     (out,) = launch(

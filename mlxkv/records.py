@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv.config import Affine
+from mlxkv.config import Affine, Codebook, PolarTree
 
 TOKENS = 16  # of a record
 BLOCK = 32  # dims of a block
@@ -20,13 +20,17 @@ LANES = 32
 
 @dataclass(frozen=True)
 class SideLayout:
-    """Where one side of a record lies. dims: stored dims R; bits, group, symmetric as in Affine."""
+    """Where one side of a record lies. dims: stored dims R; bits, group, symmetric as in Affine.
+
+    codebook: codes stand for levels, and the only number of a token is its norm.
+    """
 
     dims: int
     bits: int
     group: int
     symmetric: bool
     keys: bool
+    codebook: bool = False
 
     @property
     def blocks(self) -> int:
@@ -51,13 +55,17 @@ class SideLayout:
         return self.code_words + 8 * self.groups * (1 if self.symmetric else 2)
 
 
-def layout(spec: Affine, dims: int, page: int, keys: bool) -> SideLayout:
+def layout(spec: Affine | Codebook, dims: int, page: int, keys: bool) -> SideLayout:
     """The layout of a side that the kernels can read (`why_not` says which they can)."""
+    if isinstance(spec, Codebook):
+        return SideLayout(dims, spec.bits, dims, True, keys, codebook=True)
     return SideLayout(dims, spec.bits, spec.group_size(dims, page), spec.symmetric, keys)
 
 
 def why_not(spec, dims: int, page: int) -> str | None:
     """Why a side cannot be kept in records, or None."""
+    if isinstance(spec, Codebook | PolarTree):
+        return spec.no_record
     if not hasattr(spec, "bits"):
         return "full-precision pages have no record"
     if spec.axis != "token":

@@ -11,15 +11,37 @@ import numpy as np
 PARTS = "uhp"  # eigenbasis, Hadamard (or what takes its place), bit reversal
 
 
-def signs(dims: int, seed: int) -> np.ndarray:
-    """[D] of +-1, from splitmix64 (vectorised; spec: `reference.signs`)."""
+def _splitmix(count: int, seed: int) -> np.ndarray:
+    """[count] uint64: positions 1 .. count of stream `seed` of splitmix64 (spec: `reference.signs`)."""
     with np.errstate(over="ignore"):
-        z = np.uint64(seed << 32) + np.arange(1, dims + 1, dtype=np.uint64) * np.uint64(
+        z = np.uint64(seed << 32) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(
             0x9E3779B97F4A7C15
         )
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return 1.0 - 2.0 * ((z ^ (z >> np.uint64(31))) & np.uint64(1)).astype(np.float64)
+    return z ^ (z >> np.uint64(31))
+
+
+def signs(dims: int, seed: int) -> np.ndarray:
+    """[D] of +-1, the lowest bits of splitmix64."""
+    return 1.0 - 2.0 * (_splitmix(dims, seed) & np.uint64(1)).astype(np.float64)
+
+
+def gaussian(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Standard normal numbers that no version of NumPy changes: saved caches depend on them. Spec:
+    `reference_codebook.gaussian`."""
+    count = int(np.prod(shape))
+    bits = _splitmix(count + count % 2, seed) >> np.uint64(11)
+    uniform = ((bits.astype(np.float64) + 0.5) * 2.0**-53).reshape(-1, 2)
+    radius, angle = np.sqrt(-2 * np.log(uniform[:, 0])), 2 * np.pi * uniform[:, 1]
+    out = np.stack([radius * np.cos(angle), radius * np.sin(angle)], -1).ravel()
+    return out[:count].reshape(shape)
+
+
+def random(dims: int, seed: int) -> np.ndarray:
+    """[D, D], uniform over the orthogonal matrices. Spec: `reference_codebook.random_rotation`."""
+    q, r = np.linalg.qr(gaussian((dims, dims), seed))
+    return q * np.sign(np.diagonal(r))
 
 
 def hadamard(dims: int) -> np.ndarray:

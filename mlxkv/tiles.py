@@ -36,6 +36,8 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
     """Why the tile body does not read such records, or None. dims: head dim D."""
     if dtype not in (mx.float16, mx.bfloat16):
         return f"tiles are of 16-bit types, not {str(dtype).removeprefix('mlx.core.')}"
+    if layout.keys.codebook or layout.values.codebook:
+        return "codebook codes have no tiles yet"
     if dims % 8:
         return f"a head dim of {dims} is no multiple of 8"
     if max(dims, layout.keys.dims, layout.values.dims) > MAX_DIMS:

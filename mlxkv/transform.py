@@ -86,7 +86,13 @@ def srft(dims: int, seed: int) -> Transform:
     return _orthogonal(sign[:, None] * rotation.fourier(dims), "srft", table)
 
 
-MAKERS = {"hadamard": hadamard, "srft": srft}
+def random(dims: int, seed: int) -> Transform:
+    """A random rotation (TurboQuant, Alg. 1), the same for all layers and heads of these dims."""
+    down = rotation.random(dims, seed).astype(np.float32)
+    return Transform(mx.array(down), mx.array(np.ascontiguousarray(down.T)))
+
+
+MAKERS = {"hadamard": hadamard, "srft": srft, "random": random}
 
 
 @cache

@@ -8,7 +8,9 @@ from dataclasses import asdict
 import numpy as np
 
 from mlxkv import reference as ref
-from mlxkv.config import CacheConfig, Full, Side
+from mlxkv import reference_codebook as codebook_ref
+from mlxkv import reference_polar_tree as tree_ref
+from mlxkv.config import CacheConfig, Codebook, Full, PolarTree, Side
 
 
 def spec_side(side: Side) -> dict:
@@ -16,6 +18,17 @@ def spec_side(side: Side) -> dict:
     if isinstance(side.quantizer, Full):
         return {"bits": 16}
     return {**asdict(side.quantizer), "transform": side.transform, "seed": side.seed}
+
+
+def spec_stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.ndarray:
+    """`reference.stored`, or what the spec of another method has in its place."""
+    spec = side.quantizer
+    if isinstance(spec, PolarTree):
+        return tree_ref.stored(x, sink, pages, page, spec.online, side.seed)
+    if isinstance(spec, Codebook):
+        options = {**asdict(spec), "projections": spec.seed, "seed": side.seed}
+        return codebook_ref.stored(x, sink, pages, page, **options)
+    return ref.stored(x, spec_side(side), sink, pages, page)
 
 
 class CacheModel:
@@ -59,7 +72,7 @@ class CacheModel:
         start = self.sink + self.pages * c.page
         count = -(-(self.live - room) // c.page)
         self.seen = tuple(
-            ref.stored(x, spec_side(side), start, count, c.page)
+            spec_stored(x, side, start, count, c.page)
             for x, side in zip(self.seen, (c.keys, c.values), strict=True)
         )
         self.pages += count

@@ -10,6 +10,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import golden_codebook
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -28,7 +29,10 @@ HALF_MARGIN = 1e-2
 DECODED = 4  # every so many tokens are kept as decoded values: the files have to stay small
 
 
-SPEC = {"oscar": ("reference", "reference_oscar")}  # what a table is made from
+SPEC = {  # what a table is made from
+    "oscar": ("reference", "reference_oscar"),
+    **golden_codebook.SPEC,
+}
 
 
 def spec_hash(table: str) -> str:
@@ -324,6 +328,13 @@ def main() -> None:
             extra["sides"] = json.dumps(SIDES)
         save_file(
             make(np.random.default_rng(SEED + i)), OUT / f"{name}.safetensors", {**header, **extra}
+        )
+    for i, (name, make) in enumerate(golden_codebook.TABLES.items()):
+        extra = {"spec_hash": spec_hash(name)}
+        save_file(
+            make(np.random.default_rng(SEED + 20 + i)),
+            OUT / f"{name}.safetensors",
+            {**header, **extra},
         )
     tensors, cases = attention(np.random.default_rng(SEED + 9))
     extra = {"spec_hash": spec_hash("attention"), "cases": json.dumps(cases)}

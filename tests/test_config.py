@@ -1,6 +1,7 @@
 """Presets, the --kv grammar and byte counts."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -54,7 +55,9 @@ def test_unknown_presets_name_the_choices(text):
 @pytest.mark.parametrize("name", PRESETS)
 def test_configurations_survive_json(name):
     config = PRESETS[name]
-    assert CacheConfig.from_dict(config.as_dict()) == config
+    data = config.as_dict()
+    assert CacheConfig.from_dict(data) == config
+    assert json.loads(json.dumps(data)) == data  # results on disk are found by it
 
 
 @pytest.mark.parametrize("data", ({}, None, {"keys": 1}, {**PRESETS["int4"].as_dict(), "page": 7}))

@@ -246,8 +246,9 @@ def test_what_has_no_kernel_says_why():
         assert "groups of 48" in sealed.why_not(
             dataclasses.replace(SMALL, keys=Side(Affine(4, 48))), (96, 96), mx.float32
         )
+        without = ("turbo-3.5", "turbo-2.5", "+qjl", "polar-tree")
         for name, config in PRESETS.items():
-            if config.compresses:
+            if config.compresses and not any(part in name for part in without):
                 assert sealed.why_not(config, (128, 128), mx.float32) is None, name
     with launch.using(None):
         assert sealed.why_not(SMALL, (64, 64), mx.float32) == "no GPU here"

@@ -100,6 +100,8 @@ def judge(cache: CompressedKVCache, pair: tuple[Side, Side], heads: int) -> dict
         pages = view.pages.decode(i, mx.float32)
         code = view.pages.codecs[i]
         bits = side.quantizer.bits_per_value(x.shape[3], config.page)
+        # The signs of a residual stage are for products: they bring vectors no closer.
+        bits -= getattr(side.quantizer, "residual", False)
         # Low rank drops what it must of Gaussian values: only nonsense shows there.
         loss = min(MOST, LOSS * 2**-bits) if code.turn is code.transform else MOST
         errors[name] = (relative_rms(pages, x[:, :, sink:end]), max(loss, bound))

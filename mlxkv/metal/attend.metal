@@ -30,6 +30,17 @@ threadgroup float tile_out[QT * OB * 32];
 threadgroup float tile_max[S * QT];
 threadgroup float tile_sum[S * QT];
 
+const float levels_k[8] = {
+    as_type<float>(uint(C_K0)), as_type<float>(uint(C_K1)),
+    as_type<float>(uint(C_K2)), as_type<float>(uint(C_K3)),
+    as_type<float>(uint(C_K4)), as_type<float>(uint(C_K5)),
+    as_type<float>(uint(C_K6)), as_type<float>(uint(C_K7))};
+const float levels_v[8] = {
+    as_type<float>(uint(C_V0)), as_type<float>(uint(C_V1)),
+    as_type<float>(uint(C_V2)), as_type<float>(uint(C_V3)),
+    as_type<float>(uint(C_V4)), as_type<float>(uint(C_V5)),
+    as_type<float>(uint(C_V6)), as_type<float>(uint(C_V7))};
+
 const int lane = thread_index_in_simdgroup;
 const int group = simdgroup_index_in_threadgroup;
 const int thread_id = group * 32 + lane;
@@ -114,7 +125,8 @@ for (int unit = part * each + group; unit < stop; unit += S) {
           const uint high = BITS_K == 3 ? record[kv_word_at(kv_high_word(j), lane, WORDS_K)] : 0u;
           for (int h = 0; h < 2; h++) {
             const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(word, high, j, r, p, h));
-            k[8 * r + 4 * h + p] = metal::fma(step, code, bias - step);
+            k[8 * r + 4 * h + p] = CODEBOOK_K ? step * kv_level<BITS_K>(code, levels_k)
+                                              : metal::fma(step, code, bias - step);
           }
         }
       }
@@ -200,7 +212,8 @@ for (int unit = part * each + group; unit < stop; unit += S) {
             const uint word = side[kv_word_at(kv_slot_word<BITS_V>(j, r, p), lane, WORDS_V)];
             const uint high = BITS_V == 3 ? side[kv_word_at(kv_high_word(j), lane, WORDS_V)] : 0u;
             const float code = kv_one_plus<BITS_V>(kv_code<BITS_V>(word, high, j, r, p, h));
-            const float value = metal::fma(step, code, bias - step);
+            const float value = CODEBOOK_V ? step * kv_level<BITS_V>(code, levels_v)
+                                           : metal::fma(step, code, bias - step);
             for (int q = 0; q < QT; q++) {
               const int i = q * OB * 4 + 4 * j + p;
               o[i] = metal::fma(p_values[4 * q + 2 * r + h], value, o[i]);

@@ -169,6 +169,21 @@ inline float kv_one_plus(uint code) {
   return as_type<float>(0x3F800000u | (code << (23 - BITS)));
 }
 
+// A level of a codebook from such a float: the odd polynomial of the code around its middle that goes
+// through all levels, with coefficients of `levels.polynomial` times 2^-BITS.
+template <int BITS>
+inline float kv_level(float code, const thread float* c) {
+  constexpr int TERMS = BITS > 4 ? 8 : 1 << (BITS - 1);
+  const float u = code - (1.5f - 0.5f / float(1 << BITS));
+  const float square = u * u;
+  float sum = c[TERMS - 1];
+#pragma unroll
+  for (int i = TERMS - 2; i >= 0; i--) {
+    sum = metal::fma(sum, square, c[i]);
+  }
+  return u * sum;
+}
+
 template <int BITS>
 inline uint kv_code(uint word, uint high, int j, int r, int p, int half_) {
   uint code = (word >> kv_slot_bit<BITS>(r, p, half_)) & ((1u << (BITS == 3 ? 2 : BITS)) - 1u);

@@ -90,6 +90,9 @@ inline float fma(float a, float b, float c) {
 inline float saturate(float a) {
   return __saturatef(a);
 }
+inline float sqrt(float a) {
+  return sqrtf(a);
+}
 inline float rint(float a) {
   return rintf(a);
 }

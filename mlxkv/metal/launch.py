@@ -37,7 +37,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
 HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
-    "seal": ("codes.h", "butterflies.h", "select.h", "seal.h"),
+    "seal": ("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
     "attend_tile": ("codes.h", "tile.h"),
 }
 BODIES = {  # where a body is more than one file

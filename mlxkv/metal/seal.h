@@ -43,10 +43,18 @@ inline void kv_sixteen(const device T* x, int lane, int j, thread float* v) {
   }
 }
 
-// The largest of `most` over the lanes of a token, each lane's of the token whose number is in the
-// bits of t (keys) or g (values): a lane gives away the half that it does not keep.
+// Of the tokens that it holds a lane works out the range of one, and stores that: which one.
 template <int KEYS>
-inline float kv_most(thread float* most, int lane) {
+inline int kv_ranged(int lane) {
+  const int g = lane / 4;
+  const int t = lane % 4;
+  return KEYS ? g + 8 * (t % 2) : 2 * t + 8 * (g / 2 % 2) + g % 2;
+}
+
+// The largest of `most` (SUM: the sum) over the lanes of a token, each lane's of the token whose
+// number is in the bits of t (keys) or g (values): a lane gives away the half that it does not keep.
+template <int KEYS, int SUM>
+inline float kv_together(thread float* most, int lane) {
   int count = KEYS ? 2 : 4;
 #pragma unroll
   for (int i = 0; i < (KEYS ? 2 : 3); i++) {
@@ -58,13 +66,74 @@ inline float kv_most(thread float* most, int lane) {
         const bool second = (lane & distance) != 0;
         const float kept = second ? most[2 * n + 1] : most[2 * n];
         const float given = second ? most[2 * n] : most[2 * n + 1];
-        most[n] = metal::max(kept, simd_shuffle_xor(given, ushort(distance)));
+        const float got = simd_shuffle_xor(given, ushort(distance));
+        most[n] = SUM ? kept + got : metal::max(kept, got);
       }
     } else {
-      most[0] = metal::max(most[0], simd_shuffle_xor(most[0], ushort(distance)));
+      const float got = simd_shuffle_xor(most[0], ushort(distance));
+      most[0] = SUM ? most[0] + got : metal::max(most[0], got);
     }
   }
   return most[0];
+}
+
+// The transform of a record, and where `kv_block` finds what it leaves. True: the token that the lane
+// ranges is zeros, though its neighbour left something there.
+template <typename T, int DIMS, int KEYS, int KIND>
+inline bool kv_turn(
+    const device T* x, const device float* table, kv_pairs tile, thread kv_pairs* at,
+    thread kv_pairs* back, thread int* zero, int lane) {
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const int pair = KEYS ? g : t;
+  bool empty = false;
+  zero[0] = 0;
+  if (KIND > 0) {
+    uint any = 0u;
+    if (KIND == 3) {
+      kv_product<T, DIMS, KEYS>(x, table, tile, lane);
+    } else {
+      any = kv_transform<T, DIMS, KIND == 2, KEYS>(x, table, tile, lane);
+    }
+    if (KIND == 2) {
+      any = KEYS ? any : simd_shuffle(any, ushort(kv_ranged<KEYS>(lane) / 2 * 4));
+      empty = (any >> (KEYS ? t % 2 : g % 2) & 1u) == 0u;
+    }
+    const int entry = (KEYS ? t : g) * (KEYS ? 8 : 4) / (KIND == 2 ? 2 : 1);
+    kv_places<DIMS>(tile, pair, entry, at);
+    kv_places<DIMS>(tile, pair, (KEYS ? 12 : 14) ^ entry, back);
+    zero[0] = kv_place<DIMS>(pair, (16 - entry) % 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      at[i] = back[i] = tile; // never read
+    }
+  }
+  return empty;
+}
+
+// The words of a lane to their places.
+template <int WORDS>
+inline void kv_put(device uint* out, const thread uint* code_words, int lane) {
+#pragma unroll
+  for (int m = 0; m < WORDS; m += kv_vector(WORDS)) {
+    device uint* at = out + kv_word_at(m, lane, WORDS);
+    if (WORDS % 4 == 0) {
+      uint4 four;
+      four.x = code_words[m];
+      four.y = code_words[m + 1 < WORDS ? m + 1 : m];
+      four.z = code_words[m + 2 < WORDS ? m + 2 : m];
+      four.w = code_words[m + 3 < WORDS ? m + 3 : m];
+      *(device uint4*)at = four;
+    } else if (WORDS % 2 == 0) {
+      uint2 two;
+      two.x = code_words[m];
+      two.y = code_words[m + 1 < WORDS ? m + 1 : m];
+      *(device uint2*)at = two;
+    } else {
+      at[0] = code_words[m];
+    }
+  }
 }
 
 // The values that a lane holds of block j, as in `kv_sixteen`, after the transform.
@@ -83,7 +152,7 @@ inline void kv_block(
   }
 }
 
-// The RANK-th largest absolute value of the token that a lane ranges, as in `kv_most`. Two tokens
+// The RANK-th largest absolute value of the token that a lane ranges, as in `kv_together`. Two tokens
 // at a time, so that few lists are held.
 template <typename T, int DIMS, int KEYS, int KIND, int RANK>
 inline float kv_limit(
@@ -155,35 +224,12 @@ inline void kv_seal_side(
   constexpr uint ZERO = 0x4B000000u; // 2^23
   const int g = lane / 4;
   const int t = lane % 4;
-  // Of the tokens that it holds a lane works out the range of one, and stores that.
-  const int ranged = KEYS ? g + 8 * (t % 2) : 2 * t + 8 * (g / 2 % 2) + g % 2;
-  const int pair = KEYS ? g : t;
-  const int u = KEYS ? t : g;
+  const int ranged = kv_ranged<KEYS>(lane);
   kv_pairs at[4];
   kv_pairs back[4];
-  int zero = 0;
-  bool empty = false; // of the ranged token
-  if (KIND > 0) {
-    uint any = 0u;
-    if (KIND == 3) {
-      kv_product<T, DIMS, KEYS>(x, table, tile, lane);
-    } else {
-      any = kv_transform<T, DIMS, KIND == 2, KEYS>(x, table, tile, lane);
-    }
-    if (KIND == 2) {
-      any = KEYS ? any : simd_shuffle(any, ushort(ranged / 2 * 4));
-      empty = (any >> (KEYS ? t % 2 : g % 2) & 1u) == 0u;
-    }
-    const int entry = u * (KEYS ? 8 : 4) / (KIND == 2 ? 2 : 1);
-    kv_places<DIMS>(tile, pair, entry, at);
-    kv_places<DIMS>(tile, pair, (KEYS ? 12 : 14) ^ entry, back);
-    zero = kv_place<DIMS>(pair, (16 - entry) % 16);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      at[i] = back[i] = tile; // never read
-    }
-  }
+  int found_zero[1];
+  const bool empty = kv_turn<T, DIMS, KEYS, KIND>(x, table, tile, at, back, found_zero, lane);
+  const int zero = found_zero[0];
   float limits[HELD];
   if (RANK > 1) {
     const float limit =
@@ -228,7 +274,7 @@ inline void kv_seal_side(
         }
       }
     }
-    const float found = kv_most<KEYS>(high, lane);
+    const float found = kv_together<KEYS, 0>(high, lane);
     const float most = empty ? 0.0f : found;
     half scale;
     float start = 0.0f;
@@ -238,7 +284,7 @@ inline void kv_seal_side(
       scale = half(metal::min(span, 65504.0f / MIDDLE));
       start = -MIDDLE * float(scale);
     } else {
-      const float lowest = kv_most<KEYS>(low, lane);
+      const float lowest = kv_together<KEYS, 0>(low, lane);
       const float least = empty ? 0.0f : -lowest;
       const half bias = half(metal::max(metal::min(least, 65504.0f), -65504.0f));
       start = float(bias);
@@ -300,23 +346,5 @@ inline void kv_seal_side(
       }
     }
   }
-#pragma unroll
-  for (int m = 0; m < WORDS; m += kv_vector(WORDS)) {
-    device uint* at = out + kv_word_at(m, lane, WORDS);
-    if (WORDS % 4 == 0) {
-      uint4 four;
-      four.x = code_words[m];
-      four.y = code_words[m + 1 < WORDS ? m + 1 : m];
-      four.z = code_words[m + 2 < WORDS ? m + 2 : m];
-      four.w = code_words[m + 3 < WORDS ? m + 3 : m];
-      *(device uint4*)at = four;
-    } else if (WORDS % 2 == 0) {
-      uint2 two;
-      two.x = code_words[m];
-      two.y = code_words[m + 1 < WORDS ? m + 1 : m];
-      *(device uint2*)at = two;
-    } else {
-      at[0] = code_words[m];
-    }
-  }
+  kv_put<WORDS>(out, code_words, lane);
 }

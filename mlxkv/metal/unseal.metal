@@ -3,7 +3,7 @@
 // records [heads, capacity, RECORD words]; sink, live [heads, tokens, DIMS] of type T;
 // out [heads, sink tokens + 16 records + live tokens, DIMS].
 // size: [records per head, capacity, heads, first word of the side, sink tokens, live tokens].
-// Template: T, BITS, DIMS, GROUP, SYMMETRIC, KEYS, RECORD.
+// Template: T, BITS, DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, KEYS, RECORD.
 const int lane = thread_index_in_simdgroup;
 const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 32) +
     simdgroup_index_in_threadgroup;
@@ -12,6 +12,11 @@ constexpr int GROUPS = (DIMS + GROUP - 1) / GROUP;
 constexpr int GROUP_BLOCKS = (GROUP + 31) / 32;
 constexpr int WORDS = kv_lane_words<BITS>(BLOCKS);
 constexpr float STEPS = float(1 << BITS);
+const float levels[8] = {
+    as_type<float>(uint(C0)), as_type<float>(uint(C1)),
+    as_type<float>(uint(C2)), as_type<float>(uint(C3)),
+    as_type<float>(uint(C4)), as_type<float>(uint(C5)),
+    as_type<float>(uint(C6)), as_type<float>(uint(C7))};
 
 const int n_sink = size[4];
 const int n_live = size[5];
@@ -60,7 +65,8 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
           const uint word = words[kv_slot_word<BITS>(j, r, p % 4)];
           const uint high = words[BITS == 3 ? kv_high_word(j) : 0];
           const float code = kv_one_plus<BITS>(kv_code<BITS>(word, high, j, r, p % 4, p / 4));
-          run[p] = T(metal::fma(scales[at], code, biases[at]));
+          run[p] = T(CODEBOOK ? scales[at] * kv_level<BITS>(code, levels)
+                              : metal::fma(scales[at], code, biases[at]));
         }
         device T* row = rows + (KEYS ? g + 8 * r : 2 * t + 8 * r) * DIMS;
         const int dim = 32 * j + (KEYS ? 8 * t : 4 * g);

@@ -1,0 +1,92 @@
+"""Codebooks that are computed, not typed in: levels on a sphere, angles of a polar tree.
+
+NumPy float64. Spec: `reference_codebook.sphere_levels`, `reference_polar_tree.angle_codebook`,
+which iterate to the same fixed points; here Newton's method gets there in a few steps.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+TURN = 2 * np.pi
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(40)
+LLOYD, NEWTON = 8, 12  # steps
+
+
+def _sphere_mass(boundaries: np.ndarray, dims: int) -> np.ndarray:
+    """The distribution function, times a constant: the integral of cos^(R-2) up to asin(boundary)."""
+    angle = np.arcsin(boundaries)
+    cosine, sine = np.cos(angle), np.sin(angle)
+    out, start = (angle, 2) if dims % 2 == 0 else (sine, 3)
+    for power in range(start, dims - 1, 2):
+        out = (cosine ** (power - 1) * sine + (power - 1) * out) / power
+    return out
+
+
+@lru_cache(maxsize=256)
+def sphere(dims: int, bits: int) -> np.ndarray:
+    """[2^bits] levels, ascending, for the coordinates of a uniform point on the sphere in `dims`
+    dims, at least 4 (TurboQuant, eq. 4). Not to be written to."""
+    count = 2**bits
+
+    def density(x):
+        return (1 - x * x) ** ((dims - 3) / 2)
+
+    def centroids(edges):
+        mass = np.diff(_sphere_mass(edges, dims))
+        return -np.diff((1 - edges * edges) ** ((dims - 1) / 2)) / (dims - 1) / mass, mass
+
+    start = (np.arange(count) + 0.5 - count / 2) * 5 / (count * np.sqrt(dims))
+    return _fixed_point(start, (-1.0, 1.0), density, centroids)
+
+
+@lru_cache(maxsize=8)
+def angles(level: int, bits: int) -> np.ndarray:
+    """[2^bits] angles, ascending, for level 1, 2, .. of a polar tree (Han et al., Lemma 2). Not to be
+    written to."""
+    count, end = 2**bits, TURN if level == 1 else np.pi / 2
+    power = 0 if level == 1 else 2 ** (level - 1) - 1
+
+    def density(a):
+        return np.sin(2 * a) ** power if power else np.ones_like(a)
+
+    def centroids(edges):
+        half = np.diff(edges)[:, None] / 2
+        a = edges[:-1, None] + half * (NODES + 1)
+        mass = density(a) * WEIGHTS * half
+        return (mass * a).sum(-1) / mass.sum(-1), mass.sum(-1)
+
+    return _fixed_point((np.arange(count) + 0.5) * end / count, (0.0, end), density, centroids)
+
+
+def _fixed_point(levels: np.ndarray, ends: tuple[float, float], density, centroids) -> np.ndarray:
+    """Levels that are the centroids of their cells, boundaries being mid-points: some steps of Lloyd's,
+    then Newton's with the exact derivative, which has three diagonals."""
+
+    def cells(levels):
+        edges = np.concatenate([[ends[0]], (levels[1:] + levels[:-1]) / 2, [ends[1]]])
+        return edges, *centroids(edges)
+
+    for _ in range(LLOYD):
+        levels = cells(levels)[1]
+    for _ in range(NEWTON):
+        edges, found, mass = cells(levels)
+        slope = density(edges) / 2  # a boundary moves half as far as either level
+        slope[[0, -1]] = 0.0
+        left, right = slope[:-1] * (found - edges[:-1]), slope[1:] * (edges[1:] - found)
+        down, up = left / mass, right / mass
+        jacobian = np.diag(down + up) + np.diag(up[:-1], 1) + np.diag(down[1:], -1)
+        step = np.linalg.solve(np.eye(len(levels)) - jacobian, found - levels)
+        levels = levels + step
+    levels.flags.writeable = False
+    return levels
+
+
+def polynomial(dims: int, bits: int) -> np.ndarray:
+    """[2^(b-1)]: c_0, c_1, .. of the odd polynomial c_0 u + c_1 u^3 + .. through the levels of
+    `sphere`, u = (code - (2^b - 1) / 2) / 2^b: what a kernel reads in place of a table."""
+    table, terms = sphere(dims, bits), 2 ** (bits - 1)
+    u = (np.arange(terms) + 0.5) / 2**bits
+    return np.linalg.solve(u[:, None] ** (2 * np.arange(terms) + 1), table[terms:])
