@@ -4,9 +4,12 @@ Tensors, float32: `LAYER.SIDE.vectors` [G or 1, D, D] with an eigenvector per co
 `LAYER.SIDE.values` [G or 1, D], the eigenvalues. LAYER is the position in the model's list of
 caches (`3`, or `3.1` inside a CacheList), SIDE is `keys` or `values`. One metadata entry, `mlxkv`,
 holds the header as JSON. No framework is imported here: the torch track reads the same files.
+Since format 2 a side may have `LAYER.SIDE.down` [G or 1, D, D] and `LAYER.SIDE.sigma` [G or 1, D],
+its balanced transform (`mlxkv.balance`); files of format 1 are read as files without.
 
 Clips that were searched stand in the header, by layer, side and format: `"clips": [{"int2 g128":
-0.9}, {"int2 g128": 0.94}]`, or null where none were searched.
+0.9}, {"int2 g128": 0.94}]`, or null where none were searched; those of balanced sides as "balanced
+int2 g128".
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from mlxkv import __version__, console, rotation
+from mlxkv import __version__, balance, console, rotation
+from mlxkv.balance import Balance
 from mlxkv.errors import MachineError, UserError
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)  # that are read
 NAME = "mlxkv-calibration"
 SIDES = ("keys", "values")
+ROTATED, BALANCED = ("values", "vectors"), ("down", "sigma")  # tensors of a side
 ORTHONORMAL = 1e-4  # largest entry of |U^T U - I| in a sound file
 FIELDS = {
     "fingerprint": str,
@@ -49,12 +55,14 @@ FIELDS = {
 class Basis:
     """Of one side of a layer: eigenvalues [G, D], ascending, and vectors [G, D, D], float32; G is 1
     where all kv heads share one. floored: eigenvalues that were too small to mean anything.
-    clips: searched ones, by `Affine.format`; other formats keep those of the preset."""
+    clips: searched ones, by `Side.format`; other formats keep those of the preset. balance: the
+    balanced transform, None in files that have none."""
 
     values: np.ndarray
     vectors: np.ndarray
     floored: int = 0
     clips: Mapping[str, float] = field(default_factory=dict)
+    balance: Balance | None = None
 
     @property
     def condition(self) -> float:
@@ -104,13 +112,24 @@ class Calibration:
             total.update(np.ascontiguousarray(x, "<f4").tobytes())
         return total.hexdigest()[:16]
 
-    def _tensors(self) -> dict[str, np.ndarray]:
-        return {
-            f"{name}.{side}.{part}": getattr(getattr(layer, side), part)
-            for name, layer in self.layers.items()
+    @property
+    def balanced(self) -> bool:
+        """Whether it holds balanced transforms."""
+        return all(
+            getattr(layer, side).balance is not None
+            for layer in self.layers.values()
             for side in SIDES
-            for part in ("values", "vectors")
-        }
+        )
+
+    def _tensors(self) -> dict[str, np.ndarray]:
+        out = {}
+        for name, layer in self.layers.items():
+            for side in SIDES:
+                basis = getattr(layer, side)
+                out |= {f"{name}.{side}.{part}": getattr(basis, part) for part in ROTATED}
+                if basis.balance is not None:
+                    out |= {f"{name}.{side}.{p}": getattr(basis.balance, p) for p in BALANCED}
+        return out
 
     def with_clips_of(self, old: Calibration) -> Calibration:
         """With the clips of `old`, which has the same rotations, for formats that have none here."""
@@ -129,6 +148,9 @@ class Calibration:
             name: {
                 "kv_heads": layer.kv_heads,
                 "floored": [layer.keys.floored, layer.values.floored],
+                "lacking": [
+                    getattr(x.balance, "floored", None) for x in (layer.keys, layer.values)
+                ],
                 "clips": [dict(layer.keys.clips), dict(layer.values.clips)]
                 if layer.keys.clips or layer.values.clips
                 else None,
@@ -159,6 +181,14 @@ class Calibration:
                     f"is of another shape in layer {name}; got {words.format(*got)}, this model has "
                     f"{words.format(*wanted)}"
                 )
+
+    def check_balanced(self) -> None:
+        """Raises UserError where balanced transforms are wanted and missing."""
+        if not self.balanced:
+            raise self._fault(
+                "holds no balanced transforms: an older version made it, or another --target than "
+                "attention"
+            )
 
     def _fault(self, what: str) -> UserError:
         return _fault(self.path or "it", what)
@@ -198,11 +228,19 @@ def read(path: Path | str) -> Calibration:
         for name, entry in header["layers"].items():
             bases = []
             clips = entry.get("clips") or ({}, {})
-            for side, floored, own in zip(SIDES, entry["floored"], clips, strict=True):
-                values, vectors = (tensors[f"{name}.{side}.{p}"] for p in ("values", "vectors"))
-                _check_basis(path, f"layer {name}, {side}", values, vectors, entry["kv_heads"])
-                _check_clips(path, f"layer {name}, {side}", own)
-                bases.append(Basis(values, vectors, int(floored), own))
+            lacking = entry.get("lacking") or (None, None)
+            for side, floored, own, lack in zip(
+                SIDES, entry["floored"], clips, lacking, strict=True
+            ):
+                where = f"layer {name}, {side}"
+                values, vectors = (tensors[f"{name}.{side}.{p}"] for p in ROTATED)
+                _check_basis(path, where, values, vectors, entry["kv_heads"])
+                _check_clips(path, where, own)
+                found = None
+                if lack is not None:
+                    found = Balance(*(tensors[f"{name}.{side}.{p}"] for p in BALANCED), int(lack))
+                    _check_balance(path, where, found, values.shape)
+                bases.append(Basis(values, vectors, int(floored), own, found))
             layers[name] = Layer(entry["kv_heads"], *bases)
         known = {name: header[name] for name in FIELDS}
         for name, kind in FIELDS.items():
@@ -224,7 +262,7 @@ def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {})["mlxkv"])
             version = header["format"]
-            wanted = file.keys() if tensors and version == FORMAT else ()
+            wanted = file.keys() if tensors and version in FORMATS else ()
             found = {name: file.get_tensor(name) for name in wanted}
     except FileNotFoundError:
         raise _fault(path, "is not there") from None
@@ -232,8 +270,9 @@ def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
         raise _fault(path, "is no safetensors file, or only part of one") from None
     except (KeyError, TypeError, ValueError):
         raise _fault(path, "is not a calibration of mlxkv: it has no such header") from None
-    if version != FORMAT:
-        raise _fault(path, f"has format {version}; this version reads {FORMAT}")
+    if version not in FORMATS:
+        choices = " and ".join(map(str, FORMATS))
+        raise _fault(path, f"has format {version}; this version reads {choices}")
     return header, found
 
 
@@ -243,13 +282,30 @@ def _check_basis(
     heads, dims = values.shape
     if vectors.shape != (heads, dims, dims) or heads not in (1, kv_heads):
         raise ValueError(f"{where}: shapes {values.shape}, {vectors.shape}")
-    for x in (values, vectors):
-        if x.dtype != np.float32 or not np.isfinite(x).all():
-            raise _fault(path, f"holds NaN, infinity or no float32 numbers in {where}")
+    _check_numbers(path, where, values, vectors)
     if (values <= 0).any():
         raise _fault(path, f"holds eigenvalues that are not positive in {where}")
     if (off := rotation.off_orthonormal(vectors)) > ORTHONORMAL:
         raise _fault(path, f"is not orthonormal in {where}: off by {off:.2g}")
+
+
+def _check_balance(path: Path, where: str, found: Balance, shape: tuple[int, int]) -> None:
+    """shape: of the eigenvalues, which passed."""
+    if found.sigma.shape != shape or found.down.shape != (*shape, shape[1]):
+        raise ValueError(f"{where}: shapes {found.sigma.shape}, {found.down.shape}")
+    _check_numbers(path, where, found.sigma, found.down)
+    if (found.sigma <= 0).any():
+        raise _fault(path, f"holds sigmas that are not positive in {where}")
+    if reason := balance.fault(found.down):
+        raise _fault(
+            path, f"holds a balanced transform that is not invertible in {where}: {reason}"
+        )
+
+
+def _check_numbers(path: Path, where: str, *many: np.ndarray) -> None:
+    for x in many:
+        if x.dtype != np.float32 or not np.isfinite(x).all():
+            raise _fault(path, f"holds NaN, infinity or no float32 numbers in {where}")
 
 
 def _check_clips(path: Path, where: str, clips: Mapping[str, float]) -> None:
@@ -274,8 +330,9 @@ def kept_path(fingerprint: str) -> Path:
     return folder() / f"{fingerprint}.safetensors"
 
 
-def find(fingerprint: str, model_folder: Path | None) -> Calibration | None:
-    """The calibration that came with the model, else the user's own, else None.
+def find(fingerprint: str, model_folder: Path | None, balanced: bool = False) -> Calibration | None:
+    """The calibration that came with the model, else the user's own, else None. balanced: only one
+    that holds balanced transforms.
 
     Raises UserError if the one that would be used is faulty.
     """
@@ -283,9 +340,13 @@ def find(fingerprint: str, model_folder: Path | None) -> Calibration | None:
     for path in shipped:
         # The hard form of an embedded model lies beside the plain one, each with a file.
         if len(shipped) == 1 or _open(path, False)[0].get("fingerprint") == fingerprint:
-            return read(path)
+            found = read(path)
+            if found.balanced or not balanced:
+                return found
+            break
     path = kept_path(fingerprint)
-    return read(path) if path.exists() else None
+    found = read(path) if path.exists() else None
+    return found if found is None or found.balanced or not balanced else None
 
 
 def with_digest(digest: str) -> Calibration | None:
