@@ -29,13 +29,14 @@ from safetensors.numpy import save
 
 from mlxkv import __version__, balance, console, rotation
 from mlxkv.balance import Balance
+from mlxkv.config import BALANCED
 from mlxkv.errors import MachineError, UserError
 
 FORMAT = 2
 FORMATS = (1, 2)  # that are read
 NAME = "mlxkv-calibration"
 SIDES = ("keys", "values")
-ROTATED, BALANCED = ("values", "vectors"), ("down", "sigma")  # tensors of a side
+TENSORS, MORE = ("values", "vectors"), ("down", "sigma")  # of a side, with a balanced transform
 ORTHONORMAL = 1e-4  # largest entry of |U^T U - I| in a sound file
 FIELDS = {
     "fingerprint": str,
@@ -68,6 +69,17 @@ class Basis:
     def condition(self) -> float:
         """Largest over smallest eigenvalue, the worst kv head."""
         return float((self.values[:, -1] / self.values[:, 0]).max())
+
+    def is_like(self, other: Basis, form: str) -> bool:
+        """Whether the transform that a format of clips is about is the same in `other`."""
+        sides = [self, other]
+        if form.startswith(f"{BALANCED} "):
+            sides = [side.balance and side.balance.down for side in sides]
+        else:
+            sides = [side.vectors for side in sides]
+        if any(x is None for x in sides) or sides[0].shape != sides[1].shape:
+            return False
+        return bool(np.abs(sides[0] - sides[1]).max() <= ORTHONORMAL * np.abs(sides[0]).max())
 
     def rotation(self, parts: str) -> np.ndarray:
         """R [G, D, D] float32: stored = x @ R, x = stored @ R^T."""
@@ -126,21 +138,25 @@ class Calibration:
         for name, layer in self.layers.items():
             for side in SIDES:
                 basis = getattr(layer, side)
-                out |= {f"{name}.{side}.{part}": getattr(basis, part) for part in ROTATED}
+                out |= {f"{name}.{side}.{part}": getattr(basis, part) for part in TENSORS}
                 if basis.balance is not None:
-                    out |= {f"{name}.{side}.{p}": getattr(basis.balance, p) for p in BALANCED}
+                    out |= {f"{name}.{side}.{p}": getattr(basis.balance, p) for p in MORE}
         return out
 
-    def with_clips_of(self, old: Calibration) -> Calibration:
-        """With the clips of `old`, which has the same rotations, for formats that have none here."""
-        layers = {}
+    def with_clips_of(self, old: Calibration) -> tuple[Calibration, int]:
+        """With the clips of `old` for formats that have none here, and how many of them were left out:
+        those for transforms that are others now, beyond what two runs of the same differ by."""
+        layers, lost = {}, 0
         for name, layer in self.layers.items():
             sides = {}
             for side in SIDES:
-                basis, before = getattr(layer, side), getattr(old.layers[name], side)
-                sides[side] = replace(basis, clips={**before.clips, **basis.clips})
+                basis, before = getattr(layer, side), getattr(old.layers.get(name), side, None)
+                clips = dict(before.clips) if before is not None else {}
+                kept = {form: clip for form, clip in clips.items() if basis.is_like(before, form)}
+                lost += len(clips) - len(kept)
+                sides[side] = replace(basis, clips={**kept, **basis.clips})
             layers[name] = replace(layer, **sides)
-        return replace(self, layers=layers)
+        return replace(self, layers=layers), lost
 
     def header(self) -> dict:
         """What the file says beside its tensors."""
@@ -233,12 +249,12 @@ def read(path: Path | str) -> Calibration:
                 SIDES, entry["floored"], clips, lacking, strict=True
             ):
                 where = f"layer {name}, {side}"
-                values, vectors = (tensors[f"{name}.{side}.{p}"] for p in ROTATED)
+                values, vectors = (tensors[f"{name}.{side}.{p}"] for p in TENSORS)
                 _check_basis(path, where, values, vectors, entry["kv_heads"])
                 _check_clips(path, where, own)
                 found = None
                 if lack is not None:
-                    found = Balance(*(tensors[f"{name}.{side}.{p}"] for p in BALANCED), int(lack))
+                    found = Balance(*(tensors[f"{name}.{side}.{p}"] for p in MORE), int(lack))
                     _check_balance(path, where, found, values.shape)
                 bases.append(Basis(values, vectors, int(floored), own, found))
             layers[name] = Layer(entry["kv_heads"], *bases)

@@ -222,7 +222,8 @@ def _basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
             vectors = np.broadcast_to(np.eye(dims), (heads, dims, dims))
         else:
             vectors = rotation.random_basis(heads, dims, dims)
-        return Basis(np.ones((heads, dims), np.float32), vectors.astype(np.float32))
+        vectors, ones = vectors.astype(np.float32), np.ones((heads, dims), np.float32)
+        return Basis(ones, vectors, balance=Balance(vectors, ones))  # of moments that are I
     mean = _mean(moments, side, where, per_layer)
     values, vectors, floored = rotation.eigenbasis(mean)
     return Basis(

@@ -156,10 +156,19 @@ def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -
 
 
 @lru_cache(maxsize=8)
-def sample(heads: int, dims: tuple[int, int]) -> Rotations:
-    """Random rotations for heads of (key, value) dims, where a kernel is tried or timed."""
-    keys, values = (_turn(rotation.random_basis(heads, d, d)) for d in dims)
-    return Rotations(keys, values)
+def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> Rotations:
+    """Random transforms for heads of (key, value) dims, where a kernel is tried or timed."""
+    return Rotations(*map(_random, kinds, (heads, heads), dims), kinds=kinds)
+
+
+def _random(kind: str, heads: int, dims: int) -> Transform:
+    turn = rotation.random_basis(heads, dims, dims)
+    if kind != BALANCED:
+        return _turn(turn)
+    # Stretched by up to 4 either way between two rotations: `up` is far from the transpose.
+    stretch = 4 ** np.linspace(-1, 1, dims)
+    other = rotation.random_basis(heads, dims, dims + 1)
+    return _pair(turn * stretch @ other, other.swapaxes(-1, -2) / stretch @ turn.swapaxes(-1, -2))
 
 
 def _turn(down: np.ndarray) -> Transform:
