@@ -4,9 +4,12 @@ Tensors, float32: `LAYER.SIDE.vectors` [G or 1, D, D] with an eigenvector per co
 `LAYER.SIDE.values` [G or 1, D], the eigenvalues. LAYER is the position in the model's list of
 caches (`3`, or `3.1` inside a CacheList), SIDE is `keys` or `values`. One metadata entry, `mlxkv`,
 holds the header as JSON. No framework is imported here: the torch track reads the same files.
+Since format 2 a side may have `LAYER.SIDE.down` [G or 1, D, D] and `LAYER.SIDE.sigma` [G or 1, D],
+its balanced transform (`mlxkv.balance`); files of format 1 are read as files without.
 
 Clips that were searched stand in the header, by layer, side and format: `"clips": [{"int2 g128":
-0.9}, {"int2 g128": 0.94}]`, or null where none were searched.
+0.9}, {"int2 g128": 0.94}]`, or null where none were searched; those of balanced sides as "balanced
+int2 g128".
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from mlxkv import __version__, console, rotation
+from mlxkv import __version__, balance, console, rotation
+from mlxkv.balance import Balance
+from mlxkv.config import BALANCED
 from mlxkv.errors import MachineError, UserError
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)  # that are read
 NAME = "mlxkv-calibration"
 SIDES = ("keys", "values")
+TENSORS, MORE = ("values", "vectors"), ("down", "sigma")  # of a side, with a balanced transform
 ORTHONORMAL = 1e-4  # largest entry of |U^T U - I| in a sound file
 FIELDS = {
     "fingerprint": str,
@@ -49,17 +56,30 @@ FIELDS = {
 class Basis:
     """Of one side of a layer: eigenvalues [G, D], ascending, and vectors [G, D, D], float32; G is 1
     where all kv heads share one. floored: eigenvalues that were too small to mean anything.
-    clips: searched ones, by `Affine.format`; other formats keep those of the preset."""
+    clips: searched ones, by `Side.format`; other formats keep those of the preset. balance: the
+    balanced transform, None in files that have none."""
 
     values: np.ndarray
     vectors: np.ndarray
     floored: int = 0
     clips: Mapping[str, float] = field(default_factory=dict)
+    balance: Balance | None = None
 
     @property
     def condition(self) -> float:
         """Largest over smallest eigenvalue, the worst kv head."""
         return float((self.values[:, -1] / self.values[:, 0]).max())
+
+    def is_like(self, other: Basis, form: str) -> bool:
+        """Whether the transform that a format of clips is about is the same in `other`."""
+        sides = [self, other]
+        if form.startswith(f"{BALANCED} "):
+            sides = [side.balance and side.balance.down for side in sides]
+        else:
+            sides = [side.vectors for side in sides]
+        if any(x is None for x in sides) or sides[0].shape != sides[1].shape:
+            return False
+        return bool(np.abs(sides[0] - sides[1]).max() <= ORTHONORMAL * np.abs(sides[0]).max())
 
     def rotation(self, parts: str) -> np.ndarray:
         """R [G, D, D] float32: stored = x @ R, x = stored @ R^T."""
@@ -104,24 +124,39 @@ class Calibration:
             total.update(np.ascontiguousarray(x, "<f4").tobytes())
         return total.hexdigest()[:16]
 
-    def _tensors(self) -> dict[str, np.ndarray]:
-        return {
-            f"{name}.{side}.{part}": getattr(getattr(layer, side), part)
-            for name, layer in self.layers.items()
+    @property
+    def balanced(self) -> bool:
+        """Whether it holds balanced transforms."""
+        return all(
+            getattr(layer, side).balance is not None
+            for layer in self.layers.values()
             for side in SIDES
-            for part in ("values", "vectors")
-        }
+        )
 
-    def with_clips_of(self, old: Calibration) -> Calibration:
-        """With the clips of `old`, which has the same rotations, for formats that have none here."""
-        layers = {}
+    def _tensors(self) -> dict[str, np.ndarray]:
+        out = {}
+        for name, layer in self.layers.items():
+            for side in SIDES:
+                basis = getattr(layer, side)
+                out |= {f"{name}.{side}.{part}": getattr(basis, part) for part in TENSORS}
+                if basis.balance is not None:
+                    out |= {f"{name}.{side}.{p}": getattr(basis.balance, p) for p in MORE}
+        return out
+
+    def with_clips_of(self, old: Calibration) -> tuple[Calibration, int]:
+        """With the clips of `old` for formats that have none here, and how many of them were left out:
+        those for transforms that are others now, beyond what two runs of the same differ by."""
+        layers, lost = {}, 0
         for name, layer in self.layers.items():
             sides = {}
             for side in SIDES:
-                basis, before = getattr(layer, side), getattr(old.layers[name], side)
-                sides[side] = replace(basis, clips={**before.clips, **basis.clips})
+                basis, before = getattr(layer, side), getattr(old.layers.get(name), side, None)
+                clips = dict(before.clips) if before is not None else {}
+                kept = {form: clip for form, clip in clips.items() if basis.is_like(before, form)}
+                lost += len(clips) - len(kept)
+                sides[side] = replace(basis, clips={**kept, **basis.clips})
             layers[name] = replace(layer, **sides)
-        return replace(self, layers=layers)
+        return replace(self, layers=layers), lost
 
     def header(self) -> dict:
         """What the file says beside its tensors."""
@@ -129,6 +164,9 @@ class Calibration:
             name: {
                 "kv_heads": layer.kv_heads,
                 "floored": [layer.keys.floored, layer.values.floored],
+                "lacking": [
+                    getattr(x.balance, "floored", None) for x in (layer.keys, layer.values)
+                ],
                 "clips": [dict(layer.keys.clips), dict(layer.values.clips)]
                 if layer.keys.clips or layer.values.clips
                 else None,
@@ -159,6 +197,14 @@ class Calibration:
                     f"is of another shape in layer {name}; got {words.format(*got)}, this model has "
                     f"{words.format(*wanted)}"
                 )
+
+    def check_balanced(self) -> None:
+        """Raises UserError where balanced transforms are wanted and missing."""
+        if not self.balanced:
+            raise self._fault(
+                "holds no balanced transforms: an older version made it, or another --target than "
+                "attention"
+            )
 
     def _fault(self, what: str) -> UserError:
         return _fault(self.path or "it", what)
@@ -198,11 +244,19 @@ def read(path: Path | str) -> Calibration:
         for name, entry in header["layers"].items():
             bases = []
             clips = entry.get("clips") or ({}, {})
-            for side, floored, own in zip(SIDES, entry["floored"], clips, strict=True):
-                values, vectors = (tensors[f"{name}.{side}.{p}"] for p in ("values", "vectors"))
-                _check_basis(path, f"layer {name}, {side}", values, vectors, entry["kv_heads"])
-                _check_clips(path, f"layer {name}, {side}", own)
-                bases.append(Basis(values, vectors, int(floored), own))
+            lacking = entry.get("lacking") or (None, None)
+            for side, floored, own, lack in zip(
+                SIDES, entry["floored"], clips, lacking, strict=True
+            ):
+                where = f"layer {name}, {side}"
+                values, vectors = (tensors[f"{name}.{side}.{p}"] for p in TENSORS)
+                _check_basis(path, where, values, vectors, entry["kv_heads"])
+                _check_clips(path, where, own)
+                found = None
+                if lack is not None:
+                    found = Balance(*(tensors[f"{name}.{side}.{p}"] for p in MORE), int(lack))
+                    _check_balance(path, where, found, values.shape)
+                bases.append(Basis(values, vectors, int(floored), own, found))
             layers[name] = Layer(entry["kv_heads"], *bases)
         known = {name: header[name] for name in FIELDS}
         for name, kind in FIELDS.items():
@@ -224,7 +278,7 @@ def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {})["mlxkv"])
             version = header["format"]
-            wanted = file.keys() if tensors and version == FORMAT else ()
+            wanted = file.keys() if tensors and version in FORMATS else ()
             found = {name: file.get_tensor(name) for name in wanted}
     except FileNotFoundError:
         raise _fault(path, "is not there") from None
@@ -232,8 +286,9 @@ def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
         raise _fault(path, "is no safetensors file, or only part of one") from None
     except (KeyError, TypeError, ValueError):
         raise _fault(path, "is not a calibration of mlxkv: it has no such header") from None
-    if version != FORMAT:
-        raise _fault(path, f"has format {version}; this version reads {FORMAT}")
+    if version not in FORMATS:
+        choices = " and ".join(map(str, FORMATS))
+        raise _fault(path, f"has format {version}; this version reads {choices}")
     return header, found
 
 
@@ -243,13 +298,30 @@ def _check_basis(
     heads, dims = values.shape
     if vectors.shape != (heads, dims, dims) or heads not in (1, kv_heads):
         raise ValueError(f"{where}: shapes {values.shape}, {vectors.shape}")
-    for x in (values, vectors):
-        if x.dtype != np.float32 or not np.isfinite(x).all():
-            raise _fault(path, f"holds NaN, infinity or no float32 numbers in {where}")
+    _check_numbers(path, where, values, vectors)
     if (values <= 0).any():
         raise _fault(path, f"holds eigenvalues that are not positive in {where}")
     if (off := rotation.off_orthonormal(vectors)) > ORTHONORMAL:
         raise _fault(path, f"is not orthonormal in {where}: off by {off:.2g}")
+
+
+def _check_balance(path: Path, where: str, found: Balance, shape: tuple[int, int]) -> None:
+    """shape: of the eigenvalues, which passed."""
+    if found.sigma.shape != shape or found.down.shape != (*shape, shape[1]):
+        raise ValueError(f"{where}: shapes {found.sigma.shape}, {found.down.shape}")
+    _check_numbers(path, where, found.sigma, found.down)
+    if (found.sigma <= 0).any():
+        raise _fault(path, f"holds sigmas that are not positive in {where}")
+    if reason := balance.fault(found.down):
+        raise _fault(
+            path, f"holds a balanced transform that is not invertible in {where}: {reason}"
+        )
+
+
+def _check_numbers(path: Path, where: str, *many: np.ndarray) -> None:
+    for x in many:
+        if x.dtype != np.float32 or not np.isfinite(x).all():
+            raise _fault(path, f"holds NaN, infinity or no float32 numbers in {where}")
 
 
 def _check_clips(path: Path, where: str, clips: Mapping[str, float]) -> None:
@@ -274,8 +346,9 @@ def kept_path(fingerprint: str) -> Path:
     return folder() / f"{fingerprint}.safetensors"
 
 
-def find(fingerprint: str, model_folder: Path | None) -> Calibration | None:
-    """The calibration that came with the model, else the user's own, else None.
+def find(fingerprint: str, model_folder: Path | None, balanced: bool = False) -> Calibration | None:
+    """The calibration that came with the model, else the user's own, else None. balanced: only one
+    that holds balanced transforms.
 
     Raises UserError if the one that would be used is faulty.
     """
@@ -283,9 +356,13 @@ def find(fingerprint: str, model_folder: Path | None) -> Calibration | None:
     for path in shipped:
         # The hard form of an embedded model lies beside the plain one, each with a file.
         if len(shipped) == 1 or _open(path, False)[0].get("fingerprint") == fingerprint:
-            return read(path)
+            found = read(path)
+            if found.balanced or not balanced:
+                return found
+            break
     path = kept_path(fingerprint)
-    return read(path) if path.exists() else None
+    found = read(path) if path.exists() else None
+    return found if found is None or found.balanced or not balanced else None
 
 
 def with_digest(digest: str) -> Calibration | None:

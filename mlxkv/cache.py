@@ -313,7 +313,9 @@ class CompressedKVCache:
                 f"choose a file of version {STATE_VERSION}"
             )
         self.config = CacheConfig.from_dict(header["config"])
-        self.rotations = _rotations(header) if self.config.calibrated else None
+        self.rotations = None
+        if self.config.calibrated:
+            self.rotations = _rotations(header, self.config.fitted)
         self._followed = None
         self._clear()
         try:
@@ -362,9 +364,9 @@ class CompressedKVCache:
         return out
 
 
-def _rotations(header: dict) -> Rotations:
+def _rotations(header: dict, kinds: calibrated.Kinds) -> Rotations:
     """Those that a state names, and no others."""
     match header.get("calibration"):
         case [str(digest), str(layer)]:
-            return calibrated.find(digest, layer, bool(header.get("folded")))
+            return calibrated.find(digest, layer, bool(header.get("folded")), kinds)
     raise UserError("[CompressedKVCache] a state that names no calibration; got a calibrated cache")

@@ -1,9 +1,12 @@
-"""Calibration: one pass over some text gives every kv head its rotations (OSCAR).
+"""Calibration: one pass over some text gives every kv head its rotations (OSCAR), and its balanced
+transforms.
 
 Queries, keys (after RoPE), values and outputs are seen where attention reads our caches, so every
 family that can be compressed can be calibrated. Only second moments are kept, [G, D, D] per layer
 and side. Spec: `reference_oscar`. The value target V^T S^T S V is (S V)^T (S V): the second moment
-of what attention gives out, so that no score has to be kept or computed again.
+of what attention gives out, so that no score has to be kept or computed again. Balanced transforms
+(`mlxkv.balance`) also take the moments of keys and values that are not first in a window, where
+caches keep them exact, and what the output projection makes of errors in values.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv import corpus, rotation
+from mlxkv import balance, corpus, rotation
 from mlxkv.artifact import SIDES, Basis, Calibration, Layer
+from mlxkv.balance import Balance
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models.calibrations import Origin, layer_name, origin_of
 from mlxkv.models.layers import find
+from mlxkv.models.outputs import sensitivities
 from mlxkv.models.probe import Place, Shape, leaves, put
 from mlxkv.models.rebind import bind, release
 from mlxkv.models.seam import on_plain_weights, own_make_cache
@@ -32,6 +37,7 @@ from mlxkv.models.taps import Call, Ear
 TOKENS = 8900  # about what the paper takes
 LEAST = 512  # tokens: fewer say too little about heads of 64 to 256 dims
 WINDOW = 4096  # tokens that see each other
+SINK = 64  # first tokens of a window, which presets keep exact
 CHUNK = 512  # tokens that go through the model at once
 # What the bases are eigenvectors of: what attention reads (the paper), the same with the released
 # code's stand-in for values, the cache itself, and two that need no text.
@@ -42,15 +48,18 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Moments:
-    """Sums of one layer, [G, D, D] float64. keys, values: of x^T x over the rows of the target.
-    rows: how many there are of each. weights: Sigma_K of a first pass, for the surrogate. seconds:
-    that summing took."""
+    """Sums of one layer, [G, D, D] float64. keys, values: of x^T x over the rows of the target; stored
+    keys, stored values: over what caches were handed. rows: how many there are of each. weights:
+    Sigma_K of a first pass, for the surrogate. output: what errors in values do, or None where that
+    is not known. begun: tokens of this window. seconds: that summing took."""
 
     shape: Shape
     target: str
     sums: dict[str, np.ndarray] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     weights: mx.array | None = None
+    output: np.ndarray | None = None
+    begun: int = 0
     seconds: float = 0.0
 
     def attended(self, call: Call) -> None:
@@ -62,7 +71,12 @@ class Moments:
 
     def handed(self, keys: mx.array, values: mx.array) -> None:
         """What a cache was handed, [B, G, L, D]; each token once."""
-        if self.target == "tensor":
+        skipped = max(0, SINK - self.begun)
+        self.begun += keys.shape[2]
+        if self.target == "attention" and skipped < keys.shape[2]:
+            self._add("stored keys", keys[:, :, skipped:])
+            self._add("stored values", values[:, :, skipped:])
+        elif self.target == "tensor":
             self._add("keys", keys)
             self._add("values", values)
         elif self.weights is not None:
@@ -133,6 +147,9 @@ def calibrate(
             reason = next(iter(found.refused.values()), "no layer has a cache that grows")
             raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
         moments = {place: Moments(shape, target) for place, shape in shapes.items()}
+        if target == "attention":
+            for place, output in sensitivities(model, own, shapes).items():
+                moments[place].output = output
         for turn in range(passes(target)):
             for part in windows(tokens, window):
                 _read(model, own, moments, part, [] if bos is None else [bos], progress)
@@ -186,6 +203,7 @@ def _read(
     """`first` and one window through the model; what it computes is gone after each chunk."""
     caches = make_cache()
     for place, one in moments.items():
+        one.begun = 0
         put(caches, place, Ear(one.attended, one.handed))
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
@@ -204,17 +222,47 @@ def _basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
             vectors = np.broadcast_to(np.eye(dims), (heads, dims, dims))
         else:
             vectors = rotation.random_basis(heads, dims, dims)
-        return Basis(np.ones((heads, dims), np.float32), vectors.astype(np.float32))
-    mean = moments.mean(side)
+        vectors, ones = vectors.astype(np.float32), np.ones((heads, dims), np.float32)
+        return Basis(ones, vectors, balance=Balance(vectors, ones))  # of moments that are I
+    mean = _mean(moments, side, where, per_layer)
+    values, vectors, floored = rotation.eigenbasis(mean)
+    return Basis(
+        values.astype(np.float32),
+        vectors.astype(np.float32),
+        floored,
+        balance=_balance(moments, side, where, per_layer, mean),
+    )
+
+
+def _mean(moments: Moments, name: str, where: str, per_layer: bool) -> np.ndarray:
+    """[G or 1, D, D]. Raises MachineError."""
+    mean = moments.mean(name)
     if not np.isfinite(mean).all():
         raise MachineError(
             f"[calibrate] NaN or infinity in {where}; the model computes them on this text; try "
             "another --dtype, or other text"
         )
-    values, vectors, floored = rotation.eigenbasis(
-        mean.mean(0, keepdims=True) if per_layer else mean
-    )
-    return Basis(values.astype(np.float32), vectors.astype(np.float32), floored)
+    return mean.mean(0, keepdims=True) if per_layer else mean
+
+
+def _balance(
+    moments: Moments, side: str, where: str, per_layer: bool, queries: np.ndarray
+) -> Balance | None:
+    """queries: their second moment, where `side` is keys."""
+    if moments.target != "attention":
+        return None
+    noise = _mean(moments, f"stored {side}", where, per_layer)
+    reads = queries
+    if side == "values":
+        output = moments.output
+        reads = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape) if output is None else output
+        if per_layer:
+            reads = reads.mean(0, keepdims=True)
+    down, sigma, floored = balance.balance(noise, reads)
+    if side == "values":  # nothing says in which unit errors count: stored values stay as large
+        size = np.trace(noise, axis1=-2, axis2=-1) / sigma.sum(-1)
+        down, sigma = down * np.sqrt(size)[:, None, None], sigma * size[:, None]
+    return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)
 
 
 def from_corpus(model: nn.Module, origin: Origin) -> Calibration:

@@ -12,44 +12,60 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv import artifact, rotation
-from mlxkv.artifact import Calibration
+from mlxkv.artifact import Basis, Calibration
+from mlxkv.config import BALANCED, CALIBRATED
 from mlxkv.errors import UserError
 from mlxkv.transform import Transform
+
+Kinds = tuple[str, str]
+ROTATED: Kinds = (CALIBRATED, CALIBRATED)
 
 
 @dataclass(frozen=True, eq=False)
 class Rotations:
     """The transforms of one layer: of keys and of values, [D, D] or [G, D, D].
 
-    digest: of the calibration, "" for none. layer: its name there. folded: the weights of the model
-    turn values already, so a cache is handed them in the stored domain and stores them as they come.
+    digest: of the calibration, "" for none. layer: its name there. kinds: of keys and values, "oscar"
+    or "balanced". folded: the weights of the model turn values already, so a cache is handed them in
+    the stored domain and stores them as they come.
     """
 
     keys: Transform
     values: Transform
     digest: str = ""
     layer: str = ""
+    kinds: Kinds = ROTATED
     folded: bool = False
 
     def __deepcopy__(self, memo):
         return self  # as constant as weights: copies of a cache share it
 
 
-Key = tuple[str, str, bool]  # digest, layer, folded
+Key = tuple[str, str, Kinds, bool]  # digest, layer, kinds, folded
 _at_hand: WeakValueDictionary[Key, Rotations] = WeakValueDictionary()
 
 
-def of(calibration: Calibration) -> dict[str, Rotations]:
-    """The rotations of each layer; all caches of a model share them."""
+def of(calibration: Calibration, kinds: Kinds = ROTATED) -> dict[str, Rotations]:
+    """The transforms of each layer; all caches of a model share them. kinds: `CacheConfig.fitted`.
+
+    Raises UserError for balanced ones of a calibration that has none.
+    """
+    if BALANCED in kinds:
+        calibration.check_balanced()
     out = {}
     for name, layer in calibration.layers.items():
-        key = (calibration.digest, name, False)
+        key = (calibration.digest, name, kinds, False)
         made = _at_hand.get(key)
         if made is None:
-            sides = (_transform(x.rotation(calibration.parts)) for x in (layer.keys, layer.values))
+            bases = zip(kinds, (layer.keys, layer.values), strict=True)
+            sides = (_made(kind, basis, calibration.parts) for kind, basis in bases)
             made = _at_hand[key] = Rotations(*sides, *key)
         out[name] = made
     return out
+
+
+def _made(kind: str, basis: Basis, parts: str) -> Transform:
+    return _pair(*basis.balance.pair(parts)) if kind == BALANCED else _turn(basis.rotation(parts))
 
 
 def folded(rotations: Rotations, yes: bool = True) -> Rotations:
@@ -58,7 +74,7 @@ def folded(rotations: Rotations, yes: bool = True) -> Rotations:
         return rotations
     if not rotations.digest:  # of no calibration: nobody else may share them
         return replace(rotations, folded=yes)
-    key = (rotations.digest, rotations.layer, yes)
+    key = (rotations.digest, rotations.layer, rotations.kinds, yes)
     made = _at_hand.get(key)
     if made is None:
         made = _at_hand[key] = replace(rotations, folded=yes)
@@ -67,10 +83,10 @@ def folded(rotations: Rotations, yes: bool = True) -> Rotations:
 
 @dataclass(eq=False)
 class Attached:
-    """A model that is attached: by (digest, layer), whether its weights turn the values. number:
-    counts attachments."""
+    """A model that is attached: by `_place`, whether its weights turn the values. number: counts
+    attachments."""
 
-    folded: dict[tuple[str, str], bool]
+    folded: dict[tuple[str, str, str], bool]
     number: int
 
 
@@ -81,9 +97,14 @@ _now = 0  # changes with every attachment and every detachment
 
 def enter(many: Iterable[Rotations]) -> Attached:
     """A model whose caches have these rotations was attached. Keep what is returned until then."""
-    made = Attached({(one.digest, one.layer): one.folded for one in many}, _change())
+    made = Attached({_place(one): one.folded for one in many}, _change())
     _attached.add(made)
     return made
+
+
+def _place(one: Rotations) -> tuple[str, str, str]:
+    """What its values are turned by: (digest, layer, kind)."""
+    return one.digest, one.layer, one.kinds[1]
 
 
 def leave(attached: Attached) -> None:
@@ -110,7 +131,7 @@ def as_attached(rotations: Rotations, loaded: bool = False) -> Rotations:
     kinds are attached `rotations` stay as they are; those of a cache that was `loaded` follow the
     last that was attached. Without any model of this calibration no weights are folded.
     """
-    key = (rotations.digest, rotations.layer)
+    key = _place(rotations)
     found = [one for one in _attached if key in one.folded]
     kinds = {one.folded[key] for one in found}
     if rotations.folded in kinds and not loaded:
@@ -119,11 +140,11 @@ def as_attached(rotations: Rotations, loaded: bool = False) -> Rotations:
     return folded(rotations, last is not None and last.folded[key])
 
 
-def find(digest: str, layer: str, folds: bool = False) -> Rotations:
-    """The rotations that a saved cache names. Raises UserError if they are not on this machine."""
-    if (made := _at_hand.get((digest, layer, folds))) is not None:
+def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -> Rotations:
+    """The transforms that a saved cache names. Raises UserError if they are not on this machine."""
+    if (made := _at_hand.get((digest, layer, kinds, folds))) is not None:
         return made
-    if (made := _at_hand.get((digest, layer, not folds))) is not None:
+    if (made := _at_hand.get((digest, layer, kinds, not folds))) is not None:
         return folded(made, folds)
     calibration = artifact.with_digest(digest)
     if calibration is None or layer not in calibration.layers:
@@ -131,18 +152,31 @@ def find(digest: str, layer: str, folds: bool = False) -> Rotations:
             f"[CompressedKVCache] this cache needs the calibration it was stored with; got none "
             f"with digest {digest}; load its model with that file (--calibration FILE) first"
         )
-    return folded(of(calibration)[layer], folds)
+    return folded(of(calibration, kinds)[layer], folds)
 
 
 @lru_cache(maxsize=8)
-def sample(heads: int, dims: tuple[int, int]) -> Rotations:
-    """Random rotations for heads of (key, value) dims, where a kernel is tried or timed."""
-    keys, values = (_transform(rotation.random_basis(heads, d, d)) for d in dims)
-    return Rotations(keys, values)
+def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> Rotations:
+    """Random transforms for heads of (key, value) dims, where a kernel is tried or timed."""
+    return Rotations(*map(_random, kinds, (heads, heads), dims), kinds=kinds)
 
 
-def _transform(down: np.ndarray) -> Transform:
+def _random(kind: str, heads: int, dims: int) -> Transform:
+    turn = rotation.random_basis(heads, dims, dims)
+    if kind != BALANCED:
+        return _turn(turn)
+    # Stretched by up to 4 either way between two rotations: `up` is far from the transpose.
+    stretch = 4 ** np.linspace(-1, 1, dims)
+    other = rotation.random_basis(heads, dims, dims + 1)
+    return _pair(turn * stretch @ other, other.swapaxes(-1, -2) / stretch @ turn.swapaxes(-1, -2))
+
+
+def _turn(down: np.ndarray) -> Transform:
     """Of R: [G, D, D], or [1, D, D] for all heads."""
-    down = down[0] if len(down) == 1 else down
-    up = np.ascontiguousarray(down.swapaxes(-1, -2))
-    return Transform(mx.array(down.astype(np.float32)), mx.array(up.astype(np.float32)))
+    return _pair(down, down.swapaxes(-1, -2))
+
+
+def _pair(down: np.ndarray, up: np.ndarray) -> Transform:
+    """Of a map and its inverse, as above."""
+    both = (x[0] if len(x) == 1 else x for x in (down, up))
+    return Transform(*(mx.array(np.ascontiguousarray(x.astype(np.float32))) for x in both))

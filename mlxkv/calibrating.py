@@ -134,16 +134,15 @@ def _insist_on_file(options: Options, made: Options | Calibration) -> None:
 
 
 def _with_kept_clips(made: Calibration, path: Path) -> Calibration:
-    """`made`, with the clips of the file that it replaces where the rotations are the same."""
+    """`made`, with the clips of the file that it replaces where the transforms are the same."""
     try:
         old = artifact.read(path)
     except UserError:  # not there, or not worth keeping
         return made
-    if old.digest == made.digest:
-        return made.with_clips_of(old)
-    if old.fingerprint == made.fingerprint and any(
-        getattr(layer, side).clips for layer in old.layers.values() for side in SIDES
-    ):
+    if (old.fingerprint, old.parts) != (made.fingerprint, made.parts):
+        return made
+    made, lost = made.with_clips_of(old)
+    if lost:
         note(f"{path} had clips for other rotations; they are gone")
     return made
 

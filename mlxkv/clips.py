@@ -107,7 +107,7 @@ def search(
         places = {name: found[name] for name in calibration.layers if name in found}
         origin = origin_of(model)
         calibration.check(sizes(dict(places.values())), origin and origin.fingerprint)
-        rotations = of(calibration)
+        rotations = of(calibration, config.fitted)
         trials = {name: Trial() for name in places}
 
         def judge(name: str, call: Call, visit: Visit) -> None:
@@ -188,7 +188,7 @@ def _with_chosen(
         side = getattr(config, name)
         for layer, clip in choose(trials, name).items():
             basis = getattr(layers[layer], name)
-            form = side.quantizer.format(basis.values.shape[1], config.page)
+            form = side.format(basis.values.shape[1], config.page)
             chosen = replace(basis, clips={**basis.clips, form: clip})
             layers[layer] = replace(layers[layer], **{name: chosen})
     return replace(calibration, layers=layers)

@@ -16,8 +16,8 @@ from mlxkv.formats_codebook import Codebook, PolarTree
 
 BITS = (2, 3, 4, 8)
 MIN_GROUP = 16  # below this the scales outweigh the codes
-CALIBRATED = "oscar"
-TRANSFORMS = ("none", "hadamard", "srft", "random", CALIBRATED)
+CALIBRATED, BALANCED = "oscar", "balanced"
+TRANSFORMS = ("none", "hadamard", "srft", "random", CALIBRATED, BALANCED)
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Side:
     """How keys, or values, are stored: a transform, then a quantizer.
 
     transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
-        head dim), "random" (a dense random rotation, every head dim) or "oscar" (calibrated: a
-        rotation per kv head from `mlxkv calibrate`).
+        head dim), "random" (a dense random rotation, every head dim), or per kv head from `mlxkv
+        calibrate` "oscar" (a rotation) and "balanced" (an invertible map).
     seed: seed of the random signs, or matrix, of the transform.
     own_clip: a calibrated side keeps its clip, whatever was searched for the model.
     """
@@ -137,7 +137,7 @@ class Side:
     @property
     def calibrated(self) -> bool:
         """Whether its transform comes from a calibration of the model."""
-        return self.transform == CALIBRATED
+        return self.transform in (CALIBRATED, BALANCED)
 
     @property
     def searchable(self) -> bool:
@@ -145,6 +145,11 @@ class Side:
         spec = self.quantizer
         affine = isinstance(spec, Affine) and spec.axis == "token"
         return self.calibrated and affine and not self.own_clip
+
+    def format(self, dims: int, page: int) -> str:
+        """What a searched clip belongs to: `Affine.format`, behind "balanced " for such a side."""
+        prefix = f"{BALANCED} " if self.transform == BALANCED else ""
+        return prefix + self.quantizer.format(dims, page)
 
     def clipped(self, clip: float) -> Side:
         return replace(self, quantizer=replace(self.quantizer, clip=clip))
@@ -160,7 +165,7 @@ class Side:
             return (
                 f"hadamard needs a power-of-two head dim; got {head_dim} (srft takes any even one)"
             )
-        if self.transform in ("srft", CALIBRATED) and head_dim % 2:
+        if (self.transform == "srft" or self.calibrated) and head_dim % 2:
             return f"{self.transform} needs an even head dim, this one is {head_dim}"
         return self.quantizer.why_not(head_dim, page)
 
@@ -195,6 +200,18 @@ class CacheConfig:
     def calibrated(self) -> bool:
         """Whether a side needs a calibration of the model."""
         return self.keys.calibrated or self.values.calibrated
+
+    @property
+    def balanced(self) -> bool:
+        """Whether a side needs the balanced part of one."""
+        return BALANCED in (self.keys.transform, self.values.transform)
+
+    @property
+    def fitted(self) -> tuple[str, str]:
+        """Which calibrated transforms a cache needs, for keys and values; a side that is not
+        calibrated would have a rotation."""
+        sides = (self.keys, self.values)
+        return tuple(side.transform if side.calibrated else CALIBRATED for side in sides)
 
     @property
     def folded(self) -> CacheConfig:
@@ -263,6 +280,12 @@ def _oscar(
     return CacheConfig(*sides, sink=64, recent=256)
 
 
+def _balanced(bits: int, group: int = 128, clip: float = 1.0) -> CacheConfig:
+    """clip: for models without searched ones."""
+    side = Side(Affine(bits, group, clip=clip), BALANCED)
+    return CacheConfig(side, side, sink=64, recent=64)
+
+
 def _turned(keys: Quantizer, values: Quantizer | None = None, how: str = "random") -> CacheConfig:
     return CacheConfig(Side(keys, how), Side(values or keys, how))
 
@@ -298,6 +321,12 @@ PRESETS: dict[str, CacheConfig] = {
     "oscar-int2+g64": _oscar(2, 64, keys=0.96, values=0.92),
     "oscar-int2+g32": _oscar(2, 32, keys=0.96, values=0.92),
     "oscar-int2+clip92": _oscar(2, keys=0.92, values=0.92, own=True),
+    # Calibrated invertible maps under which stored keys (values) and what reads them weigh alike.
+    "balanced-int4": _balanced(4),
+    "balanced-int3": _balanced(3),
+    "balanced-int2": _balanced(2, clip=0.96),
+    "balanced-int2+g64": _balanced(2, 64, clip=0.96),
+    "balanced-int2+g32": _balanced(2, 32, clip=0.96),
     # A Hadamard rotation and a clip: what OSCAR is without its calibration.
     "hadamard-int2+clip": CacheConfig(CLIPPED, CLIPPED),
     # A random rotation and the best codebook for it (TurboQuant); halves: outlier channels. A

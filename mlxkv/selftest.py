@@ -69,7 +69,9 @@ def test(
         window = tuple(y[:, :KV_HEADS, :5] for y in live)
         queries = queries[:, :, :1]
         mx.eval(pair, window, queries)
-        turned = sample(KV_HEADS, (dims, dims)) if config.calibrated else None
+        turned = None
+        if config.calibrated:
+            turned = sample(KV_HEADS, (dims, dims), config.fitted)
         plain = seal(Codes(config, (dims, dims), turned))
         mx.eval(plain.arrays())
     try:

@@ -99,7 +99,8 @@ MAKERS = {"hadamard": hadamard, "srft": srft, "random": random}
 def make(name: str, dims: int, seed: int) -> Transform | None:
     """The transform called `name`, shared by all layers of these dims; None for "none".
 
-    Raises UserError for "oscar", whose matrices come from a calibration (`mlxkv.calibrated`).
+    Raises UserError for "oscar" and "balanced", whose matrices come from a calibration
+    (`mlxkv.calibrated`).
     """
     if name not in MAKERS and name != "none":
         raise UserError(

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mlxkv import reference as ref
+from mlxkv import reference_balanced as balanced_ref
 from mlxkv import reference_oscar as oscar_ref
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,7 @@ DECODED = 4  # every so many tokens are kept as decoded values: the files have t
 SPEC = {  # what a table is made from
     "oscar": ("reference", "reference_oscar"),
     **golden_codebook.SPEC,
+    "balanced": ("reference", "reference_oscar", "reference_balanced"),
 }
 
 
@@ -281,34 +283,71 @@ def oscar(rng) -> dict:
             "k": oscar_ref.key_target(q, kv_heads),
             "v": oscar_ref.value_target(q, k, v, scale, causal),
         }
-        whole = []
-        for letter, x, (bits, group, share) in (("k", k, (2, 32, 0.96)), ("v", v, (2, 0, 0.92))):
-            sigma = targets[letter].astype(np.float32)
+        turns = {}
+        for letter, target in targets.items():
+            sigma = target.astype(np.float32)
             r = np.stack([oscar_ref.rotation(one.astype(np.float64)) for one in sigma])
             r = r.astype(np.float32)
-            stored = x[:, :, :PAGE] @ r.astype(np.float64)
-            size = ref.group_size(group, dims)
-            codes, numbers, bias = ref.affine_encode(stored, bits, size, False, "token", share)
-            out[f"{key}.{letter}.x"] = x.astype(np.float16)
             out[f"{key}.{letter}.sigma"], out[f"{key}.{letter}.r"] = sigma, r
-            out[f"{key}.{letter}.codes"] = codes
-            out[f"{key}.{letter}.scale"] = numbers.astype(np.float16)
-            out[f"{key}.{letter}.bias"] = bias.astype(np.float16)
-            out[f"{key}.{letter}.near"] = np.packbits(
-                near(stored, bits, size, False, "token", share)
-            )
-            x = x.copy()
-            x[:, :, :PAGE] = ref.affine_decode(codes, numbers, bias, size, "token") @ r.astype(
-                np.float64
-            ).swapaxes(-1, -2)
-            whole.append(x)
-        last = q[:, :, -3:]
-        out[f"{key}.q"] = q.astype(np.float16)
-        mask = ref.causal_mask(3, total)
-        out[f"{key}.out"] = ref.attention(last, *whole, scale, mask).astype(np.float32)
+            turns[letter] = r, r.swapaxes(-1, -2)
+        out |= page(key, q, {"k": k, "v": v}, turns)
     return out
 
 
+def balanced(rng) -> dict:
+    """Balanced transforms: second moments of what is stored and of what reads it, the pair of each kv
+    head (from the float32 moments), codes after it, attention over such a page."""
+    out = {}
+    for dims, heads, kv_heads in BALANCED:
+        total = PAGE + 16
+        scale = np.exp(rng.standard_normal(dims))
+        q = (rng.standard_normal((1, heads, total, dims)) / scale).astype(np.float16)
+        q = q.astype(np.float64)
+        k = inputs(rng, 1, kv_heads, total, dims) * scale
+        k, v = k.astype(np.float16).astype(np.float64), inputs(rng, 1, kv_heads, total, dims)
+        w = rng.standard_normal((heads, dims, dims)) * np.exp(rng.standard_normal((dims, 1)))
+        reads = {
+            "k": oscar_ref.key_target(q, kv_heads),
+            "v": balanced_ref.output_moment(w, kv_heads),
+        }
+        pairs = {}
+        for letter, x in (("k", k), ("v", v)):
+            both = [y.astype(np.float32) for y in (oscar_ref.own_target(x), reads[letter])]
+            out[f"{dims}.{letter}.noise"], out[f"{dims}.{letter}.reads"] = both
+            made = []
+            for two in zip(*both, strict=True):
+                two = (balanced_ref.regular(one.astype(np.float64)) for one in two)
+                made.append(balanced_ref.pair(balanced_ref.balanced(*two)[0]))
+            pairs[letter] = tuple(np.stack(x).astype(np.float32) for x in zip(*made, strict=True))
+            for name, x in zip(("down", "up"), pairs[letter], strict=True):
+                out[f"{dims}.{letter}.{name}"] = x
+        out |= page(f"{dims}", q, {"k": k, "v": v}, pairs)
+    return out
+
+
+def page(key: str, q, tensors: dict, pairs: dict) -> dict:
+    """Keys and values whose first PAGE tokens are codes behind a pair [G, D, D] per side, and attention
+    of the last three queries over them."""
+    out, whole, dims, total = {f"{key}.q": q.astype(np.float16)}, [], q.shape[3], q.shape[2]
+    for letter, (bits, group, share) in (("k", (2, 32, 0.96)), ("v", (2, 0, 0.92))):
+        x, (down, up) = tensors[letter], (one.astype(np.float64) for one in pairs[letter])
+        stored = x[:, :, :PAGE] @ down
+        size = ref.group_size(group, dims)
+        codes, numbers, bias = ref.affine_encode(stored, bits, size, False, "token", share)
+        out[f"{key}.{letter}.x"] = x.astype(np.float16)
+        out[f"{key}.{letter}.codes"] = codes
+        out[f"{key}.{letter}.scale"] = numbers.astype(np.float16)
+        out[f"{key}.{letter}.bias"] = bias.astype(np.float16)
+        out[f"{key}.{letter}.near"] = np.packbits(near(stored, bits, size, False, "token", share))
+        x = x.copy()
+        x[:, :, :PAGE] = ref.affine_decode(codes, numbers, bias, size, "token") @ up
+        whole.append(x)
+    mask = ref.causal_mask(3, total)
+    result = ref.attention(q[:, :, -3:], *whole, dims**-0.5, mask)
+    return out | {f"{key}.out": result.astype(np.float32)}
+
+
+BALANCED = ((16, 4, 2), (24, 2, 1))  # D, H, G
 OSCAR = ((64, 4, 2), (80, 2, 1), (128, 2, 1))  # D, H, G
 
 
@@ -322,7 +361,8 @@ def main() -> None:
         "clip": clip,
         "oscar": oscar,
     }
-    for i, (name, make) in enumerate(tables.items()):
+    makers = [*enumerate(tables.items()), (10, ("balanced", balanced))]
+    for i, (name, make) in makers:
         extra = {"spec_hash": spec_hash(name)}
         if name == "encode":
             extra["sides"] = json.dumps(SIDES)

@@ -114,8 +114,8 @@ def test_files_that_are_none(path, tmp_path):
 
 
 def test_another_version(path):
-    rewritten(path, {"format": 2})
-    refused(path, "has format 2; this version reads 1")
+    rewritten(path, {"format": 3})
+    refused(path, "has format 3; this version reads 1 and 2")
 
 
 @pytest.mark.parametrize(

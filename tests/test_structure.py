@@ -30,9 +30,11 @@ LAYERS = [
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},
     {"metal"},
     {"artifact"},
+    {"balance"},
     {
         *("config", "console", "shapes", "reference", "reference_oscar", "corpus", "rotation"),
         *("formats_codebook", "levels", "reference_codebook", "reference_polar_tree"),
+        "reference_balanced",
     },
     {"errors", ""},
 ]
@@ -45,8 +47,9 @@ MAY_IMPORT_MLX_LM_FILES = {"mlxkv/eval/harness.py"}
 MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
-    *("cli", "__main__", "corpus", "artifact", "rotation", "reference_oscar"),
+    *("cli", "__main__", "corpus", "artifact", "balance", "rotation", "reference_oscar"),
     *("formats_codebook", "levels", "reference_codebook", "reference_polar_tree"),
+    "reference_balanced",
 }
 
 

@@ -61,7 +61,8 @@ def parse_shape(text: str) -> Shape:
 
 def rotations(config: CacheConfig, shape: Shape) -> Rotations | None:
     """Random ones per kv head, where the configuration is calibrated."""
-    return sample(shape.kv_heads, (shape.dims, shape.dims)) if config.calibrated else None
+    dims = (shape.dims, shape.dims)
+    return sample(shape.kv_heads, dims, config.fitted) if config.calibrated else None
 
 
 def filled(config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype) -> View:

@@ -64,7 +64,7 @@ def filled(
     mx.random.seed(0)
     total = config.window + PAGES * config.page + ODD
     pair = tuple(mx.random.normal((1, kv_heads, total, d)).astype(dtype) for d in dims)
-    rotations = sample(kv_heads, tuple(dims)) if config.calibrated else None
+    rotations = sample(kv_heads, tuple(dims), config.fitted) if config.calibrated else None
     cache = CompressedKVCache(config, rotations)
     parts = [0, total // 2, *range(total - 3, total + 1)]
     for start, stop in zip(parts, parts[1:], strict=False):

@@ -87,8 +87,11 @@ class Arms:
         if not self.configs[name].calibrated:
             return None
         if name not in self.calibrations:
-            self._own = self._own or known(self.loaded.model)  # until there is one: read it once
-            return self._own
+            balanced = self.configs[name].balanced
+            if self._own is None or (balanced and not self._own.balanced):
+                # Until there is one: read it once.
+                self._own = known(self.loaded.model, balanced) or self._own
+            return None if balanced and self._own and not self._own.balanced else self._own
         return self.calibrations[name]
 
     def stored(self, name: str, cache: list) -> int:

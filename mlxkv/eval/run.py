@@ -56,8 +56,9 @@ def run(asked: Asked) -> int:
     start = time.perf_counter()
     arms, parts = plan.make(spec)
     console.note("\n".join(arms.loaded.report()))
-    if name := next((n for n, config in arms.configs.items() if config.calibrated), None):
-        with arms.attached(name):  # a calibration is made once, before processes need it
+    calibrated = [name for name, config in arms.configs.items() if config.calibrated]
+    if calibrated:  # a calibration is made once, before processes need it
+        with arms.attached(max(calibrated, key=lambda name: arms.configs[name].balanced)):
             pass
     results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(asked.model))
     data = report.assemble(arms, spec.options, results, spec.windows)

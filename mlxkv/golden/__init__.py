@@ -1,6 +1,6 @@
 """The golden table: does this machine give the numbers of the spec?
 
-`run()` feeds the golden tensors (made from `reference.py` and `reference_oscar.py` by `tests/make_golden.py`) to the
+`run()` feeds the golden tensors (made from the `reference*.py` by `tests/make_golden.py`) to the
 MLX code on the default device. Codes have to be equal, except where the spec's own value lies at a
 rounding boundary: there one step is allowed and counted. Floats are compared by rms(x - spec) /
 rms(spec).
@@ -17,13 +17,13 @@ import mlx.core as mx
 import numpy as np
 from safetensors import safe_open
 
-from mlxkv import packing, rotation, sealed, transform
+from mlxkv import balance, packing, rotation, sealed, transform
 from mlxkv.attention import attend
 from mlxkv.cache import View
 from mlxkv.calibrate import second_moment
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec
-from mlxkv.config import CALIBRATED, Affine, CacheConfig, Side
+from mlxkv.config import BALANCED, CALIBRATED, Affine, CacheConfig, Side
 from mlxkv.quantizers import affine
 from mlxkv.transform import Transform
 
@@ -193,40 +193,72 @@ def _attention_inputs(tensors: dict, case: str, info: dict):
     return q, view, q.shape[-1] ** -0.5, mask, sinks
 
 
-OSCAR_SIDES = {"k": Affine(2, 32, clip=0.96), "v": Affine(2, 0, clip=0.92)}
+PAGE_SIDES = {"k": Affine(2, 32, clip=0.96), "v": Affine(2, 0, clip=0.92)}
 
 
 def oscar_rows():
     """Calibration as `mlxkv calibrate` does it, and a cache with the spec's rotations."""
-    tensors, _ = read("oscar")
+    for dims, given in _by_dims("oscar"):
+        turns = {}
+        q, k, v = _tensors(given)
+        seen = mx.fast.scaled_dot_product_attention(q, k, v, scale=dims**-0.5, mask="causal")
+        for letter, rows in (("k", q), ("v", seen)):
+            sigma, r, case = given[f"{letter}.sigma"], given[f"{letter}.r"], f"{dims}.{letter}"
+            yield _moments(case, rows, sigma)
+            made = rotation.compose(rotation.eigenbasis(sigma.astype(np.float64))[1])
+            yield Row("rotations", case, r.size, rms=rms(made, r), bound=BOUNDS["transforms"])
+            turns[letter] = r, np.ascontiguousarray(r.swapaxes(-1, -2))
+        yield from _page_rows("oscar", CALIBRATED, dims, given, turns)
+
+
+def balanced_rows():
+    """The same of balanced transforms."""
+    for dims, given in _by_dims("balanced"):
+        pairs = {}
+        q, k, v = _tensors(given)
+        for letter, rows in (("k", k), ("v", v)):
+            noise, reads = (given[f"{letter}.{name}"] for name in ("noise", "reads"))
+            case = f"balanced.{dims}.{letter}"
+            yield _moments(case, rows, noise)
+            if letter == "k":
+                yield _moments(f"{case}.reads", q, reads)
+            down = balance.balance(noise.astype(np.float64), reads.astype(np.float64))[0]
+            pairs[letter] = given[f"{letter}.down"], given[f"{letter}.up"]
+            error = max(map(rms, balance.mixed(down, rotation.PARTS), pairs[letter]))
+            yield Row("balances", case, down.size, rms=error, bound=BOUNDS["transforms"])
+        yield from _page_rows("balanced", BALANCED, dims, given, pairs)
+
+
+def _by_dims(table: str):
+    """(dims, its tensors) of each case."""
+    tensors, _ = read(table)
     for dims in (int(name[:-4]) for name in tensors if name.endswith(".out")):
-        given = {
-            name.removeprefix(f"{dims}."): x
-            for name, x in tensors.items()
-            if name.startswith(f"{dims}.")
-        }
-        yield from _oscar_rows(dims, given)
+        start = f"{dims}."
+        yield dims, {n.removeprefix(start): x for n, x in tensors.items() if n.startswith(start)}
 
 
-def _oscar_rows(dims: int, given: dict[str, np.ndarray]):
-    q, k, v = (mx.array(given[n].astype(np.float32)) for n in ("q", "k.x", "v.x"))
-    kv_heads, scale, page = k.shape[1], dims**-0.5, given["k.codes"].shape[2]
-    seen = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+def _tensors(given: dict[str, np.ndarray]) -> list[mx.array]:
+    return [mx.array(given[name].astype(np.float32)) for name in ("q", "k.x", "v.x")]
+
+
+def _moments(case: str, rows: mx.array, spec: np.ndarray) -> Row:
+    kv_heads, dims = spec.shape[:2]
+    found = np.array(second_moment(rows, kv_heads)) / (rows.size // (kv_heads * dims))
+    return Row("moments", case, spec.size, rms=rms(found, spec), bound=BOUNDS["moments"])
+
+
+def _page_rows(table: str, kind: str, dims: int, given: dict[str, np.ndarray], pairs: dict):
+    """Codes of a page behind pairs [G, D, D], and attention over the spec's own."""
+    q, k, v = _tensors(given)
+    page = given["k.codes"].shape[2]
     turns, sides, pages = [], [], {}
-    for letter, rows, x in (("k", q, k), ("v", seen, v)):
-        sigma, spec = given[f"{letter}.sigma"], OSCAR_SIDES[letter]
-        found = np.array(second_moment(rows, kv_heads)) / (rows.size // (kv_heads * dims))
-        error, case = rms(found, sigma), f"{dims}.{letter}"
-        yield Row("moments", case, sigma.size, rms=error, bound=BOUNDS["moments"])
-        made = rotation.compose(rotation.eigenbasis(sigma.astype(np.float64))[1])
-        r = given[f"{letter}.r"]
-        yield Row("rotations", case, r.size, rms=rms(made, r), bound=BOUNDS["transforms"])
-        turn = Transform(mx.array(r), mx.array(np.ascontiguousarray(r.swapaxes(-1, -2))))
-        side = Side(spec, CALIBRATED)
+    for letter, x in (("k", k), ("v", v)):
+        spec, case = PAGE_SIDES[letter], f"{table}.{dims}.{letter}"
+        turn, side = Transform(*map(mx.array, pairs[letter])), Side(spec, kind)
         code = Codec(side, dims, page, turn)
         codes = np.array(packing.unpack(code.encode(x[:, :, :page])["codes"], spec.bits, dims))
         near = given[f"{letter}.near"]
-        yield compare_codes("seal", f"oscar.{case}", codes, given[f"{letter}.codes"], near)
+        yield compare_codes("seal", case, codes, given[f"{letter}.codes"], near)
         turns.append(turn)
         sides.append(side)
         pages["keys" if letter == "k" else "values"] = _stored(given, letter, spec.bits)
@@ -236,9 +268,9 @@ def _oscar_rows(dims: int, given: dict[str, np.ndarray]):
     store.restore(pages, 1)
     view = View(tuple(x[:, :, page:] for x in (k, v)), None, store.read(0, 1))
     spec = given["out"]
-    out = np.array(attend(q[:, :, -spec.shape[2] :], view, scale, "causal"))
+    out = np.array(attend(q[:, :, -spec.shape[2] :], view, dims**-0.5, "causal"))
     yield Row(
-        "attention", f"oscar.{dims}", spec.size, rms=rms(out, spec), bound=BOUNDS["attention"]
+        "attention", f"{table}.{dims}", spec.size, rms=rms(out, spec), bound=BOUNDS["attention"]
     )
 
 
@@ -250,6 +282,7 @@ TABLES = (
     encode_rows,
     attention_rows,
     oscar_rows,
+    balanced_rows,
 )
 
 

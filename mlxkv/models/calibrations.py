@@ -75,13 +75,13 @@ def given(calibration: Calibration | Path | str) -> Calibration:
     return artifact.read(calibration)
 
 
-def known(model: nn.Module) -> Calibration | None:
+def known(model: nn.Module, balanced: bool = False) -> Calibration | None:
     """The one that `model` was loaded with, that came with it, or that is the user's own; None: it
-    would have to be made."""
+    would have to be made. balanced: of those that were not named, one with balanced transforms."""
     origin = origin_of(model)
     if origin is None or origin.calibration is not None:
         return origin and origin.calibration
-    return artifact.find(origin.fingerprint, origin.folder)
+    return artifact.find(origin.fingerprint, origin.folder, balanced)
 
 
 def fit(
@@ -96,7 +96,7 @@ def fit(
     if not config.calibrated or not places:
         return dict.fromkeys(places, (config, None))
     origin = origin_of(model)
-    calibration = given(chosen) if chosen is not None else known(model)
+    calibration = given(chosen) if chosen is not None else known(model, config.balanced)
     if calibration is None and origin is None:
         raise UserError(
             f"[attach] {label} needs a calibration; got a model that mlxkv did not load; pass "
@@ -105,7 +105,7 @@ def fit(
     if calibration is None:
         calibration = _on_the_spot(model, origin, label)
     calibration.check(sizes(places), origin and origin.fingerprint)
-    made = calibrated.of(calibration)
+    made = calibrated.of(calibration, config.fitted)
     out = {}
     for place in places:
         name = layer_name(place)
@@ -119,7 +119,7 @@ def with_clips(config: CacheConfig, layer: Layer) -> CacheConfig:
     for name in SIDES:
         side, basis = getattr(config, name), getattr(layer, name)
         if side.searchable:
-            form = side.quantizer.format(basis.values.shape[1], config.page)
+            form = side.format(basis.values.shape[1], config.page)
             side = side.clipped(basis.clips.get(form, side.quantizer.clip))
         sides[name] = side
     return replace(config, **sides)

@@ -1,8 +1,9 @@
-"""The rotation of values in the weights (OSCAR, section 1.3 of its code; QuaRot): `Fold`.
+"""The transform of values in the weights (OSCAR, section 1.3 of its code; QuaRot): `Fold`.
 
-Per kv head with rotation R [D, D] (stored = v @ R): rows of that head in W_v become R^T W_v, its bias
-b R; columns of the query heads of its group in W_o become W_o R. The cache is then handed v R, and
-what attention gives out needs no turn back. In float32, cast back to the dtype of the weights.
+Per kv head with maps (down, up) [D, D] (stored = v @ down, v = stored @ up; of a rotation up is
+down^T): rows of that head in W_v become down^T W_v, its bias b down; columns of the query heads of
+its group in W_o become W_o up^T. The cache is then handed v down, and what attention gives out needs
+no turn back. In float32, cast back to the dtype of the weights.
 
 Nothing is told by names: two dry runs on a few tokens show which linear map gives out exactly the
 values that the cache is handed, which one takes exactly what attention gives out, and whether the
@@ -23,6 +24,7 @@ from mlxkv.models.dryrun import Run, run
 from mlxkv.models.layers import FOLDED
 from mlxkv.models.probe import Place
 from mlxkv.models.taps import joined
+from mlxkv.transform import Transform
 
 # Largest change of what an output projection or the model gives out, rms against rms, for which
 # rounding is to blame. Measured on a CPU at up to 24 layers: 1.4e-6, 2.4e-3, 0.025; heads mixed up:
@@ -101,7 +103,7 @@ def fold_values(
         out.reasons[place] = "its weights serve other layers too"
     try:
         for place, site in sites.items():
-            out.arrays[place] = _replace(site, rotations[place].values.down)
+            out.arrays[place] = _replace(site, rotations[place].values)
         _check(out, before, lambda: run(model, make_cache, places), sites)
     except BaseException:
         out.undo()
@@ -160,20 +162,20 @@ def _shared(sites: Mapping[Place, Site]) -> list[Place]:
     ]
 
 
-def _replace(site: Site, turn: mx.array) -> list[tuple[nn.Module, str, mx.array, mx.array]]:
-    """Fold R [D, D] or [G, D, D] into both maps. Returns what `Fold.arrays` keeps."""
-    heads, dims = len(site.blocks), turn.shape[-1]
-    turn = mx.broadcast_to(turn, (heads, dims, dims))
+def _replace(site: Site, turn: Transform) -> list[tuple[nn.Module, str, mx.array, mx.array]]:
+    """Fold maps [D, D] or [G, D, D] into both linear ones. Returns what `Fold.arrays` keeps."""
+    heads, dims = len(site.blocks), turn.down.shape[-1]
+    down, up = (mx.broadcast_to(x, (heads, dims, dims)) for x in (turn.down, turn.up))
     rows = mx.array(site.blocks)
 
     def source(x: mx.array) -> mx.array:  # [blocks * D, hidden], or a bias with hidden = 1
         parts = x.astype(mx.float32).reshape(-1, dims, x.size // x.shape[0])
-        parts[rows] = turn.swapaxes(-1, -2) @ parts[rows]
+        parts[rows] = down.swapaxes(-1, -2) @ parts[rows]
         return parts.reshape(x.shape)
 
     def target(x: mx.array) -> mx.array:  # [hidden, H * D]: query heads of a kv head stand together
         parts = x.astype(mx.float32).reshape(x.shape[0], heads, -1, dims).swapaxes(0, 1)
-        turned = parts.reshape(heads, -1, dims) @ turn
+        turned = parts.reshape(heads, -1, dims) @ up.swapaxes(-1, -2)
         return turned.reshape(parts.shape).swapaxes(0, 1).reshape(x.shape)
 
     plan = [(site.source, "weight", source), (site.target, "weight", target)]

@@ -49,7 +49,9 @@ def measured(
             f"[--context] too close to the next one; got {close[0]}; choose contexts at least "
             f"{2 * config.page} tokens apart"
         )
-    rotations = calibrated.sample(heads, (dims, dims)) if config.calibrated else None
+    rotations = None
+    if config.calibrated:
+        rotations = calibrated.sample(heads, (dims, dims), config.fitted)
     cache, out, key = CompressedKVCache(config, rotations), {}, mx.random.key(0)
 
     def feed(size: int) -> float:
