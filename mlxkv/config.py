@@ -11,11 +11,13 @@ from math import floor
 from typing import Literal
 
 from mlxkv.errors import UserError
+from mlxkv.formats_tile import DualScale, Polar
 
 BITS = (2, 3, 4, 8)
 MIN_GROUP = 16  # below this the scales outweigh the codes
 CALIBRATED = "oscar"
-TRANSFORMS = ("none", "hadamard", "srft", CALIBRATED)
+SPREAD = "hadamard-srft"  # Hadamard, and srft for head dims that are no power of two
+TRANSFORMS = ("none", "hadamard", "srft", SPREAD, CALIBRATED)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Affine:
         return None
 
 
-Quantizer = Full | Affine
+Quantizer = Full | Affine | DualScale | Polar
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class Side:
     """How keys, or values, are stored: a transform, then a quantizer.
 
     transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
-        head dim) or "oscar" (calibrated: a rotation per kv head from `mlxkv calibrate`).
+        head dim), "hadamard-srft" (the first where it can be, else the second) or "oscar"
+        (calibrated: a rotation per kv head from `mlxkv calibrate`).
     seed: seed of the random signs of the transform.
     own_clip: a calibrated side keeps its clip, whatever was searched for the model.
     """
@@ -157,8 +160,10 @@ class Side:
             return (
                 f"hadamard needs a power-of-two head dim; got {head_dim} (srft takes any even one)"
             )
-        if self.transform in ("srft", CALIBRATED) and head_dim % 2:
+        if self.transform in ("srft", SPREAD, CALIBRATED) and head_dim % 2:
             return f"{self.transform} needs an even head dim, this one is {head_dim}"
+        if isinstance(self.quantizer, Polar) and self.transform != "none":
+            return f"polar takes the pairs of RoPE, which {self.transform} mixes"
         return self.quantizer.why_not(head_dim, page)
 
 
@@ -226,7 +231,7 @@ class CacheConfig:
     @staticmethod
     def from_dict(data: dict) -> CacheConfig:
         """The inverse of `as_dict`. Raises UserError on anything else."""
-        methods = {"full": Full, "affine": Affine}
+        methods = {"full": Full, "affine": Affine, "dualscale": DualScale, "polar": Polar}
         try:
             sides = {}
             for name in ("keys", "values"):
@@ -257,6 +262,26 @@ def _oscar(
         Side(Affine(bits, group, clip=clip), CALIBRATED, own_clip=own) for clip in (keys, values)
     )
     return CacheConfig(*sides, sink=64, recent=256)
+
+
+def _kivi(bits: int) -> CacheConfig:
+    """Keys per channel, values per token, groups of 32, and the windows of the paper."""
+    keys, values = Side(Affine(bits, 32, axis="channel")), Side(Affine(bits, 32))
+    return CacheConfig(keys, values, sink=0, recent=128)
+
+
+def _kvarn(keys: int, values: int, unit_std: bool = False) -> CacheConfig:
+    sides = (
+        Side(DualScale(bits, axis, unit_std), SPREAD)
+        for bits, axis in ((keys, "channel"), (values, "token"))
+    )
+    return CacheConfig(*sides, page=128)
+
+
+def _polar(bits: int, group: int) -> CacheConfig:
+    """Radius and angle of keys at `bits` each; values per token, as KIVI has them."""
+    sides = Side(Polar(bits, bits)), Side(Affine(bits, group))
+    return CacheConfig(*sides, sink=0, recent=128, page=128)
 
 
 CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
@@ -292,6 +317,21 @@ PRESETS: dict[str, CacheConfig] = {
     "oscar-int2+clip92": _oscar(2, keys=0.92, values=0.92, own=True),
     # A Hadamard rotation and a clip: what OSCAR is without its calibration.
     "hadamard-int2+clip": CacheConfig(CLIPPED, CLIPPED),
+    # KIVI: keys per channel.
+    "kivi-int4": _kivi(4),
+    "kivi-int2": _kivi(2),
+    # KVarN as published; extra: tiles divided by their standard deviation first.
+    "kvarn-int4": _kvarn(4, 4),
+    "kvarn-int3": _kvarn(3, 3),
+    "kvarn-int2": _kvarn(2, 2),
+    "kvarn-k4v2": _kvarn(4, 2),
+    "kvarn-int4+fixed": _kvarn(4, 4, unit_std=True),
+    "kvarn-int3+fixed": _kvarn(3, 3, unit_std=True),
+    "kvarn-int2+fixed": _kvarn(2, 2, unit_std=True),
+    # PolarQuant (Wu et al.): radius and angle of pairs of key channels.
+    "polar": _polar(4, 128),
+    "polar-int3": _polar(3, 64),
+    "polar-int2": _polar(2, 32),
 }
 
 

@@ -86,7 +86,12 @@ def srft(dims: int, seed: int) -> Transform:
     return _orthogonal(sign[:, None] * rotation.fourier(dims), "srft", table)
 
 
-MAKERS = {"hadamard": hadamard, "srft": srft}
+def hadamard_srft(dims: int, seed: int) -> Transform:
+    """Hadamard where `dims` is a power of two, else the real FFT."""
+    return srft(dims, seed) if dims & (dims - 1) else hadamard(dims, seed)
+
+
+MAKERS = {"hadamard": hadamard, "srft": srft, "hadamard-srft": hadamard_srft}
 
 
 @cache
