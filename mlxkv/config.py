@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from math import floor
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mlxkv.errors import UserError
 from mlxkv.formats_tile import DualScale, Polar
@@ -55,6 +55,7 @@ class Affine:
     symmetric: bool = False
     axis: Literal["token", "channel"] = "token"
     clip: float = 1.0
+    outer: ClassVar[bool] = False  # no further scale, as KVarN has one
 
     def __post_init__(self):
         if self.bits not in BITS:

@@ -6,7 +6,7 @@ No framework is imported here. `R` stored dims per token, `page` tokens encoded 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mlxkv.errors import UserError
 
@@ -31,6 +31,8 @@ class DualScale:
     axis: Literal["token", "channel"]
     unit_std: bool = False
     quantile: float = 0.0
+    symmetric: ClassVar[bool] = False
+    outer: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.bits not in DUAL_BITS:
@@ -50,6 +52,10 @@ class DualScale:
         first = ", tiles of unit std" if self.unit_std else ""
         cut = f", {2 * self.quantile:.3g} clipped".replace(" 0.", " .") if self.quantile else ""
         return f"KVarN int{self.bits} per {self.axis}{first}{cut}"
+
+    def group_size(self, dims: int, page: int) -> int:
+        """Values per scale: a whole token, or a whole channel of a page."""
+        return dims if self.axis == "token" else page
 
     def bits_per_value(self, dims: int, page: int) -> float:
         """Stored bits per value: codes in whole 32-bit words, three 16-bit numbers per token and

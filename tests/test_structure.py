@@ -27,6 +27,7 @@ LAYERS = [
     {"cache", "attention", "sealed", "selftest"},
     {"codec", "pages", "tiles"},
     {"kernels"},
+    {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "records", "trust"},
     {"metal"},
     {"artifact"},
