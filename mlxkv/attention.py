@@ -90,6 +90,7 @@ def _decode_records(queries, view, scale, sinks):
         pages.make,
         up=value_codec.transform.up if value_codec.transform else None,
         sinks=sinks,
+        headers=pages.headers,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 

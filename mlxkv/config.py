@@ -8,107 +8,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from math import floor
-from typing import Literal
 
 from mlxkv.errors import UserError
+from mlxkv.formats import Affine, Full
 from mlxkv.formats_codebook import Codebook, PolarTree
+from mlxkv.formats_tile import DualScale, Polar
 
-BITS = (2, 3, 4, 8)
-MIN_GROUP = 16  # below this the scales outweigh the codes
 CALIBRATED, BALANCED = "oscar", "balanced"
-TRANSFORMS = ("none", "hadamard", "srft", "random", CALIBRATED, BALANCED)
+SPREAD = "hadamard-srft"  # Hadamard, and srft for head dims that are no power of two
+TRANSFORMS = ("none", "hadamard", "srft", SPREAD, "random", CALIBRATED, BALANCED)
 
 
-@dataclass(frozen=True)
-class Full:
-    """Values kept as they come (16 bits in a 16-bit model)."""
-
-    @property
-    def label(self) -> str:
-        return "full precision"
-
-    def bits_per_value(self, dims: int, page: int) -> float:
-        """Stored bits per value at 16 bits a number."""
-        return 16.0
-
-    def why_not(self, dims: int, page: int) -> str | None:
-        """Why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
-        return None
-
-
-@dataclass(frozen=True)
-class Affine:
-    """Uniform codes: `x ~ scale * code + bias`, one 16-bit scale (and bias) per group.
-
-    bits: bits per code, one of 2, 3, 4, 8.
-    group: values that share a scale, 0 for all. Along the stored dims for axis "token", where the
-        last group may be short (80 dims: 64 + 16); along the tokens of a page for axis "channel".
-    symmetric: abs-max around zero, codes -(2^(b-1)-1) .. 2^(b-1)-1 (SRFT paper, section 3.2); no
-        bias is stored. Otherwise min-max with a stored bias.
-    clip: share of the stored dims of a token, by absolute value, that are not clipped (OSCAR: keys
-        .96, values .92); 1: none. Larger values become the smallest of them. Axis "token" only.
-    """
-
-    bits: int
-    group: int = 64
-    symmetric: bool = False
-    axis: Literal["token", "channel"] = "token"
-    clip: float = 1.0
-
-    def __post_init__(self):
-        if self.bits not in BITS:
-            choices = ", ".join(map(str, BITS))
-            raise UserError(f"[Affine] unknown bits; got {self.bits}; choose from {choices}")
-        if self.axis not in ("token", "channel"):
-            raise UserError(f"[Affine] unknown axis; got {self.axis!r}; choose from token, channel")
-        if self.group and self.group < MIN_GROUP:
-            raise UserError(f"[Affine] group must be 0 or at least {MIN_GROUP}; got {self.group}")
-        if not 0 < self.clip <= 1:
-            raise UserError(f"[Affine] clip must be above 0 and at most 1; got {self.clip}")
-        if self.clip < 1 and self.axis != "token":
-            raise UserError(
-                f'[Affine] clip {self.clip} is a share of a token: it needs axis "token"; '
-                f"got {self.axis!r}"
-            )
-
-    @property
-    def label(self) -> str:
-        shape = "symmetric" if self.symmetric else "min-max"
-        clip = f", clip {self.clip:g}".replace(" 0.", " .") if self.clip < 1 else ""
-        return f"int{self.bits} {shape}, group {self.group or 'all'} per {self.axis}{clip}"
-
-    def format(self, dims: int, page: int) -> str:
-        """What a searched clip belongs to: "int2 g64" also for group 128 of 64 dims."""
-        size = f"int{self.bits} g{self.group_size(dims, page)}"
-        return size + (" symmetric" if self.symmetric else "")
-
-    def clip_rank(self, dims: int) -> int:
-        """Which of the absolute values of a token is the limit, counted from the largest: 1 is the
-        largest itself, which clips nothing."""
-        return dims - min(floor(self.clip * dims + 1e-9), dims - 1)
-
-    def group_size(self, dims: int, page: int) -> int:
-        """Values per scale of `dims` stored dims (or of a page of `page` tokens)."""
-        whole = dims if self.axis == "token" else page
-        return min(self.group or whole, whole)
-
-    def bits_per_value(self, dims: int, page: int) -> float:
-        """Stored bits per value: codes in whole 32-bit words, 16-bit scales and biases."""
-        words = -(-dims * self.bits // 32)
-        numbers = 1 if self.symmetric else 2
-        size = self.group_size(dims, page)
-        scales = -(-dims // size) / dims if self.axis == "token" else 1 / size
-        return 32 * words / dims + 16 * numbers * scales
-
-    def why_not(self, dims: int, page: int) -> str | None:
-        """Why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
-        if self.axis == "channel" and page % self.group_size(dims, page):
-            return f"a page of {page} tokens is no multiple of the group {self.group}"
-        return None
-
-
-Quantizer = Full | Affine | Codebook | PolarTree
+Quantizer = Full | Affine | Codebook | PolarTree | DualScale | Polar
 
 
 @dataclass(frozen=True)
@@ -116,8 +27,9 @@ class Side:
     """How keys, or values, are stored: a transform, then a quantizer.
 
     transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
-        head dim), "random" (a dense random rotation, every head dim), or per kv head from `mlxkv
-        calibrate` "oscar" (a rotation) and "balanced" (an invertible map).
+        head dim), "hadamard-srft" (the first where it can be, else the second), "random" (a dense
+        random rotation, every head dim), or per kv head from `mlxkv calibrate` "oscar" (a rotation)
+        and "balanced" (an invertible map).
     seed: seed of the random signs, or matrix, of the transform.
     own_clip: a calibrated side keeps its clip, whatever was searched for the model.
     """
@@ -165,8 +77,10 @@ class Side:
             return (
                 f"hadamard needs a power-of-two head dim; got {head_dim} (srft takes any even one)"
             )
-        if (self.transform == "srft" or self.calibrated) and head_dim % 2:
+        if (self.transform in ("srft", SPREAD) or self.calibrated) and head_dim % 2:
             return f"{self.transform} needs an even head dim, this one is {head_dim}"
+        if isinstance(self.quantizer, Polar) and self.transform != "none":
+            return f"polar takes the pairs of RoPE, which {self.transform} mixes"
         return self.quantizer.why_not(head_dim, page)
 
 
@@ -247,7 +161,10 @@ class CacheConfig:
     @staticmethod
     def from_dict(data: dict) -> CacheConfig:
         """The inverse of `as_dict`. Raises UserError on anything else."""
-        methods = {"full": Full, "affine": Affine, "codebook": Codebook, "polartree": PolarTree}
+        methods = {
+            **{"full": Full, "affine": Affine, "codebook": Codebook, "polartree": PolarTree},
+            **{"dualscale": DualScale, "polar": Polar},
+        }
         try:
             sides = {}
             for name in ("keys", "values"):
@@ -288,6 +205,26 @@ def _balanced(bits: int, group: int = 128, clip: float = 1.0) -> CacheConfig:
 
 def _turned(keys: Quantizer, values: Quantizer | None = None, how: str = "random") -> CacheConfig:
     return CacheConfig(Side(keys, how), Side(values or keys, how))
+
+
+def _kivi(bits: int) -> CacheConfig:
+    """Keys per channel, values per token, groups of 32, and the windows of the paper."""
+    keys, values = Side(Affine(bits, 32, axis="channel")), Side(Affine(bits, 32))
+    return CacheConfig(keys, values, sink=0, recent=128)
+
+
+def _kvarn(keys: int, values: int, unit_std: bool = False) -> CacheConfig:
+    sides = (
+        Side(DualScale(bits, axis, unit_std), SPREAD)
+        for bits, axis in ((keys, "channel"), (values, "token"))
+    )
+    return CacheConfig(*sides, page=128)
+
+
+def _polar(bits: int, group: int) -> CacheConfig:
+    """Radius and angle of keys at `bits` each; values per token, as KIVI has them."""
+    sides = Side(Polar(bits, bits)), Side(Affine(bits, group))
+    return CacheConfig(*sides, sink=0, recent=128, page=128)
 
 
 CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
@@ -341,6 +278,21 @@ PRESETS: dict[str, CacheConfig] = {
     # A random rotation, then radii and angles (PolarQuant of Han et al.).
     "polar-tree": _turned(PolarTree()),
     "polar-tree+online": _turned(PolarTree(online=True)),
+    # KIVI: keys per channel.
+    "kivi-int4": _kivi(4),
+    "kivi-int2": _kivi(2),
+    # KVarN as published; extra: tiles divided by their standard deviation first.
+    "kvarn-int4": _kvarn(4, 4),
+    "kvarn-int3": _kvarn(3, 3),
+    "kvarn-int2": _kvarn(2, 2),
+    "kvarn-k4v2": _kvarn(4, 2),
+    "kvarn-int4+fixed": _kvarn(4, 4, unit_std=True),
+    "kvarn-int3+fixed": _kvarn(3, 3, unit_std=True),
+    "kvarn-int2+fixed": _kvarn(2, 2, unit_std=True),
+    # PolarQuant (Wu et al.): radius and angle of pairs of key channels.
+    "polar": _polar(4, 128),
+    "polar-int3": _polar(3, 64),
+    "polar-int2": _polar(2, 32),
 }
 
 

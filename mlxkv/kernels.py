@@ -46,6 +46,15 @@ class RecordLayout:
     def words(self) -> int:
         return self.keys.words + self.values.words
 
+    @property
+    def header_words(self) -> int:
+        return self.keys.header_words + self.values.header_words
+
+    @property
+    def page(self) -> int:
+        """Tokens that share a header; 16, a record, where there is none."""
+        return max(TOKENS, self.keys.page, self.values.page)
+
 
 def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
     """The template values that describe a side; C: coefficients for `kv_level`."""
@@ -54,6 +63,8 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"BITS{suffix}": at.bits,
         f"GROUP{suffix}": at.group,
         f"SYMMETRIC{suffix}": int(at.symmetric),
+        f"CHANNEL{suffix}": int(at.channel),
+        f"OUTER{suffix}": int(at.outer),
         f"CODEBOOK{suffix}": int(at.codebook),
         **_constants(f"C{suffix}", terms, MAX_TERMS),
     }
@@ -154,21 +165,30 @@ def unseal_side(
     make: Factory,
     sink: mx.array | None = None,
     live: mx.array | None = None,
+    headers: mx.array | None = None,
 ) -> mx.array:
     """sink, then the first `count` records of [B, G, capacity, words], then live, in one dispatch.
 
-    sink, live: [B, G, tokens, R] in `dtype` or None. Returns [B, G, all tokens, R] in `dtype`.
+    sink, live: [B, G, tokens, R] in `dtype` or None. headers: [B, G, pages, header words], for
+    formats that have them. Returns [B, G, all tokens, R] in `dtype`.
     """
     at = layout.keys if keys else layout.values
     batch, heads, capacity, words = buffer.shape
-    first = 0 if keys else layout.keys.words
+    first, shared = (0, 0) if keys else (layout.keys.words, layout.keys.header_words)
     around = [0 if x is None else x.shape[2] for x in (sink, live)]
     units = batch * heads * (count + sum(-(-n // TOKENS) for n in around))
     windows = [nothing(dtype) if x is None else x for x in (sink, live)]
     (out,) = launch(
         "unseal",
-        [buffer, *windows, ints(count, capacity, batch * heads, first, *around, 0, 0)],
-        {**side_template(at), "T": dtype, "DIMS": at.dims, "KEYS": int(keys), "RECORD": words},
+        [
+            *(buffer, nothing(mx.uint32) if headers is None else headers, *windows),
+            ints(count, capacity, batch * heads, first, *around, shared, 0),
+        ],
+        {
+            **side_template(at),
+            **{"T": dtype, "DIMS": at.dims, "KEYS": int(keys), "RECORD": words},
+            **{"PAGE": layout.page, "HEADER": layout.header_words},
+        },
         (32 * SIMDGROUPS * -(-units // SIMDGROUPS), 1, 1),
         (32 * SIMDGROUPS, 1, 1),
         [((batch, heads, count * TOKENS + sum(around), at.dims), dtype)],
@@ -208,12 +228,14 @@ def attend(
     up: mx.array | None = None,
     window: int = 0,
     sinks: mx.array | None = None,
+    headers: mx.array | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
     q_pages: [B, G, N, RK] float32 in the stored domain; q_window: [B, G, N, D]; row i of a kv head
         belongs to new token i % new_tokens, the last tokens of live.
-    buffer: [B, G, capacity, words]. sink, live: (keys, values), [B, G, tokens, D].
+    buffer: [B, G, capacity, words]. headers: [B, G, pages, header words], for formats that have
+        them. sink, live: (keys, values), [B, G, tokens, D].
     lengths: for each of the batch (records, sink tokens, live tokens).
     up: [RV, D] or [G, RV, D] float32, from the stored domain of the values to the model's, or None.
     window: sliding window in tokens, 0 for none. sinks: [H] logits of attention sinks.
@@ -235,6 +257,7 @@ def attend(
             q_pages,
             q_window,
             buffer,
+            nothing(mx.uint32) if headers is None else headers,
             *sink,
             *live,
             ints(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
@@ -249,6 +272,8 @@ def attend(
             "RK": layout.keys.dims,
             "RV": layout.values.dims,
             "RECORD": layout.words,
+            "PAGE": layout.page,
+            "HEADER": layout.header_words,
             **side_template(layout.keys, "_K"),
             **side_template(layout.values, "_V"),
         },

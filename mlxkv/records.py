@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv.config import Affine, Codebook, PolarTree
+from mlxkv.config import Affine, Codebook, DualScale, PolarTree
 
 TOKENS = 16  # of a record
 BLOCK = 32  # dims of a block
@@ -23,6 +23,9 @@ class SideLayout:
     """Where one side of a record lies. dims: stored dims R; bits, group, symmetric as in Affine.
 
     codebook: codes stand for levels, and the only number of a token is its norm.
+    channel: scales (and biases) are per channel and stand in the page's header. outer: one more
+        scale, per token in the record (channel), or per channel in the header. page: tokens of a
+        page, 0 where there is no header.
     """
 
     dims: int
@@ -30,6 +33,9 @@ class SideLayout:
     group: int
     symmetric: bool
     keys: bool
+    channel: bool = False
+    outer: bool = False
+    page: int = 0
     codebook: bool = False
 
     @property
@@ -38,7 +44,17 @@ class SideLayout:
 
     @property
     def groups(self) -> int:
+        """Scales of a token in the record."""
+        if self.channel:
+            return 1 if self.outer else 0
         return -(-self.dims // self.group)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """What stands in the record beside the codes."""
+        if self.channel:
+            return ("outer",) if self.outer else ()
+        return ("scale",) if self.symmetric else ("scale", "bias")
 
     @property
     def lane_words(self) -> int:
@@ -52,14 +68,32 @@ class SideLayout:
 
     @property
     def words(self) -> int:
-        return self.code_words + 8 * self.groups * (1 if self.symmetric else 2)
+        return self.code_words + 8 * self.groups * len(self.numbers)
+
+    @property
+    def header_names(self) -> tuple[str, ...]:
+        """What stands in the header of a page."""
+        if self.channel:
+            return ("scale",) if self.symmetric else ("scale", "bias")
+        return ("outer",) if self.outer else ()
+
+    @property
+    def header_rows(self) -> int:
+        """Groups of tokens that have numbers of their own in a header."""
+        return self.page // self.group if self.channel else 1
+
+    @property
+    def header_words(self) -> int:
+        return self.header_rows * len(self.header_names) * self.blocks * BLOCK // 2
 
 
-def layout(spec: Affine | Codebook, dims: int, page: int, keys: bool) -> SideLayout:
+def layout(spec: Affine | Codebook | DualScale, dims: int, page: int, keys: bool) -> SideLayout:
     """The layout of a side that the kernels can read (`why_not` says which they can)."""
     if isinstance(spec, Codebook):
         return SideLayout(dims, spec.bits, dims, True, keys, codebook=True)
-    return SideLayout(dims, spec.bits, spec.group_size(dims, page), spec.symmetric, keys)
+    group, channel = spec.group_size(dims, page), spec.axis == "channel"
+    shared = page if channel or spec.outer else 0
+    return SideLayout(dims, spec.bits, group, spec.symmetric, keys, channel, spec.outer, shared)
 
 
 def why_not(spec, dims: int, page: int) -> str | None:
@@ -67,10 +101,10 @@ def why_not(spec, dims: int, page: int) -> str | None:
     if isinstance(spec, Codebook | PolarTree):
         return spec.no_record
     if not hasattr(spec, "bits"):
-        return "full-precision pages have no record"
-    if spec.axis != "token":
-        return "scales per channel have no record yet"
+        return f"pages of {spec.label} have no record"
     group = spec.group_size(dims, page)
+    if spec.axis == "channel":
+        return f"groups of {group} tokens are no multiple of {TOKENS}" if group % TOKENS else None
     if group % BLOCK and group != dims:
         return f"groups of {group} are no multiple of {BLOCK}"
     return None
@@ -78,6 +112,18 @@ def why_not(spec, dims: int, page: int) -> str | None:
 
 def pack_side(codes: mx.array, scale: mx.array, bias: mx.array | None, at: SideLayout) -> mx.array:
     """codes: [..., T, R] unsigned, scale, bias: [..., T, ceil(R/g)] float16 -> [..., T/16, words]."""
+    return pack(codes, {"scale": scale, "bias": bias}, at)
+
+
+def unpack_side(words: mx.array, at: SideLayout) -> tuple[mx.array, mx.array, mx.array | None]:
+    """The inverse of `pack_side`: [..., N, words] -> codes, scale, bias."""
+    codes, numbers = unpack(words, at)
+    return codes, numbers["scale"], numbers.get("bias")
+
+
+def pack(codes: mx.array, stored: dict[str, mx.array], at: SideLayout) -> mx.array:
+    """codes: [..., T, R] unsigned and the float16 numbers of the record, [..., T, groups] ->
+    [..., T/16, words]."""
     *lead, tokens, dims = codes.shape
     pad = at.blocks * BLOCK - dims
     codes = codes.astype(mx.uint32)
@@ -86,19 +132,22 @@ def pack_side(codes: mx.array, scale: mx.array, bias: mx.array | None, at: SideL
     slots = _slots(codes.reshape(*lead, tokens // TOKENS, TOKENS, at.blocks * BLOCK), at)
     words = _vectors(_words(slots, at), at)
     parts = [words.reshape(*lead, tokens // TOKENS, at.code_words)]
-    numbers = [scale] if at.symmetric else [scale, bias]
-    numbers = [x.reshape(*lead, tokens // TOKENS, TOKENS, at.groups) for x in numbers]
+    shape = (*lead, tokens // TOKENS, TOKENS, at.groups)
+    numbers = [stored[name].reshape(shape) for name in at.numbers]
     return mx.concatenate([*parts, *_pack_numbers(numbers, at)], axis=-1)
 
 
-def unpack_side(words: mx.array, at: SideLayout) -> tuple[mx.array, mx.array, mx.array | None]:
-    """The inverse of `pack_side`: [..., N, words] -> codes, scale, bias."""
+def unpack(words: mx.array, at: SideLayout) -> tuple[mx.array, dict[str, mx.array]]:
+    """The inverse of `pack`."""
     *lead, records, _ = words.shape
     slots = _from_words(_from_vectors(words[..., : at.code_words], at), at)
     codes = _from_slots(slots, at).reshape(*lead, records * TOKENS, at.blocks * BLOCK)
-    numbers = _unpack_numbers(mx.contiguous(words[..., at.code_words :]).view(mx.float16), at)
-    numbers = [x.reshape(*lead, records * TOKENS, at.groups) for x in numbers]
-    return codes[..., : at.dims], numbers[0], None if at.symmetric else numbers[1]
+    shape, numbers = (*lead, records * TOKENS, at.groups), []
+    if at.numbers:
+        numbers = mx.contiguous(words[..., at.code_words :]).view(mx.float16)
+        numbers = _unpack_numbers(numbers, at)
+    numbers = {name: x.reshape(shape) for name, x in zip(at.numbers, numbers, strict=True)}
+    return codes[..., : at.dims], numbers
 
 
 # [..., 16, groups] scales and biases <-> the order in memory, as in codes.h
@@ -106,6 +155,8 @@ _ORDERS = ((1, 3, 0, 2), (3, 1, 0, 2))  # of the values: tokens (r, t, half), gr
 
 
 def _pack_numbers(numbers: list[mx.array], at: SideLayout) -> list[mx.array]:
+    if not numbers:
+        return []
     lead = numbers[0].shape[:-2]
     if at.keys:  # token (r, g)
         x = mx.stack(numbers, -2).reshape(*lead, 2, 8, -1)
@@ -117,7 +168,7 @@ def _pack_numbers(numbers: list[mx.array], at: SideLayout) -> list[mx.array]:
 
 
 def _unpack_numbers(numbers: mx.array, at: SideLayout) -> list[mx.array]:
-    lead, kinds, out = numbers.shape[:-1], 1 if at.symmetric else 2, []
+    lead, kinds, out = numbers.shape[:-1], len(at.numbers), []
     if at.keys:
         x = numbers.reshape(*lead, 8, 2, kinds, at.groups).swapaxes(-3, -4)
         return [x[..., i, :] for i in range(kinds)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv import encoding, kernels, packing, records, selftest, tiles
+from mlxkv import encoding, headers, kernels, packing, records, selftest, tiles
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
@@ -42,7 +42,8 @@ class CodePages:
 
 @dataclass(frozen=True)
 class RecordPages:
-    """Pages as the kernels read them: the first `tokens` / 16 records of `buffer`."""
+    """Pages as the kernels read them: the first `tokens` / 16 records of `buffer`, and the headers
+    of the pages, where the format has any."""
 
     codecs: tuple[Codec, Codec]
     layout: kernels.RecordLayout
@@ -50,20 +51,24 @@ class RecordPages:
     tokens: int
     make: launch.Factory
     tiled: bool = False
+    headers: mx.array | None = None
 
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
         count = self.tokens // records.TOKENS
         code = self.codecs[side]
         work = code.work_dtype(dtype)
-        x = kernels.unseal_side(self.buffer, count, self.layout, side == 0, work, self.make)
+        x = kernels.unseal_side(
+            self.buffer, count, self.layout, side == 0, work, self.make, headers=self.headers
+        )
         return code.restore(x, dtype)
 
     def between(self, side: int, sink: mx.array | None, live: mx.array) -> mx.array:
         """sink, these pages in the stored domain, live: [B, G, T, R] in the dtype of live."""
         count = self.tokens // records.TOKENS
         return kernels.unseal_side(
-            self.buffer, count, self.layout, side == 0, live.dtype, self.make, sink, live
+            *(self.buffer, count, self.layout, side == 0, live.dtype, self.make, sink, live),
+            headers=self.headers,
         )
 
 
@@ -122,7 +127,7 @@ class Codes(_Store):
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of either store."""
         if "records" in state:
-            state = _to_codes(state["records"], self.codecs, _layout(self))
+            state = _to_codes(state, self.codecs, _layout(self))
         for name, code, pages in zip(NAMES, self.codecs, self._pages, strict=True):
             if set(state[name]) != code.method.names(code.spec):
                 raise ValueError(f"arrays {', '.join(sorted(state[name]))} for {name}")
@@ -151,11 +156,12 @@ class Records(_Store):
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
-        self._pages.append({"records": self._seal(pair, count * self.config.page, start)}, count)
+        self._pages.append(self._seal(pair, count * self.config.page, start), count)
 
-    def _seal(self, pair: Pair, tokens: int, start: int) -> mx.array:
-        if self.way != encoding.KERNEL:
-            with mx.stream(mx.cpu):
+    def _seal(self, pair: Pair, tokens: int, start: int) -> dict[str, mx.array]:
+        on_cpu = self.way != encoding.KERNEL
+        if on_cpu or self.layout.header_words:  # the seal kernel sees a record at a time, no page
+            with mx.stream(mx.cpu if on_cpu else mx.default_device()):
                 ours = (x[:, :, start : start + tokens] for x in pair)
                 codes = (c.encode(x, self.way) for c, x in zip(self.codecs, ours, strict=True))
                 return _to_records(dict(zip(NAMES, codes, strict=True)), self.codecs, self.layout)
@@ -164,16 +170,18 @@ class Records(_Store):
         ranks = tuple(
             code.spec.clip_rank(at.dims) for code, at in zip(self.codecs, sides, strict=True)
         )
-        return kernels.seal(pair, self.layout, self.make, transforms, start, tokens, ranks)
+        words = kernels.seal(pair, self.layout, self.make, transforms, start, tokens, ranks)
+        return {"records": words}
 
     def read(self, start: int, stop: int) -> RecordPages:
         """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
         each = self.config.page // records.TOKENS
-        buffer = self._pages.arrays()[0]
+        buffer, *shared = self._pages.arrays()
         if start:
             buffer = buffer[:, :, start * each : stop * each]
+            shared = [x[:, :, start:stop] for x in shared]
         tokens = (stop - start) * self.config.page
-        return RecordPages(self.codecs, self.layout, buffer, tokens, self.make, self.tiled)
+        return RecordPages(self.codecs, self.layout, buffer, tokens, self.make, self.tiled, *shared)
 
     def truncate(self, count: int) -> None:
         self._pages.truncate(count)
@@ -189,7 +197,7 @@ class Records(_Store):
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of either store."""
         if "records" not in state:
-            state = {"records": _to_records(state, self.codecs, self.layout)}
+            state = _to_records(state, self.codecs, self.layout)
         self._pages.restore(state, count)
 
 
@@ -197,26 +205,30 @@ def _layout(store: _Store) -> kernels.RecordLayout:
     return kernels.record_layout(store.config, *store.dims)
 
 
-def _to_codes(words: mx.array, codecs, layout: kernels.RecordLayout) -> dict[str, Stored]:
-    """[B, G, N, words] records -> the arrays that plain ops read."""
-    out, start = {}, 0
+def _to_codes(state: Stored, codecs, layout: kernels.RecordLayout) -> dict[str, Stored]:
+    """Records [B, G, N, words], and headers if there are any -> the arrays that plain ops read."""
+    out, start, shared = {}, 0, 0
     for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):
-        codes, scale, bias = records.unpack_side(words[..., start : start + at.words], at)
-        out[name] = {"codes": packing.pack(codes, code.spec.bits), "scale": scale}
-        if bias is not None:
-            out[name]["bias"] = bias
-        start += at.words
+        codes, numbers = records.unpack(state["records"][..., start : start + at.words], at)
+        if at.header_words:
+            words = state["headers"][..., shared : shared + at.header_words]
+            numbers |= headers.unpack(words, at)
+        out[name] = {"codes": packing.pack(codes, code.spec.bits), **numbers}
+        start, shared = start + at.words, shared + at.header_words
     return out
 
 
-def _to_records(state: dict[str, Stored], codecs, layout: kernels.RecordLayout) -> mx.array:
+def _to_records(state: dict[str, Stored], codecs, layout: kernels.RecordLayout) -> Stored:
     """The inverse of `_to_codes`."""
-    words = []
+    words, shared = [], []
     for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):
         side = state[name]
         codes = packing.unpack(side["codes"], code.spec.bits, at.dims)
-        words.append(records.pack_side(codes, side["scale"], side.get("bias"), at))
-    return mx.concatenate(words, axis=-1)
+        words.append(records.pack(codes, side, at))
+        if at.header_words:
+            shared.append(headers.pack(side, at))
+    out = {"records": mx.concatenate(words, axis=-1)}
+    return {**out, "headers": mx.concatenate(shared, axis=-1)} if shared else out
 
 
 def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:

@@ -34,6 +34,8 @@ MASKS = {
 
 def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
     """Why the tile body does not read such records, or None. dims: head dim D."""
+    if layout.header_words:
+        return "tiles read no scales per channel"
     if dtype not in (mx.float16, mx.bfloat16):
         return f"tiles are of 16-bit types, not {str(dtype).removeprefix('mlx.core.')}"
     if layout.keys.codebook or layout.values.codebook:

@@ -92,7 +92,12 @@ def random(dims: int, seed: int) -> Transform:
     return Transform(mx.array(down), mx.array(np.ascontiguousarray(down.T)))
 
 
-MAKERS = {"hadamard": hadamard, "srft": srft, "random": random}
+def hadamard_srft(dims: int, seed: int) -> Transform:
+    """Hadamard where `dims` is a power of two, else the real FFT."""
+    return srft(dims, seed) if dims & (dims - 1) else hadamard(dims, seed)
+
+
+MAKERS = {"hadamard": hadamard, "srft": srft, "hadamard-srft": hadamard_srft, "random": random}
 
 
 @cache

@@ -34,6 +34,8 @@ SPEC = {  # what a table is made from
     "oscar": ("reference", "reference_oscar"),
     **golden_codebook.SPEC,
     "balanced": ("reference", "reference_oscar", "reference_balanced"),
+    "dual_scale": ("reference", "reference_dual_scale"),
+    "polar": ("reference", "reference_polar"),
 }
 
 
@@ -352,6 +354,8 @@ OSCAR = ((64, 4, 2), (80, 2, 1), (128, 2, 1))  # D, H, G
 
 
 def main() -> None:
+    import golden_tile  # which reads the helpers above
+
     header = {"spec_version": str(ref.SPEC_VERSION), "seed": str(SEED)}
     tables = {
         "transforms": transforms,
@@ -379,6 +383,11 @@ def main() -> None:
     tensors, cases = attention(np.random.default_rng(SEED + 9))
     extra = {"spec_hash": spec_hash("attention"), "cases": json.dumps(cases)}
     save_file(tensors, OUT / "attention.safetensors", {**header, **extra})
+    for name, (seed, make) in golden_tile.TABLES.items():
+        extra = {"spec_hash": spec_hash(name), "seed": str(seed)}
+        save_file(
+            make(np.random.default_rng(seed)), OUT / f"{name}.safetensors", {**header, **extra}
+        )
     for path in sorted(OUT.glob("*.safetensors")):
         print(f"{path.name:24} {path.stat().st_size:>9,} bytes")
 

@@ -37,7 +37,7 @@ def records(preset: str, way: str, pair) -> Records:
 @pytest.mark.parametrize("preset", ("int4", "int2", "srft-int4", "naive-int3", "oscar-int2"))
 def test_products_write_the_records_of_the_kernel(preset, way, pair):
     ours, theirs = (
-        _to_codes(store.state["records"], store.codecs, store.layout)
+        _to_codes(store.state, store.codecs, store.layout)
         for store in (records(preset, way, pair), records(preset, encoding.KERNEL, pair))
     )
     for side in ("keys", "values"):

@@ -5,6 +5,7 @@ import pytest
 from make_golden import spec_hash
 
 from mlxkv import golden, packing, rotation
+from mlxkv.golden import tile
 from mlxkv.quantizers import affine
 
 FILES = sorted(path.stem for path in golden.FOLDER.glob("*.safetensors"))
@@ -21,13 +22,8 @@ def test_every_row_holds(rows):
 
 
 def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
-    assert {
-        *("affine", "attention", "balanced", "clip", "encode"),
-        "oscar",
-        "packing",
-        "transforms",
-    } < set(FILES)
-    assert {"codebook", "polar_tree"} < set(FILES)
+    of_affine = {"affine", "attention", "clip", "encode", "oscar", "packing", "transforms"}
+    assert set(FILES) == of_affine | {"balanced", "codebook", "dual_scale", "polar", "polar_tree"}
     assert {row.table for row in rows} >= {
         "transforms",
         "packing",
@@ -41,6 +37,9 @@ def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
         "codebook",
         "polar-tree",
         "balances",
+        "balance",
+        "scores",
+        "mix",
     }
     codes = [row for row in rows if row.table in ("encode", "seal", "clip")]
     assert sum(row.values for row in codes) > 400_000
@@ -118,3 +117,22 @@ def test_moments_of_the_wrong_rows_are_red(monkeypatch):
         golden, "second_moment", lambda x, heads: moment(x[..., ::-1, :], heads)[..., ::-1]
     )
     assert not any(row.ok for row in golden.oscar_rows() if row.table == "moments")
+
+
+def test_a_floor_elsewhere_is_red(monkeypatch):
+    monkeypatch.setattr(tile.dual_scale, "LOG_RANGE", (-10.0, 10.0))
+    rows = [row for row in tile.dual_scale_rows() if row.table == "balance"]
+    assert rows
+    assert not all(row.ok for row in rows)
+
+
+def test_pairs_of_neighbours_are_red(monkeypatch):
+    monkeypatch.setattr(tile.polar, "_halves", lambda x: [x[..., ::2], x[..., 1::2]])
+    rows = list(tile.polar_rows())
+    assert not any(row.ok for row in rows if row.table == "encode")
+
+
+def test_the_lower_end_of_a_step_is_red(monkeypatch):
+    angles = tile.polar._angles
+    monkeypatch.setattr(tile.polar, "_angles", lambda stored, codes: angles(stored, codes - 0.5))
+    assert not any(row.ok for row in tile.polar_rows() if row.table in ("decode", "scores", "mix"))

@@ -27,15 +27,15 @@ LAYERS = [
     {"cache", "attention", "sealed", "selftest"},
     {"codec", "pages", "tiles"},
     {"kernels"},
+    {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},
     {"metal"},
     {"artifact"},
     {"balance"},
-    {
-        *("config", "console", "shapes", "reference", "reference_oscar", "corpus", "rotation"),
-        *("formats_codebook", "levels", "reference_codebook", "reference_polar_tree"),
-        "reference_balanced",
-    },
+    {"config", "console", "shapes", "corpus", "rotation", "reference_balanced"},
+    {"reference_oscar", "reference_codebook", "reference_polar_tree"},
+    {"reference_dual_scale", "reference_polar"},
+    {"reference", "formats", "formats_codebook", "formats_tile", "levels"},
     {"errors", ""},
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
@@ -47,9 +47,10 @@ MAY_IMPORT_MLX_LM_FILES = {"mlxkv/eval/harness.py"}
 MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
-    *("cli", "__main__", "corpus", "artifact", "balance", "rotation", "reference_oscar"),
-    *("formats_codebook", "levels", "reference_codebook", "reference_polar_tree"),
-    "reference_balanced",
+    *("cli", "__main__", "corpus", "artifact", "balance", "rotation"),
+    *("formats", "formats_codebook", "formats_tile", "levels"),
+    *("reference_oscar", "reference_codebook", "reference_polar_tree", "reference_balanced"),
+    *("reference_dual_scale", "reference_polar"),
 }
 
 

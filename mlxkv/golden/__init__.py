@@ -288,9 +288,9 @@ TABLES = (
 
 def rows() -> Iterator[Row]:
     """Every row of the table, on the default device, as it is computed."""
-    from mlxkv.golden import codebook  # it reads this file
+    from mlxkv.golden import codebook, tile  # which read the helpers above
 
-    for table in (*TABLES, *codebook.TABLES):
+    for table in (*TABLES, *codebook.TABLES, tile.dual_scale_rows, tile.polar_rows):
         yield from table()
 
 

@@ -5,7 +5,8 @@
 //
 // q_pages  [heads, rows, RK]  queries in the stored domain, float; q_window [heads, rows, D], of
 // type T, in the model's own. scale[0]: the scale of attention times log2(e)
-// records  [heads, capacity, RECORD]; sink_k, sink_v, live_k, live_v [heads, tokens, D] of type T
+// records  [heads, capacity, RECORD]; headers [heads, capacity / records of a page, HEADER]
+// sink_k, sink_v, live_k, live_v [heads, tokens, D], of type T
 // size     [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
 //           kv heads]
 // lengths  [batch, 4]: records, sink tokens, live tokens, unused
@@ -15,11 +16,14 @@ constexpr int BV = (RV + 31) / 32;
 constexpr int BD = (D + 31) / 32;
 constexpr int QB = BK > BD ? BK : BD;
 constexpr int OB = BV > BD ? BV : BD;
-constexpr int GROUPS_K = (RK + GROUP_K - 1) / GROUP_K;
-constexpr int GROUPS_V = (RV + GROUP_V - 1) / GROUP_V;
+constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
+constexpr int GROUPS_V = CHANNEL_V ? 1 : (RV + GROUP_V - 1) / GROUP_V;
 constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
-constexpr int SIDE_K = kv_side_words<BITS_K>(BK, GROUPS_K, SYMMETRIC_K);
+constexpr int SIDE_K =
+    32 * WORDS_K + kv_number_words(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+constexpr int PAGE_RECORDS = PAGE / 16;
+constexpr int HEADER_K = kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr float STEPS_K = float(1 << BITS_K);
 constexpr float STEPS_V = float(1 << BITS_V);
 constexpr float LAZY = 8.0f;  // the running maximum follows when it is exceeded by this much
@@ -98,6 +102,9 @@ const int each = (units + parts - 1) / parts;
 const int stop = metal::min(units, (part + 1) * each);
 for (int unit = part * each + group; unit < stop; unit += S) {
   const device uint* record = records + (size_t(head) * size[2] + (paged ? unit : 0)) * RECORD;
+  const device uint* header =
+      headers + (size_t(head) * (size[2] / PAGE_RECORDS) + (paged ? unit / PAGE_RECORDS : 0)) * HEADER;
+  const int token_of_page = 16 * (unit % PAGE_RECORDS);  // the record's first
   const bool in_sink = unit < sink_units;
   const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);  // windows only
   const int tokens = paged ? 16 : (in_sink ? n_sink : n_live) - token0;
@@ -111,22 +118,47 @@ for (int unit = part * each + group; unit < stop; unit += S) {
   }
   if (paged) {
     const device half* numbers = (const device half*)(record + 32 * WORDS_K);
+    const device half* shared = (const device half*)header +
+        (CHANNEL_K ? token_of_page / GROUP_K * (SYMMETRIC_K ? 1 : 2) * 32 * BK : 0);
     for (int j = 0; j < BK; j++) {
       float k[16];
+      float steps[8];  // of the lane's dims
+      float biases[8];
+      float outer[8];
+      for (int i = 0; i < 8; i++) {
+        const int dim = 32 * j + 8 * t + i;
+        if (CHANNEL_K) {
+          steps[i] = STEPS_K * float(shared[dim]);
+          biases[i] = SYMMETRIC_K ? -0.5f * steps[i] : float(shared[32 * BK + dim]);
+        } else if (OUTER_K) {
+          outer[i] = float(shared[dim]);
+        }
+      }
       for (int r = 0; r < 2; r++) {
         const int token = g + 8 * r;
-        const int group_of = 32 * j / GROUP_K;
-        const float step = STEPS_K * float(numbers[kv_key_number(token, group_of, 0, GROUPS_K, SYMMETRIC_K)]);
-        const float bias = SYMMETRIC_K
-            ? -0.5f * step
-            : float(numbers[kv_key_number(token, group_of, 1, GROUPS_K, SYMMETRIC_K)]);
+        const int group_of = CHANNEL_K ? 0 : 32 * j / GROUP_K;
+        if (!CHANNEL_K) {
+          const float step = STEPS_K * float(numbers[kv_key_number(token, group_of, 0, GROUPS_K, SYMMETRIC_K)]);
+          const float bias = SYMMETRIC_K
+              ? -0.5f * step
+              : float(numbers[kv_key_number(token, group_of, 1, GROUPS_K, SYMMETRIC_K)]);
+          for (int i = 0; i < 8; i++) {
+            steps[i] = step;
+            biases[i] = bias;
+          }
+        }
         for (int p = 0; p < 4; p++) {
           const uint word = record[kv_word_at(kv_slot_word<BITS_K>(j, r, p), lane, WORDS_K)];
           const uint high = BITS_K == 3 ? record[kv_word_at(kv_high_word(j), lane, WORDS_K)] : 0u;
           for (int h = 0; h < 2; h++) {
+            const int i = 4 * h + p;
             const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(word, high, j, r, p, h));
-            k[8 * r + 4 * h + p] = CODEBOOK_K ? step * kv_level<BITS_K>(code, levels_k)
-                                              : metal::fma(step, code, bias - step);
+            k[8 * r + i] = CODEBOOK_K
+                ? steps[i] * kv_level<BITS_K>(code, levels_k)
+                : metal::fma(steps[i], code, biases[i] - steps[i]);
+            if (OUTER_K && !CHANNEL_K) {
+              k[8 * r + i] *= outer[i];
+            }
           }
         }
       }
@@ -135,6 +167,13 @@ for (int unit = part * each + group; unit < stop; unit += S) {
           const float query = q_tile[q * 32 * BK + 32 * j + 8 * t + i];
           s[2 * q] = metal::fma(query, k[i], s[2 * q]);
           s[2 * q + 1] = metal::fma(query, k[8 + i], s[2 * q + 1]);
+        }
+      }
+    }
+    if (OUTER_K && CHANNEL_K) {
+      for (int q = 0; q < QT; q++) {
+        for (int r = 0; r < 2; r++) {
+          s[2 * q + r] *= float(numbers[kv_key_number(g + 8 * r, 0, 0, 1, 1)]);
         }
       }
     }
@@ -198,22 +237,49 @@ for (int unit = part * each + group; unit < stop; unit += S) {
   if (paged) {
     const device uint* side = record + SIDE_K;
     const device half* numbers = (const device half*)(side + 32 * WORDS_V);
+    const device half* shared = (const device half*)(header + HEADER_K) +
+        (CHANNEL_V ? token_of_page / GROUP_V * (SYMMETRIC_V ? 1 : 2) * 32 * BV : 0);
     for (int j = 0; j < BV; j++) {
+      float steps[4];  // of the lane's dims
+      float biases[4];
+      float outer[4];
+      for (int p = 0; p < 4; p++) {
+        const int dim = 32 * j + 4 * g + p;
+        if (CHANNEL_V) {
+          steps[p] = STEPS_V * float(shared[dim]);
+          biases[p] = SYMMETRIC_V ? -0.5f * steps[p] : float(shared[32 * BV + dim]);
+        } else if (OUTER_V) {
+          outer[p] = float(shared[dim]);
+        }
+      }
       for (int r = 0; r < 2; r++) {
         for (int h = 0; h < 2; h++) {
           const int token = 2 * t + 8 * r + h;
-          const int group_of = 32 * j / GROUP_V;
-          const float step =
-              STEPS_V * float(numbers[kv_value_number(token, group_of, 0, GROUPS_V)]);
-          const float bias = SYMMETRIC_V
-              ? -0.5f * step
-              : float(numbers[kv_value_number(token, group_of, 1, GROUPS_V)]);
+          const int group_of = CHANNEL_V ? 0 : 32 * j / GROUP_V;
+          if (!CHANNEL_V) {
+            const float step =
+                STEPS_V * float(numbers[kv_value_number(token, group_of, 0, GROUPS_V)]);
+            const float bias = SYMMETRIC_V
+                ? -0.5f * step
+                : float(numbers[kv_value_number(token, group_of, 1, GROUPS_V)]);
+            for (int p = 0; p < 4; p++) {
+              steps[p] = step;
+              biases[p] = bias;
+            }
+          } else if (OUTER_V) {
+            for (int p = 0; p < 4; p++) {
+              outer[p] = float(numbers[kv_value_number(token, 0, 0, 1)]);
+            }
+          }
           for (int p = 0; p < 4; p++) {
             const uint word = side[kv_word_at(kv_slot_word<BITS_V>(j, r, p), lane, WORDS_V)];
             const uint high = BITS_V == 3 ? side[kv_word_at(kv_high_word(j), lane, WORDS_V)] : 0u;
             const float code = kv_one_plus<BITS_V>(kv_code<BITS_V>(word, high, j, r, p, h));
-            const float value = CODEBOOK_V ? step * kv_level<BITS_V>(code, levels_v)
-                                           : metal::fma(step, code, bias - step);
+            float value = CODEBOOK_V ? steps[p] * kv_level<BITS_V>(code, levels_v)
+                                     : metal::fma(steps[p], code, biases[p] - steps[p]);
+            if (OUTER_V) {
+              value *= outer[p];
+            }
             for (int q = 0; q < QT; q++) {
               const int i = q * OB * 4 + 4 * j + p;
               o[i] = metal::fma(p_values[4 * q + 2 * r + h], value, o[i]);

@@ -13,6 +13,13 @@
 // what one lane needs is one wide load:
 //   keys:    [g][r][scales of all groups, biases of all groups]
 //   values:  scale [t][group][r][half], then bias [group][t][r][half]
+//
+// What the tokens of a page share is not repeated in its records. It stands in the page's header, a row
+// of words in an array beside the records, [K header | V header], where dims are padded to whole blocks:
+//   CHANNEL (scales per channel):       [group of tokens][scales of all dims, biases of all dims]
+//   OUTER alone (KVarN's values):       one more scale of all dims
+// A side with scales per channel has no numbers in its records, or with OUTER (KVarN's keys) one more
+// scale per token, which stands where the scale of a single group would. x = outer (scale code + bias).
 
 // Words of codes that a lane holds for `blocks` blocks.
 template <int BITS>
@@ -28,6 +35,15 @@ constexpr int kv_vector(int words) {
 template <int BITS>
 constexpr int kv_side_words(int blocks, int groups, int symmetric) {
   return 32 * kv_lane_words<BITS>(blocks) + 8 * groups * (symmetric ? 1 : 2);
+}
+
+// Words of the numbers of one side: in a record, and in the header of a page with `rows` groups of
+// tokens.
+constexpr int kv_number_words(int groups, int symmetric, int channel, int outer) {
+  return channel ? 8 * outer : 8 * groups * (symmetric ? 1 : 2);
+}
+constexpr int kv_header_words(int blocks, int rows, int symmetric, int channel, int outer) {
+  return 16 * blocks * (channel ? rows * (symmetric ? 1 : 2) : outer);
 }
 
 // Where word m of a lane stands.

@@ -19,10 +19,10 @@ import mlx.core as mx
 # name: (inputs, outputs), in the order in which the body names them
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
-    "unseal": (("records", "sink", "live", "size"), ("out",)),
+    "unseal": (("records", "headers", "sink", "live", "size"), ("out",)),
     "attend": (
         (
-            *("q_pages", "q_window", "records", "sink_k", "sink_v", "live_k", "live_v"),
+            *("q_pages", "q_window", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
             *("size", "lengths", "scale"),
         ),
         ("partial_out", "partial_stats"),

@@ -1,15 +1,20 @@
 // Decodes one side of records into T between copies of the windows: the scratch of a prefill, one
 // layer at a time. A simdgroup per 16 tokens.
-// records [heads, capacity, RECORD words]; sink, live [heads, tokens, DIMS] of type T;
+// records [heads, capacity, RECORD words]; headers [heads, capacity / records of a page, HEADER words];
+// sink, live [heads, tokens, DIMS] of type T;
 // out [heads, sink tokens + 16 records + live tokens, DIMS].
-// size: [records per head, capacity, heads, first word of the side, sink tokens, live tokens].
-// Template: T, BITS, DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, KEYS, RECORD.
+// size: [records per head, capacity, heads, first word of the side, sink tokens, live tokens, first
+// word of the side in a header].
+// Template: T, BITS, DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, CHANNEL, OUTER, KEYS,
+// RECORD, PAGE, HEADER.
 const int lane = thread_index_in_simdgroup;
 const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 32) +
     simdgroup_index_in_threadgroup;
 constexpr int BLOCKS = (DIMS + 31) / 32;
-constexpr int GROUPS = (DIMS + GROUP - 1) / GROUP;
-constexpr int GROUP_BLOCKS = (GROUP + 31) / 32;
+constexpr int GROUPS = CHANNEL ? 1 : (DIMS + GROUP - 1) / GROUP;
+constexpr int GROUP_BLOCKS = CHANNEL ? BLOCKS : (GROUP + 31) / 32;
+constexpr int RUN = KEYS ? 8 : 4;  // neighbouring dims of a lane in a block
+constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int WORDS = kv_lane_words<BITS>(BLOCKS);
 constexpr float STEPS = float(1 << BITS);
 const float levels[8] = {
@@ -39,6 +44,10 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
   const int record = part - sink_units;
   const device uint* side = records + (size_t(head) * size[1] + record) * RECORD + size[3];
   const device half* numbers = (const device half*)(side + 32 * WORDS);
+  const device uint* header =
+      headers + (size_t(head) * (size[1] / PAGE_RECORDS) + record / PAGE_RECORDS) * HEADER + size[6];
+  const device half* shared = (const device half*)header +
+      (CHANNEL ? 16 * (record % PAGE_RECORDS) / GROUP * (SYMMETRIC ? 1 : 2) * 32 * BLOCKS : 0);
   rows += (size_t(n_sink) + 16 * record) * DIMS;
   uint words[WORDS];
   for (int m = 0; m < WORDS; m++) {
@@ -48,28 +57,51 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
     // All of a group before its first store: no load passes a store that may alias it.
     float scales[4];
     float biases[4];
+    float outer[4];
     for (int at = 0; at < 4; at++) {
       const int token = KEYS ? g + 4 * (at & 2) : 2 * t + 4 * (at & 2) + at % 2;
-      const float scale = float(numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)]);
-      const float bias = SYMMETRIC
-          ? scale * -0.5f * STEPS
-          : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)]);
-      scales[at] = scale * STEPS;
-      biases[at] = bias - scale * STEPS;
+      if (!CHANNEL) {
+        const float scale = float(numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)]);
+        const float bias = SYMMETRIC
+            ? scale * -0.5f * STEPS
+            : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)]);
+        scales[at] = scale * STEPS;
+        biases[at] = bias - scale * STEPS;
+      } else if (OUTER) {
+        outer[at] = float(numbers[kv_number<KEYS>(token, 0, 0, 1, 1)]);
+      }
     }
     for (int j = group * GROUP_BLOCKS; j < metal::min(BLOCKS, (group + 1) * GROUP_BLOCKS); j++) {
+      const int dim = 32 * j + RUN * (KEYS ? t : g);
+      float dim_scales[RUN];
+      float dim_biases[RUN];
+      for (int i = 0; i < RUN; i++) {
+        if (CHANNEL || OUTER) {
+          dim_scales[i] = float(shared[dim + i]);
+        }
+        if (CHANNEL) {
+          dim_scales[i] *= STEPS;
+          const float bias = SYMMETRIC ? -0.5f * dim_scales[i] : float(shared[32 * BLOCKS + dim + i]);
+          dim_biases[i] = bias - dim_scales[i];
+        }
+      }
       for (int r = 0; r < 2; r++) {
         T run[8];
         for (int p = 0; p < 8; p++) {
           const int at = 2 * r + p / 4;
+          const int i = p % RUN;
           const uint word = words[kv_slot_word<BITS>(j, r, p % 4)];
           const uint high = words[BITS == 3 ? kv_high_word(j) : 0];
           const float code = kv_one_plus<BITS>(kv_code<BITS>(word, high, j, r, p % 4, p / 4));
-          run[p] = T(CODEBOOK ? scales[at] * kv_level<BITS>(code, levels)
-                              : metal::fma(scales[at], code, biases[at]));
+          float value = CODEBOOK  ? scales[at] * kv_level<BITS>(code, levels)
+              : CHANNEL           ? metal::fma(dim_scales[i], code, dim_biases[i])
+                                  : metal::fma(scales[at], code, biases[at]);
+          if (OUTER) {
+            value *= CHANNEL ? outer[at] : dim_scales[i];
+          }
+          run[p] = T(value);
         }
         device T* row = rows + (KEYS ? g + 8 * r : 2 * t + 8 * r) * DIMS;
-        const int dim = 32 * j + (KEYS ? 8 * t : 4 * g);
         if (KEYS) {
           kv_store8<T, DIMS % 8 == 0>(row, dim, DIMS, run);
         } else {

@@ -1,12 +1,14 @@
 """One method = one file with `encode`, `decode`, `scores` and `mix`, under the name of its spec in
 `config.py`."""
 
-from mlxkv.config import Affine, Codebook, Full, PolarTree
-from mlxkv.quantizers import affine, codebook, full, polar_tree
+from mlxkv.config import Affine, Codebook, DualScale, Full, Polar, PolarTree
+from mlxkv.quantizers import affine, codebook, dual_scale, full, polar, polar_tree
 
 QUANTIZERS = {
     Full: full,
     Affine: affine,
     Codebook: codebook,
     PolarTree: polar_tree,
+    DualScale: dual_scale,
+    Polar: polar,
 }
