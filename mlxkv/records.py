@@ -22,7 +22,8 @@ LANES = 32
 class SideLayout:
     """Where one side of a record lies. dims: stored dims R; bits, group, symmetric as in Affine.
 
-    codebook: codes stand for levels, and the only number of a token is its norm.
+    codebook: codes stand for levels, and the only number of a token is its norm; corrected: by what
+        `Codebook.corrected` says, which only sealing has to know.
     """
 
     dims: int
@@ -31,6 +32,7 @@ class SideLayout:
     symmetric: bool
     keys: bool
     codebook: bool = False
+    corrected: bool = False
 
     @property
     def blocks(self) -> int:
@@ -58,7 +60,7 @@ class SideLayout:
 def layout(spec: Affine | Codebook, dims: int, page: int, keys: bool) -> SideLayout:
     """The layout of a side that the kernels can read (`why_not` says which they can)."""
     if isinstance(spec, Codebook):
-        return SideLayout(dims, spec.bits, dims, True, keys, codebook=True)
+        return SideLayout(dims, spec.bits, dims, True, keys, True, spec.corrected)
     return SideLayout(dims, spec.bits, spec.group_size(dims, page), spec.symmetric, keys)
 
 
