@@ -155,3 +155,8 @@ def test_pairs_of_other_neighbours_are_red(monkeypatch):
     monkeypatch.setattr(polar_tree, "to_polar", halves)
     found = [row for row in rows.polar_tree_rows() if row.table == "polar-tree"]
     assert found and not any(row.ok for row in found)
+
+
+def test_one_step_of_fitting_less_is_red(monkeypatch):
+    monkeypatch.setattr(polar_tree, "STEPS", polar_tree.STEPS - 1)
+    assert not all(row.ok for row in rows.polar_tree_rows() if row.case.startswith("online"))
