@@ -62,8 +62,6 @@ class Codebook:
             return "the signs of a residual stage have no record yet"
         if self.outliers:
             return "outlier channels have no record yet"
-        if self.corrected:
-            return "corrected norms have no kernel yet"
         return "codes of 1 bit have no record" if self.bits == 1 else None
 
     def clip_rank(self, dims: int) -> int:

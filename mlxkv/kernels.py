@@ -70,11 +70,12 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
     }
 
 
-def boundaries(at: SideLayout, suffix: str) -> dict[str, object]:
-    """The template values of the boundaries above 0 between levels."""
+def sealing_template(at: SideLayout, suffix: str) -> dict[str, object]:
+    """What sealing has to know besides; B: the boundaries above 0 between levels."""
     table = levels.sphere(at.dims, at.bits) if at.codebook else np.zeros(2)
     middles = (table[1:] + table[:-1])[len(table) // 2 :] / 2
-    return _constants(f"B{suffix}", middles, MAX_TERMS - 1)
+    constants = _constants(f"B{suffix}", middles, MAX_TERMS - 1)
+    return {f"CORRECTED{suffix}": int(at.corrected), **constants}
 
 
 def _constants(name: str, values: Sequence[float], count: int) -> dict[str, object]:
@@ -123,7 +124,7 @@ def seal(
         places += [first, x.shape[2]]
         template |= {f"T_{name}": x.dtype, f"D_{name}": at.dims, f"KIND_{name}": kind}
         template |= {f"RANK_{name}": rank}
-        template |= side_template(at, f"_{name}") | boundaries(at, f"_{name}")
+        template |= side_template(at, f"_{name}") | sealing_template(at, f"_{name}")
         tile = max(tile, TOKENS * at.dims // 2 if kind else 0)
     groups = max(1, min(SIMDGROUPS, TILES // tile))
     (out,) = launch(

@@ -22,7 +22,8 @@ LANES = 32
 class SideLayout:
     """Where one side of a record lies. dims: stored dims R; bits, group, symmetric as in Affine.
 
-    codebook: codes stand for levels, and the only number of a token is its norm.
+    codebook: codes stand for levels, and the only number of a token is its norm; corrected: by what
+        `Codebook.corrected` says, which only sealing has to know.
     channel: scales (and biases) are per channel and stand in the page's header. outer: one more
         scale, per token in the record (channel), or per channel in the header. page: tokens of a
         page, 0 where there is no header.
@@ -37,6 +38,7 @@ class SideLayout:
     outer: bool = False
     page: int = 0
     codebook: bool = False
+    corrected: bool = False
 
     @property
     def blocks(self) -> int:
@@ -90,7 +92,9 @@ class SideLayout:
 def layout(spec: Affine | Codebook | DualScale, dims: int, page: int, keys: bool) -> SideLayout:
     """The layout of a side that the kernels can read (`why_not` says which they can)."""
     if isinstance(spec, Codebook):
-        return SideLayout(dims, spec.bits, dims, True, keys, codebook=True)
+        return SideLayout(
+            *(dims, spec.bits, dims, True, keys), codebook=True, corrected=spec.corrected
+        )
     group, channel = spec.group_size(dims, page), spec.axis == "channel"
     shared = page if channel or spec.outer else 0
     return SideLayout(dims, spec.bits, group, spec.symmetric, keys, channel, spec.outer, shared)

@@ -23,6 +23,8 @@ def spec_side(side: Side) -> dict:
 def spec_stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.ndarray:
     """`reference.stored`, or what the spec of another method has in its place."""
     spec = side.quantizer
+    if isinstance(spec, Codebook | PolarTree):  # these specs have their own rotation
+        assert side.transform == ("none" if getattr(spec, "outliers", False) else "random")
     if isinstance(spec, PolarTree):
         return tree_ref.stored(x, sink, pages, page, spec.online, side.seed)
     if isinstance(spec, Codebook):

@@ -66,6 +66,11 @@ def codebook(rng) -> dict:
         attended = ref.attention(q, decoded @ turn.T, values, dims**-0.5)
         out[f"{dims}.out"] = attended.astype(np.float32)
         decoded, chosen = codebook_ref.split_decode(x[0, 0], 2, 0)
+        for channels, width in ((chosen, 3), (~chosen, 2)):  # compared by what they decode to
+            n = int(channels.sum())
+            y = x[0, 0][1:, channels] @ codebook_ref.random_rotation(n)
+            unit = y / np.sqrt((y * y).sum(-1, keepdims=True))
+            assert not near(unit, codebook_ref.sphere_levels(n, width)).any(), "another seed"
         out[f"{dims}.split.decoded"] = decoded[::4].astype(np.float32)
         out[f"{dims}.split.channels"] = chosen
     return out

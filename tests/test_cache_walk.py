@@ -14,7 +14,7 @@ from cache_model import CacheModel
 from mlxkv import reference as ref
 from mlxkv.attention import _whole, attend
 from mlxkv.cache import CompressedKVCache
-from mlxkv.config import FULL, Affine, CacheConfig, Side
+from mlxkv.config import FULL, Affine, CacheConfig, Codebook, PolarTree, Side
 
 KV_HEADS, KEY_DIM = 2, 64
 SIDES = (
@@ -24,6 +24,11 @@ SIDES = (
     Side(Affine(2, 32, symmetric=True), "srft"),
     Side(Affine(4, 16, axis="channel")),
     FULL,
+    Side(Codebook(3, corrected=True), "random"),
+    Side(Codebook(3, residual=True), "random", seed=3),
+    Side(Codebook(2, outliers=True)),
+    Side(PolarTree(), "random"),
+    Side(PolarTree(online=True), "random", seed=1),
 )
 WINDOWS = ((16, 32, 32), (0, 0, 16), (0, 16, 16), (5, 0, 32), (1, 33, 16), (64, 64, 64))
 STEPS = 40

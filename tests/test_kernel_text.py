@@ -11,7 +11,7 @@ SIDE = {"GROUP": 64, "SYMMETRIC": 0, "CODEBOOK": 0}
 SIDES = {f"{name}_{side}": value for side in "KV" for name, value in SIDE.items()}
 SIDE |= {f"C{i}": 0 for i in range(8)}
 SIDES |= {f"{name}_{side}{i}": -1 for side in "KV" for name in "BC" for i in range(8)}
-SIDES["CODEBOOK_K"] = 1
+SIDES |= {"CODEBOOK_K": 1, "CORRECTED_K": 1, "CORRECTED_V": 0}
 FLOATS = dict.fromkeys(
     ("table_k", "table_v", "q_pages", "partial_out", "partial_stats", "up", "sinks", "scale")
 )

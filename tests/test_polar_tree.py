@@ -10,7 +10,9 @@ from mlxkv.codec import Codec
 from mlxkv.config import PRESETS, CacheConfig, PolarTree, Side
 from mlxkv.errors import UserError
 from mlxkv.golden import codebook as rows
+from mlxkv.models import load
 from mlxkv.quantizers import polar_tree
+from mlxkv.session import Session
 
 DIMS = (64, 80, 96, 128, 256)
 
@@ -155,3 +157,23 @@ def test_pairs_of_other_neighbours_are_red(monkeypatch):
     monkeypatch.setattr(polar_tree, "to_polar", halves)
     found = [row for row in rows.polar_tree_rows() if row.table == "polar-tree"]
     assert found and not any(row.ok for row in found)
+
+
+def test_one_step_of_fitting_less_is_red(monkeypatch):
+    monkeypatch.setattr(polar_tree, "STEPS", polar_tree.STEPS - 1)
+    assert not all(row.ok for row in rows.polar_tree_rows() if row.case.startswith("online"))
+
+
+@pytest.mark.parametrize(
+    "preset", ("polar-tree", "polar-tree+online", "turbo-2.5", "turbo-int3+qjl")
+)
+def test_a_saved_session_goes_on_where_it_was(model_folder, tmp_path, preset):
+    loaded = load(str(model_folder), preset)
+    session = Session(loaded, max_tokens=4)
+    list(session.ask("word " * 260))
+    path = session.save(str(tmp_path / "talk"))
+    assert all(cache._store.count for cache in session.cache)
+    again = Session(load(str(model_folder), preset), max_tokens=4)
+    again.load(str(path))
+    assert "".join(again.ask("go on")) == "".join(session.ask("go on"))
+    assert again.stats.read_tokens < again.stats.prompt_tokens  # the rest came from the file

@@ -91,7 +91,7 @@ def _preset(name: str) -> CacheConfig:
     config = parse_kv(name)
     if not all(hasattr(side.quantizer, "bits") for side in (config.keys, config.values)):
         raise UserError(
-            f"[--kv] nothing is encoded there; got {name!r}; choose presets of codes, such as int4 "
+            f"[--kv] no codes of one width there; got {name!r}; choose others, such as int4 "
             "(full precision is timed beside them)"
         )
     return config

@@ -14,7 +14,8 @@ from mlxkv.formats_codebook import TREE_BITS
 from mlxkv.golden import BOUNDS, Row, compare_codes, read, rms
 from mlxkv.quantizers import polar_tree
 
-LEVELS_BOUND, FITTED_BOUND = 1e-7, 1e-5
+# An angle that changes sides moves a fitted codebook a little.
+LEVELS_BOUND, FITTED_BOUND = 1e-7, 3e-4
 
 
 def _floats(tensors: dict, name: str) -> mx.array:

@@ -6,13 +6,24 @@
 // size: [records per head, heads, first token of the keys, their capacity, the same of the values,
 // matrices of the keys, of the values]
 // Template: S simdgroups of a threadgroup, TILE pairs of floats that each has; per side T, D, BITS,
-// GROUP, SYMMETRIC, CODEBOOK (codes stand for levels, B are its boundaries above 0), KIND (0 as they come, 1 Hadamard, 2 real Fourier, 3 any matrix), RANK
+// GROUP, SYMMETRIC, CODEBOOK (codes stand for levels: their C as in `kv_level`, their boundaries above 0
+// are B), CORRECTED (norms by those of the levels), KIND (0 as they come, 1 Hadamard, 2 real Fourier, 3 any matrix), RANK
 // (`Affine.clip_rank`, 64 at most).
 constexpr int GROUPS_K = (D_K + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = (D_V + GROUP_V - 1) / GROUP_V;
 constexpr int SIDE_K = kv_side_words<BITS_K>((D_K + 31) / 32, GROUPS_K, SYMMETRIC_K);
 constexpr int SIDE_V = kv_side_words<BITS_V>((D_V + 31) / 32, GROUPS_V, SYMMETRIC_V);
 
+const float levels_k[8] = {
+    as_type<float>(uint(C_K0)), as_type<float>(uint(C_K1)),
+    as_type<float>(uint(C_K2)), as_type<float>(uint(C_K3)),
+    as_type<float>(uint(C_K4)), as_type<float>(uint(C_K5)),
+    as_type<float>(uint(C_K6)), as_type<float>(uint(C_K7))};
+const float levels_v[8] = {
+    as_type<float>(uint(C_V0)), as_type<float>(uint(C_V1)),
+    as_type<float>(uint(C_V2)), as_type<float>(uint(C_V3)),
+    as_type<float>(uint(C_V4)), as_type<float>(uint(C_V5)),
+    as_type<float>(uint(C_V6)), as_type<float>(uint(C_V7))};
 const float boundaries_k[7] = {
     as_type<float>(uint(B_K0)), as_type<float>(uint(B_K1)), as_type<float>(uint(B_K2)),
     as_type<float>(uint(B_K3)), as_type<float>(uint(B_K4)), as_type<float>(uint(B_K5)),
@@ -36,8 +47,8 @@ if (unit < size[0] * size[1]) {
     const device T_K* from = keys + (size_t(head) * size[3] + size[2] + token) * D_K;
     const device float* table = table_k + (KIND_K == 3 ? size_t(head % size[6]) * (D_K * D_K) : 0);
     if (CODEBOOK_K) {
-      kv_seal_codebook<T_K, BITS_K, D_K, 1, KIND_K>(
-          from, table, tiles + simdgroup * TILE, boundaries_k, out, lane);
+      kv_seal_codebook<T_K, BITS_K, D_K, 1, KIND_K, CORRECTED_K>(
+          from, table, tiles + simdgroup * TILE, boundaries_k, levels_k, out, lane);
     } else {
       kv_seal_side<T_K, BITS_K, D_K, GROUP_K, SYMMETRIC_K, 1, KIND_K, RANK_K>(
           from, table, tiles + simdgroup * TILE, out, lane);
@@ -46,8 +57,8 @@ if (unit < size[0] * size[1]) {
     const device T_V* from = values + (size_t(head) * size[5] + size[4] + token) * D_V;
     const device float* table = table_v + (KIND_V == 3 ? size_t(head % size[7]) * (D_V * D_V) : 0);
     if (CODEBOOK_V) {
-      kv_seal_codebook<T_V, BITS_V, D_V, 0, KIND_V>(
-          from, table, tiles + simdgroup * TILE, boundaries_v, out + SIDE_K, lane);
+      kv_seal_codebook<T_V, BITS_V, D_V, 0, KIND_V, CORRECTED_V>(
+          from, table, tiles + simdgroup * TILE, boundaries_v, levels_v, out + SIDE_K, lane);
     } else {
       kv_seal_side<T_V, BITS_V, D_V, GROUP_V, SYMMETRIC_V, 0, KIND_V, RANK_V>(
           from, table, tiles + simdgroup * TILE, out + SIDE_K, lane);

@@ -128,8 +128,9 @@ def mix(spec: Codebook, p: mx.array, stored: dict[str, mx.array], dims: int, pag
     return out
 
 
-# Outlier channels. They are chosen by page, so that a page needs nothing but itself: a cache may be
-# trimmed, saved and batched as ever, and a bit per channel and page is 1/64 bit per value.
+# Outlier channels. The paper does not say when they are chosen. Here by page: a page then needs
+# nothing but itself, so that a cache may be trimmed, saved and batched as ever, and a bit per channel
+# and page is 1/64 bit per value. Each part has a rotation of its own, of seed 0.
 
 
 def _encode_parts(spec: Codebook, x: mx.array, page: int) -> dict[str, mx.array]:
