@@ -25,7 +25,7 @@ def test_each_has_a_small_file_of_its_own(name, tmp_path, monkeypatch, capsys):
     assert (made.fingerprint, made.model) == (loaded.fingerprint, name)
     assert (made.target, made.parts, made.per_layer) == ("attention", "uhp", False)
     assert made.text == "stories" and made.tokens == 8900
-    assert Path(made.path).stat().st_size < 1_500_000
+    assert Path(made.path).stat().st_size < 3_000_000
     assert all(r.compressed for r in loaded.layers if r.grows)
 
 
