@@ -61,6 +61,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"SYMMETRIC{suffix}": int(at.symmetric),
         f"CHANNEL{suffix}": int(at.channel),
         f"OUTER{suffix}": int(at.outer),
+        f"PAIRS{suffix}": int(at.pairs),
     }
 
 
