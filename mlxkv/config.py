@@ -71,6 +71,11 @@ class Side:
         prefix = "" if self.transform == "none" else f"{self.transform} + "
         return prefix + self.quantizer.label
 
+    def note(self, head_dim: int) -> str:
+        """What a report adds to the preset's name for heads of this dim: which transform stands in."""
+        stands_in = self.transform == SPREAD and head_dim & (head_dim - 1)
+        return f" (srft: {head_dim} dims have no Hadamard)" if stands_in else ""
+
     def why_not(self, head_dim: int, page: int) -> str | None:
         """The reason why vectors of `head_dim` cannot be stored this way, or None."""
         if self.transform == "hadamard" and head_dim & (head_dim - 1):

@@ -79,12 +79,20 @@ class Polar:
 
     radius: int = 4
     angle: int = 4
+    axis: ClassVar[str] = "channel"
+    symmetric: ClassVar[bool] = False
+    outer: ClassVar[bool] = False
 
     def __post_init__(self):
         for name in ("radius", "angle"):
             if (bits := getattr(self, name)) not in POLAR_BITS:
                 choices = ", ".join(map(str, POLAR_BITS))
                 raise UserError(f"[Polar] unknown {name} bits; got {bits}; choose from {choices}")
+
+    @property
+    def bits(self) -> int:
+        """The wider of the two."""
+        return max(self.radius, self.angle)
 
     @property
     def pair_bits(self) -> int:
@@ -94,6 +102,10 @@ class Polar:
     @property
     def label(self) -> str:
         return f"polar, radius int{self.radius} and angle int{self.angle} per pair of channels"
+
+    def group_size(self, dims: int, page: int) -> int:
+        """Values per range: those of a page."""
+        return page
 
     def bits_per_value(self, dims: int, page: int) -> float:
         """Stored bits per value: codes in whole 32-bit words, four 16-bit numbers per pair and

@@ -65,6 +65,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"SYMMETRIC{suffix}": int(at.symmetric),
         f"CHANNEL{suffix}": int(at.channel),
         f"OUTER{suffix}": int(at.outer),
+        f"PAIRS{suffix}": int(at.pairs),
         f"CODEBOOK{suffix}": int(at.codebook),
         **_constants(f"C{suffix}", terms, MAX_TERMS),
     }

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv.config import Affine, Codebook, DualScale, PolarTree
+from mlxkv.config import Affine, Codebook, DualScale, Polar, PolarTree
 
 TOKENS = 16  # of a record
 BLOCK = 32  # dims of a block
 LANES = 32
+PAIR_PAGE = 64  # tokens that the simdgroups of a threadgroup read at a time: one table serves them
+MAX_PAIR_DIMS = 256  # whose tables fit in threadgroup memory
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class SideLayout:
         `Codebook.corrected` says, which only sealing has to know.
     channel: scales (and biases) are per channel and stand in the page's header. outer: one more
         scale, per token in the record (channel), or per channel in the header. page: tokens of a
-        page, 0 where there is no header.
+        page, 0 where there is no header. pairs: keys as radius and angle (`codes.h`).
     """
 
     dims: int
@@ -37,6 +39,7 @@ class SideLayout:
     channel: bool = False
     outer: bool = False
     page: int = 0
+    pairs: bool = False
     codebook: bool = False
     corrected: bool = False
 
@@ -75,6 +78,8 @@ class SideLayout:
     @property
     def header_names(self) -> tuple[str, ...]:
         """What stands in the header of a page."""
+        if self.pairs:
+            return ("radius_step", "angle_step", "radius_low", "angle_low")
         if self.channel:
             return ("scale",) if self.symmetric else ("scale", "bias")
         return ("outer",) if self.outer else ()
@@ -86,10 +91,18 @@ class SideLayout:
 
     @property
     def header_words(self) -> int:
-        return self.header_rows * len(self.header_names) * self.blocks * BLOCK // 2
+        return self.header_rows * len(self.header_names) * self.header_dims // 2
+
+    @property
+    def header_dims(self) -> int:
+        """Numbers of one name in a row, padded to whole blocks."""
+        return self.dims // 2 if self.pairs else self.blocks * BLOCK
 
 
-def layout(spec: Affine | Codebook | DualScale, dims: int, page: int, keys: bool) -> SideLayout:
+Spec = Affine | Codebook | DualScale | Polar
+
+
+def layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
     """The layout of a side that the kernels can read (`why_not` says which they can)."""
     if isinstance(spec, Codebook):
         return SideLayout(
@@ -97,21 +110,36 @@ def layout(spec: Affine | Codebook | DualScale, dims: int, page: int, keys: bool
         )
     group, channel = spec.group_size(dims, page), spec.axis == "channel"
     shared = page if channel or spec.outer else 0
-    return SideLayout(dims, spec.bits, group, spec.symmetric, keys, channel, spec.outer, shared)
+    pairs = isinstance(spec, Polar)
+    return SideLayout(
+        dims, spec.bits, group, spec.symmetric, keys, channel, spec.outer, shared, pairs
+    )
 
 
-def why_not(spec, dims: int, page: int) -> str | None:
+def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
     """Why a side cannot be kept in records, or None."""
     if isinstance(spec, Codebook | PolarTree):
         return spec.no_record
     if not hasattr(spec, "bits"):
-        return f"pages of {spec.label} have no record"
+        return "full-precision pages have no record"
+    if isinstance(spec, Polar):
+        return _why_no_pairs(spec, dims, page, keys)
     group = spec.group_size(dims, page)
     if spec.axis == "channel":
         return f"groups of {group} tokens are no multiple of {TOKENS}" if group % TOKENS else None
     if group % BLOCK and group != dims:
         return f"groups of {group} are no multiple of {BLOCK}"
     return None
+
+
+def _why_no_pairs(spec: Polar, dims: int, page: int, keys: bool) -> str | None:
+    if not keys:
+        return "values as radius and angle have no record"
+    if spec.radius != spec.angle or spec.radius == 1:
+        return f"no record for radius int{spec.radius} and angle int{spec.angle}"
+    if dims % (2 * BLOCK) or dims > MAX_PAIR_DIMS:
+        return f"pairs of {dims} dims are not read by single lanes from one table"
+    return f"a page of {page} tokens is no multiple of {PAIR_PAGE}" if page % PAIR_PAGE else None
 
 
 def pack_side(codes: mx.array, scale: mx.array, bias: mx.array | None, at: SideLayout) -> mx.array:

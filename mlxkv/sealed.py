@@ -17,6 +17,7 @@ from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
 from mlxkv.metal import launch
 from mlxkv.pages import Pages
+from mlxkv.quantizers import polar
 
 Pair = tuple[mx.array, mx.array]
 NAMES = ("keys", "values")
@@ -205,6 +206,15 @@ def _layout(store: _Store) -> kernels.RecordLayout:
     return kernels.record_layout(store.config, *store.dims)
 
 
+def _split(spec, words: mx.array, dims: int) -> mx.array:
+    """Packed codes [..., W] -> [..., R], those of a record."""
+    return packing.unpack(words, spec.bits, dims)
+
+
+def _join(spec, codes: mx.array) -> mx.array:
+    return packing.pack(codes, spec.bits)
+
+
 def _to_codes(state: Stored, codecs, layout: kernels.RecordLayout) -> dict[str, Stored]:
     """Records [B, G, N, words], and headers if there are any -> the arrays that plain ops read."""
     out, start, shared = {}, 0, 0
@@ -213,7 +223,8 @@ def _to_codes(state: Stored, codecs, layout: kernels.RecordLayout) -> dict[str, 
         if at.header_words:
             words = state["headers"][..., shared : shared + at.header_words]
             numbers |= headers.unpack(words, at)
-        out[name] = {"codes": packing.pack(codes, code.spec.bits), **numbers}
+        join = polar.join if at.pairs else _join
+        out[name] = {"codes": join(code.spec, codes), **numbers}
         start, shared = start + at.words, shared + at.header_words
     return out
 
@@ -223,7 +234,8 @@ def _to_records(state: dict[str, Stored], codecs, layout: kernels.RecordLayout) 
     words, shared = [], []
     for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):
         side = state[name]
-        codes = packing.unpack(side["codes"], code.spec.bits, at.dims)
+        split = polar.split if at.pairs else _split
+        codes = split(code.spec, side["codes"], at.dims)
         words.append(records.pack(codes, side, at))
         if at.header_words:
             shared.append(headers.pack(side, at))
@@ -236,8 +248,8 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
     a format builds its kernels and tries them."""
     if launch.factory() is None:
         return "no GPU here"
-    for side, dim in zip((config.keys, config.values), dims, strict=True):
-        if reason := records.why_not(side.quantizer, dim, config.page):
+    for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
+        if reason := records.why_not(side.quantizer, dim, config.page, keys=i == 0):
             return reason
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from random_models import random_model
 
 from mlxkv import reference as ref
 from mlxkv import reference_dual_scale as spec
@@ -10,6 +11,7 @@ from mlxkv.cache import CompressedKVCache
 from mlxkv.codec import Codec
 from mlxkv.config import PRESETS, CacheConfig, DualScale, Side, parse_kv
 from mlxkv.errors import UserError
+from mlxkv.models import attach, detach
 from mlxkv.quantizers import dual_scale
 
 AXES = ("channel", "token")
@@ -185,6 +187,14 @@ def test_head_dims_that_have_no_hadamard_take_the_fourier_transform():
         assert side.why_not(dims, PAGE) is None
         down = np.array(Codec(side, dims, PAGE).transform.down)
         np.testing.assert_allclose(down, spec.rotation(dims), atol=1e-6)
+
+
+def test_reports_say_which_transform_stands_in():
+    for dims, said in ((80, " (srft: 80 dims have no Hadamard)"), (64, "")):
+        model = random_model("llama", head_dim=dims)
+        reports = attach(model, "kvarn-int2")
+        detach(model)
+        assert {r.reason for r in reports if r.compressed} == {f"kvarn-int2{said}"}
 
 
 def test_bad_values_are_refused():

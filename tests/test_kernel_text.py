@@ -7,7 +7,7 @@ from emulator import metal_kernel, nvrtc, strict
 
 from mlxkv.metal.launch import SIGNATURES, body, header, read
 
-SIDE = {"GROUP": 64, "SYMMETRIC": 0, "CODEBOOK": 0}
+SIDE = {"GROUP": 64, "SYMMETRIC": 0, "CODEBOOK": 0, "CHANNEL": 0, "OUTER": 0, "PAIRS": 0}
 SIDES = {f"{name}_{side}": value for side in "KV" for name, value in SIDE.items()}
 SIDE |= {f"C{i}": 0 for i in range(8)}
 SIDES |= {f"{name}_{side}{i}": -1 for side in "KV" for name in "BC" for i in range(8)}
@@ -19,7 +19,7 @@ HALVES = dict.fromkeys(
     ("keys", "values", "sink", "live", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v")
 )
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
-TYPES |= dict.fromkeys(("records", "map_k", "map_v", "counter"), np.uint32)
+TYPES |= dict.fromkeys(("records", "headers", "map_k", "map_v", "counter"), np.uint32)
 
 # name: template values, dtypes of the outputs
 KERNELS = {
@@ -33,14 +33,19 @@ KERNELS = {
         [np.uint32],
     ),
     "unseal": (
-        {**SIDE, "T": np.float16, "BITS": 3, "DIMS": 80, "KEYS": 0, "RECORD": 600},
+        {
+            **SIDE,
+            **{"CHANNEL": 1, "OUTER": 1, "PAGE": 64, "HEADER": 96},
+            **{"T": np.float16, "BITS": 3, "DIMS": 80, "KEYS": 0, "RECORD": 600},
+        },
         [np.float16],
     ),
     "attend": (
         {
             **SIDES,
             **{"T": np.float16, "QT": 4, "S": 4, "D": 128, "RK": 128, "RV": 128},
-            **{"RECORD": 576, "BITS_K": 4, "BITS_V": 3},
+            **{"RECORD": 576, "BITS_K": 4, "BITS_V": 3, "CHANNEL_K": 1, "OUTER_K": 1},
+            **{"OUTER_V": 1, "PAGE": 64, "HEADER": 192},
         },
         [np.float32, np.float32],
     ),

@@ -28,11 +28,14 @@ constexpr float STEPS_K = float(1 << BITS_K);
 constexpr float STEPS_V = float(1 << BITS_V);
 constexpr float LAZY = 8.0f;  // the running maximum follows when it is exceeded by this much
 constexpr float NOTHING = -1.0e30f;
+constexpr int ANGLES = PAIRS_K ? 1 << BITS_K : 1;
+constexpr int PAIRS = PAIRS_K ? RK / 2 : 1;
 
 threadgroup float q_tile[QT * QB * 32];
 threadgroup float tile_out[QT * OB * 32];
 threadgroup float tile_max[S * QT];
 threadgroup float tile_sum[S * QT];
+threadgroup float turns[2 * PAIRS * ANGLES];  // cosine and sine of each angle that a pair can have
 
 const float levels_k[8] = {
     as_type<float>(uint(C_K0)), as_type<float>(uint(C_K1)),
@@ -98,7 +101,9 @@ const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
 const int parts = paged ? page_splits : splits - page_splits;
 const int part = paged ? split : split - page_splits;
-const int each = (units + parts - 1) / parts;
+// Pairs: whole pages, so that the simdgroups, which divide a page, read one page at a time.
+const int unit_of_parts = PAIRS_K && paged ? PAGE_RECORDS : 1;
+const int each = ((units + parts - 1) / parts + unit_of_parts - 1) / unit_of_parts * unit_of_parts;
 const int stop = metal::min(units, (part + 1) * each);
 for (int unit = part * each + group; unit < stop; unit += S) {
   const device uint* record = records + (size_t(head) * size[2] + (paged ? unit : 0)) * RECORD;
@@ -111,14 +116,71 @@ for (int unit = part * each + group; unit < stop; unit += S) {
   const int position0 = paged ? n_sink + 16 * unit : (in_sink ? token0 : total - n_live + token0);
   const size_t at_window = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
 
+  if (PAIRS_K && paged && (unit - group) % PAGE_RECORDS == 0) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const device half* angles = (const device half*)header + PAIRS;
+    for (int i = thread_id; i < PAIRS * ANGLES; i += 32 * S) {
+      const float step = float(angles[i / ANGLES]);
+      const float low = float(angles[i / ANGLES + 2 * PAIRS]);
+      const float angle = metal::fma(float(i % ANGLES) + 0.5f, step, low) - KV_PI;
+      turns[2 * i] = -metal::cos(angle);
+      turns[2 * i + 1] = -metal::sin(angle);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
   // Scores of tokens g and g + 8: this lane's dims, then the four lanes of a token together.
   float s[QT * 2];
   for (int i = 0; i < QT * 2; i++) {
     s[i] = 0.0f;
   }
-  if (paged) {
+  if (paged && PAIRS_K) {
+    const device half* page_numbers = (const device half*)header;
+    for (int j = 0; j < BK / 2; j++) {  // the other half of a pair stands BK / 2 blocks further
+      const int pair = 32 * j + 8 * t;
+      float steps[8];
+      float biases[8];
+      for (int i = 0; i < 8; i++) {
+        const float step = float(page_numbers[pair + i]);
+        steps[i] = STEPS_K * step;
+        biases[i] = metal::fma(0.5f, step, float(page_numbers[RK + pair + i])) - steps[i];
+      }
+      float first[16];
+      float second[16];
+      for (int r = 0; r < 2; r++) {
+        for (int p = 0; p < 4; p++) {
+          const uint radii = record[kv_word_at(kv_slot_word<BITS_K>(j, r, p), lane, WORDS_K)];
+          const uint radii_high =
+              BITS_K == 3 ? record[kv_word_at(kv_high_word(j), lane, WORDS_K)] : 0u;
+          const int other = j + BK / 2;
+          const uint angles = record[kv_word_at(kv_slot_word<BITS_K>(other, r, p), lane, WORDS_K)];
+          const uint angles_high =
+              BITS_K == 3 ? record[kv_word_at(kv_high_word(other), lane, WORDS_K)] : 0u;
+          for (int h = 0; h < 2; h++) {
+            const int i = 4 * h + p;
+            const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(radii, radii_high, j, r, p, h));
+            const float radius = metal::fma(steps[i], code, biases[i]);
+            const int angle = int(kv_code<BITS_K>(angles, angles_high, other, r, p, h));
+            const int at = 2 * ((pair + i) * ANGLES + angle);
+            first[8 * r + i] = radius * turns[at];
+            second[8 * r + i] = radius * turns[at + 1];
+          }
+        }
+      }
+      for (int q = 0; q < QT; q++) {
+        for (int i = 0; i < 8; i++) {
+          const float a = q_tile[q * 32 * BK + pair + i];
+          const float b = q_tile[q * 32 * BK + PAIRS + pair + i];
+          for (int r = 0; r < 2; r++) {
+            s[2 * q + r] = metal::fma(a, first[8 * r + i], s[2 * q + r]);
+            s[2 * q + r] = metal::fma(b, second[8 * r + i], s[2 * q + r]);
+          }
+        }
+      }
+    }
+  } else if (paged) {
     const device half* numbers = (const device half*)(record + 32 * WORDS_K);
-    const device half* shared = (const device half*)header +
+    const device half* page_numbers = (const device half*)header +
         (CHANNEL_K ? token_of_page / GROUP_K * (SYMMETRIC_K ? 1 : 2) * 32 * BK : 0);
     for (int j = 0; j < BK; j++) {
       float k[16];
@@ -128,10 +190,10 @@ for (int unit = part * each + group; unit < stop; unit += S) {
       for (int i = 0; i < 8; i++) {
         const int dim = 32 * j + 8 * t + i;
         if (CHANNEL_K) {
-          steps[i] = STEPS_K * float(shared[dim]);
-          biases[i] = SYMMETRIC_K ? -0.5f * steps[i] : float(shared[32 * BK + dim]);
+          steps[i] = STEPS_K * float(page_numbers[dim]);
+          biases[i] = SYMMETRIC_K ? -0.5f * steps[i] : float(page_numbers[32 * BK + dim]);
         } else if (OUTER_K) {
-          outer[i] = float(shared[dim]);
+          outer[i] = float(page_numbers[dim]);
         }
       }
       for (int r = 0; r < 2; r++) {
@@ -237,7 +299,7 @@ for (int unit = part * each + group; unit < stop; unit += S) {
   if (paged) {
     const device uint* side = record + SIDE_K;
     const device half* numbers = (const device half*)(side + 32 * WORDS_V);
-    const device half* shared = (const device half*)(header + HEADER_K) +
+    const device half* page_numbers = (const device half*)(header + HEADER_K) +
         (CHANNEL_V ? token_of_page / GROUP_V * (SYMMETRIC_V ? 1 : 2) * 32 * BV : 0);
     for (int j = 0; j < BV; j++) {
       float steps[4];  // of the lane's dims
@@ -246,10 +308,10 @@ for (int unit = part * each + group; unit < stop; unit += S) {
       for (int p = 0; p < 4; p++) {
         const int dim = 32 * j + 4 * g + p;
         if (CHANNEL_V) {
-          steps[p] = STEPS_V * float(shared[dim]);
-          biases[p] = SYMMETRIC_V ? -0.5f * steps[p] : float(shared[32 * BV + dim]);
+          steps[p] = STEPS_V * float(page_numbers[dim]);
+          biases[p] = SYMMETRIC_V ? -0.5f * steps[p] : float(page_numbers[32 * BV + dim]);
         } else if (OUTER_V) {
-          outer[p] = float(shared[dim]);
+          outer[p] = float(page_numbers[dim]);
         }
       }
       for (int r = 0; r < 2; r++) {
@@ -305,63 +367,6 @@ for (int unit = part * each + group; unit < stop; unit += S) {
           }
         }
       }
-    }
-  }
-}
-
-// The lanes of a simdgroup, then its neighbours.
-for (int i = 0; i < QT * OB * 4; i++) {
-  o[i] += simd_shuffle_xor(o[i], ushort(1));
-  o[i] += simd_shuffle_xor(o[i], ushort(2));
-}
-for (int q = 0; q < QT; q++) {
-  sum[q] += simd_shuffle_xor(sum[q], ushort(4));
-  sum[q] += simd_shuffle_xor(sum[q], ushort(8));
-  sum[q] += simd_shuffle_xor(sum[q], ushort(16));
-  if (lane == 0) {
-    tile_max[group * QT + q] = top[q];
-    tile_sum[group * QT + q] = sum[q];
-  }
-}
-threadgroup_barrier(mem_flags::mem_threadgroup);
-float peaks[QT];
-for (int q = 0; q < QT; q++) {
-  peaks[q] = NOTHING;
-  for (int n = 0; n < S; n++) {
-    peaks[q] = metal::max(peaks[q], tile_max[n * QT + q]);
-  }
-}
-for (int n = 0; n < S; n++) {
-  if (n == group) {
-    for (int q = 0; q < QT; q++) {
-      const float shrink = metal::exp2(top[q] - peaks[q]);
-      for (int j = 0; j < OB; j++) {
-        if (j % 4 == t) {  // the four lanes of a g hold the same sums: each keeps some blocks
-          for (int p = 0; p < 4; p++) {
-            const int at = (q * OB + j) * 32 + 4 * g + p;
-            const float value = shrink * o[q * OB * 4 + 4 * j + p];
-            tile_out[at] = n == 0 ? value : tile_out[at] + value;
-          }
-        }
-      }
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-for (int q = 0; q < QT; q++) {
-  const int row = first_row + q;
-  if (row < rows) {
-    const size_t slot = (size_t(head) * rows + row) * splits + split;
-    for (int i = thread_id; i < OB * 32; i += 32 * S) {
-      partial_out[slot * OB * 32 + i] = tile_out[q * OB * 32 + i];
-    }
-    if (thread_id == 0) {
-      float all = 0.0f;
-      for (int n = 0; n < S; n++) {
-        all += tile_sum[n * QT + q] * metal::exp2(tile_max[n * QT + q] - peaks[q]);
-      }
-      partial_stats[2 * slot] = peaks[q];
-      partial_stats[2 * slot + 1] = all;
     }
   }
 }

@@ -20,6 +20,10 @@
 //   OUTER alone (KVarN's values):       one more scale of all dims
 // A side with scales per channel has no numbers in its records, or with OUTER (KVarN's keys) one more
 // scale per token, which stands where the scale of a single group would. x = outer (scale code + bias).
+// PAIRS (PolarQuant's keys): as CHANNEL, the codes of dim i < R/2 being those of a radius and those of
+// dim i + R/2 of the angle, in steps of that width from the bias on; codes stand for their middle.
+
+constexpr float KV_PI = 3.14159265f;  // taken off angles: fast cosines are good to +-pi
 
 // Words of codes that a lane holds for `blocks` blocks.
 template <int BITS>

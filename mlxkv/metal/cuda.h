@@ -101,6 +101,12 @@ inline float exp2(float a) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
   return out;
 }
+inline float cos(float a) {
+  return __cosf(a);
+}
+inline float sin(float a) {
+  return __sinf(a);
+}
 } // namespace metal
 
 // 1 / a to the last bits, for seal.h: no branch for what is out of range.

@@ -41,6 +41,7 @@ HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of
     "attend_tile": ("codes.h", "tile.h"),
 }
 BODIES = {  # where a body is more than one file
+    "attend": ("attend.metal", "attend_join.metal"),
     "attend_tile": ("attend_tile.metal", "attend_tile_read.metal", "attend_tile_merge.metal"),
 }
 Template = tuple[tuple[str, object], ...]

@@ -5,8 +5,8 @@
 // out [heads, sink tokens + 16 records + live tokens, DIMS].
 // size: [records per head, capacity, heads, first word of the side, sink tokens, live tokens, first
 // word of the side in a header].
-// Template: T, BITS, DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, CHANNEL, OUTER, KEYS,
-// RECORD, PAGE, HEADER.
+// Template: T, BITS, DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, CHANNEL, OUTER, PAIRS,
+// KEYS, RECORD, PAGE, HEADER.
 const int lane = thread_index_in_simdgroup;
 const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 32) +
     simdgroup_index_in_threadgroup;
@@ -46,14 +46,40 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
   const device half* numbers = (const device half*)(side + 32 * WORDS);
   const device uint* header =
       headers + (size_t(head) * (size[1] / PAGE_RECORDS) + record / PAGE_RECORDS) * HEADER + size[6];
-  const device half* shared = (const device half*)header +
+  const device half* page_numbers = (const device half*)header +
       (CHANNEL ? 16 * (record % PAGE_RECORDS) / GROUP * (SYMMETRIC ? 1 : 2) * 32 * BLOCKS : 0);
   rows += (size_t(n_sink) + 16 * record) * DIMS;
   uint words[WORDS];
   for (int m = 0; m < WORDS; m++) {
     words[m] = side[kv_word_at(m, lane, WORDS)];
   }
-  for (int group = 0; group < GROUPS; group++) {
+  // Radius and angle of pairs of key dims: the other half stands BLOCKS / 2 blocks further.
+  for (int j = 0; j < (PAIRS ? BLOCKS / 2 : 0); j++) {
+    const int pair = 32 * j + 8 * t;
+    const int other = j + BLOCKS / 2;
+    for (int r = 0; r < 2; r++) {
+      T first[8];
+      T second[8];
+      for (int p = 0; p < 8; p++) {
+        float numbers_of[2];  // radius, angle
+        for (int half_ = 0; half_ < 2; half_++) {
+          const int block = half_ ? other : j;
+          const uint word = words[kv_slot_word<BITS>(block, r, p % 4)];
+          const uint high = words[BITS == 3 ? kv_high_word(block) : 0];
+          const float code = float(kv_code<BITS>(word, high, block, r, p % 4, p / 4));
+          const int at = half_ * DIMS / 2 + pair + p;
+          numbers_of[half_] = metal::fma(
+              code + 0.5f, float(page_numbers[at]), float(page_numbers[DIMS + at]));
+        }
+        first[p] = T(-numbers_of[0] * metal::cos(numbers_of[1] - KV_PI));
+        second[p] = T(-numbers_of[0] * metal::sin(numbers_of[1] - KV_PI));
+      }
+      device T* row = rows + (g + 8 * r) * DIMS;
+      kv_store8<T, DIMS % 8 == 0>(row, pair, DIMS, first);
+      kv_store8<T, DIMS % 8 == 0>(row, DIMS / 2 + pair, DIMS, second);
+    }
+  }
+  for (int group = 0; group < (PAIRS ? 0 : GROUPS); group++) {
     // All of a group before its first store: no load passes a store that may alias it.
     float scales[4];
     float biases[4];
@@ -77,11 +103,11 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
       float dim_biases[RUN];
       for (int i = 0; i < RUN; i++) {
         if (CHANNEL || OUTER) {
-          dim_scales[i] = float(shared[dim + i]);
+          dim_scales[i] = float(page_numbers[dim + i]);
         }
         if (CHANNEL) {
           dim_scales[i] *= STEPS;
-          const float bias = SYMMETRIC ? -0.5f * dim_scales[i] : float(shared[32 * BLOCKS + dim + i]);
+          const float bias = SYMMETRIC ? -0.5f * dim_scales[i] : float(page_numbers[32 * BLOCKS + dim + i]);
           dim_biases[i] = bias - dim_scales[i];
         }
       }

@@ -116,6 +116,7 @@ def _judge(
     if shape is None or reason:
         return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
+    label += config.keys.note(shape.key_dim)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)
     return LayerReport(index, kind, True, label, bits, kernel_for(config, shape), True, *sizes)
 

@@ -128,6 +128,18 @@ def scores_by_tables(
     return mx.concatenate(out, axis=2)
 
 
+def split(spec: Polar, words: mx.array, dims: int) -> mx.array:
+    """Packed codes of pairs [..., W] -> [..., R]: those of all radii, then those of all angles."""
+    codes = packing.unpack(words, spec.pair_bits, dims // 2)
+    return mx.concatenate([codes >> spec.angle, codes & (2**spec.angle - 1)], axis=-1)
+
+
+def join(spec: Polar, codes: mx.array) -> mx.array:
+    """The inverse of `split`."""
+    radii, angles = _halves(codes)
+    return packing.pack((radii << spec.angle) + angles, spec.pair_bits)
+
+
 def mix(spec: Polar, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
     """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
     return p @ decode(spec, stored, dims, page, p.dtype)
