@@ -123,7 +123,7 @@ def kernel_rows(step: Step) -> list[dict]:
     make, rows = launch.factory(), []
     if make is None:
         return [
-            {"preset": p, "head_dim": d, "body": "", "reason": "no GPU here"}
+            {"preset": p, "head_dim": d, "body": "", "reason": launch.absent()}
             for p in KERNEL_PRESETS
             for d in KERNEL_DIMS
         ]
@@ -211,8 +211,8 @@ def _show(data: dict) -> None:
                 f"WRONG: {row['table']} {row['case']}: {row['wrong']} values, rms {row['rms']:.3g}"
             )
     reasons = {row["reason"] for row in data["kernels"]}
-    if reasons == {"no GPU here"}:
-        print("kernels: not used: no GPU here")
+    if len(reasons) == 1 and not any(row["body"] for row in data["kernels"]):
+        print(f"kernels: not used: {reasons.pop()}")
     else:
         rows = [
             [

@@ -247,7 +247,7 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
     """Why no kernel runs on such pages, windows of `dtype`, here, or None. The first question for
     a format builds its kernels and tries them."""
     if launch.factory() is None:
-        return "no GPU here"
+        return launch.absent()
     for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
         if reason := records.why_not(side.quantizer, dim, config.page, keys=i == 0):
             return reason

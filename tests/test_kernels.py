@@ -252,6 +252,16 @@ def test_what_has_no_kernel_says_why():
                 assert sealed.why_not(config, (128, 128), mx.float32) is None, name
     with launch.using(None):
         assert sealed.why_not(SMALL, (64, 64), mx.float32) == "no GPU here"
+
+
+def test_an_environment_variable_keeps_to_plain_ops(monkeypatch):
+    monkeypatch.setattr(launch, "backend", lambda: "metal")
+    assert launch.factory() is mx.fast.metal_kernel
+    monkeypatch.setenv(launch.SWITCH, "0")
+    assert launch.factory() is None
+    assert sealed.why_not(SMALL, (64, 64), mx.float32) == "MLXKV_KERNELS=0"
+    with launch.using(make):  # a test that hands in a factory of its own means it
+        assert launch.factory() is make
     cache = CompressedKVCache(SMALL)
     with launch.using(make):
         x = mx.array(data(1, 2, 200, 64))

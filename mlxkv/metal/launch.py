@@ -6,6 +6,7 @@ one; the rules they follow are in README.md. Built at the first call, kept for t
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ TYPES = {  # on Metal, on CUDA
     mx.bfloat16: ("bfloat16_t", "__nv_bfloat16"),
 }
 Factory = Callable[..., Callable[..., list[mx.array]]]
+SWITCH = "MLXKV_KERNELS"  # an environment variable; 0: plain ops alone
 
 
 def read(name: str) -> str:
@@ -72,10 +74,17 @@ _given: list[Factory | None] = []
 
 
 def factory() -> Factory | None:
-    """What builds kernels on this machine, or None."""
+    """What builds kernels on this machine, or None: it has none, or MLXKV_KERNELS=0 forbids them."""
     if _given:
         return _given[-1]
+    if os.environ.get(SWITCH) == "0":
+        return None
     return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}.get(backend())
+
+
+def absent() -> str:
+    """Why there is no factory."""
+    return f"{SWITCH}=0" if not _given and os.environ.get(SWITCH) == "0" else "no GPU here"
 
 
 @contextmanager
