@@ -30,7 +30,8 @@ class Codebook:
         QJL), with a 16-bit length per token: products with queries are unbiased, and noisier.
     outliers: the quarter of the channels that has most energy in a page gets a bit more (section
         4.3). Both parts have a rotation and a norm of their own: use it with transform "none".
-    corrected: the stored norm is divided by that of the decoded unit vector.
+    corrected: the stored norm is divided by that of the decoded unit vector, which levels make too
+        short. No preset does: on the embedded models it was better where little was lost anyway.
     seed: of the projections.
     """
 
@@ -72,7 +73,8 @@ class Codebook:
     def label(self) -> str:
         extra = " + signs of the rest" if self.residual else ""
         extra += ", a quarter of the channels 1 bit more" if self.outliers else ""
-        return f"codebook of {self.level_bits} bits{extra}, norm per token"
+        norm = "corrected norm" if self.corrected else "norm"
+        return f"codebook of {self.level_bits} bits{extra}, {norm} per token"
 
     def parts(self, dims: int) -> tuple[tuple[int, int], ...]:
         """(dims, bits) of what is encoded by itself: outlier channels first."""
