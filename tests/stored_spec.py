@@ -1,0 +1,46 @@
+"""What a cache holds by the spec, for every format that a preset names."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+
+from mlxkv import reference as ref
+from mlxkv import reference_dual_scale as dual
+from mlxkv import reference_polar as polar
+from mlxkv.config import SPREAD, DualScale, Polar, Side
+
+
+def _dual_scale(x: np.ndarray, spec: DualScale) -> np.ndarray:
+    return dual.decode(*dual.encode(x, spec.bits, spec.axis, spec.unit_std, spec.quantile))
+
+
+def _polar(x: np.ndarray, spec: Polar) -> np.ndarray:
+    return polar.decode(polar.encode(x, spec.radius, spec.angle), spec.angle)
+
+
+TILES = {DualScale: _dual_scale, Polar: _polar}  # [..., page, R] -> the same, decoded
+
+
+def stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.ndarray:
+    """x: [B, G, T, D] as attention sees it: `reference.stored` for more than affine codes."""
+    decoded = TILES.get(type(side.quantizer))
+    if decoded is None:
+        spec = {"bits": 16} | asdict(side.quantizer)
+        return ref.stored(
+            x, {**spec, "transform": side.transform, "seed": side.seed}, sink, pages, page
+        )
+    out, dims = np.array(x, np.float64), x.shape[-1]
+    if pages:
+        inside = slice(sink, sink + pages * page)
+        down = np.eye(dims) if side.transform == "none" else _down(side, dims)
+        tiles = (out[:, :, inside] @ down).reshape(*x.shape[:2], pages, page, dims)
+        out[:, :, inside] = decoded(tiles, side.quantizer).reshape(*x.shape[:2], -1, dims) @ down.T
+    return out
+
+
+def _down(side: Side, dims: int) -> np.ndarray:
+    if side.transform == SPREAD:
+        return dual.rotation(dims, side.seed)
+    return ref.transform(side.transform, dims, side.seed)[0]
