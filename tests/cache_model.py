@@ -3,34 +3,10 @@ spec."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
+from stored_spec import stored
 
-from mlxkv import reference as ref
-from mlxkv import reference_codebook as codebook_ref
-from mlxkv import reference_polar_tree as tree_ref
-from mlxkv.config import CacheConfig, Codebook, Full, PolarTree, Side
-
-
-def spec_side(side: Side) -> dict:
-    """A side in the words of `reference.stored`."""
-    if isinstance(side.quantizer, Full):
-        return {"bits": 16}
-    return {**asdict(side.quantizer), "transform": side.transform, "seed": side.seed}
-
-
-def spec_stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.ndarray:
-    """`reference.stored`, or what the spec of another method has in its place."""
-    spec = side.quantizer
-    if isinstance(spec, Codebook | PolarTree):  # these specs have their own rotation
-        assert side.transform == ("none" if getattr(spec, "outliers", False) else "random")
-    if isinstance(spec, PolarTree):
-        return tree_ref.stored(x, sink, pages, page, spec.online, side.seed)
-    if isinstance(spec, Codebook):
-        options = {**asdict(spec), "projections": spec.seed, "seed": side.seed}
-        return codebook_ref.stored(x, sink, pages, page, **options)
-    return ref.stored(x, spec_side(side), sink, pages, page)
+from mlxkv.config import CacheConfig
 
 
 class CacheModel:
@@ -74,7 +50,7 @@ class CacheModel:
         start = self.sink + self.pages * c.page
         count = -(-(self.live - room) // c.page)
         self.seen = tuple(
-            spec_stored(x, side, start, count, c.page)
+            stored(x, side, start, count, c.page)
             for x, side in zip(self.seen, (c.keys, c.values), strict=True)
         )
         self.pages += count

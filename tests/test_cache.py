@@ -6,7 +6,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache_model import spec_stored
+from stored_spec import stored
 
 from mlxkv import reference as ref
 from mlxkv import sealed
@@ -69,8 +69,8 @@ def test_attention_over_a_growing_cache_follows_the_spec(name, dims):
         mask = "causal" if step > 1 else None
         out = attend(mx.array(q), view, dims**-0.5, mask)
         # New tokens are exact in their own step, also those sealed by it.
-        k = spec_stored(keys[:, :, :done], config.keys, sink, pages, config.page)
-        v = spec_stored(values[:, :, :done], config.values, sink, pages, config.page)
+        k = stored(keys[:, :, :done], config.keys, sink, pages, config.page)
+        v = stored(values[:, :, :done], config.values, sink, pages, config.page)
         spec = ref.attention(q.astype(float), k, v, dims**-0.5, ref.causal_mask(step, done))
         errors.append(np.sqrt(np.mean((np.array(out) - spec) ** 2) / np.mean(spec**2)))
     # A code at a rounding boundary may fall the other way in float32: rare, and small.

@@ -140,10 +140,11 @@ for (int unit = part * each + group; unit < stop; unit += S) {
       const int pair = 32 * j + 8 * t;
       float steps[8];
       float biases[8];
-      for (int i = 0; i < 8; i++) {
-        const float step = float(page_numbers[pair + i]);
-        steps[i] = STEPS_K * step;
-        biases[i] = metal::fma(0.5f, step, float(page_numbers[RK + pair + i])) - steps[i];
+      kv_load_numbers<8>(page_numbers + pair, steps);
+      kv_load_numbers<8>(page_numbers + RK + pair, biases);
+      for (int i = 0; i < 8; i++) {  // to the middle of a step
+        biases[i] = metal::fma(0.5f - STEPS_K, steps[i], biases[i]);
+        steps[i] *= STEPS_K;
       }
       float first[16];
       float second[16];
@@ -187,14 +188,18 @@ for (int unit = part * each + group; unit < stop; unit += S) {
       float steps[8];  // of the lane's dims
       float biases[8];
       float outer[8];
-      for (int i = 0; i < 8; i++) {
-        const int dim = 32 * j + 8 * t + i;
-        if (CHANNEL_K) {
-          steps[i] = STEPS_K * float(page_numbers[dim]);
-          biases[i] = SYMMETRIC_K ? -0.5f * steps[i] : float(page_numbers[32 * BK + dim]);
-        } else if (OUTER_K) {
-          outer[i] = float(page_numbers[dim]);
+      const int dim = 32 * j + 8 * t;
+      if (CHANNEL_K) {
+        kv_load_numbers<8>(page_numbers + dim, steps);
+        if (!SYMMETRIC_K) {
+          kv_load_numbers<8>(page_numbers + 32 * BK + dim, biases);
         }
+        for (int i = 0; i < 8; i++) {
+          steps[i] *= STEPS_K;
+          biases[i] = SYMMETRIC_K ? -0.5f * steps[i] : biases[i];
+        }
+      } else if (OUTER_K) {
+        kv_load_numbers<8>(page_numbers + dim, outer);
       }
       for (int r = 0; r < 2; r++) {
         const int token = g + 8 * r;
@@ -305,14 +310,18 @@ for (int unit = part * each + group; unit < stop; unit += S) {
       float steps[4];  // of the lane's dims
       float biases[4];
       float outer[4];
-      for (int p = 0; p < 4; p++) {
-        const int dim = 32 * j + 4 * g + p;
-        if (CHANNEL_V) {
-          steps[p] = STEPS_V * float(page_numbers[dim]);
-          biases[p] = SYMMETRIC_V ? -0.5f * steps[p] : float(page_numbers[32 * BV + dim]);
-        } else if (OUTER_V) {
-          outer[p] = float(page_numbers[dim]);
+      const int dim = 32 * j + 4 * g;
+      if (CHANNEL_V) {
+        kv_load_numbers<4>(page_numbers + dim, steps);
+        if (!SYMMETRIC_V) {
+          kv_load_numbers<4>(page_numbers + 32 * BV + dim, biases);
         }
+        for (int p = 0; p < 4; p++) {
+          steps[p] *= STEPS_V;
+          biases[p] = SYMMETRIC_V ? -0.5f * steps[p] : biases[p];
+        }
+      } else if (OUTER_V) {
+        kv_load_numbers<4>(page_numbers + dim, outer);
       }
       for (int r = 0; r < 2; r++) {
         for (int h = 0; h < 2; h++) {

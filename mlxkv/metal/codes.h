@@ -153,6 +153,32 @@ inline void kv_store8(device T* row, int first, int dims, const thread T* values
   }
 }
 
+inline float kv_half_of(uint word, int high) {
+  return float(as_type<half>(ushort(high ? word >> 16 : word & 0xFFFFu)));
+}
+
+// COUNT halves (4 or 8) of a header from a multiple of COUNT on, by one load.
+template <int COUNT>
+inline void kv_load_numbers(const device half* from, thread float* to) {
+  if (COUNT == 8) {
+    const uint4 x = *(const device uint4*)from;
+    to[0] = kv_half_of(x.x, 0);
+    to[1] = kv_half_of(x.x, 1);
+    to[2] = kv_half_of(x.y, 0);
+    to[3] = kv_half_of(x.y, 1);
+    to[COUNT - 4] = kv_half_of(x.z, 0);
+    to[COUNT - 3] = kv_half_of(x.z, 1);
+    to[COUNT - 2] = kv_half_of(x.w, 0);
+    to[COUNT - 1] = kv_half_of(x.w, 1);
+  } else {
+    const uint2 x = *(const device uint2*)from;
+    to[0] = kv_half_of(x.x, 0);
+    to[1] = kv_half_of(x.x, 1);
+    to[2] = kv_half_of(x.y, 0);
+    to[3] = kv_half_of(x.y, 1);
+  }
+}
+
 // A simdgroup copies up to 16 rows of DIMS values, with many loads on their way at once.
 template <typename T, int DIMS>
 inline void kv_copy(device T* to, const device T* from, int rows, int lane) {

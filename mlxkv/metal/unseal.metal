@@ -101,14 +101,16 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
       const int dim = 32 * j + RUN * (KEYS ? t : g);
       float dim_scales[RUN];
       float dim_biases[RUN];
-      for (int i = 0; i < RUN; i++) {
-        if (CHANNEL || OUTER) {
-          dim_scales[i] = float(page_numbers[dim + i]);
+      if (CHANNEL || OUTER) {
+        kv_load_numbers<RUN>(page_numbers + dim, dim_scales);
+      }
+      if (CHANNEL) {
+        if (!SYMMETRIC) {
+          kv_load_numbers<RUN>(page_numbers + 32 * BLOCKS + dim, dim_biases);
         }
-        if (CHANNEL) {
+        for (int i = 0; i < RUN; i++) {
           dim_scales[i] *= STEPS;
-          const float bias = SYMMETRIC ? -0.5f * dim_scales[i] : float(page_numbers[32 * BLOCKS + dim + i]);
-          dim_biases[i] = bias - dim_scales[i];
+          dim_biases[i] = (SYMMETRIC ? -0.5f * dim_scales[i] : dim_biases[i]) - dim_scales[i];
         }
       }
       for (int r = 0; r < 2; r++) {
