@@ -246,12 +246,27 @@ def test_what_has_no_kernel_says_why():
         assert "groups of 48" in sealed.why_not(
             dataclasses.replace(SMALL, keys=Side(Affine(4, 48))), (96, 96), mx.float32
         )
-        without = ("turbo-3.5", "turbo-2.5", "+qjl", "polar-tree")
-        for name, config in PRESETS.items():
-            if config.compresses and not any(part in name for part in without):
-                assert sealed.why_not(config, (128, 128), mx.float32) is None, name
     with launch.using(None):
         assert sealed.why_not(SMALL, (64, 64), mx.float32) == "no GPU here"
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].compresses])
+def test_every_preset_has_records_or_a_reason(name):
+    config = PRESETS[name]
+    reasons = [
+        records.why_not(side.quantizer, 128, config.page, side is config.keys)
+        for side in (config.keys, config.values)
+    ]
+    without = any(part in name for part in ("turbo-3.5", "turbo-2.5", "+qjl", "polar-tree"))
+    assert any(reasons) == without, reasons
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("turbo-int3", "kivi-int2", "kvarn-int4", "polar"))
+def test_kernels_of_other_methods_pass_their_own_test(name):
+    """Those of the rest in tests of their own; of balanced presets in test_balanced.py."""
+    with launch.using(make):
+        assert sealed.why_not(PRESETS[name], (64, 64), mx.float32) is None
 
 
 def test_an_environment_variable_keeps_to_plain_ops(monkeypatch):
