@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from golden_learned import learned
 from safetensors.numpy import save_file
 
 from mlxkv import reference as ref
@@ -32,6 +33,7 @@ DECODED = 4  # every so many tokens are kept as decoded values: the files have t
 SPEC = {  # what a table is made from
     "oscar": ("reference", "reference_oscar"),
     "balanced": ("reference", "reference_oscar", "reference_balanced"),
+    "learned": ("reference", "reference_learned"),
 }
 
 
@@ -359,7 +361,7 @@ def main() -> None:
         "clip": clip,
         "oscar": oscar,
     }
-    makers = [*enumerate(tables.items()), (10, ("balanced", balanced))]
+    makers = [*enumerate(tables.items()), (10, ("balanced", balanced)), (11, ("learned", learned))]
     for i, (name, make) in makers:
         extra = {"spec_hash": spec_hash(name)}
         if name == "encode":
