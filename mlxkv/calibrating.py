@@ -1,5 +1,5 @@
-"""`mlxkv calibrate`: the rotations of the oscar presets, and with --search-clip their clips, fitted
-to a model and kept in a file. --learn goes on in `mlxkv.learning`."""
+"""`mlxkv calibrate`: the transforms of the oscar and balanced presets, and with --search-clip their
+clips, fitted to a model and kept in a file. --learn goes on in `mlxkv.learning`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from mlxkv.models import load
 from mlxkv.models.calibrations import given
 
 SEARCHED = "oscar-int2"
-COLUMNS = ("layer", "kv heads", "dims", "condition K", "condition V", "floored", "seconds")
+COLUMNS = (
+    *("layer", "kv heads", "dims", "condition K", "condition V", "floored"),
+    *("balanced K", "balanced V", "seconds"),
+)
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,9 @@ def report(
                 "dims": [basis.values.shape[1] for basis in sides.values()],
                 "condition": {side: basis.condition for side, basis in sides.items()},
                 "floored": {side: basis.floored for side, basis in sides.items()},
+                "balanced": {
+                    side: basis.balance and basis.balance.condition for side, basis in sides.items()
+                },
                 "seconds": round(timing.get(name, 0.0), 4),
                 "clips": {side: dict(basis.clips) for side, basis in sides.items()},
                 "clip_errors": {kv: found[name].by_side() for kv, found in trials.items()},
@@ -233,6 +239,7 @@ def report(
             " / ".join(map(str, dict.fromkeys(row["dims"]))),
             *(f"{row['condition'][side]:.3g}" for side in SIDES),
             sum(row["floored"].values()),
+            *("-" if x is None else f"{x:.3g}" for x in row["balanced"].values()),
             f"{row['seconds']:.2f}",
         ]
         for row in rows
@@ -243,7 +250,8 @@ def report(
     title = f"{made.model}: {made.tokens} tokens of {made.text}, target {made.target}, {shared}"
     print_table(COLUMNS, cells, title)
     print(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {made.digest}")
-    print("condition: largest over smallest eigenvalue, the worst kv head")
+    print("condition: largest over smallest eigenvalue, the worst kv head; balanced: largest over")
+    print("smallest singular value of the balanced transform")
 
 
 def _report_clips(kv: str, found: dict[str, clips.Trial]) -> None:

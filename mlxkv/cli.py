@@ -45,7 +45,7 @@ CalibrationFile = Annotated[
     str | None,
     typer.Option(
         "--calibration",
-        help="For oscar presets: a file, or owner/name on the hub. Default: the model's.",
+        help="For calibrated presets: a file, or owner/name on the hub. Default: the model's.",
     ),
 ]
 Json = Annotated[
@@ -91,7 +91,7 @@ def chat(
     ] = None,
     calibration: CalibrationFile = None,
     fold: Annotated[
-        bool, typer.Option("--fold", help="Turn values by the weights, for oscar presets.")
+        bool, typer.Option("--fold", help="Turn values by the weights, for calibrated presets.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -153,7 +153,8 @@ def calibrate(
         int | None, typer.Option("--steps", help="With --learn: of Adam. Default: 300.")
     ] = None,
     out: Annotated[
-        str | None, typer.Option("-o", "--out", help="File. Default: where --kv oscar-... looks.")
+        str | None,
+        typer.Option("-o", "--out", help="File. Default: where calibrated presets look."),
     ] = None,
     push_to_hub: Annotated[
         str | None, typer.Option("--push-to-hub", help="Publish it as owner/name on the hub, too.")
@@ -167,7 +168,7 @@ def calibrate(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Fit the rotations of the oscar presets to a model: one pass over a little text."""
+    """Fit the transforms of the oscar and balanced presets to a model: one pass over a little text."""
     from mlxkv.calibrating import Options, run
 
     options = Options(

@@ -8,7 +8,7 @@ import pytest
 from random_model import write_model
 
 from mlxkv import rotation, transform
-from mlxkv.config import PRESETS, parse_kv
+from mlxkv.config import BALANCED, PRESETS, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.eval import collect, texts
 from mlxkv.eval.ablation import bits, deal, domains, parts, windows
@@ -18,6 +18,7 @@ from mlxkv.eval.ablation.recipes import RECIPES, spread
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.part import Part
 from mlxkv.eval.store import Store
+from mlxkv.generate import new_cache
 from mlxkv.models import load
 
 DIMS = 64  # head dim of the random model
@@ -30,7 +31,8 @@ def rotations(tmp_path_factory):
     """{recipe: [(keys, values) of each layer]} as caches have them, each [G, D, D], or [D, D] where
     heads share it; of a model with two kv heads."""
     folder = write_model(tmp_path_factory.mktemp("models") / "two", num_key_value_heads=2)
-    asked = Asked(str(folder), **SMALL)
+    turns = tuple(name for name, one in RECIPES.items() if BALANCED not in one.kinds)
+    asked = Asked(str(folder), only=turns, **SMALL)
     names = parts.names(asked)
     arms = parts.arms_of(asked, names)
     out = {}
@@ -44,7 +46,7 @@ def rotations(tmp_path_factory):
 
 
 def test_arms_differ_in_their_rotation(rotations):
-    assert list(rotations) == list(RECIPES)
+    assert list(rotations) == [name for name in RECIPES if not name.startswith("balanced")]
     for (name, one), (other, two) in combinations(rotations.items(), 2):
         sides = [zip(x, y, strict=True) for x, y in zip(one, two, strict=True)]
         apart = [np.abs(a - b).max() for side in sides for a, b in side]
@@ -78,6 +80,42 @@ def test_each_arm_lacks_what_its_name_says(rotations):
         close(keys["none"], eye)
         close(keys["hadamard"], np.array(transform.hadamard(DIMS, 0).down))
         assert full.ndim == 3 and keys["per layer"].shape == (DIMS, DIMS)
+
+
+def test_balanced_arms_differ_in_one_thing(tmp_path):
+    folder = write_model(tmp_path / "two", num_key_value_heads=2)
+    names = tuple(name for name in RECIPES if name.startswith("balanced"))
+    arms = parts.arms_of(asked := Asked(str(folder), only=names, **SMALL), parts.names(asked))
+    turns = {}
+    for name in arms.names[1:]:
+        with arms.attached(name) as it:
+            first = new_cache(it)[0]
+        assert first.rotations.kinds == first.config.fitted
+        turns[name.split(", ")[0]] = [
+            [np.array(y) for y in (x.down, x.up)]
+            for x in (first.rotations.keys, first.rotations.values)
+        ]
+    for sides in turns.values():
+        for down, up in sides:
+            np.testing.assert_allclose(
+                down @ up, np.broadcast_to(np.eye(DIMS), down.shape), atol=1e-3
+            )
+    keys, values = ({name: x[i][0] for name, x in turns.items()} for i in (0, 1))
+    plain, hp = keys["balanced without H"], rotation.ordered(DIMS)
+    np.testing.assert_allclose(keys["balanced"], plain @ hp, atol=1e-3)
+    np.testing.assert_allclose(
+        keys["balanced without P"], plain @ rotation.hadamard(DIMS), atol=1e-3
+    )
+    assert (keys["balanced keys"] == keys["balanced"]).all()
+    assert (values["balanced values"] == values["balanced"]).all()
+    for x in (values["balanced keys"], keys["balanced values"]):  # those are rotations
+        np.testing.assert_allclose(
+            x.swapaxes(-1, -2) @ x, np.broadcast_to(np.eye(DIMS), x.shape), atol=1e-4
+        )
+    assert (keys["balanced values alike"] == keys["balanced"]).all()
+    assert np.abs(values["balanced values alike"] - values["balanced"]).max() > 1e-3
+    channels = keys["balanced channels"] @ hp.T  # one entry in each row and column
+    assert ((np.abs(channels) > 1e-4).sum(-1) == 1).all()
 
 
 def test_spread_only_moves_columns():

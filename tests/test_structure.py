@@ -33,8 +33,9 @@ LAYERS = [
     {"packing", "quantizers", "calibrated", "transform", "records", "trust"},
     {"metal"},
     {"artifact"},
-    {"config", "console", "shapes", "reference", "reference_oscar", "corpus", "rotation"}
-    | {"reference_learned", "learned"},
+    {"balance"},
+    {"config", "console", "shapes", "corpus", "rotation", "learned"},
+    {"reference", "reference_oscar", "reference_balanced", "reference_learned"},
     {"errors", ""},
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
@@ -46,8 +47,8 @@ MAY_IMPORT_MLX_LM_FILES = {"mlxkv/eval/harness.py"}
 MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
-    *("cli", "__main__", "corpus", "artifact", "rotation", "reference_oscar"),
-    *("reference_learned", "learned"),
+    *("cli", "__main__", "corpus", "artifact", "balance", "rotation", "learned"),
+    *("reference_oscar", "reference_balanced", "reference_learned"),
 }
 
 
@@ -107,7 +108,7 @@ def test_frameworks_stay_where_they_belong(path):
 
 def test_the_spec_stands_alone():
     """The spec's files read NumPy, the standard library and each other; only tests read them."""
-    spec = {"reference", "reference_oscar", "reference_learned"}
+    spec = {"reference", "reference_oscar", "reference_balanced", "reference_learned"}
     allowed = {"numpy", "__future__", "mlxkv"} | sys.stdlib_module_names
     for name in spec:
         path = PACKAGE / f"{name}.py"

@@ -129,7 +129,7 @@ def check_fold(config: CacheConfig, label: str, fold: bool) -> None:
     if fold and not config.values.calibrated:
         choices = ", ".join(name for name, one in PRESETS.items() if one.values.calibrated)
         raise UserError(
-            f"[--fold] folds calibrated rotations of values into the weights; got {label}, which has "
+            f"[--fold] folds calibrated maps of values into the weights; got {label}, which has "
             f"none; choose from {choices}"
         )
 

@@ -69,6 +69,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--group", default="128", help="values per scale, by commas: 128,64,32 (parts, domains)")
     add("--clip", action="append", help="KEYS,VALUES such as .92,.92; repeatable (parts, domains)")
     add("--only", default="", help="some arms, by commas: rotations (parts), texts (domains)")
+    add("--recipe", default=Asked.recipe, help="of the transforms: full, balanced, ... (domains)")
     add("--sink", default="0,16,64,128", help="tokens, by commas (windows)")
     add("--recent", default="0,64,256", help="tokens, by commas (windows)")
     add("--kv", default=",".join(bits.PRESETS), help="presets, by commas (bits)")
@@ -96,6 +97,7 @@ def _asked(args: argparse.Namespace) -> Asked:
         clips=pairs(args.clip, "--clip") if args.clip else usual.clips,
         sinks=numbers(args.sink, "--sink"),
         recents=numbers(args.recent, "--recent"),
+        recipe=args.recipe,
         only=tuple(name.strip() for name in args.only.split(",") if name.strip()),
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mlxkv.calibrate import LEAST, TOKENS
 from mlxkv.config import CALIBRATED, Affine, CacheConfig, Side
 from mlxkv.errors import UserError
+from mlxkv.eval.ablation.recipes import RECIPES
 from mlxkv.eval.retrieval import SHORTEST
 
 BITS = 2
@@ -18,7 +19,8 @@ PAPER = (0.96, 0.92)  # clips of keys and values
 class Asked:
     """context, decode: tokens; decode of them one by one behind the context. questions: of each
     kind, 0 leaves retrieval out. tokens: to calibrate on. groups, clips: of the codes; every arm is
-    judged with each of them. sinks, recents: of `windows`. only: arms to take, all if empty."""
+    judged with each of them. sinks, recents: of `windows`. only: arms to take, all if empty. recipe:
+    of the transforms that `domains` calibrates."""
 
     model: str = "tiny-qwen"
     context: int = 8192
@@ -30,9 +32,13 @@ class Asked:
     sinks: tuple[int, ...] = (0, 16, 64, 128)
     recents: tuple[int, ...] = (0, 64, 256)
     only: tuple[str, ...] = ()
+    recipe: str = "full"
 
     def check(self) -> None:
         """Raises UserError."""
+        if self.recipe not in RECIPES:
+            choices = ", ".join(RECIPES)
+            raise UserError(f"[--recipe] unknown; got {self.recipe!r}; choose from {choices}")
         _least("--context", self.context, SHORTEST)
         _least("--decode", self.decode, 2)
         _least("--questions", self.questions, 0)

@@ -10,7 +10,7 @@ from mlxkv.errors import UserError
 from mlxkv.eval import divergence
 from mlxkv.eval.ablation.asked import Asked
 from mlxkv.eval.ablation.parts import judged, numbers, title
-from mlxkv.eval.ablation.recipes import RECIPES, Kitchen
+from mlxkv.eval.ablation.recipes import RECIPES, Kitchen, Recipe
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.part import Progress, Results
 from mlxkv.eval.perplexity import story_tokens
@@ -33,6 +33,10 @@ def names(asked: Asked) -> list[str]:
 
 def steps(asked: Asked) -> int:
     return len(JUDGED) * (asked.context + asked.decode)
+
+
+def recipe_of(asked: Asked, domain: str) -> Recipe:
+    return RECIPES[FREE if domain == FREE else asked.recipe]
 
 
 def calibration(loaded, domain: str, count: int) -> Text:
@@ -83,9 +87,9 @@ def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
         domain, label = name.split(", ", 1)
         if domain not in made:
             text = Text("", []) if domain == FREE else calibration(loaded, domain, asked.tokens)
-            recipe = RECIPES[FREE if domain == FREE else "full"]
-            made[domain] = Kitchen(loaded, text).make(recipe)
-        configs[name], calibrations[name] = asked.configs()[label], made[domain]
+            made[domain] = Kitchen(loaded, text).make(recipe_of(asked, domain))
+        configs[name] = recipe_of(asked, domain).applied(asked.configs()[label])
+        calibrations[name] = made[domain]
     arms = Arms(loaded, configs, calibrations=calibrations)
     rows: Results = {name: {"tokens": calibrations[name].tokens} for name in names}
     for domain, tokens in texts.items():

@@ -40,7 +40,8 @@ def arms_of(asked: Asked, names: list[str]) -> Arms:
         recipe, label = name.split(", ", 1)
         if recipe not in made:
             made[recipe] = kitchen.make(RECIPES[recipe])
-        configs[name], calibrations[name] = asked.configs()[label], made[recipe]
+        configs[name] = RECIPES[recipe].applied(asked.configs()[label])
+        calibrations[name] = made[recipe]
     return Arms(loaded, configs, calibrations=calibrations)
 
 

@@ -1,4 +1,4 @@
-"""Rotations that differ in one thing each, made in this process and used again."""
+"""Calibrated transforms that differ in one thing each, made in this process and used again."""
 
 from __future__ import annotations
 
@@ -7,20 +7,36 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mlxkv import rotation
-from mlxkv.artifact import Basis, Calibration
+from mlxkv import balance, rotation
+from mlxkv.artifact import SIDES, Basis, Calibration, Layer
+from mlxkv.balance import Balance
 from mlxkv.calibrate import WINDOW, bos_of, calibrate
+from mlxkv.calibrated import ROTATED, Kinds
+from mlxkv.config import BALANCED, CALIBRATED, CacheConfig
 from mlxkv.eval.texts import Text
+
+Weigh = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """target, parts, per_layer: as in `mlxkv.calibrate`. change: made to the bases afterwards."""
+    """target, parts, per_layer: as in `mlxkv.calibrate`. change: made to the bases afterwards; weigh:
+    of keys and values, made to the moments behind balanced transforms. kinds: which transforms keys and values take."""
 
     target: str = "attention"
     parts: str = rotation.PARTS
     per_layer: bool = False
     change: Callable[[np.ndarray], np.ndarray] | None = None
+    weigh: tuple[Weigh | None, Weigh | None] = (None, None)
+    kinds: Kinds = ROTATED
+
+    def applied(self, config: CacheConfig) -> CacheConfig:
+        """`config` with the transforms of this recipe."""
+        keys, values = (
+            replace(side, transform=kind)
+            for side, kind in zip((config.keys, config.values), self.kinds, strict=True)
+        )
+        return replace(config, keys=keys, values=values)
 
 
 def spread(vectors: np.ndarray) -> np.ndarray:
@@ -39,8 +55,21 @@ def signed(vectors: np.ndarray) -> np.ndarray:
     return vectors if dims & (dims - 1) else vectors * rotation.signs(dims, 0)
 
 
+def diagonal(noise: np.ndarray, reads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Without what channels have in common: balanced by a scale per channel, [G, D, D] each."""
+    eye = np.eye(noise.shape[-1])
+    return noise * eye, reads * eye
+
+
+def alike(noise: np.ndarray, reads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As if errors in all directions counted alike."""
+    return noise, np.broadcast_to(np.eye(reads.shape[-1]), reads.shape)
+
+
 # The rows of the paper's ablation (OSCAR, section 4) and some that lie between them. All are stored
-# as calibrations, so that every arm runs the same kernels and differs in its matrices only.
+# as calibrations, so that every arm runs the same kernels and differs in its matrices only. Then
+# balanced transforms, whole and with one thing left out.
+BOTH: Kinds = (BALANCED, BALANCED)
 RECIPES: dict[str, Recipe] = {
     "full": Recipe(),
     "without U": Recipe(parts="hp"),
@@ -53,6 +82,13 @@ RECIPES: dict[str, Recipe] = {
     "random": Recipe("random", "u"),
     "hadamard": Recipe("none", "uh", change=signed),  # signs stand where U does
     "none": Recipe("none", ""),
+    "balanced": Recipe(kinds=BOTH),
+    "balanced without H": Recipe(parts="u", kinds=BOTH),
+    "balanced without P": Recipe(parts="uh", kinds=BOTH),
+    "balanced keys": Recipe(kinds=(BALANCED, CALIBRATED)),
+    "balanced values": Recipe(kinds=(CALIBRATED, BALANCED)),
+    "balanced values alike": Recipe(weigh=(None, alike), kinds=BOTH),
+    "balanced channels": Recipe(weigh=(diagonal, diagonal), kinds=BOTH),
 }
 
 
@@ -76,6 +112,9 @@ class Kitchen:
                 for name, layer in made.layers.items()
             }
             made = replace(made, layers=layers)
+        if any(recipe.weigh):
+            layers = {name: _reweighed(one, recipe.weigh) for name, one in made.layers.items()}
+            made = replace(made, layers=layers)
         return replace(made, parts=recipe.parts)
 
     def _read(self, target: str, per_layer: bool) -> Calibration:
@@ -95,3 +134,23 @@ class Kitchen:
 
 def _changed(basis: Basis, change: Callable[[np.ndarray], np.ndarray]) -> Basis:
     return replace(basis, vectors=change(basis.vectors.astype(np.float64)).astype(np.float32))
+
+
+def _reweighed(layer: Layer, weigh: tuple[Weigh | None, Weigh | None]) -> Layer:
+    sides = {}
+    for name, change in zip(SIDES, weigh, strict=True):
+        basis = getattr(layer, name)
+        if change is not None:
+            down, sigma, _ = balance.balance(*change(*_moments(basis.balance)))
+            made = Balance(down.astype(np.float32), sigma.astype(np.float32))
+            basis = replace(basis, balance=made)
+        sides[name] = basis
+    return replace(layer, **sides)
+
+
+def _moments(made: Balance) -> tuple[np.ndarray, np.ndarray]:
+    """Those that a balanced transform was made from, [G, D, D] float64: T^T noise T = diag(sigma) =
+    T^-1 reads T^-T."""
+    down, sigma = made.down.astype(np.float64), made.sigma.astype(np.float64)
+    up = np.linalg.inv(down)
+    return up.swapaxes(-1, -2) * sigma[:, None] @ up, down * sigma[:, None] @ down.swapaxes(-1, -2)
