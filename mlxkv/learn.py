@@ -141,11 +141,11 @@ def train(
         if progress:
             progress(1)
     before, after = (judge(one, x=x).item() for one in (first, params))
-    if not np.isfinite(before + after):
+    if not np.isfinite(before):
         raise MachineError(
             f"[learn] NaN or infinity in layer {where}; try another --dtype, or other text"
         )
-    kept = params if after < before else first
+    kept = params if after < before else first  # also where it diverged to NaN
     with mx.stream(mx.cpu):  # GPUs may round the factors of float32 products to 11 bits
         return np.array(learnable.pair(kept, base)[0])
 

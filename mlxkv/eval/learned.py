@@ -1,7 +1,8 @@
 """Learned transforms, and what the SRFT paper says of them in section 5: `python -m mlxkv.eval.learned`.
 
 Each variant is learned from the calibration text, with and without the SRFT base, and judged by
-decoding behind a context on another text. `srft` and `none` are the bases alone. Claims: a scale takes
+decoding behind a context on another text. `srft` and `none` are the bases alone, `oscar` and
+`balanced` transforms of the same pass without clips. Claims: a scale takes
 most of the gain (5.2); a rotation without SRFT has less error on the calibration rows and yet worse
 perplexity (5.3); Householder of D/2 reflectors is lossless at D = 256 (5.4).
 """
@@ -19,7 +20,7 @@ from typing import NoReturn
 
 from mlxkv import console, doctor
 from mlxkv.calibrate import LEAST, progress_bar
-from mlxkv.config import LEARNED, CacheConfig, Side
+from mlxkv.config import BALANCED, CALIBRATED, LEARNED, CacheConfig, Side
 from mlxkv.errors import UserError
 from mlxkv.eval import divergence
 from mlxkv.eval.ablation.asked import numbers
@@ -73,11 +74,13 @@ def measure(asked: Asked) -> dict[str, dict]:
     loaded = load(asked.model)
     made, samples = read(loaded, calibration_tokens(loaded, asked.tokens))
     configs, calibrations, learned = {}, {}, {}
+    for bits in asked.bits:
+        for kind in (*BASES, CALIBRATED, BALANCED):
+            configs[f"{kind}, {bits} bits"] = _config(Learned(bits=bits, group=asked.group), kind)
+            calibrations[f"{kind}, {bits} bits"] = made
     recipes = [recipe for bits in asked.bits for recipe in asked.recipes(bits)]
     with progress_bar(len(recipes) * steps(made, Learned(steps=asked.steps)), "learning") as done:
         for recipe in recipes:
-            for base in BASES:
-                configs.setdefault(f"{base}, {recipe.bits} bits", _config(recipe, base))
             name = f"{recipe.label}, {recipe.bits} bits"
             configs[name] = _config(recipe, LEARNED)
             calibrations[name], learned[name] = learn(made, samples, recipe, done)
@@ -116,8 +119,8 @@ def claims(rows: dict[str, dict], bits: int) -> dict[str, dict]:
     """The paper's claims in numbers of this run, as far as its rows have them.
 
     scale: share of what the best variant behind SRFT takes off the KL divergence of random SRFT that a
-    scale alone takes off. without_srft: per variant, whether it has less error on the calibration rows
-    without SRFT than behind it, and whether perplexity is worse. householder: KL divergence and
+    scale alone takes off. without_srft: per variant, by how much more (or less than 0) error on the
+    calibration rows, perplexity and KL divergence it has without SRFT than behind it. householder: KL divergence and
     perplexity against full precision, and the head dim.
     """
 
@@ -140,9 +143,9 @@ def claims(rows: dict[str, dict], bits: int) -> dict[str, dict]:
     for variant, one in behind.items():
         if other := row(variant, "none"):
             out.setdefault("without_srft", {})[variant] = {
-                "less_error": error(other) < error(one),
-                "worse_ppl": other["ppl"] > one["ppl"],
-                "worse_kl": other["kl_mean"] > one["kl_mean"],
+                "error": error(other) / error(one) - 1,
+                "ppl": other["ppl"] / one["ppl"] - 1,
+                "kl_mean": other["kl_mean"] / max(one["kl_mean"], 1e-12) - 1,
             }
     if one := behind.get("householder"):
         more = one["ppl"] / one["ppl_base"] - 1
@@ -182,9 +185,10 @@ def said(found: dict[str, dict]) -> Iterator[str]:
         share = "none was to be had" if one["share"] is None else f"{one['share']:.0%}"
         yield f"scale alone, of the KL that the best ({one['best']}) takes off: {share}"
     for variant, one in found.get("without_srft", {}).items():
-        error = "less" if one["less_error"] else "no less"
-        ppl, kl = ("worse" if one[k] else "no worse" for k in ("worse_ppl", "worse_kl"))
-        yield f"{variant} without SRFT: {error} error, perplexity {ppl}, KL {kl}"
+        yield (
+            f"{variant} without SRFT, against behind it: error {one['error']:+.1%}, perplexity "
+            f"{one['ppl']:+.2%}, KL {one['kl_mean']:+.1%}"
+        )
     if one := found.get("householder"):
         yield (
             f"householder at D = {one['dims']}: KL {one['kl_mean']:.6f}, perplexity "
