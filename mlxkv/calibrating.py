@@ -75,12 +75,12 @@ class Options:
 def run(options: Options) -> None:
     """Read text, write the file, show what came out."""
     check(options)  # before a model is loaded
+    publishing.check(options.push_to_hub, options.private)
     if options.learn is not None:
         from mlxkv import learning
 
         learning.run(options)
         return
-    publishing.check(options.push_to_hub, options.private)
     chosen = given(options.calibration) if options.calibration else None
     _insist_on_file(options, chosen or options)
     loaded = load(options.model, "fp16", dtype=options.dtype)

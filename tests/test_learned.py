@@ -145,6 +145,19 @@ def test_caches_store_behind_the_learned_map():
     assert 0 < off < 0.2 * np.abs(exact).max()
 
 
+def test_weights_take_the_learned_map_of_values():
+    text = mx.array(TOKENS[:300])[None]
+    outs = []
+    for fold in (False, True):
+        reports = attach(llama(), "learned-int4", calibration=made()[0], fold=fold)
+        try:
+            outs.append(np.array(llama()(text, cache=llama().make_cache())[0, -1]))
+        finally:
+            detach(llama())
+    assert all(report.fold == "folded" for report in reports)
+    np.testing.assert_allclose(*outs, atol=2e-2 * np.abs(outs[0]).max())
+
+
 def test_outcomes_say_what_codes_lose():
     ours, outcomes, _, samples = made()
     one = outcomes["0"]["keys"]
