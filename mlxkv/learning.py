@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mlxkv import artifact
 from mlxkv.artifact import SIDES, Calibration
 from mlxkv.calibrate import LEAST, WINDOW, Sample, bos_of, calibrate, progress_bar
+from mlxkv.config import parse_kv
 from mlxkv.console import human_bytes, note, print_json, print_table
 from mlxkv.eval.texts import Text, calibration_tokens
 from mlxkv.learn import Outcomes, learn, steps
@@ -87,4 +88,7 @@ def report(
         "error: of codes, relative energy, on rows that nothing was learned from; srft: random SRFT"
     )
     print(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {made.digest}")
-    print(f"use it: --kv learned-int{learned.bits} --calibration {path}")
+    preset = f"learned-int{learned.bits}"
+    if (own := parse_kv(preset).keys.quantizer.group) != learned.group:
+        note(f"{preset} has groups of {own}; these maps were learned for groups of {learned.group}")
+    print(f"use it: --kv {preset} --calibration {path}")

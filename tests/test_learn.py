@@ -186,7 +186,7 @@ def test_nan_is_one_line():
     (
         ({"variant": "cayley"}, r"\[--learn\] unknown; got 'cayley'; choose from scale, rotation,"),
         ({"base": "hadamard"}, r"\[--base\] unknown; got 'hadamard'; choose from srft, none"),
-        ({"bits": 5}, r"\[--bits\] unknown; got 5; choose from 2, 3, 4, 8"),
+        ({"bits": 5}, r"\[--bits\] unknown; got 5; choose from 2, 3, 4"),
         ({"group": 8}, r"group must be 0 or at least 16; got 8"),
         ({"steps": 0}, r"\[--steps\] must be at least 1; got 0"),
     ),

@@ -195,8 +195,10 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert not artifact.kept_path(fingerprint).exists()  # the model's own stays as it was
     assert artifact.with_digest(report["digest"]) is not None  # for caches that were saved
     out = tmp_path / "b.safetensors"
-    assert main([*args, "--base", "none", "-o", str(out)]) == 0
-    assert f"use it: --kv learned-int4 --calibration {out}" in capsys.readouterr().out
+    assert main([*args, "--base", "none", "--group", "32", "-o", str(out)]) == 0
+    said = capsys.readouterr()
+    assert f"use it: --kv learned-int4 --calibration {out}" in said.out
+    assert "learned-int4 has groups of 64; these maps were learned for groups of 32" in said.err
     assert artifact.read(out).learned.base == "none"
     chat = ["chat", "--model", str(model_folder), "--kv", "learned-int4", "--prompt", "a" * 300]
     assert main([*chat, "--raw", "--calibration", str(out), "--max-tokens", "3", "--json"]) == 0
@@ -213,7 +215,7 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
         (["--learn", "scale", "--search-clip"], "[--learn] got scale with --search-clip"),
         (["--base", "none"], "[--base] is for learned transforms; got none; add --learn scale"),
         (["--steps", "9"], "[--steps] is for learned transforms; got 9; add --learn scale"),
-        (["--learn", "scale", "--bits", "5"], "[--bits] unknown; got 5; choose from 2, 3, 4, 8"),
+        (["--learn", "scale", "--bits", "5"], "[--bits] unknown; got 5; choose from 2, 3, 4"),
         (["--learn", "scale", "--tokens", "5"], "[--tokens] too little text; got 5"),
     ),
 )
