@@ -5,11 +5,13 @@ Tensors, float32: `LAYER.SIDE.vectors` [G or 1, D, D] with an eigenvector per co
 caches (`3`, or `3.1` inside a CacheList), SIDE is `keys` or `values`. One metadata entry, `mlxkv`,
 holds the header as JSON. No framework is imported here: the torch track reads the same files.
 Since format 2 a side may have `LAYER.SIDE.down` [G or 1, D, D] and `LAYER.SIDE.sigma` [G or 1, D],
-its balanced transform (`mlxkv.balance`); files of format 1 are read as files without.
+its balanced transform (`mlxkv.balance`); files of format 1 are read as files without. Where the
+header has an entry `learned` (`mlxkv.learned`), `down` is a learned transform instead, and `sigma`
+the rms of what it stores.
 
 Clips that were searched stand in the header, by layer, side and format: `"clips": [{"int2 g128":
 0.9}, {"int2 g128": 0.94}]`, or null where none were searched; those of balanced sides as "balanced
-int2 g128".
+int2 g128", of learned ones as "learned int2 g64".
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from safetensors.numpy import save
 
 from mlxkv import __version__, balance, console, rotation
 from mlxkv.balance import Balance
-from mlxkv.config import BALANCED
+from mlxkv.config import PAIRED
 from mlxkv.errors import MachineError, UserError
+from mlxkv.learned import Learned
 
 FORMAT = 2
 FORMATS = (1, 2)  # that are read
@@ -57,7 +60,7 @@ class Basis:
     """Of one side of a layer: eigenvalues [G, D], ascending, and vectors [G, D, D], float32; G is 1
     where all kv heads share one. floored: eigenvalues that were too small to mean anything.
     clips: searched ones, by `Side.format`; other formats keep those of the preset. balance: the
-    balanced transform, None in files that have none."""
+    balanced (or learned) transform, None in files that have none."""
 
     values: np.ndarray
     vectors: np.ndarray
@@ -73,7 +76,7 @@ class Basis:
     def is_like(self, other: Basis, form: str) -> bool:
         """Whether the transform that a format of clips is about is the same in `other`."""
         sides = [self, other]
-        if form.startswith(f"{BALANCED} "):
+        if form.startswith(PAIRED):
             sides = [side.balance and side.balance.down for side in sides]
         else:
             sides = [side.vectors for side in sides]
@@ -100,6 +103,7 @@ class Calibration:
     """A whole file. fingerprint, model, model_type: what it belongs to. target: what the bases are
     eigenvectors of. parts: those of U, H, P that the rotations use. per_layer: one basis for all kv
     heads. tokens, text, text_digest: what was read. version: of mlxkv. layers: by LAYER, as above.
+    learned: what the pairs are where they are not balanced.
     """
 
     fingerprint: str
@@ -114,11 +118,14 @@ class Calibration:
     layers: dict[str, Layer]
     version: str = __version__
     path: Path | None = field(default=None, compare=False)
+    learned: Learned | None = None
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits over the rotations: caches are tied to this, not to a file's name."""
         total = sha256(self.parts.encode())
+        if self.learned:
+            total.update(repr(self.learned).encode())
         for name, x in sorted(self._tensors().items()):
             total.update(f"{name} {x.shape}".encode())
             total.update(np.ascontiguousarray(x, "<f4").tobytes())
@@ -127,6 +134,10 @@ class Calibration:
     @property
     def balanced(self) -> bool:
         """Whether it holds balanced transforms."""
+        return self.learned is None and self._paired
+
+    @property
+    def _paired(self) -> bool:
         return all(
             getattr(layer, side).balance is not None
             for layer in self.layers.values()
@@ -174,6 +185,8 @@ class Calibration:
             for name, layer in self.layers.items()
         }
         known = {name: getattr(self, name) for name in FIELDS}
+        if self.learned:
+            known["learned"] = self.learned.as_dict()
         return {"format": FORMAT, "digest": self.digest, **known, "layers": layers}
 
     def check(self, shapes: Mapping[str, tuple[int, int, int]], fingerprint: str | None) -> None:
@@ -203,16 +216,21 @@ class Calibration:
         if not self.balanced:
             raise self._fault(
                 "holds no balanced transforms: an older version made it, or another --target than "
-                "attention"
+                "attention, or it has learned ones"
             )
 
-    def _fault(self, what: str) -> UserError:
-        return _fault(self.path or "it", what)
+    def check_learned(self) -> None:
+        """Raises UserError where learned transforms are wanted and missing."""
+        if self.learned is None:
+            raise self._fault("holds no learned transforms", " --learn scale")
+
+    def _fault(self, what: str, more: str = "") -> UserError:
+        return _fault(self.path or "it", what, more)
 
 
-def _fault(path: Path | str, what: str) -> UserError:
+def _fault(path: Path | str, what: str, more: str = "") -> UserError:
     return UserError(
-        f"[calibration] {path} {what}; make one with mlxkv calibrate --model MODEL -o FILE"
+        f"[calibration] {path} {what}; make one with mlxkv calibrate --model MODEL{more} -o FILE"
     )
 
 
@@ -259,14 +277,17 @@ def read(path: Path | str) -> Calibration:
                 bases.append(Basis(values, vectors, int(floored), own, found))
             layers[name] = Layer(entry["kv_heads"], *bases)
         known = {name: header[name] for name in FIELDS}
+        learned = Learned.of(header.get("learned"))
         for name, kind in FIELDS.items():
             if type(known[name]) is not kind:
                 raise TypeError(name)
         if not layers or not set(known["parts"]) <= set(rotation.PARTS):
             raise ValueError("layers" if not layers else "parts")
+        if learned and any(x.balance is None for y in layers.values() for x in (y.keys, y.values)):
+            raise ValueError("down")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise _fault(path, f"has a header or tensors with parts missing ({error})") from None
-    out = Calibration(**known, layers=layers, path=path)
+    out = Calibration(**known, layers=layers, path=path, learned=learned)
     if out.digest != header.get("digest"):
         raise _fault(path, "was changed after it was made: its digest differs")
     return out
@@ -313,9 +334,7 @@ def _check_balance(path: Path, where: str, found: Balance, shape: tuple[int, int
     if (found.sigma <= 0).any():
         raise _fault(path, f"holds sigmas that are not positive in {where}")
     if reason := balance.fault(found.down):
-        raise _fault(
-            path, f"holds a balanced transform that is not invertible in {where}: {reason}"
-        )
+        raise _fault(path, f"holds a transform that is not invertible in {where}: {reason}")
 
 
 def _check_numbers(path: Path, where: str, *many: np.ndarray) -> None:

@@ -38,6 +38,7 @@ TOKENS = 8900  # about what the paper takes
 LEAST = 512  # tokens: fewer say too little about heads of 64 to 256 dims
 WINDOW = 4096  # tokens that see each other
 SINK = 64  # first tokens of a window, which presets keep exact
+ROWS = 4096  # of a sample, at most, per kv head
 CHUNK = 512  # tokens that go through the model at once
 # What the bases are eigenvectors of: what attention reads (the paper), the same with the released
 # code's stand-in for values, the cache itself, and two that need no text.
@@ -47,11 +48,38 @@ Progress = Callable[[int], None]
 
 
 @dataclass
+class Sample:
+    """Every `every`-th of the keys and values of one layer that caches would compress, in the model's
+    dtype. keys, values: parts [G, N, D]. seen: how many there were."""
+
+    every: int
+    keys: list[mx.array] = field(default_factory=list)
+    values: list[mx.array] = field(default_factory=list)
+    seen: int = 0
+
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        """[1, G, L, D] each, in the order of the text."""
+        first = -self.seen % self.every
+        self.seen += keys.shape[2]
+        if first < keys.shape[2]:
+            # Copies: a view would hold all that was computed.
+            pair = [mx.contiguous(x[0, :, first :: self.every]) for x in (keys, values)]
+            mx.eval(pair)
+            self.keys.append(pair[0])
+            self.values.append(pair[1])
+
+    def rows(self, side: str) -> mx.array:
+        """[G, N, D] float32"""
+        return mx.concatenate(getattr(self, side), axis=1).astype(mx.float32)
+
+
+@dataclass
 class Moments:
     """Sums of one layer, [G, D, D] float64. keys, values: of x^T x over the rows of the target; stored
     keys, stored values: over what caches were handed. rows: how many there are of each. weights:
     Sigma_K of a first pass, for the surrogate. output: what errors in values do, or None where that
-    is not known. begun: tokens of this window. seconds: that summing took."""
+    is not known. begun: tokens of this window. sample: rows kept of what caches were handed. seconds:
+    that summing took."""
 
     shape: Shape
     target: str
@@ -60,6 +88,7 @@ class Moments:
     weights: mx.array | None = None
     output: np.ndarray | None = None
     begun: int = 0
+    sample: Sample | None = None
     seconds: float = 0.0
 
     def attended(self, call: Call) -> None:
@@ -73,6 +102,8 @@ class Moments:
         """What a cache was handed, [B, G, L, D]; each token once."""
         skipped = max(0, SINK - self.begun)
         self.begun += keys.shape[2]
+        if self.sample is not None and skipped < keys.shape[2]:
+            self.sample.add(keys[:, :, skipped:], values[:, :, skipped:])
         if self.target == "attention" and skipped < keys.shape[2]:
             self._add("stored keys", keys[:, :, skipped:])
             self._add("stored values", values[:, :, skipped:])
@@ -118,6 +149,7 @@ def calibrate(
     bos: int | None = None,
     progress: Progress | None = None,
     timing: dict[str, float] | None = None,
+    samples: dict[str, Sample] | None = None,
 ) -> Calibration:
     """The rotations of all layers of `model` (any model of mlx-lm) that could be compressed.
 
@@ -126,6 +158,7 @@ def calibrate(
     H and P that the rotations use. per_layer: one rotation for all kv heads of a layer.
     progress: called with the tokens that are done since the last call; `passes` says how often
     they are read. timing: filled with the seconds of statistics and eigenvectors by layer.
+    samples: filled with up to ROWS keys and values per kv head by layer.
 
     Raises UserError for unknown settings, too little text, and a model with nothing to compress;
     MachineError for NaN or infinity in what a layer computes.
@@ -150,6 +183,10 @@ def calibrate(
         if target == "attention":
             for place, output in sensitivities(model, own, shapes).items():
                 moments[place].output = output
+        if samples is not None:
+            samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
+            for place, one in moments.items():
+                one.sample = samples[layer_name(place)]
         for turn in range(passes(target)):
             for part in windows(tokens, window):
                 _read(model, own, moments, part, [] if bos is None else [bos], progress)
@@ -281,13 +318,13 @@ def from_corpus(model: nn.Module, origin: Origin) -> Calibration:
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[Progress]:
+def progress_bar(total: int, what: str = "calibrating") -> Iterator[Progress]:
     """A bar on stderr, gone when it is done."""
     from rich.console import Console
     from rich.progress import Progress as Bars
 
     with Bars(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("calibrating", total=total)
+        bar = bars.add_task(what, total=total)
         yield partial(bars.advance, bar)
 
 

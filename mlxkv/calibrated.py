@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxkv import artifact, rotation
 from mlxkv.artifact import Basis, Calibration
-from mlxkv.config import BALANCED, CALIBRATED
+from mlxkv.config import BALANCED, CALIBRATED, LEARNED
 from mlxkv.errors import UserError
 from mlxkv.transform import Transform
 
@@ -25,8 +25,8 @@ ROTATED: Kinds = (CALIBRATED, CALIBRATED)
 class Rotations:
     """The transforms of one layer: of keys and of values, [D, D] or [G, D, D].
 
-    digest: of the calibration, "" for none. layer: its name there. kinds: of keys and values, "oscar"
-    or "balanced". folded: the weights of the model turn values already, so a cache is handed them in
+    digest: of the calibration, "" for none. layer: its name there. kinds: of keys and values, "oscar",
+    "balanced" or "learned". folded: the weights of the model turn values already, so a cache is handed them in
     the stored domain and stores them as they come.
     """
 
@@ -48,10 +48,12 @@ _at_hand: WeakValueDictionary[Key, Rotations] = WeakValueDictionary()
 def of(calibration: Calibration, kinds: Kinds = ROTATED) -> dict[str, Rotations]:
     """The transforms of each layer; all caches of a model share them. kinds: `CacheConfig.fitted`.
 
-    Raises UserError for balanced ones of a calibration that has none.
+    Raises UserError for balanced or learned ones of a calibration that has none.
     """
     if BALANCED in kinds:
         calibration.check_balanced()
+    if LEARNED in kinds:
+        calibration.check_learned()
     out = {}
     for name, layer in calibration.layers.items():
         key = (calibration.digest, name, kinds, False)
@@ -65,7 +67,10 @@ def of(calibration: Calibration, kinds: Kinds = ROTATED) -> dict[str, Rotations]
 
 
 def _made(kind: str, basis: Basis, parts: str) -> Transform:
-    return _pair(*basis.balance.pair(parts)) if kind == BALANCED else _turn(basis.rotation(parts))
+    if kind == CALIBRATED:
+        return _turn(basis.rotation(parts))
+    # A learned map ends with the mixing that it was learned behind: none comes after it.
+    return _pair(*basis.balance.pair(parts if kind == BALANCED else "u"))
 
 
 def folded(rotations: Rotations, yes: bool = True) -> Rotations:
@@ -163,7 +168,7 @@ def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> Rotatio
 
 def _random(kind: str, heads: int, dims: int) -> Transform:
     turn = rotation.random_basis(heads, dims, dims)
-    if kind != BALANCED:
+    if kind == CALIBRATED:
         return _turn(turn)
     # Stretched by up to 4 either way between two rotations: `up` is far from the transpose.
     stretch = 4 ** np.linspace(-1, 1, dims)

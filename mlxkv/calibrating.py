@@ -1,5 +1,5 @@
 """`mlxkv calibrate`: the transforms of the oscar and balanced presets, and with --search-clip their
-clips, fitted to a model and kept in a file."""
+clips, fitted to a model and kept in a file. --learn goes on in `mlxkv.learning`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.console import human_bytes, note, print_json, print_table
 from mlxkv.errors import UserError
 from mlxkv.eval.texts import Text, calibration_tokens
+from mlxkv.learned import Learned
 from mlxkv.models import load
 from mlxkv.models.calibrations import given
 
@@ -52,6 +53,11 @@ class Options:
     search_clip: bool = False
     kv: str | None = None
     calibration: str | None = None
+    learn: str | None = None
+    base: str | None = None
+    bits: int | None = None
+    group: int | None = None
+    steps: int | None = None
 
     @property
     def searched(self) -> dict[str, CacheConfig]:
@@ -59,11 +65,22 @@ class Options:
         names = [name.strip() for name in (self.kv or SEARCHED).split(",")]
         return {name: parse_kv(name) for name in names} if self.search_clip else {}
 
+    @property
+    def settings(self) -> dict[str, str | int]:
+        """What was said of learned transforms."""
+        said = {"variant": self.learn, "base": self.base, "bits": self.bits, "group": self.group}
+        return {k: v for k, v in {**said, "steps": self.steps}.items() if v is not None}
+
 
 def run(options: Options) -> None:
     """Read text, write the file, show what came out."""
     check(options)  # before a model is loaded
     publishing.check(options.push_to_hub, options.private)
+    if options.learn is not None:
+        from mlxkv import learning
+
+        learning.run(options)
+        return
     chosen = given(options.calibration) if options.calibration else None
     _insist_on_file(options, chosen or options)
     loaded = load(options.model, "fp16", dtype=options.dtype)
@@ -117,6 +134,7 @@ def check(options: Options) -> None:
     if options.target not in TARGETS:
         choices = ", ".join(TARGETS)
         raise UserError(f"[--target] unknown; got {options.target!r}; choose from {choices}")
+    _check_learning(options)
     for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
         if value is not None and not options.search_clip:
             raise UserError(f"[{option}] is for a search of clips; got {value}; add --search-clip")
@@ -125,6 +143,26 @@ def check(options: Options) -> None:
             raise UserError(f"[--kv] got {name}; {reason}")
     if options.tokens < LEAST:
         raise UserError(f"[--tokens] too little text; got {options.tokens}; choose {LEAST} or more")
+
+
+def _check_learning(options: Options) -> None:
+    if options.learn is None:
+        if options.settings:
+            name, got = next(iter(options.settings.items()))
+            raise UserError(f"[--{name}] is for learned transforms; got {got}; add --learn scale")
+        return
+    Learned(**options.settings).check()
+    for option, is_usual in (
+        ("--target", options.target == "attention"),
+        ("--parts", options.parts == rotation.PARTS),
+        ("--search-clip", not options.search_clip),
+        ("--push-to-hub", options.push_to_hub is None),
+    ):
+        if not is_usual:
+            raise UserError(
+                f"[--learn] got {options.learn} with {option}, which is for other transforms; leave "
+                "one of them out"
+            )
 
 
 def _insist_on_file(options: Options, made: Options | Calibration) -> None:

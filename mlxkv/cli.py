@@ -138,6 +138,24 @@ def calibrate(
         str | None,
         typer.Option("--calibration", help="With --search-clip: keep the rotations of this file."),
     ] = None,
+    learn: Annotated[
+        str | None,
+        typer.Option(
+            "--learn", help="For learned presets: scale, rotation, householder, ...+scale."
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="With --learn, before it: srft (default) or none.")
+    ] = None,
+    bits: Annotated[
+        int | None, typer.Option("--bits", help="With --learn: of the codes. Default: 4.")
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option("--group", help="With --learn: of the codes. Default: 64.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="With --learn: of Adam. Default: 300.")
+    ] = None,
     out: Annotated[
         str | None,
         typer.Option("-o", "--out", help="File. Default: where calibrated presets look."),
@@ -160,6 +178,7 @@ def calibrate(
     options = Options(
         *(model, tuple(text or ()), tokens, per_layer, target, parts, out, dtype, json),
         *(push_to_hub, private, search_clip, kv, calibration),
+        *(learn, base, bits, group, steps),
     )
     run(options)
 

@@ -14,9 +14,10 @@ from mlxkv.formats import Affine, Full
 from mlxkv.formats_codebook import Codebook, PolarTree
 from mlxkv.formats_tile import DualScale, Polar
 
-CALIBRATED, BALANCED = "oscar", "balanced"
+CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
+PAIRED = (BALANCED, LEARNED)  # maps that are no rotations, in a calibration
 SPREAD = "hadamard-srft"  # Hadamard, and srft for head dims that are no power of two
-TRANSFORMS = ("none", "hadamard", "srft", SPREAD, "random", CALIBRATED, BALANCED)
+TRANSFORMS = ("none", "hadamard", "srft", SPREAD, "random", CALIBRATED, *PAIRED)
 
 
 Quantizer = Full | Affine | Codebook | PolarTree | DualScale | Polar
@@ -28,8 +29,9 @@ class Side:
 
     transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
         head dim), "hadamard-srft" (the first where it can be, else the second), "random" (a dense
-        random rotation, every head dim), or per kv head from `mlxkv calibrate` "oscar" (a rotation)
-        and "balanced" (an invertible map).
+        random rotation, every head dim), or per kv head from `mlxkv calibrate` "oscar" (a rotation),
+        "balanced" (an invertible map) and, with its --learn, "learned" (SRFT, then what Adam made of
+        it).
     seed: seed of the random signs, or matrix, of the transform.
     own_clip: a calibrated side keeps its clip, whatever was searched for the model.
     """
@@ -49,7 +51,7 @@ class Side:
     @property
     def calibrated(self) -> bool:
         """Whether its transform comes from a calibration of the model."""
-        return self.transform in (CALIBRATED, BALANCED)
+        return self.transform in (CALIBRATED, *PAIRED)
 
     @property
     def searchable(self) -> bool:
@@ -59,8 +61,9 @@ class Side:
         return self.calibrated and affine and not self.own_clip
 
     def format(self, dims: int, page: int) -> str:
-        """What a searched clip belongs to: `Affine.format`, behind "balanced " for such a side."""
-        prefix = f"{BALANCED} " if self.transform == BALANCED else ""
+        """What a searched clip belongs to: `Affine.format`, behind "balanced " or "learned " for such a
+        side."""
+        prefix = f"{self.transform} " if self.transform in PAIRED else ""
         return prefix + self.quantizer.format(dims, page)
 
     def clipped(self, clip: float) -> Side:
@@ -124,6 +127,11 @@ class CacheConfig:
     def balanced(self) -> bool:
         """Whether a side needs the balanced part of one."""
         return BALANCED in (self.keys.transform, self.values.transform)
+
+    @property
+    def learned(self) -> bool:
+        """Whether a side needs learned transforms, which no calibration has unless asked for."""
+        return LEARNED in (self.keys.transform, self.values.transform)
 
     @property
     def fitted(self) -> tuple[str, str]:
@@ -269,6 +277,10 @@ PRESETS: dict[str, CacheConfig] = {
     "balanced-int2": _balanced(2, clip=0.96),
     "balanced-int2+g64": _balanced(2, 64, clip=0.96),
     "balanced-int2+g32": _balanced(2, 32, clip=0.96),
+    # Learned scales and rotations (SRFT paper, section 5), from mlxkv calibrate --learn.
+    "learned-int4": _both(4, LEARNED),
+    "learned-int3": _both(3, LEARNED),
+    "learned-int2": _both(2, LEARNED),
     # A Hadamard rotation and a clip: what OSCAR is without its calibration.
     "hadamard-int2+clip": CacheConfig(CLIPPED, CLIPPED),
     # A random rotation and the best codebook for it (TurboQuant); halves: outlier channels. A

@@ -104,7 +104,7 @@ MAKERS = {"hadamard": hadamard, "srft": srft, "hadamard-srft": hadamard_srft, "r
 def make(name: str, dims: int, seed: int) -> Transform | None:
     """The transform called `name`, shared by all layers of these dims; None for "none".
 
-    Raises UserError for "oscar" and "balanced", whose matrices come from a calibration
+    Raises UserError for "oscar", "balanced" and "learned", whose matrices come from a calibration
     (`mlxkv.calibrated`).
     """
     if name not in MAKERS and name != "none":

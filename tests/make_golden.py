@@ -12,6 +12,7 @@ from pathlib import Path
 
 import golden_codebook
 import numpy as np
+from golden_learned import learned
 from safetensors.numpy import save_file
 
 from mlxkv import reference as ref
@@ -36,6 +37,7 @@ SPEC = {  # what a table is made from
     "balanced": ("reference", "reference_oscar", "reference_balanced"),
     "dual_scale": ("reference", "reference_dual_scale"),
     "polar": ("reference", "reference_polar"),
+    "learned": ("reference", "reference_learned"),
 }
 
 
@@ -365,7 +367,7 @@ def main() -> None:
         "clip": clip,
         "oscar": oscar,
     }
-    makers = [*enumerate(tables.items()), (10, ("balanced", balanced))]
+    makers = [*enumerate(tables.items()), (10, ("balanced", balanced)), (11, ("learned", learned))]
     for i, (name, make) in makers:
         extra = {"spec_hash": spec_hash(name)}
         if name == "encode":

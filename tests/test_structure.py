@@ -19,10 +19,13 @@ FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 # A file may import from its own row and from the rows below it, never from above.
 LAYERS = [
     {"cli", "__main__"},
-    {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench", "calibrating", "publishing"},
+    {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench", "calibrating", "publishing"}
+    | {"learning"},
     {"session", "prompt_cache", "locate", "golden"},
     {"generate"},
     {"clips"},
+    {"learn"},
+    {"learnable"},
     {"models", "calibrate"},
     {"cache", "attention", "sealed", "selftest"},
     {"codec", "pages", "tiles"},
@@ -32,8 +35,8 @@ LAYERS = [
     {"metal"},
     {"artifact"},
     {"balance"},
-    {"config", "console", "shapes", "corpus", "rotation", "reference_balanced"},
-    {"reference_oscar", "reference_codebook", "reference_polar_tree"},
+    {"config", "console", "shapes", "corpus", "rotation", "reference_balanced", "learned"},
+    {"reference_oscar", "reference_codebook", "reference_polar_tree", "reference_learned"},
     {"reference_dual_scale", "reference_polar"},
     {"reference", "formats", "formats_codebook", "formats_tile", "levels"},
     {"errors", ""},
@@ -47,10 +50,10 @@ MAY_IMPORT_MLX_LM_FILES = {"mlxkv/eval/harness.py"}
 MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
-    *("cli", "__main__", "corpus", "artifact", "balance", "rotation"),
+    *("cli", "__main__", "corpus", "artifact", "balance", "rotation", "learned"),
     *("formats", "formats_codebook", "formats_tile", "levels"),
     *("reference_oscar", "reference_codebook", "reference_polar_tree", "reference_balanced"),
-    *("reference_dual_scale", "reference_polar"),
+    *("reference_dual_scale", "reference_polar", "reference_learned"),
 }
 
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from safetensors import safe_open
 
-from mlxkv import balance, packing, rotation, sealed, transform
+from mlxkv import balance, learn, learnable, packing, rotation, sealed, transform
 from mlxkv.attention import attend
 from mlxkv.cache import View
 from mlxkv.calibrate import second_moment
@@ -28,7 +28,7 @@ from mlxkv.quantizers import affine
 from mlxkv.transform import Transform
 
 FOLDER = Path(__file__).parent
-BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6, "moments": 5e-6}  # float32
+BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6, "moments": 5e-6, "learned": 2e-5}
 TIES = 0.01  # largest share of codes that may differ by one, all of them at rounding boundaries
 
 
@@ -193,6 +193,7 @@ def _attention_inputs(tensors: dict, case: str, info: dict):
     return q, view, q.shape[-1] ** -0.5, mask, sinks
 
 
+LEARNED_SPEC = Affine(3, 16)
 PAGE_SIDES = {"k": Affine(2, 32, clip=0.96), "v": Affine(2, 0, clip=0.92)}
 
 
@@ -227,6 +228,23 @@ def balanced_rows():
             error = max(map(rms, balance.mixed(down, rotation.PARTS), pairs[letter]))
             yield Row("balances", case, down.size, rms=error, bound=BOUNDS["transforms"])
         yield from _page_rows("balanced", BALANCED, dims, given, pairs)
+
+
+def learned_rows():
+    """Maps of given parameters, and what codes behind them lose."""
+    tensors, _ = read("learned")
+    for key in (name.removesuffix(".x") for name in tensors if name.endswith(".x")):
+        variant, base, dims = key.split(".")
+        turn = transform.make(base, int(dims), 0)
+        turn = mx.eye(int(dims)) if turn is None else turn.down
+        params = {name: mx.array(tensors[f"{key}.{name}"]) for name in variant.split("+")}
+        pair = [np.array(x) for x in learnable.pair(params, turn)]
+        spec = [tensors[f"{key}.{name}"] for name in ("down", "up")]
+        error = max(map(rms, pair, spec))
+        yield Row("learned", key, spec[0].size, rms=error, bound=BOUNDS["learned"])
+        loss = learn.loss(params, mx.array(tensors[f"{key}.x"]), turn, LEARNED_SPEC)
+        error = rms(np.array(loss), tensors[f"{key}.loss"].mean())
+        yield Row("learned", f"{key}, loss", 1, rms=error, bound=BOUNDS["learned"])
 
 
 def _by_dims(table: str):
@@ -283,6 +301,7 @@ TABLES = (
     attention_rows,
     oscar_rows,
     balanced_rows,
+    learned_rows,
 )
 
 

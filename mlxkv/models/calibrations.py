@@ -96,6 +96,11 @@ def fit(
     if not config.calibrated or not places:
         return dict.fromkeys(places, (config, None))
     origin = origin_of(model)
+    if config.learned and chosen is None and not (origin and origin.calibration):
+        raise UserError(
+            f"[attach] {label} needs learned transforms; got no calibration; make one with mlxkv "
+            "calibrate --model MODEL --learn scale -o FILE, and name it by --calibration FILE"
+        )
     calibration = given(chosen) if chosen is not None else known(model, config.balanced)
     if calibration is None and origin is None:
         raise UserError(
