@@ -31,7 +31,8 @@ def test_bits_that_differ_by_model_are_a_range():
 
 def test_every_preset_that_compresses_has_a_row():
     names = list(methods.every())
-    assert "int4" in names and "oscar-int2" in names and "fp16" not in names
+    assert "int4" in names and "oscar-int2" in names
+    assert not {"fp16", "learned-int4"} & set(names)
 
 
 def test_an_evaluation_that_fails_is_one_line(tmp_path, monkeypatch):
@@ -54,7 +55,7 @@ def test_a_slip_costs_nothing(tmp_path, arguments, monkeypatch):
 def test_the_page_of_an_embedded_model(tmp_path):
     command = [sys.executable, "-m", "mlxkv.eval.methods", "--out", str(tmp_path)]
     command += ["--models", "tiny-qwen", "--kv", "int4,int2", "--context", "512"]
-    command += ["--decode", "4", "--questions", "1", "--windows", "64,64+own"]
+    command += ["--decode", "4", "--questions", "1", "--windows", "64,64+own", "--shares", "2"]
     subprocess.run(command, check=True, capture_output=True)
     text = (tmp_path / "methods.md").read_text()
     data = json.loads((tmp_path / "tiny-qwen-64-64" / "report.json").read_text())

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mlxkv import console
-from mlxkv.config import PRESETS, parse_kv
+from mlxkv.config import LEARNED, PRESETS, parse_kv
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval import collect
 from mlxkv.eval.ablation.collect import figure, percent
@@ -31,10 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
     for name in args.kv:
         parse_kv(name)
     runs = [(windows, model) for windows in args.windows for model in args.models]
-    with ThreadPoolExecutor(args.side) as pool:
-        faults = list(pool.map(lambda run: _run(args, *run), runs))
-    if fault := next(filter(None, faults), None):
-        raise MachineError(f"[methods] {fault}")
+    if args.shares > 1:
+        shares = [args.kv[i :: args.shares] for i in range(args.shares)]
+        _all(args, [(*run, share) for run in runs for share in shares if share])
+    _all(args, [(*run, args.kv) for run in runs])
     lines = []
     for windows in args.windows:
         reports = [collect.read(_folder(args, windows, model)) for model in args.models]
@@ -61,7 +61,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--context", default="4k,8k", help="tokens, by commas")
     add("--decode", default="512", help="tokens decoded one by one behind each context")
     add("--questions", default="16", help="of each kind and context")
-    add("--side", type=int, default=1, help="models side by side")
+    add("--side", type=int, default=1, help="processes side by side")
+    add("--shares", type=int, default=1, help="processes that share the presets of a model")
     args = parser.parse_args(arguments)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -77,9 +78,10 @@ def _list(text: str) -> list[str]:
 
 
 def every() -> Iterator[str]:
-    """The presets that compress."""
+    """The presets that compress, and that every model has: learned ones need a file of their own."""
     for name, config in PRESETS.items():
-        if config.compresses and config.bits_per_value(128, 128) < NEAR_FULL:
+        learned = LEARNED in (config.keys.transform, config.values.transform)
+        if config.compresses and not learned and config.bits_per_value(128, 128) < NEAR_FULL:
             yield name
 
 
@@ -87,17 +89,25 @@ def _folder(args: argparse.Namespace, windows: str, model: str) -> Path:
     return args.out / f"{Path(model).name}-{windows.replace(',', '-')}"
 
 
-def _run(args: argparse.Namespace, windows: str, model: str) -> str | None:
-    """One `mlxkv eval`; what went wrong, or None."""
+def _all(args: argparse.Namespace, runs: list[tuple]) -> None:
+    """Raises MachineError if one of them fails."""
+    with ThreadPoolExecutor(args.side) as pool:
+        faults = list(pool.map(lambda run: _run(args, *run), runs))
+    if fault := next(filter(None, faults), None):
+        raise MachineError(f"[methods] {fault}")
+
+
+def _run(args: argparse.Namespace, windows: str, model: str, presets: list[str]) -> str | None:
+    """One `mlxkv eval`; what went wrong, or None. All of a model keep their results in one folder."""
     command = [sys.executable, "-m", "mlxkv", "eval", "--model", model, "--windows", windows]
-    command += ["--kv", ",".join(args.kv), "--tasks", TASKS, "--context", args.context]
+    command += ["--kv", ",".join(presets), "--tasks", TASKS, "--context", args.context]
     command += ["--decode", args.decode, "--questions", args.questions]
     command += ["--out", str(_folder(args, windows, model)), "--jobs", "1"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word of why"])[-1]
         return f"{model}, windows {windows}: {last}"
-    console.note(f"{model}, windows {windows}: done")
+    console.note(f"{model}, windows {windows}: {len(presets)} presets")
     return None
 
 

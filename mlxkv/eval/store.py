@@ -42,7 +42,7 @@ class Store:
         data = {"of": _of(arms, part, name), "result": result}
         file = self._file(part, name)
         try:
-            scratch = file.with_suffix(".tmp")
+            scratch = file.with_suffix(f".{os.getpid()}.tmp")  # others may write the same result
             scratch.write_text(json.dumps(data), encoding="utf-8")
             os.replace(scratch, file)
         except OSError as error:
