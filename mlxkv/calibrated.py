@@ -170,8 +170,8 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
     turn = rotation.random_basis(heads, dims, dims)
     if kind == CALIBRATED:
         return _turn(turn)
-    # Stretched by up to 4 either way between two rotations: `up` is far from the transpose.
-    stretch = 4 ** np.linspace(-1, 1, dims)
+    # Stretched by up to 2 either way between two rotations: `up` is far from the transpose.
+    stretch = 2 ** np.linspace(-1, 1, dims)
     other = rotation.random_basis(heads, dims, dims + 1)
     return _pair(turn * stretch @ other, other.swapaxes(-1, -2) / stretch @ turn.swapaxes(-1, -2))
 

@@ -247,8 +247,8 @@ PRESETS: dict[str, CacheConfig] = {
     # The best measured of each width.
     "int8": _both(8, "none"),
     "int4": _both(4, "srft"),
-    "int3": _both(3, "srft"),
-    "int2": _both(2, "srft", group=32),
+    "int3": _balanced(3),
+    "int2": _balanced(2, clip=0.96),
     # Plain min-max, the way mlx-lm's --kv-bits stores (group 64), no transform.
     "naive-int8": _both(8, "none"),
     "naive-int4": _both(4, "none"),
@@ -264,6 +264,9 @@ PRESETS: dict[str, CacheConfig] = {
     "srft-int4": _both(4, "srft", group=32, symmetric=True),
     "srft-int3": _both(3, "srft", group=32, symmetric=True),
     "srft-int2": _both(2, "srft", group=32, symmetric=True),
+    # The best without calibration at these widths.
+    "srft-int3+g64": _both(3, "srft"),
+    "srft-int2+g32": _both(2, "srft", group=32),
     # Calibrated rotations and the windows of the OSCAR paper; extras: smaller groups.
     "oscar-int4": _oscar(4),
     "oscar-int3": _oscar(3),

@@ -23,7 +23,7 @@ def test_every_preset_is_right_on_gaussian_values(preset):
 
 
 def test_sides_windows_and_types_of_their_own():
-    config = replace(parse_kv("int8/int2"), sink=0)
+    config = replace(parse_kv("int8/srft-int2+g32"), sink=0)
     cache, pair = gate.filled(config, (2, 64, 128), mx.bfloat16)
     found = gate.judge(cache, pair, 4)
     assert found["reason"] is None and found["shape"] == "H4.G2.D64"
@@ -31,7 +31,7 @@ def test_sides_windows_and_types_of_their_own():
 
 
 @pytest.mark.parametrize(("side", "name"), [(0, "keys"), (1, "values")])
-@pytest.mark.parametrize("preset", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("preset", ["int8", "int4", "srft-int2+g32"])
 def test_shuffled_codes_are_found(preset, side, name):
     cache, pair = gate.filled(parse_kv(preset), (1, 64, 64), mx.float32)
     shuffle(cache, "codes", side)

@@ -238,7 +238,7 @@ def test_trim_gives_memory_back_and_more_than_all_is_all():
     assert cache.offset == 300
 
 
-@pytest.mark.parametrize("name", ("int4", "int2", "hadamard-int3", "fp16/int4"))
+@pytest.mark.parametrize("name", ("int4", "srft-int2+g32", "hadamard-int3", "fp16/int4"))
 @pytest.mark.parametrize("length", (0, 5, 100, 333))
 def test_state_round_trip(name, length):
     from mlxkv.config import parse_kv

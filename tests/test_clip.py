@@ -105,17 +105,17 @@ def test_a_format_with_a_clip():
     assert clipped.bits_per_value(128, 64) == plain.bits_per_value(128, 64)
     config = CacheConfig(Side(clipped, "srft"), Side(Affine(2, 32, clip=0.92)))
     assert CacheConfig.from_dict(config.as_dict()) == config
-    old = PRESETS["int2"].as_dict()
+    old = PRESETS["srft-int2+g32"].as_dict()
     for name in ("keys", "values"):
         del old[name]["quantizer"]["clip"]  # as versions before clips saved it
-    assert CacheConfig.from_dict(old) == PRESETS["int2"]
+    assert CacheConfig.from_dict(old) == PRESETS["srft-int2+g32"]
 
 
 @pytest.mark.parametrize("clip", (0, -0.5, 1.01, float("nan")))
 def test_shares_that_are_none(clip):
     with pytest.raises(UserError, match=r"\[Affine\] clip must be above 0 and at most 1; got"):
         Affine(2, clip=clip)
-    broken = PRESETS["int2"].as_dict()
+    broken = PRESETS["srft-int2+g32"].as_dict()
     broken["keys"]["quantizer"]["clip"] = "much"
     with pytest.raises(UserError, match="CacheConfig"):
         CacheConfig.from_dict(broken)
@@ -148,7 +148,7 @@ def test_records_hold_what_codes_hold():
     pair = tuple(mx.array(data(1, 2, 96, 128, seed=i).astype(np.float32)) for i in range(2))
     ours = sealed.Records(CONFIG, (128, 128), make)
     plain = sealed.Codes(CONFIG, (128, 128))
-    unclipped = sealed.Records(PRESETS["int2"], (128, 128), make)
+    unclipped = sealed.Records(PRESETS["srft-int2+g32"], (128, 128), make)
     for store in (ours, plain):
         store.append(pair, 2, start=32)
     unclipped.append(pair, 1)

@@ -14,7 +14,7 @@ CONTEXT, DECODE = 384, 24
 
 @pytest.fixture(scope="module")
 def arms(model_folder):
-    return Arms(load(str(model_folder)), ["int8", "int4", "int2"], (16, 16))
+    return Arms(load(str(model_folder)), ["int8", "int4", "srft-int2+g32"], (16, 16))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_full_precision_against_itself_is_exactly_zero(arms, tokens):
 
 def test_fewer_bits_diverge_more_and_progress_adds_up(arms, tokens):
     seen = []
-    names = ["int8", "int4", "int2"]
+    names = ["int8", "int4", "srft-int2+g32"]
     found = divergence.measure(arms, names, tokens, CONTEXT, seen.append)
     assert sum(seen) == len(names) * (CONTEXT + DECODE)
     kl = [found[name]["legs"]["decode"]["kl"]["mean"] for name in names]
@@ -95,8 +95,8 @@ def test_shuffled_codes_are_far_off(arms, tokens, monkeypatch):
     sound = divergence.measure(arms, ["int4"], tokens, CONTEXT, lambda n: None)["int4"]
     encode = Codec.encode
 
-    def shuffled(self, x):
-        stored = encode(self, x)
+    def shuffled(self, x, way):
+        stored = encode(self, x, way)
         return stored | {"codes": stored["codes"][:, :, ::-1]}
 
     monkeypatch.setattr(Codec, "encode", shuffled)

@@ -39,7 +39,7 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
         "--model",
         str(model_folder),
         "--kv",
-        "int8,int4/int2",
+        "int8,int4/srft-int2+g32",
         "--context",
         "512,640",
     ]
@@ -47,14 +47,14 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
     assert main([*command, *options, "--statistics"]) == 0
     printed = capsys.readouterr()
     brief = json.loads(printed.out.splitlines()[-1])
-    assert set(brief["presets"]) == {"fp16", "int8", "int4/int2"}
+    assert set(brief["presets"]) == {"fp16", "int8", "int4/srft-int2+g32"}
     assert brief["context"] == 640 and set(brief["rows"]) == {"512", "640"}
-    row = brief["presets"]["int4/int2"]
+    row = brief["presets"]["int4/srft-int2+g32"]
     assert {"bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval"} <= set(row)
     assert set(row["retrieval"]) == {"single", "multi-key", "multi-query", "multi-value"}
     assert brief["presets"]["fp16"]["kl_mean"] == 0.0
     assert brief["presets"]["fp16"]["agreement"] == 1.0
-    assert brief["windows"]["int8"] == brief["windows"]["int4/int2"]
+    assert brief["windows"]["int8"] == brief["windows"]["int4/srft-int2+g32"]
     assert "====== KL divergence statistics ======" in printed.out
     data = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert "stages-512" in data["parts"] and data["machine"]["chip"]
@@ -117,8 +117,8 @@ def test_processes_side_by_side_find_the_same(spec, tmp_path):
 def shuffled(encode):
     """`Codec.encode` with the tokens of each page in another order."""
 
-    def wrong(self, x):
-        stored = encode(self, x)
+    def wrong(self, x, way):
+        stored = encode(self, x, way)
         return stored | {"codes": stored["codes"][:, :, ::-1]}
 
     return wrong

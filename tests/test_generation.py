@@ -51,7 +51,7 @@ def test_int4_writes_what_full_precision_writes():
 
 def test_a_broken_cache_is_found_out(monkeypatch):
     encode = Codec.encode
-    monkeypatch.setattr(Codec, "encode", lambda self, x: encode(self, x[..., ::-1]))
+    monkeypatch.setattr(Codec, "encode", lambda self, x, way: encode(self, x[..., ::-1], way))
     arms = Arms(load("tiny"), ["int4"])
     # The baseline is not asked for: it is made all the same.
     longer = replace(SMALL, tokens=40)

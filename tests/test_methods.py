@@ -29,6 +29,12 @@ def test_bits_that_differ_by_model_are_a_range():
     assert "| 4.25 to 4.50 |" in lines[2]
 
 
+def test_windows_of_ones_own_are_named():
+    lines = methods.page([report("a", int4=4.5)], methods.OWN)
+    assert lines[0] == "## 1024 tokens, windows: each method's own"
+    assert methods.page([report("a", int4=4.5)], "64,64")[0].endswith("64,64 tokens")
+
+
 def test_every_preset_that_compresses_has_a_row():
     names = list(methods.every())
     assert "int4" in names and "oscar-int2" in names
@@ -54,11 +60,11 @@ def test_a_slip_costs_nothing(tmp_path, arguments, monkeypatch):
 @pytest.mark.slow
 def test_the_page_of_an_embedded_model(tmp_path):
     command = [sys.executable, "-m", "mlxkv.eval.methods", "--out", str(tmp_path)]
-    command += ["--models", "tiny-qwen", "--kv", "int4,int2", "--context", "512"]
-    command += ["--decode", "4", "--questions", "1", "--windows", "64,64+own", "--shares", "2"]
+    command += ["--models", "tiny-qwen", "--kv", "int4,naive-int2", "--context", "512"]
+    command += ["--decode", "4", "--questions", "1", "--shares", "2", "--side", "2"]
     subprocess.run(command, check=True, capture_output=True)
     text = (tmp_path / "methods.md").read_text()
     data = json.loads((tmp_path / "tiny-qwen-64-64" / "report.json").read_text())
-    row = data["rows"]["512"]["int2"]
+    row = data["rows"]["512"]["naive-int2"]
     assert f"| {methods.figure(row['kl_mean'])} |" in text and row["kl_mean"] > 0
-    assert text.count("## 512 tokens") == 2 and "<svg" in (tmp_path / "methods.svg").read_text()
+    assert text.count("## 512 tokens") == 1 and "<svg" in (tmp_path / "methods.svg").read_text()

@@ -50,7 +50,7 @@ def measure(arms: Arms, names: list[str], count: int, queries: int) -> dict:
 @pytest.fixture(scope="module")
 def qwen():
     loaded = load("tiny-qwen")
-    arms = Arms(loaded, ["fp16/int4", "int8", "int4", "int2"])
+    arms = Arms(loaded, ["fp16/int4", "int8", "int4", "srft-int2+g32"])
     options = Options(contexts=(384,))
     (part,) = stages.parts(arms, options, lambda count: story_tokens(loaded, count))
     steps = []
@@ -77,7 +77,7 @@ def test_exact_keys_have_no_error_where_values_have_one(qwen):
 
 
 def test_fewer_bits_are_worse_at_every_stage(qwen):
-    rows = [qwen[name] for name in ("int8", "int4", "int2")]
+    rows = [qwen[name] for name in ("int8", "int4", "srft-int2+g32")]
     assert 0 < rows[0]["logits_kl"] < rows[1]["logits_kl"] < rows[2]["logits_kl"]
     for layers in zip(*(row["layers"] for row in rows), strict=True):
         for stage in (*OWN, "hidden"):
@@ -100,8 +100,8 @@ def test_one_layer_agrees_with_numpy():
     """One sealed page, four query heads on two kv heads: all of it once more in float64."""
     count, queries = 100, 8
     model = random_model("llama", num_hidden_layers=1)
-    arms = arms_of(model, "int2", sink=16, recent=64, page=16)
-    row = measure(arms, ["int2"], count, queries)["int2"]["layers"][0]
+    arms = arms_of(model, "srft-int2+g32", sink=16, recent=64, page=16)
+    row = measure(arms, ["srft-int2+g32"], count, queries)["srft-int2+g32"]["layers"][0]
 
     text, layer = tokens(count + queries)[None], model.layers[0]
     x = layer.input_layernorm(model.model.embed_tokens(text))
@@ -110,7 +110,7 @@ def test_one_layer_agrees_with_numpy():
         flat = getattr(attention, f"{name}_proj")(x)
         heads[name] = flat.reshape(1, count + queries, -1, 64).swapaxes(1, 2)
         heads[name] = attention.rope(heads[name]) if turned else heads[name]
-    side = PRESETS["int2"].keys
+    side = PRESETS["srft-int2+g32"].keys
     page, stored = codec(side, 64, 16), {}
     for name in "kv":
         decoded = page.decode(page.encode(heads[name][:, :, 16:32]), mx.float32)
@@ -165,8 +165,10 @@ def test_quantised_weights_and_a_model_in_bfloat16():
     model = random_model("llama", **WIDE, attention_bias=True)
     nn.quantize(model, group_size=32, bits=4)
     model.set_dtype(mx.bfloat16)
-    rows = measure(arms_of(model, "int8", "int2"), ["int8", "int2"], 140, 12)
-    for eight, two in zip(*(rows[name]["layers"] for name in ("int8", "int2")), strict=True):
+    rows = measure(arms_of(model, "int8", "srft-int2+g32"), ["int8", "srft-int2+g32"], 140, 12)
+    for eight, two in zip(
+        *(rows[name]["layers"] for name in ("int8", "srft-int2+g32")), strict=True
+    ):
         assert eight["attention_at"] == two["attention_at"] == "output projection"
         assert 0 < eight["attention"] < 0.03 < two["attention"] < 1
 
@@ -191,7 +193,7 @@ def test_shuffled_pages_show(qwen, monkeypatch):
     """Keys of other tokens are unrelated vectors, and mix other values."""
     loaded, encode, shifts = load("tiny-qwen"), Codec.encode, cycle((5, 0))  # keys, values
     monkeypatch.setattr(
-        Codec, "encode", lambda self, x: encode(self, mx.roll(x, next(shifts), axis=2))
+        Codec, "encode", lambda self, x, way: encode(self, mx.roll(x, next(shifts), axis=2), way)
     )
     arms = Arms(loaded, ["int8"])
     text = story_tokens(loaded, 384 + stages.QUERIES)
@@ -206,7 +208,9 @@ def test_shuffled_pages_show(qwen, monkeypatch):
 def test_tokens_that_move_together_are_no_error_of_attention(monkeypatch):
     encode, model = Codec.encode, random_model("llama")
     right = measure(arms_of(model, "int8"), ["int8"], 140, 8)["int8"]["layers"][0]
-    monkeypatch.setattr(Codec, "encode", lambda self, x: encode(self, mx.roll(x, 5, axis=2)))
+    monkeypatch.setattr(
+        Codec, "encode", lambda self, x, way: encode(self, mx.roll(x, 5, axis=2), way)
+    )
     moved = measure(arms_of(model, "int8"), ["int8"], 140, 8)["int8"]["layers"][0]
     assert moved["keys"] > 1 and moved["values"] > 1 and moved["scores_kl"] > right["scores_kl"]
     assert moved["attention"] == pytest.approx(right["attention"], rel=1e-3)

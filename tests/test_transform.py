@@ -6,6 +6,7 @@ import pytest
 
 from mlxkv import reference as ref
 from mlxkv import reference_codebook as codebook_ref
+from mlxkv import reference_dual_scale as dual_ref
 from mlxkv import transform
 from mlxkv.config import Affine
 from mlxkv.quantizers import affine
@@ -25,6 +26,9 @@ def test_matrices_are_those_of_the_spec(dims, seed):
         made = transform.make(name, dims, seed)
         if name == "random":
             down = codebook_ref.random_rotation(dims, seed)
+            up = down.T
+        elif name == "hadamard-srft":
+            down = dual_ref.rotation(dims, seed)
             up = down.T
         else:
             down, up = ref.transform(name, dims, seed)

@@ -14,6 +14,7 @@ from mlxkv.bench.decode import decoded_by
 from mlxkv.bench.models import Subject
 from mlxkv.cache import CompressedKVCache
 from mlxkv.calibrated import sample
+from mlxkv.codec import Codec
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.layers import nothing_compressed
@@ -103,7 +104,7 @@ def judge(cache: CompressedKVCache, pair: tuple[Side, Side], heads: int) -> dict
         # The signs of a residual stage are for products: they bring vectors no closer.
         bits -= getattr(side.quantizer, "residual", False)
         # Low rank drops what it must of Gaussian values: only nonsense shows there.
-        loss = min(MOST, LOSS * 2**-bits) if code.turn is code.transform else MOST
+        loss = min(MOST, stretch(code) * LOSS * 2**-bits) if code.turn is code.transform else MOST
         errors[name] = (relative_rms(pages, x[:, :, sink:end]), max(loss, bound))
         kept = [view.live[i]] if view.sink is None else [view.sink[i], view.live[i]]
         exact = mx.concatenate([x[:, :, :sink], x[:, :, end:]], axis=2)
@@ -115,6 +116,14 @@ def judge(cache: CompressedKVCache, pair: tuple[Side, Side], heads: int) -> dict
         "bounds": {n: most for n, (_, most) in errors.items()},
         "reason": f"{off[0][0]} off by {off[0][1]:.2g}, bound {off[0][2]:.2g}" if off else None,
     }
+
+
+def stretch(code: Codec) -> float:
+    """How much an error grows on the way through a map and its inverse: 1 for a rotation."""
+    if code.transform is None:
+        return 1.0
+    down, up = (mx.mean(x**2, axis=(-1, -2)) for x in (code.transform.down, code.transform.up))
+    return code.dims * mx.sqrt(mx.max(down * up)).item()
 
 
 def greedy_fault(it: Subject, length: int) -> str | None:

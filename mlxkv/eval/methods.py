@@ -78,8 +78,10 @@ def _list(text: str) -> list[str]:
 
 
 def every() -> Iterator[str]:
-    """The presets that compress, and that every model has: learned ones need a file of their own."""
-    for name, config in PRESETS.items():
+    """The presets that compress, and that every model has: learned ones need a file of their own.
+    Of those that are the same the last, which names the method."""
+    last = {config: name for name, config in PRESETS.items()}
+    for config, name in last.items():
         learned = LEARNED in (config.keys.transform, config.values.transform)
         if config.compresses and not learned and config.bits_per_value(128, 128) < NEAR_FULL:
             yield name
