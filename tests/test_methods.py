@@ -29,6 +29,14 @@ def test_bits_that_differ_by_model_are_a_range():
     assert "| 4.25 to 4.50 |" in lines[2]
 
 
+def test_what_a_report_lacks_stays_empty():
+    one, two = report("a", int4=4.5, int2=2.25), report("b", int4=4.5)
+    two["rows"]["1024"]["int4"] = {"bits_per_value": 4.5, "retrieval": {"single": 1.0}}
+    lines = methods.table([one, two], 1024)
+    assert lines[2].endswith("| 0 | 0 | 100 % / 50 % |  |  | 100 % /  |")
+    assert lines[3].endswith("| 0 | 0 | 100 % / 50 % |  |  |  |")
+
+
 def test_windows_of_ones_own_are_named():
     lines = methods.page([report("a", int4=4.5)], methods.OWN)
     assert lines[0] == "## 1024 tokens, windows: each method's own"

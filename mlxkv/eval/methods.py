@@ -123,19 +123,27 @@ def page(reports: list[dict], windows: str) -> list[str]:
 
 
 def table(reports: list[dict], context: int) -> list[str]:
-    """Most bits first, full precision above all."""
+    """Most bits first, full precision above all. What a report lacks stays empty."""
     rows = [data["rows"][str(context)] for data in reports]
-    names = sorted(rows[0], key=lambda name: -rows[0][name]["bits_per_value"])
+    bits: dict[str, list[float]] = {}
+    for by_name in rows:
+        for name, row in by_name.items():
+            bits.setdefault(name, []).append(row["bits_per_value"])
     heads = ["preset", "bits", *(f"{d['model']}: {c}" for d in reports for c in COLUMNS)]
     lines = [_line(heads), _line(["---"] * len(heads))]
-    for name in names:
-        cells = [name, _bits([by_name[name]["bits_per_value"] for by_name in rows])]
+    for name in sorted(bits, key=lambda name: -max(bits[name])):
+        cells = [name, _bits(bits[name])]
         for by_name in rows:
-            row = by_name[name]
-            keys = (row["retrieval"][kind] for kind in ("single", "multi-query"))
-            cells += [figure(row["kl_mean"]), figure(row["kl_p99"]), " / ".join(map(percent, keys))]
+            cells += _cells(by_name.get(name, {}))
         lines.append(_line(cells))
     return lines
+
+
+def _cells(row: dict) -> list[str]:
+    found = row.get("retrieval", {})
+    keys = [percent(found[kind]) if kind in found else "" for kind in ("single", "multi-query")]
+    numbers = [figure(row[key]) if key in row else "" for key in ("kl_mean", "kl_p99")]
+    return [*numbers, " / ".join(keys) if any(keys) else ""]
 
 
 def _bits(found: list[float]) -> str:

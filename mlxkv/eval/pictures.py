@@ -61,14 +61,15 @@ def method(name: str) -> str:
     return f"{found[1] or 'int'}{found[2] or ''}" if found else name
 
 
-def _scatter(axis, rows: dict, key: str, label: str) -> None:
+def _scatter(axis, rows: dict, key: str, label: str, methods: list[str] | None = None) -> None:
     """Bits per value against one number of each preset, on a logarithmic axis; a line joins the
-    widths of a method."""
+    widths of a method. methods: in the order of their colours, where several axes share them."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, row in rows.items():
         point = (row["bits_per_value"], max(row[key], SMALLEST))
         curves.setdefault(method(name), []).append(point)
-    for index, (name, points) in enumerate(curves.items()):
+    for name, points in curves.items():
+        index = (methods or list(curves)).index(name)
         axis.plot(
             *zip(*sorted(points), strict=True),
             marker="os^vDP*X"[index % 8],
@@ -100,12 +101,19 @@ def bits(data: dict) -> Iterator[Picture]:
 def panels(reports: list[dict], context: int) -> str:
     """Bits per value against mean KL, one panel per report: SVG."""
     with plt.rc_context(SETTINGS):
-        figure, axes = plt.subplots(1, len(reports), figsize=(3.6 * len(reports), 3.6), sharey=True)
-        for axis, data in zip([axes] if len(reports) == 1 else axes, reports, strict=True):
-            _scatter(axis, _compressed(data["rows"][str(context)]), "kl_mean", "")
+        figure, _ = plt.subplots(1, len(reports), figsize=(3.6 * len(reports), 3.6), sharey=True)
+        rows = [_compressed(data["rows"][str(context)]) for data in reports]
+        methods = list(dict.fromkeys(method(name) for by_name in rows for name in by_name))
+        handles: dict[str, object] = {}
+        for axis, data, by_name in zip(figure.axes, reports, rows, strict=True):
+            _scatter(axis, by_name, "kl_mean", "", methods)
             axis.set_title(f"{data['model']}, {context} tokens")
+            shown = axis.get_legend_handles_labels()
+            handles |= dict(zip(shown[1], shown[0], strict=True))
         figure.axes[0].set_ylabel("mean KL (nats)")
-        axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+        names = [name for name in methods if name in handles]
+        where = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
+        axis.legend([handles[name] for name in names], names, **where)
         return _svg(figure)
 
 
