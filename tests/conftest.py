@@ -12,24 +12,6 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-# Files that take a minute or more: begun first, so that no worker is left alone with one at the end. test_attach.py
-# has to come before those that leave models attached.
-LONG = (
-    "test_tiny.py",
-    "test_shipped.py",
-    "test_memory.py",
-    "test_generation.py",
-    "test_kernels.py",
-)
-
-
-def pytest_collection_modifyitems(items: list) -> None:
-    names = ("test_attach.py", *LONG)
-    items.sort(
-        key=lambda item: (*names, "").index(item.path.name if item.path.name in names else "")
-    )
-
-
 def pytest_report_header() -> list[str]:
     import mlx.core as mx
 
