@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from older_file import older
 from on_emulator import make, make_tiles
 from random_models import random_model
 
@@ -44,18 +45,6 @@ def model():
 @pytest.fixture(scope="module")
 def made(model):
     return calibrate.calibrate(model, TEXT)
-
-
-def older(made):
-    """The same without what format 2 brought."""
-    layers = {
-        name: dataclasses.replace(
-            layer,
-            **{s: dataclasses.replace(getattr(layer, s), balance=None) for s in artifact.SIDES},
-        )
-        for name, layer in made.layers.items()
-    }
-    return dataclasses.replace(made, layers=layers)
 
 
 def logits(model, cache=None):

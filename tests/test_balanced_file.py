@@ -1,11 +1,11 @@
 """The balanced part of a calibration file: round trips, faults, files of the older format."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from older_file import older
 from random_models import random_model
 from safetensors import safe_open
 from safetensors.numpy import save
@@ -77,18 +77,6 @@ def test_every_fault_is_one_line(made, path):
             artifact.read(path)
         line = str(caught.value)
         assert line.startswith(f"[calibration] {path}") and "\n" not in line
-
-
-def older(made):
-    """The same without what format 2 brought."""
-    layers = {
-        name: dataclasses.replace(
-            layer,
-            **{s: dataclasses.replace(getattr(layer, s), balance=None) for s in artifact.SIDES},
-        )
-        for name, layer in made.layers.items()
-    }
-    return dataclasses.replace(made, layers=layers)
 
 
 def test_files_of_format_1_serve_rotations(model, made, tmp_path):
