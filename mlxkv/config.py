@@ -210,10 +210,17 @@ def _oscar(
     return CacheConfig(*sides, sink=64, recent=256)
 
 
-def _balanced(bits: int, group: int = 128, clip: float = 1.0) -> CacheConfig:
-    """clip: for models without searched ones."""
-    side = Side(Affine(bits, group, clip=clip), BALANCED)
-    return CacheConfig(side, side, sink=64, recent=64)
+BALANCED_CLIPS = {2: (0.92, 0.94), 3: (0.98, 0.98), 4: (1.0, 1.0)}  # of keys and values, by bits
+
+
+def _balanced(keys: int, values: int, group: int = 128) -> CacheConfig:
+    """Bits of each; the clips are for models without searched ones."""
+    clips = BALANCED_CLIPS[keys][0], BALANCED_CLIPS[values][1]
+    sides = (
+        Side(Affine(bits, group, clip=clip), BALANCED)
+        for bits, clip in zip((keys, values), clips, strict=True)
+    )
+    return CacheConfig(*sides, sink=64, recent=64)
 
 
 def _turned(keys: Quantizer, values: Quantizer | None = None, how: str = "random") -> CacheConfig:
@@ -247,8 +254,8 @@ PRESETS: dict[str, CacheConfig] = {
     # The best measured of each width.
     "int8": _both(8, "none"),
     "int4": _both(4, "srft"),
-    "int3": _balanced(3),
-    "int2": _balanced(2, clip=0.96),
+    "int3": _balanced(4, 2),  # better than 3 bits for both: keys are the sensitive half
+    "int2": _balanced(2, 2),
     # Plain min-max, the way mlx-lm's --kv-bits stores (group 64), no transform.
     "naive-int8": _both(8, "none"),
     "naive-int4": _both(4, "none"),
@@ -275,11 +282,13 @@ PRESETS: dict[str, CacheConfig] = {
     "oscar-int2+g32": _oscar(2, 32, keys=0.96, values=0.92),
     "oscar-int2+clip92": _oscar(2, keys=0.92, values=0.92, own=True),
     # Calibrated invertible maps under which stored keys (values) and what reads them weigh alike.
-    "balanced-int4": _balanced(4),
-    "balanced-int3": _balanced(3),
-    "balanced-int2": _balanced(2, clip=0.96),
-    "balanced-int2+g64": _balanced(2, 64, clip=0.96),
-    "balanced-int2+g32": _balanced(2, 32, clip=0.96),
+    "balanced-int4": _balanced(4, 4),
+    "balanced-int4+g64": _balanced(4, 4, 64),
+    "balanced-int3": _balanced(3, 3),
+    "balanced-k3v2": _balanced(3, 2),
+    "balanced-int2": _balanced(2, 2),
+    "balanced-int2+g64": _balanced(2, 2, 64),
+    "balanced-int2+g32": _balanced(2, 2, 32),
     # Learned scales and rotations (SRFT paper, section 5), from mlxkv calibrate --learn.
     "learned-int4": _both(4, LEARNED),
     "learned-int3": _both(3, LEARNED),

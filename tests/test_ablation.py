@@ -11,7 +11,7 @@ from mlxkv import rotation, transform
 from mlxkv.config import BALANCED, PRESETS, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.eval import collect, texts
-from mlxkv.eval.ablation import bits, deal, domains, parts, windows
+from mlxkv.eval.ablation import bits, deal, domains, parts, search, windows
 from mlxkv.eval.ablation import collect as pages
 from mlxkv.eval.ablation.__main__ import main
 from mlxkv.eval.ablation.asked import Asked
@@ -157,6 +157,7 @@ def test_documents_of_two_models_make_one_page(model_folder, tmp_path):
         ("parts", ["--only", "full,none", "--group", "64,32"]),
         ("windows", ["--sink", "0", "--recent", "64"]),
         ("domains", ["--only", "stories"]),
+        ("search", ["--only", "int2 balanced g64,int2 srft g64"]),
     ):
         files.append(tmp_path / f"{what}.json")
         main([what, "--model", str(model_folder), *OPTIONS, *options, "--out", str(files[-1])])
@@ -172,7 +173,9 @@ def test_documents_of_two_models_make_one_page(model_folder, tmp_path):
     row = documents[0]["rows"]["full, group 32, clip .96/.92"]
     assert pages.kl(row) in full and f"{row['ppl']:.3f}" in full
     assert "fp16" not in "".join(tables[0]) and "one key" in tables[0][2]
-    assert text.count("tokens decoded behind") == 3  # each kind of table says how it was made
+    searched = [line for line in tables[-1] if line.startswith("| int2")]
+    assert ["int2 srft g64 (2.50)" in searched[0], "int2 balanced g64" in searched[1]] == [True] * 2
+    assert text.count("tokens decoded behind") == 4  # each kind of table says how it was made
 
 
 @pytest.mark.parametrize("content", ("", "[]", '{"what": "parts"}'))
@@ -191,6 +194,54 @@ def test_processes_find_the_same(model_folder):
     one, two = (deal.compute("parts", asked, jobs) for jobs in (1, 2))
     assert list(one) == list(two)
     assert one == two
+
+
+def test_a_run_goes_on_where_it_was_stopped(model_folder, tmp_path, monkeypatch):
+    file = tmp_path / "out.json"
+    common = ["parts", "--model", str(model_folder), *OPTIONS, "--out", str(file), "--group", "64"]
+    main([*common, "--only", "full"])
+    first = json.loads(file.read_text())["rows"]
+    asked = []
+    usual = parts.measure
+    monkeypatch.setattr(parts, "measure", lambda *a: asked.append(a[1]) or usual(*a))
+    main([*common, "--only", "full,none"])
+    rows = json.loads(file.read_text())["rows"]
+    assert asked == [[name for name in rows if name.startswith("none")]]
+    assert {name: rows[name] for name in first} == first
+    main([*common, "--only", "full", "--clip", ".9,.9"])  # asks something else: from the start
+    assert asked[1] == list(json.loads(file.read_text())["rows"])
+
+
+def test_what_is_ready_is_kept_when_a_later_share_fails(model_folder, monkeypatch):
+    asked, kept = Asked(str(model_folder), **SMALL), []
+
+    def measure(asked, names, progress):
+        if kept:
+            raise RuntimeError
+        return dict.fromkeys(names, {})
+
+    monkeypatch.setattr(parts, "measure", measure)
+    with pytest.raises(RuntimeError):
+        deal.compute("parts", asked, keep=kept.append)
+    assert len(kept) == 1 and 0 < len(kept[0]) <= deal.TOGETHER
+
+
+def test_candidates_store_what_their_names_say(tmp_path):
+    folder = write_model(tmp_path / "three", num_hidden_layers=3)
+    wide, first = "int2 balanced g64", "int2 balanced first layer at 3"
+    asked = Asked(str(folder), only=(wide, first), **SMALL)
+    rows = search.measure(asked, names := search.names(asked), lambda n: None)
+    assert names == [BASELINE, wide, first]
+    assert rows[wide]["bits_per_value"] == 2.5  # heads of 64 dims: groups of 128 are of 64 here
+    assert rows[first]["bits_per_value"] == pytest.approx((3.5 + 2.5 + 2.5) / 3)
+    assert rows[first]["kv_bytes"] > rows[wide]["kv_bytes"]
+    assert 0 < rows[first]["kl_mean"] != rows[wide]["kl_mean"]
+    for name, arm in search.candidates().items():
+        config = arm.config
+        assert (config.sink, config.recent) == (64, 64), name
+        assert not config.why_not(128, 128), name
+        bits = config.keys.quantizer.bits if name.startswith("int") else int(name[8])
+        assert f"int{bits}" in name and config.keys.quantizer.bits == bits
 
 
 def test_domains_are_a_matrix(model_folder, capsys):

@@ -42,6 +42,9 @@ def evaluate(
     tokens: Annotated[
         int, typer.Option("--tokens", help="Greedy tokens compared with fp16's, per prompt.")
     ] = 32,
+    kinds: Annotated[
+        str, typer.Option("--kinds", help="Of questions, by commas.")
+    ] = "single,multi-key,multi-query,multi-value",
     needles: Annotated[
         str,
         typer.Option("--needles", help="worlds (embedded models), plain English, or auto."),
@@ -89,6 +92,7 @@ def evaluate(
         decode=decode,
         questions=questions,
         tokens=tokens,
+        kinds=kinds,
         needles=needles,
         dtype=dtype,
         calibration=calibration,

@@ -22,6 +22,7 @@ from mlxkv.models.aliases import EMBEDDED
 
 EQUAL, OWN = "64,64", "own"
 TASKS = "divergence,retrieval"
+KINDS = ("single", "multi-query")  # of questions: what a cell shows
 COLUMNS = ("KL", "99 %", "one key / four")
 NEAR_FULL = 10  # bits per value in pages above which a preset is no compression worth a row
 
@@ -103,7 +104,7 @@ def _run(args: argparse.Namespace, windows: str, model: str, presets: list[str])
     """One `mlxkv eval`; what went wrong, or None. All of a model keep their results in one folder."""
     command = [sys.executable, "-m", "mlxkv", "eval", "--model", model, "--windows", windows]
     command += ["--kv", ",".join(presets), "--tasks", TASKS, "--context", args.context]
-    command += ["--decode", args.decode, "--questions", args.questions]
+    command += ["--decode", args.decode, "--questions", args.questions, "--kinds", ",".join(KINDS)]
     command += ["--out", str(_folder(args, windows, model)), "--jobs", "1"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
@@ -141,7 +142,7 @@ def table(reports: list[dict], context: int) -> list[str]:
 
 def _cells(row: dict) -> list[str]:
     found = row.get("retrieval", {})
-    keys = [percent(found[kind]) if kind in found else "" for kind in ("single", "multi-query")]
+    keys = [percent(found[kind]) if kind in found else "" for kind in KINDS]
     numbers = [figure(row[key]) if key in row else "" for key in ("kl_mean", "kl_p99")]
     return [*numbers, " / ".join(keys) if any(keys) else ""]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxkv.eval.arms import Arms
+from mlxkv.eval.document import KINDS
 
 Progress = Callable[[int], None]
 Results = dict[str, dict]  # arm -> plain data for JSON
@@ -19,7 +20,8 @@ class Options:
     contexts: tokens. decode: tokens decoded one by one behind each context (divergence). questions:
     of each kind and context (retrieval); half as many in generation. tokens: greedy tokens per
     prompt (generation). texts: files of the user to read in place of the built-in text. needles:
-    "worlds" for models trained on `eval.worlds`, "plain" for all others.
+    "worlds" for models trained on `eval.worlds`, "plain" for all others. kinds: of questions
+    (retrieval).
     """
 
     contexts: tuple[int, ...] = (2048,)
@@ -28,6 +30,7 @@ class Options:
     tokens: int = 64
     texts: tuple[Path, ...] = ()
     needles: str = "worlds"
+    kinds: tuple[str, ...] = KINDS
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def parts(arms: Arms, options: Options) -> list[Part]:
             str(context),
         )
         for context in options.contexts
-        for kind in KINDS
+        for kind in options.kinds
     ]
 
 
@@ -57,6 +57,9 @@ def check(options: Options) -> None:
     if options.needles not in NEEDLES:
         choices = ", ".join(NEEDLES)
         raise UserError(f"[needles] unknown; got {options.needles!r}; choose from {choices}")
+    if unknown := [kind for kind in options.kinds if kind not in KINDS]:
+        choices = ", ".join(KINDS)
+        raise UserError(f"[kinds] unknown; got {unknown[0]!r}; choose from {choices}")
     if options.questions < 1:
         raise UserError(f"[questions] must be at least 1; got {options.questions}")
     if short := [context for context in options.contexts if context < SHORTEST]:

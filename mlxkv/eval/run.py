@@ -10,7 +10,8 @@ from pathlib import Path
 from mlxkv import console, doctor
 from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
-from mlxkv.eval import harness, plan, report, texts, workers
+from mlxkv.eval import harness, plan, report, retrieval, texts, workers
+from mlxkv.eval.document import KINDS
 from mlxkv.eval.part import Options
 from mlxkv.metal.launch import backend
 from mlxkv.models.aliases import EMBEDDED
@@ -34,6 +35,7 @@ class Asked:
     windows: str = "64,64"
     decode: int = 256
     questions: int | None = None
+    kinds: str = ",".join(KINDS)
     tokens: int = 32
     needles: str = "auto"
     dtype: str | None = None
@@ -102,7 +104,9 @@ def _spec(asked: Asked) -> plan.Spec:
         asked.tokens,
         tuple(asked.text),
         needles,
+        tuple(dict.fromkeys(kind.strip() for kind in asked.kinds.split(","))),
     )
+    retrieval.check(options)
     tasks, windows = _tasks(asked.tasks), _windows(asked.windows)
     return plan.Spec(
         *(asked.model, names, tasks, options, windows, asked.dtype, asked.limit),

@@ -18,7 +18,7 @@ from mlxkv.eval import ablation
 from mlxkv.eval.ablation import bits, deal
 from mlxkv.eval.ablation.asked import Asked, numbers, pairs
 
-WITH_MODEL = ("parts", "domains", "windows")
+WITH_MODEL = ("parts", "domains", "windows", "search")
 WHAT = (*WITH_MODEL, "bits")
 
 
@@ -35,22 +35,47 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         asked = _asked(args)
         asked.check()
-        rows = deal.compute(args.what, asked, args.jobs)
-        deal.module(args.what).show(asked, rows)
-        data = {"model": asked.model, "asked": vars(asked), "rows": rows}
-    used = next(row for row in doctor.backends() if row["used"])
-    data = {
-        "what": args.what,
-        **data,
-        "machine": doctor.machine() | {"backend": used["name"], "device": used["device"]},
-        "versions": doctor.versions(),
-        "seconds": round(time.perf_counter() - start, 1),
-    }
+        data = {"model": asked.model, "asked": _plain(vars(asked)), "rows": {}}
+
+        def keep(rows: dict) -> None:
+            if args.out:
+                _write(args.out, _document(args.what, {**data, "rows": rows}, start))
+
+        known = _known(args.out, args.what, data)
+        data["rows"] = deal.compute(args.what, asked, args.jobs, known, keep)
+        deal.module(args.what).show(asked, data["rows"])
+    data = _document(args.what, data, start)
     console.note(f"{data['seconds']:.0f} s")
     if args.out is None:
         console.print_json(data)
     else:
         _write(args.out, data)
+
+
+def _document(what: str, data: dict, start: float) -> dict:
+    used = next(row for row in doctor.backends() if row["used"])
+    return {
+        "what": what,
+        **data,
+        "machine": doctor.machine() | {"backend": used["name"], "device": used["device"]},
+        "versions": doctor.versions(),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _plain(asked: dict) -> dict:
+    return json.loads(json.dumps(asked))
+
+
+def _known(out: Path | None, what: str, data: dict) -> dict:
+    """Rows that an earlier run left in the same file, where it asked the same."""
+    try:
+        before = json.loads(out.read_text(encoding="utf-8")) if out else {}
+        alike = {**before["asked"], "only": data["asked"]["only"]} == data["asked"]
+        same = (before["what"], before["model"]) == (what, data["model"])
+        return before["rows"] if alike and same else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -74,7 +99,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--recent", default="0,64,256", help="tokens, by commas (windows)")
     add("--kv", default=",".join(bits.PRESETS), help="presets, by commas (bits)")
     add("--jobs", type=int, default=1, help="processes that share the arms; each loads the model")
-    add("--out", type=Path, help="a file for the JSON document, in place of the last line")
+    add(
+        "--out",
+        type=Path,
+        help="a file for the JSON document, in place of the last line; a run goes on where it was stopped",
+    )
     args = parser.parse_args(arguments)
     if args.what not in WHAT:
         raise UserError(f"[ablation] unknown; got {args.what!r}; choose from {', '.join(WHAT)}")

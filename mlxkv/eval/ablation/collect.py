@@ -1,6 +1,6 @@
 """Documents of several models as one page of Markdown: `python -m mlxkv.eval.ablation.collect FILE...`.
 
-The parts of rotations in a table per model, the rest in one table with a column per model.
+The parts of rotations in a table per model, the rest in one table with columns per model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlxkv import console
 from mlxkv.errors import UserError
+from mlxkv.eval.ablation import search
 from mlxkv.eval.arms import BASELINE
 from mlxkv.eval.part import Results
 
@@ -56,6 +57,11 @@ PARTS: Columns = {
 DOMAINS: Columns = {
     f"KL of {text}": (lambda row, text=text: kl(row[text])) for text in ("stories", "corpus")
 }
+SEARCH: Columns = {
+    "KL": kl,
+    "99 %": lambda row: figure(row["kl_p99"]),
+    "prompt KL": lambda row: figure(row["prompt_kl_mean"]),
+}
 WINDOWS: Columns = {
     "KL": kl,
     "bits per value": lambda row: f"{row['bits_per_value']:.2f}",
@@ -87,11 +93,23 @@ def by_codes(rows: Results) -> dict[str, Results]:
     return out
 
 
+def with_bits(blocks: dict[str, Results]) -> dict[str, Results]:
+    """Of searches, in the order of their candidates; bits per value in the name."""
+    names = {}
+    for name in search.candidates():
+        found = {f"{rows[name]['bits_per_value']:.2f}" for rows in blocks.values() if name in rows}
+        names[name] = f"{name} ({' to '.join(sorted(found))})"
+    return {
+        model: {names[name]: rows[name] for name in names if name in rows}
+        for model, rows in blocks.items()
+    }
+
+
 def markdown(documents: list[dict]) -> str:
     """All tables, and under each kind how they were made."""
     kinds = {
         what: [data for data in documents if data["what"] == what]
-        for what in ("parts", "domains", "windows")
+        for what in ("parts", "domains", "windows", "search")
     }
     lines = []
     for data in kinds["parts"]:
@@ -105,6 +123,9 @@ def markdown(documents: list[dict]) -> str:
     if some := kinds["windows"]:
         blocks = {data["model"]: data["rows"] for data in some}
         lines += ["### Windows", "", *table(blocks, WINDOWS), "", *_made(some)]
+    if some := kinds["search"]:
+        blocks = with_bits({data["model"]: data["rows"] for data in some})
+        lines += ["### Search", "", *table(blocks, SEARCH), "", *_made(some)]
     return "\n".join(lines)
 
 
@@ -116,7 +137,8 @@ def _made(some: list[dict]) -> list[str]:
 def _how(data: dict) -> str:
     asked, machine, versions = data["asked"], data["machine"], data["versions"]
     return (
-        f"{data['what']}: {asked['decode']} tokens decoded behind {asked['context']}, 2 bits; "
+        f"{data['what']}: {asked['decode']} tokens decoded behind {asked['context']}"
+        f"{'' if data['what'] == 'search' else ', 2 bits'}; "
         f"{machine['device'] or machine['chip']}, mlx {versions['mlx']}, mlxkv {versions['mlxkv']}"
     )
 

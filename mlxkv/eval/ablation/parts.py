@@ -47,7 +47,11 @@ def arms_of(asked: Asked, names: list[str]) -> Arms:
 
 def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
     """A row of numbers per arm. prompt: the second half of the context, as it was read."""
-    arms = arms_of(asked, names)
+    return judge(asked, arms_of(asked, names), names, progress)
+
+
+def judge(asked: Asked, arms: Arms, names: list[str], progress: Progress) -> Results:
+    """The same, of arms that are there."""
     text = evaluation_tokens(arms.loaded, asked.context + asked.decode + 1)
     found = divergence.measure(arms, names, text.tokens, asked.context, progress)
     rows = {name: judged(result) for name, result in found.items()}
@@ -90,11 +94,17 @@ def show(asked: Asked, rows: Results) -> None:
             recipe, _, codes = name.partition(", ")
             if codes not in ("", label):
                 continue
-            line = [recipe, *numbers(row), f"{row['top1']:.4f}", f"{row['prompt_kl_mean']:.6f}"]
-            for short in KINDS.values() if asks else ():
-                line += [f"{row[f'{short}_right']:.3f}", f"{row[f'{short}_log_p']:.4f}"]
-            cells.append(line)
+            cells.append([recipe, *of_row(row)])
         console.print_table(columns, cells, f"{title(asked)}, {label}")
+
+
+def of_row(row: dict) -> list[str]:
+    """The cells of COLUMNS, and of ASKED where retrieval was asked for."""
+    line = [*numbers(row), f"{row['top1']:.4f}", f"{row['prompt_kl_mean']:.7f}"]
+    for short in KINDS.values():
+        if f"{short}_right" in row:
+            line += [f"{row[f'{short}_right']:.3f}", f"{row[f'{short}_log_p']:.4f}"]
+    return line
 
 
 def numbers(row: dict) -> list[str]:
