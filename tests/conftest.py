@@ -6,10 +6,13 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
+import fast_blas
 import pytest
 
 # Nothing in the suite may reach for the network: a test that does fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+BLAS = fast_blas.put_in_front()  # before anything imports MLX
 
 
 def pytest_report_header() -> list[str]:
@@ -30,6 +33,7 @@ def pytest_report_header() -> list[str]:
     lacking = [f"{name} ({reason})" for name, reason in checks.items() if reason]
     return [
         f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, numpy {version('numpy')}",
+        f"BLAS of the CPU backend: {BLAS}",
         f"backends that run: {', '.join(runs)}; not on this machine: {', '.join(missing) or 'none'}",
         f"kernel checks that do not run: {'; '.join(lacking) or 'none'}",
     ]
