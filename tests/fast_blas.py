@@ -23,8 +23,6 @@ def put_in_front() -> str:
         return "MLX's own"
     if "numpy" in sys.modules or "mlx.core" in sys.modules:
         return "MLX's own, slow (NumPy or MLX was imported before the tests)"
-    # The workers of a run share the cores: one thread each, read when OpenBLAS is loaded.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from emulator import build
 
     openblas = _openblas()
