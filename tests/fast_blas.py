@@ -1,7 +1,8 @@
 """OpenBLAS for MLX on Linux, whose wheel brings Netlib's reference BLAS: a tenth of its speed.
 
 NumPy's wheel brings OpenBLAS. A library of three functions (fast_blas.cpp) goes in front of MLX's own
-and hands their work over. Processes that tests start keep MLX's own BLAS.
+and hands their work over. Processes that tests start keep MLX's own BLAS, except where a test asks
+for the `same_blas`.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from pathlib import Path
 TEXT = Path(__file__).with_suffix(".cpp")
 
 
-def put_in_front() -> str:
-    """Before NumPy and MLX are imported. What multiplies MLX's matrices from here on."""
+def put_in_front() -> tuple[Path | None, str]:
+    """Before MLX is imported. What multiplies MLX's matrices from here on: the library,
+    or None for MLX's own, and the header's words for it."""
     if platform.system() != "Linux":
-        return "MLX's own"
-    if "numpy" in sys.modules or "mlx.core" in sys.modules:
-        return "MLX's own, slow (NumPy or MLX was imported before the tests)"
+        return None, "MLX's own"
+    if "mlx.core" in sys.modules:
+        return None, "MLX's own, slow (MLX was imported before the tests)"
     from emulator import build
 
     openblas = _openblas()
     if openblas is None or build.compiler() is None:
-        return "MLX's own, slow (no NumPy 2 from a wheel, or no C++ compiler)"
+        return None, "MLX's own, slow (no NumPy 2 from a wheel, or no C++ compiler)"
+    library = _library(openblas)
     # Global names are looked up before those that MLX's library brings along.
-    ctypes.CDLL(str(_library(openblas)), os.RTLD_NOW | os.RTLD_GLOBAL)
-    return "NumPy's OpenBLAS"
+    ctypes.CDLL(str(library), os.RTLD_NOW | os.RTLD_GLOBAL)
+    return library, "NumPy's OpenBLAS"
 
 
 def _openblas() -> Path | None:
