@@ -6,10 +6,15 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
+import fast_blas
 import pytest
 
 # Nothing in the suite may reach for the network: a test that does fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The workers of a run share the cores: one thread each for OpenBLAS and torch, read as they load.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+BLAS, BLAS_SAID = fast_blas.put_in_front()  # before anything imports MLX
 
 
 def pytest_report_header() -> list[str]:
@@ -30,6 +35,7 @@ def pytest_report_header() -> list[str]:
     lacking = [f"{name} ({reason})" for name, reason in checks.items() if reason]
     return [
         f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, numpy {version('numpy')}",
+        f"BLAS of the CPU backend: {BLAS_SAID}",
         f"backends that run: {', '.join(runs)}; not on this machine: {', '.join(missing) or 'none'}",
         f"kernel checks that do not run: {'; '.join(lacking) or 'none'}",
     ]
@@ -64,6 +70,13 @@ def gemma_folder(tmp_path_factory) -> Path:
         "query_pre_attn_scalar": 64,
     }
     return write_model(tmp_path_factory.mktemp("models") / "gemma", **changes)
+
+
+@pytest.fixture
+def same_blas(monkeypatch):
+    """Processes that this test starts multiply as the test does: equal to the last bit."""
+    if BLAS:
+        monkeypatch.setenv("LD_PRELOAD", str(BLAS))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from random_models import FAMILIES, random_model, tokens
 from mlxkv.cache import CompressedKVCache
 from mlxkv.config import PRESETS, CacheConfig
 from mlxkv.errors import UserError
-from mlxkv.models import attach, detach
+from mlxkv.models import attach, detach, rebind
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 UNRUNNABLE = {"phi3small"}  # corrupts memory at this size in plain mlx-lm
@@ -31,7 +31,14 @@ ATTENTION = base.scaled_dot_product_attention
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
+def nothing_left_behind(monkeypatch):
+    """Nor before: models that tests of other files left attached are set aside meanwhile."""
+    for (file, name), bound in rebind._bound.items():
+        if bound.before is rebind._ABSENT:
+            monkeypatch.delattr(sys.modules[file], name)
+        else:
+            monkeypatch.setattr(sys.modules[file], name, bound.before)
+    monkeypatch.setattr(rebind, "_bound", {})
     yield
     files = [m for name, m in list(sys.modules.items()) if name.startswith("mlx_lm.models.")]
     assert all(getattr(m, ATTENTION.__name__, ATTENTION) is ATTENTION for m in files)

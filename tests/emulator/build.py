@@ -81,7 +81,7 @@ def _half_flags() -> list[str]:
     return ["-mf16c"] if has else []
 
 
-def _compile(command: list[str], output: Path) -> None:
+def compile_to(command: list[str], output: Path) -> None:
     """Runs the compiler into a name of its own, then renames: two processes may build at once."""
     partial = output.with_name(f"{output.name}.{os.getpid()}")
     done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
@@ -108,7 +108,7 @@ def runner() -> Path:
         if platform.system() == "Darwin":
             system = ["-D_XOPEN_SOURCE=700", "-D_DARWIN_C_SOURCE", "-Wno-deprecated-declarations"]
         flags = [*COMMON, *_half_flags(), "-O2", "-fno-omit-frame-pointer"]
-        _compile([compiler(), *flags, *sources, *system], path)
+        compile_to([compiler(), *flags, *sources, *system], path)
     return path
 
 
@@ -129,7 +129,7 @@ def library(text: str, checks: bool) -> Path:
         else ["-undefined", "dynamic_lookup"]
     )
     try:
-        _compile([compiler(), *flags, str(source), *undefined], path)
+        compile_to([compiler(), *flags, str(source), *undefined], path)
     finally:
         source.unlink(missing_ok=True)
     return path
