@@ -223,6 +223,15 @@ def _balanced(keys: int, values: int, group: int = 128) -> CacheConfig:
     return CacheConfig(*sides, sink=64, recent=64)
 
 
+def _channels(keys: int, values: int) -> CacheConfig:
+    """Balanced, and keys on a scale per channel of a page: it takes out what a page's keys share."""
+    sides = (
+        Side(Affine(keys, 128, axis="channel"), BALANCED),
+        Side(Affine(values, 128, clip=BALANCED_CLIPS[values][1]), BALANCED),
+    )
+    return CacheConfig(*sides, sink=64, recent=64, page=128)
+
+
 def _turned(keys: Quantizer, values: Quantizer | None = None, how: str = "random") -> CacheConfig:
     return CacheConfig(Side(keys, how), Side(values or keys, how))
 
@@ -231,6 +240,12 @@ def _kivi(bits: int) -> CacheConfig:
     """Keys per channel, values per token, groups of 32, and the windows of the paper."""
     keys, values = Side(Affine(bits, 32, axis="channel")), Side(Affine(bits, 32))
     return CacheConfig(keys, values, sink=0, recent=128)
+
+
+def _kivi_srft(keys: int, values: int) -> CacheConfig:
+    """Keys per channel, as they come; values under SRFT. Groups of a page."""
+    sides = Side(Affine(keys, 64, axis="channel")), Side(Affine(values, 64), "srft")
+    return CacheConfig(*sides)
 
 
 def _kvarn(keys: int, values: int, unit_std: bool = False) -> CacheConfig:
@@ -251,11 +266,11 @@ CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
 
 PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
-    # The best measured of each width.
+    # The best measured of each width (docs/results/methods.md). int8 and int4 need no calibration.
     "int8": _both(8, "none"),
     "int4": _both(4, "srft"),
     "int3": _balanced(4, 2),  # better than 3 bits for both: keys are the sensitive half
-    "int2": _balanced(2, 2),
+    "int2": _channels(2, 2),
     # Plain min-max, the way mlx-lm's --kv-bits stores (group 64), no transform.
     "naive-int8": _both(8, "none"),
     "naive-int4": _both(4, "none"),
@@ -287,6 +302,8 @@ PRESETS: dict[str, CacheConfig] = {
     "balanced-int3": _balanced(3, 3),
     "balanced-k3v2": _balanced(3, 2),
     "balanced-int2": _balanced(2, 2),
+    "balanced-int2+channels": _channels(2, 2),
+    "balanced-k3v2+channels": _channels(3, 2),
     "balanced-int2+g64": _balanced(2, 2, 64),
     "balanced-int2+g32": _balanced(2, 2, 32),
     # Learned scales and rotations (SRFT paper, section 5), from mlxkv calibrate --learn.
@@ -310,6 +327,9 @@ PRESETS: dict[str, CacheConfig] = {
     # KIVI: keys per channel.
     "kivi-int4": _kivi(4),
     "kivi-int2": _kivi(2),
+    "kivi-int4+g64": CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64))),
+    "kivi-int4+srft": _kivi_srft(4, 4),
+    "kivi-k4v2+srft": _kivi_srft(4, 2),
     # KVarN as published; extra: tiles divided by their standard deviation first.
     "kvarn-int4": _kvarn(4, 4),
     "kvarn-int3": _kvarn(3, 3),

@@ -181,9 +181,12 @@ def test_a_step_that_seals_a_page_copies_no_other_page():
 
 
 @pytest.mark.parametrize("dims", (80, 96, 128))
-def test_a_decode_step_needs_less_than_the_layer_in_full_precision(dims):
+@pytest.mark.parametrize("preset", ("int4", "kivi-int4+g64"))
+def test_a_decode_step_needs_less_than_the_layer_in_full_precision(dims, preset):
+    if dims == 80 and preset != "int4":
+        pytest.skip("MLX multiplies codes per channel in multiples of 32 dims")
     keys, values = (mx.array(x) for x in tokens(4096, dims))
-    cache = CompressedKVCache(PRESETS["int4"])
+    cache = CompressedKVCache(PRESETS[preset])
     feed(cache, keys, values, [4096])
     view, _ = cache.keys_and_values()
     queries = mx.zeros((1, HEADS, 1, dims))
@@ -214,7 +217,7 @@ def test_trim_then_continue(left):
     assert cache.empty() == (left == 0)
     if left:
         for x, y in zip(seen(cache), before, strict=True):
-            np.testing.assert_allclose(x, y[:, :, :left], atol=1e-6)
+            np.testing.assert_allclose(x, y[:, :, :left], atol=1e-5)  # a product of another shape
     feed(cache, keys, values, [60, 1, 39])
     assert cache.offset == left + 100
     whole = np.concatenate([before[0][:, :, :left], keys[:, :, left : left + 100]], 2)

@@ -106,7 +106,7 @@ def test_a_killed_run_goes_on(spec, tmp_path, capsys):
     assert workers.compute(spec, arms, parts, tmp_path) == first
 
 
-def test_processes_side_by_side_find_the_same(spec, tmp_path):
+def test_processes_side_by_side_find_the_same(spec, tmp_path, same_blas):
     spec = plan.Spec(spec.model, ("int4",), ("divergence", "stages"), SMALL)
     arms, parts = plan.make(spec)
     one = workers.compute(spec, arms, parts, tmp_path / "one")

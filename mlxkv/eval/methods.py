@@ -36,12 +36,15 @@ def main(arguments: list[str] | None = None) -> None:
         shares = [args.kv[i :: args.shares] for i in range(args.shares)]
         _all(args, [(*run, share) for run in runs for share in shares if share])
     _all(args, [(*run, args.kv) for run in runs])
+    from mlxkv.eval import overview  # matplotlib
+
     lines = []
     for windows in args.windows:
         reports = [collect.read(_folder(args, windows, model)) for model in args.models]
         if windows == args.windows[0]:
             context = max(reports[0]["contexts"])
-            collect.picture(reports, context, args.out / "methods.svg")
+            svg = overview.overview(reports, context)
+            (args.out / "methods.svg").write_text(svg, encoding="utf-8")
         lines += page(reports, windows)
     (args.out / "methods.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     console.note(str(args.out / "methods.md"))

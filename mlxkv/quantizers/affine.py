@@ -19,6 +19,7 @@ from mlxkv.config import Affine
 MLX_GROUPS = (32, 64, 128)
 HALF_MAX = 65504.0
 CPU_ROWS = 16
+FOLDED = 32  # stored dims that share a scale of 1 where scales went into the queries
 CUDA_ROWS = 65535  # the largest second size of a grid there
 
 
@@ -160,6 +161,28 @@ def _product_pays(rows: int) -> bool:
     return mx.metal.is_available()
 
 
+def _folds(spec: Affine, dims: int) -> bool:
+    """Whether scales per channel can go into the queries and leave codes that MLX multiplies."""
+    return spec.axis == "channel" and dims % FOLDED == 0
+
+
+def _folded_scores(spec, q, stored, dims, page):
+    """q . (scale * code + bias) = (q * scale) . code + q . bias, with a scale per channel of a group
+    of tokens."""
+    group = spec.group_size(dims, page)
+    codes = stored["codes"]
+    codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
+    scale, bias = (x.astype(q.dtype) for x in (stored["scale"], _bias(spec, stored)))
+    ones = mx.ones((*codes.shape[:4], dims // FOLDED), q.dtype)
+    out = mx.quantized_matmul(
+        *(q[:, :, None] * scale[:, :, :, None], codes, ones, mx.zeros_like(ones)),
+        group_size=FOLDED,
+        bits=spec.bits,
+    )  # [B, G, T/g, N, g]
+    out = out.swapaxes(2, 3) + (q @ bias.swapaxes(-1, -2))[..., None]
+    return out.reshape(*out.shape[:3], -1)
+
+
 def _product(spec, x, stored, dims, page, transpose):
     if _has_tail(spec, dims, page):
         (split, head), (rest, tail) = _cut(spec, stored, dims, page)
@@ -180,5 +203,7 @@ def _product(spec, x, stored, dims, page, transpose):
             group_size=group,
             bits=spec.bits,
         )
+    if transpose and _folds(spec, dims) and _product_pays(x.shape[-2]):
+        return _folded_scores(spec, x, stored, dims, page)
     decoded = decode(spec, stored, dims, page, x.dtype)
     return x @ (decoded.swapaxes(-1, -2) if transpose else decoded)
