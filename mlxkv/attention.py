@@ -75,6 +75,7 @@ def _decode_records(queries, view, scale, sinks):
             scale,
             pages.make,
             sinks=sinks,
+            headers=pages.headers,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
     out = kernels.attend(

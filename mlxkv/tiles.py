@@ -11,11 +11,12 @@ from functools import lru_cache
 from itertools import cycle
 
 import mlx.core as mx
+import numpy as np
 
-from mlxkv import trust
+from mlxkv import levels, trust
 from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, side_template
 from mlxkv.metal.launch import Factory, build
-from mlxkv.records import BLOCK
+from mlxkv.records import BLOCK, SideLayout
 from mlxkv.transform import Transform
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
@@ -34,12 +35,10 @@ MASKS = {
 
 def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
     """Why the tile body does not read such records, or None. dims: head dim D."""
-    if layout.header_words:
-        return "tiles read no scales per channel"
+    if layout.values.channel or (layout.keys.outer and not layout.keys.channel):
+        return "tiles read no scales per channel of values, nor KVarN's scales swapped"
     if dtype not in (mx.float16, mx.bfloat16):
         return f"tiles are of 16-bit types, not {str(dtype).removeprefix('mlx.core.')}"
-    if layout.keys.codebook or layout.values.codebook:
-        return "codebook codes have no tiles yet"
     if dims % 8:
         return f"a head dim of {dims} is no multiple of 8"
     if max(dims, layout.keys.dims, layout.values.dims) > MAX_DIMS:
@@ -58,6 +57,21 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
 @lru_cache(maxsize=1)
 def _capability() -> int:
     return mx.device_info().get("compute_capability_major", 0)
+
+
+@lru_cache(maxsize=64)
+def half_levels(at: SideLayout) -> tuple[int, ...]:
+    """Coefficients of the odd polynomial in v = (2 code + 1) / 2^b - 1 that stands for the levels of a
+    codebook, each twice in a word: through all of them, and for 4 bits, where halves would round
+    what more terms bring, within 2e-4 of the largest."""
+    words = np.zeros(5, np.float16)
+    if at.codebook:
+        count = 2 ** (at.bits - 1)
+        v, terms = (np.arange(count) + 0.5) / count, min(count, 5)
+        powers = v[:, None] ** (2 * np.arange(terms) + 1)
+        table = levels.sphere(at.dims, at.bits)[count:]
+        words[:terms] = np.linalg.lstsq(powers, table, rcond=None)[0]
+    return tuple(int(n) for n in np.repeat(words, 2).view(np.int32))
 
 
 def tile_map(matrix: mx.array) -> mx.array:
@@ -146,12 +160,16 @@ def _kernel(
         "RK": layout.keys.dims,
         "RV": layout.values.dims,
         "RECORD": layout.words,
+        "PAGE": layout.page,
+        "HEADER": layout.header_words,
         "HAS_K": int(mapped[0]),
         "HAS_V": int(mapped[1]),
         "WINDOW": int(has_window),
         "HAS_SINKS": int(has_sinks),
         **side_template(layout.keys, "_K"),
         **side_template(layout.values, "_V"),
+        "LEVELS_K": half_levels(layout.keys),
+        "LEVELS_V": half_levels(layout.values),
     }
     bounds = f"{32 * simdgroups}, {2 if simdgroups < SIMDGROUPS_CUDA and not wide else 1}"
     return build("attend_tile", tuple(template.items()), make, shared_memory, bounds)
@@ -243,6 +261,7 @@ def attend(
     window: int = 0,
     sinks: mx.array | None = None,
     splits: tuple[int, int] | None = None,
+    headers: mx.array | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -261,4 +280,5 @@ def attend(
     logits = nothing() if sinks is None else sinks.astype(mx.float32)
     counter = _counters().take(call["grid"][2])
     maps = [nothing(mx.uint32) if x is None else x for x in maps]
-    return kernel(inputs=[q, buffer, *sink, *live, *maps, logits, sizes, counter], **call)[0]
+    shared = nothing(mx.uint32) if headers is None else headers
+    return kernel(inputs=[q, buffer, shared, *sink, *live, *maps, logits, sizes, counter], **call)[0]

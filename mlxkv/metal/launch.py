@@ -30,7 +30,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "attend_tile": (
         (
-            *("q", "records", "sink_k", "sink_v", "live_k", "live_v"),
+            *("q", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
             *("map_k", "map_v", "sinks", "size", "counter"),
         ),
         ("out", "partial_out"),
@@ -39,7 +39,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
     "seal": ("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
-    "attend_tile": ("codes.h", "tile.h"),
+    "attend_tile": ("codes.h", "tile.h", "tile_codes.h"),
 }
 BODIES = {  # where a body is more than one file
     "attend": ("attend.metal", "attend_join.metal"),
@@ -134,6 +134,9 @@ def constants(template: Template, on_cuda: bool) -> str:
     for name, value in template:
         if isinstance(value, mx.Dtype):
             lines.append(f"typedef {TYPES[value][on_cuda]} {name};\n")
+        elif isinstance(value, tuple):
+            numbers = ", ".join(map(str, value))
+            lines.append(f"constexpr int {name}[{len(value)}] = {{{numbers}}};\n")
         else:
             lines.append(f"constexpr int {name} = {value};\n")
     return "".join(lines)
