@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlxkv import kernels, tiles
 from mlxkv.cache import View
+from mlxkv.quantizers import codebook
 from mlxkv.records import TOKENS
 from mlxkv.sealed import RecordPages
 
@@ -78,8 +79,11 @@ def _decode_records(queries, view, scale, sinks):
             headers=pages.headers,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
+    stored = key_codec.query(q)
+    if pages.layout.keys.signs:
+        stored = mx.concatenate([stored, codebook.projected(key_codec.spec, stored)], axis=-1)
     out = kernels.attend(
-        key_codec.query(q),
+        stored,
         q.astype(view.dtype),
         pages.buffer,
         pages.layout,

@@ -66,10 +66,10 @@ def half_levels(at: SideLayout) -> tuple[int, ...]:
     what more terms bring, within 2e-4 of the largest."""
     words = np.zeros(5, np.float16)
     if at.codebook:
-        count = 2 ** (at.bits - 1)
+        count = 2 ** (at.bits - at.signs - 1)
         v, terms = (np.arange(count) + 0.5) / count, min(count, 5)
         powers = v[:, None] ** (2 * np.arange(terms) + 1)
-        table = levels.sphere(at.dims, at.bits)[count:]
+        table = levels.sphere(at.dims, at.bits - at.signs)[count:]
         words[:terms] = np.linalg.lstsq(powers, table, rcond=None)[0]
     return tuple(int(n) for n in np.repeat(words, 2).view(np.int32))
 

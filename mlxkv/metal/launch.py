@@ -39,10 +39,12 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
     "seal": ("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
-    "attend_tile": ("codes.h", "tile.h", "tile_codes.h"),
+    "attend": ("codes.h", "tree.h"),
+    "unseal": ("codes.h", "tree.h"),
+    "attend_tile": ("codes.h", "tree.h", "tile.h", "tile_codes.h"),
 }
 BODIES = {  # where a body is more than one file
-    "attend": ("attend.metal", "attend_join.metal"),
+    "attend": ("attend.metal", "attend_keys.metal", "attend_values.metal", "attend_join.metal"),
     "attend_tile": ("attend_tile.metal", "attend_tile_read.metal", "attend_tile_merge.metal"),
 }
 Template = tuple[tuple[str, object], ...]

@@ -128,6 +128,12 @@ def mix(spec: Codebook, p: mx.array, stored: dict[str, mx.array], dims: int, pag
     return out
 
 
+def projected(spec: Codebook, q: mx.array) -> mx.array:
+    """q: [..., R] float32 -> what a residual stage multiplies: times sign and length it is q . rest."""
+    dims = q.shape[-1]
+    return (q @ _projections(dims, spec.seed)) * (sqrt(pi / 2) / dims)
+
+
 # Outlier channels. The paper does not say when they are chosen. Here by page: a page then needs
 # nothing but itself, so that a cache may be trimmed, saved and batched as ever, and a bit per channel
 # and page is 1/64 bit per value. Each part has a rotation of its own, of seed 0.
