@@ -43,7 +43,9 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
         return f"a head dim of {dims} is no multiple of 8"
     if max(dims, layout.keys.dims, layout.values.dims) > MAX_DIMS:
         return f"tiles of more than {MAX_DIMS} dims do not fit in registers"
-    if max(layout.keys.groups, layout.values.groups) > MAX_GROUPS:
+    if layout.keys.signs and 2 * layout.keys.dims > MAX_DIMS:
+        return f"signs and levels of {layout.keys.dims} dims do not fit in registers"
+    if any(at.groups > MAX_GROUPS and not at.tree for at in (layout.keys, layout.values)):
         return f"more than {MAX_GROUPS} groups"
     if make is mx.fast.cuda_kernel:
         return (
@@ -95,6 +97,11 @@ def _map(transform: Transform | None, keys: bool) -> mx.array | None:
         out = tile_map(transform.up if keys else transform.up.swapaxes(-1, -2))
         mx.eval(out)
     return out
+
+
+def _masks(at: SideLayout) -> tuple[int, ...]:
+    """Of codes in their slots; a sign stands in the highest bit of four."""
+    return (0x00070007, 0x00700070, 0, 0) if at.signs and at.bits == 4 else MASKS[at.bits]
 
 
 def _bits(value: float) -> int:
@@ -206,7 +213,7 @@ def _plan(
         [
             *(rows, splits[0], *rooms, new_tokens, window, heads, *(n or 0 for n in strides)),
             *(_bits(scale * LOG2E), _bits(LOG2E)),
-            *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits], *[0] * 4),
+            *(*_masks(layout.keys), *_masks(layout.values), *[0] * 4),
             *(n for one in lengths for n in (*one, 0)),
         ],
         mx.int32,

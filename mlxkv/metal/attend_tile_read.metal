@@ -65,6 +65,10 @@ if (paged) {
   const int v_scales_at = SIDE_K + 32 * WORDS_V + tile_b_row(lane, 0) / 2 * 2 * GROUPS_V;
   const int v_scale_at = SIDE_K + 32 * WORDS_V + 2 * (t * GROUPS_V + g);
   const int v_bias_at = SIDE_K + 32 * WORDS_V + 8 * GROUPS_V + 8 * g + 2 * t;
+  KvTree tree = kv_tree<1, TREE_K ? 28 : 1>(BOOKS_K, (const device half*)headers, lane);
+  uint tree_k = kv_halves(tree.cosine, tree.sine);
+  tree = kv_tree<1, TREE_V ? 28 : 1>(BOOKS_V, (const device half*)headers, lane);
+  uint tree_v = kv_halves(tree.cosine, tree.sine);
   const device uint* page_numbers = headers + size_t(head) * (size[2] / PAGE_RECORDS) * HEADER;
   // Where instructions are the limit, two records side by side: one hides the latency of the other.
   constexpr int PAIR = BITS_K + BITS_V < 7 ? 2 : 1;
@@ -96,6 +100,28 @@ if (paged) {
         }
         for (int i = 0; i < 4; i++) {
           s[e].v[i] *= SLOT;
+        }
+      }
+      if (TREE_K == 2) {
+        tree = kv_tree<2, 1>(BOOKS_K, (const device half*)header, lane);
+        tree_k = kv_halves(tree.cosine, tree.sine);
+      }
+      for (int j = 0; j < (TREE_K ? BK : 0); j++) {
+        uint run[8];
+        for (int r = 0; r < 2; r++) {
+          const int of = 2 * j + t / 2;
+          const int number = kv_key_number(g + 8 * r, of, 0, GROUPS_K, 1);
+          const uint radius = of < GROUPS_K ? kv_read1(record[e], 32 * WORDS_K + number / 2) : 0u;
+          const uint low = words[kv_slot_word<BITS_K>(j, r, 0)] >> (8 * r);
+          const uint high = words[BITS_K == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
+          kv_tree_key_pairs(tree_k, kv_twice(radius, number % 2), low, high, t, run + 4 * r);
+        }
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = run[4 * (m % 2) + 2 * u + m / 2];
+          }
+          tile_multiply(s[e], a, q_tile[2 * j + u]);
         }
       }
       if (PAIRS_K) {
@@ -157,8 +183,9 @@ if (paged) {
           s[e].v[i] *= outer * (1.0f / KV_SCORE);
         }
       }
-      for (int n = 0; n < (CHANNEL_K ? 0 : GROUPS_K); n++) {
+      for (int n = 0; n < (CHANNEL_K || TREE_K ? 0 : GROUPS_K); n++) {
         TileC c;
+        TileC seen = zero;  // what signs make of their part of the queries
         for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
           for (int u = 0; u < 2; u++) {
             TileA a;
@@ -168,15 +195,28 @@ if (paged) {
               const uint word = words[kv_slot_word<BITS_K>(j, r, p)];
               const uint high = words[BITS_K == 3 ? kv_high_word(j) : 0];
               a.w[m] = CODEBOOK_K
-                  ? kv_level_pair<BITS_K, BITS_K>(word, high, masks_k, levels_k, j, r, p)
+                  ? kv_level_pair<LEVEL_BITS_K, BITS_K>(word, high, masks_k, levels_k, j, r, p)
                   : kv_pair<BITS_K>(word, high, masks_k, j, r, p);
             }
             c = tile_product(32 * j == n * GROUP_K && u == 0 ? zero : c, a, q_tile[2 * j + u]);
+            if (SIGNS_K) {
+              for (int m = 0; m < 4; m++) {
+                const int r = m % 2;
+                const int p = 2 * u + m / 2;
+                a.w[m] = kv_sign_pair<BITS_K>(
+                    words[kv_slot_word<BITS_K>(j, r, p)],
+                    words[BITS_K == 3 ? kv_high_word(j) : 0], j, r, p);
+              }
+              tile_multiply(seen, a, q_tile[(2 * (BK * SIGNS_K + j) + u) % (2 * QB)]);
+            }
           }
         }
         for (int i = 0; i < 4; i++) {
           const int at_ = i / 2 * SLOTS_K + n;
           s[e].v[i] = metal::fma(kv_half(scales[at_ / 2], at_ % 2), c.v[i], s[e].v[i]);
+          if (SIGNS_K) {
+            s[e].v[i] = metal::fma(kv_half(scales[(i / 2) % HELD_K], 1), seen.v[i], s[e].v[i]);
+          }
         }
       }
       for (int i = 0; i < 4; i++) {
@@ -193,7 +233,9 @@ if (paged) {
       uint words[WORDS_V];
       uint scales[2 * GROUPS_V];
       kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
-      kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
+      if (!TREE_V) {
+        kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
+      }
       TileC middles = zero;  // with OUTER: the middle values' sums, the same in all rows
       if (!SYMMETRIC_V) {
         TileA middle;
@@ -216,7 +258,31 @@ if (paged) {
       const int at = both ? unit + e : unit;
       const device uint* outers =
           page_numbers + size_t(at / PAGE_RECORDS) * HEADER + HEADER_K + 2 * g;
-      for (int n = 0; n < GROUPS_V; n++) {
+      if (TREE_V == 2) {
+        tree = kv_tree<2, 1>(BOOKS_V, (const device half*)(outers - 2 * g), lane);
+        tree_v = kv_halves(tree.cosine, tree.sine);
+      }
+      for (int j = 0; j < (TREE_V ? BV : 0); j++) {
+        uint run[8];
+        for (int r = 0; r < 2; r++) {
+          const int of = 2 * j + g / 4;
+          const int number = kv_value_number(2 * t + 8 * r, of, 0, GROUPS_V);
+          const uint radii =
+              of < GROUPS_V ? kv_read1(record[e], SIDE_K + 32 * WORDS_V + number / 2) : 0u;
+          const uint low = words[kv_slot_word<BITS_V>(j, r, 0)] >> (8 * r);
+          const uint high = words[BITS_V == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
+          const uint other = simd_shuffle(high, ushort(tile_lane(g ^ 1, 2 * t)));
+          kv_tree_value_pairs(tree_v, radii, low, high, other, g, run + 4 * r);
+        }
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = run[4 * (m / 2) + 2 * u + m % 2];
+          }
+          tile_multiply(o[2 * j + u], a, p[e]);
+        }
+      }
+      for (int n = 0; n < (TREE_V ? 0 : GROUPS_V); n++) {
         TileB scaled;
         for (int r = 0; r < 2; r++) {
           scaled.w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scales[2 * n + r], lane));
