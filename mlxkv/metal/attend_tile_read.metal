@@ -66,9 +66,9 @@ if (paged) {
   const int v_scale_at = SIDE_K + 32 * WORDS_V + 2 * (t * GROUPS_V + g);
   const int v_bias_at = SIDE_K + 32 * WORDS_V + 8 * GROUPS_V + 8 * g + 2 * t;
   KvTree tree = kv_tree<1, TREE_K ? 28 : 1>(BOOKS_K, (const device half*)headers, lane);
-  uint tree_k = kv_halves(tree.cosine, tree.sine);
+  KvHalfTree tree_k = kv_half_tree(tree);
   tree = kv_tree<1, TREE_V ? 28 : 1>(BOOKS_V, (const device half*)headers, lane);
-  uint tree_v = kv_halves(tree.cosine, tree.sine);
+  KvHalfTree tree_v = kv_half_tree(tree);
   const device uint* page_numbers = headers + size_t(head) * (size[2] / PAGE_RECORDS) * HEADER;
   // Where instructions are the limit, two records side by side: one hides the latency of the other.
   constexpr int PAIR = BITS_K + BITS_V < 7 ? 2 : 1;
@@ -104,7 +104,7 @@ if (paged) {
       }
       if (TREE_K == 2) {
         tree = kv_tree<2, 1>(BOOKS_K, (const device half*)header, lane);
-        tree_k = kv_halves(tree.cosine, tree.sine);
+        tree_k = kv_half_tree(tree);
       }
       for (int j = 0; j < (TREE_K ? BK : 0); j++) {
         uint run[8];
@@ -260,7 +260,7 @@ if (paged) {
           page_numbers + size_t(at / PAGE_RECORDS) * HEADER + HEADER_K + 2 * g;
       if (TREE_V == 2) {
         tree = kv_tree<2, 1>(BOOKS_V, (const device half*)(outers - 2 * g), lane);
-        tree_v = kv_halves(tree.cosine, tree.sine);
+        tree_v = kv_half_tree(tree);
       }
       for (int j = 0; j < (TREE_V ? BV : 0); j++) {
         uint run[8];

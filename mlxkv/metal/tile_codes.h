@@ -27,11 +27,17 @@ inline uint kv_level_pair(
   return kv_multiply_halves(v, sum);
 }
 
+// The low or the high half of a word, twice; those of two words.
+inline uint kv_both(uint a, uint b, int high) {
+  return high ? (a >> 16) | (b & 0xFFFF0000u) : (a & 0xFFFFu) | (b << 16);
+}
+inline uint kv_twice(uint pair, int high) {
+  return kv_both(pair, pair, high);
+}
+
 // Halves i and 4 + i of eight, i = 2 u + r: what stands in slots (p = i, half 0 and 1).
 inline uint kv_eighth(uint4 x, int u, int r) {
-  const uint a = u ? x.y : x.x;
-  const uint b = u ? x.w : x.z;
-  return r ? (a >> 16) | (b & 0xFFFF0000u) : (a & 0xFFFFu) | (b << 16);
+  return kv_both(u ? x.y : x.x, u ? x.w : x.z, r);
 }
 
 // Keys as radius and angle, tokens r, slots (p, half 0 and 1) of one block: their first and second
@@ -71,27 +77,28 @@ inline uint kv_sign_pair(uint word, uint high, int j, int r, int p) {
   return (x & 0x80008000u) ^ 0xBC00BC00u;
 }
 
-// The low or the high half of a word, twice; those of two words.
-inline uint kv_both(uint a, uint b, int high) {
-  return high ? (a >> 16) | (b & 0xFFFF0000u) : (a & 0xFFFFu) | (b << 16);
-}
-inline uint kv_twice(uint pair, int high) {
-  return kv_both(pair, pair, high);
+// What the lanes of a tree share, in halves.
+struct KvHalfTree {
+  uint turn;   // cosine, sine
+  uint above;  // first, last
+};
+inline KvHalfTree kv_half_tree(KvTree tree) {
+  KvHalfTree out;
+  out.turn = kv_halves(tree.cosine, tree.sine);
+  out.above = kv_halves(tree.first, tree.last);
+  return out;
 }
 
-// `kv_tree_key` in halves: dims 8 t .. 8 t + 7 as four pairs of neighbours. tree: cosine and sine of
-// a lane's angle; radius: twice.
+// `kv_tree_key` in halves: dims 8 t .. 8 t + 7 as four pairs of neighbours. radius: twice.
 inline void kv_tree_key_pairs(
-    uint tree, uint radius, uint low, uint high, int t, thread uint* pairs) {
-  const uint first = simd_shuffle(tree, kv_tree_place(kv_tree_upper(high, high >> 16, 4), 24u));
-  const uint next = simd_shuffle(tree, kv_tree_place(kv_tree_upper(high, high >> 16, 3), 20u));
+    KvHalfTree tree, uint radius, uint low, uint high, int t, thread uint* pairs) {
   const uint of_four =
-      kv_multiply_halves(kv_multiply_halves(radius, kv_twice(first, t % 2)), next);
+      kv_multiply_halves(radius, simd_shuffle(tree.above, kv_tree_above(high, 0, t % 2)));
   for (int h = 0; h < 2; h++) {
-    const uint turn = simd_shuffle(tree, kv_tree_place((high >> (16 * h)) & 3u, 16u));
+    const uint turn = simd_shuffle(tree.turn, kv_tree_two(high, 16 + 2 * h));
     const uint of_two = kv_multiply_halves(kv_twice(of_four, h), turn);
     for (int i = 0; i < 2; i++) {
-      const uint last = simd_shuffle(tree, kv_tree_place((low >> (16 * h + 4 * i)) & 15u, 0u));
+      const uint last = simd_shuffle(tree.turn, kv_tree_one(low, 16 * h + 4 * i));
       pairs[2 * h + i] = kv_multiply_halves(kv_twice(of_two, i), last);
     }
   }
@@ -100,24 +107,21 @@ inline void kv_tree_key_pairs(
 // `kv_tree_value` in halves, for two tokens: dims 4 g .. 4 g + 3, each of both. radii: of both; low,
 // high, other: the bits of the first from bit 0 on, of the second from bit 16 on.
 inline void kv_tree_value_pairs(
-    uint tree, uint radii, uint low, uint high, uint other, int g, thread uint* pairs) {
-  uint of[2][5];  // of each token: levels 4, 3, 2, and both of level 1
+    KvHalfTree tree, uint radii, uint low, uint high, uint other, int g, thread uint* pairs) {
+  const uint upper = g % 2 ? other : high;
+  const uint middle = g % 2 ? high >> 2 : other;
+  uint of[2][4];  // of each token: the levels above, level 2, and both of level 1
   for (int h = 0; h < 2; h++) {
-    const uint first = (g % 2 ? other : high) >> (16 * h);
-    const uint last = (g % 2 ? high : other) >> (16 * h);
-    of[h][0] = simd_shuffle(tree, kv_tree_place(kv_tree_upper(first, last, 4), 24u));
-    of[h][1] = simd_shuffle(tree, kv_tree_place(kv_tree_upper(first, last, 3), 20u));
-    of[h][2] = simd_shuffle(tree, kv_tree_place((high >> (16 * h)) & 3u, 16u));
-    of[h][3] = simd_shuffle(tree, kv_tree_place((low >> (16 * h)) & 15u, 0u));
-    of[h][4] = simd_shuffle(tree, kv_tree_place((low >> (16 * h + 4)) & 15u, 0u));
+    of[h][0] = simd_shuffle(tree.above, kv_tree_above(upper, 16 * h, g % 4 / 2));
+    of[h][1] = simd_shuffle(tree.turn, kv_tree_two(middle, 16 * h));
+    of[h][2] = simd_shuffle(tree.turn, kv_tree_one(low, 16 * h));
+    of[h][3] = simd_shuffle(tree.turn, kv_tree_one(low, 16 * h + 4));
   }
-  uint radius = kv_multiply_halves(radii, kv_both(of[0][0], of[1][0], g % 4 / 2));
-  radius = kv_multiply_halves(radius, kv_both(of[0][1], of[1][1], g % 2));
+  const uint radius = kv_multiply_halves(radii, kv_both(of[0][0], of[1][0], g % 2));
   for (int i = 0; i < 2; i++) {
-    const uint of_two = kv_multiply_halves(radius, kv_both(of[0][2], of[1][2], i));
+    const uint of_two = kv_multiply_halves(radius, kv_both(of[0][1], of[1][1], i));
     for (int n = 0; n < 2; n++) {
-      pairs[2 * i + n] =
-          kv_multiply_halves(of_two, kv_both(of[0][3 + i], of[1][3 + i], n));
+      pairs[2 * i + n] = kv_multiply_halves(of_two, kv_both(of[0][2 + i], of[1][2 + i], n));
     }
   }
 }
