@@ -13,9 +13,7 @@ from mlxkv.records import SideLayout
 NAMES = ("keys", "values")
 
 
-def to_codes(
-    state: Stored, codecs: tuple[Codec, Codec], layout: RecordLayout
-) -> dict[str, Stored]:
+def to_codes(state: Stored, codecs: tuple[Codec, Codec], layout: RecordLayout) -> dict[str, Stored]:
     """Records [B, G, N, words], and headers if there are any -> the arrays that plain ops read."""
     out, start, shared = {}, 0, 0
     for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):

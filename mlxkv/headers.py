@@ -33,5 +33,7 @@ def unpack(words: mx.array, at: SideLayout) -> dict[str, mx.array]:
     batch, heads, pages, _ = words.shape
     rows, names = at.header_rows, at.header_names
     x = mx.contiguous(words).view(mx.float16)
-    x = x.reshape(batch, heads, pages * rows, len(names), at.header_dims)[..., : TREE_ANGLES if at.tree else at.dims]
+    x = x.reshape(batch, heads, pages * rows, len(names), at.header_dims)[
+        ..., : TREE_ANGLES if at.tree else at.dims
+    ]
     return {name: x[..., i, :] for i, name in enumerate(names)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv import encoding, exchange, kernels, records, selftest, tiles
+from mlxkv import balancing, encoding, exchange, kernels, records, selftest, tiles
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
@@ -177,9 +177,13 @@ class Records(_Store):
         on_cpu = self.way != encoding.KERNEL
         if on_cpu or not self.layout.sealed_by_kernel:
             with mx.stream(mx.cpu if on_cpu else mx.default_device()):
-                ours = (x[:, :, start : start + tokens] for x in pair)
-                codes = (c.encode(x, self.way) for c, x in zip(self.codecs, ours, strict=True))
-                return exchange.to_records(dict(zip(NAMES, codes, strict=True)), self.codecs, self.layout)
+                sides, codes = (self.layout.keys, self.layout.values), {}
+                for name, code, x, at in zip(NAMES, self.codecs, pair, sides, strict=True):
+                    by_kernel = not on_cpu and at.outer
+                    helpers = balancing.helpers(self.make, code.page, at.dims) if by_kernel else {}
+                    ours = x[:, :, start : start + tokens]
+                    codes[name] = code.encode(ours, self.way, **helpers)
+                return exchange.to_records(codes, self.codecs, self.layout)
         transforms = tuple(code.transform for code in self.codecs)
         sides = (self.layout.keys, self.layout.values)
         ranks = tuple(

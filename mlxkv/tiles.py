@@ -288,4 +288,6 @@ def attend(
     counter = _counters().take(call["grid"][2])
     maps = [nothing(mx.uint32) if x is None else x for x in maps]
     shared = nothing(mx.uint32) if headers is None else headers
-    return kernel(inputs=[q, buffer, shared, *sink, *live, *maps, logits, sizes, counter], **call)[0]
+    return kernel(inputs=[q, buffer, shared, *sink, *live, *maps, logits, sizes, counter], **call)[
+        0
+    ]

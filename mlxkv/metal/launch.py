@@ -20,6 +20,7 @@ import mlx.core as mx
 # name: (inputs, outputs), in the order in which the body names them
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
+    "balance": (("x", "numbers"), ("tokens", "channels")),
     "unseal": (("records", "headers", "sink", "live", "size"), ("out",)),
     "attend": (
         (
@@ -130,7 +131,7 @@ def include(name: str) -> str:
     return f'#include "{path}"\n' if usable else read(name)
 
 
-def constants(template: Template, on_cuda: bool) -> str:
+def constants(template: Template, on_cuda: bool = False) -> str:
     """Template values as text. Baked in, they cost nothing at a call."""
     lines = []
     for name, value in template:
