@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
-
 import numpy as np
 
 from mlxkv import levels

@@ -46,7 +46,7 @@ def rows(
     rounds: int,
     with_mlx_lm: bool,
     done: Callable[[], None] = lambda: None,
-    turn: AbstractContextManager = nullcontext(),
+    turn: AbstractContextManager | None = None,
 ) -> list[dict]:
     """One row per preset; all of them and the baselines are timed in one interleaved run, inside
     `turn`: kernels are built before."""
@@ -74,7 +74,7 @@ def rows(
                 failed[_mlx_lm_name(bits)] = lines[0][:120]
     for task in tasks.values():
         task()
-    with turn:
+    with turn or nullcontext():
         times = {k: middle(v) for k, v in interleaved(tasks, rounds, done).items()}
     for row, config in zip(out, presets.values(), strict=True):
         ours, plain = times.get(row["preset"]), times[SDPA]

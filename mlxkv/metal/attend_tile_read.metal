@@ -1,4 +1,4 @@
-// Second part of attend_tile: this threadgroup's records, or its windows.
+// Second part of attend_tile: this threadgroup's records, or its windows: scores of two records.
 if (paged) {
   uint masks_k[4];
   uint masks_v[4];
@@ -65,9 +65,17 @@ if (paged) {
   const int v_scales_at = SIDE_K + 32 * WORDS_V + tile_b_row(lane, 0) / 2 * 2 * GROUPS_V;
   const int v_scale_at = SIDE_K + 32 * WORDS_V + 2 * (t * GROUPS_V + g);
   const int v_bias_at = SIDE_K + 32 * WORDS_V + 8 * GROUPS_V + 8 * g + 2 * t;
-  KvTree tree = kv_tree<1, TREE_K ? 28 : 1>(BOOKS_K, (const device half*)headers, lane);
+  int books_k[TREE_K ? 28 : 1];
+  for (int i = 0; i < (TREE_K ? 28 : 1); i++) {
+    books_k[i] = BOOKS_K[i];
+  }
+  int books_v[TREE_V ? 28 : 1];
+  for (int i = 0; i < (TREE_V ? 28 : 1); i++) {
+    books_v[i] = BOOKS_V[i];
+  }
+  KvTree tree = kv_tree<1, TREE_K ? 28 : 1>(books_k, (const device half*)headers, lane);
   KvHalfTree tree_k = kv_half_tree(tree);
-  tree = kv_tree<1, TREE_V ? 28 : 1>(BOOKS_V, (const device half*)headers, lane);
+  tree = kv_tree<1, TREE_V ? 28 : 1>(books_v, (const device half*)headers, lane);
   KvHalfTree tree_v = kv_half_tree(tree);
   const device uint* page_numbers = headers + size_t(head) * (size[2] / PAGE_RECORDS) * HEADER;
   // Where instructions are the limit, two records side by side: one hides the latency of the other.
@@ -103,7 +111,7 @@ if (paged) {
         }
       }
       if (TREE_K == 2) {
-        tree = kv_tree<2, 1>(BOOKS_K, (const device half*)header, lane);
+        tree = kv_tree<2, 1>(books_k, (const device half*)header, lane);
         tree_k = kv_half_tree(tree);
       }
       for (int j = 0; j < (TREE_K ? BK : 0); j++) {
@@ -226,186 +234,3 @@ if (paged) {
         }
       }
     }
-    TileB p[PAIR];
-    kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o);
-#pragma unroll
-    for (int e = 0; e < PAIR; e++) {
-      uint words[WORDS_V];
-      uint scales[2 * GROUPS_V];
-      kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
-      if (!TREE_V) {
-        kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
-      }
-      TileC middles = zero;  // with OUTER: the middle values' sums, the same in all rows
-      if (!SYMMETRIC_V) {
-        TileA middle;
-        middle.w[0] = middle.w[2] = 0u;
-        if (OUTER_V || g < GROUPS_V) {
-          const uint2 bias = kv_read2(record[e], v_bias_at - (OUTER_V ? 8 * g : 0));
-          const uint2 scale = kv_read2(record[e], v_scale_at - (OUTER_V ? 2 * g : 0));
-          const uint code = kv_halves(kv_middle<BITS_V>(), kv_middle<BITS_V>());
-          middle.w[0] = kv_add_multiplied_halves(bias.x, code, scale.x);
-          middle.w[2] = kv_add_multiplied_halves(bias.y, code, scale.y);
-        }
-        middle.w[1] = middle.w[0];  // without OUTER rows that nobody reads
-        middle.w[3] = middle.w[2];
-        if (OUTER_V) {
-          middles = tile_product(zero, middle, p[e]);
-        } else {
-          tile_multiply(o[2 * OB], middle, p[e]);
-        }
-      }
-      const int at = both ? unit + e : unit;
-      const device uint* outers =
-          page_numbers + size_t(at / PAGE_RECORDS) * HEADER + HEADER_K + 2 * g;
-      if (TREE_V == 2) {
-        tree = kv_tree<2, 1>(BOOKS_V, (const device half*)(outers - 2 * g), lane);
-        tree_v = kv_half_tree(tree);
-      }
-      for (int j = 0; j < (TREE_V ? BV : 0); j++) {
-        uint run[8];
-        for (int r = 0; r < 2; r++) {
-          const int of = 2 * j + g / 4;
-          const int number = kv_value_number(2 * t + 8 * r, of, 0, GROUPS_V);
-          const uint radii =
-              of < GROUPS_V ? kv_read1(record[e], SIDE_K + 32 * WORDS_V + number / 2) : 0u;
-          const uint low = words[kv_slot_word<BITS_V>(j, r, 0)] >> (8 * r);
-          const uint high = words[BITS_V == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
-          const uint other = simd_shuffle(high, ushort(tile_lane(g ^ 1, 2 * t)));
-          kv_tree_value_pairs(tree_v, radii, low, high, other, g, run + 4 * r);
-        }
-        for (int u = 0; u < 2; u++) {
-          TileA a;
-          for (int m = 0; m < 4; m++) {
-            a.w[m] = run[4 * (m / 2) + 2 * u + m % 2];
-          }
-          tile_multiply(o[2 * j + u], a, p[e]);
-        }
-      }
-      for (int n = 0; n < (TREE_V ? 0 : GROUPS_V); n++) {
-        TileB scaled;
-        for (int r = 0; r < 2; r++) {
-          scaled.w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scales[2 * n + r], lane));
-        }
-        for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
-          uint2 outer;
-          if (OUTER_V) {
-            outer = *(const device uint2*)(outers + 16 * j);
-          }
-          for (int u = 0; u < 2; u++) {
-            TileA a;
-            for (int m = 0; m < 4; m++) {
-              const int r = m / 2;
-              const int slot = 2 * u + m % 2;
-              const uint word = words[kv_slot_word<BITS_V>(j, r, slot)];
-              const uint high = words[BITS_V == 3 ? kv_high_word(j) : 0];
-              a.w[m] = CODEBOOK_V
-                  ? kv_level_pair<BITS_V, BITS_V>(word, high, masks_v, levels_v, j, r, slot)
-                  : kv_centred_pair<BITS_V>(word, high, masks_v, j, r, slot);
-            }
-            if (OUTER_V) {
-              const TileC c = tile_product(middles, a, scaled);
-              for (int i = 0; i < 4; i++) {
-                const float of = kv_half(u ? outer.y : outer.x, i / 2);
-                o[2 * j + u].v[i] = metal::fma(of, c.v[i], o[2 * j + u].v[i]);
-              }
-            } else {
-              tile_multiply(o[2 * j + u], a, scaled);
-            }
-          }
-        }
-      }
-    }
-    unit += PAIR;
-    second = PAIR == 1 && !second && both;
-    if (!second) {
-      kv_pipe_release<RECORD, STAGES, S>(pipe, lane);
-      unit += 2 * (S - 1) + (PAIR == 1 && !both ? 1 : 0);
-    }
-  }
-  if (!SYMMETRIC_V && !OUTER_V) {
-    for (int n = 0; n < GROUPS_V; n++) {
-      for (int i = 0; i < 2; i++) {
-        const float middle = simd_shuffle(o[2 * OB].v[i], ushort(tile_lane(n, 2 * t)));
-        for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
-          for (int u = 0; u < 2; u++) {
-            o[2 * j + u].v[i] += middle;
-            o[2 * j + u].v[2 + i] += middle;
-          }
-        }
-      }
-    }
-  }
-} else {
-  for (; unit < stop; unit += S) {
-    const bool in_sink = unit < sink_units;
-    const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);
-    const int tokens = (in_sink ? n_sink : n_live) - token0;
-    const int position0 = in_sink ? token0 : total - n_live + token0;
-    const size_t base = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
-    const device uint* keys = (const device uint*)((in_sink ? sink_k : live_k) + base);
-    const device uint* values = (const device uint*)((in_sink ? sink_v : live_v) + base);
-    TileC s[1];
-    for (int i = 0; i < 4; i++) {
-      s[0].v[i] = 0.0f;
-    }
-    for (int j = 0; j < BD; j++) {
-      uint x[8];
-      for (int i = 0; i < 8; i++) {
-        x[i] = 0u;
-      }
-      for (int r = 0; r < 2; r++) {
-        if (g + 8 * r < tokens && 32 * j + 8 * t < D) {
-          const uint4 w =
-              *(const device uint4*)(keys + ((g + 8 * r) * D + 32 * j + 8 * t) / 2);
-          x[4 * r] = w.x;
-          x[4 * r + 1] = w.y;
-          x[4 * r + 2] = w.z;
-          x[4 * r + 3] = w.w;
-        }
-      }
-      for (int u = 0; u < 2; u++) {
-        TileA a;
-        for (int m = 0; m < 4; m++) {
-          const int r = m % 2;
-          const int at = 4 * r + u;
-          a.w[m] = m / 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))
-                         : kv_halves(kv_low<BF16>(x[at]), kv_low<BF16>(x[at + 2]));
-        }
-        tile_multiply(s[0], a, q_tile[2 * j + u]);
-      }
-    }
-    for (int i = 0; i < 4; i++) {
-      const int token = g + 8 * (i / 2);
-      const int position = position0 + token;
-      if (token >= tokens || position > last_seen[i % 2] || position < first_seen[i % 2]) {
-        s[0].v[i] = -INFINITY;
-      }
-    }
-    TileB p[1];
-    kv_probabilities<2 * OB + EXTRA, 1>(s, p, top, sum, o);
-    for (int j = 0; j < BD; j++) {
-      uint x[8];
-      for (int i = 0; i < 8; i++) {
-        x[i] = 0u;
-      }
-      for (int n = 0; n < 4; n++) {
-        const int token = 2 * t + 8 * (n / 2) + n % 2;
-        if (token < tokens && 32 * j + 4 * g < D) {
-          const uint2 w = *(const device uint2*)(values + (token * D + 32 * j + 4 * g) / 2);
-          x[2 * n] = w.x;
-          x[2 * n + 1] = w.y;
-        }
-      }
-      for (int u = 0; u < 2; u++) {
-        TileA a;
-        for (int m = 0; m < 4; m++) {
-          const int at = 4 * (m / 2) + u;
-          a.w[m] = m % 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))
-                         : kv_halves(kv_low<BF16>(x[at]), kv_low<BF16>(x[at + 2]));
-        }
-        tile_multiply(o[2 * j + u], a, p[0]);
-      }
-    }
-  }
-}

@@ -46,7 +46,9 @@ HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of
 }
 BODIES = {  # where a body is more than one file
     "attend": ("attend.metal", "attend_keys.metal", "attend_values.metal", "attend_join.metal"),
-    "attend_tile": ("attend_tile.metal", "attend_tile_read.metal", "attend_tile_merge.metal"),
+    "attend_tile": tuple(
+        f"attend_tile{part}.metal" for part in ("", "_read", "_values", "_windows", "_merge")
+    ),
 }
 Template = tuple[tuple[str, object], ...]
 TYPES = {  # on Metal, on CUDA

@@ -79,9 +79,13 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
       kv_store8<T, DIMS % 8 == 0>(row, DIMS / 2 + pair, DIMS, second);
     }
   }
-  KvTree tree = kv_tree<1, TREE ? 28 : 1>(BOOKS, page_numbers, lane);
+  int books[TREE ? 28 : 1];
+  for (int i = 0; i < (TREE ? 28 : 1); i++) {
+    books[i] = BOOKS[i];
+  }
+  KvTree tree = kv_tree<1, TREE ? 28 : 1>(books, page_numbers, lane);
   if (TREE == 2) {
-    tree = kv_tree<2, 1>(BOOKS, page_numbers, lane);
+    tree = kv_tree<2, 1>(books, page_numbers, lane);
   }
   for (int n = 0; n < (TREE ? 2 * BLOCKS : 0); n++) {
     const int j = n / 2;
