@@ -103,16 +103,16 @@ for (int i = 0; i < QT * OB * 4; i++) {
   o[i] = 0.0f;
 }
 
-int books_k[TREE_K ? 28 : 1];
-for (int i = 0; i < (TREE_K ? 28 : 1); i++) {
+int books_k[TREE_K == 1 ? 28 : 1];
+for (int i = 0; i < (TREE_K == 1 ? 28 : 1); i++) {
   books_k[i] = BOOKS_K[i];
 }
-int books_v[TREE_V ? 28 : 1];
-for (int i = 0; i < (TREE_V ? 28 : 1); i++) {
+int books_v[TREE_V == 1 ? 28 : 1];
+for (int i = 0; i < (TREE_V == 1 ? 28 : 1); i++) {
   books_v[i] = BOOKS_V[i];
 }
-KvTree tree_k = kv_tree<1, TREE_K ? 28 : 1>(books_k, (const device half*)headers, lane);
-KvTree tree_v = kv_tree<1, TREE_V ? 28 : 1>(books_v, (const device half*)headers, lane);
+KvTree tree_k = kv_tree<1, TREE_K == 1 ? 28 : 1>(books_k, (const device half*)headers, lane);
+KvTree tree_v = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
 
 const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_live + 15) / 16;

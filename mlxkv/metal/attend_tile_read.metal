@@ -65,17 +65,17 @@ if (paged) {
   const int v_scales_at = SIDE_K + 32 * WORDS_V + tile_b_row(lane, 0) / 2 * 2 * GROUPS_V;
   const int v_scale_at = SIDE_K + 32 * WORDS_V + 2 * (t * GROUPS_V + g);
   const int v_bias_at = SIDE_K + 32 * WORDS_V + 8 * GROUPS_V + 8 * g + 2 * t;
-  int books_k[TREE_K ? 28 : 1];
-  for (int i = 0; i < (TREE_K ? 28 : 1); i++) {
+  int books_k[TREE_K == 1 ? 28 : 1];
+  for (int i = 0; i < (TREE_K == 1 ? 28 : 1); i++) {
     books_k[i] = BOOKS_K[i];
   }
-  int books_v[TREE_V ? 28 : 1];
-  for (int i = 0; i < (TREE_V ? 28 : 1); i++) {
+  int books_v[TREE_V == 1 ? 28 : 1];
+  for (int i = 0; i < (TREE_V == 1 ? 28 : 1); i++) {
     books_v[i] = BOOKS_V[i];
   }
-  KvTree tree = kv_tree<1, TREE_K ? 28 : 1>(books_k, (const device half*)headers, lane);
+  KvTree tree = kv_tree<1, TREE_K == 1 ? 28 : 1>(books_k, (const device half*)headers, lane);
   KvHalfTree tree_k = kv_half_tree(tree);
-  tree = kv_tree<1, TREE_V ? 28 : 1>(books_v, (const device half*)headers, lane);
+  tree = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
   KvHalfTree tree_v = kv_half_tree(tree);
   const device uint* page_numbers = headers + size_t(head) * (size[2] / PAGE_RECORDS) * HEADER;
   // Where instructions are the limit, two records side by side: one hides the latency of the other.
@@ -96,7 +96,9 @@ if (paged) {
       uint words[WORDS_K];
       uint scales[HELD_K];
       kv_read_words<WORDS_K, 32>(words, record[e], k_lane);
-      kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
+      if (!TREE_K) {
+        kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
+      }
       const int at = both ? unit + e : unit;  // the record's place
       const device uint* header = page_numbers + size_t(at / PAGE_RECORDS) * HEADER;
       s[e] = zero;

@@ -79,11 +79,11 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
       kv_store8<T, DIMS % 8 == 0>(row, DIMS / 2 + pair, DIMS, second);
     }
   }
-  int books[TREE ? 28 : 1];
-  for (int i = 0; i < (TREE ? 28 : 1); i++) {
+  int books[TREE == 1 ? 28 : 1];
+  for (int i = 0; i < (TREE == 1 ? 28 : 1); i++) {
     books[i] = BOOKS[i];
   }
-  KvTree tree = kv_tree<1, TREE ? 28 : 1>(books, page_numbers, lane);
+  KvTree tree = kv_tree<1, TREE == 1 ? 28 : 1>(books, page_numbers, lane);
   if (TREE == 2) {
     tree = kv_tree<2, 1>(books, page_numbers, lane);
   }
