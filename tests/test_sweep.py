@@ -1,5 +1,6 @@
 """Many presets beside SDPA: what is run, what is shown. The timing itself is test_bench.py's."""
 
+import argparse
 import json
 
 import pytest
@@ -41,12 +42,12 @@ def test_encoded_tokens_are_whole_pages_of_every_preset():
 def test_rows_reasons_and_the_file(monkeypatch, tmp_path, capsys):
     """Workers run here: one preset that is timed, one that cannot be stored, one that fails."""
 
-    def here(name, shape, args, lock):
-        if name == "int8":
-            return {"preset": name, "shape": shape, "bits": None, "reason": "no memory"}
-        return sweep.time_one(name, shape, args.tokens, args.calls, args.rounds, lock)
+    def here(jobs, args):
+        numbers = args.tokens, args.calls, args.rounds
+        rows = [sweep.time_one(*job, *numbers, lambda: None) for job in jobs if job[0] != "int8"]
+        return rows or [{"preset": "int8", "shape": SHAPE, "bits": None, "reason": "no memory"}]
 
-    monkeypatch.setattr(sweep, "_worker", here)
+    monkeypatch.setattr(sweep, "_wave", here)
     path = tmp_path / "rows.json"
     given = ["--kv", "polar-tree,int8", "--shapes", SHAPE, "--context", "400", "--workers", "1"]
     assert sweep.main([*given, "--calls", "1", "--rounds", "1", "--json", str(path)]) == 1
@@ -54,10 +55,18 @@ def test_rows_reasons_and_the_file(monkeypatch, tmp_path, capsys):
     assert first["us"] > 0 and first["sdpa_us"] > 0 and first["rms"] < 1e-5
     assert first["reason"] is None and second["reason"] == "no memory"
     assert "1 of 2 timed" in capsys.readouterr().out
-    row = sweep.time_one("polar-tree", "B1.H4.G2.D72", 400, 1, 1, str(tmp_path / "turn"))
+    row = sweep.time_one("polar-tree", "B1.H4.G2.D72", 400, 1, 1, lambda: None)
     assert "multiple of 16 dims" in row["reason"]
     with pytest.raises(UserError, match=r"\[--context\] nothing is compressed"):
         sweep.main(["--kv", "int4", "--context", "64"])
+
+
+@pytest.mark.slow
+def test_workers_build_side_by_side_and_take_turns():
+    args = argparse.Namespace(tokens=400, calls=1, rounds=1)
+    rows = sweep._wave([("int8", SHAPE), ("no such preset", SHAPE)], args)
+    assert rows[0]["ratio"] > 0 and rows[0]["reason"] is None
+    assert rows[1]["reason"] == "its process failed"
 
 
 def test_doctor_judges_a_preset_of_every_method():

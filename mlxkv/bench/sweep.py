@@ -1,30 +1,28 @@
 """Decode attention of many presets beside SDPA: `python -m mlxkv.bench.sweep`.
 
-Building kernels takes most of the time, so presets share the cores, each in a process of its own, and
-take turns on the GPU: a lock is held while one is timed.
+Building kernels takes most of the time, so as many presets as there are workers build and check theirs
+side by side, each in a process of its own; when all are done they are timed one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from mlxkv import console, records
 from mlxkv.config import PRESETS, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.formats import Full
 
-COLUMNS = ("shape", "preset", "bits", "by", "us", "SDPA us", "ratio", "of floor", "rms")
-TIMEOUT = 600  # seconds of one preset
+COLUMNS = ("shape", "preset", "bits", "by", "us", "SDPA us", "ratio", "GB/s", "rms")
+READY = "ready"
+GB = 1e9  # bytes per second: against such a memory a share of its bandwidth is a number of GB/s
 DEFAULT_SHAPES = "B1.H32.G8.D128,B1.H16.G8.D64"
 
 
@@ -47,11 +45,13 @@ def alike(dims: int = 128) -> dict[str, list[str]]:
     return groups
 
 
-def time_one(name: str, shape: str, tokens: int, calls: int, rounds: int, lock: str) -> dict:
+def time_one(
+    name: str, shape: str, tokens: int, calls: int, rounds: int, wait: Callable[[], None]
+) -> dict:
     """In a worker: build, check, wait for the turn, time."""
     from mlxkv.bench import attend
     from mlxkv.bench.case import parse_shape
-    from mlxkv.bench.timing import default_dtype, read_bandwidth
+    from mlxkv.bench.timing import default_dtype
 
     config, given = parse_kv(name), parse_shape(shape)
     row = {"preset": name, "shape": shape, "bits": config.bits_per_value(given.dims, given.dims)}
@@ -60,30 +60,47 @@ def time_one(name: str, shape: str, tokens: int, calls: int, rounds: int, lock: 
 
     @contextmanager
     def turn() -> Iterator[None]:
-        with Path(lock).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        wait()
+        yield
 
-    with turn():
-        bandwidth = read_bandwidth()
     (found,) = attend.rows(
-        *(given, tokens, {name: config}, default_dtype(), bandwidth, calls, rounds, False),
-        turn=turn(),
+        *(given, tokens, {name: config}, default_dtype(), GB, calls, rounds, False), turn=turn()
     )
     return row | found | {"reason": f"wrong: rms {found['rms']:.1e}" if found["wrong"] else None}
 
 
-def _worker(name: str, shape: str, args: argparse.Namespace, lock: str) -> dict:
+def _wait_for_parent() -> None:
+    print(READY, flush=True)
+    sys.stdin.readline()
+
+
+def _wave(jobs: list[tuple[str, str]], args: argparse.Namespace) -> list[dict]:
+    """Rows of so many workers. What one of them writes to stderr is shown as it comes."""
     numbers = [str(n) for n in (args.tokens, args.calls, args.rounds)]
-    command = [sys.executable, "-m", "mlxkv.bench.sweep", "--one", name, shape, *numbers, lock]
-    row = {"preset": name, "shape": shape, "bits": None}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return row | {"reason": f"not done in {TIMEOUT} s"}
-    if done.returncode:
-        return row | {"reason": (done.stderr.strip().splitlines() or ["no output"])[-1][:120]}
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "mlxkv.bench.sweep", "--one"]
+    pipe, workers = subprocess.PIPE, []
+    for job in jobs:
+        one = [*command, *job, *numbers]
+        workers.append(subprocess.Popen(one, stdin=pipe, stdout=pipe, text=True))
+    said = [_line(worker) for worker in workers]  # ready, or a row that says why not
+    rows = []
+    for (name, shape), worker, text in zip(jobs, workers, said, strict=True):
+        if text == READY:
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+            text = _line(worker)
+        worker.communicate()
+        failed = {"preset": name, "shape": shape, "bits": None, "reason": "its process failed"}
+        rows.append(json.loads(text) if text else failed)
+    return rows
+
+
+def _line(worker: subprocess.Popen) -> str:
+    """The next line that is ours: a library may write there, too."""
+    for text in worker.stdout:
+        if text.strip() == READY or text.startswith("{"):
+            return text.strip()
+    return ""
 
 
 def _show(rows: list[dict]) -> None:
@@ -94,7 +111,7 @@ def _show(rows: list[dict]) -> None:
             table.append((*start, r["reason"], *["-"] * 5))
             continue
         numbers = (f"{r['us']:.1f}", f"{r['sdpa_us']:.1f}", f"{r['ratio']:.2f}")
-        table.append((*start, r["by"], *numbers, f"{r['of_floor']:.2f}", f"{r['rms']:.1e}"))
+        table.append((*start, r["by"], *numbers, f"{r['of_floor']:.0f}", f"{r['rms']:.1e}"))
     console.print_table(COLUMNS, table)
     timed = [r for r in rows if not r["reason"]]
     slow = [f"{r['preset']} ({r['shape']})" for r in timed if r["ratio"] < 1]
@@ -111,11 +128,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
-    parser.add_argument("--one", nargs=6, metavar="X", help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=5, metavar="X", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
-        name, shape, tokens, calls, rounds, lock = args.one
-        row = time_one(name, shape, int(tokens), int(calls), int(rounds), lock)
+        name, shape, tokens, calls, rounds = args.one
+        row = time_one(name, shape, int(tokens), int(calls), int(rounds), _wait_for_parent)
         print(json.dumps(row), flush=True)
         return 0
     names = args.kv.split(",") if args.kv else list(alike())
@@ -127,9 +144,10 @@ def main(argv: list[str] | None = None) -> int:
             f"least {least}"
         )
     jobs = [(name, shape) for shape in args.shapes.split(",") for name in names]
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as pool:
-        lock = str(Path(folder) / "turn")
-        rows = list(pool.map(lambda job: _worker(*job, args, lock), jobs))
+    rows = []
+    for start in range(0, len(jobs), args.workers):
+        rows += _wave(jobs[start : start + args.workers], args)
+        print(f"{len(rows)} of {len(jobs)}", file=sys.stderr, flush=True)
     _show(rows)
     if not args.kv:
         for name, others in alike().items():
