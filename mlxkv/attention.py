@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlxkv import kernels, tiles
 from mlxkv.cache import View
+from mlxkv.quantizers import codebook
 from mlxkv.records import TOKENS
 from mlxkv.sealed import RecordPages
 
@@ -62,23 +63,27 @@ def _decode_records(queries, view, scale, sinks):
     kv_heads = view.live[0].shape[1]
     pages, sink = view.pages, view.sink
     key_codec, value_codec = pages.codecs
+    key_map = key_codec.transform
+    if pages.layout.keys.signs:
+        key_map = codebook.with_signs(key_codec.spec, dims, key_map)
     length = (pages.tokens // TOKENS, sink[0].shape[2] if sink else 0, view.live[0].shape[2])
     if pages.tiled:
         return tiles.attend(
             queries.astype(view.dtype),
             pages.buffer,
             pages.layout,
-            (key_codec.transform, value_codec.transform),
+            (key_map, value_codec.transform),
             sink,
             view.buffers or view.live,
             (length,) * batch,
             scale,
             pages.make,
             sinks=sinks,
+            headers=pages.headers,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
     out = kernels.attend(
-        key_codec.query(q),
+        q.astype(mx.float32) if key_map is None else key_map.query(q),
         q.astype(view.dtype),
         pages.buffer,
         pages.layout,

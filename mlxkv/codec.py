@@ -30,12 +30,13 @@ class Codec:
     def __deepcopy__(self, memo):
         return self  # holds no state: copies of a cache share it
 
-    def encode(self, x: mx.array, way: str = encoding.ROWS) -> Stored:
+    def encode(self, x: mx.array, way: str = encoding.ROWS, **helpers) -> Stored:
         """x: [B, G, T, D], T a whole number of pages -> arrays with tokens (or groups of tokens) on
-        axis 2. way: the layout of the product, of `encoding`."""
+        axis 2. way: the layout of the product, of `encoding`. helpers: kernels for parts of the
+        method, by name."""
         if self.transform is not None:
             x = encoding.rotated(self.transform.down, x, way)
-        return self.method.encode(self.spec, x, self.page)
+        return self.method.encode(self.spec, x, self.page, **helpers)
 
     def store(self, x: mx.array) -> mx.array:
         """x: [B, G, T, D] -> [B, G, T, R], the values that are quantised."""

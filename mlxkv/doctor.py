@@ -20,6 +20,11 @@ from mlxkv.fit import machine_memory
 PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingface-hub")
 OUTPUTS = ("attend", "keys", "values")
 KERNEL_PRESETS, KERNEL_DIMS = ("int8", "int4", "int3", "int2", "oscar-int2"), (64, 128, 256)
+METHOD_PRESETS, METHOD_DIMS = (  # the other methods, at one head dim: building takes its time
+    ("turbo-int3", "turbo-int3+qjl", "polar-tree+online", "kivi-int2", "kvarn-int4", "polar"),
+    (128,),
+)
+_KERNEL_CASES = ((KERNEL_PRESETS, KERNEL_DIMS), (METHOD_PRESETS, METHOD_DIMS))
 Step = Callable[[str], None]  # told what is being computed
 OPTIONAL = ("mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "triton")
 
@@ -109,8 +114,8 @@ def golden_rows(step: Step) -> list[dict]:
 
 
 def kernel_rows(step: Step) -> list[dict]:
-    """Both bodies of the kernels for each preset and the usual head dims, built and compared with
-    plain ops here. Tiles that pass on a Mac are used there from now on.
+    """Both bodies of the kernels for each preset and the usual head dims, and for a preset of every
+    other method, built and compared with plain ops here. Tiles that pass on a Mac are used there from now on.
 
     `reason` is None for kernels that are right, else why they are not used.
     """
@@ -124,12 +129,14 @@ def kernel_rows(step: Step) -> list[dict]:
     if make is None:
         return [
             {"preset": p, "head_dim": d, "body": "", "reason": launch.absent()}
-            for p in KERNEL_PRESETS
-            for d in KERNEL_DIMS
+            for presets, dims in _KERNEL_CASES
+            for p in presets
+            for d in dims
         ]
-    for preset in KERNEL_PRESETS:
+    cases = [(preset, dims) for presets, dims in _KERNEL_CASES for preset in presets]
+    for preset, head_dims in cases:
         config = PRESETS[preset]
-        for dims in KERNEL_DIMS:
+        for dims in head_dims:
             for body in ("portable", "tiles"):
                 row = {"preset": preset, "head_dim": dims, "body": body, "reason": None}
                 rows.append(row)

@@ -59,10 +59,8 @@ class Codebook:
     @property
     def no_record(self) -> str | None:
         """Why no kernel reads such codes, or None."""
-        if self.residual:
-            return "the signs of a residual stage have no record yet"
         if self.outliers:
-            return "outlier channels have no record yet"
+            return "outlier channels turn every page differently, which no kernel does"
         return "codes of 1 bit have no record" if self.bits == 1 else None
 
     def clip_rank(self, dims: int) -> int:
@@ -126,11 +124,6 @@ class PolarTree:
             raise UserError("[PolarTree] angles of a codebook must ascend; got others")
         if books and self.online:
             raise UserError("[PolarTree] codebooks are given or online; got both; choose one")
-
-    @property
-    def no_record(self) -> str:
-        """Why no kernel reads such codes."""
-        return "polar trees have no kernel yet"
 
     @property
     def label(self) -> str:

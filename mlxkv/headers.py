@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from mlxkv.formats_codebook import TREE_BITS
 from mlxkv.records import SideLayout
+
+TREE_ANGLES = sum(2**bits for bits in TREE_BITS)  # of the codebooks of a page
 
 
 def pack(stored: dict[str, mx.array], at: SideLayout) -> mx.array:
@@ -30,5 +33,7 @@ def unpack(words: mx.array, at: SideLayout) -> dict[str, mx.array]:
     batch, heads, pages, _ = words.shape
     rows, names = at.header_rows, at.header_names
     x = mx.contiguous(words).view(mx.float16)
-    x = x.reshape(batch, heads, pages * rows, len(names), at.header_dims)[..., : at.dims]
+    x = x.reshape(batch, heads, pages * rows, len(names), at.header_dims)[
+        ..., : TREE_ANGLES if at.tree else at.dims
+    ]
     return {name: x[..., i, :] for i, name in enumerate(names)}

@@ -51,6 +51,10 @@ class RecordLayout:
         return self.keys.header_words + self.values.header_words
 
     @property
+    def sealed_by_kernel(self) -> bool:
+        return self.keys.sealed_by_kernel and self.values.sealed_by_kernel
+
+    @property
     def page(self) -> int:
         """Tokens that share a header; 16, a record, where there is none."""
         return max(TOKENS, self.keys.page, self.values.page)
@@ -58,7 +62,8 @@ class RecordLayout:
 
 def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
     """The template values that describe a side; C: coefficients for `kv_level`."""
-    terms = levels.polynomial(at.dims, at.bits) / 2**at.bits if at.codebook else ()
+    bits = at.bits - at.signs
+    terms = levels.polynomial(at.dims, bits) / 2**bits if at.codebook else ()
     return {
         f"BITS{suffix}": at.bits,
         f"GROUP{suffix}": at.group,
@@ -67,6 +72,9 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"OUTER{suffix}": int(at.outer),
         f"PAIRS{suffix}": int(at.pairs),
         f"CODEBOOK{suffix}": int(at.codebook),
+        f"SIGNS{suffix}": int(at.signs),
+        f"TREE{suffix}": at.tree,
+        f"BOOKS{suffix}": at.books,
         **_constants(f"C{suffix}", terms, MAX_TERMS),
     }
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv import encoding, headers, kernels, packing, records, selftest, tiles
+from mlxkv import balancing, encoding, exchange, kernels, records, selftest, tiles
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
 from mlxkv.metal import launch
 from mlxkv.pages import Pages
-from mlxkv.quantizers import polar
 
 Pair = tuple[mx.array, mx.array]
 NAMES = ("keys", "values")
@@ -58,6 +57,8 @@ class RecordPages:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
         count = self.tokens // records.TOKENS
         code = self.codecs[side]
+        if self._has_signs(side):
+            return code.decode(self._codes(side), dtype)
         work = code.work_dtype(dtype)
         x = kernels.unseal_side(
             self.buffer, count, self.layout, side == 0, work, self.make, headers=self.headers
@@ -67,10 +68,23 @@ class RecordPages:
     def between(self, side: int, sink: mx.array | None, live: mx.array) -> mx.array:
         """sink, these pages in the stored domain, live: [B, G, T, R] in the dtype of live."""
         count = self.tokens // records.TOKENS
+        if self._has_signs(side):
+            pages = self.codecs[side].decode_stored(self._codes(side), live.dtype)
+            return mx.concatenate([pages, live] if sink is None else [sink, pages, live], axis=2)
         return kernels.unseal_side(
             *(self.buffer, count, self.layout, side == 0, live.dtype, self.make, sink, live),
             headers=self.headers,
         )
+
+    def _has_signs(self, side: int) -> bool:
+        """What the signs of a residual stage stand for takes products, which unseal has not."""
+        return (self.layout.keys, self.layout.values)[side].signs
+
+    def _codes(self, side: int) -> Stored:
+        used = {"records": self.buffer[:, :, : self.tokens // records.TOKENS]}
+        if self.headers is not None:
+            used["headers"] = self.headers[:, :, : self.tokens // self.codecs[0].page]
+        return exchange.to_codes(used, self.codecs, self.layout)[NAMES[side]]
 
 
 class _Store:
@@ -128,7 +142,7 @@ class Codes(_Store):
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of either store."""
         if "records" in state:
-            state = _to_codes(state, self.codecs, _layout(self))
+            state = exchange.to_codes(state, self.codecs, _layout(self))
         for name, code, pages in zip(NAMES, self.codecs, self._pages, strict=True):
             if set(state[name]) != code.method.names(code.spec):
                 raise ValueError(f"arrays {', '.join(sorted(state[name]))} for {name}")
@@ -161,11 +175,15 @@ class Records(_Store):
 
     def _seal(self, pair: Pair, tokens: int, start: int) -> dict[str, mx.array]:
         on_cpu = self.way != encoding.KERNEL
-        if on_cpu or self.layout.header_words:  # the seal kernel sees a record at a time, no page
+        if on_cpu or not self.layout.sealed_by_kernel:
             with mx.stream(mx.cpu if on_cpu else mx.default_device()):
-                ours = (x[:, :, start : start + tokens] for x in pair)
-                codes = (c.encode(x, self.way) for c, x in zip(self.codecs, ours, strict=True))
-                return _to_records(dict(zip(NAMES, codes, strict=True)), self.codecs, self.layout)
+                sides, codes = (self.layout.keys, self.layout.values), {}
+                for name, code, x, at in zip(NAMES, self.codecs, pair, sides, strict=True):
+                    by_kernel = not on_cpu and at.outer
+                    helpers = balancing.helpers(self.make, code.page, at.dims) if by_kernel else {}
+                    ours = x[:, :, start : start + tokens]
+                    codes[name] = code.encode(ours, self.way, **helpers)
+                return exchange.to_records(codes, self.codecs, self.layout)
         transforms = tuple(code.transform for code in self.codecs)
         sides = (self.layout.keys, self.layout.values)
         ranks = tuple(
@@ -198,49 +216,12 @@ class Records(_Store):
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of either store."""
         if "records" not in state:
-            state = _to_records(state, self.codecs, self.layout)
+            state = exchange.to_records(state, self.codecs, self.layout)
         self._pages.restore(state, count)
 
 
 def _layout(store: _Store) -> kernels.RecordLayout:
     return kernels.record_layout(store.config, *store.dims)
-
-
-def _split(spec, words: mx.array, dims: int) -> mx.array:
-    """Packed codes [..., W] -> [..., R], those of a record."""
-    return packing.unpack(words, spec.bits, dims)
-
-
-def _join(spec, codes: mx.array) -> mx.array:
-    return packing.pack(codes, spec.bits)
-
-
-def _to_codes(state: Stored, codecs, layout: kernels.RecordLayout) -> dict[str, Stored]:
-    """Records [B, G, N, words], and headers if there are any -> the arrays that plain ops read."""
-    out, start, shared = {}, 0, 0
-    for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):
-        codes, numbers = records.unpack(state["records"][..., start : start + at.words], at)
-        if at.header_words:
-            words = state["headers"][..., shared : shared + at.header_words]
-            numbers |= headers.unpack(words, at)
-        join = polar.join if at.pairs else _join
-        out[name] = {"codes": join(code.spec, codes), **numbers}
-        start, shared = start + at.words, shared + at.header_words
-    return out
-
-
-def _to_records(state: dict[str, Stored], codecs, layout: kernels.RecordLayout) -> Stored:
-    """The inverse of `_to_codes`."""
-    words, shared = [], []
-    for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):
-        side = state[name]
-        split = polar.split if at.pairs else _split
-        codes = split(code.spec, side["codes"], at.dims)
-        words.append(records.pack(codes, side, at))
-        if at.header_words:
-            shared.append(headers.pack(side, at))
-    out = {"records": mx.concatenate(words, axis=-1)}
-    return {**out, "headers": mx.concatenate(shared, axis=-1)} if shared else out
 
 
 def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:

@@ -16,6 +16,7 @@ BOUND = 0.01  # rms against plain ops; 16-bit outputs and TF32 products stay bel
 # The same of what was encoded behind a product with a rotation. A code that falls to the other side
 # of a tie is off by a step, and a product whose factors are rounded (TF32) brings some to ties.
 SEAL_BOUND = 0.06
+SIGN_BOUND = 2 * SEAL_BOUND  # a code that falls to the other side changes what signs are taken of
 HEADS, KV_HEADS = 8, 2
 PAGES = 16  # enough for several splits to be merged
 
@@ -95,6 +96,8 @@ def test(
     bounds = dict.fromkeys(errors, BOUND)
     if any(side.calibrated or side.transform == "random" for side in (config.keys, config.values)):
         bounds["seal"] = SEAL_BOUND
+    if getattr(config.keys.quantizer, "residual", False):
+        bounds["seal"] = SIGN_BOUND
     wrong = next((name for name, off in errors.items() if not off <= bounds[name]), None)
     reason = None if wrong is None else f"{wrong} is off by {errors[wrong]:.2g}"
     return Outcome(errors, ties, reason)

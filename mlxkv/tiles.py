@@ -11,11 +11,12 @@ from functools import lru_cache
 from itertools import cycle
 
 import mlx.core as mx
+import numpy as np
 
-from mlxkv import trust
+from mlxkv import levels, trust
 from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, side_template
 from mlxkv.metal.launch import Factory, build
-from mlxkv.records import BLOCK
+from mlxkv.records import BLOCK, SideLayout
 from mlxkv.transform import Transform
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
@@ -34,17 +35,17 @@ MASKS = {
 
 def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
     """Why the tile body does not read such records, or None. dims: head dim D."""
-    if layout.header_words:
-        return "tiles read no scales per channel"
+    if layout.values.channel or (layout.keys.outer and not layout.keys.channel):
+        return "tiles read no scales per channel of values, nor KVarN's scales swapped"
     if dtype not in (mx.float16, mx.bfloat16):
         return f"tiles are of 16-bit types, not {str(dtype).removeprefix('mlx.core.')}"
-    if layout.keys.codebook or layout.values.codebook:
-        return "codebook codes have no tiles yet"
     if dims % 8:
         return f"a head dim of {dims} is no multiple of 8"
     if max(dims, layout.keys.dims, layout.values.dims) > MAX_DIMS:
         return f"tiles of more than {MAX_DIMS} dims do not fit in registers"
-    if max(layout.keys.groups, layout.values.groups) > MAX_GROUPS:
+    if layout.keys.signs and 2 * layout.keys.dims > MAX_DIMS:
+        return f"signs and levels of {layout.keys.dims} dims do not fit in registers"
+    if any(at.groups > MAX_GROUPS and not at.tree for at in (layout.keys, layout.values)):
         return f"more than {MAX_GROUPS} groups"
     if make is mx.fast.cuda_kernel:
         return (
@@ -58,6 +59,21 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
 @lru_cache(maxsize=1)
 def _capability() -> int:
     return mx.device_info().get("compute_capability_major", 0)
+
+
+@lru_cache(maxsize=64)
+def half_levels(at: SideLayout) -> tuple[int, ...]:
+    """Coefficients of the odd polynomial in v = (2 code + 1) / 2^b - 1 that stands for the levels of a
+    codebook, each twice in a word: through all of them, and for 4 bits, where halves would round
+    what more terms bring, within 2e-4 of the largest."""
+    words = np.zeros(5, np.float16)
+    if at.codebook:
+        count = 2 ** (at.bits - at.signs - 1)
+        v, terms = (np.arange(count) + 0.5) / count, min(count, 5)
+        powers = v[:, None] ** (2 * np.arange(terms) + 1)
+        table = levels.sphere(at.dims, at.bits - at.signs)[count:]
+        words[:terms] = np.linalg.lstsq(powers, table, rcond=None)[0]
+    return tuple(int(n) for n in np.repeat(words, 2).view(np.int32))
 
 
 def tile_map(matrix: mx.array) -> mx.array:
@@ -81,6 +97,11 @@ def _map(transform: Transform | None, keys: bool) -> mx.array | None:
         out = tile_map(transform.up if keys else transform.up.swapaxes(-1, -2))
         mx.eval(out)
     return out
+
+
+def _masks(at: SideLayout) -> tuple[int, ...]:
+    """Of codes in their slots; a sign stands in the highest bit of four."""
+    return (0x00070007, 0x00700070, 0, 0) if at.signs and at.bits == 4 else MASKS[at.bits]
 
 
 def _bits(value: float) -> int:
@@ -146,12 +167,16 @@ def _kernel(
         "RK": layout.keys.dims,
         "RV": layout.values.dims,
         "RECORD": layout.words,
+        "PAGE": layout.page,
+        "HEADER": layout.header_words,
         "HAS_K": int(mapped[0]),
         "HAS_V": int(mapped[1]),
         "WINDOW": int(has_window),
         "HAS_SINKS": int(has_sinks),
         **side_template(layout.keys, "_K"),
         **side_template(layout.values, "_V"),
+        "LEVELS_K": half_levels(layout.keys),
+        "LEVELS_V": half_levels(layout.values),
     }
     bounds = f"{32 * simdgroups}, {2 if simdgroups < SIMDGROUPS_CUDA and not wide else 1}"
     return build("attend_tile", tuple(template.items()), make, shared_memory, bounds)
@@ -188,7 +213,7 @@ def _plan(
         [
             *(rows, splits[0], *rooms, new_tokens, window, heads, *(n or 0 for n in strides)),
             *(_bits(scale * LOG2E), _bits(LOG2E)),
-            *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits], *[0] * 4),
+            *(*_masks(layout.keys), *_masks(layout.values), *[0] * 4),
             *(n for one in lengths for n in (*one, 0)),
         ],
         mx.int32,
@@ -243,6 +268,7 @@ def attend(
     window: int = 0,
     sinks: mx.array | None = None,
     splits: tuple[int, int] | None = None,
+    headers: mx.array | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -261,4 +287,7 @@ def attend(
     logits = nothing() if sinks is None else sinks.astype(mx.float32)
     counter = _counters().take(call["grid"][2])
     maps = [nothing(mx.uint32) if x is None else x for x in maps]
-    return kernel(inputs=[q, buffer, *sink, *live, *maps, logits, sizes, counter], **call)[0]
+    shared = nothing(mx.uint32) if headers is None else headers
+    return kernel(inputs=[q, buffer, shared, *sink, *live, *maps, logits, sizes, counter], **call)[
+        0
+    ]

@@ -3,10 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from on_emulator import make, make_tiles
+from on_emulator import make
 from test_kernels import data, rms, softmax
 
-from mlxkv import attention, records, sealed, tiles
+from mlxkv import attention, records
 from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache, View
 from mlxkv.config import PRESETS, Affine, CacheConfig, DualScale, Polar, Side, parse_kv
@@ -176,8 +176,3 @@ def test_what_headers_cannot_hold_says_why():
         name, dims, page, keys_ = given
         assert why in records.why_not(PRESETS[name].keys.quantizer, dims, page, keys_)
     assert "radius int2 and angle int4" in records.why_not(Polar(2, 4), 64, 64)
-    with launch.using(make_tiles):
-        why = sealed.why_no_tiles(PRESETS["kivi-int2"], (64, 64), mx.float16)
-    assert why == "tiles read no scales per channel"
-    ours, _ = stores("kivi", 64)
-    assert tiles.why_not(ours.layout, 64, mx.float16, make_tiles) == why

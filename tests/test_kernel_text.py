@@ -5,15 +5,37 @@ import numpy as np
 import pytest
 from emulator import metal_kernel, nvrtc, strict
 
-from mlxkv.metal.launch import SIGNATURES, body, header, read
+from mlxkv.metal.launch import SIGNATURES, body, constants, header, read
 
-SIDE = {"GROUP": 64, "SYMMETRIC": 0, "CODEBOOK": 0, "CHANNEL": 0, "OUTER": 0, "PAIRS": 0}
+ARRAYS = {"LEVELS": 5, "BOOKS": 28}  # of constants; a list is no value of a template
+ARRAYS = {f"{name}{side}": n for name, n in ARRAYS.items() for side in ("", "_K", "_V")}
+SIDE = {
+    "SIGNS": 0,
+    "TREE": 0,
+    "GROUP": 64,
+    "SYMMETRIC": 0,
+    "CODEBOOK": 0,
+    "CHANNEL": 0,
+    "OUTER": 0,
+    "PAIRS": 0,
+}
 SIDES = {f"{name}_{side}": value for side in "KV" for name, value in SIDE.items()}
 SIDE |= {f"C{i}": 0 for i in range(8)}
 SIDES |= {f"{name}_{side}{i}": -1 for side in "KV" for name in "BC" for i in range(8)}
 SIDES |= {"CODEBOOK_K": 1, "CORRECTED_K": 1, "CORRECTED_V": 0}
 FLOATS = dict.fromkeys(
-    ("table_k", "table_v", "q_pages", "partial_out", "partial_stats", "up", "sinks", "scale")
+    (
+        "table_k",
+        "table_v",
+        "q_pages",
+        "partial_out",
+        "partial_stats",
+        "up",
+        "sinks",
+        "scale",
+        "x",
+        "numbers",
+    )
 )
 HALVES = dict.fromkeys(
     ("keys", "values", "sink", "live", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v")
@@ -54,9 +76,13 @@ KERNELS = {
             **SIDES,
             **{"T": np.float16, "BF16": 0, "S": 8, "STAGES": 2, "D": 128, "RK": 128, "RV": 128},
             **{"RECORD": 544, "BITS_K": 4, "BITS_V": 3, "HAS_K": 1, "HAS_V": 1},
-            **{"WINDOW": 1, "HAS_SINKS": 1},
+            **{"WINDOW": 1, "HAS_SINKS": 1, "PAGE": 64, "HEADER": 0},
         },
         [np.float16, np.float32],
+    ),
+    "balance": (
+        {"TOKENS": 128, "DIMS": 128, "S": 8, "CHANNEL": 1, "UNIT": 1, "ROUNDS": 16},
+        [np.float32, np.float32],
     ),
     "merge": (
         {"T": np.float16, "WIDTH": 128, "RV": 128, "D": 128, "HAS_UP": 1, "HAS_SINKS": 1},
@@ -71,7 +97,7 @@ def kernel(name, before):
         name=f"mlxkv_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
-        source=body(name),
+        source=constants(tuple((word, (0,) * n) for word, n in ARRAYS.items())) + body(name),
         header=before,
         any_lane=True,
     )

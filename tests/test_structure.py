@@ -28,7 +28,7 @@ LAYERS = [
     {"learnable"},
     {"models", "calibrate"},
     {"cache", "attention", "sealed", "selftest"},
-    {"codec", "pages", "tiles"},
+    {"codec", "pages", "tiles", "exchange", "balancing"},
     {"kernels"},
     {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ MEMORY_SHARE = 8  # the copies of one preset or baseline take at most this part 
 SPARE = 256  # tokens of room in mlx-lm's own cache, which grows by so many
 MLX_LM_GROUP = 64
 MLX_LM_BITS = (2, 3, 4, 6, 8)
+TREE_BESIDE = 4  # bits of mlx-lm's codes beside polar trees, which take nearly as many
 SDPA = "sdpa"
 
 
@@ -44,8 +46,10 @@ def rows(
     rounds: int,
     with_mlx_lm: bool,
     done: Callable[[], None] = lambda: None,
+    turn: AbstractContextManager | None = None,
 ) -> list[dict]:
-    """One row per preset; all of them and the baselines are timed in one interleaved run."""
+    """One row per preset; all of them and the baselines are timed in one interleaved run, inside
+    `turn`: kernels are built before."""
     mx.random.seed(0)
     scale = shape.dims**-0.5
     first = shape.queries(dtype)
@@ -60,7 +64,7 @@ def rows(
             tasks[name] = task
     failed = {}
     if with_mlx_lm:
-        for bits in {config.keys.quantizer.bits for config in presets.values()}:
+        for bits in {_bits_beside(config) for config in presets.values()}:
             task = _mlx_lm(bits, shape, tokens, dtype, scale, first, calls)
             try:
                 task()
@@ -70,7 +74,8 @@ def rows(
                 failed[_mlx_lm_name(bits)] = lines[0][:120]
     for task in tasks.values():
         task()
-    times = {k: middle(v) for k, v in interleaved(tasks, rounds, done).items()}
+    with turn or nullcontext():
+        times = {k: middle(v) for k, v in interleaved(tasks, rounds, done).items()}
     for row, config in zip(out, presets.values(), strict=True):
         ours, plain = times.get(row["preset"]), times[SDPA]
         row["sdpa_us"], row["sdpa_build_us"] = 1e6 * plain.run, 1e6 * plain.build
@@ -79,7 +84,7 @@ def rows(
         if ours:
             row |= {"us": 1e6 * ours.run, "build_us": 1e6 * ours.build}
             row |= {"ratio": plain.run / ours.run, "of_floor": row["floor_us"] / row["us"]}
-        theirs = _mlx_lm_name(config.keys.quantizer.bits)
+        theirs = _mlx_lm_name(_bits_beside(config))
         row["mlx_lm_us"] = 1e6 * times[theirs].run if theirs in times else None
         row["mlx_lm_reason"] = failed.get(theirs)
     return out
@@ -122,6 +127,11 @@ def _sdpa(shape, tokens, dtype, scale, first, calls, size):
         return mx.fast.scaled_dot_product_attention(q, *pair, scale=scale)
 
     return partial(chain, call, first, copies, calls)
+
+
+def _bits_beside(config: CacheConfig) -> int:
+    """Of mlx-lm's codes that stand beside a preset: as wide as those of its keys."""
+    return getattr(config.keys.quantizer, "bits", None) or TREE_BESIDE
 
 
 def _mlx_lm_name(bits: int) -> str:

@@ -21,6 +21,7 @@ from mlxkv.bench.timing import (
 )
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
+from mlxkv.formats import Full
 from mlxkv.metal.launch import backend
 
 SHAPES = (Shape(1, 32, 8, 128), Shape(1, 4, 1, 256), Shape(1, 16, 8, 64))
@@ -53,7 +54,7 @@ def run(
     compared = [encoding.check(way.strip()) for way in ways.split(",")]
     presets = {name: _preset(name) for name in kv.split(",")}
     cases = _cases(shapes, contexts, presets)
-    batch = _encode_tokens(encode_tokens)
+    batch = _encode_tokens(encode_tokens, max(config.page for config in presets.values()))
     for name, number in (("--calls", calls), ("--rounds", rounds)):
         if number < 1:
             raise UserError(f"[{name}] must be at least 1; got {number}; choose a larger one")
@@ -89,10 +90,10 @@ def run(
 
 def _preset(name: str) -> CacheConfig:
     config = parse_kv(name)
-    if not all(hasattr(side.quantizer, "bits") for side in (config.keys, config.values)):
+    if any(isinstance(side.quantizer, Full) for side in (config.keys, config.values)):
         raise UserError(
-            f"[--kv] no codes of one width there; got {name!r}; choose others, such as int4 "
-            "(full precision is timed beside them)"
+            f"[--kv] full precision is timed beside the others; got {name!r}; choose presets that "
+            "compress keys and values, such as int4"
         )
     return config
 
@@ -121,12 +122,12 @@ def _cases(
     return cases
 
 
-def _encode_tokens(text: str | None) -> int:
+def _encode_tokens(text: str | None, page: int) -> int:
     if text is None:
         return ENCODE_TOKENS_CPU if backend() == "cpu" else ENCODE_TOKENS
     tokens = console.parse_tokens(text, "--encode-tokens")
-    if tokens % 64:
-        raise UserError(f"[--encode-tokens] got {text}; choose whole pages: a multiple of 64")
+    if tokens % page:
+        raise UserError(f"[--encode-tokens] got {text}; choose whole pages: a multiple of {page}")
     return tokens
 
 

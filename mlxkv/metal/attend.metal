@@ -3,7 +3,8 @@
 // The first size[1] splits share the records, the others the windows (sink, then live). Codes are
 // read once for the QT query rows of a tile. Each split leaves (maximum, sum, output) per row.
 //
-// q_pages  [heads, rows, RK]  queries in the stored domain, float; q_window [heads, rows, D], of
+// q_pages  [heads, rows, RK]  queries in the stored domain, float (with SIGNS behind them what the signs
+// multiply, as many again); q_window [heads, rows, D], of
 // type T, in the model's own. scale[0]: the scale of attention times log2(e)
 // records  [heads, capacity, RECORD]; headers [heads, capacity / records of a page, HEADER]
 // sink_k, sink_v, live_k, live_v [heads, tokens, D], of type T
@@ -14,7 +15,8 @@
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
 constexpr int BD = (D + 31) / 32;
-constexpr int QB = BK > BD ? BK : BD;
+constexpr int BQ = BK * (1 + SIGNS_K);
+constexpr int QB = BQ > BD ? BQ : BD;
 constexpr int OB = BV > BD ? BV : BD;
 constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = CHANNEL_V ? 1 : (RV + GROUP_V - 1) / GROUP_V;
@@ -23,8 +25,11 @@ constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
 constexpr int SIDE_K =
     32 * WORDS_K + kv_number_words(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int PAGE_RECORDS = PAGE / 16;
-constexpr int HEADER_K = kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
-constexpr float STEPS_K = float(1 << BITS_K);
+constexpr int HEADER_K = TREE_K == 2
+    ? KV_TREE_HEADER
+    : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
+constexpr float STEPS_K = float(1 << LEVEL_BITS_K);
 constexpr float STEPS_V = float(1 << BITS_V);
 constexpr float LAZY = 8.0f;  // the running maximum follows when it is exceeded by this much
 constexpr float NOTHING = -1.0e30f;
@@ -69,13 +74,14 @@ const int n_sink = lengths[4 * batch + 1];
 const int n_live = lengths[4 * batch + 2];
 const int total = n_sink + 16 * n_records + n_live;
 
-const int q_dims = 32 * (paged ? BK : BD);
+const int q_dims = 32 * (paged ? BQ : BD);
+const int q_width = paged ? RK * (1 + SIGNS_K) : D;
 for (int i = thread_id; i < QT * q_dims; i += 32 * S) {
   const int row = first_row + i / q_dims;
   const int dim = i % q_dims;
   float value = 0.0f;
-  if (row < rows && dim < (paged ? RK : D)) {
-    const size_t at = (size_t(head) * rows + row) * (paged ? RK : D) + dim;
+  if (row < rows && dim < q_width) {
+    const size_t at = (size_t(head) * rows + row) * q_width + dim;
     value = paged ? q_pages[at] : float(q_window[at]);
   }
   q_tile[i] = value * scale[0];
@@ -96,6 +102,17 @@ for (int q = 0; q < QT; q++) {
 for (int i = 0; i < QT * OB * 4; i++) {
   o[i] = 0.0f;
 }
+
+int books_k[TREE_K == 1 ? 28 : 1];
+for (int i = 0; i < (TREE_K == 1 ? 28 : 1); i++) {
+  books_k[i] = BOOKS_K[i];
+}
+int books_v[TREE_V == 1 ? 28 : 1];
+for (int i = 0; i < (TREE_V == 1 ? 28 : 1); i++) {
+  books_v[i] = BOOKS_V[i];
+}
+KvTree tree_k = kv_tree<1, TREE_K == 1 ? 28 : 1>(books_k, (const device half*)headers, lane);
+KvTree tree_v = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
 
 const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
@@ -129,253 +146,9 @@ for (int unit = part * each + group; unit < stop; unit += S) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  // Scores of tokens g and g + 8: this lane's dims, then the four lanes of a token together.
-  float s[QT * 2];
-  for (int i = 0; i < QT * 2; i++) {
-    s[i] = 0.0f;
+  if (TREE_K == 2 && paged) {
+    tree_k = kv_tree<2, 1>(books_k, (const device half*)header, lane);
   }
-  if (paged && PAIRS_K) {
-    const device half* page_numbers = (const device half*)header;
-    for (int j = 0; j < BK / 2; j++) {  // the other half of a pair stands BK / 2 blocks further
-      const int pair = 32 * j + 8 * t;
-      float steps[8];
-      float biases[8];
-      kv_load_numbers<8>(page_numbers + pair, steps);
-      kv_load_numbers<8>(page_numbers + RK + pair, biases);
-      for (int i = 0; i < 8; i++) {  // to the middle of a step
-        biases[i] = metal::fma(0.5f - STEPS_K, steps[i], biases[i]);
-        steps[i] *= STEPS_K;
-      }
-      float first[16];
-      float second[16];
-      for (int r = 0; r < 2; r++) {
-        for (int p = 0; p < 4; p++) {
-          const uint radii = record[kv_word_at(kv_slot_word<BITS_K>(j, r, p), lane, WORDS_K)];
-          const uint radii_high =
-              BITS_K == 3 ? record[kv_word_at(kv_high_word(j), lane, WORDS_K)] : 0u;
-          const int other = j + BK / 2;
-          const uint angles = record[kv_word_at(kv_slot_word<BITS_K>(other, r, p), lane, WORDS_K)];
-          const uint angles_high =
-              BITS_K == 3 ? record[kv_word_at(kv_high_word(other), lane, WORDS_K)] : 0u;
-          for (int h = 0; h < 2; h++) {
-            const int i = 4 * h + p;
-            const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(radii, radii_high, j, r, p, h));
-            const float radius = metal::fma(steps[i], code, biases[i]);
-            const int angle = int(kv_code<BITS_K>(angles, angles_high, other, r, p, h));
-            const int at = 2 * ((pair + i) * ANGLES + angle);
-            first[8 * r + i] = radius * turns[at];
-            second[8 * r + i] = radius * turns[at + 1];
-          }
-        }
-      }
-      for (int q = 0; q < QT; q++) {
-        for (int i = 0; i < 8; i++) {
-          const float a = q_tile[q * 32 * BK + pair + i];
-          const float b = q_tile[q * 32 * BK + PAIRS + pair + i];
-          for (int r = 0; r < 2; r++) {
-            s[2 * q + r] = metal::fma(a, first[8 * r + i], s[2 * q + r]);
-            s[2 * q + r] = metal::fma(b, second[8 * r + i], s[2 * q + r]);
-          }
-        }
-      }
-    }
-  } else if (paged) {
-    const device half* numbers = (const device half*)(record + 32 * WORDS_K);
-    const device half* page_numbers = (const device half*)header +
-        (CHANNEL_K ? token_of_page / GROUP_K * (SYMMETRIC_K ? 1 : 2) * 32 * BK : 0);
-    for (int j = 0; j < BK; j++) {
-      float k[16];
-      float steps[8];  // of the lane's dims
-      float biases[8];
-      float outer[8];
-      const int dim = 32 * j + 8 * t;
-      if (CHANNEL_K) {
-        kv_load_numbers<8>(page_numbers + dim, steps);
-        if (!SYMMETRIC_K) {
-          kv_load_numbers<8>(page_numbers + 32 * BK + dim, biases);
-        }
-        for (int i = 0; i < 8; i++) {
-          steps[i] *= STEPS_K;
-          biases[i] = SYMMETRIC_K ? -0.5f * steps[i] : biases[i];
-        }
-      } else if (OUTER_K) {
-        kv_load_numbers<8>(page_numbers + dim, outer);
-      }
-      for (int r = 0; r < 2; r++) {
-        const int token = g + 8 * r;
-        const int group_of = CHANNEL_K ? 0 : 32 * j / GROUP_K;
-        if (!CHANNEL_K) {
-          const float step = STEPS_K * float(numbers[kv_key_number(token, group_of, 0, GROUPS_K, SYMMETRIC_K)]);
-          const float bias = SYMMETRIC_K
-              ? -0.5f * step
-              : float(numbers[kv_key_number(token, group_of, 1, GROUPS_K, SYMMETRIC_K)]);
-          for (int i = 0; i < 8; i++) {
-            steps[i] = step;
-            biases[i] = bias;
-          }
-        }
-        for (int p = 0; p < 4; p++) {
-          const uint word = record[kv_word_at(kv_slot_word<BITS_K>(j, r, p), lane, WORDS_K)];
-          const uint high = BITS_K == 3 ? record[kv_word_at(kv_high_word(j), lane, WORDS_K)] : 0u;
-          for (int h = 0; h < 2; h++) {
-            const int i = 4 * h + p;
-            const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(word, high, j, r, p, h));
-            k[8 * r + i] = CODEBOOK_K
-                ? steps[i] * kv_level<BITS_K>(code, levels_k)
-                : metal::fma(steps[i], code, biases[i] - steps[i]);
-            if (OUTER_K && !CHANNEL_K) {
-              k[8 * r + i] *= outer[i];
-            }
-          }
-        }
-      }
-      for (int q = 0; q < QT; q++) {
-        for (int i = 0; i < 8; i++) {
-          const float query = q_tile[q * 32 * BK + 32 * j + 8 * t + i];
-          s[2 * q] = metal::fma(query, k[i], s[2 * q]);
-          s[2 * q + 1] = metal::fma(query, k[8 + i], s[2 * q + 1]);
-        }
-      }
-    }
-    if (OUTER_K && CHANNEL_K) {
-      for (int q = 0; q < QT; q++) {
-        for (int r = 0; r < 2; r++) {
-          s[2 * q + r] *= float(numbers[kv_key_number(g + 8 * r, 0, 0, 1, 1)]);
-        }
-      }
-    }
-  } else {
-    for (int j = 0; j < BD; j++) {
-      for (int r = 0; r < 2; r++) {
-        const int token = g + 8 * r;
-        for (int i = 0; i < 8; i++) {
-          const int dim = 32 * j + 8 * t + i;
-          float k = 0.0f;
-          if (token < tokens && dim < D) {
-            const size_t at = at_window + size_t(token) * D + dim;
-            k = in_sink ? float(sink_k[at]) : float(live_k[at]);
-          }
-          for (int q = 0; q < QT; q++) {
-            s[2 * q + r] = metal::fma(q_tile[q * 32 * BD + dim], k, s[2 * q + r]);
-          }
-        }
-      }
-    }
+  if (TREE_V == 2 && paged) {
+    tree_v = kv_tree<2, 1>(books_v, (const device half*)(header + HEADER_K), lane);
   }
-  bool exceeds = false;
-  for (int q = 0; q < QT; q++) {
-    for (int r = 0; r < 2; r++) {
-      float score = s[2 * q + r];
-      score += simd_shuffle_xor(score, ushort(1));
-      score += simd_shuffle_xor(score, ushort(2));
-      const int token = g + 8 * r;
-      const int position = position0 + token;
-      const bool seen = token < tokens && position <= last_seen[q] && position >= first_seen[q];
-      s[2 * q + r] = seen ? score : -INFINITY;
-      exceeds = exceeds || (seen && score > top[q] + LAZY);
-    }
-  }
-  if (simd_any(exceeds)) {  // the whole simdgroup takes the same way
-    for (int q = 0; q < QT; q++) {
-      float peak = metal::max(s[2 * q], s[2 * q + 1]);
-      peak = metal::max(peak, simd_shuffle_xor(peak, ushort(4)));
-      peak = metal::max(peak, simd_shuffle_xor(peak, ushort(8)));
-      peak = metal::max(peak, simd_shuffle_xor(peak, ushort(16)));
-      peak = metal::max(peak, top[q]);
-      const float shrink = metal::exp2(top[q] - peak);
-      top[q] = peak;
-      sum[q] *= shrink;
-      for (int i = 0; i < OB * 4; i++) {
-        o[q * OB * 4 + i] *= shrink;
-      }
-    }
-  }
-  // Probabilities move from the lanes of the keys to those of the values.
-  float p_values[QT * 4];
-  for (int q = 0; q < QT; q++) {
-    for (int r = 0; r < 2; r++) {
-      const float probability = metal::exp2(s[2 * q + r] - top[q]);
-      sum[q] += probability;
-      p_values[4 * q + 2 * r] = simd_shuffle(probability, ushort(8 * t));
-      p_values[4 * q + 2 * r + 1] = simd_shuffle(probability, ushort(8 * t + 4));
-    }
-  }
-  // Outputs: tokens 2 t + 8 r + h, dims 32 j + 4 g + p.
-  if (paged) {
-    const device uint* side = record + SIDE_K;
-    const device half* numbers = (const device half*)(side + 32 * WORDS_V);
-    const device half* page_numbers = (const device half*)(header + HEADER_K) +
-        (CHANNEL_V ? token_of_page / GROUP_V * (SYMMETRIC_V ? 1 : 2) * 32 * BV : 0);
-    for (int j = 0; j < BV; j++) {
-      float steps[4];  // of the lane's dims
-      float biases[4];
-      float outer[4];
-      const int dim = 32 * j + 4 * g;
-      if (CHANNEL_V) {
-        kv_load_numbers<4>(page_numbers + dim, steps);
-        if (!SYMMETRIC_V) {
-          kv_load_numbers<4>(page_numbers + 32 * BV + dim, biases);
-        }
-        for (int p = 0; p < 4; p++) {
-          steps[p] *= STEPS_V;
-          biases[p] = SYMMETRIC_V ? -0.5f * steps[p] : biases[p];
-        }
-      } else if (OUTER_V) {
-        kv_load_numbers<4>(page_numbers + dim, outer);
-      }
-      for (int r = 0; r < 2; r++) {
-        for (int h = 0; h < 2; h++) {
-          const int token = 2 * t + 8 * r + h;
-          const int group_of = CHANNEL_V ? 0 : 32 * j / GROUP_V;
-          if (!CHANNEL_V) {
-            const float step =
-                STEPS_V * float(numbers[kv_value_number(token, group_of, 0, GROUPS_V)]);
-            const float bias = SYMMETRIC_V
-                ? -0.5f * step
-                : float(numbers[kv_value_number(token, group_of, 1, GROUPS_V)]);
-            for (int p = 0; p < 4; p++) {
-              steps[p] = step;
-              biases[p] = bias;
-            }
-          } else if (OUTER_V) {
-            for (int p = 0; p < 4; p++) {
-              outer[p] = float(numbers[kv_value_number(token, 0, 0, 1)]);
-            }
-          }
-          for (int p = 0; p < 4; p++) {
-            const uint word = side[kv_word_at(kv_slot_word<BITS_V>(j, r, p), lane, WORDS_V)];
-            const uint high = BITS_V == 3 ? side[kv_word_at(kv_high_word(j), lane, WORDS_V)] : 0u;
-            const float code = kv_one_plus<BITS_V>(kv_code<BITS_V>(word, high, j, r, p, h));
-            float value = CODEBOOK_V ? steps[p] * kv_level<BITS_V>(code, levels_v)
-                                     : metal::fma(steps[p], code, biases[p] - steps[p]);
-            if (OUTER_V) {
-              value *= outer[p];
-            }
-            for (int q = 0; q < QT; q++) {
-              const int i = q * OB * 4 + 4 * j + p;
-              o[i] = metal::fma(p_values[4 * q + 2 * r + h], value, o[i]);
-            }
-          }
-        }
-      }
-    }
-  } else {
-    for (int j = 0; j < BD; j++) {
-      for (int n = 0; n < 4; n++) {
-        const int token = 2 * t + 8 * (n / 2) + n % 2;
-        for (int p = 0; p < 4; p++) {
-          const int dim = 32 * j + 4 * g + p;
-          float value = 0.0f;
-          if (token < tokens && dim < D) {
-            const size_t at = at_window + size_t(token) * D + dim;
-            value = in_sink ? float(sink_v[at]) : float(live_v[at]);
-          }
-          for (int q = 0; q < QT; q++) {
-            const int i = q * OB * 4 + 4 * j + p;
-            o[i] = metal::fma(p_values[4 * q + n], value, o[i]);
-          }
-        }
-      }
-    }
-  }
-}

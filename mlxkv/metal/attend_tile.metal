@@ -2,7 +2,8 @@
 // 16-bit model types. Threadgroup: S simdgroups, 8 query rows; grid: (32 S, splits, kv heads of the
 // batch x tiles of 8 rows). The last threadgroup of a tile to arrive merges the splits.
 //
-// q [heads, rows, D] of type T, in the model's own domain; records, windows, lengths: attend.metal
+// q [heads, rows, D] of type T, in the model's own domain; records, headers, windows, lengths:
+// attend.metal
 // map_k: q -> stored domain; map_v: stored -> model's: tiles of halves (kernels.py), HAS_K, HAS_V
 // size: [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
 //   kv heads, words of map_k per head, of map_v (0: one for all), scale log2(e) as bits, log2(e) as
@@ -11,15 +12,28 @@
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
 constexpr int BD = (D + 31) / 32;
-constexpr int QB = BK > BD ? BK : BD;
+constexpr int BQ = BK * (1 + SIGNS_K);  // of queries: with SIGNS behind them what those multiply
+constexpr int QB = BQ > BD ? BQ : BD;
 constexpr int OB = BV > BD ? BV : BD;
-constexpr int GROUPS_K = (RK + GROUP_K - 1) / GROUP_K;
+constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = (RV + GROUP_V - 1) / GROUP_V;
 constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
-constexpr int SIDE_K = kv_side_words<BITS_K>(BK, GROUPS_K, SYMMETRIC_K);
-constexpr int SLOTS_K = GROUPS_K * (SYMMETRIC_K ? 1 : 2);
-constexpr int SLOT_TILES = (SLOTS_K + 7) / 8;
+constexpr int NUMBERS_K = kv_number_words(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+constexpr int SIDE_K = 32 * WORDS_K + NUMBERS_K;
+constexpr int SLOTS_K = NUMBERS_K / 8;  // numbers of a token
+constexpr int HELD_K = SLOTS_K > 0 ? SLOTS_K : 1;
+constexpr int SLOT_TILES = (HELD_K + 7) / 8;
+constexpr int PAGE_RECORDS = PAGE / 16;
+constexpr int HEADER_K = TREE_K == 2
+    ? KV_TREE_HEADER
+    : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
+// Codes of keys per token and group are multiplied with offsets, which one more tile takes out.
+// Those of the other formats become what they stand for, or are centred.
+constexpr bool OFFSETS_K = !CHANNEL_K && !CODEBOOK_K && !TREE_K;
+// Queries times scales of channels are as large as scores: what keeps queries small would hurt.
+constexpr bool WHOLE_Q = CHANNEL_K && !PAIRS_K;
 constexpr float MIDDLE_K = SYMMETRIC_K ? float(1 << (BITS_K - 1)) : 0.0f;
 constexpr int WIDTH = 32 * OB;
 constexpr int STRIDE = WIDTH + 4;  // of partials: output, maximum, sum, 0, 0
@@ -31,7 +45,7 @@ threadgroup float tile_rows[8 * ROW];
 threadgroup float pool[POOL];
 threadgroup float tile_max[S * 8];
 threadgroup float tile_sum[S * 8];
-threadgroup float q_sums[SLOTS_K * 8];
+threadgroup float q_sums[HELD_K * 8];
 threadgroup uint arrived[1];
 
 const int lane = thread_index_in_simdgroup;
@@ -79,7 +93,7 @@ const bool turns = HAS_K && paged;
 const device uint* map = map_k + size_t(kv_head) * size[8] + (4 * g + t) * 4;
 constexpr int AHEAD_K = 8;
 uint4 ahead[AHEAD_K];
-if (turns && group < 2 * BK) {
+if (turns && group < 2 * BQ) {
   for (int k = 0; k < AHEAD_K && k < 2 * BD; k++) {
     ahead[k] = *(const device uint4*)(map + (group * 2 * BD + k) * 128);
   }
@@ -89,19 +103,20 @@ KvPipe pipe = kv_pipe_start<RECORD, STAGES, S>(
 for (int n = 0; n < MINE; n++) {
   const int i = thread_id + n * 32 * S;
   if (i < 8 * 32 * QB) {
-    tile_rows[i / (32 * QB) * ROW + i % (32 * QB)] = mine[n] * (as_type<float>(size[10]) / KV_SCORE);
+    const float scale = as_type<float>(size[10]) / (WHOLE_Q && paged ? 1.0f : KV_SCORE);
+    tile_rows[i / (32 * QB) * ROW + i % (32 * QB)] = mine[n] * scale;
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (turns) {
-  constexpr int MOST = (2 * BK + S - 1) / S;
+  constexpr int MOST = (2 * BQ + S - 1) / S;
   TileC turned[MOST];
   for (int n = 0; n < MOST; n++) {
     const int m = group + n * S;
     for (int i = 0; i < 4; i++) {
       turned[n].v[i] = 0.0f;
     }
-    if (m < 2 * BK) {
+    if (m < 2 * BQ) {
 #pragma unroll
       for (int k = 0; k < 2 * BD; k++) {
         const uint4 x = n == 0 && k < AHEAD_K
@@ -126,7 +141,7 @@ if (turns) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = 0; n < MOST; n++) {
     const int m = group + n * S;
-    if (m < 2 * BK) {
+    if (m < 2 * BQ) {
       for (int i = 0; i < 4; i++) {
         tile_rows[(2 * t + i % 2) * ROW + 16 * m + g + 8 * (i / 2)] = turned[n].v[i];
       }
@@ -135,14 +150,16 @@ if (turns) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Queries as the right factor: k-tile u of block j, word r holds dims 32 j + 8 t + 4 i + 2 u + r.
+// Queries as the right factor: k-tile u of block j, word r holds dims 32 j + 8 t + 4 i + 2 u + r. Trees
+// give neighbours together: dims 32 j + 8 t + 4 u + 2 r + i.
 TileB q_tile[2 * QB];
 for (int n = 0; n < 2 * QB; n++) {
   for (int r = 0; r < 2; r++) {
     float pair[2];
     for (int i = 0; i < 2; i++) {
       const int k = tile_b_row(lane, i);
-      const int dim = 32 * (n / 2) + 8 * (k / 2) + 4 * (k % 2) + 2 * (n % 2) + r;
+      const int dim = 32 * (n / 2) + 8 * (k / 2) +
+          (TREE_K && paged ? 4 * (n % 2) + 2 * r + k % 2 : 4 * (k % 2) + 2 * (n % 2) + r);
       pair[i] = tile_rows[tile_b_column(lane, i) * ROW + dim];
     }
     q_tile[n].w[r] = kv_halves(pair[0], pair[1]);

@@ -1,4 +1,4 @@
-// Third part of attend_tile: simdgroups are added up; the last threadgroup merges the splits.
+// Fifth part of attend_tile: simdgroups are added up; the last threadgroup merges the splits.
 // The simdgroups of a threadgroup: to a common maximum, then added up, halving their number.
 for (int i = 0; i < 2; i++) {
   sum[i] = tile_column_sum(sum[i]);

@@ -1,4 +1,4 @@
-// Second part of attend_tile: this threadgroup's records, or its windows.
+// Second part of attend_tile: this threadgroup's records, or its windows: scores of two records.
 if (paged) {
   uint masks_k[4];
   uint masks_v[4];
@@ -6,28 +6,30 @@ if (paged) {
     masks_k[i] = uint(size[12 + i]);
     masks_v[i] = uint(size[16 + i]);
   }
-  // Sums over the dims of a group: of queries (row 1), which biases of keys multiply, and of queries
-  // times offset (row 0), which scales multiply to take the offsets out again.
-  for (int n = 0; n < GROUPS_K; n++) {
-    TileC sums;
-    for (int i = 0; i < 4; i++) {
-      sums.v[i] = 0.0f;
-    }
-    for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
-      for (int u = 0; u < 2; u++) {
-        TileA a;
-        for (int r = 0; r < 2; r++) {
-          const float offset = kv_offset<BITS_K>(2 * u + r) + MIDDLE_K;
-          const float value = g == 0 ? -offset : (g == 1 ? 1.0f : 0.0f);
-          a.w[2 * r] = kv_halves(value, value);
-          a.w[2 * r + 1] = 0u;
-        }
-        tile_multiply(sums, a, q_tile[2 * j + u]);
+  if (OFFSETS_K) {
+    // Sums over the dims of a group: of queries (row 1), which biases of keys multiply, and of queries
+    // times offset (row 0), which scales multiply to take the offsets out again.
+    for (int n = 0; n < GROUPS_K; n++) {
+      TileC sums;
+      for (int i = 0; i < 4; i++) {
+        sums.v[i] = 0.0f;
       }
-    }
-    if (group == 0 && g < (SYMMETRIC_K ? 1 : 2)) {
-      for (int i = 0; i < 2; i++) {
-        q_sums[(n + g * GROUPS_K) * 8 + 2 * t + i] = sums.v[i];
+      for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+          for (int r = 0; r < 2; r++) {
+            const float offset = kv_offset<BITS_K>(2 * u + r) + MIDDLE_K;
+            const float value = g == 0 ? -offset : (g == 1 ? 1.0f : 0.0f);
+            a.w[2 * r] = kv_halves(value, value);
+            a.w[2 * r + 1] = 0u;
+          }
+          tile_multiply(sums, a, q_tile[2 * j + u]);
+        }
+      }
+      if (group == 0 && g < (SYMMETRIC_K ? 1 : 2)) {
+        for (int i = 0; i < 2; i++) {
+          q_sums[(n + g * GROUPS_K) * 8 + 2 * t + i] = sums.v[i];
+        }
       }
     }
   }
@@ -40,7 +42,7 @@ if (paged) {
     for (int i = 0; i < 2; i++) {
       const int slot = 8 * m + tile_b_row(lane, i);
       const float value =
-          slot < SLOTS_K ? q_sums[slot * 8 + tile_b_column(lane, i)] * (1.0f / SLOT) : 0.0f;
+          OFFSETS_K && slot < SLOTS_K ? q_sums[slot * 8 + tile_b_column(lane, i)] * (1.0f / SLOT) : 0.0f;
       whole[i] = float(half(value));
       rest[i] = value - whole[i];
     }
@@ -52,11 +54,30 @@ if (paged) {
   for (int i = 0; i < 4; i++) {
     zero.v[i] = 0.0f;
   }
+  uint levels_k[5];
+  uint levels_v[5];
+  for (int i = 0; i < 5; i++) {
+    levels_k[i] = uint(LEVELS_K[i]);
+    levels_v[i] = uint(LEVELS_V[i]);
+  }
   const int k_lane = kv_vector(WORDS_K) * (4 * g + t);
   const int v_lane = SIDE_K + kv_vector(WORDS_V) * (4 * g + t);
   const int v_scales_at = SIDE_K + 32 * WORDS_V + tile_b_row(lane, 0) / 2 * 2 * GROUPS_V;
   const int v_scale_at = SIDE_K + 32 * WORDS_V + 2 * (t * GROUPS_V + g);
   const int v_bias_at = SIDE_K + 32 * WORDS_V + 8 * GROUPS_V + 8 * g + 2 * t;
+  int books_k[TREE_K == 1 ? 28 : 1];
+  for (int i = 0; i < (TREE_K == 1 ? 28 : 1); i++) {
+    books_k[i] = BOOKS_K[i];
+  }
+  int books_v[TREE_V == 1 ? 28 : 1];
+  for (int i = 0; i < (TREE_V == 1 ? 28 : 1); i++) {
+    books_v[i] = BOOKS_V[i];
+  }
+  KvTree tree = kv_tree<1, TREE_K == 1 ? 28 : 1>(books_k, (const device half*)headers, lane);
+  KvHalfTree tree_k = kv_half_tree(tree);
+  tree = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
+  KvHalfTree tree_v = kv_half_tree(tree);
+  const device uint* page_numbers = headers + size_t(head) * (size[2] / PAGE_RECORDS) * HEADER;
   // Where instructions are the limit, two records side by side: one hides the latency of the other.
   constexpr int PAIR = BITS_K + BITS_V < 7 ? 2 : 1;
   KvRecord record[2];
@@ -73,35 +94,139 @@ if (paged) {
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
       uint words[WORDS_K];
-      uint scales[SLOTS_K];
+      uint scales[HELD_K];
       kv_read_words<WORDS_K, 32>(words, record[e], k_lane);
-      kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
-      for (int m = 0; m < SLOT_TILES; m++) {
-        s[e] = tile_product(
-            m == 0 ? zero : s[e], kv_read_slots<SLOTS_K>(record[e], 32 * WORDS_K, m, g, t),
-            q_slots[m]);
+      if (!TREE_K) {
+        kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
       }
-      for (int i = 0; i < 4; i++) {
-        s[e].v[i] *= SLOT;
+      const int at = both ? unit + e : unit;  // the record's place
+      const device uint* header = page_numbers + size_t(at / PAGE_RECORDS) * HEADER;
+      s[e] = zero;
+      if (OFFSETS_K) {
+        for (int m = 0; m < SLOT_TILES; m++) {
+          s[e] = tile_product(
+              m == 0 ? zero : s[e], kv_read_slots<SLOTS_K>(record[e], 32 * WORDS_K, m, g, t),
+              q_slots[m]);
+        }
+        for (int i = 0; i < 4; i++) {
+          s[e].v[i] *= SLOT;
+        }
       }
-      for (int n = 0; n < GROUPS_K; n++) {
+      if (TREE_K == 2) {
+        tree = kv_tree<2, 1>(books_k, (const device half*)header, lane);
+        tree_k = kv_half_tree(tree);
+      }
+      for (int j = 0; j < (TREE_K ? BK : 0); j++) {
+        uint run[8];
+        for (int r = 0; r < 2; r++) {
+          const int of = 2 * j + t / 2;
+          const int number = kv_key_number(g + 8 * r, of, 0, GROUPS_K, 1);
+          const uint radius = of < GROUPS_K ? kv_read1(record[e], 32 * WORDS_K + number / 2) : 0u;
+          const uint low = words[kv_slot_word<BITS_K>(j, r, 0)] >> (8 * r);
+          const uint high = words[BITS_K == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
+          kv_tree_key_pairs(tree_k, kv_twice(radius, number % 2), low, high, t, run + 4 * r);
+        }
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = run[4 * (m % 2) + 2 * u + m / 2];
+          }
+          tile_multiply(s[e], a, q_tile[2 * j + u]);
+        }
+      }
+      if (PAIRS_K) {
+        const device uint4* numbers = (const device uint4*)header;
+        for (int j = 0; j < BK / 2; j++) {  // the other half of a pair stands BK / 2 blocks further
+          uint4 of[4];
+          for (int n = 0; n < 4; n++) {
+            of[n] = numbers[BK * 2 * n + 4 * j + t];
+          }
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+            TileA b;
+            for (int m = 0; m < 4; m++) {
+              kv_polar_pair<BITS_K>(
+                  words, words, of, j, j + BK / 2, m % 2, 2 * u + m / 2, a.w[m], b.w[m]);
+            }
+            tile_multiply(s[e], a, q_tile[2 * j + u]);
+            tile_multiply(s[e], b, q_tile[2 * (j + BK / 2) + u]);
+          }
+        }
+      } else if (CHANNEL_K) {
+        // Scales go into the queries, biases of the middle codes are a tile whose rows are alike.
+        const device uint4* numbers = (const device uint4*)header +
+            16 * (at % PAGE_RECORDS) / GROUP_K * (SYMMETRIC_K ? 1 : 2) * 4 * BK;
+        for (int j = 0; j < BK; j++) {
+          const uint4 scale = numbers[4 * j + tile_b_row(lane, 0) / 2];
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+            for (int m = 0; m < 4; m++) {
+              const int r = m % 2;
+              const int p = 2 * u + m / 2;
+              a.w[m] = kv_centred_pair<BITS_K>(
+                  words[kv_slot_word<BITS_K>(j, r, p)],
+                  words[BITS_K == 3 ? kv_high_word(j) : 0], masks_k, j, r, p);
+            }
+            TileB scaled;
+            for (int r = 0; r < 2; r++) {
+              scaled.w[r] = kv_multiply_halves(
+                  q_tile[2 * j + u].w[r], tile_b_numbers(kv_eighth(scale, u, r), lane));
+            }
+            tile_multiply(s[e], a, scaled);
+          }
+          if (!SYMMETRIC_K) {
+            const uint4 own = numbers[4 * j + t];
+            const uint4 bias = numbers[4 * BK + 4 * j + t];
+            const uint code = kv_halves(kv_middle<BITS_K>(), kv_middle<BITS_K>());
+            for (int u = 0; u < 2; u++) {
+              TileA a;
+              for (int m = 0; m < 4; m++) {
+                a.w[m] = kv_add_multiplied_halves(
+                    kv_eighth(bias, u, m / 2), code, kv_eighth(own, u, m / 2));
+              }
+              tile_multiply(s[e], a, q_tile[2 * j + u]);
+            }
+          }
+        }
+        for (int i = 0; i < 4; i++) {
+          const float outer = OUTER_K ? kv_half(scales[0], i / 2) : 1.0f;
+          s[e].v[i] *= outer * (1.0f / KV_SCORE);
+        }
+      }
+      for (int n = 0; n < (CHANNEL_K || TREE_K ? 0 : GROUPS_K); n++) {
         TileC c;
+        TileC seen = zero;  // what signs make of their part of the queries
         for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
           for (int u = 0; u < 2; u++) {
             TileA a;
             for (int m = 0; m < 4; m++) {
               const int r = m % 2;
               const int p = 2 * u + m / 2;
-              a.w[m] = kv_pair<BITS_K>(
-                  words[kv_slot_word<BITS_K>(j, r, p)],
-                  words[BITS_K == 3 ? kv_high_word(j) : 0], masks_k, j, r, p);
+              const uint word = words[kv_slot_word<BITS_K>(j, r, p)];
+              const uint high = words[BITS_K == 3 ? kv_high_word(j) : 0];
+              a.w[m] = CODEBOOK_K
+                  ? kv_level_pair<LEVEL_BITS_K, BITS_K>(word, high, masks_k, levels_k, j, r, p)
+                  : kv_pair<BITS_K>(word, high, masks_k, j, r, p);
             }
             c = tile_product(32 * j == n * GROUP_K && u == 0 ? zero : c, a, q_tile[2 * j + u]);
+            if (SIGNS_K) {
+              for (int m = 0; m < 4; m++) {
+                const int r = m % 2;
+                const int p = 2 * u + m / 2;
+                a.w[m] = kv_sign_pair<BITS_K>(
+                    words[kv_slot_word<BITS_K>(j, r, p)],
+                    words[BITS_K == 3 ? kv_high_word(j) : 0], j, r, p);
+              }
+              tile_multiply(seen, a, q_tile[(2 * (BK * SIGNS_K + j) + u) % (2 * QB)]);
+            }
           }
         }
         for (int i = 0; i < 4; i++) {
-          const int at = i / 2 * SLOTS_K + n;
-          s[e].v[i] = metal::fma(kv_half(scales[at / 2], at % 2), c.v[i], s[e].v[i]);
+          const int at_ = i / 2 * SLOTS_K + n;
+          s[e].v[i] = metal::fma(kv_half(scales[at_ / 2], at_ % 2), c.v[i], s[e].v[i]);
+          if (SIGNS_K) {
+            s[e].v[i] = metal::fma(kv_half(scales[(i / 2) % HELD_K], 1), seen.v[i], s[e].v[i]);
+          }
         }
       }
       for (int i = 0; i < 4; i++) {
@@ -111,138 +236,3 @@ if (paged) {
         }
       }
     }
-    TileB p[PAIR];
-    kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o);
-#pragma unroll
-    for (int e = 0; e < PAIR; e++) {
-      uint words[WORDS_V];
-      uint scales[2 * GROUPS_V];
-      kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
-      kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
-      for (int n = 0; n < GROUPS_V; n++) {
-        TileB scaled;
-        for (int r = 0; r < 2; r++) {
-          scaled.w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scales[2 * n + r], lane));
-        }
-        for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
-          for (int u = 0; u < 2; u++) {
-            TileA a;
-            for (int m = 0; m < 4; m++) {
-              const int r = m / 2;
-              const int slot = 2 * u + m % 2;
-              a.w[m] = kv_centred_pair<BITS_V>(
-                  words[kv_slot_word<BITS_V>(j, r, slot)],
-                  words[BITS_V == 3 ? kv_high_word(j) : 0], masks_v, j, r, slot);
-            }
-            tile_multiply(o[2 * j + u], a, scaled);
-          }
-        }
-      }
-      if (!SYMMETRIC_V) {
-        TileA middle;
-        middle.w[0] = middle.w[2] = 0u;
-        if (g < GROUPS_V) {
-          const uint2 bias = kv_read2(record[e], v_bias_at);
-          const uint2 scale = kv_read2(record[e], v_scale_at);
-          const uint code = kv_halves(kv_middle<BITS_V>(), kv_middle<BITS_V>());
-          middle.w[0] = kv_add_multiplied_halves(bias.x, code, scale.x);
-          middle.w[2] = kv_add_multiplied_halves(bias.y, code, scale.y);
-        }
-        middle.w[1] = middle.w[0];  // rows that nobody reads
-        middle.w[3] = middle.w[2];
-        tile_multiply(o[2 * OB], middle, p[e]);
-      }
-    }
-    unit += PAIR;
-    second = PAIR == 1 && !second && both;
-    if (!second) {
-      kv_pipe_release<RECORD, STAGES, S>(pipe, lane);
-      unit += 2 * (S - 1) + (PAIR == 1 && !both ? 1 : 0);
-    }
-  }
-  if (!SYMMETRIC_V) {
-    for (int n = 0; n < GROUPS_V; n++) {
-      for (int i = 0; i < 2; i++) {
-        const float middle = simd_shuffle(o[2 * OB].v[i], ushort(tile_lane(n, 2 * t)));
-        for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
-          for (int u = 0; u < 2; u++) {
-            o[2 * j + u].v[i] += middle;
-            o[2 * j + u].v[2 + i] += middle;
-          }
-        }
-      }
-    }
-  }
-} else {
-  for (; unit < stop; unit += S) {
-    const bool in_sink = unit < sink_units;
-    const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);
-    const int tokens = (in_sink ? n_sink : n_live) - token0;
-    const int position0 = in_sink ? token0 : total - n_live + token0;
-    const size_t base = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
-    const device uint* keys = (const device uint*)((in_sink ? sink_k : live_k) + base);
-    const device uint* values = (const device uint*)((in_sink ? sink_v : live_v) + base);
-    TileC s[1];
-    for (int i = 0; i < 4; i++) {
-      s[0].v[i] = 0.0f;
-    }
-    for (int j = 0; j < BD; j++) {
-      uint x[8];
-      for (int i = 0; i < 8; i++) {
-        x[i] = 0u;
-      }
-      for (int r = 0; r < 2; r++) {
-        if (g + 8 * r < tokens && 32 * j + 8 * t < D) {
-          const uint4 w =
-              *(const device uint4*)(keys + ((g + 8 * r) * D + 32 * j + 8 * t) / 2);
-          x[4 * r] = w.x;
-          x[4 * r + 1] = w.y;
-          x[4 * r + 2] = w.z;
-          x[4 * r + 3] = w.w;
-        }
-      }
-      for (int u = 0; u < 2; u++) {
-        TileA a;
-        for (int m = 0; m < 4; m++) {
-          const int r = m % 2;
-          const int at = 4 * r + u;
-          a.w[m] = m / 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))
-                         : kv_halves(kv_low<BF16>(x[at]), kv_low<BF16>(x[at + 2]));
-        }
-        tile_multiply(s[0], a, q_tile[2 * j + u]);
-      }
-    }
-    for (int i = 0; i < 4; i++) {
-      const int token = g + 8 * (i / 2);
-      const int position = position0 + token;
-      if (token >= tokens || position > last_seen[i % 2] || position < first_seen[i % 2]) {
-        s[0].v[i] = -INFINITY;
-      }
-    }
-    TileB p[1];
-    kv_probabilities<2 * OB + EXTRA, 1>(s, p, top, sum, o);
-    for (int j = 0; j < BD; j++) {
-      uint x[8];
-      for (int i = 0; i < 8; i++) {
-        x[i] = 0u;
-      }
-      for (int n = 0; n < 4; n++) {
-        const int token = 2 * t + 8 * (n / 2) + n % 2;
-        if (token < tokens && 32 * j + 4 * g < D) {
-          const uint2 w = *(const device uint2*)(values + (token * D + 32 * j + 4 * g) / 2);
-          x[2 * n] = w.x;
-          x[2 * n + 1] = w.y;
-        }
-      }
-      for (int u = 0; u < 2; u++) {
-        TileA a;
-        for (int m = 0; m < 4; m++) {
-          const int at = 4 * (m / 2) + u;
-          a.w[m] = m % 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))
-                         : kv_halves(kv_low<BF16>(x[at]), kv_low<BF16>(x[at + 2]));
-        }
-        tile_multiply(o[2 * j + u], a, p[0]);
-      }
-    }
-  }
-}

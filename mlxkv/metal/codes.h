@@ -20,6 +20,10 @@
 //   OUTER alone (KVarN's values):       one more scale of all dims
 // A side with scales per channel has no numbers in its records, or with OUTER (KVarN's keys) one more
 // scale per token, which stands where the scale of a single group would. x = outer (scale code + bias).
+// TREE (polar trees): codes of 3 bits, two of which are half an angle of level 1, the third a bit of the
+// levels above (quantizers/polar_tree.py, `split`); radii as scales of 16 dims. Codebooks of a page, 28
+// halves, stand in its header. SIGNS (a residual stage): the highest bit of a key's code is a sign, its
+// length stands where the bias would.
 // PAIRS (PolarQuant's keys): as CHANNEL, the codes of dim i < R/2 being those of a radius and those of
 // dim i + R/2 of the angle, in steps of that width from the bias on; codes stand for their middle.
 

@@ -101,6 +101,9 @@ inline float exp2(float a) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
   return out;
 }
+inline float log2(float a) {
+  return log2f(a);
+}
 inline float cos(float a) {
   return __cosf(a);
 }

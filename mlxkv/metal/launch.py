@@ -20,6 +20,7 @@ import mlx.core as mx
 # name: (inputs, outputs), in the order in which the body names them
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
+    "balance": (("x", "numbers"), ("tokens", "channels")),
     "unseal": (("records", "headers", "sink", "live", "size"), ("out",)),
     "attend": (
         (
@@ -30,7 +31,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "attend_tile": (
         (
-            *("q", "records", "sink_k", "sink_v", "live_k", "live_v"),
+            *("q", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
             *("map_k", "map_v", "sinks", "size", "counter"),
         ),
         ("out", "partial_out"),
@@ -39,11 +40,15 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
     "seal": ("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
-    "attend_tile": ("codes.h", "tile.h"),
+    "attend": ("codes.h", "tree.h"),
+    "unseal": ("codes.h", "tree.h"),
+    "attend_tile": ("codes.h", "tree.h", "tile.h", "tile_codes.h"),
 }
 BODIES = {  # where a body is more than one file
-    "attend": ("attend.metal", "attend_join.metal"),
-    "attend_tile": ("attend_tile.metal", "attend_tile_read.metal", "attend_tile_merge.metal"),
+    "attend": ("attend.metal", "attend_keys.metal", "attend_values.metal", "attend_join.metal"),
+    "attend_tile": tuple(
+        f"attend_tile{part}.metal" for part in ("", "_read", "_values", "_windows", "_merge")
+    ),
 }
 Template = tuple[tuple[str, object], ...]
 TYPES = {  # on Metal, on CUDA
@@ -128,12 +133,15 @@ def include(name: str) -> str:
     return f'#include "{path}"\n' if usable else read(name)
 
 
-def constants(template: Template, on_cuda: bool) -> str:
+def constants(template: Template, on_cuda: bool = False) -> str:
     """Template values as text. Baked in, they cost nothing at a call."""
     lines = []
     for name, value in template:
         if isinstance(value, mx.Dtype):
             lines.append(f"typedef {TYPES[value][on_cuda]} {name};\n")
+        elif isinstance(value, tuple):
+            numbers = ", ".join(map(str, value))
+            lines.append(f"constexpr int {name}[{len(value)}] = {{{numbers}}};\n")
         else:
             lines.append(f"constexpr int {name} = {value};\n")
     return "".join(lines)

@@ -6,7 +6,7 @@
 // size: [records per head, capacity, heads, first word of the side, sink tokens, live tokens, first
 // word of the side in a header].
 // Template: T, BITS, DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, CHANNEL, OUTER, PAIRS,
-// KEYS, RECORD, PAGE, HEADER.
+// TREE and its BOOKS, KEYS, RECORD, PAGE, HEADER.
 const int lane = thread_index_in_simdgroup;
 const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 32) +
     simdgroup_index_in_threadgroup;
@@ -79,7 +79,47 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
       kv_store8<T, DIMS % 8 == 0>(row, DIMS / 2 + pair, DIMS, second);
     }
   }
-  for (int group = 0; group < (PAIRS ? 0 : GROUPS); group++) {
+  int books[TREE == 1 ? 28 : 1];
+  for (int i = 0; i < (TREE == 1 ? 28 : 1); i++) {
+    books[i] = BOOKS[i];
+  }
+  KvTree tree = kv_tree<1, TREE == 1 ? 28 : 1>(books, page_numbers, lane);
+  if (TREE == 2) {
+    tree = kv_tree<2, 1>(books, page_numbers, lane);
+  }
+  for (int n = 0; n < (TREE ? 2 * BLOCKS : 0); n++) {
+    const int j = n / 2;
+    const int r = n % 2;
+    const uint low = words[kv_slot_word<BITS>(j, r, 0)] >> (8 * r);
+    const uint high = words[BITS == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
+    const int of = 2 * j + (KEYS ? t / 2 : g / 4);
+    float x[8];
+    if (KEYS) {
+      const int at = kv_key_number(g + 8 * r, of, 0, GROUPS, 1);
+      kv_tree_key(tree, kv_number_at(numbers, at, of < GROUPS), low, high, t, x);
+    } else {
+      for (int h = 0; h < 2; h++) {
+        const int at = kv_value_number(2 * t + 8 * r + h, of, 0, GROUPS);
+        const uint other = simd_shuffle_xor(high, ushort(4)) >> (16 * h);
+        kv_tree_value(
+            tree, kv_number_at(numbers, at, of < GROUPS), low >> (16 * h), high >> (16 * h), other,
+            g, x + 4 * h);
+      }
+    }
+    T run[8];
+    for (int i = 0; i < 8; i++) {
+      run[i] = T(x[i]);
+    }
+    const int dim = 32 * j + RUN * (KEYS ? t : g);
+    device T* row = rows + (KEYS ? g + 8 * r : 2 * t + 8 * r) * DIMS;
+    if (KEYS) {
+      kv_store8<T, DIMS % 8 == 0>(row, dim, DIMS, run);
+    } else {
+      kv_store4<T, DIMS % 4 == 0>(row, dim, DIMS, run);
+      kv_store4<T, DIMS % 4 == 0>(row + DIMS, dim, DIMS, run + 4);
+    }
+  }
+  for (int group = 0; group < (PAIRS || TREE ? 0 : GROUPS); group++) {
     // All of a group before its first store: no load passes a store that may alias it.
     float scales[4];
     float biases[4];

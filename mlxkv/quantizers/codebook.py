@@ -15,7 +15,7 @@ with outlier channels
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from math import pi, sqrt
 
 import mlx.core as mx
@@ -24,6 +24,7 @@ import numpy as np
 from mlxkv import levels, packing, rotation, transform
 from mlxkv.formats_codebook import Codebook
 from mlxkv.quantizers.affine import _half
+from mlxkv.transform import Transform
 
 
 def names(spec: Codebook) -> set[str]:
@@ -126,6 +127,15 @@ def mix(spec: Codebook, p: mx.array, stored: dict[str, mx.array], dims: int, pag
         weights = p * stored["length"].astype(mx.float32).swapaxes(-1, -2)
         out = out + weights @ _signs(stored, dims) @ _projections(dims, spec.seed).T
     return out
+
+
+@lru_cache(maxsize=64)
+def with_signs(spec: Codebook, dims: int, turned: Transform | None) -> Transform:
+    """For queries alone: behind the stored domain of `turned` as many numbers again, those that the
+    signs of a residual stage multiply. up: [2 R, D]."""
+    up = mx.eye(dims) if turned is None else turned.up
+    seen = _projections(dims, spec.seed).T @ up * (sqrt(pi / 2) / dims)
+    return Transform(up.swapaxes(-1, -2), mx.concatenate([up, seen], axis=-2))
 
 
 # Outlier channels. The paper does not say when they are chosen. Here by page: a page then needs

@@ -8,11 +8,15 @@ Stored per side, T a whole number P of pages:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from mlxkv import packing
 from mlxkv.config import DualScale
 from mlxkv.quantizers import affine
+
+Balance = Callable[[mx.array, str, bool], tuple[mx.array, mx.array]]
 
 ITERATIONS = 16
 STD_RANGE = (1e-3, 1e3)
@@ -89,8 +93,10 @@ def _range(y: mx.array, over: int, quantile: float) -> tuple[mx.array, mx.array]
     return mx.expand_dims(low, over), mx.expand_dims(high, over)
 
 
-def encode(spec: DualScale, x: mx.array, page: int) -> dict[str, mx.array]:
-    """x: [B, G, T, R], T a whole number of pages."""
+def encode(
+    spec: DualScale, x: mx.array, page: int, balance: Balance = balance
+) -> dict[str, mx.array]:
+    """x: [B, G, T, R], T a whole number of pages. balance: what finds the scales."""
     tiles = _tiles(x.astype(mx.float32), page)
     tokens, channels = balance(tiles, spec.axis, spec.unit_std)
     return encode_balanced(spec, tiles, tokens if spec.axis == "channel" else channels)

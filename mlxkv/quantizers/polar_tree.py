@@ -120,6 +120,32 @@ def stored_of(codes: list[mx.array], radii: mx.array) -> dict[str, mx.array]:
     return {"first": first, "upper": upper, "radii": radii}
 
 
+def split(stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """What is stored -> codes of 3 bits [B, G, T, R], as records hold them.
+
+    The two low bits of dims 2 i and 2 i + 1 are the angle of level 1. High bits of dims 8 i .. 8 i + 7:
+    the angles of level 3 and of level 4 (which the two halves of 16 dims both have), then both of
+    level 2, two bits each.
+    """
+    one, two, three, four = codes_of(stored, dims, page)
+    low = mx.stack([one & 3, one >> 2], -1).reshape(*one.shape[:-1], dims)
+    two = two.reshape(*two.shape[:-1], -1, 2)
+    angles = mx.stack([three, mx.repeat(four, 2, axis=-1), two[..., 0], two[..., 1]], -1)
+    high = mx.stack([angles & 1, angles >> 1], -1).reshape(low.shape)
+    codes = low + (high << 2)
+    return codes.reshape(*codes.shape[:2], -1, dims)
+
+
+def join(codes: mx.array, radii: mx.array) -> dict[str, mx.array]:
+    """The inverse of `split`, with the radii [B, G, T, R/16]."""
+    low = (codes & 3).reshape(*codes.shape[:-1], -1, 2)
+    high = (codes >> 2).reshape(*codes.shape[:-1], -1, 4, 2)
+    angles = high[..., 0] + 2 * high[..., 1]
+    two = angles[..., 2:].reshape(*codes.shape[:-1], -1)
+    one = low[..., 0] + 4 * low[..., 1]
+    return stored_of([one, two, angles[..., 0], angles[..., ::2, 1]], radii)
+
+
 def _page_books(books: mx.array) -> Books:
     """[B, G, pages, 28] float16 -> those of the levels, [B, G, pages, 1, 1, n] float32."""
     edges = np.cumsum(SIZES[:-1]).tolist()
