@@ -29,11 +29,13 @@ constexpr int HEADER_K = TREE_K == 2
     ? KV_TREE_HEADER
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
-// Codes of keys per token and group are multiplied with offsets, which one more tile takes out.
-// Those of the other formats become what they stand for, or are centred.
+// Codes of keys per token and group are multiplied with offsets, which one more tile takes out. Those
+// of the other formats become what they stand for.
 constexpr bool OFFSETS_K = !CHANNEL_K && !CODEBOOK_K && !TREE_K;
-// Queries times scales of channels are as large as scores: what keeps queries small would hurt.
-constexpr bool WHOLE_Q = CHANNEL_K && !PAIRS_K;
+// Scales of channels go into the queries, once for the tokens that share them, which one simdgroup
+// reads one after the other. Such products are as large as scores: what keeps queries small would hurt.
+constexpr bool FOLDED = CHANNEL_K && !PAIRS_K;
+constexpr int STEP = FOLDED ? 2 : 2 * S;  // from a simdgroup's pair of records to its next
 constexpr float MIDDLE_K = SYMMETRIC_K ? float(1 << (BITS_K - 1)) : 0.0f;
 constexpr int WIDTH = 32 * OB;
 constexpr int STRIDE = WIDTH + 4;  // of partials: output, maximum, sum, 0, 0
@@ -76,9 +78,13 @@ const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
 const int parts = paged ? page_splits : splits - page_splits;
 const int part = paged ? split : split - page_splits;
-const int each = (units + parts - 1) / parts;
-const int stop = metal::min(units, (part + 1) * each);
-int unit = part * each + group * (paged ? 2 : 1);
+// Records go to simdgroups by pairs in turn, or (FOLDED) each has a run of pairs.
+const bool runs = FOLDED && paged;
+const int least = runs ? 2 : 1;
+const int each = (units + parts * least - 1) / (parts * least) * least;
+const int run = runs ? (each + 2 * S - 1) / (2 * S) * 2 : paged ? 2 : 1;
+int unit = part * each + group * run;
+const int stop = metal::min(units, metal::min((part + 1) * each, runs ? unit + run : units));
 // Queries first: behind the records they would wait for all of them.
 constexpr int MINE = (8 * 32 * QB + 32 * S - 1) / (32 * S);
 float mine[MINE];
@@ -98,12 +104,12 @@ if (turns && group < 2 * BQ) {
     ahead[k] = *(const device uint4*)(map + (group * 2 * BD + k) * 128);
   }
 }
-KvPipe pipe = kv_pipe_start<RECORD, STAGES, S>(
+KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
     records + (size_t(head) * size[2] + unit) * RECORD, paged ? stop - unit : 0, group, lane);
 for (int n = 0; n < MINE; n++) {
   const int i = thread_id + n * 32 * S;
   if (i < 8 * 32 * QB) {
-    const float scale = as_type<float>(size[10]) / (WHOLE_Q && paged ? 1.0f : KV_SCORE);
+    const float scale = as_type<float>(size[10]) / (FOLDED && paged ? 1.0f : KV_SCORE);
     tile_rows[i / (32 * QB) * ROW + i % (32 * QB)] = mine[n] * scale;
   }
 }
@@ -167,7 +173,7 @@ for (int n = 0; n < 2 * QB; n++) {
 }
 
 // Behind the outputs: a tile whose rows are the sums over tokens of the middle values of each group.
-constexpr int EXTRA = SYMMETRIC_V ? 0 : 1;
+constexpr int EXTRA = SYMMETRIC_V || OUTER_V ? 0 : 1;
 TileC o[2 * OB + EXTRA];
 float top[2];
 float sum[2];

@@ -33,6 +33,11 @@ if (paged) {
       }
     }
   }
+  if (FOLDED && group == 0) {  // every simdgroup reads them there when scales change
+    for (int n = 0; n < 4 * BK; n++) {
+      pool[128 * (n / 4) + 4 * lane + n % 4] = as_type<float>(q_tile[n / 2].w[n % 2]);
+    }
+  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   constexpr float SLOT = 64.0f;  // sums of 1024 times queries have to fit into halves
   TileB q_slots[SLOT_TILES];  // rows 0..7: slots, rows 8..15: what halves of them leave
@@ -79,16 +84,33 @@ if (paged) {
   KvHalfTree tree_v = kv_half_tree(tree);
   const device uint* page_numbers = headers + size_t(head) * (size[2] / PAGE_RECORDS) * HEADER;
   // Where instructions are the limit, two records side by side: one hides the latency of the other.
-  constexpr int PAIR = BITS_K + BITS_V < 7 ? 2 : 1;
+  constexpr int PAIR = BITS_K + BITS_V < 7 && !(FOLDED && (GROUP_K % 32 || OUTER_V)) ? 2 : 1;
+  TileB folded[2 * BK];
+  float start[2] = {0.0f, 0.0f};  // what biases make of the queries, without the offsets of the codes
+  int fold = unit;  // where scales change
   KvRecord record[2];
   bool second = false;
   while (unit < stop) {
     const bool both = unit + 1 < stop;
     if (!second) {
-      record[0] = kv_pipe_wait<RECORD, STAGES, S>(pipe);
+      record[0] = kv_pipe_wait<RECORD, STAGES, S, STEP>(pipe);
       record[1] = both ? kv_record_after(record[0], RECORD) : record[0];  // or the last one again
     } else {
       record[0] = record[1];
+    }
+    if (FOLDED && unit >= fold) {
+      constexpr int RECORDS = GROUP_K / 16;
+      constexpr int NAMES = SYMMETRIC_K ? 1 : 2;
+      const int at = unit / RECORDS;
+      fold = (at + 1) * RECORDS;
+      const device uint* header = page_numbers + size_t(unit / PAGE_RECORDS) * HEADER;
+      for (int n = 0; n < 4 * BK; n++) {
+        folded[n / 2].w[n % 2] = as_type<uint>(pool[128 * (n / 4) + 4 * lane + n % 4]);
+      }
+      const TileC sums = kv_fold<BK, BITS_K, SYMMETRIC_K>(
+          (const device uint4*)header + at % (PAGE / GROUP_K) * NAMES * 4 * BK, folded, lane);
+      start[0] = sums.v[0];
+      start[1] = sums.v[1];
     }
     TileC s[PAIR];
 #pragma unroll
@@ -152,45 +174,23 @@ if (paged) {
             tile_multiply(s[e], b, q_tile[2 * (j + BK / 2) + u]);
           }
         }
-      } else if (CHANNEL_K) {
-        // Scales go into the queries, biases of the middle codes are a tile whose rows are alike.
-        const device uint4* numbers = (const device uint4*)header +
-            16 * (at % PAGE_RECORDS) / GROUP_K * (SYMMETRIC_K ? 1 : 2) * 4 * BK;
+      } else if (FOLDED) {
+        for (int i = 0; i < 4; i++) {
+          s[e].v[i] = start[i % 2];
+        }
         for (int j = 0; j < BK; j++) {
-          const uint4 scale = numbers[4 * j + tile_b_row(lane, 0) / 2];
           for (int u = 0; u < 2; u++) {
             TileA a;
             for (int m = 0; m < 4; m++) {
-              const int r = m % 2;
-              const int p = 2 * u + m / 2;
-              a.w[m] = kv_centred_pair<BITS_K>(
-                  words[kv_slot_word<BITS_K>(j, r, p)],
-                  words[BITS_K == 3 ? kv_high_word(j) : 0], masks_k, j, r, p);
+              a.w[m] = kv_pair<BITS_K>(
+                  words[kv_slot_word<BITS_K>(j, m % 2, 2 * u + m / 2)],
+                  words[BITS_K == 3 ? kv_high_word(j) : 0], masks_k, j, m % 2, 2 * u + m / 2);
             }
-            TileB scaled;
-            for (int r = 0; r < 2; r++) {
-              scaled.w[r] = kv_multiply_halves(
-                  q_tile[2 * j + u].w[r], tile_b_numbers(kv_eighth(scale, u, r), lane));
-            }
-            tile_multiply(s[e], a, scaled);
-          }
-          if (!SYMMETRIC_K) {
-            const uint4 own = numbers[4 * j + t];
-            const uint4 bias = numbers[4 * BK + 4 * j + t];
-            const uint code = kv_halves(kv_middle<BITS_K>(), kv_middle<BITS_K>());
-            for (int u = 0; u < 2; u++) {
-              TileA a;
-              for (int m = 0; m < 4; m++) {
-                a.w[m] = kv_add_multiplied_halves(
-                    kv_eighth(bias, u, m / 2), code, kv_eighth(own, u, m / 2));
-              }
-              tile_multiply(s[e], a, q_tile[2 * j + u]);
-            }
+            tile_multiply(s[e], a, folded[2 * j + u]);
           }
         }
-        for (int i = 0; i < 4; i++) {
-          const float outer = OUTER_K ? kv_half(scales[0], i / 2) : 1.0f;
-          s[e].v[i] *= outer * (1.0f / KV_SCORE);
+        for (int i = 0; i < (OUTER_K ? 4 : 0); i++) {
+          s[e].v[i] *= kv_half(scales[0], i / 2);
         }
       }
       for (int n = 0; n < (CHANNEL_K || TREE_K ? 0 : GROUPS_K); n++) {

@@ -1,6 +1,6 @@
 // Third part of attend_tile: probabilities of the records' tokens, and what they make of the values.
     TileB p[PAIR];
-    kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o);
+    kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o, FOLDED ? 1.0f : KV_SCORE);
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
       uint words[WORDS_V];
@@ -92,8 +92,8 @@
     unit += PAIR;
     second = PAIR == 1 && !second && both;
     if (!second) {
-      kv_pipe_release<RECORD, STAGES, S>(pipe, lane);
-      unit += 2 * (S - 1) + (PAIR == 1 && !both ? 1 : 0);
+      kv_pipe_release<RECORD, STAGES, S, STEP>(pipe, lane);
+      unit += STEP - 2 + (PAIR == 1 && !both ? 1 : 0);
     }
   }
   if (!SYMMETRIC_V && !OUTER_V) {

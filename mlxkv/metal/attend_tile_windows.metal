@@ -46,7 +46,7 @@
       }
     }
     TileB p[1];
-    kv_probabilities<2 * OB + EXTRA, 1>(s, p, top, sum, o);
+    kv_probabilities<2 * OB + EXTRA, 1>(s, p, top, sum, o, KV_SCORE);
     for (int j = 0; j < BD; j++) {
       uint x[8];
       for (int i = 0; i < 8; i++) {

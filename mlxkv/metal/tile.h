@@ -109,18 +109,19 @@ inline float kv_high(uint word) {
               : kv_half(word, 1);
 }
 
-// Scores of M times 16 tokens and 8 queries, in 32nds -> probabilities, as right factors of the next
+// Scores of M times 16 tokens and 8 queries, in parts of 1 / unit -> probabilities, as right factors of the next
 // products. The running maximum follows only when it is exceeded by 2^4; then the N tiles of o
 // follow, too.
 constexpr float KV_SCORE = 32.0f;  // keeps queries in the range of a half
 template <int N, int M>
 inline void kv_probabilities(
-    thread TileC* s, thread TileB* p, thread float* top, thread float* sum, thread TileC* o) {
+    thread TileC* s, thread TileB* p, thread float* top, thread float* sum, thread TileC* o,
+    float unit) {
   TileC above[M];
   bool exceeds = false;
   for (int m = 0; m < M; m++) {
     for (int i = 0; i < 4; i++) {
-      above[m].v[i] = metal::fma(s[m].v[i], KV_SCORE, -top[i % 2]);
+      above[m].v[i] = metal::fma(s[m].v[i], unit, -top[i % 2]);
       exceeds = exceeds | (above[m].v[i] > 4.0f);
     }
   }
@@ -131,14 +132,14 @@ inline void kv_probabilities(
       for (int m = 1; m < M; m++) {
         peak = metal::max(peak, metal::max(s[m].v[i], s[m].v[2 + i]));
       }
-      peak = metal::max(tile_column_max(peak) * KV_SCORE, top[i]);
+      peak = metal::max(tile_column_max(peak) * unit, top[i]);
       shrink[i] = metal::exp2(top[i] - peak);
       top[i] = peak;
       sum[i] *= shrink[i];
     }
     for (int m = 0; m < M; m++) {
       for (int i = 0; i < 4; i++) {
-        above[m].v[i] = metal::fma(s[m].v[i], KV_SCORE, -top[i % 2]);
+        above[m].v[i] = metal::fma(s[m].v[i], unit, -top[i % 2]);
       }
     }
     for (int n = 0; n < N; n++) {

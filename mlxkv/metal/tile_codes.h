@@ -27,10 +27,7 @@ inline uint kv_level_pair(
   return kv_multiply_halves(v, sum);
 }
 
-// The low or the high half of a word, twice; those of two words.
-inline uint kv_both(uint a, uint b, int high) {
-  return high ? (a >> 16) | (b & 0xFFFF0000u) : (a & 0xFFFFu) | (b << 16);
-}
+// The low or the high half of a word, twice.
 inline uint kv_twice(uint pair, int high) {
   return kv_both(pair, pair, high);
 }
@@ -38,6 +35,44 @@ inline uint kv_twice(uint pair, int high) {
 // Halves i and 4 + i of eight, i = 2 u + r: what stands in slots (p = i, half 0 and 1).
 inline uint kv_eighth(uint4 x, int u, int r) {
   return kv_both(u ? x.y : x.x, u ? x.w : x.z, r);
+}
+
+// Multiplies queries by the scales of the channels. Returns what all their scores have in common, a
+// tile whose rows are alike: queries times biases, without what the offsets of kv_pair add to codes.
+// numbers: scales of all dims, then biases.
+template <int BK, int BITS, int SYMMETRIC>
+inline TileC kv_fold(const device uint4* numbers, thread TileB* q, int lane) {
+  TileC sum;
+  for (int i = 0; i < 4; i++) {
+    sum.v[i] = 0.0f;
+  }
+#pragma unroll
+  for (int j = 0; j < BK; j++) {
+    const uint4 scale = numbers[4 * j + tile_b_row(lane, 0) / 2];
+    uint4 bias = scale;
+    if (!SYMMETRIC) {
+      bias = numbers[4 * BK + 4 * j + tile_column(lane) / 2];
+    }
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      TileA a;
+      TileA offset;
+      for (int m = 0; m < 4; m++) {
+        const float taken = -kv_offset<BITS>(2 * u + m / 2) - (SYMMETRIC ? kv_middle<BITS>() : 0.0f);
+        a.w[m] = kv_eighth(bias, u, m / 2);
+        offset.w[m] = kv_halves(taken, taken);
+      }
+      if (!SYMMETRIC) {
+        tile_multiply(sum, a, q[2 * j + u]);
+      }
+      for (int r = 0; r < 2; r++) {
+        q[2 * j + u].w[r] = kv_multiply_halves(
+            q[2 * j + u].w[r], tile_b_numbers(kv_eighth(scale, u, r), lane));
+      }
+      tile_multiply(sum, offset, q[2 * j + u]);
+    }
+  }
+  return sum;
 }
 
 // Keys as radius and angle, tokens r, slots (p, half 0 and 1) of one block: their first and second

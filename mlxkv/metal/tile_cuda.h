@@ -58,6 +58,10 @@ inline float tile_column_sum(float value) {
 inline uint kv_halves(float low, float high) {
   return as_type<uint>(__floats2half2_rn(low, high));
 }
+// The low or the high halves of two words.
+inline uint kv_both(uint a, uint b, int high) {
+  return __byte_perm(a, b, high ? 0x7632 : 0x5410);
+}
 inline uint kv_multiply_halves(uint a, uint b) {
   return as_type<uint>(__hmul2(as_type<half2>(a), as_type<half2>(b)));
 }
@@ -116,7 +120,7 @@ struct KvPipe {
   int stage;
   uint phase;
 };
-template <int RECORD, int STAGES, int S>
+template <int RECORD, int STAGES, int S, int STEP>
 inline void kv_pipe_fetch(KvPipe& pipe, int stage, int lane) {
   if (pipe.left > 0) {
     if (lane == 0) {
@@ -131,11 +135,11 @@ inline void kv_pipe_fetch(KvPipe& pipe, int stage, int lane) {
           "l"(pipe.next), "r"(bytes), "r"(barrier)
           : "memory");
     }
-    pipe.next += 2 * S * RECORD;
-    pipe.left -= 2 * S;
+    pipe.next += STEP * RECORD;
+    pipe.left -= STEP;
   }
 }
-template <int RECORD, int STAGES, int S>
+template <int RECORD, int STAGES, int S, int STEP>
 inline KvPipe kv_pipe_start(const uint* first, int count, int group, int lane) {
   extern __shared__ __align__(128) uint kv_pipe_words[];
   constexpr int BARRIERS = (2 * STAGES * S + 31) / 32 * 32;  // words
@@ -155,11 +159,11 @@ inline KvPipe kv_pipe_start(const uint* first, int count, int group, int lane) {
   }
   __syncwarp();
   for (int n = 0; n < STAGES; n++) {
-    kv_pipe_fetch<RECORD, STAGES, S>(pipe, n, lane);
+    kv_pipe_fetch<RECORD, STAGES, S, STEP>(pipe, n, lane);
   }
   return pipe;
 }
-template <int RECORD, int STAGES, int S>
+template <int RECORD, int STAGES, int S, int STEP>
 inline KvRecord kv_pipe_wait(KvPipe& pipe) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -172,10 +176,10 @@ inline KvRecord kv_pipe_wait(KvPipe& pipe) {
       : "memory");
   return pipe.data + pipe.stage * 4 * RECORD * 2;
 }
-template <int RECORD, int STAGES, int S>
+template <int RECORD, int STAGES, int S, int STEP>
 inline void kv_pipe_release(KvPipe& pipe, int lane) {
   __syncwarp();
-  kv_pipe_fetch<RECORD, STAGES, S>(pipe, pipe.stage, lane);
+  kv_pipe_fetch<RECORD, STAGES, S, STEP>(pipe, pipe.stage, lane);
   pipe.stage += 1;
   if (pipe.stage == STAGES) {
     pipe.stage = 0;

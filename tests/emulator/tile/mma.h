@@ -52,6 +52,9 @@ inline uint kv_halves(float low, float high) {
   pair.y = half(high);
   return as_type<uint>(pair);
 }
+inline uint kv_both(uint a, uint b, int high) {
+  return high ? (a >> 16) | (b & 0xFFFF0000u) : (a & 0xFFFFu) | (b << 16);
+}
 inline uint kv_multiply_halves(uint a, uint b) {
   return as_type<uint>(as_type<half2>(a) * as_type<half2>(b));
 }
@@ -94,19 +97,19 @@ inline uint4 kv_read4(KvRecord from, int word) {
 struct KvPipe {
   const device uint* next;
 };
-template <int RECORD, int STAGES, int S>
+template <int RECORD, int STAGES, int S, int STEP>
 inline KvPipe kv_pipe_start(const device uint* first, int count, int group, int lane) {
   KvPipe pipe;
   pipe.next = first;
   return pipe;
 }
-template <int RECORD, int STAGES, int S>
+template <int RECORD, int STAGES, int S, int STEP>
 inline KvRecord kv_pipe_wait(thread KvPipe& pipe) {
   return pipe.next;
 }
-template <int RECORD, int STAGES, int S>
+template <int RECORD, int STAGES, int S, int STEP>
 inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
-  pipe.next += 2 * S * RECORD;
+  pipe.next += STEP * RECORD;
 }
 inline KvRecord kv_record_after(KvRecord record, int words) {
   return record + words;
