@@ -71,6 +71,15 @@ def run(name, dims, heads, new, dtype, factory, tiled=False, pages=3):
     return rms(out, softmax(q, keys, values, dims**-0.5, 0, logits))
 
 
+@pytest.mark.parametrize("bits", (2, 4))  # two records at once, and one
+def test_scales_of_channels_change_inside_the_run_of_a_simdgroup(bits, monkeypatch):
+    """Runs of 6 records, pages of 4: some simdgroups begin and end inside a page."""
+    side = Affine(bits, 64, axis="channel"), Affine(bits, 32), 64, "none"
+    monkeypatch.setitem(FORMATS, "runs", side)
+    monkeypatch.setattr(tiles, "splits_for", lambda *args: (1, 1))
+    assert run("runs", 40, 2, 1, mx.float16, make_mma, tiled=True, pages=9) < 3e-3
+
+
 def each(names, quick):
     """Every case builds a kernel: some with the quick tests, all with the slow ones."""
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
