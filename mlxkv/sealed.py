@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv import balancing, encoding, exchange, kernels, records, selftest, tiles
+from mlxkv import balancing, channels, encoding, exchange, kernels, records, selftest, tiles
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
@@ -175,7 +175,8 @@ class Records(_Store):
 
     def _seal(self, pair: Pair, tokens: int, start: int) -> dict[str, mx.array]:
         on_cpu = self.way != encoding.KERNEL
-        if on_cpu or not self.layout.sealed_by_kernel:
+        by_channels = not on_cpu and channels.why_not(self.layout) is None
+        if on_cpu or not (by_channels or self.layout.sealed_by_kernel):
             with mx.stream(mx.cpu if on_cpu else mx.default_device()):
                 sides, codes = (self.layout.keys, self.layout.values), {}
                 for name, code, x, at in zip(NAMES, self.codecs, pair, sides, strict=True):
@@ -189,8 +190,8 @@ class Records(_Store):
         ranks = tuple(
             code.spec.clip_rank(at.dims) for code, at in zip(self.codecs, sides, strict=True)
         )
-        words = kernels.seal(pair, self.layout, self.make, transforms, start, tokens, ranks)
-        return {"records": words}
+        rest = self.layout, self.make, transforms, start, tokens, ranks
+        return channels.seal(pair, *rest) if by_channels else {"records": kernels.seal(pair, *rest)}
 
     def read(self, start: int, stop: int) -> RecordPages:
         """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""

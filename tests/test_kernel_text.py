@@ -54,6 +54,14 @@ KERNELS = {
         },
         [np.uint32],
     ),
+    "seal_channel": (
+        {
+            **SIDES,
+            **{"T_K": np.float16, "D_K": 80, "BITS_K": 3, "T_V": np.float16, "D_V": 80},
+            **{"BITS_V": 3, "S": 8, "RANK_V": 7},
+        },
+        [np.uint32, np.uint32],
+    ),
     "unseal": (
         {
             **SIDE,

@@ -28,7 +28,7 @@ LAYERS = [
     {"learnable"},
     {"models", "calibrate"},
     {"cache", "attention", "sealed", "selftest"},
-    {"codec", "pages", "tiles", "exchange", "balancing"},
+    {"codec", "pages", "tiles", "exchange", "balancing", "channels"},
     {"kernels"},
     {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},

@@ -20,6 +20,7 @@ import mlx.core as mx
 # name: (inputs, outputs), in the order in which the body names them
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
+    "seal_channel": (("keys", "values", "size"), ("records", "headers")),
     "balance": (("x", "numbers"), ("tokens", "channels")),
     "unseal": (("records", "headers", "sink", "live", "size"), ("out",)),
     "attend": (
@@ -40,6 +41,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
     "seal": ("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
+    "seal_channel": ("codes.h", "butterflies.h", "select.h", "seal.h"),
     "attend": ("codes.h", "tree.h"),
     "unseal": ("codes.h", "tree.h"),
     "attend_tile": ("codes.h", "tree.h", "tile.h", "tile_codes.h"),
