@@ -27,7 +27,18 @@ def presets(as_json: bool) -> None:
         sink, recent, page = shared
         print(f"windows: the first {sink} and the last {recent} tokens stay exact; pages of {page}")
     print("a scale serves a group of values of one token, unless it says channel")
+    for reason, names in _plain(PRESETS).items():
+        print(f"no kernel, plain ops alone: {', '.join(names)} ({reason})")
     print("a pair takes its keys from one preset, its values from another: int8/int4")
+
+
+def _plain(presets: dict[str, CacheConfig]) -> dict[str, list[str]]:
+    """Why there is no kernel -> presets that have none on any machine."""
+    out: dict[str, list[str]] = {}
+    for name, kv in presets.items():
+        if reason := getattr(kv.keys.quantizer, "no_record", None):
+            out.setdefault(reason, []).append(name)
+    return out
 
 
 def _same_windows(rows: list[dict]) -> tuple[int, ...] | None:

@@ -7,6 +7,7 @@ import json
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import base
 from on_emulator import make
 
 from mlxkv.bench import attend, case, decode, encode, kernels, models, timing
@@ -174,7 +175,7 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
     def missing(*args, **kwargs):
         raise RuntimeError("no kernel\nfor this")
 
-    monkeypatch.setattr(attend, "quantized_scaled_dot_product_attention", missing)
+    monkeypatch.setattr(base, "quantized_scaled_dot_product_attention", missing)
     out, data = said(capsys, "bench", "kernels", "--shapes", SHAPE, *TINY_RUN, "--json")
     assert data["rows"][0]["mlx_lm_reason"] == "no kernel" and data["rows"][0]["us"]
     assert "fails" in out and "mlx-lm fails: no kernel" in out

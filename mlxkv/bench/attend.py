@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import mlx.core as mx
-from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlxkv import attention, sealed
 from mlxkv.bench.case import BOUNDS, Shape, filled, reference, relative_rms, stored_bytes
@@ -140,6 +139,8 @@ def _mlx_lm_name(bits: int) -> str:
 
 def _mlx_lm(bits, shape, tokens, dtype, scale, first, calls):
     """mlx-lm's attention of `--kv-bits`; it fails when called where something is missing."""
+    from mlx_lm.models.base import quantized_scaled_dot_product_attention  # takes seconds
+
     quantize = partial(mx.quantize, group_size=MLX_LM_GROUP, bits=bits)
     copies: list = []
 
