@@ -15,6 +15,8 @@ from mlxkv import generate as mlx_generate
 from mlxkv import prompt_cache as mlx_prompt_cache
 from mlxkv.errors import UserError
 
+torch.set_num_threads(1)  # small products: threads of a busy machine only wait for each other
+
 PRESET = {"tiny": "int4", "tiny-qwen": "balanced-int3"}
 
 
@@ -22,7 +24,7 @@ PRESET = {"tiny": "int4", "tiny-qwen": "balanced-int3"}
 def tokens():
     text = "\n\n".join(corpus.interleaved("evaluation"))
     made = load("tiny").tokenizer(text)["input_ids"]
-    return made[:700]
+    return made[:450]
 
 
 @pytest.fixture(scope="module", params=PRESET)
@@ -65,7 +67,7 @@ def test_the_same_codes_for_the_same_text(pair, tokens):
             gap = (codes[0] - codes[1]).abs()
             assert gap.max() <= 1  # inputs differ in the last bits, so a code may at a boundary
             total, differ = total + gap.numel(), differ + int(gap.sum())
-    assert total > 300_000
+    assert total > 100_000
     assert differ < 2e-4 * total
 
 

@@ -1,0 +1,359 @@
+"""Decode attention in Triton: pages of codes and windows in full precision, split over the tokens.
+
+A program takes one kv head and a run of pages, or the windows, and computes for all query heads of
+the group at once: scores^T = K q^T [tokens, rows], then out^T += V^T p^T [dims, rows]. Tokens (or
+dims) are the wide side of the matrix product, so that few rows waste little of it.
+
+A code becomes a float16 by OR-ing the exponent of 1024 into its bits: 1024 + code. That offset, and
+the bias, belong to a group of dims: they come after the products, from sums of the queries (keys),
+or of the weights (values). Scores are scaled per token after the product, weights before it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+OFFSET = tl.constexpr(1024.0)
+MAGIC = tl.constexpr(0x6400)
+
+# Two neighbouring words -> eight planes of two float16 each: what a lane needs of a fragment.
+FOUR_BITS = tl.constexpr("""{
+    .reg .b32 lo, hi, t;
+    prmt.b32 lo, $8, $9, 0x5410;
+    prmt.b32 hi, $8, $9, 0x7632;
+    lop3.b32 $0, lo, 0x000f000f, 0x64006400, 0xea;
+    shr.b32 t, lo, 4;
+    lop3.b32 $1, t, 0x000f000f, 0x64006400, 0xea;
+    shr.b32 t, lo, 8;
+    lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea;
+    shr.b32 t, lo, 12;
+    lop3.b32 $3, t, 0x000f000f, 0x64006400, 0xea;
+    lop3.b32 $4, hi, 0x000f000f, 0x64006400, 0xea;
+    shr.b32 t, hi, 4;
+    lop3.b32 $5, t, 0x000f000f, 0x64006400, 0xea;
+    shr.b32 t, hi, 8;
+    lop3.b32 $6, t, 0x000f000f, 0x64006400, 0xea;
+    shr.b32 t, hi, 12;
+    lop3.b32 $7, t, 0x000f000f, 0x64006400, 0xea;
+}""")
+TWO_BITS = tl.constexpr("""{
+    .reg .b32 t;
+    lop3.b32 $0, $8, 0x00030003, 0x64006400, 0xea;
+    shr.b32 t, $8, 2;
+    lop3.b32 $1, t, 0x00030003, 0x64006400, 0xea;
+    shr.b32 t, $8, 4;
+    lop3.b32 $2, t, 0x00030003, 0x64006400, 0xea;
+    shr.b32 t, $8, 6;
+    lop3.b32 $3, t, 0x00030003, 0x64006400, 0xea;
+    shr.b32 t, $8, 8;
+    lop3.b32 $4, t, 0x00030003, 0x64006400, 0xea;
+    shr.b32 t, $8, 10;
+    lop3.b32 $5, t, 0x00030003, 0x64006400, 0xea;
+    shr.b32 t, $8, 12;
+    lop3.b32 $6, t, 0x00030003, 0x64006400, 0xea;
+    shr.b32 t, $8, 14;
+    lop3.b32 $7, t, 0x00030003, 0x64006400, 0xea;
+}""")
+
+
+@triton.jit
+def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr):
+    """1024 + code of plane i, float16."""
+    if BITS == 3:
+        low = (words.to(tl.int32) >> (2 * i)) & 3
+        code = low | (((high.to(tl.int32) >> i) & 1) << 2)
+    else:
+        code = (words.to(tl.int32) >> (BITS * i)) & ((1 << BITS) - 1)
+    return (code | MAGIC).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr):
+    """All planes; of four the last four are repeats that nobody reads."""
+    if ASM and BITS == 4 and PLANES == 8:
+        return tl.inline_asm_elementwise(
+            FOUR_BITS,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+            [words],
+            (tl.float16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    if ASM and BITS == 2 and PLANES == 8:
+        return tl.inline_asm_elementwise(
+            TWO_BITS,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [words],
+            (tl.float16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    a = _plane(words, high, 0, BITS)
+    b = _plane(words, high, 1, BITS)
+    c = _plane(words, high, 2, BITS)
+    d = _plane(words, high, 3, BITS)
+    if PLANES == 4:
+        return a, b, c, d, a, a, a, a
+    e = _plane(words, high, 4, BITS)
+    f = _plane(words, high, 5, BITS)
+    g = _plane(words, high, 6, BITS)
+    h = _plane(words, high, 7, BITS)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def _halves(numbers):
+    """(scale, bias) float32 of packed float16 pairs."""
+    scale = (numbers & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    bias = (numbers >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), bias.to(tl.float32)
+
+
+@triton.jit
+def _score(s, q, k, i: tl.constexpr, numbers, sums, EACH: tl.constexpr, part):
+    """Adds plane i to the scores s [T, N]; part: products of the group so far. EACH planes share a
+    scale; after the last of them scale and offset come on top."""
+    if i % EACH == 0:
+        part = tl.dot(k, q)
+    else:
+        part = tl.dot(k, q, part)
+    if i % EACH == EACH - 1:
+        scale, bias = _halves(numbers)
+        s += part * scale[:, None] + (bias - OFFSET * scale)[:, None] * sums[None, :]
+    return s, part
+
+
+@triton.jit
+def _weigh(p, numbers):
+    """p [T, N] with the scales of a group, float16; and what biases and the offset add to its dims."""
+    scale, bias = _halves(numbers)
+    weighed = (p * scale[:, None]).to(tl.float16)
+    shift = tl.sum(p * bias[:, None] - OFFSET * weighed.to(tl.float32), 0)
+    return weighed, shift
+
+
+@triton.jit
+def attend_kernel(
+    q, sums, factors, plain,  # [B, G, N, R] float16, [B, G, KG, N], [B, G, N], [B, H, L, D]
+    k_words, k_high, k_numbers, v_words, v_high, v_numbers,
+    table, pages,  # [B, most] int32, [B] int32
+    sink_k, sink_v, live_k, live_v,  # windows, [B, G, T, D]
+    sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
+    mask, mask_row,  # uint8 [B, tokens], or nothing
+    part_out, part_top, part_sum,  # [B, G, S + 1, N, R], [B, G, S + 1, N] twice
+    most, splits, rows, new, plain_scale,
+    R: tl.constexpr, N: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr,
+    K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
+    V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
+    MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits + 1, G, B). rows: of a group, heads times `new` tokens; N: padded."""
+    split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head = b.to(tl.int64) * tl.num_programs(1) + g
+    at = (head * (splits + 1) + split) * N
+    if split == splits:
+        _windows(
+            plain + head * rows * R, sink_k, sink_v, live_k, live_v, b, g,
+            sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
+            mask + b * mask_row, tl.load(pages + b) * T,
+            part_out + at * R, part_top + at, part_sum + at,
+            rows, new, plain_scale, R, N, WINDOW, MASKED,
+        )  # fmt: skip
+    else:
+        _pages(
+            q + head * N * R, sums + head * K_GROUPS * N, factors + head * N,
+            k_words, k_high, k_numbers, v_words, v_high, v_numbers,
+            table + b * most, tl.load(pages + b), split, splits, g, tl.num_programs(1),
+            mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at,
+            R, N, T, K_BITS, K_PLANES, K_GROUPS, V_BITS, V_PLANES, V_GROUPS, MASKED, ASM, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pages(
+    q, sums, factors, k_words, k_high, k_numbers, v_words, v_high, v_numbers,
+    table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum,
+    R: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
+    V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
+    MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    KJ: tl.constexpr = R // K_PLANES
+    VJ: tl.constexpr = R // V_PLANES
+    KE: tl.constexpr = K_PLANES // K_GROUPS
+    VE: tl.constexpr = V_PLANES // V_GROUPS
+    n, t = tl.arange(0, N), tl.arange(0, T)
+    kj, vj = tl.arange(0, KJ), tl.arange(0, VJ)
+    at_q = q + n[None, :] * R + kj[:, None]  # q^T of a plane [J, N]
+    q0 = tl.load(at_q)
+    q1 = tl.load(at_q + KJ)
+    q2 = tl.load(at_q + 2 * KJ)
+    q3 = tl.load(at_q + 3 * KJ)
+    q4, q5, q6, q7 = q0, q0, q0, q0
+    if K_PLANES == 8:
+        q4 = tl.load(at_q + 4 * KJ)
+        q5 = tl.load(at_q + 5 * KJ)
+        q6 = tl.load(at_q + 6 * KJ)
+        q7 = tl.load(at_q + 7 * KJ)
+    factor = tl.load(factors + n)
+    top = tl.full([N], -float("inf"), tl.float32)
+    total = tl.zeros([N], tl.float32)
+    o0 = tl.zeros([VJ, N], tl.float32)
+    o1, o2, o3, o4, o5, o6, o7 = o0, o0, o0, o0, o0, o0, o0
+    # What a group's biases add; only V_GROUPS of them are used.
+    c0 = tl.zeros([N], tl.float32)
+    c1, c2, c3, c4, c5, c6, c7 = c0, c0, c0, c0, c0, c0, c0
+    first = (split.to(tl.int64) * pages // splits).to(tl.int32)
+    last = ((split.to(tl.int64) + 1) * pages // splits).to(tl.int32)
+    for page in tl.range(first, last, num_stages=STAGES):
+        place = tl.load(table + page).to(tl.int64) * heads + g
+        kw = tl.load(k_words + place * (T * KJ) + t[:, None] * KJ + kj[None, :])
+        vw = tl.load(v_words + place * (T * VJ) + vj[:, None] * T + t[None, :])
+        kh, vh = kw, vw
+        if K_BITS == 3:
+            kh = tl.load(k_high + place * (T * KJ) + t[:, None] * KJ + kj[None, :])
+        if V_BITS == 3:
+            vh = tl.load(v_high + place * (T * VJ) + vj[:, None] * T + t[None, :])
+        kn = k_numbers + place * (K_GROUPS * T) + t
+        vn = v_numbers + place * (V_GROUPS * T) + t
+
+        k0, k1, k2, k3, k4, k5, k6, k7 = _planes(kw, kh, K_BITS, K_PLANES, ASM)
+        s = tl.zeros([T, N], tl.float32)
+        m = tl.load(kn)
+        u = tl.load(sums + n)
+        s, part = _score(s, q0, k0, 0, m, u, KE, s)
+        if KE == 1:
+            m, u = tl.load(kn + T), tl.load(sums + N + n)
+        s, part = _score(s, q1, k1, 1, m, u, KE, part)
+        if KE <= 2:
+            m, u = tl.load(kn + 2 // KE * T), tl.load(sums + 2 // KE * N + n)
+        s, part = _score(s, q2, k2, 2, m, u, KE, part)
+        if KE == 1:
+            m, u = tl.load(kn + 3 * T), tl.load(sums + 3 * N + n)
+        s, part = _score(s, q3, k3, 3, m, u, KE, part)
+        if K_PLANES == 8:
+            if KE <= 4:
+                m, u = tl.load(kn + 4 // KE * T), tl.load(sums + 4 // KE * N + n)
+            s, part = _score(s, q4, k4, 4, m, u, KE, part)
+            if KE == 1:
+                m, u = tl.load(kn + 5 * T), tl.load(sums + 5 * N + n)
+            s, part = _score(s, q5, k5, 5, m, u, KE, part)
+            if KE <= 2:
+                m, u = tl.load(kn + 6 // KE * T), tl.load(sums + 6 // KE * N + n)
+            s, part = _score(s, q6, k6, 6, m, u, KE, part)
+            if KE == 1:
+                m, u = tl.load(kn + 7 * T), tl.load(sums + 7 * N + n)
+            s, part = _score(s, q7, k7, 7, m, u, KE, part)
+        if MASKED:
+            seen = tl.load(mask + page * T + t) != 0
+            s = tl.where(seen[:, None], s, -1e30)
+
+        higher = tl.maximum(top, tl.max(s, 0) * factor)
+        p = tl.exp2(s * factor[None, :] - higher[None, :])
+        decay = tl.exp2(top - higher)
+        top = higher
+        total = total * decay + tl.sum(p, 0)
+        v0, v1, v2, v3, v4, v5, v6, v7 = _planes(vw, vh, V_BITS, V_PLANES, ASM)
+        w, c = _weigh(p, tl.load(vn))
+        c0 = c0 * decay + c
+        o0 = tl.dot(v0, w, o0 * decay[None, :])
+        if VE == 1:
+            w, c = _weigh(p, tl.load(vn + T))
+            c1 = c1 * decay + c
+        o1 = tl.dot(v1, w, o1 * decay[None, :])
+        if VE <= 2:
+            w, c = _weigh(p, tl.load(vn + 2 // VE * T))
+            c2 = c2 * decay + c
+        o2 = tl.dot(v2, w, o2 * decay[None, :])
+        if VE == 1:
+            w, c = _weigh(p, tl.load(vn + 3 * T))
+            c3 = c3 * decay + c
+        o3 = tl.dot(v3, w, o3 * decay[None, :])
+        if V_PLANES == 8:
+            if VE <= 4:
+                w, c = _weigh(p, tl.load(vn + 4 // VE * T))
+                c4 = c4 * decay + c
+            o4 = tl.dot(v4, w, o4 * decay[None, :])
+            if VE == 1:
+                w, c = _weigh(p, tl.load(vn + 5 * T))
+                c5 = c5 * decay + c
+            o5 = tl.dot(v5, w, o5 * decay[None, :])
+            if VE <= 2:
+                w, c = _weigh(p, tl.load(vn + 6 // VE * T))
+                c6 = c6 * decay + c
+            o6 = tl.dot(v6, w, o6 * decay[None, :])
+            if VE == 1:
+                w, c = _weigh(p, tl.load(vn + 7 * T))
+                c7 = c7 * decay + c
+            o7 = tl.dot(v7, w, o7 * decay[None, :])
+
+    # A plane's shift is that of the first plane of its group.
+    if VE >= 2:
+        c1, c3, c5, c7 = c0, c2, c4, c6
+    if VE >= 4:
+        c2, c3, c6, c7 = c0, c0, c4, c4
+    if VE >= 8:
+        c4, c5, c6, c7 = c0, c0, c0, c0
+    out = part_out + n[None, :] * R + vj[:, None]
+    tl.store(out, o0 + c0[None, :])
+    tl.store(out + VJ, o1 + c1[None, :])
+    tl.store(out + 2 * VJ, o2 + c2[None, :])
+    tl.store(out + 3 * VJ, o3 + c3[None, :])
+    if V_PLANES == 8:
+        tl.store(out + 4 * VJ, o4 + c4[None, :])
+        tl.store(out + 5 * VJ, o5 + c5[None, :])
+        tl.store(out + 6 * VJ, o6 + c6[None, :])
+        tl.store(out + 7 * VJ, o7 + c7[None, :])
+    tl.store(part_top + n, top)
+    tl.store(part_sum + n, total)
+
+
+@triton.jit
+def _windows(
+    q, sink_k, sink_v, live_k, live_v, b, g,
+    sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row, mask, paged,
+    part_out, part_top, part_sum, rows, new, scale,
+    D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sink and live tokens, in the model's domain. *_stride: of a head, *_row: of a batch row."""
+    n, t, d = tl.arange(0, N), tl.arange(0, T), tl.arange(0, D)
+    dtype = live_k.dtype.element_ty
+    turned = tl.load(q + n[None, :] * D + d[:, None], mask=n[None, :] < rows, other=0.0)
+    turned = turned.to(dtype)  # q^T [D, N]
+    # Row i of a group is token i % new of its head: it sees that many tokens less at the end.
+    seen_by = live_tokens - new + 1 + n % new
+    top = tl.full([N], -1e30, tl.float32)
+    total = tl.zeros([N], tl.float32)
+    out = tl.zeros([D, N], tl.float32)
+    sink_blocks = (sink_tokens + T - 1) // T
+    for i in tl.range(sink_blocks + (live_tokens + T - 1) // T, num_stages=1):
+        live = i >= sink_blocks
+        start = tl.where(live, i - sink_blocks, i) * T
+        count = tl.where(live, live_tokens, sink_tokens)
+        place = start + t
+        if live:
+            keys = live_k + b * live_row + g * live_stride
+            values = live_v + b * live_row + g * live_stride
+        else:
+            keys = sink_k + b * sink_row + g * sink_stride
+            values = sink_v + b * sink_row + g * sink_stride
+        there = place < count
+        k = tl.load(keys + place[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
+        s = tl.dot(k, turned, input_precision="ieee") * scale
+        allowed = there[:, None] & ((place[:, None] < seen_by[None, :]) | (not live))
+        if MASKED:
+            shift = tl.where(live, sink_tokens + paged, 0)
+            seen = tl.load(mask + shift + place, mask=there, other=0) != 0
+            allowed = allowed & seen[:, None]
+        s = tl.where(allowed, s, -1e30)
+        higher = tl.maximum(top, tl.max(s, 0))
+        p = tl.where(allowed, tl.exp2(s - higher[None, :]), 0.0)
+        decay = tl.exp2(top - higher)
+        top = higher
+        total = total * decay + tl.sum(p, 0)
+        v = tl.load(values + place[None, :] * D + d[:, None], mask=there[None, :], other=0.0)
+        out = tl.dot(v, p.to(dtype), out * decay[None, :], input_precision="ieee")
+    tl.store(part_out + n[None, :] * D + d[:, None], out)
+    tl.store(part_top + n, top)
+    tl.store(part_sum + n, total)
