@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from cuda_track import kernels
 from cuda_track.cache import View
+from cuda_track.kernels.pool import PoolPages
 
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
@@ -29,9 +31,26 @@ def attend(
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
     sinks: [H] logits of attention sinks (gpt-oss).
     """
+    if why_not(queries, view, mask) is None:
+        seen = None if mask is None or isinstance(mask, str) else mask[:, 0, 0]
+        return kernels.attend(queries, view.pages, view.sink, view.live, scale, seen, sinks)
     if view.pages is None or queries.shape[2] > DECODE_TOKENS:
         return _prefill(queries, view, scale, mask, sinks)
     return _decode_codes(queries, view, scale, mask, sinks)
+
+
+def why_not(queries: torch.Tensor, view: View, mask: Mask) -> str | None:
+    """Why the decode kernel does not compute this attention, or None."""
+    if type(view.pages) is not PoolPages:
+        return "the pages are not kept in a pool" if view.pages else "nothing is sealed yet"
+    new = queries.shape[2]
+    if new > DECODE_TOKENS:
+        return f"more than {DECODE_TOKENS} new tokens are a prefill"
+    if queries.shape[1] // view.live[0].shape[1] * new > kernels.ROWS:
+        return f"a kv head with more than {kernels.ROWS} rows of queries"
+    if isinstance(mask, torch.Tensor) and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
+        return "the kernel takes one boolean row of a mask"
+    return None if mask is not None or new == 1 else "without a causal mask"
 
 
 def _prefill(queries, view: View, scale, mask: Mask, sinks):

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from cuda_track.calibrated import Rotations
-from cuda_track.sealed import CodePages, Codes, store
+from cuda_track.kernels.pool import Paged, PoolPages
+from cuda_track.sealed import CodePages, Codes
+from cuda_track.stores import store
 from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
 
@@ -35,7 +37,7 @@ class View:
 
     live: Pair
     sink: Pair | None = None
-    pages: CodePages | None = None
+    pages: CodePages | PoolPages | None = None
 
     @property
     def windows(self) -> list[Pair]:
@@ -73,14 +75,18 @@ class CompressedKVCache:
             )
         self.config = config
         self.rotations = rotations if config.calibrated else None
+        self._store: Codes | Paged | None = None
         self.clear()
 
     def clear(self) -> None:
+        """Forget all tokens; pages that others hold too stay where they are."""
+        if self._store is not None:
+            self._store.truncate(0)
         self.offset = 0
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
         self._sink: Pair | None = None
-        self._store: Codes | None = None
+        self._store = None
 
     @property
     def _count_pages(self) -> int:
@@ -150,7 +156,7 @@ class CompressedKVCache:
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, start + count * size :] for x in live))
 
-    def _new_store(self, live: Pair) -> Codes:
+    def _new_store(self, live: Pair) -> Codes | Paged:
         dims = tuple(x.shape[3] for x in live)
         return store(self.config, dims, live[0].device, self.rotations)
 

@@ -146,14 +146,3 @@ def to_records(state: dict[str, Stored], config: CacheConfig, codecs) -> Stored:
     return {**out, "headers": torch.cat(shared, -1)} if shared else out
 
 
-def store(
-    config: CacheConfig,
-    dims: tuple[int, int],
-    device: torch.device,
-    rotations: Rotations | None = None,
-) -> Codes:
-    """An empty store for heads of these (key, value) dims.
-
-    rotations: of the layer, for calibrated sides.
-    """
-    return Codes(config, codecs_of(config, dims, rotations, device))

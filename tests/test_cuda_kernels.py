@@ -1,0 +1,179 @@
+"""Triton's kernels in its interpreter: attention over pools of pages, and what pools share."""
+
+import triton_interpreter  # noqa: F401 (first: it says how kernels are built)
+
+import pytest
+import torch
+
+from cuda_track import golden, kernels, stores
+from cuda_track.attention import attend, why_not
+from cuda_track.cache import CompressedKVCache, View
+from cuda_track.codec import Codec
+from cuda_track.kernels import layout
+from cuda_track.kernels.pool import Paged, Pool
+from cuda_track.sealed import CodePages
+from mlxkv.bounds import rms
+from mlxkv.config import PRESETS, Affine, CacheConfig, Side
+
+torch.set_num_threads(1)
+# Weights of values are float16 in the kernel: half a step is 2^-12, and codes of 2 bits are coarse.
+BOUND = 2e-3
+SIDES = {
+    "int4": Side(Affine(4, 64), "srft"),
+    "int4 g32": Side(Affine(4, 32, symmetric=True), "hadamard"),
+    "int8": Side(Affine(8, 64)),
+    "int3": Side(Affine(3, 64), "srft"),
+    "int2": Side(Affine(2, 0, clip=0.92), "hadamard"),
+    "int2 g32": Side(Affine(2, 32), "srft"),
+}
+# D, H, G, L, batch, keys, values, sink, live, mask, attention sinks
+CASES = {
+    "gqa": (128, 8, 2, 1, 1, "int4", "int4", 16, 21, False, False),
+    "ratio 5": (64, 5, 1, 1, 1, "int3", "int4", 0, 1, False, False),
+    "draft": (64, 6, 2, 8, 1, "int4", "int2 g32", 16, 40, False, False),
+    "gemma": (256, 4, 1, 1, 1, "int4", "int4", 16, 33, False, False),
+    "padded batch": (64, 4, 2, 1, 2, "int8", "int8", 16, 9, True, False),
+    "gpt-oss": (64, 8, 1, 1, 1, "int4 g32", "int2", 16, 16, False, True),
+    "int2": (128, 4, 2, 1, 1, "int2", "int2", 16, 5, False, False),
+    "wide int2": (256, 2, 1, 1, 1, "int2 g32", "int3", 0, 5, False, False),
+}
+PAGES, PAGE = 3, 32
+
+
+def _filled(store: Paged, batch: int, heads: int, dims: int) -> CodePages:
+    """Random pages, and the same for plain ops."""
+    pair = tuple(torch.randn(batch, heads, PAGES * PAGE, dims) for _ in "kv")
+    store.append(pair, PAGES)
+    stored = tuple(code.encode(x) for code, x in zip(store.codecs, pair, strict=True))
+    return CodePages(store.codecs, stored, PAGES * PAGE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_over_codes(case):
+    dims, heads, kv_heads, new, batch, keys, values, sink, live, masked, sinks = CASES[case]
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES[keys], SIDES[values], page=PAGE)
+    assert kernels.why_not(config, (dims, dims), torch.device("cpu")) is None
+    codecs = tuple(Codec(side, dims, PAGE) for side in (config.keys, config.values))
+    store = Paged(config, codecs)
+    plain = _filled(store, batch, kv_heads, dims)
+    windows = [
+        tuple(torch.randn(batch, kv_heads, n, dims) for _ in "kv") if n else None
+        for n in (live, sink)
+    ]
+    q = torch.randn(batch, heads, new, dims)
+    mask, logits = "causal", torch.randn(heads) if sinks else None
+    if masked:  # one row begins inside a page
+        mask = torch.ones(batch, 1, 1, sink + PAGES * PAGE + live, dtype=torch.bool)
+        mask[1, ..., : sink + PAGE + 5] = False
+    view = View(*windows, store.read(0, PAGES))
+    assert why_not(q, view, mask) is None
+    out = attend(q, view, dims**-0.5, mask, logits)
+    right = attend(q, View(*windows, plain), dims**-0.5, mask, logits)
+    assert rms(out.numpy(), right.numpy()) < BOUND
+
+
+def test_rows_of_different_lengths():
+    """What a server does: each row with its own pages, windows of one length."""
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
+    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)))
+    plain = _filled(store, 2, 1, 64)
+    store.pool.release(store.rows[1][1:])
+    del store.rows[1][1:]
+    live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 4, 1, 64)
+    out = kernels.attend(q, store.read(0, PAGES), None, live, 0.125)
+    for row, pages in ((0, PAGES), (1, 1)):
+        stored = tuple({n: x[row : row + 1, :, : pages * PAGE] for n, x in s.items()} for s in plain.stored)
+        short = CodePages(plain.codecs, stored, pages * PAGE)
+        right = attend(q[row : row + 1], View(tuple(x[row : row + 1] for x in live), None, short), 0.125)
+        assert rms(out[row : row + 1].numpy(), right.numpy()) < BOUND
+
+
+@pytest.mark.parametrize("dims", layout.DIMS)
+@pytest.mark.parametrize("name", SIDES)
+def test_layouts_lose_nothing(dims, name):
+    side = SIDES[name]
+    code = Codec(side, dims, PAGE)
+    if layout.why_not(code.spec, dims, PAGE):
+        pytest.skip("no kernel reads it")
+    stored = code.encode(torch.randn(2, 3, 2 * PAGE, dims))
+    for keys in (True, False):
+        at = layout.SideLayout(code.spec, dims, PAGE, keys)
+        back = layout.restore(layout.arrange(stored, at), at)
+        assert set(back) == set(stored)
+        assert all(torch.equal(back[n], stored[n]) for n in stored)
+
+
+def test_the_golden_attention_of_the_spec():
+    """Attention cases of the golden table that have a kernel."""
+    tensors, header = golden.read("attention")
+    count = 0
+    for case, info in golden.json.loads(header["cases"]).items():
+        given = {n.removeprefix(f"{case}."): x for n, x in tensors.items() if n.startswith(case)}
+        q, view, scale, mask, sinks = golden._attention_inputs(given, info)
+        codecs, dims = view.pages.codecs, q.shape[-1]
+        config = CacheConfig(*(Side(c.spec) for c in codecs), page=info["page"])
+        if kernels.why_not(config, (dims, dims), q.device) or info["mask"] not in ("none", "causal"):
+            continue
+        store = Paged(config, codecs)
+        store.restore(dict(zip(("keys", "values"), view.pages.stored, strict=True)), 1)
+        view = View(view.live, view.sink, store.read(0, store.count))
+        if why_not(q, view, mask or "causal") is None:
+            out = attend(q, view, scale, mask or "causal", sinks)
+            assert rms(out.numpy(), tensors[f"{case}.out"]) < BOUND, case
+            count += 1
+    assert count >= 5
+
+
+def test_a_cache_with_a_pool_is_a_cache():
+    """Appending, sealing, trimming, rows in another order: as with plain ops."""
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], sink=16, recent=16, page=PAGE)
+    caches = {}
+    for way in (stores.TRITON, stores.OPS):
+        torch.manual_seed(1)
+        with stores.using(way):
+            cache = caches[way] = CompressedKVCache(config)
+            for tokens in (100, 1, 60):
+                cache.update_and_fetch(*(torch.randn(2, 1, tokens, 64) for _ in "kv"))
+            cache.trim(70)
+            cache.update_and_fetch(*(torch.randn(2, 1, 90, 64) for _ in "kv"))
+            cache.select(torch.tensor([1, 0, 1]))
+    ours, plain = caches[stores.TRITON], caches[stores.OPS]
+    assert type(ours._store) is Paged
+    q = torch.randn(3, 2, 1, 64)
+    out, right = (attend(q, c.view(), 0.125).numpy() for c in (ours, plain))
+    assert rms(out, right) < BOUND
+    for side in ("keys", "values"):
+        for name, x in plain.state["pages"][side].items():
+            assert torch.equal(ours.state["pages"][side][name], x)
+
+
+def test_prefixes_are_shared_and_given_back():
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
+    pool = Pool()
+    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)), pool)
+    _filled(store, 1, 1, 64)
+    other = store.fork()
+    assert pool.used == PAGES
+    other.append(tuple(torch.randn(1, 1, PAGE, 64) for _ in "kv"), 1)
+    assert pool.used == PAGES + 1
+    before = store.read(0, PAGES).stored
+    store.truncate(1)
+    assert pool.used == PAGES + 1
+    other.truncate(1)
+    assert pool.used == 1
+    kept = store.read(0, 1).stored
+    assert all(torch.equal(kept[0][n], before[0][n][:, :, : x.shape[2]]) for n, x in kept[0].items())
+    store.truncate(0)
+    other.truncate(0)
+    assert pool.used == 0
+
+
+def test_which_presets_have_kernels():
+    cpu = torch.device("cpu")
+    read = {n for n, c in PRESETS.items() if c.compresses and not kernels.why_not(c, (128, 128), cpu)}
+    assert {"int8", "int4", "int3", "int2", "oscar-int2", "balanced-int3", "srft-int4"} <= read
+    assert not read & {"kivi-int2", "kvarn-int2", "polar", "turbo-int3"}
+    assert "128, 256" in kernels.why_not(PRESETS["int4"], (80, 80), cpu)
