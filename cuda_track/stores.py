@@ -50,7 +50,7 @@ def store(
     """
     codecs, reason = codecs_of(config, dims, rotations, device), why_not(config, dims, device)
     if reason is None:
-        return Paged(config, codecs)
+        return Paged(config, codecs, seal=kernels.seal)
     if _asked[-1] == TRITON:
         raise UserError(f"[store] Triton was asked for; got {reason}; choose ops")
     return Codes(config, codecs)

@@ -5,7 +5,7 @@ import triton_interpreter  # noqa: F401 (first: it says how kernels are built)
 import pytest
 import torch
 
-from cuda_track import golden, kernels, stores
+from cuda_track import golden, kernels, packing, stores
 from cuda_track.attention import attend, why_not
 from cuda_track.cache import CompressedKVCache, View
 from cuda_track.codec import Codec
@@ -177,3 +177,36 @@ def test_which_presets_have_kernels():
     assert {"int8", "int4", "int3", "int2", "oscar-int2", "balanced-int3", "srft-int4"} <= read
     assert not read & {"kivi-int2", "kvarn-int2", "polar", "turbo-int3"}
     assert "128, 256" in kernels.why_not(PRESETS["int4"], (80, 80), cpu)
+
+
+ENCODED = {
+    "int4": (128, torch.float32, True),
+    "int4 g32": (64, torch.float16, False),
+    "int8": (64, torch.bfloat16, True),
+    "int3": (128, torch.bfloat16, True),
+    "int2": (64, torch.float16, True),
+    "int2 g32": (64, torch.float32, False),
+}
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_sealing_gives_the_codes_of_plain_ops(name):
+    dims, dtype, keys = ENCODED[name]
+    torch.manual_seed(0)
+    code = Codec(SIDES[name], dims, PAGE)
+    x = torch.randn(2, 2, 3 * PAGE + 7, dims).to(dtype)[:, :, 7:]
+    x[0, 0, 3] = 0  # a token of zeros
+    at = layout.SideLayout(code.spec, dims, PAGE, keys)
+    pool, places = Pool(), [4, 0, 2, 5, 1, 3]
+    pool.reserve(6, (at.shapes(2), at.shapes(2)), x.device)
+    kernels.seal(code, x, at, pool.sides[0], places)
+    right = code.encode(x)
+    found = {n: y[torch.tensor(places).view(2, 3)] for n, y in pool.sides[0].items()}
+    found = layout.restore(found, at)
+    for number in set(found) - {"codes"}:
+        step = (found[number].float() - right[number].float()).abs()
+        assert (step <= 2**-10 * right[number].float().abs()).all(), number
+    codes = [packing.unpack(y["codes"], code.spec.bits, dims) for y in (found, right)]
+    gap = (codes[0] - codes[1]).abs()
+    assert gap.max() <= 1
+    assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary

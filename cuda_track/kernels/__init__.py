@@ -8,15 +8,19 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
+from cuda_track.codec import Codec, Stored
 from cuda_track.kernels import layout
 from cuda_track.kernels.pool import PoolPages
+from cuda_track.transform import Transform
 from mlxkv.config import CacheConfig
 
 ROWS = 128  # of a group at most: query heads times new tokens
+SEALED = 128  # tokens that a program encodes at most
+PARTS = 3  # of 16 bits, that make up a matrix of 32
 LOG2E = math.log2(math.e)
 
 
@@ -146,6 +150,45 @@ def attend(
         num_warps=4,
     )
     return result
+
+
+def seal(
+    code: Codec, x: torch.Tensor, at: layout.SideLayout, side: Stored, places: list[int]
+) -> None:
+    """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
+    from cuda_track.kernels.encode import seal_kernel
+
+    batch, heads, tokens, dims = x.shape
+    x = _rows_together(x)
+    block = math.gcd(tokens, SEALED)  # every program reads the whole matrix: many tokens share it
+    # Triton's interpreter multiplies the bits of bfloat16 as integers.
+    exact = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not interpreted())
+    down = None if code.transform is None else code.transform.down
+    if down is not None and exact:
+        down = _parts(code.transform, x.dtype)
+    per_head = 0
+    if code.transform is not None and code.transform.down.ndim == 3:
+        per_head = down.stride(0)
+    seal_kernel[(tokens // block, heads, batch)](
+        *(x, _or(down, x), side["words"], side.get("high", side["words"]), side["numbers"]),
+        *(torch.tensor(places, device=x.device), x.stride(0), x.stride(1), per_head),
+        tokens // at.page,
+        **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "BITS": at.spec.bits},
+        **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
+        **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
+        **{"PARTS": PARTS if exact else 0, "BLOCK": 32},
+        num_warps=8 if block == SEALED else 4,
+    )
+
+
+@lru_cache(maxsize=512)
+def _parts(transform: Transform, dtype: torch.dtype) -> torch.Tensor:
+    """down [.., D, R] as a sum of parts of 16 bits, [.., PARTS, D, R], the largest first."""
+    rest, out = transform.down, []
+    for _ in range(PARTS):
+        out.append(rest.to(dtype))
+        rest = rest - out[-1].float()
+    return torch.stack(out, -3).contiguous()
 
 
 def _or(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:

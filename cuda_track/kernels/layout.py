@@ -68,10 +68,14 @@ class SideLayout:
         """Of words whose planes have `bits` bits."""
         return WORDS[max(8, self.planes * bits)]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tensors of a side in a pool."""
-        return ("words", "high", "numbers") if self.spec.bits == 3 else ("words", "numbers")
+    def shapes(self, heads: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Of the tensors of a side in a pool, by name: shape of a page, dtype."""
+        words = (self.page, self.words) if self.keys else (self.words, self.page)
+        out = {
+            name: ((heads, *words), self.dtype(bits))
+            for name, (_, bits) in zip(("words", "high"), self.fields, strict=False)
+        }
+        return out | {"numbers": ((heads, self.groups, self.page), torch.int32)}
 
 
 def why_not(spec, dims: int, page: int) -> str | None:

@@ -6,6 +6,7 @@ of a batch, beams and forked caches point to the same pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from cuda_track.sealed import NAMES, as_codes
 from mlxkv.config import CacheConfig
 
 GROWTH = 4  # spare room is a quarter of what is stored
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Pool:
@@ -28,23 +30,29 @@ class Pool:
 
     def add(self, sides: tuple[Stored, Stored]) -> list[int]:
         """Take in pages [n, G, ...] of both sides; they are held once."""
-        count = len(next(iter(sides[0].values())))
-        while len(self._free) < count:
-            self._grow(sides, count - len(self._free))
-        places = [self._free.pop() for _ in range(count)]
+        shapes = tuple({n: (x.shape[1:], x.dtype) for n, x in side.items()} for side in sides)
+        count, device = len(sides[0]["words"]), sides[0]["words"].device
+        places = self.reserve(count, shapes, device)
         for pool, new in zip(self.sides, sides, strict=True):
             for name, x in new.items():
-                pool[name].index_copy_(0, torch.tensor(places, device=x.device), x)
+                pool[name].index_copy_(0, torch.tensor(places, device=device), x)
+        return places
+
+    def reserve(self, count: int, shapes: tuple[Shapes, Shapes], device) -> list[int]:
+        """Places for `count` pages to be written, held once. shapes: of a page, by name."""
+        if len(self._free) < count:
+            self._grow(shapes, count - len(self._free), device)
+        places = [self._free.pop() for _ in range(count)]
         for place in places:
             self.holders[place] = 1
         return places
 
-    def _grow(self, like: tuple[Stored, Stored], least: int) -> None:
+    def _grow(self, shapes: tuple[Shapes, Shapes], least: int, device) -> None:
         have = len(self.holders)
         more = max(least, have // GROWTH, 8)
-        for pool, new in zip(self.sides, like, strict=True):
-            for name, x in new.items():
-                room = x.new_zeros(have + more, *x.shape[1:])
+        for pool, new in zip(self.sides, shapes, strict=True):
+            for name, (shape, dtype) in new.items():
+                room = torch.zeros(have + more, *shape, dtype=dtype, device=device)
                 if have:
                     room[:have] = pool[name]
                 pool[name] = room
@@ -93,11 +101,24 @@ class PoolPages:
         return self.codecs[side].decode(self.stored[side], dtype)
 
 
-class Paged:
-    """The sealed pages of one cache: a store, as `sealed.Codes` is one."""
+# codec, tensor [B, G, T, D], layout, the side of a pool, places of the pages
+Seal = Callable[[Codec, torch.Tensor, SideLayout, Stored, list[int]], None]
 
-    def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec], pool: Pool | None = None):
-        self.config, self.codecs, self.pool = config, codecs, pool or Pool()
+
+class Paged:
+    """The sealed pages of one cache: a store, as `sealed.Codes` is one.
+
+    seal: encodes new tokens straight into the pool (`kernels.seal`); none: plain ops do.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        codecs: tuple[Codec, Codec],
+        pool: Pool | None = None,
+        seal: Seal | None = None,
+    ):
+        self.config, self.codecs, self.pool, self.seal = config, codecs, pool or Pool(), seal
         self.layouts = tuple(
             SideLayout(code.spec, code.dims, config.page, keys)
             for code, keys in zip(codecs, (True, False), strict=True)
@@ -112,19 +133,26 @@ class Paged:
     def append(self, pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         stop = start + count * self.config.page
-        self._take(
-            tuple(
-                arrange(code.encode(x[:, :, start:stop]), at)
-                for code, x, at in zip(self.codecs, pair, self.layouts, strict=True)
-            )
-        )
+        pair = tuple(x[:, :, start:stop] for x in pair)
+        if self.seal is None:
+            encoded = zip(self.codecs, pair, self.layouts, strict=True)
+            self._take(tuple(arrange(code.encode(x), at) for code, x, at in encoded))
+            return
+        batch, heads, _, _ = pair[0].shape
+        shapes = tuple(at.shapes(heads) for at in self.layouts)
+        places = self.pool.reserve(batch * count, shapes, pair[0].device)
+        for code, x, at, side in zip(self.codecs, pair, self.layouts, self.pool.sides, strict=True):
+            self.seal(code, x, at, side, places)
+        self._hand_out(places, batch, count)
 
     def _take(self, sides: tuple[Stored, Stored]) -> None:
         """Pages [B, n, G, ...] behind those that are there."""
         batch, count = sides[0]["words"].shape[:2]
-        places = self.pool.add(
-            tuple({name: x.flatten(0, 1) for name, x in side.items()} for side in sides)
-        )
+        pages = ({name: x.flatten(0, 1) for name, x in side.items()} for side in sides)
+        self._hand_out(self.pool.add(tuple(pages)), batch, count)
+
+    def _hand_out(self, places: list[int], batch: int, count: int) -> None:
+        """Places of new pages, row by row."""
         self.rows = self.rows or [[] for _ in range(batch)]
         for i, row in enumerate(self.rows):
             row += places[i * count : (i + 1) * count]
@@ -163,7 +191,7 @@ class Paged:
 
     def fork(self) -> Paged:
         """Another cache with the same pages."""
-        other = Paged(self.config, self.codecs, self.pool)
+        other = Paged(self.config, self.codecs, self.pool, self.seal)
         other.rows = [list(row) for row in self.rows]
         for row in other.rows:
             self.pool.hold(row)
