@@ -100,7 +100,9 @@ def _decode_codes(queries, view: View, scale, mask: Mask, sinks):
     scores = torch.cat(parts, -1).reshape(batch, heads, new, -1)
     p = _softmax(scores, mask, sinks).reshape(*q.shape[:3], -1).split(lengths, -1)
     out = value_codec.mix(p[-2], view.pages.stored[1])
-    for part, (_, values) in zip((p[0], p[-1]) if len(p) > 2 else p[-1:], view.windows, strict=True):
+    for part, (_, values) in zip(
+        (p[0], p[-1]) if len(p) > 2 else p[-1:], view.windows, strict=True
+    ):
         out = out + part @ values.float()
     return out.reshape(batch, heads, new, -1).to(queries.dtype)
 

@@ -279,6 +279,5 @@ class CompressedKVCache:
 
 def _moved(tree: dict, device: torch.device | None) -> dict:
     return {
-        name: _moved(x, device) if isinstance(x, dict) else x.to(device)
-        for name, x in tree.items()
+        name: _moved(x, device) if isinstance(x, dict) else x.to(device) for name, x in tree.items()
     }

@@ -144,12 +144,16 @@ def _why_no_pairs(spec: Polar, dims: int, page: int, keys: bool) -> str | None:
     return f"a page of {page} tokens is no multiple of {PAIR_PAGE}" if page % PAIR_PAGE else None
 
 
-def pack_side(codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, at: SideLayout) -> torch.Tensor:
+def pack_side(
+    codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, at: SideLayout
+) -> torch.Tensor:
     """codes: [..., T, R] unsigned, scale, bias: [..., T, ceil(R/g)] float16 -> [..., T/16, words]."""
     return pack(codes, {"scale": scale, "bias": bias}, at)
 
 
-def unpack_side(words: torch.Tensor, at: SideLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def unpack_side(
+    words: torch.Tensor, at: SideLayout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The inverse of `pack_side`: [..., N, words] -> codes, scale, bias."""
     codes, numbers = unpack(words, at)
     return codes, numbers["scale"], numbers.get("bias")

@@ -144,5 +144,3 @@ def to_records(state: dict[str, Stored], config: CacheConfig, codecs) -> Stored:
             shared.append(headers.pack(side, at))
     out = {"records": torch.cat(words, -1)}
     return {**out, "headers": torch.cat(shared, -1)} if shared else out
-
-

@@ -1,11 +1,10 @@
 """Triton's kernels in its interpreter: attention over pools of pages, and what pools share."""
 
-import triton_interpreter  # noqa: F401 (first: it says how kernels are built)
-
 import pytest
 import torch
+import triton_interpreter  # noqa: F401 (first: it says how kernels are built)
 
-from cuda_track import golden, kernels, packing, stores
+from cuda_track import bench, golden, kernels, packing, stores
 from cuda_track.attention import attend, why_not
 from cuda_track.cache import CompressedKVCache, View
 from cuda_track.codec import Codec
@@ -84,9 +83,13 @@ def test_rows_of_different_lengths():
     live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 4, 1, 64)
     out = kernels.attend(q, store.read(0, PAGES), None, live, 0.125)
     for row, pages in ((0, PAGES), (1, 1)):
-        stored = tuple({n: x[row : row + 1, :, : pages * PAGE] for n, x in s.items()} for s in plain.stored)
+        stored = tuple(
+            {n: x[row : row + 1, :, : pages * PAGE] for n, x in s.items()} for s in plain.stored
+        )
         short = CodePages(plain.codecs, stored, pages * PAGE)
-        right = attend(q[row : row + 1], View(tuple(x[row : row + 1] for x in live), None, short), 0.125)
+        right = attend(
+            q[row : row + 1], View(tuple(x[row : row + 1] for x in live), None, short), 0.125
+        )
         assert rms(out[row : row + 1].numpy(), right.numpy()) < BOUND
 
 
@@ -114,7 +117,10 @@ def test_the_golden_attention_of_the_spec():
         q, view, scale, mask, sinks = golden._attention_inputs(given, info)
         codecs, dims = view.pages.codecs, q.shape[-1]
         config = CacheConfig(*(Side(c.spec) for c in codecs), page=info["page"])
-        if kernels.why_not(config, (dims, dims), q.device) or info["mask"] not in ("none", "causal"):
+        if kernels.why_not(config, (dims, dims), q.device) or info["mask"] not in (
+            "none",
+            "causal",
+        ):
             continue
         store = Paged(config, codecs)
         store.restore(dict(zip(("keys", "values"), view.pages.stored, strict=True)), 1)
@@ -153,7 +159,9 @@ def test_a_cache_with_a_pool_is_a_cache():
 def test_prefixes_are_shared_and_given_back():
     config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
     pool = Pool()
-    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)), pool)
+    store = Paged(
+        config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)), pool
+    )
     _filled(store, 1, 1, 64)
     other = store.fork()
     assert pool.used == PAGES
@@ -165,7 +173,9 @@ def test_prefixes_are_shared_and_given_back():
     other.truncate(1)
     assert pool.used == 1
     kept = store.read(0, 1).stored
-    assert all(torch.equal(kept[0][n], before[0][n][:, :, : x.shape[2]]) for n, x in kept[0].items())
+    assert all(
+        torch.equal(kept[0][n], before[0][n][:, :, : x.shape[2]]) for n, x in kept[0].items()
+    )
     store.truncate(0)
     other.truncate(0)
     assert pool.used == 0
@@ -173,7 +183,9 @@ def test_prefixes_are_shared_and_given_back():
 
 def test_which_presets_have_kernels():
     cpu = torch.device("cpu")
-    read = {n for n, c in PRESETS.items() if c.compresses and not kernels.why_not(c, (128, 128), cpu)}
+    read = {
+        n for n, c in PRESETS.items() if c.compresses and not kernels.why_not(c, (128, 128), cpu)
+    }
     assert {"int8", "int4", "int3", "int2", "oscar-int2", "balanced-int3", "srft-int4"} <= read
     assert not read & {"kivi-int2", "kvarn-int2", "polar", "turbo-int3"}
     assert "128, 256" in kernels.why_not(PRESETS["int4"], (80, 80), cpu)
@@ -210,3 +222,19 @@ def test_sealing_gives_the_codes_of_plain_ops(name):
     gap = (codes[0] - codes[1]).abs()
     assert gap.max() <= 1
     assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary
+
+
+@pytest.mark.parametrize("name", ("int4", "int3", "int2"))
+def test_the_benchmark_checks_what_it_times(name, monkeypatch):
+    shape = bench.Shape(2, 4, 2, 64, 2 * 64)
+    config = CacheConfig(bench.FORMATS[name], bench.FORMATS[name])
+    torch.manual_seed(0)
+    assert bench.checked(config, shape, torch.float16, kernels.Launch()) < bench.BOUND
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
+    assert bench.checked(config, shape, torch.float16, kernels.Launch()) > bench.BOUND
+
+
+def test_the_table_of_the_benchmark():
+    rows = [bench.Row("attention", "b1", "int4", 57.1, 2.4, 2.4, 2600, "a launch", 1e-3)]
+    assert "2.40     2.4    2600  rms 0.001, a launch" in bench.table(rows)

@@ -1,6 +1,6 @@
 """Attention and sealing by Triton: why a kernel cannot run, and the launches.
 
-    q --queries_kernel--> stored domain --attend_kernel--> partials --merge_kernel--> output
+q --queries_kernel--> stored domain --attend_kernel--> partials --merge_kernel--> output
 """
 
 from __future__ import annotations
@@ -64,6 +64,14 @@ class Launch:
     asm: bool = True
 
 
+LAUNCHES: dict[int, Launch] = {}  # none was measured yet
+
+
+def launch(dims: int) -> Launch:
+    """What `python -m cuda_track.bench --tune` found best, by head dim."""
+    return LAUNCHES.get(dims, Launch())
+
+
 @cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -85,7 +93,7 @@ def attend(
     scale: float,
     mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    how: Launch = Launch(),
+    how: Launch | None = None,
 ) -> torch.Tensor:
     """queries: [B, H, L, D] -> [B, H, L, D], causal among the new tokens.
 
@@ -96,6 +104,7 @@ def attend(
     from cuda_track.kernels.turn import merge_kernel, queries_kernel
 
     batch, heads, new, dims = queries.shape
+    how = how or launch(dims)
     kv_heads = live[0].shape[1]
     rows = heads // kv_heads * new
     padded = max(8, 1 << (rows - 1).bit_length())
@@ -153,7 +162,11 @@ def attend(
 
 
 def seal(
-    code: Codec, x: torch.Tensor, at: layout.SideLayout, side: Stored, places: list[int]
+    code: Codec,
+    x: torch.Tensor,
+    at: layout.SideLayout,
+    side: Stored,
+    places: list[int] | torch.Tensor,
 ) -> None:
     """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
     from cuda_track.kernels.encode import seal_kernel
@@ -171,7 +184,7 @@ def seal(
         per_head = down.stride(0)
     seal_kernel[(tokens // block, heads, batch)](
         *(x, _or(down, x), side["words"], side.get("high", side["words"]), side["numbers"]),
-        *(torch.tensor(places, device=x.device), x.stride(0), x.stride(1), per_head),
+        *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), per_head),
         tokens // at.page,
         **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "BITS": at.spec.bits},
         **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},

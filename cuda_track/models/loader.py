@@ -77,9 +77,7 @@ def load(
     model = model.to(device).eval()
     model._mlxkv_fingerprint = mark
     layers = attach(model, kv, calibration)
-    return Loaded(
-        *(model, tokenizer, name, kv if isinstance(kv, str) else "custom", layers), mark
-    )
+    return Loaded(*(model, tokenizer, name, kv if isinstance(kv, str) else "custom", layers), mark)
 
 
 def _plant(model: PreTrainedModel, source: Source) -> None:

@@ -45,10 +45,10 @@ class LayerReport:
 
 @dataclass
 class Attached:
-    """What `attach` did. fits: configuration and transforms of each compressed layer. before: the
-    attention of the model as it came. generate: of the model as it came."""
+    """What `attach` did. kv: as it was asked for. fits: configuration and transforms of each
+    compressed layer. before, generate: of the model as it came."""
 
-    kv_name: str
+    kv: str | CacheConfig
     fits: dict[int, tuple[CacheConfig, Rotations | None]]
     layers: list[LayerReport]
     before: str
@@ -75,7 +75,9 @@ def attend_or_pass(
         key = View((key, value))  # a sliding layer with attention sinks: SDPA has none
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
-            raise UserError(f"[attach] this model's attention has a {name}; choose --kv fp16 for it")
+            raise UserError(
+                f"[attach] this model's attention has a {name}; choose --kv fp16 for it"
+            )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = attention_mask
     if mask is None and query.shape[2] > 1:
@@ -111,7 +113,7 @@ def attach(
     ]
     chosen = {r.index: shapes[r.index] for r in reports if r.compressed}
     fits, found = _fit(model, config, chosen, label, calibration)
-    made = Attached(label, fits, reports, model.config._attn_implementation, found)
+    made = Attached(kv, fits, reports, model.config._attn_implementation, found)
     if chosen:
         made.generate = model.generate
         model.set_attn_implementation(NAME)
@@ -145,7 +147,9 @@ def summarise(reports: list[LayerReport]) -> list[str]:
     """One line per kind of layer."""
     groups: dict[tuple, list[str]] = {}
     for r in reports:
-        groups.setdefault((r.kind, r.compressed, r.reason, r.bits_per_value), []).append(str(r.index))
+        groups.setdefault((r.kind, r.compressed, r.reason, r.bits_per_value), []).append(
+            str(r.index)
+        )
     return [
         f"layers {', '.join(members)} ({kind}): "
         + (f"{reason}, {bits:.3g} bits per value" if compressed else f"full precision, {reason}")

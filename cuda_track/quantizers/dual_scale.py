@@ -39,7 +39,9 @@ def _imbalance(spreads) -> torch.Tensor:
     return sum(both)
 
 
-def balance(x: torch.Tensor, axis: str, unit_std: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def balance(
+    x: torch.Tensor, axis: str, unit_std: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales of the tokens [..., T, 1] and of the channels [..., 1, R] of tiles x: [..., T, R]
     float32. Spec: `reference_dual_scale.balance`."""
     if unit_std:

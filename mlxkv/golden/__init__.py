@@ -26,6 +26,7 @@ from mlxkv.config import BALANCED, CALIBRATED, Affine, CacheConfig, Side
 from mlxkv.quantizers import affine
 from mlxkv.transform import Transform
 
+
 def transform_rows():
     tensors, _ = read("transforms")
     for key in (name[:-2] for name in tensors if name.endswith(".x")):

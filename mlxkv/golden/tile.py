@@ -16,6 +16,7 @@ from mlxkv.bounds import BALANCE_BOUND, BOUNDS, PRODUCT_BOUND, Row, compare_code
 from mlxkv.config import DualScale, Polar
 from mlxkv.quantizers import dual_scale, polar
 
+
 def dual_scale_rows() -> Iterator[Row]:
     for key, dims, case in _cases("dual_scale"):
         bits, axis, unit, thousandths = key.split(".")[1:]
