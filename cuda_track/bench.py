@@ -55,8 +55,11 @@ CASES = {
     "b1 4k": ((1, 32, 8, 128, 4096), {}),
 }
 TUNED = [
-    Launch(warps, programs, stages)
-    for warps, programs, stages in product((1, 2, 4), (2, 4, 8, 12, 16), (2, 3, 4, 5))
+    Launch(warps, programs, stages, registers)
+    for warps, programs, stages, registers in (
+        *product((1,), (5, 8, 10, 12, 16, 20), (2, 3, 4, 5), (0, 128, 168)),
+        *product((2, 4), (2, 4, 6, 8), (2, 3, 4), (0,)),
+    )
 ]
 
 

@@ -1,5 +1,10 @@
 """Triton's kernels in its interpreter: attention over pools of pages, and what pools share."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import triton_interpreter  # noqa: F401 (first: it says how kernels are built)
@@ -238,3 +243,19 @@ def test_the_benchmark_checks_what_it_times(name, monkeypatch):
 def test_the_table_of_the_benchmark():
     rows = [bench.Row("attention", "b1", "int4", 57.1, 2.4, 2.4, 2600, "a launch", 1e-3)]
     assert "2.40     2.4    2600  rms 0.001, a launch" in bench.table(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
+def test_kernels_compile_for_hopper(tmp_path):
+    """No GPU is needed for it. Stacks would be registers that were spilled."""
+    script = Path(__file__).parent / "triton_compile.py"
+    root = str(script.parent.parent)
+    env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    env.pop("TRITON_INTERPRET")
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6
+    assert all(" 0 stack" in line for line in lines), lines

@@ -56,11 +56,13 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
 @dataclass(frozen=True)
 class Launch:
     """How `attend_kernel` is launched: warps of a program, programs of one multiprocessor that splits
-    are made for, stages of its pipeline, whether codes are unpacked by PTX."""
+    are made for, stages of its pipeline, registers of a thread at most (0: as the compiler likes),
+    whether codes are unpacked by PTX."""
 
     warps: int = 1
-    programs: int = 12
+    programs: int = 10
     stages: int = 3
+    registers: int = 0
     asm: bool = True
 
 
@@ -115,12 +117,12 @@ def attend(
     parts = splits(pages.table.shape[1], batch * kv_heads, device, how.programs)
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
-    sums = torch.empty(batch, kv_heads, key_side.groups, padded, dtype=torch.float32, **kw)
+    sums = torch.empty(batch, kv_heads, 2, key_side.groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
     queries_kernel[(kv_heads, batch)](
         *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
         **{"D": dims, "R": dims, "N": padded, "GROUPS": key_side.groups, "BLOCK": 32},
-        TURNED=turns[0] is not None,
+        **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
         num_warps=4,
     )
 
@@ -148,6 +150,7 @@ def attend(
         ASM=how.asm and not interpreted() and torch.version.hip is None,
         STAGES=how.stages,
         num_warps=how.warps,
+        **({"maxnreg": how.registers} if how.registers and not interpreted() else {}),
     )
 
     result = torch.empty_like(queries)

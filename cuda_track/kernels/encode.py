@@ -51,7 +51,7 @@ def _half(x, LIMIT: tl.constexpr):
     return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(tl.float16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])
 def seal_kernel(
     x, down, words, high, numbers, places,  # places: [B, pages] int64, in the pool
     x_row, x_head, down_head, pages,

@@ -5,16 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cuda_track.kernels.decode import OFFSET, gain_bits
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["rows"])
 def queries_kernel(
-    q, up, out, sums, factors,  # [B, H, L, D], [G or 1, R, D], [B, G, N, R], [B, G, KG, N], [B, G, N]
+    q, up, out, sums, factors,  # [B, H, L, D], [G or 1, R, D], [B, G, N, R], [B, G, 2, KG, N], [B, G, N]
     rows, scale, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-    TURNED: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, PLANES: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (G, B). q @ up^T as float16 within +-1; factors: what scores have to be multiplied with,
-    for base 2; sums: of the rounded queries over the dims of a group of keys."""
+    """Grid (G, B). q @ up^T within +-1, less the gains of keys, as float16. factors: what scores have
+    to be multiplied with, for base 2. sums, over the dims of a group of keys: of the rounded queries,
+    and of what the offset of codes adds."""
     g, b = tl.program_id(0), tl.program_id(1)
     head = b.to(tl.int64) * tl.num_programs(0) + g
     n, r = tl.arange(0, N), tl.arange(0, R)
@@ -32,15 +35,17 @@ def queries_kernel(
         x = tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
     largest = tl.where(largest > 0, largest, 1.0)
-    x = (x / largest[:, None]).to(tl.float16)
+    gain = tl.exp2(gain_bits(r // (R // PLANES), BITS).to(tl.float32))[None, :]
+    x = (x / largest[:, None] / gain).to(tl.float16)
     tl.store(out + head * N * R + n[:, None] * R + r[None, :], x)
     tl.store(factors + head * N + n, largest * scale)
-    parts = tl.sum(tl.reshape(x.to(tl.float32), [N, GROUPS, R // GROUPS]), 2)  # [N, GROUPS]
-    group = tl.arange(0, GROUPS)
-    tl.store(sums + head * GROUPS * N + group[None, :] * N + n[:, None], parts)
+    x = x.to(tl.float32)
+    at = sums + head * 2 * GROUPS * N + tl.arange(0, GROUPS)[None, :] * N + n[:, None]
+    tl.store(at, tl.sum(tl.reshape(x * gain, [N, GROUPS, R // GROUPS]), 2))
+    tl.store(at + GROUPS * N, tl.sum(tl.reshape(x, [N, GROUPS, R // GROUPS]), 2) * OFFSET)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "rows", "new"])
 def merge_kernel(
     part_out, part_top, part_sum, up, sinks, out,  # partials, [G or 1, R, D], [H], [B, H, L, D]
     splits, rows, new, up_head,
