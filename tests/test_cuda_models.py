@@ -1,11 +1,15 @@
 """The embedded models in transformers and in MLX: the same codes, the same text, the same files."""
 
+import sys
+from importlib.metadata import version
+
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
 
-from cuda_track import packing, prompt_cache
+from cuda_track import cli, packing, prompt_cache
+from cuda_track import generate as generation
 from cuda_track.generate import generate
 from cuda_track.models import seam
 from cuda_track.models.layers import CompressedLayer
@@ -71,6 +75,7 @@ def test_the_same_codes_for_the_same_text(pair, tokens):
     assert differ < 2e-4 * total
 
 
+@pytest.mark.slow
 def test_the_same_greedy_text(pair, tokens):
     ours, theirs = pair
     reply = generate(ours, tokens, 200, min_new_tokens=200, eos_token_id=None)
@@ -84,6 +89,7 @@ def test_the_same_greedy_text(pair, tokens):
     assert reply.tokens == text
 
 
+@pytest.mark.skipif(version("mlx-lm") < "0.32", reason="the files of mlx-lm 0.32")
 def test_prompt_caches_are_read_on_the_other_side(pair, tokens, tmp_path):
     ours, theirs = pair
     cache, _ = _torch_cache(ours, tokens)
@@ -156,3 +162,21 @@ def test_a_preset_without_its_calibration_is_refused(tokens):
     made.model.config._name_or_path = ""
     with pytest.raises(UserError, match="needs a calibration"):
         seam.attach(made.model, "oscar-int2")
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (["--kv", "int5", "--prompt", "a"], "unknown preset"),
+        (["--model", "no-such-model", "--prompt", "a"], "no such model"),
+        (["--model", "qwen3-4b", "--prompt", "a"], "a name for MLX weights"),
+        (["--dtype", "int4", "--prompt", "a"], "unknown dtype"),
+    ],
+)
+def test_mistakes_are_one_line(options, text, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate", *options])
+    with pytest.raises(SystemExit) as found:
+        cli.run(generation.main)
+    assert found.value.code == 2
+    line = capsys.readouterr().err.strip()
+    assert text in line and "\n" not in line
