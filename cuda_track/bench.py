@@ -125,7 +125,7 @@ def baseline(shape: Shape, dtype: torch.dtype) -> tuple[float, str]:
     q, found = _normal(b, h, 1, d, dtype), []
     forms = {
         "gqa": lambda x, k, v: sdpa(x, k, v, enable_gqa=True),
-        "rows": lambda x, k, v: sdpa(x.view(b, g, h // g, d), k, v).reshape(b, h, 1, d),
+        "rows": lambda x, k, v: sdpa(x.reshape(b, g, h // g, d), k, v).reshape(b, h, 1, d),
     }
     for backend, name in product((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION), forms):
         calls = [lambda x, k=k, v=v, f=forms[name]: f(x, k, v) for k, v in caches]

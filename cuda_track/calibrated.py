@@ -27,6 +27,9 @@ class Rotations:
     digest: str = ""
     layer: str = ""
 
+    def __deepcopy__(self, memo) -> Rotations:
+        return self  # as constant as weights: copies of a cache share it
+
     def to(self, device: torch.device) -> Rotations:
         return replace(self, keys=self.keys.to(device), values=self.values.to(device))
 

@@ -34,6 +34,9 @@ class Codec:
         self.method = QUANTIZERS[type(side.quantizer)]
         self.transform = rotation or transform.make(side.transform, dims, side.seed, device)
 
+    def __deepcopy__(self, memo) -> Codec:
+        return self  # holds no state: copies of a cache share it
+
     def encode(self, x: torch.Tensor) -> Stored:
         """x: [B, G, T, D], T a whole number of pages -> tensors with tokens (or groups of tokens) on
         axis 2."""

@@ -1,5 +1,6 @@
 """Triton's kernels in its interpreter: attention over pools of pages, and what pools share."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -184,6 +185,24 @@ def test_prefixes_are_shared_and_given_back():
     store.truncate(0)
     other.truncate(0)
     assert pool.used == 0
+
+
+def test_a_copy_of_a_cache_shares_its_pages():
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], sink=16, recent=16, page=PAGE)
+    with stores.using(stores.TRITON):
+        cache = CompressedKVCache(config)
+        cache.update_and_fetch(*(torch.randn(1, 1, 150, 64) for _ in "kv"))
+        before, pool = cache.view().whole(torch.float32)[0], cache._store.pool
+        held = pool.used
+        other = copy.deepcopy(cache)
+        assert pool.used == held
+        other.update_and_fetch(*(torch.randn(1, 1, 100, 64) for _ in "kv"))
+        assert pool.used > held
+        assert torch.equal(cache.view().whole(torch.float32)[0], before)
+        assert torch.equal(other.view().whole(torch.float32)[0][:, :, :112], before[:, :, :112])
+        del other
+        assert pool.used == held
 
 
 def test_which_presets_have_kernels():

@@ -64,7 +64,7 @@ CASES = {
         ),
     ),
     "queries": (queries_kernel, {**TURN, **SIDE}, None, 4),
-    "merge": (merge_kernel, {**TURN, "SPLITS": 256, "SINKS": True, "CHUNK": 16}, None, 4),
+    "merge": (merge_kernel, {**TURN, "SPLITS": 256, "SINKS": True, "CHUNK": 64}, None, 8),
     "seal": (
         *(seal_kernel, {**SEAL, **INT2, "RANK": 6, "KEYS": False, "PARTS": 3, "BLOCK": 32}),
         *(("int2", 128), 8),

@@ -158,8 +158,8 @@ def attend(
         *(out, top, total, _or(turns[1], out), _or(sinks, out), result),
         *(parts, rows, new, _per_head(turns[1])),
         **{"D": dims, "R": dims, "N": padded, "SPLITS": 1 << parts.bit_length()},
-        **{"TURNED": turns[1] is not None, "SINKS": sinks is not None, "BLOCK": 32, "CHUNK": 16},
-        num_warps=4,
+        **{"TURNED": turns[1] is not None, "SINKS": sinks is not None, "BLOCK": 32, "CHUNK": 64},
+        num_warps=8,
     )
     return result
 

@@ -149,11 +149,12 @@ def _weigh(p, numbers, total, biases, ones, decay):
 
 
 @triton.jit
-def _finish(out, o, i: tl.constexpr, total, biases, BITS: tl.constexpr):
-    """Plane i of the output without offset and gain, with its biases."""
+def _finish(out, there, o, i: tl.constexpr, total, biases, BITS: tl.constexpr):
+    """Plane i of the output without offset and gain, with its biases; of rows that are there."""
     gain = tl.exp2(-gain_bits(tl.zeros_like(biases).to(tl.int32) + i, BITS).to(tl.float32))
     shift = tl.sum(total, 0) * (1.0 / 16) * OFFSET
-    tl.store(out, (o - shift[None, :]) * gain[None, :] + biases[None, :])
+    o = (o - shift[None, :]) * gain[None, :] + biases[None, :]
+    tl.store(out, o, mask=there[None, :])
 
 
 # What grows with the context must not lead to another compilation.
@@ -192,7 +193,7 @@ def attend_kernel(
             q + head * N * R, sums + head * 2 * K_GROUPS * N, factors + head * N,
             k_words, k_high, k_numbers, v_words, v_high, v_numbers,
             table + b * most, tl.load(pages + b), split, splits, g, tl.num_programs(1),
-            mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at,
+            mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at, rows,
             R, N, T, K_BITS, K_PLANES, K_GROUPS, V_BITS, V_PLANES, V_GROUPS, MASKED, ASM, STAGES,
         )  # fmt: skip
 
@@ -200,7 +201,7 @@ def attend_kernel(
 @triton.jit
 def _pages(
     q, sums, factors, k_words, k_high, k_numbers, v_words, v_high, v_numbers,
-    table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum,
+    table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum, rows,
     R: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
@@ -326,16 +327,16 @@ def _pages(
     if VE >= 8:
         t4, t5, t6, t7 = t0, t0, t0, t0
         b4, b5, b6, b7 = b0, b0, b0, b0
-    out = part_out + n[None, :] * R + vj[:, None]
-    _finish(out, o0, 0, t0, b0, V_BITS)
-    _finish(out + VJ, o1, 1, t1, b1, V_BITS)
-    _finish(out + 2 * VJ, o2, 2, t2, b2, V_BITS)
-    _finish(out + 3 * VJ, o3, 3, t3, b3, V_BITS)
+    out, there = part_out + n[None, :] * R + vj[:, None], n < rows
+    _finish(out, there, o0, 0, t0, b0, V_BITS)
+    _finish(out + VJ, there, o1, 1, t1, b1, V_BITS)
+    _finish(out + 2 * VJ, there, o2, 2, t2, b2, V_BITS)
+    _finish(out + 3 * VJ, there, o3, 3, t3, b3, V_BITS)
     if V_PLANES == 8:
-        _finish(out + 4 * VJ, o4, 4, t4, b4, V_BITS)
-        _finish(out + 5 * VJ, o5, 5, t5, b5, V_BITS)
-        _finish(out + 6 * VJ, o6, 6, t6, b6, V_BITS)
-        _finish(out + 7 * VJ, o7, 7, t7, b7, V_BITS)
+        _finish(out + 4 * VJ, there, o4, 4, t4, b4, V_BITS)
+        _finish(out + 5 * VJ, there, o5, 5, t5, b5, V_BITS)
+        _finish(out + 6 * VJ, there, o6, 6, t6, b6, V_BITS)
+        _finish(out + 7 * VJ, there, o7, 7, t7, b7, V_BITS)
     tl.store(part_top + n, top)
     tl.store(part_sum + n, total)
 
@@ -385,6 +386,6 @@ def _windows(
         total = total * decay + tl.sum(p, 0)
         v = tl.load(values + place[None, :] * D + d[:, None], mask=there[None, :], other=0.0)
         out = tl.dot(v, p.to(dtype), out * decay[None, :], input_precision="ieee")
-    tl.store(part_out + n[None, :] * D + d[:, None], out)
+    tl.store(part_out + n[None, :] * D + d[:, None], out, mask=n[None, :] < rows)
     tl.store(part_top + n, top)
     tl.store(part_sum + n, total)

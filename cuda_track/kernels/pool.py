@@ -197,6 +197,13 @@ class Paged:
             self.pool.hold(row)
         return other
 
+    def __deepcopy__(self, memo) -> Paged:
+        return self.fork()  # a copy of a cache shares its prefix
+
+    def __del__(self):
+        for row in self.rows:
+            self.pool.release(row)
+
     def arrays(self) -> list[torch.Tensor]:
         """What is allocated."""
         return [x for side in self.pool.sides for x in side.values()]
