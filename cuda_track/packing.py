@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch.nn.functional import pad
 
 WORD = (1 << 32) - 1
 
@@ -28,6 +29,10 @@ def _places(dims: int, bits: int, device: torch.device) -> tuple[torch.Tensor, t
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """codes: [..., R] integers below 2^bits -> [..., W] int32."""
     dims = codes.shape[-1]
+    if 32 % bits == 0:
+        per = 32 // bits
+        codes = pad(codes, (0, -dims % per)).long().unflatten(-1, (-1, per))
+        return _signed((codes << torch.arange(0, 32, bits, device=codes.device)).sum(-1))
     word, bit = _places(dims, bits, codes.device)
     wide = codes.long() << bit  # 32 + bits bits at most: what straddles goes into the next word
     words = torch.zeros(
@@ -40,6 +45,10 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(words: torch.Tensor, bits: int, dims: int) -> torch.Tensor:
     """words: [..., W] int32 -> [..., R] int32 codes."""
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+        codes = (words[..., None] >> shifts) & ((1 << bits) - 1)
+        return codes.flatten(-2)[..., :dims]
     word, bit = _places(dims, bits, words.device)
     wide = words.long() & WORD
     low = wide[..., word]

@@ -78,12 +78,13 @@ def test_the_same_codes_for_the_same_text(pair, tokens):
 @pytest.mark.slow
 def test_the_same_greedy_text(pair, tokens):
     ours, theirs = pair
-    reply = generate(ours, tokens, 200, min_new_tokens=200, eos_token_id=None)
+    count = 200 if ours.kv_name == "int4" else 60
+    reply = generate(ours, tokens, count, min_new_tokens=count, eos_token_id=None)
     cache, model = mlx_generate.new_cache(theirs), theirs.model
     for start in range(0, len(tokens), 512):
         logits = model(mx.array(tokens[start : start + 512])[None], cache=cache)
     text = []
-    while len(text) < 200:
+    while len(text) < count:
         text.append(mx.argmax(logits[0, -1]).item())
         logits = model(mx.array([[text[-1]]]), cache=cache)
     assert reply.tokens == text
