@@ -38,6 +38,9 @@ class Transform:
         return q.float() @ self.up.mT
 
     def to(self, device: torch.device) -> Transform:
+        """Itself where it is there already: kernels keep what they made of it."""
+        if self.down.device == device:
+            return self
         return Transform(self.down.to(device), self.up.to(device))
 
 

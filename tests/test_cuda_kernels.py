@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from cuda_track import bench, golden, kernels, packing, stores
+from cuda_track import bench, golden, kernels, packing, stores, transform
 from cuda_track.attention import attend, why_not
 from cuda_track.cache import CompressedKVCache, View
+from cuda_track.calibrated import Rotations
 from cuda_track.codec import Codec
 from cuda_track.kernels import layout
 from cuda_track.kernels.pool import Paged, Pool
@@ -77,6 +79,27 @@ def test_attention_over_codes(case):
     out = attend(q, view, dims**-0.5, mask, logits)
     right = attend(q, View(*windows, plain), dims**-0.5, mask, logits)
     assert rms(out.numpy(), right.numpy()) < BOUND
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_transforms_of_a_calibration_differ_by_head(dtype):
+    """Not orthogonal, one per kv head: sealed by the kernel, read by the kernel."""
+    rng = np.random.default_rng(0)
+    pairs = []
+    for _ in "kv":
+        down = np.linalg.qr(rng.standard_normal((2, 64, 64)))[0] * rng.uniform(0.5, 2, (2, 1, 64))
+        pairs.append(transform.of(down, np.linalg.inv(down)))
+    side = Side(Affine(4, 64, clip=0.96), "balanced")
+    config = CacheConfig(side, side, sink=16, recent=16, page=PAGE)
+    out, q = [], torch.tensor(rng.standard_normal((1, 4, 1, 64))).to(dtype)
+    new = [torch.tensor(rng.standard_normal((1, 2, 180, 64))).to(dtype) for _ in "kv"]
+    for way in (stores.TRITON, stores.OPS):
+        with stores.using(way):
+            cache = CompressedKVCache(config, Rotations(*pairs))
+            cache.update_and_fetch(*new)
+            out.append(attend(q, cache.view(), 0.125).float().numpy())
+    assert type(cache._store) is not Paged
+    assert rms(*out) < BOUND
 
 
 def test_rows_of_different_lengths():

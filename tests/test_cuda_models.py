@@ -152,6 +152,9 @@ def test_generate_makes_its_own_cache_and_detach_undoes(tokens):
     kinds = [type(layer) is CompressedLayer for layer in out.past_key_values.layers]
     assert kinds == [False, True] * 4
     assert out.past_key_values.layers[1].cache.state["pages"]
+    lines = seam.summarise(made.layers)
+    assert lines[0] == "layers 0, 2, 4, 6 (sliding window 512): full precision, small by nature"
+    assert lines[1].endswith("int4, 4.5 bits per value, torch ops (no Triton kernels on cpu)")
     seam.detach(made.model)
     assert made.model.config._attn_implementation != before
     assert "generate" not in vars(made.model)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cuda_track import calibrated
+from cuda_track import calibrated, stores
 from cuda_track.attention import attend
 from cuda_track.cache import CompressedKVCache, View
 from cuda_track.calibrated import Rotations
@@ -34,13 +34,15 @@ _ATTACHED = "_mlxkv_attached"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What happens to the cache of one layer. reason: the preset if compressed, else why not."""
+    """What happens to the cache of one layer. reason: the preset if compressed, else why not. kernel:
+    what computes attention when codes are read."""
 
     index: int
     kind: str
     compressed: bool
     reason: str
     bits_per_value: float = 16.0
+    kernel: str = "sdpa"
 
 
 @dataclass
@@ -108,7 +110,7 @@ def attach(
             f"[attach] {len(plain)} caches for {len(shapes)} layers; choose --kv fp16 for this model"
         )
     reports = [
-        _judge(i, shape, layer, config, label)
+        _judge(i, shape, layer, config, label, model.device)
         for i, (shape, layer) in enumerate(zip(shapes, plain, strict=True))
     ]
     chosen = {r.index: shapes[r.index] for r in reports if r.compressed}
@@ -147,17 +149,16 @@ def summarise(reports: list[LayerReport]) -> list[str]:
     """One line per kind of layer."""
     groups: dict[tuple, list[str]] = {}
     for r in reports:
-        groups.setdefault((r.kind, r.compressed, r.reason, r.bits_per_value), []).append(
-            str(r.index)
-        )
-    return [
-        f"layers {', '.join(members)} ({kind}): "
-        + (f"{reason}, {bits:.3g} bits per value" if compressed else f"full precision, {reason}")
-        for (kind, compressed, reason, bits), members in groups.items()
-    ]
+        what = f"full precision, {r.reason}"
+        if r.compressed:
+            what = f"{r.reason}, {r.bits_per_value:.3g} bits per value, {r.kernel}"
+        groups.setdefault((r.kind, what), []).append(str(r.index))
+    return [f"layers {', '.join(at)} ({kind}): {what}" for (kind, what), at in groups.items()]
 
 
-def _judge(index: int, shape: LayerShape, layer, config: CacheConfig, label: str) -> LayerReport:
+def _judge(
+    index: int, shape: LayerShape, layer, config: CacheConfig, label: str, device: torch.device
+) -> LayerReport:
     kind = f"sliding window {shape.window}" if shape.kind == "sliding" else shape.kind
     if not config.compresses:
         return LayerReport(index, kind, False, "as asked for")
@@ -167,7 +168,9 @@ def _judge(index: int, shape: LayerShape, layer, config: CacheConfig, label: str
     if reason := config.why_not(shape.key_dim, shape.value_dim):
         return LayerReport(index, kind, False, reason)
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
-    return LayerReport(index, kind, True, label + config.keys.note(shape.key_dim), bits)
+    why = stores.why_not(config, (shape.key_dim, shape.value_dim), device)
+    kernel = f"torch ops ({why})" if why else "Triton"
+    return LayerReport(index, kind, True, label + config.keys.note(shape.key_dim), bits, kernel)
 
 
 def _fit(
@@ -192,7 +195,8 @@ def _fit(
     fits = {}
     for i, shape in chosen.items():
         dims = shape.key_dim, shape.value_dim
-        fits[i] = calibrated.clipped(config, found.layers[str(i)], dims), made[str(i)]
+        turns = made[str(i)].to(model.device)
+        fits[i] = calibrated.clipped(config, found.layers[str(i)], dims), turns
     return fits, found
 
 
