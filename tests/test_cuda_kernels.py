@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from cuda_track import bench, golden, kernels, packing, stores, transform
+from cuda_track import bench, kernels, packing, stores, transform
 from cuda_track.attention import attend, why_not
 from cuda_track.cache import CompressedKVCache, View
 from cuda_track.calibrated import Rotations
 from cuda_track.codec import Codec
+from cuda_track.golden import kernels as golden_kernels
 from cuda_track.kernels import layout
 from cuda_track.kernels.pool import Paged, Pool
 from cuda_track.sealed import CodePages
@@ -138,28 +139,14 @@ def test_layouts_lose_nothing(dims, name):
         assert all(torch.equal(back[n], stored[n]) for n in stored)
 
 
-def test_the_golden_attention_of_the_spec():
-    """Attention cases of the golden table that have a kernel."""
-    tensors, header = golden.read("attention")
-    count = 0
-    for case, info in golden.json.loads(header["cases"]).items():
-        given = {n.removeprefix(f"{case}."): x for n, x in tensors.items() if n.startswith(case)}
-        q, view, scale, mask, sinks = golden._attention_inputs(given, info)
-        codecs, dims = view.pages.codecs, q.shape[-1]
-        config = CacheConfig(*(Side(c.spec) for c in codecs), page=info["page"])
-        if kernels.why_not(config, (dims, dims), q.device) or info["mask"] not in (
-            "none",
-            "causal",
-        ):
-            continue
-        store = Paged(config, codecs)
-        store.restore(dict(zip(("keys", "values"), view.pages.stored, strict=True)), 1)
-        view = View(view.live, view.sink, store.read(0, store.count))
-        if why_not(q, view, mask or "causal") is None:
-            out = attend(q, view, scale, mask or "causal", sinks)
-            assert rms(out.numpy(), tensors[f"{case}.out"]) < BOUND, case
-            count += 1
-    assert count >= 5
+def test_the_golden_table():
+    rows = [row for table in golden_kernels.TABLES for row in table()]
+    bad = [row for row in rows if not row.ok]
+    assert not bad, "\n".join(map(str, bad))
+    assert sum(row.table == "attention" for row in rows) >= 4
+    codes = [row for row in rows if row.table == "seal"]
+    assert len(codes) > 30
+    assert sum(row.differ for row in codes) < 1e-4 * sum(row.values for row in codes)
 
 
 def test_a_cache_with_a_pool_is_a_cache():

@@ -21,6 +21,8 @@ SHARED = {
     *("artifact", "balance", "rotation", "levels", "corpus"),
     *("models.folder", "models.aliases", "models.plant"),
 }
+# Its own files, beside kernels/.
+OWN = {"stores.py", "bench.py", "eval.py", "golden/kernels.py", "golden/__main__.py"}
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 
 # A file may import from its own row and from the rows below it, never from above.
@@ -167,7 +169,7 @@ def test_the_torch_track_has_the_same_names():
     """Same file names, and in quantizers the same public functions."""
     ours = {path.relative_to(ROOT / "cuda_track") for path in TRACK}
     own = {path for path in ours if not (PACKAGE / path).exists() and path.parts[0] != "kernels"}
-    assert {str(path) for path in own} <= {"stores.py", "bench.py", "eval.py"}
+    assert {str(path) for path in own} <= OWN
     for path in sorted((ROOT / "cuda_track" / "quantizers").glob("*.py")):
         there, here = public(PACKAGE / "quantizers" / path.name), public(path)
         assert here - {"half", "bias_of"} <= there
