@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from make_golden import spec_hash
 
-from mlxkv import golden, packing, rotation
+from mlxkv import bounds, golden, packing, rotation
 from mlxkv.golden import tile
 from mlxkv.quantizers import affine
 
-FILES = sorted(path.stem for path in golden.FOLDER.glob("*.safetensors"))
+FILES = sorted(path.stem for path in bounds.FOLDER.glob("*.safetensors"))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_golden_files_are_of_this_spec(name):
 
 
 def test_golden_files_are_small():
-    assert sum(path.stat().st_size for path in golden.FOLDER.glob("*.safetensors")) < 4_300_000
+    assert sum(path.stat().st_size for path in bounds.FOLDER.glob("*.safetensors")) < 4_300_000
 
 
 def test_a_shuffled_code_is_red(monkeypatch):
