@@ -9,9 +9,9 @@ from cuda_track import packing, sealed
 from cuda_track.attention import attend
 from cuda_track.cache import CompressedKVCache
 from cuda_track.sealed import codecs_of
+from mlxkv import exchange as mlx_exchange
 from mlxkv import kernels as mlx_kernels
 from mlxkv import records as mlx_records
-from mlxkv import sealed as mlx_sealed
 from mlxkv.attention import attend as mlx_attend
 from mlxkv.cache import CompressedKVCache as MlxCache
 from mlxkv.codec import Codec as MlxCodec
@@ -50,7 +50,7 @@ def test_page_records_are_the_same_words(preset, dims):
         for name, code in zip(sealed.NAMES, theirs, strict=True)
     }
     layout = mlx_kernels.record_layout(config, dims, dims)
-    right = mlx_sealed._to_records(state, theirs, layout)
+    right = mlx_exchange.to_records(state, theirs, layout)
     codecs = codecs_of(config, (dims, dims), None, CPU)
     ours = sealed.to_records(to_torch(state), config, codecs)
     assert set(ours) == set(right)
