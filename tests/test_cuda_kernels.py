@@ -221,7 +221,15 @@ def test_which_presets_have_kernels():
     read = {
         n for n, c in PRESETS.items() if c.compresses and not kernels.why_not(c, (128, 128), cpu)
     }
-    assert {"int8", "int4", "int3", "int2", "oscar-int2", "balanced-int3", "srft-int4"} <= read
+    assert {
+        "int8",
+        "int4",
+        "int3",
+        "balanced-int2",
+        "oscar-int2",
+        "balanced-int3",
+        "srft-int4",
+    } <= read
     assert not read & {"kivi-int2", "kvarn-int2", "polar", "turbo-int3"}
     assert "128, 256" in kernels.why_not(PRESETS["int4"], (80, 80), cpu)
 
