@@ -34,6 +34,11 @@ def attend(
     """
     if view.sealed:
         queries = mx.depends(queries, list(view.sealed))
+    out = _attend(queries, view, scale, mask, sinks)
+    return out if view.heard is None else view.heard(queries, out, scale, mask)
+
+
+def _attend(queries, view, scale, mask, sinks):
     if why_not(queries, view, mask) is None:
         return _decode_records(queries, view, scale, sinks)
     if view.pages is None or queries.shape[2] > DECODE_TOKENS or _in_records(view):
@@ -101,9 +106,10 @@ def _prefill(queries, view, scale, mask, sinks):
     Where a transform only turns, windows, queries and outputs are turned, not the pages: they are
     far more tokens. Low rank is led back, since the windows have no stored form.
     """
-    turns = [None, None] if view.pages is None else [code.turn for code in view.pages.codecs]
-    if view.pages is None or any(
-        code.transform is not turn for code, turn in zip(view.pages.codecs, turns, strict=True)
+    runs = view.pages.parts if view.pages else ()
+    turns = [code.turn for code in runs[0].codecs] if len(runs) == 1 else [None, None]
+    if len(runs) != 1 or any(
+        code.transform is not turn for code, turn in zip(runs[0].codecs, turns, strict=True)
     ):
         keys, values = _whole(view, queries.dtype)
         turns = [None, None]
@@ -182,26 +188,36 @@ def _decode_codes(queries, view, scale, mask, sinks):
     kv_heads = view.live[0].shape[1]
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, dims)
-    key_codec, value_codec = view.pages.codecs
-    windows = [view.sink, view.live] if view.sink is not None else [view.live]
-    parts = [q @ keys.astype(mx.float32).swapaxes(-1, -2) for keys, _ in windows]
-    parts.insert(len(parts) - 1, key_codec.scores(q, view.pages.stored[0]))
-    lengths = [part.shape[-1] for part in parts]
-    scores = mx.concatenate(parts, axis=-1).reshape(batch, heads, new, -1)
-    p = _softmax(scores, mask, sinks).reshape(batch, kv_heads, -1, sum(lengths))
+    s = scores(q, view).reshape(batch, heads, new, -1)
+    p = _softmax(s, mask, sinks).reshape(batch, kv_heads, -1, s.shape[-1])
 
     out, start = None, 0
-    mixers = [lambda x, v=values: x @ v.astype(mx.float32) for _, values in windows]
-    mixers.insert(len(mixers) - 1, lambda x: value_codec.mix(x, view.pages.stored[1]))
-    for mixer, length in zip(mixers, lengths, strict=True):
+    mixers = [
+        (run.tokens, lambda x, run=run: run.codecs[1].mix(x, run.stored[1]))
+        for run in view.pages.parts
+    ]
+    for at, window in ((0, view.sink), (len(mixers) + 1, view.live)):
+        if window is not None:
+            values = window[1].astype(mx.float32)
+            mixers.insert(at, (values.shape[2], lambda x, v=values: x @ v))
+    for length, mixer in mixers:
         part = mixer(p[..., start : start + length])
         out = part if out is None else out + part
         start += length
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
-def _softmax(scores, mask, sinks):
-    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
+def scores(q: mx.array, view: View) -> mx.array:
+    """q: [B, G, N, D] float32 -> its products with the keys of sink, pages and live: [B, G, N, T]."""
+    parts = [run.scores(q) for run in view.pages.parts] if view.pages else []
+    for at, window in ((0, view.sink), (len(parts) + 1, view.live)):
+        if window is not None:
+            parts.insert(at, q @ window[0].astype(mx.float32).swapaxes(-1, -2))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
+    """scores: [B, H, L, T] float32, of new tokens that are the last ones; mask as in `attend`."""
     new, total = scores.shape[2:]
     if isinstance(mask, str):
         if mask != "causal":
@@ -213,6 +229,12 @@ def _softmax(scores, mask, sinks):
             scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
         else:
             scores = scores + mask.astype(mx.float32)
+    return scores
+
+
+def _softmax(scores, mask, sinks):
+    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
+    scores, total = masked(scores, mask), scores.shape[3]
     if sinks is None:
         return mx.softmax(scores, axis=-1, precise=True)
     column = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None, None], (*scores.shape[:3], 1))

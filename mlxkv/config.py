@@ -12,15 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from mlxkv.errors import UserError
 from mlxkv.formats import Affine, Full
 from mlxkv.formats_codebook import Codebook, PolarTree
+from mlxkv.formats_lowrank import Half, LowRank
 from mlxkv.formats_tile import DualScale, Polar
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
 PAIRED = (BALANCED, LEARNED)  # maps that are no rotations, in a calibration
+PCA = "pca"  # fewer dims, of a calibration
 SPREAD = "hadamard-srft"  # Hadamard, and srft for head dims that are no power of two
-TRANSFORMS = ("none", "hadamard", "srft", SPREAD, "random", CALIBRATED, *PAIRED)
+TRANSFORMS = ("none", "hadamard", "srft", SPREAD, "random", CALIBRATED, *PAIRED, PCA)
 
 
-Quantizer = Full | Affine | Codebook | PolarTree | DualScale | Polar
+Quantizer = Full | Half | Affine | Codebook | PolarTree | DualScale | Polar
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Side:
     transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
         head dim), "hadamard-srft" (the first where it can be, else the second), "random" (a dense
         random rotation, every head dim), or per kv head from `mlxkv calibrate` "oscar" (a rotation),
-        "balanced" (an invertible map) and, with its --learn, "learned" (SRFT, then what Adam made of
-        it).
+        "balanced" (an invertible map), "pca" (fewer dims, as `low` says) and, with its --learn,
+        "learned" (SRFT, then what Adam made of it).
     seed: seed of the random signs, or matrix, of the transform.
     own_clip: a calibrated side keeps its clip, whatever was searched for the model.
     """
@@ -40,6 +42,7 @@ class Side:
     transform: str = "none"
     seed: int = 0
     own_clip: bool = False
+    low: LowRank | None = None
 
     def __post_init__(self):
         if self.transform not in TRANSFORMS:
@@ -47,18 +50,31 @@ class Side:
             raise UserError(
                 f"[Side] unknown transform; got {self.transform!r}; choose from {choices}"
             )
+        if (self.transform == PCA) != (self.low is not None):
+            raise UserError(f'[Side] "{PCA}" and low go together; got {self.transform!r}')
 
     @property
     def calibrated(self) -> bool:
         """Whether its transform comes from a calibration of the model."""
-        return self.transform in (CALIBRATED, *PAIRED)
+        return self.transform in (CALIBRATED, *PAIRED, PCA)
+
+    @property
+    def kind(self) -> str:
+        """Which transform of a calibration it takes: "pca 96" has its rank, mixed where it is."""
+        if self.low is None:
+            return self.transform
+        return f"{PCA} {self.low.rank or self.low.share}{' mixed' if self.low.mixed else ''}"
+
+    def dims(self, head_dim: int) -> int:
+        """Stored dims R."""
+        return head_dim if self.low is None else self.low.dims(head_dim)
 
     @property
     def searchable(self) -> bool:
         """Whether a calibration may say how it is clipped."""
         spec = self.quantizer
         affine = isinstance(spec, Affine) and spec.axis == "token"
-        return self.calibrated and affine and not self.own_clip
+        return self.calibrated and affine and not self.own_clip and self.low is None
 
     def format(self, dims: int, page: int) -> str:
         """What a searched clip belongs to: `Affine.format`, behind "balanced " or "learned " for such a
@@ -71,7 +87,8 @@ class Side:
 
     @property
     def label(self) -> str:
-        prefix = "" if self.transform == "none" else f"{self.transform} + "
+        name = self.low.label if self.low else self.transform
+        prefix = "" if self.transform == "none" else f"{name} + "
         return prefix + self.quantizer.label
 
     def note(self, head_dim: int) -> str:
@@ -89,7 +106,14 @@ class Side:
             return f"{self.transform} needs an even head dim, this one is {head_dim}"
         if isinstance(self.quantizer, Polar) and self.transform != "none":
             return f"polar takes the pairs of RoPE, which {self.transform} mixes"
-        return self.quantizer.why_not(head_dim, page)
+        if self.low is not None and (reason := self.low.why_not(head_dim)):
+            return reason
+        return self.quantizer.why_not(self.dims(head_dim), page)
+
+    def bits_per_value(self, head_dim: int, page: int) -> float:
+        """Stored bits per value of a head, in pages."""
+        stored = self.dims(head_dim)
+        return self.quantizer.bits_per_value(stored, page) * stored / head_dim
 
 
 @dataclass(frozen=True)
@@ -98,6 +122,8 @@ class CacheConfig:
 
     sink: first tokens kept in full precision. recent: last tokens kept in full precision (up to a
     page more). page: tokens encoded together.
+    keep: share of the sealed tokens of a prompt that stay once it is read, by the votes of its last
+    queries (SnapKV); whole_pages: by pages, for all kv heads alike, not by tokens for each.
     """
 
     keys: Side
@@ -105,6 +131,8 @@ class CacheConfig:
     sink: int = 64
     recent: int = 64
     page: int = 64
+    keep: float = 1.0
+    whole_pages: bool = False
 
     def __post_init__(self):
         if self.page < 16 or self.page % 16:
@@ -113,10 +141,27 @@ class CacheConfig:
             raise UserError(
                 f"[CacheConfig] windows must be 0 or more; got {self.sink}, {self.recent}"
             )
+        if not 0 < self.keep <= 1:
+            raise UserError(f"[CacheConfig] keep must be above 0 and at most 1; got {self.keep}")
 
     @property
     def compresses(self) -> bool:
-        return any(not isinstance(side.quantizer, Full) for side in (self.keys, self.values))
+        full = (isinstance(side.quantizer, Full) for side in (self.keys, self.values))
+        return self.keep < 1 or not all(full)
+
+    @property
+    def follows(self) -> bool:
+        """Whether a side's basis follows the text."""
+        return any(side.low is not None and side.low.follows for side in (self.keys, self.values))
+
+    @property
+    def listens(self) -> bool:
+        """Whether caches have to hear queries."""
+        return self.follows or self.keep < 1
+
+    def dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
+        """Stored dims R of keys and values."""
+        return self.keys.dims(key_dim), self.values.dims(value_dim)
 
     @property
     def calibrated(self) -> bool:
@@ -129,6 +174,11 @@ class CacheConfig:
         return BALANCED in (self.keys.transform, self.values.transform)
 
     @property
+    def low(self) -> bool:
+        """Whether a side stores fewer dims."""
+        return PCA in (self.keys.transform, self.values.transform)
+
+    @property
     def learned(self) -> bool:
         """Whether a side needs learned transforms, which no calibration has unless asked for."""
         return LEARNED in (self.keys.transform, self.values.transform)
@@ -138,7 +188,7 @@ class CacheConfig:
         """Which calibrated transforms a cache needs, for keys and values; a side that is not
         calibrated would have a rotation."""
         sides = (self.keys, self.values)
-        return tuple(side.transform if side.calibrated else CALIBRATED for side in sides)
+        return tuple(side.kind if side.calibrated else CALIBRATED for side in sides)
 
     @property
     def folded(self) -> CacheConfig:
@@ -159,9 +209,9 @@ class CacheConfig:
 
     def bits_per_value(self, key_dim: int, value_dim: int) -> float:
         """Stored bits per value inside the pages, windows left out."""
-        keys = self.keys.quantizer.bits_per_value(key_dim, self.page) * key_dim
-        values = self.values.quantizer.bits_per_value(value_dim, self.page) * value_dim
-        return (keys + values) / (key_dim + value_dim)
+        keys = self.keys.bits_per_value(key_dim, self.page) * key_dim
+        values = self.values.bits_per_value(value_dim, self.page) * value_dim
+        return self.keep * (keys + values) / (key_dim + value_dim)
 
     def as_dict(self) -> dict:
         """Plain data, for headers of saved files; `from_dict` reads it back. Equal to what JSON makes
@@ -169,6 +219,10 @@ class CacheConfig:
         data = json.loads(json.dumps(asdict(self)))
         for name in ("keys", "values"):
             data[name]["quantizer"]["method"] = type(getattr(self, name).quantizer).__name__.lower()
+            if data[name]["low"] is None:  # as files were before there was any
+                del data[name]["low"]
+        if self.keep == 1:
+            del data["keep"], data["whole_pages"]
         return data
 
     @staticmethod
@@ -176,15 +230,18 @@ class CacheConfig:
         """The inverse of `as_dict`. Raises UserError on anything else."""
         methods = {
             **{"full": Full, "affine": Affine, "codebook": Codebook, "polartree": PolarTree},
-            **{"dualscale": DualScale, "polar": Polar},
+            **{"dualscale": DualScale, "polar": Polar, "half": Half},
         }
         try:
             sides = {}
             for name in ("keys", "values"):
                 side = dict(data[name])
-                quantizer = dict(side.pop("quantizer"))
+                quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
+                side["low"] = LowRank(**low) if low else None
                 sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
-            return CacheConfig(**sides, sink=data["sink"], recent=data["recent"], page=data["page"])
+            kept = {name: data[name] for name in ("keep", "whole_pages") if name in data}
+            windows = {name: data[name] for name in ("sink", "recent", "page")}
+            return CacheConfig(**sides, **windows, **kept)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"[CacheConfig] not a cache configuration this version reads ({error})"
@@ -238,6 +295,16 @@ def _polar(bits: int, group: int) -> CacheConfig:
     """Radius and angle of keys at `bits` each; values per token, as KIVI has them."""
     sides = Side(Polar(bits, bits)), Side(Affine(bits, group))
     return CacheConfig(*sides, sink=0, recent=128, page=128)
+
+
+def low_rank(low: LowRank, keys: Quantizer, values: Quantizer, windows: int = 32) -> CacheConfig:
+    """Both sides by the same `low`, their dims mixed for codes. windows: those of the OjaKV paper."""
+    sides = (Side(q, PCA, low=replace(low, mixed=type(q) is not Half)) for q in (keys, values))
+    return CacheConfig(*sides, sink=windows, recent=windows)
+
+
+def _oja(share: float, quantizer: Quantizer | None = None) -> CacheConfig:
+    return low_rank(LowRank(share, follows=True), quantizer or Half(), quantizer or Half())
 
 
 CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
@@ -313,22 +380,19 @@ PRESETS: dict[str, CacheConfig] = {
     "polar": _polar(4, 128),
     "polar-int3": _polar(3, 64),
     "polar-int2": _polar(2, 32),
+    # Low rank: fixed, and following the text (OjaKV). `mlxkv.naming` reads other ranks and extras.
+    "static-0.75": low_rank(LowRank(0.75), Half(), Half(), windows=0),
+    "static-0.75+windows": low_rank(LowRank(0.75), Half(), Half()),
+    "oja-0.8": _oja(0.8),
+    "oja-0.75": _oja(0.75),
+    "oja-0.6": _oja(0.6),
+    "oja-0.75+int8": _oja(0.75, Affine(8, 64)),
+    "oja-0.75+int4": _oja(0.75, Affine(4, 64)),
 }
 
 
 def parse_kv(text: str) -> CacheConfig:
-    """The configuration named by `--kv TEXT`: a preset, or `KEYS/VALUES` (`int8/int4`).
+    """The configuration named by `--kv TEXT` (`mlxkv.naming`). Raises UserError."""
+    from mlxkv.naming import parse  # reads PRESETS
 
-    A pair takes the keys and windows of the first preset and the values of the second.
-    """
-    names = text.strip().split("/")
-    unknown = next((name for name in names if name not in PRESETS), None)
-    if unknown is not None or len(names) > 2:
-        choices = ", ".join(PRESETS)
-        raise UserError(
-            f"[--kv] unknown preset; got {text!r}; choose from {choices}, "
-            "or KEYS/VALUES such as int8/int4"
-        )
-    keys, values = PRESETS[names[0]], PRESETS[names[-1]]
-    windows = keys if keys.compresses else values
-    return CacheConfig(keys.keys, values.values, windows.sink, windows.recent, windows.page)
+    return parse(text)

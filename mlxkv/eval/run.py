@@ -58,7 +58,9 @@ def run(asked: Asked) -> int:
     console.note("\n".join(arms.loaded.report()))
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
     if calibrated:  # a calibration is made once, before processes need it
-        with arms.attached(max(calibrated, key=lambda name: arms.configs[name].balanced)):
+        with arms.attached(
+            max(calibrated, key=lambda name: arms.configs[name].balanced or arms.configs[name].low)
+        ):
             pass
     results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(asked.model))
     data = report.assemble(arms, spec.options, results, spec.windows)
