@@ -27,18 +27,20 @@ LAYERS = [
     {"learn"},
     {"learnable"},
     {"models", "calibrate"},
-    {"cache", "attention", "sealed", "selftest"},
-    {"codec", "pages", "tiles"},
+    {"adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
+    {"codec", "pages", "tiles", "oja"},
     {"kernels"},
     {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},
     {"metal"},
     {"artifact"},
+    {"subspace"},
     {"balance"},
-    {"config", "console", "shapes", "corpus", "rotation", "reference_balanced", "learned"},
+    {"config", "console", "shapes", "corpus", "rotation", "reference_balanced", "learned"}
+    | {"naming"},
     {"reference_oscar", "reference_codebook", "reference_polar_tree", "reference_learned"},
-    {"reference_dual_scale", "reference_polar"},
-    {"reference", "formats", "formats_codebook", "formats_tile", "levels"},
+    {"reference_dual_scale", "reference_polar", "reference_oja"},
+    {"reference", "formats", "formats_codebook", "formats_tile", "formats_lowrank"} | {"levels"},
     {"errors", ""},
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
@@ -51,9 +53,9 @@ MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
     *("cli", "__main__", "corpus", "artifact", "balance", "rotation", "learned"),
-    *("formats", "formats_codebook", "formats_tile", "levels"),
+    *("formats", "formats_codebook", "formats_tile", "formats_lowrank", "levels", "naming"),
     *("reference_oscar", "reference_codebook", "reference_polar_tree", "reference_balanced"),
-    *("reference_dual_scale", "reference_polar", "reference_learned"),
+    *("reference_dual_scale", "reference_polar", "reference_learned", "reference_oja", "subspace"),
 }
 
 
