@@ -39,7 +39,8 @@ class AdaptiveKVCache(CompressedKVCache):
         self._now: Rotations | None = None  # the basis as it is, once it has learned
         self._since = 0  # tokens decoded since it learned
         self._unheard: View | None = None  # a chunk of a prompt, before anybody attends to it
-        self._asked: tuple[mx.array, float] | None = None  # last queries of a prompt, their scale
+        # Last queries of a prompt, [B, G, H / G, w, D], and their scale.
+        self._asked: tuple[mx.array, float] | None = None
         self.dropped = 0  # tokens
         self._fixed = 0  # pages that have been chosen from
 
@@ -95,7 +96,9 @@ class AdaptiveKVCache(CompressedKVCache):
         window = oja.rule(self.config).window if self.config.follows else WINDOW
         last = queries[:, :, -window:]
         if self.config.keep < 1:
-            self._asked = mx.contiguous(last), scale
+            batch, heads, count, dims = last.shape
+            kv_heads = view.live[0].shape[1]
+            self._asked = last.reshape(batch, kv_heads, heads // kv_heads, count, dims), scale
         if self.config.follows:
             rows = mask[..., -last.shape[2] :, :] if isinstance(mask, mx.array) else None
             self._learn_from_prompt(last, view, scale, rows)
@@ -132,6 +135,7 @@ class AdaptiveKVCache(CompressedKVCache):
         if self._asked is None:
             return
         (queries, scale), self._asked = self._asked, None
+        queries = queries.flatten(1, 2)
         if self._count_pages <= self._fixed:
             return
         page, sink = self.config.page, self._sink[0].shape[2] if self._sink else 0

@@ -17,6 +17,7 @@ from mlxkv.sealed import RecordPages
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
 FUSED_DIMS = (64, 72, 80, 96, 128, 192, 256)  # head dims of the fused prefill of `mx.fast`
+RUNS = 2  # of pages, each with a basis of its own, that the kernel reads in one pass
 SCORE_BYTES = 1 << 22  # largest score matrix where MLX has no fused kernel
 
 
@@ -47,7 +48,7 @@ def _attend(queries, view, scale, mask, sinks):
 
 
 def _in_records(view: View) -> bool:
-    return type(view.pages) is RecordPages
+    return view.pages is not None and type(view.pages.parts[0]) is RecordPages
 
 
 def why_not(queries: mx.array, view: View, mask: mx.array | str | None) -> str | None:
@@ -58,6 +59,8 @@ def why_not(queries: mx.array, view: View, mask: mx.array | str | None) -> str |
         return f"more than {DECODE_TOKENS} new tokens are a prefill"
     if mask is not None and not isinstance(mask, str):
         return "the kernel takes no mask array"
+    if len(view.pages.parts) > RUNS:
+        return f"more than {RUNS} runs of pages have no kernel"
     return None
 
 
@@ -65,10 +68,10 @@ def _decode_records(queries, view, scale, sinks):
     """Kernels walk records and windows: codes are read once, nothing is decoded."""
     batch, heads, new, dims = queries.shape
     kv_heads = view.live[0].shape[1]
-    pages, sink = view.pages, view.sink
+    (pages, *more), sink = view.pages.parts, view.sink
     key_codec, value_codec = pages.codecs
     length = (pages.tokens // TOKENS, sink[0].shape[2] if sink else 0, view.live[0].shape[2])
-    if pages.tiled:
+    if pages.tiled and not more:
         return tiles.attend(
             queries.astype(view.dtype),
             pages.buffer,
@@ -96,8 +99,17 @@ def _decode_records(queries, view, scale, sinks):
         up=value_codec.transform.up if value_codec.transform else None,
         sinks=sinks,
         headers=pages.headers,
+        second=_run(more[0], q) if more else None,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
+
+
+def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
+    """q: [B, G, N, D]."""
+    keys, values = pages.codecs
+    up = values.transform.up if values.transform else None
+    count = pages.tokens // TOKENS
+    return kernels.Run(keys.query(q), pages.buffer, count, up, pages.headers)
 
 
 def _prefill(queries, view, scale, mask, sinks):

@@ -1,7 +1,7 @@
 """Sealed pages in runs of one basis each: the store of caches whose basis follows the text.
 
 What becomes of the pages of an old basis: they are transported into the new one, keep their own in a
-run of theirs (of at most so many runs; then the two neighbours with the fewest pages become one), or
+run of theirs (of at most so many runs; then the shortest is transported into that of the next), or
 stay as they are and are read by the new one. Spec: `reference_oja.transported`.
 """
 
@@ -86,11 +86,8 @@ class Segments:
         return made
 
     def _merge(self) -> None:
-        """Transport a run into the basis of the next one."""
-        sizes = [a.count + b.count for a, b in zip(self.runs, self.runs[1:], strict=False)]
-        if len(self.runs) > 2:  # the last is only begun: it would take all for nothing
-            sizes.pop()
-        at = sizes.index(min(sizes))
+        """Transport the run of the fewest pages into the basis of the next one."""
+        at = min(range(len(self.runs) - 1), key=lambda i: (self.runs[i].count, -i))
         run, after = self.runs[at : at + 2]
         moved = transported(run, after.codecs)
         count = run.count + after.count
