@@ -19,7 +19,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            "--tasks", help="By commas: divergence, retrieval, generation, stages, lm-eval:NAME."
+            "--tasks",
+            help="By commas: divergence, retrieval, generation, stages, subspace, lm-eval:NAME.",
         ),
     ] = "divergence,retrieval,generation,stages",
     text: Annotated[

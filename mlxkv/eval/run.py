@@ -115,8 +115,8 @@ def _spec(asked: Asked) -> plan.Spec:
 def _tasks(text: str) -> tuple[str, ...]:
     tasks = tuple(dict.fromkeys(task.strip() for task in text.split(",")))
     for task in tasks:
-        if task not in plan.TASKS and not task.startswith(harness.PREFIX):
-            choices = ", ".join(plan.TASKS)
+        if task not in plan.ALL and not task.startswith(harness.PREFIX):
+            choices = ", ".join(plan.ALL)
             raise UserError(
                 f"[--tasks] unknown task; got {task!r}; choose from {choices}, {harness.PREFIX}NAME"
             )
