@@ -7,7 +7,7 @@
 
 NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: a preset whose codes are taken
 (int4), and for oja also transport, segments, segments4, stay; raw, the update as published; fast, rates of
-1 and 0.5; prompt, without updates while decoding.
+1 and 0.5; all, taught by every token of a prompt; prompt, without updates while decoding.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SETTINGS = {
     "raw": {"raw": True},
     "fast": {"prefill_rate": 1.0, "decode_rate": 0.5},
     "prompt": {"decode_rate": 0.0},
+    "all": {"salient": 1.0},
     **{name: {"stored": name} for name in STORED},
 }
 
