@@ -71,7 +71,7 @@ def _decode_records(queries, view, scale, sinks):
     (pages, *more), sink = view.pages.parts, view.sink
     key_codec, value_codec = pages.codecs
     length = (pages.tokens // TOKENS, sink[0].shape[2] if sink else 0, view.live[0].shape[2])
-    if pages.tiled and not more:
+    if pages.tiled and not _moving(key_codec) and not _moving(value_codec):
         return tiles.attend(
             queries.astype(view.dtype),
             pages.buffer,
@@ -102,6 +102,11 @@ def _decode_records(queries, view, scale, sinks):
         second=_run(more[0], q) if more else None,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
+
+
+def _moving(code) -> bool:
+    """Whether its basis follows the text: tiles take theirs in an order that is made once."""
+    return code.transform is not None and code.transform.up.ndim == 4
 
 
 def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
