@@ -52,6 +52,15 @@ def parse(text: str) -> CacheConfig:
     )
 
 
+def with_keep(names: str, keep: float | None) -> str:
+    """Presets by commas, each with the token selection of `--keep`."""
+    if keep is None:
+        return names
+    if not 0 < keep <= 1:
+        raise UserError(f"[--keep] must be above 0 and at most 1; got {keep:g}; choose 0.5")
+    return ",".join(f"{name.strip()}+keep{keep:g}" for name in names.split(","))
+
+
 def _one(name: str) -> CacheConfig | None:
     if name in PRESETS:
         return PRESETS[name]
