@@ -20,7 +20,6 @@ from mlxkv import oja, salience, segments
 from mlxkv.attention import DECODE_TOKENS
 from mlxkv.cache import CompressedKVCache, Pair, View
 from mlxkv.calibrated import Rotations
-from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
 from mlxkv.sealed import store
 from mlxkv.segments import Segments
@@ -31,14 +30,12 @@ WINDOW = 32  # last queries that choose tokens, where no basis follows
 class AdaptiveKVCache(CompressedKVCache):
     """As CompressedKVCache, for every `config`."""
 
-    def __init__(self, config: CacheConfig, rotations: Rotations | None = None):
-        super().__init__(config, rotations)
-
     def _clear(self) -> None:
         super()._clear()
         self._now: Rotations | None = None  # the basis as it is, once it has learned
         self._since = 0  # tokens decoded since it learned
         self._unheard: View | None = None  # a chunk of a prompt, before anybody attends to it
+        self._chunk = 0  # its tokens
         # Last queries of a prompt, [B, G, H / G, w, D], and their scale.
         self._asked: tuple[mx.array, float] | None = None
         self.dropped = 0  # tokens
@@ -103,7 +100,7 @@ class AdaptiveKVCache(CompressedKVCache):
             rows = mask[..., -last.shape[2] :, :] if isinstance(mask, mx.array) else None
             self._learn_from_prompt(last, view, scale, rows)
         self._seal_rest()
-        return mx.depends(out, [x for x in self._arrays() if x is not None])
+        return mx.depends(out, list(self._arrays()))
 
     def _learn_from_prompt(self, queries: mx.array, view: View, scale: float, mask) -> None:
         """By the tokens of this chunk that its last queries look at most."""

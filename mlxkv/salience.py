@@ -9,20 +9,27 @@ from mlxkv.attention import masked, scores
 from mlxkv.cache import View
 
 POOL = 7  # tokens, as in the spec
+BLOCK = 8  # queries at a time
 
 
 def importance(
-    queries: mx.array, view: View, scale: float, mask: mx.array | str | None = None
+    queries: mx.array, view: View, scale: float, mask: mx.array | None = None
 ) -> mx.array:
     """[B, G, T] float32: the softmax scores of queries [B, H, w, D], which are those of the last tokens,
     summed over them and over the heads of a kv head. mask: of these queries; None: causal."""
     batch, heads, new, dims = queries.shape
-    kv_heads = view.live[0].shape[1]
-    q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, dims)
-    s = scores(q, view)
-    s = masked(s.reshape(batch, heads, new, -1), "causal" if mask is None else mask)
-    p = mx.softmax(s, axis=-1, precise=True)
-    return p.reshape(batch, kv_heads, -1, p.shape[-1]).sum(2)
+    kv_heads, total = view.live[0].shape[1], view.tokens
+    if mask is None:
+        mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None]
+    q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, new, dims)
+    out = 0.0
+    for start in range(0, new, BLOCK):  # the scores of all at once would be large
+        part = slice(start, min(start + BLOCK, new))
+        s = scores(q[..., part, :].flatten(2, 3), view).reshape(batch, heads, -1, total)
+        rows = mask[..., part, :] if mask.shape[-2] > 1 else mask
+        p = mx.softmax(masked(s, rows), axis=-1, precise=True)
+        out = out + p.reshape(batch, kv_heads, -1, total).sum(2)
+    return out
 
 
 def salient(importance: mx.array, count: int) -> mx.array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -197,8 +197,6 @@ def saved(basis: Rotations) -> Stored:
 
 def loaded(start: Rotations | None, arrays: Stored) -> Rotations | None:
     """The inverse of `saved`; start: of the calibration."""
-    from dataclasses import replace
-
     return replace(start, **{n: following(u) for n, u in arrays.items()}) if arrays else start
 
 
