@@ -58,6 +58,7 @@ class AdaptiveKVCache(CompressedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         if not self.config.listens:
             return super().update_and_fetch(keys, values)
+        self._follow_weights()
         self._seal_rest()
         if keys.shape[2] <= DECODE_TOKENS:
             self._select()
@@ -171,6 +172,7 @@ class AdaptiveKVCache(CompressedKVCache):
             n = super().trim(n)
             self.offset, self.dropped, self._fixed = self.offset + gone, gone, fixed
         self._since = max(0, self._since - n)
+        self._fixed = min(self._fixed, self._count_pages)
         self._unheard = self._asked = None
         return n
 

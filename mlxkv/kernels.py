@@ -154,7 +154,8 @@ def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None
     Of many tokens it is a product of MLX's, on matrix units where there are any."""
     kind = fast_kind(transform, dims)
     if kind is None and tokens <= DENSE_TOKENS and dims in DENSE_DIMS:
-        return DENSE if transform.down.shape[-2:] == (dims, dims) else None
+        own = transform.down.ndim > 3  # one for each of a batch
+        return DENSE if transform.down.shape[-2:] == (dims, dims) and not own else None
     return kind
 
 
