@@ -60,10 +60,12 @@ class Side:
 
     @property
     def kind(self) -> str:
-        """Which transform of a calibration it takes: "pca 96" has its rank, mixed where it is."""
+        """Which transform of a calibration it takes: "pca 96" has its rank, "pca 0.75" its share (all
+        of the dims until a calibration has said what an energy takes), mixed where it is."""
         if self.low is None:
             return self.transform
-        return f"{PCA} {self.low.rank or self.low.share}{' mixed' if self.low.mixed else ''}"
+        size = self.low.rank or self.low.share or 1.0
+        return f"{PCA} {size}{' mixed' if self.low.mixed else ''}"
 
     def dims(self, head_dim: int) -> int:
         """Stored dims R."""

@@ -7,6 +7,7 @@ from test_oja import DIMS, KV_HEADS, RANK, close
 
 from mlxkv import reference_oja as spec
 from mlxkv import subspace
+from mlxkv.calibrated import sample
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.naming import with_keep
@@ -55,6 +56,12 @@ def test_the_option_keep_is_the_extra():
 def test_more_dims_than_a_head_has_are_refused():
     assert "rank 96 is more than the 64 dims" in parse_kv("oja-r96").why_not(64, 64)
     assert parse_kv("oja-r64").why_not(64, 64) is None
+
+
+def test_kernels_are_tried_before_an_energy_has_become_a_rank():
+    made = parse_kv("oja-e0.9+int8")
+    assert made.fitted == ("pca 1.0 mixed",) * 2
+    assert sample(KV_HEADS, (DIMS, DIMS), made.fitted).keys.down.shape == (KV_HEADS, DIMS, DIMS)
 
 
 def test_bases_come_from_what_a_calibration_holds_already():
