@@ -140,3 +140,11 @@ def test_a_text_that_changes_its_kind_shows_in_the_table():
         "0.700",
         "0.800",
     ]
+
+
+def test_orthonormality_and_memory_over_many_tokens(capsys):
+    from mlxkv.eval import following
+
+    following.main(["drift", "--decode", "96", "--kv", "oja-0.75+int4"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "oja-0.75+int4" in line)
+    assert float(row.split()[1]) < 1e-5 and int(row.split()[2]) > 0
