@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mlxkv.config import PRESETS, CacheConfig
+from mlxkv.config import CacheConfig
 from mlxkv.console import human_bytes, print_json, print_table
+from mlxkv.presets import PRESETS
 
 HEAD_DIM = 128
 WINDOWS = ("sink", "recent", "page")
@@ -28,6 +29,10 @@ def presets(as_json: bool) -> None:
         print(f"windows: the first {sink} and the last {recent} tokens stay exact; pages of {page}")
     print("a scale serves a group of values of one token, unless it says channel")
     print("a pair takes its keys from one preset, its values from another: int8/int4")
+    print(
+        "low rank takes other numbers and codes: oja-0.6+int8, static-r96+windows; its basis comes on top"
+    )
+    print("any of them drops tokens of a prompt with +keep0.5, or --keep 0.5")
 
 
 def _same_windows(rows: list[dict]) -> tuple[int, ...] | None:

@@ -12,8 +12,8 @@ from on_emulator import make
 from mlxkv.bench import attend, case, decode, encode, kernels, models, timing
 from mlxkv.bench.case import Shape, parse_shape
 from mlxkv.cli import main
-from mlxkv.config import PRESETS
 from mlxkv.metal import launch
+from mlxkv.presets import PRESETS
 
 SHAPE = Shape(1, 2, 1, 64)
 TINY_RUN = ("--contexts", "256", "--calls", "2", "--rounds", "1", "--encode-tokens", "64")

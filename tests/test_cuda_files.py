@@ -15,8 +15,9 @@ from mlxkv import records as mlx_records
 from mlxkv.attention import attend as mlx_attend
 from mlxkv.cache import CompressedKVCache as MlxCache
 from mlxkv.codec import Codec as MlxCodec
-from mlxkv.config import PRESETS, parse_kv
+from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
+from mlxkv.presets import PRESETS
 
 CPU = torch.device("cpu")
 IN_RECORDS = [

@@ -20,7 +20,8 @@ from cuda_track.kernels import layout
 from cuda_track.kernels.pool import Paged, Pool
 from cuda_track.sealed import CodePages
 from mlxkv.bounds import rms
-from mlxkv.config import PRESETS, Affine, CacheConfig, Side
+from mlxkv.config import Affine, CacheConfig, Side
+from mlxkv.presets import PRESETS
 
 pytest.importorskip("triton_interpreter")  # which says how kernels are built; no Triton on a Mac
 

@@ -24,7 +24,7 @@ def test_every_row_holds(rows):
 def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
     of_affine = {"affine", "attention", "clip", "encode", "oscar", "packing", "transforms"}
     assert set(FILES) == of_affine | {"balanced", "codebook", "dual_scale"} | {
-        *("learned", "polar", "polar_tree")
+        *("learned", "oja", "polar", "polar_tree")
     }
     assert {row.table for row in rows} >= {
         "transforms",
@@ -43,6 +43,9 @@ def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
         "scores",
         "mix",
         "learned",
+        "oja",
+        "salience",
+        "subspace",
     }
     codes = [row for row in rows if row.table in ("encode", "seal", "clip")]
     assert sum(row.values for row in codes) > 400_000

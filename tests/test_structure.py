@@ -17,7 +17,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TRACK = sorted((ROOT / "cuda_track").rglob("*.py"))
 # What the torch track reads of mlxkv: formats, files and texts. None of it knows a framework.
 SHARED = {
-    *("config", "formats", "formats_codebook", "formats_tile", "errors", "bounds", "shapes"),
+    *(
+        "config",
+        "presets",
+        "formats",
+        "formats_codebook",
+        "formats_tile",
+        "errors",
+        "bounds",
+        "shapes",
+    ),
     *("artifact", "balance", "rotation", "levels", "corpus"),
     *("models.folder", "models.aliases", "models.plant"),
 }
@@ -36,27 +45,20 @@ LAYERS = [
     {"learn"},
     {"learnable"},
     {"models", "calibrate"},
-    {"cache", "attention", "sealed", "selftest"},
-    {"codec", "pages", "tiles", "exchange", "balancing"},
+    {"adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
+    {"codec", "pages", "tiles", "exchange", "balancing", "oja"},
     {"kernels"},
     {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},
     {"metal"},
     {"artifact"},
+    {"subspace"},
     {"balance"},
-    {
-        "config",
-        "console",
-        "shapes",
-        "corpus",
-        "rotation",
-        "reference_balanced",
-        "learned",
-        "bounds",
-    },
+    {"config", "console", "shapes", "corpus", "rotation", "reference_balanced", "learned"}
+    | {"naming", "presets", "bounds"},
     {"reference_oscar", "reference_codebook", "reference_polar_tree", "reference_learned"},
-    {"reference_dual_scale", "reference_polar"},
-    {"reference", "formats", "formats_codebook", "formats_tile", "levels"},
+    {"reference_dual_scale", "reference_polar", "reference_oja"},
+    {"reference", "formats", "formats_codebook", "formats_tile", "formats_lowrank"} | {"levels"},
     {"errors", ""},
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
@@ -69,9 +71,10 @@ MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
     *("cli", "__main__", "corpus", "artifact", "balance", "rotation", "learned"),
-    *("formats", "formats_codebook", "formats_tile", "levels", "bounds"),
+    *("formats", "formats_codebook", "formats_tile", "formats_lowrank", "levels", "naming"),
+    *("presets", "bounds"),
     *("reference_oscar", "reference_codebook", "reference_polar_tree", "reference_balanced"),
-    *("reference_dual_scale", "reference_polar", "reference_learned"),
+    *("reference_dual_scale", "reference_polar", "reference_learned", "reference_oja", "subspace"),
 }
 
 

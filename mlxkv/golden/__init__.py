@@ -253,9 +253,9 @@ TABLES = (
 
 def rows() -> Iterator[Row]:
     """Every row of the table, on the default device, as it is computed."""
-    from mlxkv.golden import codebook, tile  # which read the helpers above
+    from mlxkv.golden import codebook, oja, tile  # which read the helpers above
 
-    for table in (*TABLES, *codebook.TABLES, tile.dual_scale_rows, tile.polar_rows):
+    for table in (*TABLES, *codebook.TABLES, tile.dual_scale_rows, tile.polar_rows, oja.oja_rows):
         yield from table()
 
 
