@@ -18,6 +18,7 @@ from mlxkv.sealed import RecordPages
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
 FUSED_DIMS = (64, 72, 80, 96, 128, 192, 256)  # head dims of the fused prefill of `mx.fast`
+RUNS = 2  # of pages, each with a basis of its own, that the kernel reads in one pass
 SCORE_BYTES = 1 << 22  # largest score matrix where MLX has no fused kernel
 
 
@@ -35,6 +36,11 @@ def attend(
     """
     if view.sealed:
         queries = mx.depends(queries, list(view.sealed))
+    out = _attend(queries, view, scale, mask, sinks)
+    return out if view.heard is None else view.heard(queries, out, scale, mask)
+
+
+def _attend(queries, view, scale, mask, sinks):
     if why_not(queries, view, mask) is None:
         return _decode_records(queries, view, scale, sinks)
     if view.pages is None or queries.shape[2] > DECODE_TOKENS or _in_records(view):
@@ -43,7 +49,7 @@ def attend(
 
 
 def _in_records(view: View) -> bool:
-    return type(view.pages) is RecordPages
+    return view.pages is not None and type(view.pages.parts[0]) is RecordPages
 
 
 def why_not(queries: mx.array, view: View, mask: mx.array | str | None) -> str | None:
@@ -54,6 +60,8 @@ def why_not(queries: mx.array, view: View, mask: mx.array | str | None) -> str |
         return f"more than {DECODE_TOKENS} new tokens are a prefill"
     if mask is not None and not isinstance(mask, str):
         return "the kernel takes no mask array"
+    if len(view.pages.parts) > RUNS:
+        return f"more than {RUNS} runs of pages have no kernel"
     return None
 
 
@@ -61,13 +69,13 @@ def _decode_records(queries, view, scale, sinks):
     """Kernels walk records and windows: codes are read once, nothing is decoded."""
     batch, heads, new, dims = queries.shape
     kv_heads = view.live[0].shape[1]
-    pages, sink = view.pages, view.sink
+    (pages, *more), sink = view.pages.parts, view.sink
     key_codec, value_codec = pages.codecs
     key_map = key_codec.transform
     if pages.layout.keys.signs:
         key_map = codebook.with_signs(key_codec.spec, dims, key_map)
     length = (pages.tokens // TOKENS, sink[0].shape[2] if sink else 0, view.live[0].shape[2])
-    if pages.tiled:
+    if pages.tiled and not _moving(key_codec) and not _moving(value_codec):
         return tiles.attend(
             queries.astype(view.dtype),
             pages.buffer,
@@ -96,8 +104,22 @@ def _decode_records(queries, view, scale, sinks):
         up=value_codec.transform.up if value_codec.transform else None,
         sinks=sinks,
         headers=pages.headers,
+        second=_run(more[0], q) if more else None,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
+
+
+def _moving(code) -> bool:
+    """Whether its basis follows the text: tiles take theirs in an order that is made once."""
+    return code.transform is not None and code.transform.up.ndim == 4
+
+
+def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
+    """q: [B, G, N, D]."""
+    keys, values = pages.codecs
+    up = values.transform.up if values.transform else None
+    count = pages.tokens // TOKENS
+    return kernels.Run(keys.query(q), pages.buffer, count, up, pages.headers)
 
 
 def _prefill(queries, view, scale, mask, sinks):
@@ -106,9 +128,10 @@ def _prefill(queries, view, scale, mask, sinks):
     Where a transform only turns, windows, queries and outputs are turned, not the pages: they are
     far more tokens. Low rank is led back, since the windows have no stored form.
     """
-    turns = [None, None] if view.pages is None else [code.turn for code in view.pages.codecs]
-    if view.pages is None or any(
-        code.transform is not turn for code, turn in zip(view.pages.codecs, turns, strict=True)
+    runs = view.pages.parts if view.pages else ()
+    turns = [code.turn for code in runs[0].codecs] if len(runs) == 1 else [None, None]
+    if len(runs) != 1 or any(
+        code.transform is not turn for code, turn in zip(runs[0].codecs, turns, strict=True)
     ):
         keys, values = _whole(view, queries.dtype)
         turns = [None, None]
@@ -187,26 +210,36 @@ def _decode_codes(queries, view, scale, mask, sinks):
     kv_heads = view.live[0].shape[1]
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, dims)
-    key_codec, value_codec = view.pages.codecs
-    windows = [view.sink, view.live] if view.sink is not None else [view.live]
-    parts = [q @ keys.astype(mx.float32).swapaxes(-1, -2) for keys, _ in windows]
-    parts.insert(len(parts) - 1, key_codec.scores(q, view.pages.stored[0]))
-    lengths = [part.shape[-1] for part in parts]
-    scores = mx.concatenate(parts, axis=-1).reshape(batch, heads, new, -1)
-    p = _softmax(scores, mask, sinks).reshape(batch, kv_heads, -1, sum(lengths))
+    s = scores(q, view).reshape(batch, heads, new, -1)
+    p = _softmax(s, mask, sinks).reshape(batch, kv_heads, -1, s.shape[-1])
 
     out, start = None, 0
-    mixers = [lambda x, v=values: x @ v.astype(mx.float32) for _, values in windows]
-    mixers.insert(len(mixers) - 1, lambda x: value_codec.mix(x, view.pages.stored[1]))
-    for mixer, length in zip(mixers, lengths, strict=True):
+    mixers = [
+        (run.tokens, lambda x, run=run: run.codecs[1].mix(x, run.stored[1]))
+        for run in view.pages.parts
+    ]
+    for at, window in ((0, view.sink), (len(mixers) + 1, view.live)):
+        if window is not None:
+            values = window[1].astype(mx.float32)
+            mixers.insert(at, (values.shape[2], lambda x, v=values: x @ v))
+    for length, mixer in mixers:
         part = mixer(p[..., start : start + length])
         out = part if out is None else out + part
         start += length
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
-def _softmax(scores, mask, sinks):
-    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
+def scores(q: mx.array, view: View) -> mx.array:
+    """q: [B, G, N, D] float32 -> its products with the keys of sink, pages and live: [B, G, N, T]."""
+    parts = [run.scores(q) for run in view.pages.parts] if view.pages else []
+    for at, window in ((0, view.sink), (len(parts) + 1, view.live)):
+        if window is not None:
+            parts.insert(at, q @ window[0].astype(mx.float32).swapaxes(-1, -2))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
+    """scores: [B, H, L, T] float32, of new tokens that are the last ones; mask as in `attend`."""
     new, total = scores.shape[2:]
     if isinstance(mask, str):
         if mask != "causal":
@@ -218,6 +251,12 @@ def _softmax(scores, mask, sinks):
             scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
         else:
             scores = scores + mask.astype(mx.float32)
+    return scores
+
+
+def _softmax(scores, mask, sinks):
+    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
+    scores, total = masked(scores, mask), scores.shape[3]
     if sinks is None:
         return mx.softmax(scores, axis=-1, precise=True)
     column = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None, None], (*scores.shape[:3], 1))

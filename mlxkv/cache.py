@@ -10,6 +10,7 @@ of mlx-lm (0.31: `meta_state`; 0.32: not).
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -36,6 +37,7 @@ class View:
     plain: nothing has been sealed yet, so results have to equal a plain cache's.
     sealed: arrays that this update wrote, to be computed before attention.
     buffers: the arrays that hold live, spare room included; kernels take them whole, uncopied.
+    heard: called with (queries, what attention gave out, scale, mask) by attention, gives out the same.
     """
 
     live: Pair
@@ -44,6 +46,7 @@ class View:
     plain: bool = False
     sealed: tuple[mx.array, ...] = field(default=(), repr=False)
     buffers: Pair | None = field(default=None, repr=False)
+    heard: Callable[..., mx.array] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -117,7 +120,7 @@ class CompressedKVCache:
             if (pair := getattr(self, name)) is not None:
                 setattr(self, name, (pair[0], turn(pair[1]).astype(pair[1].dtype)))
         if (old := self._store) is not None:
-            self._store = store(self._stored, old.dims, self._live[0].dtype, now)
+            self._store = self._new_store(old.dims, self._live[0].dtype)
             self._store.restore(old.state, old.count)
 
     # -- reading and writing
@@ -146,9 +149,7 @@ class CompressedKVCache:
         """
         self._follow_weights()
         new = (keys, values)
-        if self._live is not None and self._live[0].shape[0] != keys.shape[0]:
-            have, got = self._live[0].shape[0], keys.shape[0]
-            raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
+        self._check_batch(keys)
         if self._count + keys.shape[2] <= self._room:
             self._append(new)
             view = self._view(self._read_live(), self._sink, self._count_pages, self._live)
@@ -166,6 +167,14 @@ class CompressedKVCache:
             view = replace(self._view(new, sink, count), sealed=self._arrays())
         self.offset += keys.shape[2]
         return view, view
+
+    def _check_batch(self, keys: mx.array) -> None:
+        if self._live is not None and self._live[0].shape[0] != keys.shape[0]:
+            have, got = self._live[0].shape[0], keys.shape[0]
+            raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
+
+    def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
+        return store(self._stored, dims, dtype, self.rotations)
 
     def _read_live(self) -> Pair:
         if self._count == self._live[0].shape[2]:
@@ -195,8 +204,7 @@ class CompressedKVCache:
         size = self.config.page
         count = -(-(live[0].shape[2] - start - self._room) // size)
         if self._store is None:
-            dims = tuple(x.shape[3] for x in live)
-            self._store = store(self._stored, dims, live[0].dtype, self.rotations)
+            self._store = self._new_store(tuple(x.shape[3] for x in live), live[0].dtype)
         self._store.append(live, count, start)  # whole: kernels would copy slices
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, start + count * size :] for x in live))
@@ -289,6 +297,8 @@ class CompressedKVCache:
         if self.rotations is not None:
             header["calibration"] = [self.rotations.digest, self.rotations.layer]
             header["folded"] = self.rotations.folded
+        extra, more = self._extra()
+        header |= extra
         tree: dict = {"header": mx.array(np.frombuffer(json.dumps(header).encode(), np.uint8))}
         if self._live is not None:
             tree["live"] = dict(zip(("keys", "values"), self._read_live(), strict=True))
@@ -296,7 +306,14 @@ class CompressedKVCache:
             tree["sink"] = dict(zip(("keys", "values"), self._sink, strict=True))
         if self._count_pages:
             tree["pages"] = self._store.state
-        return tree
+        return tree | more
+
+    def _extra(self) -> tuple[dict, dict]:
+        """What a subclass saves besides: entries of the header, arrays."""
+        return {}, {}
+
+    def _restore_extra(self, header: dict, tree: dict) -> None:
+        """The inverse, before pages are restored."""
 
     @state.setter
     def state(self, tree: dict) -> None:
@@ -327,6 +344,7 @@ class CompressedKVCache:
             ) from None
 
     def _restore(self, header: dict, tree: dict) -> None:
+        self._restore_extra(header, tree)
         for name in ("live", "sink"):
             if name in tree:
                 pair = (tree[name]["keys"], tree[name]["values"])
@@ -335,11 +353,11 @@ class CompressedKVCache:
             self._count = self._live[0].shape[2]
         if header["pages"]:
             dims = tuple(x.shape[3] for x in self._live)
-            self._store = store(self._stored, dims, self._live[0].dtype, self.rotations)
+            self._store = self._new_store(dims, self._live[0].dtype)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
         sink = self._sink[0].shape[2] if self._sink else 0
-        if self.offset != sink + self._paged + self._count:
+        if self.offset != sink + self._paged + self._count + header.get("dropped", 0):
             raise ValueError(f"{self.offset} tokens announced")
         for x in self._arrays():
             if x.shape[:2] != self._live[0].shape[:2]:

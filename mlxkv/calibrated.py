@@ -11,10 +11,11 @@ from weakref import WeakSet, WeakValueDictionary
 import mlx.core as mx
 import numpy as np
 
-from mlxkv import artifact, rotation
-from mlxkv.artifact import Basis, Calibration
-from mlxkv.config import BALANCED, CALIBRATED, LEARNED
+from mlxkv import artifact, rotation, subspace
+from mlxkv.artifact import SIDES, Basis, Calibration, Layer
+from mlxkv.config import BALANCED, CALIBRATED, LEARNED, PCA, CacheConfig
 from mlxkv.errors import UserError
+from mlxkv.formats_lowrank import LEAST, LowRank
 from mlxkv.transform import Transform
 
 Kinds = tuple[str, str]
@@ -23,7 +24,7 @@ ROTATED: Kinds = (CALIBRATED, CALIBRATED)
 
 @dataclass(frozen=True, eq=False)
 class Rotations:
-    """The transforms of one layer: of keys and of values, [D, D] or [G, D, D].
+    """The transforms of one layer: of keys and of values, [D, D] or [G, D, D], or of lower rank.
 
     digest: of the calibration, "" for none. layer: its name there. kinds: of keys and values, "oscar",
     "balanced" or "learned". folded: the weights of the model turn values already, so a cache is handed them in
@@ -45,22 +46,28 @@ Key = tuple[str, str, Kinds, bool]  # digest, layer, kinds, folded
 _at_hand: WeakValueDictionary[Key, Rotations] = WeakValueDictionary()
 
 
-def of(calibration: Calibration, kinds: Kinds = ROTATED) -> dict[str, Rotations]:
-    """The transforms of each layer; all caches of a model share them. kinds: `CacheConfig.fitted`.
+def of(
+    calibration: Calibration, kinds: Kinds = ROTATED, names: Iterable[str] | None = None
+) -> dict[str, Rotations]:
+    """The transforms of each layer, or of those with these `names`; all caches of a model share them.
+    kinds: `CacheConfig.fitted`.
 
     Raises UserError for balanced or learned ones of a calibration that has none.
     """
-    if BALANCED in kinds:
+    if BALANCED in kinds or any(kind.startswith(PCA) for kind in kinds):
         calibration.check_balanced()
     if LEARNED in kinds:
         calibration.check_learned()
-    out = {}
-    for name, layer in calibration.layers.items():
+    out, parts = {}, calibration.parts
+    for name in calibration.layers if names is None else names:
+        layer = calibration.layers[name]
         key = (calibration.digest, name, kinds, False)
         made = _at_hand.get(key)
         if made is None:
-            bases = zip(kinds, (layer.keys, layer.values), strict=True)
-            sides = (_made(kind, basis, calibration.parts) for kind, basis in bases)
+            sides = (
+                _leading(kind, layer, side) if kind.startswith(PCA) else _made(kind, basis, parts)
+                for kind, side, basis in zip(kinds, SIDES, (layer.keys, layer.values), strict=True)
+            )
             made = _at_hand[key] = Rotations(*sides, *key)
         out[name] = made
     return out
@@ -71,6 +78,40 @@ def _made(kind: str, basis: Basis, parts: str) -> Transform:
         return _turn(basis.rotation(parts))
     # A learned map ends with the mixing that it was learned behind: none comes after it.
     return _pair(*basis.balance.pair(parts if kind == BALANCED else "u"))
+
+
+def moment(layer: Layer, side: str) -> np.ndarray:
+    """[G, D, D] whose leading directions are the basis of a side: queries and keys stacked, each kind
+    with the same weight (OjaKV, A.2), or values. For layers that hold balanced transforms."""
+    basis = getattr(layer, side)
+    stored = subspace.stored_moment(basis.balance)
+    if side == "values":
+        return stored
+    return stored + subspace.read_moment(basis.values, basis.vectors)
+
+
+def with_ranks(config: CacheConfig, layer: Layer) -> CacheConfig:
+    """`config` with the rank that the energy asked for takes in this layer: the largest of its kv
+    heads, even."""
+    sides = {}
+    for name in SIDES:
+        side = getattr(config, name)
+        if side.low is not None and side.low.energy:
+            both = moment(layer, name)
+            rank = max(LEAST, int(subspace.ranks(both, side.low.energy).max()))
+            rank = min(rank + rank % 2, both.shape[-1])
+            side = replace(side, low=replace(side.low, energy=0.0, rank=rank))
+        sides[name] = side
+    return replace(config, **sides)
+
+
+def _leading(kind: str, layer: Layer, side: str) -> Transform:
+    """`kind`: as `Side.kind` writes it."""
+    _, size, *mixed = kind.split()
+    both = moment(layer, side)
+    share = float(size)
+    rank = int(size) if size.isdigit() else LowRank(share).dims(both.shape[-1])
+    return _turn(subspace.basis(both, rank, bool(mixed)))
 
 
 def folded(rotations: Rotations, yes: bool = True) -> Rotations:
@@ -168,6 +209,10 @@ def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> Rotatio
 
 def _random(kind: str, heads: int, dims: int) -> Transform:
     turn = rotation.random_basis(heads, dims, dims)
+    if kind.startswith(PCA):
+        size = kind.split()[1]
+        rank = int(size) if size.isdigit() else LowRank(float(size)).dims(dims)
+        return _turn(turn[..., :rank])
     if kind == CALIBRATED:
         return _turn(turn)
     # Stretched by up to 2 either way between two rotations: `up` is far from the transpose.
@@ -177,7 +222,7 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
 
 
 def _turn(down: np.ndarray) -> Transform:
-    """Of R: [G, D, D], or [1, D, D] for all heads."""
+    """Of R: [G, D, D] (or [G, D, R]), or [1, D, D] for all heads."""
     return _pair(down, down.swapaxes(-1, -2))
 
 

@@ -93,6 +93,10 @@ def chat(
     fold: Annotated[
         bool, typer.Option("--fold", help="Turn values by the weights, for calibrated presets.")
     ] = False,
+    keep: Annotated[
+        float | None,
+        typer.Option("--keep", help="Share of a prompt's stored tokens that stays (SnapKV)."),
+    ] = None,
     encode: Annotated[
         str,
         typer.Option("--encode", help="By what: kernel, or cpu or cpu-columns (matrix products)."),
@@ -101,9 +105,23 @@ def chat(
 ) -> None:
     """Talk to a model, in a terminal or in one shot (--prompt, or text on stdin)."""
     from mlxkv.chat import Options, run
+    from mlxkv.naming import with_keep
 
     options = Options(
-        *(model, kv, prompt, system, max_tokens, temp, top_p, seed, kv_strict, raw, load, dtype),
+        *(
+            model,
+            with_keep(kv, keep),
+            prompt,
+            system,
+            max_tokens,
+            temp,
+            top_p,
+            seed,
+            kv_strict,
+            raw,
+            load,
+            dtype,
+        ),
         *(json, calibration, fold, encode),
     )
     run(options)

@@ -24,7 +24,7 @@ from mlxkv.attention import _softmax
 from mlxkv.calibrate import CHUNK, WINDOW, Progress, windows
 from mlxkv.calibrated import Rotations, of
 from mlxkv.codec import Codec
-from mlxkv.config import PRESETS, CacheConfig
+from mlxkv.config import CacheConfig
 from mlxkv.errors import MachineError, UserError
 from mlxkv.kernels import MAX_RANK
 from mlxkv.models.calibrations import layer_name, origin_of, sizes
@@ -33,6 +33,7 @@ from mlxkv.models.probe import leaves, put
 from mlxkv.models.rebind import bind, release
 from mlxkv.models.seam import own_make_cache
 from mlxkv.models.taps import Call, Ear, Visit, watch
+from mlxkv.presets import PRESETS
 
 # Few: each pair that layers differ in is one more build of the seal kernel.
 CANDIDATES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.88, 0.84, 0.8, 0.7, 0.6)

@@ -17,15 +17,16 @@ Stored = dict[str, mx.array]
 class Codec:
     """Encodes and reads pages of vectors of `dims` values.
 
-    side: what to do. dims: head dim D of the vectors. page: tokens per page. rotation: the
+    side: what to do. dims: head dim D of the vectors; then the stored dims R. page: tokens per page. rotation: the
     transform of a calibrated side, which belongs to one layer.
     """
 
     def __init__(self, side: Side, dims: int, page: int, rotation: Transform | None = None):
         self.spec = side.quantizer
-        self.dims, self.page = dims, page
+        self.page = page
         self.method = QUANTIZERS[type(side.quantizer)]
         self.transform = rotation or transform.make(side.transform, dims, side.seed)
+        self.dims = dims if self.transform is None else self.transform.down.shape[-1]
 
     def __deepcopy__(self, memo):
         return self  # holds no state: copies of a cache share it

@@ -122,8 +122,8 @@ def kernel_rows(step: Step) -> list[dict]:
     import mlx.core as mx
 
     from mlxkv import kernels, records, selftest, tiles, trust
-    from mlxkv.config import PRESETS
     from mlxkv.metal import launch
+    from mlxkv.presets import PRESETS
 
     make, rows = launch.factory(), []
     if make is None:

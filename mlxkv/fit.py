@@ -13,9 +13,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxkv.config import PRESETS, CacheConfig, parse_kv
+from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.console import human_bytes, parse_size, parse_tokens, print_json, print_table
 from mlxkv.errors import UserError
+from mlxkv.presets import PRESETS
 from mlxkv.shapes import LayerShape, activation_bytes, context_limit, layers_of, weight_bytes
 
 DEFAULT_PRESETS = ("fp16", "int8", "int4", "int3", "int2")

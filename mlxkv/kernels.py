@@ -162,7 +162,8 @@ def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None
     Of many tokens it is a product of MLX's, on matrix units where there are any."""
     kind = fast_kind(transform, dims)
     if kind is None and tokens <= DENSE_TOKENS and dims in DENSE_DIMS:
-        return DENSE if transform.down.shape[-2:] == (dims, dims) else None
+        own = transform.down.ndim > 3  # one for each of a batch
+        return DENSE if transform.down.shape[-2:] == (dims, dims) and not own else None
     return kind
 
 
@@ -224,6 +225,18 @@ def nothing(dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.zeros(8, dtype)
 
 
+@dataclass(frozen=True)
+class Run:
+    """A second run of pages, behind the first, that has a stored domain of its own. As for `attend`;
+    records: how many there are."""
+
+    q_pages: mx.array
+    buffer: mx.array
+    records: int
+    up: mx.array | None = None
+    headers: mx.array | None = None
+
+
 def attend(
     q_pages: mx.array,
     q_window: mx.array,
@@ -239,6 +252,7 @@ def attend(
     window: int = 0,
     sinks: mx.array | None = None,
     headers: mx.array | None = None,
+    second: Run | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -247,7 +261,8 @@ def attend(
     buffer: [B, G, capacity, words]. headers: [B, G, pages, header words], for formats that have
         them. sink, live: (keys, values), [B, G, tokens, D].
     lengths: for each of the batch (records, sink tokens, live tokens).
-    up: [RV, D] or [G, RV, D] float32, from the stored domain of the values to the model's, or None.
+    up: [RV, D], [G, RV, D] or [B, G, RV, D] float32, from the stored domain of the values to the
+        model's, or None. second: more records, behind these, in the same pass.
     window: sliding window in tokens, 0 for none. sinks: [H] logits of attention sinks.
     Returns [B, G, N, D] in the dtype of q_window.
     """
@@ -256,7 +271,14 @@ def attend(
     sink = sink or live  # never read: its length is 0
     tile = min(4, rows)
     most = max(records for records, _, _ in lengths)
-    page_splits = min(MAX_SPLITS, max(1, -(-most // SPLIT_RECORDS)))
+    more, runs = (second.records, 2) if second else (0, 1)
+    page_splits = min(MAX_SPLITS, max(runs, -(-(most + more) // SPLIT_RECORDS)))
+    first = page_splits
+    if second:
+        first = min(page_splits - 1, max(1, round(page_splits * most / (most + more))))
+        q_pages = mx.stack([q_pages, second.q_pages], axis=2)
+        up = _both_up(up, second.up, batch, heads)
+    after = second or Run(q_pages, nothing(mx.uint32), 0)
     splits = page_splits + 1
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
     tokens = (sink[0].shape[2], live[0].shape[2])
@@ -270,9 +292,14 @@ def attend(
             nothing(mx.uint32) if headers is None else headers,
             *sink,
             *live,
-            ints(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
-            ints(*(n for one in lengths for n in (*one, 0)), *[0] * 4),
+            ints(
+                *(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
+                *(first, after.buffer.shape[2] if second else 0, runs, 0),
+            ),
+            ints(*(n for one in lengths for n in (*one, more)), *[0] * 4),
             numbers,
+            after.buffer,
+            nothing(mx.uint32) if after.headers is None else after.headers,
         ],
         {
             "T": q_window.dtype,
@@ -310,9 +337,9 @@ def attend(
                 rows,
                 heads,
                 new_tokens,
-                1 if up is None else up.size // (layout.values.dims * dims),
-                0,
-                0,
+                1 if up is None else up.size // (runs * layout.values.dims * dims),
+                first,
+                runs,
             ),
         ],
         {
@@ -329,6 +356,16 @@ def attend(
         make,
     )
     return merged
+
+
+def _both_up(
+    first: mx.array | None, second: mx.array | None, batch: int, heads: int
+) -> mx.array | None:
+    """[2, B, G, RV, D] of two runs."""
+    if first is None or second is None:
+        return None
+    shape = (batch, heads, *first.shape[-2:])
+    return mx.stack([mx.broadcast_to(up, shape) for up in (first, second)])
 
 
 def record_layout(config, key_dims: int, value_dims: int) -> RecordLayout:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mlxkv.config import PRESETS, CacheConfig
+from mlxkv.config import CacheConfig
 from mlxkv.console import human_bytes, print_json, print_table
+from mlxkv.presets import PRESETS
 
 HEAD_DIM = 128
 WINDOWS = ("sink", "recent", "page")
@@ -30,6 +31,10 @@ def presets(as_json: bool) -> None:
     for reason, names in _plain(PRESETS).items():
         print(f"no kernel, plain ops alone: {', '.join(names)} ({reason})")
     print("a pair takes its keys from one preset, its values from another: int8/int4")
+    print(
+        "low rank takes other numbers and codes: oja-0.6+int8, static-r96+windows; its basis comes on top"
+    )
+    print("any of them drops tokens of a prompt with +keep0.5, or --keep 0.5")
 
 
 def _plain(presets: dict[str, CacheConfig]) -> dict[str, list[str]]:

@@ -30,6 +30,15 @@ class CodePages:
     stored: tuple[Stored, Stored]
     tokens: int
 
+    @property
+    def parts(self) -> tuple[CodePages]:
+        """Runs of one transform."""
+        return (self,)
+
+    def scores(self, q: mx.array) -> mx.array:
+        """q: [B, G, N, D] -> q . k^ for every token: [B, G, N, T] float32."""
+        return self.codecs[0].scores(q, self.stored[0])
+
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
         return self.codecs[side].decode(self.stored[side], dtype)
@@ -52,6 +61,15 @@ class RecordPages:
     make: launch.Factory
     tiled: bool = False
     headers: mx.array | None = None
+
+    @property
+    def parts(self) -> tuple[RecordPages]:
+        """Runs of one transform."""
+        return (self,)
+
+    def scores(self, q: mx.array) -> mx.array:
+        """q: [B, G, N, D] -> q . k^ for every token: [B, G, N, T] float32."""
+        return q @ self.decode(0, mx.float32).swapaxes(-1, -2)
 
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
@@ -222,7 +240,13 @@ class Records(_Store):
 
 
 def _layout(store: _Store) -> kernels.RecordLayout:
-    return kernels.record_layout(store.config, *store.dims)
+    return kernels.record_layout(store.config, *(code.dims for code in store.codecs))
+
+
+def codes_of(store: Codes | Records) -> dict[str, Stored]:
+    """What the arrays of plain ops would be, of either store, which has pages."""
+    state = store.state
+    return exchange.to_codes(state, store.codecs, _layout(store)) if "records" in state else state
 
 
 def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
@@ -231,7 +255,7 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
     if launch.factory() is None:
         return launch.absent()
     for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
-        if reason := records.why_not(side.quantizer, dim, config.page, keys=i == 0):
+        if reason := records.why_not(side.quantizer, side.dims(dim), config.page, keys=i == 0):
             return reason
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"
@@ -243,7 +267,7 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
 def why_no_tiles(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
     """Why the portable kernels decode such pages here and not the tiles, or None. For pages that
     have kernels."""
-    make, layout = launch.factory(), kernels.record_layout(config, *dims)
+    make, layout = launch.factory(), kernels.record_layout(config, *config.dims(*dims))
     reason = tiles.why_not(layout, dims[0], dtype, make)
     return reason or selftest.fault(config, dims[0], dtype, make, tiled=True)
 

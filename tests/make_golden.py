@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import golden_codebook
+import golden_oja
 import numpy as np
 from golden_learned import learned
 from safetensors.numpy import save_file
@@ -34,6 +35,7 @@ DECODED = 4  # every so many tokens are kept as decoded values: the files have t
 SPEC = {  # what a table is made from
     "oscar": ("reference", "reference_oscar"),
     **golden_codebook.SPEC,
+    **golden_oja.SPEC,
     "balanced": ("reference", "reference_oscar", "reference_balanced"),
     "dual_scale": ("reference", "reference_dual_scale"),
     "polar": ("reference", "reference_polar"),
@@ -385,7 +387,7 @@ def main() -> None:
     tensors, cases = attention(np.random.default_rng(SEED + 9))
     extra = {"spec_hash": spec_hash("attention"), "cases": json.dumps(cases)}
     save_file(tensors, OUT / "attention.safetensors", {**header, **extra})
-    for name, (seed, make) in golden_tile.TABLES.items():
+    for name, (seed, make) in {**golden_tile.TABLES, **golden_oja.TABLES}.items():
         extra = {"spec_hash": spec_hash(name), "seed": str(seed)}
         save_file(
             make(np.random.default_rng(seed)), OUT / f"{name}.safetensors", {**header, **extra}

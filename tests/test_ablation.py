@@ -8,7 +8,7 @@ import pytest
 from random_model import write_model
 
 from mlxkv import rotation, transform
-from mlxkv.config import BALANCED, PRESETS, parse_kv
+from mlxkv.config import BALANCED, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.eval import collect, texts
 from mlxkv.eval.ablation import bits, deal, domains, parts, search, windows
@@ -21,6 +21,7 @@ from mlxkv.eval.part import Part
 from mlxkv.eval.store import Store
 from mlxkv.generate import new_cache
 from mlxkv.models import load
+from mlxkv.presets import PRESETS
 
 DIMS = 64  # head dim of the random model
 SMALL = {"context": 512, "decode": 3, "questions": 0, "tokens": 512}

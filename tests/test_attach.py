@@ -13,9 +13,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from random_models import FAMILIES, random_model, tokens
 
 from mlxkv.cache import CompressedKVCache
-from mlxkv.config import PRESETS, CacheConfig
+from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
 from mlxkv.models import attach, detach, rebind
+from mlxkv.presets import PRESETS
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 UNRUNNABLE = {"phi3small"}  # corrupts memory at this size in plain mlx-lm

@@ -16,10 +16,11 @@ from mlxkv import reference as ref
 from mlxkv import reference_balanced as spec
 from mlxkv.cache import CompressedKVCache
 from mlxkv.calibrated import Rotations
-from mlxkv.config import BALANCED, PRESETS, Affine, CacheConfig, Full, Side
+from mlxkv.config import BALANCED, Affine, CacheConfig, Full, Side
 from mlxkv.errors import UserError
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
+from mlxkv.presets import PRESETS
 from mlxkv.transform import Transform
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}

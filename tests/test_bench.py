@@ -13,11 +13,11 @@ from on_emulator import make
 from mlxkv.bench import attend, case, decode, encode, kernels, models, timing
 from mlxkv.bench.case import Shape, parse_shape
 from mlxkv.cli import main
-from mlxkv.config import PRESETS
 from mlxkv.metal import launch
+from mlxkv.presets import PRESETS
 
 SHAPE = Shape(1, 2, 1, 64)
-TINY_RUN = ("--contexts", "256", "--calls", "2", "--rounds", "1", "--encode-tokens", "64")
+TINY_RUN = ("--contexts", "320", "--calls", "2", "--rounds", "1", "--encode-tokens", "128")
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -193,12 +193,12 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
         (("--shapes", "B1.H3.G2.D64"), ("[--shapes]", "multiple of G")),
         (("--shapes", "B1.H2.G1.D63"), ("[--shapes]", "even head dim")),
         (("--contexts", "4k,x"), ("[--contexts]", "got 'x'")),
-        (("--contexts", "64"), ("[--contexts]", "at least 193")),
+        (("--contexts", "64"), ("[--contexts]", "at least 257")),
         (("--kv", "int4,int5"), ("[--kv]", "got 'int5'")),
         (("--kv", "fp16"), ("[--kv]", "got 'fp16'")),
         (("--calls", "0"), ("[--calls]", "got 0")),
         (("--rounds", "0"), ("[--rounds]", "got 0")),
-        (("--encode-tokens", "65"), ("[--encode-tokens]", "multiple of 64")),
+        (("--encode-tokens", "65"), ("[--encode-tokens]", "multiple of 128")),
     ],
 )
 def test_kernels_refuses(capsys, options, words):

@@ -10,7 +10,8 @@ import pytest
 from bench_workers import shuffle, subject
 
 from mlxkv.bench import gate, reading
-from mlxkv.config import PRESETS, parse_kv
+from mlxkv.config import parse_kv
+from mlxkv.presets import PRESETS
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "fp16"])

@@ -12,8 +12,9 @@ from mlxkv import reference as ref
 from mlxkv import sealed
 from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache
-from mlxkv.config import PRESETS, Affine, CacheConfig, Full, Side
+from mlxkv.config import Affine, CacheConfig, Full, Side
 from mlxkv.errors import UserError
+from mlxkv.presets import PRESETS
 
 SMALL = CacheConfig(Side(Affine(4), "srft"), Side(Affine(4), "srft"), sink=16, recent=32, page=32)
 HEADS, KV_HEADS = 6, 2

@@ -14,7 +14,8 @@ from cache_model import CacheModel
 from mlxkv import reference as ref
 from mlxkv.attention import _whole, attend
 from mlxkv.cache import CompressedKVCache
-from mlxkv.config import FULL, Affine, CacheConfig, Codebook, PolarTree, Side
+from mlxkv.config import Affine, CacheConfig, Codebook, PolarTree, Side
+from mlxkv.presets import FULL
 
 KV_HEADS, KEY_DIM = 2, 64
 SIDES = (

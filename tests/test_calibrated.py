@@ -19,10 +19,10 @@ from mlxkv import artifact, attention, calibrate, calibrated
 from mlxkv import reference as ref
 from mlxkv.cache import CompressedKVCache
 from mlxkv.calibrated import Rotations
-from mlxkv.config import PRESETS
 from mlxkv.errors import UserError
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach, load
+from mlxkv.presets import PRESETS
 
 OSCAR = dataclasses.replace(PRESETS["oscar-int2+g32"], sink=16, recent=16, page=16)
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()

@@ -10,8 +10,8 @@ from random_model import write_model
 
 from mlxkv import __version__
 from mlxkv.cli import app, main
-from mlxkv.config import PRESETS
 from mlxkv.models.aliases import EMBEDDED
+from mlxkv.presets import PRESETS
 
 CHAT_KEYS = [
     *("model", "kv", "backend", "prompt_tokens", "generated_tokens", "prefill_seconds"),

@@ -8,9 +8,10 @@ from on_emulator import make
 from mlxkv import kernels, records, sealed, selftest
 from mlxkv import reference as ref
 from mlxkv.codec import codec
-from mlxkv.config import PRESETS, Affine, CacheConfig, Side
+from mlxkv.config import Affine, CacheConfig, Side
 from mlxkv.errors import UserError
 from mlxkv.golden import rms
+from mlxkv.presets import PRESETS
 from mlxkv.quantizers import affine
 
 

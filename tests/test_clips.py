@@ -15,10 +15,11 @@ from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache
 from mlxkv.calibrated import Rotations, sample
 from mlxkv.clips import Trial
-from mlxkv.config import FULL, PRESETS, CacheConfig
+from mlxkv.config import CacheConfig
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import attach, detach
 from mlxkv.models.taps import Call, Ear, Visit
+from mlxkv.presets import FULL, PRESETS
 from mlxkv.transform import Transform
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 700).tolist()

@@ -7,9 +7,10 @@ import pytest
 from mlxkv import golden, levels, rotation
 from mlxkv import reference_codebook as ref
 from mlxkv.codec import Codec
-from mlxkv.config import PRESETS, CacheConfig, Codebook, Side
+from mlxkv.config import CacheConfig, Codebook, Side
 from mlxkv.errors import UserError
 from mlxkv.golden import codebook as rows
+from mlxkv.presets import PRESETS
 from mlxkv.quantizers import codebook
 
 DIMS = (64, 80, 96, 128, 256)

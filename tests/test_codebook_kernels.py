@@ -12,8 +12,9 @@ from mlxkv import kernels, levels, packing, records, sealed, selftest, transform
 from mlxkv import reference_codebook as ref
 from mlxkv.attention import _whole
 from mlxkv.cache import CompressedKVCache
-from mlxkv.config import PRESETS, Affine, CacheConfig, Codebook, PolarTree, Side
+from mlxkv.config import Affine, CacheConfig, Codebook, PolarTree, Side
 from mlxkv.metal import launch
+from mlxkv.presets import PRESETS
 from mlxkv.quantizers import codebook
 from mlxkv.sealed import Codes, Records
 

@@ -9,8 +9,9 @@ import mlx.core as mx
 import pytest
 
 from mlxkv.calibrated import sample
-from mlxkv.config import PRESETS, Affine, CacheConfig, Side, parse_kv
+from mlxkv.config import Affine, CacheConfig, Side, parse_kv
 from mlxkv.errors import UserError
+from mlxkv.presets import PRESETS
 from mlxkv.sealed import Codes
 
 DIMS = (64, 80, 96, 128, 192, 256, 512)
@@ -25,7 +26,8 @@ def test_bits_per_value_is_what_pages_take(name, dims):
         assert dims & (dims - 1)
         return
     x = mx.random.normal((1, 2, 2 * config.page, dims)).astype(mx.float16)
-    store = Codes(config, (dims, dims), sample(2, (dims, dims)) if config.calibrated else None)
+    own = sample(2, (dims, dims), config.fitted) if config.calibrated else None
+    store = Codes(config, (dims, dims), own)
     store.append((x, x), 2)
     nbytes = sum(array.nbytes for array in store.arrays())
     assert nbytes * 8 / (2 * x.size) == pytest.approx(config.bits_per_value(dims, dims))

@@ -9,9 +9,10 @@ from mlxkv import reference as ref
 from mlxkv import reference_dual_scale as spec
 from mlxkv.cache import CompressedKVCache
 from mlxkv.codec import Codec
-from mlxkv.config import PRESETS, CacheConfig, DualScale, Side, parse_kv
+from mlxkv.config import CacheConfig, DualScale, Side, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models import attach, detach
+from mlxkv.presets import PRESETS
 from mlxkv.quantizers import dual_scale
 
 AXES = ("channel", "token")

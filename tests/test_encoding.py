@@ -8,9 +8,9 @@ from on_emulator import make
 from mlxkv import encoding
 from mlxkv.calibrated import sample
 from mlxkv.cli import main
-from mlxkv.config import PRESETS
 from mlxkv.errors import UserError
 from mlxkv.metal import launch
+from mlxkv.presets import PRESETS
 from mlxkv.sealed import Codes, Records, _to_codes
 
 DIMS = 64

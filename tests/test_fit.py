@@ -7,10 +7,10 @@ import json
 import pytest
 
 from mlxkv.cli import main
-from mlxkv.config import PRESETS
 from mlxkv.console import human_bytes, parse_size, parse_tokens
 from mlxkv.errors import UserError
 from mlxkv.fit import Plan, layer_bytes, longest, need
+from mlxkv.presets import PRESETS
 from mlxkv.shapes import LayerShape, layers_of, parameters, weight_bytes
 
 QWEN3_4B = {

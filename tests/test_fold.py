@@ -19,12 +19,13 @@ from mlxkv import artifact, attention, calibrate, calibrated
 from mlxkv.cache import CompressedKVCache
 from mlxkv.chat import Options, run
 from mlxkv.cli import main
-from mlxkv.config import PRESETS, parse_kv
+from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach, fold, load, summarise
 from mlxkv.models.probe import leaves
 from mlxkv.models.seam import folded_bytes
+from mlxkv.presets import PRESETS
 from mlxkv.session import Session
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early

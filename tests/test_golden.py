@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from make_golden import spec_hash
 
-from mlxkv import golden, packing, rotation
+from mlxkv import bounds, golden, packing, rotation
 from mlxkv.golden import tile
 from mlxkv.quantizers import affine
 
-FILES = sorted(path.stem for path in golden.FOLDER.glob("*.safetensors"))
+FILES = sorted(path.stem for path in bounds.FOLDER.glob("*.safetensors"))
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_every_row_holds(rows):
 def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
     of_affine = {"affine", "attention", "clip", "encode", "oscar", "packing", "transforms"}
     assert set(FILES) == of_affine | {"balanced", "codebook", "dual_scale"} | {
-        *("learned", "polar", "polar_tree")
+        *("learned", "oja", "polar", "polar_tree")
     }
     assert {row.table for row in rows} >= {
         "transforms",
@@ -43,6 +43,9 @@ def test_every_file_is_read_and_codes_are_nearly_all_equal(rows):
         "scores",
         "mix",
         "learned",
+        "oja",
+        "salience",
+        "subspace",
     }
     codes = [row for row in rows if row.table in ("encode", "seal", "clip")]
     assert sum(row.values for row in codes) > 400_000
@@ -57,7 +60,7 @@ def test_golden_files_are_of_this_spec(name):
 
 
 def test_golden_files_are_small():
-    assert sum(path.stat().st_size for path in golden.FOLDER.glob("*.safetensors")) < 4_300_000
+    assert sum(path.stat().st_size for path in bounds.FOLDER.glob("*.safetensors")) < 4_300_000
 
 
 def test_a_shuffled_code_is_red(monkeypatch):

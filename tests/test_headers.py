@@ -9,8 +9,9 @@ from test_kernels import data, rms, softmax
 from mlxkv import attention, records
 from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache, View
-from mlxkv.config import PRESETS, Affine, CacheConfig, DualScale, Polar, Side, parse_kv
+from mlxkv.config import Affine, CacheConfig, DualScale, Polar, Side, parse_kv
 from mlxkv.metal import launch
+from mlxkv.presets import PRESETS
 from mlxkv.sealed import Codes, Records
 
 # keys, values, page: scales per channel, or per token, with and without one more scale

@@ -13,11 +13,12 @@ from safetensors.numpy import save
 
 from mlxkv import artifact, calibrate, calibrated, learn
 from mlxkv.cli import main
-from mlxkv.config import PRESETS, parse_kv
+from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
 from mlxkv.eval import learned as evidence
 from mlxkv.learned import Learned
 from mlxkv.models import attach, detach, load
+from mlxkv.presets import PRESETS
 from mlxkv.transform import Transform
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 600).tolist()

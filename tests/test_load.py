@@ -16,10 +16,10 @@ from mlx_lm.utils import quantize_model
 from model_folders import WEIGHTS, error_of, folder, save, saved
 from random_models import config_of, random_model, tokens
 
-from mlxkv.config import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import context_limit, detach, load
 from mlxkv.models.aliases import EMBEDDED, HUB, Source, resolve
+from mlxkv.presets import PRESETS
 
 
 def test_a_folder_loads_and_is_attached(folder):

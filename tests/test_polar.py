@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from mlxkv import reference_polar as spec
-from mlxkv.config import PRESETS, Affine, CacheConfig, Polar, Side
+from mlxkv.config import Affine, CacheConfig, Polar, Side
 from mlxkv.errors import UserError
+from mlxkv.presets import PRESETS
 from mlxkv.quantizers import polar
 
 PAGE = 128

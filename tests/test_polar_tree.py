@@ -7,10 +7,11 @@ import pytest
 from mlxkv import levels
 from mlxkv import reference_polar_tree as ref
 from mlxkv.codec import Codec
-from mlxkv.config import PRESETS, CacheConfig, PolarTree, Side
+from mlxkv.config import CacheConfig, PolarTree, Side
 from mlxkv.errors import UserError
 from mlxkv.golden import codebook as rows
 from mlxkv.models import load
+from mlxkv.presets import PRESETS
 from mlxkv.quantizers import polar_tree
 from mlxkv.session import Session
 

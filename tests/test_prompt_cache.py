@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from mlxkv import prompt_cache
-from mlxkv.config import PRESETS
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
+from mlxkv.presets import PRESETS
 from mlxkv.session import Session
 
 

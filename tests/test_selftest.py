@@ -5,7 +5,7 @@ import pytest
 from on_emulator import make
 
 from mlxkv import kernels, selftest
-from mlxkv.config import PRESETS
+from mlxkv.presets import PRESETS
 
 
 def broken(part, good, bad):

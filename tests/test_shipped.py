@@ -7,12 +7,13 @@ import mlx.core as mx
 import pytest
 
 from mlxkv import artifact
-from mlxkv.config import PRESETS, CacheConfig, Side
+from mlxkv.config import CacheConfig, Side
 from mlxkv.eval import feed
 from mlxkv.eval.exact import divergence
 from mlxkv.eval.perplexity import story_tokens
 from mlxkv.models import attach, detach, load
 from mlxkv.models.aliases import EMBEDDED
+from mlxkv.presets import PRESETS
 
 CONTEXT, DECODED = 768, 64
 

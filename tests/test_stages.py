@@ -17,7 +17,6 @@ from on_emulator import make
 from random_models import FAMILIES, random_model, tokens
 
 from mlxkv.codec import Codec, codec
-from mlxkv.config import PRESETS
 from mlxkv.eval import stages
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.part import Options
@@ -25,6 +24,7 @@ from mlxkv.eval.perplexity import story_tokens
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach, load
 from mlxkv.models.taps import tap, watch
+from mlxkv.presets import PRESETS
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 LEFT_OUT = {"gemma2", "stablelm", "deepseek_v3", "mamba2", "phi3small"}

@@ -14,6 +14,24 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlxkv"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TRACK = sorted((ROOT / "cuda_track").rglob("*.py"))
+# What the torch track reads of mlxkv: formats, files and texts. None of it knows a framework.
+SHARED = {
+    *(
+        "config",
+        "presets",
+        "formats",
+        "formats_codebook",
+        "formats_tile",
+        "errors",
+        "bounds",
+        "shapes",
+    ),
+    *("artifact", "balance", "rotation", "levels", "corpus"),
+    *("models.folder", "models.aliases", "models.plant"),
+}
+# Its own files, beside kernels/.
+OWN = {"stores.py", "bench.py", "eval.py", "golden/kernels.py", "golden/__main__.py"}
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 
 # A file may import from its own row and from the rows below it, never from above.
@@ -27,18 +45,20 @@ LAYERS = [
     {"learn"},
     {"learnable"},
     {"models", "calibrate"},
-    {"cache", "attention", "sealed", "selftest"},
-    {"codec", "pages", "tiles", "exchange", "balancing", "channels"},
+    {"adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
+    {"codec", "pages", "tiles", "exchange", "balancing", "channels", "oja"},
     {"kernels"},
     {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},
     {"metal"},
     {"artifact"},
+    {"subspace"},
     {"balance"},
-    {"config", "console", "shapes", "corpus", "rotation", "reference_balanced", "learned"},
+    {"config", "console", "shapes", "corpus", "rotation", "reference_balanced", "learned"}
+    | {"naming", "presets", "bounds"},
     {"reference_oscar", "reference_codebook", "reference_polar_tree", "reference_learned"},
-    {"reference_dual_scale", "reference_polar"},
-    {"reference", "formats", "formats_codebook", "formats_tile", "levels"},
+    {"reference_dual_scale", "reference_polar", "reference_oja"},
+    {"reference", "formats", "formats_codebook", "formats_tile", "formats_lowrank"} | {"levels"},
     {"errors", ""},
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
@@ -51,9 +71,10 @@ MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
     *("cli", "__main__", "corpus", "artifact", "balance", "rotation", "learned"),
-    *("formats", "formats_codebook", "formats_tile", "levels"),
+    *("formats", "formats_codebook", "formats_tile", "formats_lowrank", "levels", "naming"),
+    *("presets", "bounds"),
     *("reference_oscar", "reference_codebook", "reference_polar_tree", "reference_balanced"),
-    *("reference_dual_scale", "reference_polar", "reference_learned"),
+    *("reference_dual_scale", "reference_polar", "reference_learned", "reference_oja", "subspace"),
 }
 
 
@@ -123,12 +144,45 @@ def test_the_spec_stands_alone():
     assert readers == []
 
 
-def test_the_torch_track_never_imports_mlx():
-    for path in (ROOT / "cuda_track").rglob("*.py"):
-        names = imports(path)
-        assert not {name.split(".")[0] for name in names} & {"mlx", "mlx_lm"}, ids(path)
-        parts = {name.split(".")[1] for name in names if name.startswith("mlxkv.")}
-        assert parts <= {"config", "artifact", "errors"}, ids(path)
+@pytest.mark.parametrize("path", TRACK, ids=ids)
+def test_the_torch_track_stands_alone(path):
+    """It shares formats and files with mlxkv, no code that computes on tensors."""
+    names = imports(path)
+    frameworks = {name.split(".")[0] for name in names} & FRAMEWORKS
+    folder = path.relative_to(ROOT).parts[1]
+    assert not frameworks & {"mlx", "mlx_lm"}
+    assert "transformers" not in frameworks or folder == "models"
+    assert "triton" not in frameworks or folder == "kernels"
+    shared = {name.removeprefix("mlxkv.") for name in modules(names)}
+    assert shared <= SHARED, f"{ids(path)} imports {shared - SHARED}"
+
+
+def modules(names: set[str]) -> set[str]:
+    """Those of `names` that are modules of mlxkv."""
+    dotted = {name for name in names if name.startswith("mlxkv.")}
+    return {
+        name
+        for name in dotted
+        if (ROOT / (name.replace(".", "/") + ".py")).exists()
+        or ((ROOT / name.replace(".", "/")).is_dir() and name != "mlxkv.models")
+    }
+
+
+def test_the_torch_track_has_the_same_names():
+    """Same file names, and in quantizers the same public functions."""
+    ours = {path.relative_to(ROOT / "cuda_track") for path in TRACK}
+    own = {path for path in ours if not (PACKAGE / path).exists() and path.parts[0] != "kernels"}
+    assert {str(path) for path in own} <= OWN
+    for path in sorted((ROOT / "cuda_track" / "quantizers").glob("*.py")):
+        there, here = public(PACKAGE / "quantizers" / path.name), public(path)
+        assert here - {"half", "bias_of"} <= there
+        assert path.stem == "__init__" or {"encode", "decode", "scores", "mix"} <= here
+
+
+def public(path: Path) -> set[str]:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    names = (node.name for node in body if isinstance(node, ast.FunctionDef))
+    return {name for name in names if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(
@@ -199,7 +253,11 @@ def test_the_readme_tree_is_true():
     named = readme_tree()
     missing = [path for path in named if not (ROOT / path).exists()]
     assert not missing, f"the tree names what is not there: {missing}"
-    there = {ids(path) for path in FILES if path.name != "__init__.py" or path.stat().st_size > 200}
+    there = {
+        ids(path)
+        for path in [*FILES, *TRACK]
+        if path.name != "__init__.py" or path.stat().st_size > 200
+    }
     forgotten = sorted(there - set(named))
     assert not forgotten, f"the tree does not name {forgotten}"
 

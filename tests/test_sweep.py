@@ -7,8 +7,9 @@ import pytest
 
 from mlxkv import doctor
 from mlxkv.bench import kernels, sweep
-from mlxkv.config import PRESETS, parse_kv
+from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
+from mlxkv.presets import PRESETS
 
 SHAPE = "B1.H4.G2.D64"
 

@@ -8,18 +8,10 @@ from test_kernels import data, rms, softmax
 from mlxkv import attention, golden, kernels, selftest, tiles
 from mlxkv.attention import attend
 from mlxkv.cache import View
-from mlxkv.config import (
-    PRESETS,
-    Affine,
-    CacheConfig,
-    Codebook,
-    DualScale,
-    Polar,
-    PolarTree,
-    Side,
-)
+from mlxkv.config import Affine, CacheConfig, Codebook, DualScale, Polar, PolarTree, Side
 from mlxkv.golden import codebook as golden_codebook
 from mlxkv.metal import launch
+from mlxkv.presets import PRESETS
 from mlxkv.sealed import Codes, Records
 
 OWN_BOOKS = ((0.3, *(0.5 + 0.4 * i for i in range(15))),) + ((0.2, 0.6, 0.9, 1.3),) * 3

@@ -11,9 +11,9 @@ from test_kernels import SMALL, TIES, data, layout, rms, softmax, walk
 
 from mlxkv import attention, kernels, selftest, tiles, trust
 from mlxkv.cache import CompressedKVCache
-from mlxkv.config import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
+from mlxkv.presets import PRESETS
 from mlxkv.transform import Transform
 from mlxkv.transform import make as make_transform
 

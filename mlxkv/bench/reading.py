@@ -20,7 +20,7 @@ def cache_bytes(caches: list) -> int:
 
 
 def _stored(cache) -> int:
-    if type(cache) is CompressedKVCache:
+    if isinstance(cache, CompressedKVCache):
         return sum(x.nbytes for name, x in tree_flatten(cache.state) if name != "header")
     keys = getattr(cache, "keys", None)
     if keys is None or not hasattr(cache, "offset"):

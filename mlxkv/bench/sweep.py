@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlxkv import console, records
-from mlxkv.config import PRESETS, parse_kv
+from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
 from mlxkv.formats import Full
+from mlxkv.presets import PRESETS
 
 COLUMNS = ("shape", "preset", "bits", "by", "us", "SDPA us", "ratio", "GB/s", "rms")
 READY = "ready"

@@ -18,6 +18,9 @@ def score(
     values: they stand in `answer` in this order.
     """
     tokens = loaded.tokenizer.encode(answer, add_special_tokens=False)
+    if feed.selects(cache):  # its last tokens choose: a question is read as a prompt is
+        feed.extend(loaded, cache, prompt[:-1])
+        prompt = prompt[-1:]
     logs = feed.log_probabilities(loaded, cache, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
     chosen = mx.take_along_axis(logs, mx.array(tokens)[:, None], axis=-1)[:, 0].tolist()
     right = (mx.argmax(logs, axis=-1) == mx.array(tokens)).tolist()

@@ -87,7 +87,7 @@ class Arms:
         if not self.configs[name].calibrated:
             return None
         if name not in self.calibrations:
-            balanced = self.configs[name].balanced
+            balanced = self.configs[name].balanced or self.configs[name].low
             if self._own is None or (balanced and not self._own.balanced):
                 # Until there is one: read it once.
                 self._own = known(self.loaded.model, balanced) or self._own

@@ -15,11 +15,18 @@ def evaluate(
     kv: Annotated[
         str, typer.Option("--kv", help="Cache presets, by commas; fp16 is always beside them.")
     ] = "int8,int4,int3,int2",
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            "--keep", help="Share of a prompt's stored tokens that stays, for every preset."
+        ),
+    ] = None,
     context: Annotated[str, typer.Option("--context", help="Tokens, by commas: 2k,8k.")] = "2k",
     tasks: Annotated[
         str,
         typer.Option(
-            "--tasks", help="By commas: divergence, retrieval, generation, stages, lm-eval:NAME."
+            "--tasks",
+            help="By commas: divergence, retrieval, generation, stages, subspace, lm-eval:NAME.",
         ),
     ] = "divergence,retrieval,generation,stages",
     text: Annotated[
@@ -81,10 +88,11 @@ def evaluate(
 ) -> None:
     """Show what compressed caches cost: KL divergence, retrieval, generation, stages by layer."""
     from mlxkv.eval.run import Asked, run
+    from mlxkv.naming import with_keep
 
     asked = Asked(
         model=model,
-        kv=kv,
+        kv=with_keep(kv, keep),
         context=context,
         tasks=tasks,
         text=text or [],

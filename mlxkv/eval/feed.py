@@ -38,6 +38,12 @@ def log_probabilities(loaded, cache: list, tokens: Sequence[int]) -> mx.array:
     return mx.concatenate(parts)
 
 
+def selects(cache: list) -> bool:
+    """Whether caches drop tokens of a prompt once it is read."""
+    configs = (getattr(layer, "config", None) for layer in cache)
+    return any(config is not None and config.keep < 1 for config in configs)
+
+
 def branch(cache: list) -> list:
     """An independent copy of a cache, to ask a question and forget it."""
     return copy.deepcopy(cache)

@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mlxkv import console
-from mlxkv.config import LEARNED, PRESETS, parse_kv
+from mlxkv.config import LEARNED, parse_kv
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval import collect
 from mlxkv.eval.ablation.collect import figure, percent
 from mlxkv.models.aliases import EMBEDDED
+from mlxkv.presets import PRESETS
 
 EQUAL, OWN = "64,64", "own"
 TASKS = "divergence,retrieval"

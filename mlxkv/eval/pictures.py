@@ -40,7 +40,9 @@ Picture = tuple[str, str, str]  # title, caption, SVG
 def all_of(data: dict) -> list[Picture]:
     """Every picture that the data allow."""
     with plt.rc_context(SETTINGS):
-        return [picture for make in (bits, positions, maps, stages) for picture in make(data)]
+        return [
+            picture for make in (bits, positions, maps, stages, subspaces) for picture in make(data)
+        ]
 
 
 def _svg(figure) -> str:
@@ -211,3 +213,38 @@ def stages(data: dict) -> Iterator[Picture]:
             "state: against the full-precision run, so it adds up over the layers."
         )
         yield f"Stages by layer, {context} tokens", caption, _svg(figure)
+
+
+def subspaces(data: dict) -> Iterator[Picture]:
+    """Residual energy along a text that changes its kind, and overlap with the best basis behind."""
+    for part_name, part in data["parts"].items():
+        found = {name: result for name, result in part.items() if result.get("layers")}
+        if not part_name.startswith("subspace-") or not found:
+            continue
+        figure, axes = plt.subplots(1, 4, figsize=(15, 3.4), layout="constrained")
+        for column, side in enumerate(("keys", "values")):
+            for index, (name, result) in enumerate(found.items()):
+                layers = [layer[side] for layer in result["layers"] if side in layer]
+                if not layers:
+                    continue
+                keys = ("adapted", "oracle", "overlap")
+                means = {
+                    key: [sum(x) / len(layers) for x in zip(*(r[key] for r in layers), strict=True)]
+                    for key in keys
+                }
+                ends, style = result["positions"], {"color": f"C{index % 10}", "marker": "."}
+                axes[column].plot(ends, means["adapted"], label=name, **style)
+                axes[column].plot(ends, means["oracle"], "k:", linewidth=0.8)
+                axes[column + 2].plot(ends, means["overlap"], label=name, **style)
+            axes[column].set_yscale("log")
+            axes[column].set_title(f"{side}: residual energy (dotted: oracle)", fontsize=9)
+            axes[column + 2].set_title(f"{side}: overlap with the oracle", fontsize=9)
+        for axis in axes:
+            axis.axvline(result["shift"], color="black", linewidth=0.8, linestyle="--")
+            axis.set_xlabel("tokens read")
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+        caption = (
+            "Means over layers and kv heads. Each chunk is judged by the basis as it was before. Dashed: "
+            "from here on the text is program code; the oracle is fitted to that half."
+        )
+        yield f"Subspaces, {result['tokens']} tokens", caption, _svg(figure)

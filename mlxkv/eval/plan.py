@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mlxkv.eval import divergence, generation, harness, retrieval, stages, texts
+from mlxkv.eval import divergence, generation, harness, retrieval, stages, subspace, texts
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.part import Options, Part
 from mlxkv.models import load
 
 TASKS = ("divergence", "retrieval", "generation", "stages")
+ALL = (*TASKS, "subspace")  # with those that only some presets have
 
 
 @dataclass(frozen=True)
 class Spec:
     """All that a process needs to know to take part; plain data, to be sent to workers.
 
-    tasks: of TASKS, or `lm-eval:NAME`. windows: as for `Arms`. limit: questions per task of lm-eval.
+    tasks: of ALL, or `lm-eval:NAME`. windows: as for `Arms`. limit: questions per task of lm-eval.
     calibration: a file or hub name, for calibrated presets; the model's own by default.
     """
 
@@ -32,7 +33,7 @@ class Spec:
 
 
 def make(spec: Spec) -> tuple[Arms, list[Part]]:
-    """Load the model; the parts in the order of TASKS, the same in every process."""
+    """Load the model; the parts in the order of ALL, the same in every process."""
     loaded = load(spec.model, "fp16", dtype=spec.dtype, calibration=spec.calibration)
     arms = Arms(loaded, spec.names, spec.windows)
     options = spec.options
@@ -45,6 +46,7 @@ def make(spec: Spec) -> tuple[Arms, list[Part]]:
         "retrieval": lambda: retrieval.parts(arms, options),
         "generation": lambda: generation.parts(arms, options),
         "stages": lambda: stages.parts(arms, options, lambda count: text_of(count).tokens),
+        "subspace": lambda: subspace.parts(arms, options, lambda count: text_of(count).tokens),
     }
-    parts = [part for task in TASKS if task in spec.tasks for part in makers[task]()]
+    parts = [part for task in ALL if task in spec.tasks for part in makers[task]()]
     return arms, parts + harness.parts(spec.tasks, spec.limit)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxkv import __version__, console
 from mlxkv.errors import MachineError
-from mlxkv.eval import page, verdict
+from mlxkv.eval import page, subspace, verdict
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.part import Options
 from mlxkv.eval.statistics import block
@@ -206,6 +206,8 @@ def show(data: dict, blocks: bool) -> None:
                 cells = [[row[i] for i in chosen] for row in rows]
                 console.print_table([columns[i] for i in chosen], cells, title)
         print("\n".join([*reasons(data, context), ""]))
+        if rows := subspace.table(data["parts"].get(f"{subspace.TASK}-{context}", {})):
+            console.print_table([*subspace.COLUMNS, *subspace.MORE], rows, f"{title}: subspaces")
         part = data["parts"].get(f"divergence-{context}", {})
         for name, result in part.items() if blocks else ():
             for leg, summary in result["legs"].items():

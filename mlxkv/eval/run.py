@@ -60,7 +60,9 @@ def run(asked: Asked) -> int:
     console.note("\n".join(arms.loaded.report()))
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
     if calibrated:  # a calibration is made once, before processes need it
-        with arms.attached(max(calibrated, key=lambda name: arms.configs[name].balanced)):
+        with arms.attached(
+            max(calibrated, key=lambda name: arms.configs[name].balanced or arms.configs[name].low)
+        ):
             pass
     results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(asked.model))
     data = report.assemble(arms, spec.options, results, spec.windows)
@@ -117,8 +119,8 @@ def _spec(asked: Asked) -> plan.Spec:
 def _tasks(text: str) -> tuple[str, ...]:
     tasks = tuple(dict.fromkeys(task.strip() for task in text.split(",")))
     for task in tasks:
-        if task not in plan.TASKS and not task.startswith(harness.PREFIX):
-            choices = ", ".join(plan.TASKS)
+        if task not in plan.ALL and not task.startswith(harness.PREFIX):
+            choices = ", ".join(plan.ALL)
             raise UserError(
                 f"[--tasks] unknown task; got {task!r}; choose from {choices}, {harness.PREFIX}NAME"
             )

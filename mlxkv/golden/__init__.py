@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
-from safetensors import safe_open
 
 from mlxkv import balance, learn, learnable, packing, rotation, sealed, transform
 from mlxkv.attention import attend
+from mlxkv.bounds import BOUNDS, LEARNED_SPEC, PAGE_SIDES, Row, compare_codes, read, rms
 from mlxkv.cache import View
 from mlxkv.calibrate import second_moment
 from mlxkv.calibrated import Rotations
@@ -26,55 +25,6 @@ from mlxkv.codec import Codec
 from mlxkv.config import BALANCED, CALIBRATED, Affine, CacheConfig, Side
 from mlxkv.quantizers import affine
 from mlxkv.transform import Transform
-
-FOLDER = Path(__file__).parent
-BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6, "moments": 5e-6, "learned": 2e-5}
-TIES = 0.01  # largest share of codes that may differ by one, all of them at rounding boundaries
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. differ: codes off by one at a boundary; wrong: any other
-    difference."""
-
-    table: str
-    case: str
-    values: int
-    differ: int = 0
-    wrong: int = 0
-    rms: float = 0.0
-    bound: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        return not self.wrong and self.differ <= TIES * self.values and self.rms <= self.bound
-
-    def as_dict(self) -> dict:
-        return {**asdict(self), "ok": self.ok}
-
-
-def read(table: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The tensors and the header of one golden file."""
-    with safe_open(FOLDER / f"{table}.safetensors", "numpy") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (no iterator)
-
-
-def rms(x: np.ndarray, spec: np.ndarray) -> float:
-    """rms(x - spec) / rms(spec), NaN counted as infinite."""
-    error = float(
-        np.sqrt(np.mean((x.astype(np.float64) - spec) ** 2) / np.mean(spec.astype(np.float64) ** 2))
-    )
-    return error if np.isfinite(error) else float("inf")
-
-
-def compare_codes(
-    table: str, case: str, codes: np.ndarray, spec: np.ndarray, near: np.ndarray
-) -> Row:
-    """Codes against the spec's; `near` is the packed bit mask of values at a rounding boundary."""
-    gap = np.abs(codes.astype(np.int64) - spec)
-    at_boundary = np.unpackbits(near, count=spec.size).astype(bool).reshape(spec.shape)
-    allowed = (gap == 1) & at_boundary
-    return Row(table, case, spec.size, int(allowed.sum()), int(((gap > 0) & ~allowed).sum()))
 
 
 def transform_rows():
@@ -193,10 +143,6 @@ def _attention_inputs(tensors: dict, case: str, info: dict):
     return q, view, q.shape[-1] ** -0.5, mask, sinks
 
 
-LEARNED_SPEC = Affine(3, 16)
-PAGE_SIDES = {"k": Affine(2, 32, clip=0.96), "v": Affine(2, 0, clip=0.92)}
-
-
 def oscar_rows():
     """Calibration as `mlxkv calibrate` does it, and a cache with the spec's rotations."""
     for dims, given in _by_dims("oscar"):
@@ -307,9 +253,9 @@ TABLES = (
 
 def rows() -> Iterator[Row]:
     """Every row of the table, on the default device, as it is computed."""
-    from mlxkv.golden import codebook, tile  # which read the helpers above
+    from mlxkv.golden import codebook, oja, tile  # which read the helpers above
 
-    for table in (*TABLES, *codebook.TABLES, tile.dual_scale_rows, tile.polar_rows):
+    for table in (*TABLES, *codebook.TABLES, tile.dual_scale_rows, tile.polar_rows, oja.oja_rows):
         yield from table()
 
 

@@ -7,15 +7,22 @@ import numpy as np
 
 from mlxkv import levels, packing, sealed, transform
 from mlxkv.attention import attend
+from mlxkv.bounds import (
+    BOUNDS,
+    FITTED_BOUND,
+    LEVELS_BOUND,
+    NORM_BOUND,
+    Row,
+    compare_codes,
+    read,
+    rms,
+    steps_off,
+)
 from mlxkv.cache import View
 from mlxkv.codec import Codec
 from mlxkv.config import CacheConfig, Codebook, PolarTree, Side
 from mlxkv.formats_codebook import TREE_BITS
-from mlxkv.golden import BOUNDS, Row, compare_codes, read, rms
 from mlxkv.quantizers import polar_tree
-
-# An angle that changes sides moves a fitted codebook a little.
-LEVELS_BOUND, FITTED_BOUND = 1e-7, 3e-4
 
 
 def _floats(tensors: dict, name: str) -> mx.array:
@@ -23,8 +30,7 @@ def _floats(tensors: dict, name: str) -> mx.array:
 
 
 def _steps_off(ours: mx.array, spec: np.ndarray) -> int:
-    """How many float16 numbers are more than a step away; 0 has no steps."""
-    return int((np.abs(np.array(ours) - spec) > np.spacing(np.abs(spec))).sum())
+    return steps_off(np.array(ours), spec)
 
 
 def _dims(tensors: dict) -> list[int]:
@@ -92,8 +98,7 @@ def _outlier_rows(tensors: dict, dims: int, x: mx.array, page: int):
     yield Row("codebook", f"{key}.channels", dims, wrong=wrong)
     decoded, spec = np.array(code.decode(stored, mx.float32))[0, 0], tensors[f"{key}.decoded"]
     error = rms(decoded[:: page // spec.shape[0]], spec)
-    # The norm of a part may be a float16 step off.
-    yield Row("decode", f"codebook.{key}", spec.size, rms=error, bound=2**-10)
+    yield Row("decode", f"codebook.{key}", spec.size, rms=error, bound=NORM_BOUND)
 
 
 def polar_tree_rows():

@@ -12,14 +12,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv import packing
+from mlxkv.bounds import BALANCE_BOUND, BOUNDS, PRODUCT_BOUND, Row, compare_codes, read, rms
 from mlxkv.config import DualScale, Polar
-from mlxkv.golden import BOUNDS, Row, compare_codes, read, rms
 from mlxkv.quantizers import dual_scale, polar
-
-BALANCE_BOUND = (
-    1e-5  # sixteen rounds of standard deviations, logarithms and exponentials in float32
-)
-PRODUCT_BOUND = 2e-6  # float32 sums over dims or tokens
 
 
 def dual_scale_rows() -> Iterator[Row]:

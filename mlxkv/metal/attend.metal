@@ -3,14 +3,15 @@
 // The first size[1] splits share the records, the others the windows (sink, then live). Codes are
 // read once for the QT query rows of a tile. Each split leaves (maximum, sum, output) per row.
 //
-// q_pages  [heads, rows, RK]  queries in the stored domain, float (with SIGNS behind them what the signs
-// multiply, as many again); q_window [heads, rows, D], of
+// q_pages  [heads, runs, rows, RK]  queries in the stored domain, float (with SIGNS behind them what the
+// signs multiply, as many again); q_window [heads, rows, D], of
 // type T, in the model's own. scale[0]: the scale of attention times log2(e)
 // records  [heads, capacity, RECORD]; headers [heads, capacity / records of a page, HEADER]
+// records_2, headers_2: the same of a second run of pages behind the first, in a stored domain of its own
 // sink_k, sink_v, live_k, live_v [heads, tokens, D], of type T
 // size     [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
-//           kv heads]
-// lengths  [batch, 4]: records, sink tokens, live tokens, unused
+//           kv heads, page splits of the first run, capacity of the second, runs]
+// lengths  [batch, 4]: records, sink tokens, live tokens, records of the second run
 // Row i of a head belongs to new token i % L, the last L tokens of live.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
@@ -69,10 +70,16 @@ const int splits = threads_per_grid.y;
 const int new_tokens = size[5];
 const int window = size[6];
 const int batch = head / size[7];
-const int n_records = lengths[4 * batch];
+const bool second = paged && split >= size[8];
+const int n_before = second ? lengths[4 * batch] : 0;  // records
+const int n_records = lengths[4 * batch + (second ? 3 : 0)];
 const int n_sink = lengths[4 * batch + 1];
 const int n_live = lengths[4 * batch + 2];
-const int total = n_sink + 16 * n_records + n_live;
+const int total = n_sink + 16 * (lengths[4 * batch] + lengths[4 * batch + 3]) + n_live;
+const device uint* run = second ? records_2 : records;
+const device uint* run_headers = second ? headers_2 : headers;
+const int capacity = size[second ? 9 : 2];
+const size_t q_run = (size_t(head) * (paged ? size[10] : 1) + (second ? 1 : 0)) * rows;
 
 const int q_dims = 32 * (paged ? BQ : BD);
 const int q_width = paged ? RK * (1 + SIGNS_K) : D;
@@ -81,7 +88,7 @@ for (int i = thread_id; i < QT * q_dims; i += 32 * S) {
   const int dim = i % q_dims;
   float value = 0.0f;
   if (row < rows && dim < q_width) {
-    const size_t at = (size_t(head) * rows + row) * q_width + dim;
+    const size_t at = (q_run + row) * q_width + dim;
     value = paged ? q_pages[at] : float(q_window[at]);
   }
   q_tile[i] = value * scale[0];
@@ -116,21 +123,22 @@ KvTree tree_v = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)he
 
 const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
-const int parts = paged ? page_splits : splits - page_splits;
-const int part = paged ? split : split - page_splits;
+const int run_splits = second ? page_splits - size[8] : size[8];
+const int parts = paged ? run_splits : splits - page_splits;
+const int part = split - (paged ? (second ? size[8] : 0) : page_splits);
 // Pairs: whole pages, so that the simdgroups, which divide a page, read one page at a time.
 const int unit_of_parts = PAIRS_K && paged ? PAGE_RECORDS : 1;
 const int each = ((units + parts - 1) / parts + unit_of_parts - 1) / unit_of_parts * unit_of_parts;
 const int stop = metal::min(units, (part + 1) * each);
 for (int unit = part * each + group; unit < stop; unit += S) {
-  const device uint* record = records + (size_t(head) * size[2] + (paged ? unit : 0)) * RECORD;
+  const device uint* record = run + (size_t(head) * capacity + (paged ? unit : 0)) * RECORD;
   const device uint* header =
-      headers + (size_t(head) * (size[2] / PAGE_RECORDS) + (paged ? unit / PAGE_RECORDS : 0)) * HEADER;
+      run_headers + (size_t(head) * (capacity / PAGE_RECORDS) + (paged ? unit / PAGE_RECORDS : 0)) * HEADER;
   const int token_of_page = 16 * (unit % PAGE_RECORDS);  // the record's first
   const bool in_sink = unit < sink_units;
   const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);  // windows only
   const int tokens = paged ? 16 : (in_sink ? n_sink : n_live) - token0;
-  const int position0 = paged ? n_sink + 16 * unit : (in_sink ? token0 : total - n_live + token0);
+  const int position0 = paged ? n_sink + 16 * (n_before + unit) : (in_sink ? token0 : total - n_live + token0);
   const size_t at_window = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
 
   if (PAIRS_K && paged && (unit - group) % PAGE_RECORDS == 0) {

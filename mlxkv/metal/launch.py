@@ -26,7 +26,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attend": (
         (
             *("q_pages", "q_window", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
-            *("size", "lengths", "scale"),
+            *("size", "lengths", "scale", "records_2", "headers_2"),
         ),
         ("partial_out", "partial_stats"),
     ),

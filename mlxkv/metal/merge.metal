@@ -1,15 +1,19 @@
 // Partials of all splits -> the output of one query row per threadgroup, summed in float32.
 // partial_out [rows in all, splits, WIDTH], partial_stats [rows in all, splits, 2] (maximum, sum)
-// up [heads or 1, RV, D]: leads from the stored domain of the values back to the model's (HAS_UP).
+// up [runs, heads in all, kv heads or 1, RV, D]: leads from the stored domain of the values of a run of
+// pages back to the model's (HAS_UP).
 // sinks [heads]: logits of attention sinks; scale as in attend, here log2(e) alone in scale[1].
-// size: [splits, page splits, rows per kv head, kv heads, new tokens, heads of up]
+// size: [splits, page splits, rows per kv head, kv heads, new tokens, heads of up, page splits of the
+// first run, runs]
 // out [rows in all, D] of type T.
-threadgroup float stored[WIDTH];
+threadgroup float stored[2 * WIDTH];
 
 const int row = threadgroup_position_in_grid.x;
 const int splits = size[0];
 const int page_splits = size[1];
 const int kv_head = (row / size[2]) % size[3];
+const int runs = size[7];
+const int up_head = (row / size[2]) % size[5];
 const size_t first = size_t(row) * splits;
 const int thread_id = thread_position_in_threadgroup.x;
 const int threads = threads_per_threadgroup.x;
@@ -32,21 +36,26 @@ for (int n = 0; n < splits; n++) {
 const float share = all > 0.0f ? 1.0f / all : 0.0f;
 
 // Pages first, in the stored domain.
-for (int dim = thread_id; dim < RV; dim += threads) {
+for (int i = thread_id; i < runs * RV; i += threads) {
+  const int run = i / RV;
+  const int dim = i % RV;
+  const int stop = run + 1 < runs ? size[6] : page_splits;
   float total = 0.0f;
-  for (int n = 0; n < page_splits; n++) {
+  for (int n = run > 0 ? size[6] : 0; n < stop; n++) {
     const size_t slot = first + n;
     total += partial_out[slot * WIDTH + dim] * metal::exp2(partial_stats[2 * slot] - peak);
   }
-  stored[dim] = total;
+  stored[run * WIDTH + dim] = total;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int dim = thread_id; dim < D; dim += threads) {
   float total = 0.0f;
   if (HAS_UP) {
-    const device float* column = up + size_t(size[5] > 1 ? kv_head : 0) * RV * D + dim;
-    for (int n = 0; n < RV; n++) {
-      total = metal::fma(stored[n], column[n * D], total);
+    for (int run = 0; run < runs; run++) {
+      const device float* column = up + size_t(run * size[5] + up_head) * RV * D + dim;
+      for (int n = 0; n < RV; n++) {
+        total = metal::fma(stored[run * WIDTH + n], column[n * D], total);
+      }
     }
   } else {
     total = stored[dim];

@@ -101,7 +101,8 @@ def fit(
             f"[attach] {label} needs learned transforms; got no calibration; make one with mlxkv "
             "calibrate --model MODEL --learn scale -o FILE, and name it by --calibration FILE"
         )
-    calibration = given(chosen) if chosen is not None else known(model, config.balanced)
+    paired = config.balanced or config.low
+    calibration = given(chosen) if chosen is not None else known(model, paired)
     if calibration is None and origin is None:
         raise UserError(
             f"[attach] {label} needs a calibration; got a model that mlxkv did not load; pass "
@@ -110,12 +111,16 @@ def fit(
     if calibration is None:
         calibration = _on_the_spot(model, origin, label)
     calibration.check(sizes(places), origin and origin.fingerprint)
-    made = calibrated.of(calibration, config.fitted)
-    out = {}
+    out, by_kinds = {}, {}
     for place in places:
         name = layer_name(place)
-        out[place] = with_clips(config, calibration.layers[name]), made[name]
-    return out
+        layer = calibration.layers[name]
+        own = with_clips(calibrated.with_ranks(config, layer), layer)
+        by_kinds.setdefault(own.fitted, {})[name] = place, own
+    for kinds, found in by_kinds.items():
+        made = calibrated.of(calibration, kinds, found)
+        out |= {place: (own, made[name]) for name, (place, own) in found.items()}
+    return {place: out[place] for place in places}
 
 
 def with_clips(config: CacheConfig, layer: Layer) -> CacheConfig:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxkv.adaptive import AdaptiveKVCache
 from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache, View
 from mlxkv.models.probe import Handle
@@ -48,7 +49,8 @@ def bind(model: nn.Module) -> list[Slot]:
     for file in files_of(model):
         if callable(original := getattr(file, NAME, None)):
             slots.append(_take(file, NAME, through(original)))
-    slots.append(_take(sys.modules[CACHE_MODULE], CompressedKVCache.__name__, CompressedKVCache))
+    for cls in (CompressedKVCache, AdaptiveKVCache):
+        slots.append(_take(sys.modules[CACHE_MODULE], cls.__name__, cls))
     return slots
 
 

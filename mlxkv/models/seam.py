@@ -17,10 +17,11 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from mlxkv import calibrated
+from mlxkv.adaptive import AdaptiveKVCache
 from mlxkv.artifact import Calibration
 from mlxkv.cache import CompressedKVCache
 from mlxkv.calibrated import Attached
-from mlxkv.config import PRESETS, CacheConfig, parse_kv
+from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models.calibrations import fit
 from mlxkv.models.fold import Fold, fold_values
@@ -35,6 +36,7 @@ from mlxkv.models.layers import (
 )
 from mlxkv.models.probe import Place, Shape, put
 from mlxkv.models.rebind import Slot, bind, release
+from mlxkv.presets import PRESETS
 
 _MARK = "_mlxkv_attachment"
 _MAKE = "make_cache"
@@ -114,7 +116,11 @@ def attach(
     def make_cache() -> list:
         caches = own()
         for place in places:
-            put(caches, place, CompressedKVCache(*fitted[place]))
+            put(
+                caches,
+                place,
+                (AdaptiveKVCache if config.listens else CompressedKVCache)(*fitted[place]),
+            )
         return caches
 
     entry = calibrated.enter(turns for _, turns in fitted.values() if turns is not None)
@@ -126,8 +132,9 @@ def attach(
 
 def check_fold(config: CacheConfig, label: str, fold: bool) -> None:
     """Raises UserError where there is nothing to fold."""
-    if fold and not config.values.calibrated:
-        choices = ", ".join(name for name, one in PRESETS.items() if one.values.calibrated)
+    if fold and (not config.values.calibrated or config.values.low):
+        found = ((name, one.values) for name, one in PRESETS.items())
+        choices = ", ".join(name for name, side in found if side.calibrated and not side.low)
         raise UserError(
             f"[--fold] folds calibrated maps of values into the weights; got {label}, which has "
             f"none; choose from {choices}"

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from mlxkv.adaptive import AdaptiveKVCache
 from mlxkv.attention import attend
 from mlxkv.cache import CompressedKVCache, Pair, View
 from mlxkv.calibrated import Rotations
@@ -23,7 +24,7 @@ from mlxkv.config import CacheConfig
 from mlxkv.models.probe import leaves, put
 
 
-class Tap(CompressedKVCache):
+class Tap(AdaptiveKVCache):
     """A compressed cache beside an exact one. cache: its position in the model's list of caches.
 
     exact: keys and values as they were handed over, [B, G, T, D] in the model's dtype.
@@ -157,7 +158,7 @@ def tap(caches: list) -> list[Tap]:
     """Put a Tap in place of every compressed cache in `caches`, which must be empty. Returns them."""
     taps = []
     for place, cache in leaves(caches):
-        if type(cache) is CompressedKVCache:
+        if type(cache) in (CompressedKVCache, AdaptiveKVCache):
             taps.append(Tap(cache.config, place[0], cache.rotations))
             put(caches, place, taps[-1])
     return taps

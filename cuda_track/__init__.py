@@ -1,0 +1,1 @@
+"""The second implementation of mlxkv's formats, in torch and Triton; no MLX."""

@@ -1,0 +1,326 @@
+"""`python -m cuda_track.bench`: decode attention and sealing by Triton on one GPU, beside torch's own.
+
+Attention is checked against plain ops first. Then it is timed in a CUDA graph of dependent calls,
+each output the next query, over caches that rotate and together exceed the L2 cache, so that every
+call reads memory. The baseline is the fastest of torch's SDPA backends on 16-bit keys and values, in
+both forms of grouped queries, under the same rules. Sealing is compared with a plain copy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from statistics import median
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from cuda_track import cli, kernels
+from cuda_track.attention import attend
+from cuda_track.cache import View
+from cuda_track.codec import Codec
+from cuda_track.kernels import Launch
+from cuda_track.kernels.layout import SideLayout
+from cuda_track.kernels.pool import Paged, PoolPages
+from cuda_track.sealed import CodePages
+from mlxkv.config import Affine, CacheConfig, Side
+from mlxkv.errors import UserError
+
+COLD = 4  # times the L2 cache that rotating buffers fill at least
+CALLS = 16  # of a graph
+ROUNDS = 15  # replays, of which the median counts
+CHECKED = 4096  # tokens
+BOUND = 5e-3  # rms against plain ops, queries and windows in 16 bits
+FORMATS = {
+    "int8": Side(Affine(8, 64), "srft"),
+    "int4": Side(Affine(4, 64), "srft"),
+    "int4-g32": Side(Affine(4, 32), "srft"),
+    "int3": Side(Affine(3, 128), "srft"),
+    "int2": Side(Affine(2, 128), "srft"),
+    "int2-g64": Side(Affine(2, 64), "srft"),
+}
+# B, H, G, D, tokens; the ratios that are wanted of int4 and of int2
+CASES = {
+    "b1 128k": ((1, 32, 8, 128, 131072), {"int4": 2.4, "int2": 3.0}),
+    "b8 32k": ((8, 32, 8, 128, 32768), {"int4": 2.7, "int2": 3.6}),
+    "b16 128k": ((16, 32, 8, 128, 131072), {"int4": 2.8, "int2": 4.2}),
+    "d256 32k": ((1, 4, 1, 256, 32768), {"int4": 1.0, "int2": 1.0}),
+    "d256 128k": ((1, 4, 1, 256, 131072), {"int4": 1.0, "int2": 1.0}),
+    "d64 32k": ((1, 32, 8, 64, 32768), {"int4": 1.0, "int2": 1.0}),
+    "d64 128k": ((1, 32, 8, 64, 131072), {"int4": 1.0, "int2": 1.0}),
+    "b1 4k": ((1, 32, 8, 128, 4096), {}),
+}
+TUNED = [
+    Launch(warps, programs, stages, registers)
+    for warps, programs, stages, registers in (
+        *product((1,), (5, 8, 10, 12, 16, 20), (2, 3, 4, 5), (0, 128, 168)),
+        *product((2, 4), (2, 4, 6, 8), (2, 3, 4), (0,)),
+    )
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    kv_heads: int
+    dims: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line. microseconds: median of one call. ratio: baseline over this (attention), share of the
+    bandwidth of a copy (seal). wanted: of ratio, 0 for none. bytes: read, or read and written."""
+
+    what: str
+    case: str
+    kind: str
+    microseconds: float
+    ratio: float
+    wanted: float = 0.0
+    gigabytes_per_second: float = 0.0
+    launch: str = ""
+    rms: float = 0.0
+
+
+def timed(calls: list[Callable[[torch.Tensor], torch.Tensor]], q: torch.Tensor) -> float:
+    """Microseconds of one call: a graph of CALLS dependent ones, taking `calls` in turn."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # compiles, and warms up allocators
+        for call in calls:
+            call(q)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x = q
+        for i in range(CALLS):
+            x = calls[i % len(calls)](x)
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+    return median(times[2:])
+
+
+def buffers(size: int) -> int:
+    """How many caches of `size` bytes are not in the L2 cache when their turn comes again."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(1, min(CALLS, -(-COLD * cache // size)))
+
+
+def baseline(shape: Shape, dtype: torch.dtype) -> tuple[float, str]:
+    """The fastest of torch's backends on plain caches: (microseconds, its name)."""
+    b, h, g, d, t = asdict(shape).values()
+    count = buffers(2 * b * g * t * d * 2)
+    caches = [[_normal(b, g, t, d, dtype) for _ in "kv"] for _ in range(count)]
+    q, found = _normal(b, h, 1, d, dtype), []
+    forms = {
+        "gqa": lambda x, k, v: sdpa(x, k, v, enable_gqa=True),
+        "rows": lambda x, k, v: sdpa(x.reshape(b, g, h // g, d), k, v).reshape(b, h, 1, d),
+    }
+    for backend, name in product((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION), forms):
+        calls = [lambda x, k=k, v=v, f=forms[name]: f(x, k, v) for k, v in caches]
+        try:
+            with sdpa_kernel(backend):
+                found.append((timed(calls, q), f"{backend.name.lower()} {name}"))
+        except RuntimeError as error:  # a backend that does not take this shape
+            cli.note(f"{backend.name} {name}: {str(error).splitlines()[0]}")
+            torch.cuda.synchronize()
+    if not found:
+        raise UserError("[bench] no backend of torch took this shape; choose another case")
+    return min(found)
+
+
+def _normal(b: int, g: int, t: int, d: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(b, g, t, d, dtype=dtype)
+
+
+def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
+    """A pool of random codes, in shuffled places."""
+    count, device = tokens // config.page, torch.get_default_device()
+    codecs = tuple(Codec(s, shape.dims, config.page, device=device) for s in _sides(config))
+    layouts = tuple(
+        SideLayout(c.spec, shape.dims, config.page, keys)
+        for c, keys in zip(codecs, (True, False), strict=True)
+    )
+    total, sides = shape.batch * count, []
+    for at in layouts:
+        side = {}
+        for name, (size, dtype) in at.shapes(shape.kv_heads).items():
+            if name == "numbers":  # scale .25, bias so that codes have mean 0
+                bias = torch.tensor(-0.25 * (2**at.spec.bits - 1) / 2).half().view(torch.int16)
+                pair = (bias.item() << 16) | torch.tensor(0.25).half().view(torch.int16).item()
+                side[name] = torch.full((total, *size), pair, dtype=dtype, device=device)
+            else:
+                least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+                x = torch.randint(least, most + 1, (total, *size), device=device, dtype=torch.int64)
+                side[name] = x.to(dtype)
+        sides.append(side)
+    table = torch.randperm(total, device=device).int().view(shape.batch, count)
+    counts = torch.full((shape.batch,), count, dtype=torch.int32, device=device)
+    return PoolPages(codecs, layouts, tuple(sides), table, counts, tokens)
+
+
+def _sides(config: CacheConfig) -> tuple[Side, Side]:
+    return config.keys, config.values
+
+
+def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype):
+    """(sink, live), as a cache in the middle of its life has them."""
+    tokens = config.sink, config.recent + config.page // 2
+    b, g, d = shape.batch, shape.kv_heads, shape.dims
+    return tuple(tuple(_normal(b, g, n, d, dtype) for _ in "kv") for n in tokens)
+
+
+def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, how: Launch) -> float:
+    """rms of the kernel against plain ops on a short context."""
+    pages = pages_of(config, shape, min(shape.tokens, CHECKED))
+    sink, live = windows(config, shape, dtype)
+    q = _normal(shape.batch, shape.heads, 1, shape.dims, dtype)
+    scale = shape.dims**-0.5
+    out = kernels.attend(q, pages, sink, live, scale, how=how).float()
+    plain = CodePages(pages.codecs, pages.stored, pages.tokens)
+    floats = (tuple(x.float() for x in pair) for pair in (live, sink))
+    right = attend(q.float(), View(*floats, plain), scale)
+    return float((out - right).square().mean().sqrt() / right.square().mean().sqrt())
+
+
+def attention(shape: Shape, name: str, dtype: torch.dtype, how: Launch) -> tuple[float, int]:
+    """(microseconds, bytes of codes) of decode attention."""
+    config = CacheConfig(FORMATS[name], FORMATS[name])
+    first = pages_of(config, shape, shape.tokens)
+    size = sum(x.numel() * x.element_size() for side in first.sides for x in side.values())
+    many = [first] + [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
+    sink, live = windows(config, shape, dtype)
+    scale = shape.dims**-0.5
+    calls = [lambda x, p=p: kernels.attend(x, p, sink, live, scale, how=how) for p in many]
+    return timed(calls, _normal(shape.batch, shape.heads, 1, shape.dims, dtype)), size
+
+
+def attention_rows(cases: list[str], formats: list[str], dtype, tune: bool) -> Iterator[Row]:
+    for case in cases:
+        shape, wanted = Shape(*CASES[case][0]), CASES[case][1]
+        base, backend = baseline(shape, dtype)
+        yield Row("attention", case, f"torch {backend}", base, 1.0)
+        for name in formats:
+            config, best = CacheConfig(FORMATS[name], FORMATS[name]), None
+            for how in TUNED if tune else [kernels.launch(shape.dims)]:
+                try:
+                    error = checked(config, replace(shape, batch=1), dtype, how)
+                    micros, size = attention(shape, name, dtype, how)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as problem:  # a launch that does not fit: registers, shared memory
+                    cli.note(f"{how}: {str(problem).splitlines()[0]}")
+                    continue
+                if error > BOUND:
+                    raise UserError(f"[bench] {name} is wrong by {error:.2g} with {how}")
+                row = Row(
+                    *("attention", case, name, micros, base / micros, wanted.get(name, 0.0)),
+                    *(size / micros / 1e3, str(how), error),
+                )
+                if best is None or row.microseconds < best.microseconds:
+                    best = row
+                if tune:
+                    cli.note(f"{case} {name} {micros:.1f} us {how}")
+            if best is not None:
+                yield best
+        torch.cuda.empty_cache()
+
+
+def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
+    """A prefill of 32768 tokens, 8 kv heads: one side at a time."""
+    shape, device = Shape(1, 32, 8, 128, 32768), torch.get_default_device()
+    x = [_normal(1, shape.kv_heads, shape.tokens, shape.dims, dtype) for _ in range(8)]
+    other = torch.empty_like(x[0])
+    copy = _looped([lambda y=y: other.copy_(y) for y in x])
+    speed = 2 * other.numel() * other.element_size() / copy / 1e3
+    yield Row("seal", "copy", str(dtype).removeprefix("torch."), copy, 1.0, 0, speed)
+    for name, (keys, label) in product(formats, ((True, "keys"), (False, "values"))):
+        code = Codec(FORMATS[name], shape.dims, 64, device=device)
+        at = SideLayout(code.spec, shape.dims, 64, keys)
+        store = Paged(CacheConfig(FORMATS[name], FORMATS[name]), (code, code))
+        count = shape.tokens // 64
+        places = torch.tensor(store.pool.reserve(count, (at.shapes(8),) * 2, device), device=device)
+        side = store.pool.sides[0]
+        calls = [partial(kernels.seal, code, y, at, side, places) for y in x]
+        micros = _looped(calls)
+        size = x[0].numel() * x[0].element_size()
+        size += count * sum(t[0].numel() * t.element_size() for t in side.values())
+        found = size / micros / 1e3
+        yield Row("seal", label, name, micros, found / speed, 0.5, found)
+
+
+def _looped(calls: list[Callable[[], object]]) -> float:
+    for call in calls:
+        call()
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return median(times)
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        f"{'what':<10} {'case':<10} {'kind':<26} {'us':>9} {'ratio':>7} {'wanted':>7} {'GB/s':>7}"
+    ]
+    for r in rows:
+        line = f"{r.what:<10} {r.case:<10} {r.kind:<26} {r.microseconds:9.1f} {r.ratio:7.2f}"
+        line += f" {r.wanted or '':>7} {r.gigabytes_per_second or 0:7.0f}"
+        lines.append(line + (f"  rms {r.rms:.1g}, {r.launch}" if r.launch else ""))
+    return "\n".join(lines)
+
+
+def chosen(text: str, among: dict, option: str) -> list[str]:
+    """Names from a list with commas. Raises UserError."""
+    names = list(among) if text == "all" else text.split(",")
+    for name in names:
+        if name not in among:
+            raise UserError(f"[{option}] unknown; got {name!r}; choose from {', '.join(among)}")
+    return names
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    parser.add_argument("--cases", default="all", help=", ".join(CASES))
+    parser.add_argument("--formats", default="int4,int2", help=", ".join(FORMATS))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--tune", action="store_true", help="try every launch, keep the fastest")
+    parser.add_argument("--no-attention", action="store_true")
+    parser.add_argument("--no-seal", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    asked = parser.parse_args()
+    cases = chosen(asked.cases, CASES, "--cases")
+    formats = chosen(asked.formats, FORMATS, "--formats")
+    if not torch.cuda.is_available():
+        raise UserError("[bench] needs an NVIDIA GPU; got none; nothing to choose here")
+    torch.set_default_device("cuda")
+    dtype, rows = getattr(torch, asked.dtype), []
+    if not asked.no_attention:
+        rows += attention_rows(cases, formats, dtype, asked.tune)
+    if not asked.no_seal:
+        rows += seal_rows(formats, dtype)
+    if asked.json:
+        versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        print(json.dumps({"versions": versions, "rows": [asdict(row) for row in rows]}))
+    else:
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    cli.run(main)

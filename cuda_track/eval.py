@@ -1,0 +1,91 @@
+"""`python -m cuda_track.eval --model NAME --kv NAME,NAME`: how far a compressed cache moves a model.
+
+A text is read, then decoded token by token as it goes on, with the cache in the loop: the KL
+divergence of each prediction from that of the full-precision cache. Keys as `mlxkv eval` has them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from cuda_track import cli
+from cuda_track.models.loader import Loaded, load
+from cuda_track.models.seam import attach, new_cache
+from mlxkv import corpus
+from mlxkv.config import parse_kv
+from mlxkv.errors import UserError
+
+CHUNK = 512  # tokens of the prefill at once
+
+
+@torch.no_grad()
+def predictions(loaded: Loaded, tokens: list[int], decoded: int) -> torch.Tensor:
+    """Log probabilities [decoded, vocabulary] behind a prefill of the other tokens."""
+    model, start = loaded.model, len(tokens) - decoded
+    ids, cache, out = torch.tensor([tokens], device=model.device), new_cache(loaded.model), []
+    for i in range(0, start, CHUNK):
+        part = ids[:, i : min(i + CHUNK, start)]
+        logits = model(part, past_key_values=cache, logits_to_keep=1).logits
+    for i in range(start, len(tokens)):
+        out.append(logits[0, -1].float().log_softmax(-1).cpu())
+        logits = model(ids[:, i : i + 1], past_key_values=cache).logits
+    return torch.stack(out)
+
+
+def compared(ours: torch.Tensor, exact: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
+    """Of log probabilities [N, V] and the tokens that came, [N]."""
+    divergence = (exact.exp() * (exact - ours)).sum(-1)
+    return {
+        "ppl": float((-ours.gather(-1, truth[:, None])).mean().exp()),
+        "kl_mean": float(divergence.mean()),
+        "kl_p99": float(divergence.quantile(0.99)),
+        "top1": float((ours.argmax(-1) == exact.argmax(-1)).float().mean()),
+    }
+
+
+def evaluate(loaded: Loaded, presets: list[str], tokens: list[int], decoded: int, calibration=None):
+    """By preset, what `compared` says."""
+    attach(loaded.model, "fp16")
+    exact, out = predictions(loaded, tokens, decoded), {}
+    truth = torch.tensor(tokens[-decoded:])
+    for name in presets:
+        reports = attach(loaded.model, name, calibration)
+        bits = [r.bits_per_value for r in reports if r.compressed]
+        found = compared(predictions(loaded, tokens, decoded), exact, truth)
+        out[name] = {"bits_per_value": sum(bits) / len(bits) if bits else 16.0, **found}
+    return out
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    cli.model_options(parser, kv="int8,int4,int3,int2")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of the prefill")
+    parser.add_argument("--decode", type=int, default=128, help="tokens that are decoded")
+    parser.add_argument("--text", type=Path, help="what is read; by default the corpus of mlxkv")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    asked = parser.parse_args()
+    presets = asked.kv.split(",")
+    for name in presets:
+        parse_kv(name)
+    loaded = load(asked.model, "fp16", asked.dtype, asked.device)
+    text = asked.text.read_text() if asked.text else "\n\n".join(corpus.interleaved("evaluation"))
+    tokens = loaded.tokenizer(text)["input_ids"][: asked.context + asked.decode]
+    if asked.decode < 1 or len(tokens) <= asked.decode:
+        raise UserError(
+            f"[eval] too little text; got {len(tokens)} tokens; choose less than --decode"
+        )
+    found = evaluate(loaded, presets, tokens, asked.decode, asked.calibration)
+    context = len(tokens) - asked.decode
+    if asked.json:
+        print(json.dumps({"model": loaded.name, "context": context, "presets": found}))
+        return
+    print(f"{loaded.name}, {asked.decode} tokens behind {context}")
+    for name, row in found.items():
+        print(f"{name:<18} " + "  ".join(f"{key} {value:.5g}" for key, value in row.items()))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,221 @@
+"""Attention and sealing by Triton: why a kernel cannot run, and the launches.
+
+q --queries_kernel--> stored domain --attend_kernel--> partials --merge_kernel--> output
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+
+from cuda_track.codec import Codec, Stored
+from cuda_track.kernels import layout
+from cuda_track.kernels.pool import PoolPages
+from cuda_track.transform import Transform
+from mlxkv.config import CacheConfig
+
+ROWS = 128  # of a group at most: query heads times new tokens
+SEALED = 128  # tokens that a program encodes at most
+PARTS = 3  # of 16 bits, that make up a matrix of 32
+LOG2E = math.log2(math.e)
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def absent() -> str | None:
+    """Why there is no Triton here, or None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed"
+    return None
+
+
+def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) -> str | None:
+    """Why Triton does not read caches of `config` with heads of these dims, or None."""
+    if reason := absent():
+        return reason
+    if device.type != "cuda" and not interpreted():
+        return f"no Triton kernels on {device.type}"
+    if dims[0] != dims[1]:
+        return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
+    for side, dim in zip((config.keys, config.values), dims, strict=True):
+        if reason := layout.why_not(side.quantizer, dim, config.page):
+            return reason
+    return None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How `attend_kernel` is launched: warps of a program, programs of one multiprocessor that splits
+    are made for, stages of its pipeline, registers of a thread at most (0: as the compiler likes),
+    whether codes are unpacked by PTX."""
+
+    warps: int = 1
+    programs: int = 10
+    stages: int = 3
+    registers: int = 0
+    asm: bool = True
+
+
+LAUNCHES: dict[int, Launch] = {}  # none was measured yet
+
+
+def launch(dims: int) -> Launch:
+    """What `python -m cuda_track.bench --tune` found best, by head dim."""
+    return LAUNCHES.get(dims, Launch())
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def splits(pages: int, heads: int, device: torch.device, programs: int) -> int:
+    """Splits of the pages of a row, `heads` kv heads in all: enough for every processor, none
+    without a page."""
+    return max(1, min(pages, _processors(device) * programs // heads))
+
+
+def attend(
+    queries: torch.Tensor,
+    pages: PoolPages,
+    sink: tuple[torch.Tensor, torch.Tensor] | None,
+    live: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    how: Launch | None = None,
+) -> torch.Tensor:
+    """queries: [B, H, L, D] -> [B, H, L, D], causal among the new tokens.
+
+    live, sink: (keys, values) [B, G, T, D]; live holds the new tokens. mask: boolean [B, T], which
+    tokens may be seen at all. sinks: [H] logits.
+    """
+    from cuda_track.kernels.decode import attend_kernel
+    from cuda_track.kernels.turn import merge_kernel, queries_kernel
+
+    batch, heads, new, dims = queries.shape
+    how = how or launch(dims)
+    kv_heads = live[0].shape[1]
+    rows = heads // kv_heads * new
+    padded = max(8, 1 << (rows - 1).bit_length())
+    queries = queries.contiguous()
+    key_side, value_side = pages.layouts
+    turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
+    device, kw = queries.device, {"device": queries.device}
+    parts = splits(pages.table.shape[1], batch * kv_heads, device, how.programs)
+
+    q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
+    sums = torch.empty(batch, kv_heads, 2, key_side.groups, padded, dtype=torch.float32, **kw)
+    factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
+    queries_kernel[(kv_heads, batch)](
+        *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
+        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_side.groups, "BLOCK": 32},
+        **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
+        num_warps=4,
+    )
+
+    shape = (batch, kv_heads, parts + 1, padded)
+    out = torch.empty(*shape, dims, dtype=torch.float32, **kw)
+    top, total = (torch.empty(shape, dtype=torch.float32, **kw) for _ in range(2))
+    live = tuple(map(_rows_together, live))
+    sink = tuple(map(_rows_together, sink)) if sink is not None else live
+    seen = None if mask is None else mask.to(torch.uint8).contiguous()
+    keys, values = pages.sides
+    attend_kernel[(parts + 1, kv_heads, batch)](
+        *(q, sums, factors, queries),
+        *(keys["words"], keys.get("high", keys["words"]), keys["numbers"]),
+        *(values["words"], values.get("high", values["words"]), values["numbers"]),
+        *(pages.table, pages.counts, *sink, *live),
+        *(0 if sink is live else sink[0].shape[2], live[0].shape[2]),
+        *(sink[0].stride(1), live[0].stride(1), sink[0].stride(0), live[0].stride(0)),
+        *(_or(seen, pages.table), 0 if seen is None else seen.shape[1]),
+        *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
+        **{"R": dims, "N": padded, "T": pages.layouts[0].page, "WINDOW": 32},
+        **{"K_BITS": key_side.spec.bits, "K_PLANES": key_side.planes, "K_GROUPS": key_side.groups},
+        **{"V_BITS": value_side.spec.bits, "V_PLANES": value_side.planes},
+        V_GROUPS=value_side.groups,
+        MASKED=seen is not None,
+        ASM=how.asm and not interpreted() and torch.version.hip is None,
+        STAGES=how.stages,
+        num_warps=how.warps,
+        **({"maxnreg": how.registers} if how.registers and not interpreted() else {}),
+    )
+
+    result = torch.empty_like(queries)
+    merge_kernel[(rows, kv_heads, batch)](
+        *(out, top, total, _or(turns[1], out), _or(sinks, out), result),
+        *(parts, rows, new, _per_head(turns[1])),
+        **{"D": dims, "R": dims, "N": padded, "SPLITS": 1 << parts.bit_length()},
+        **{"TURNED": turns[1] is not None, "SINKS": sinks is not None, "BLOCK": 32, "CHUNK": 64},
+        num_warps=8,
+    )
+    return result
+
+
+def seal(
+    code: Codec,
+    x: torch.Tensor,
+    at: layout.SideLayout,
+    side: Stored,
+    places: list[int] | torch.Tensor,
+) -> None:
+    """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
+    from cuda_track.kernels.encode import seal_kernel
+
+    batch, heads, tokens, dims = x.shape
+    x = _rows_together(x)
+    block = math.gcd(tokens, SEALED)  # every program reads the whole matrix: many tokens share it
+    # Triton's interpreter multiplies the bits of bfloat16 as integers.
+    exact = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not interpreted())
+    down = None if code.transform is None else code.transform.down
+    if down is not None and exact:
+        down = _parts(code.transform, x.dtype)
+    per_head = 0
+    if code.transform is not None and code.transform.down.ndim == 3:
+        per_head = down.stride(0)
+    seal_kernel[(tokens // block, heads, batch)](
+        *(x, _or(down, x), side["words"], side.get("high", side["words"]), side["numbers"]),
+        *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), per_head),
+        tokens // at.page,
+        **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "BITS": at.spec.bits},
+        **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
+        **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
+        **{"PARTS": PARTS if exact else 0, "BLOCK": 32},
+        num_warps=8 if block == SEALED else 4,
+    )
+
+
+@lru_cache(maxsize=512)
+def _parts(transform: Transform, dtype: torch.dtype) -> torch.Tensor:
+    """down [.., D, R] as a sum of parts of 16 bits, [.., PARTS, D, R], the largest first."""
+    rest, out = transform.down, []
+    for _ in range(PARTS):
+        out.append(rest.to(dtype))
+        rest = rest - out[-1].float()
+    return torch.stack(out, -3).contiguous()
+
+
+def _or(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """A pointer for an argument that is not read."""
+    return stand_in if x is None else x
+
+
+def _per_head(turn: torch.Tensor | None) -> int:
+    return turn.stride(0) if turn is not None and turn.ndim == 3 else 0
+
+
+def _rows_together(x: torch.Tensor) -> torch.Tensor:
+    """Tokens of a head one behind the other; room behind them is allowed."""
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()

@@ -1,0 +1,120 @@
+"""New keys or values -> pages of a pool, in Triton: rotation, clip, group scales, codes, packing.
+
+The rotation is a dense product on matrix units. Inputs of 16 bits are exact in it: the matrix is cut
+into three parts of 16 bits whose sum is the float32 one, and products are summed in float32. Inputs
+of 32 bits are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+HALF_MAX = tl.constexpr(65504.0)
+# Added to a small float32 it leaves the nearest integer, half to even, in the lowest bits.
+ROUNDS = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _turned(x, down, t, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """x @ down: float32 [T, R]. x, down: pointers; down [PARTS or 1, D, R]."""
+    r = tl.arange(0, R)
+    y = tl.zeros([t.shape[0], R], tl.float32)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        part = tl.load(x + t[:, None] * D + d[None, :])
+        at = down + d[:, None] * R + r[None, :]
+        if PARTS == 0:
+            y = tl.dot(part.to(tl.float32), tl.load(at), y, input_precision="ieee")
+        else:  # the smallest part first
+            for i in tl.static_range(PARTS):
+                y = tl.dot(part, tl.load(at + (PARTS - 1 - i) * D * R), y)
+    return y
+
+
+@triton.jit
+def _clipped(y, RANK: tl.constexpr):
+    """Each row of y [T, R] kept within its RANK-th largest absolute value. That value is found bit by
+    bit: floats that are not negative are ordered as their bits are."""
+    size = tl.abs(y).to(tl.int32, bitcast=True)
+    limit = tl.zeros([y.shape[0]], tl.int32)
+    for i in range(31):
+        tried = limit | (1 << (30 - i))
+        count = tl.sum((size >= tried[:, None]).to(tl.int32), 1)
+        limit = tl.where(count >= RANK, tried, limit)
+    most = limit.to(tl.float32, bitcast=True)[:, None]
+    return tl.minimum(tl.maximum(y, -most), most)
+
+
+@triton.jit
+def _half(x, LIMIT: tl.constexpr):
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(tl.float16)
+
+
+@triton.jit(do_not_specialize=["pages"])
+def seal_kernel(
+    x, down, words, high, numbers, places,  # places: [B, pages] int64, in the pool
+    x_row, x_head, down_head, pages,
+    D: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
+    BITS: tl.constexpr, PLANES: tl.constexpr, GROUPS: tl.constexpr,
+    SYMMETRIC: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr,
+    TURNED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens / T, G, B). x: [B, G, tokens, D]; row and head: its strides."""
+    block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    J: tl.constexpr = R // PLANES
+    t, r, j = tl.arange(0, T), tl.arange(0, R), tl.arange(0, J)
+    group = tl.arange(0, GROUPS)
+    first = block * T
+    source = x + b.to(tl.int64) * x_row + g * x_head + first.to(tl.int64) * D
+    if TURNED:
+        y = _turned(source, down + g * down_head, t, D, R, PARTS, BLOCK)
+    else:
+        y = tl.load(source + t[:, None] * D + r[None, :]).to(tl.float32)
+    if RANK > 1:
+        y = _clipped(y, RANK)
+    y = tl.reshape(y, [T, GROUPS, R // GROUPS])
+    top: tl.constexpr = 2**BITS - 1
+    middle: tl.constexpr = 2 ** (BITS - 1)
+    if SYMMETRIC:
+        largest = tl.max(tl.abs(y), 2)
+        scale = _half(tl.div_rn(largest, tl.zeros_like(largest) + (middle - 1)), HALF_MAX / middle)
+        bias = (scale.to(tl.float32) * -middle).to(tl.float16)
+        low: tl.constexpr = 1
+    else:
+        bias = _half(tl.min(y, 2), HALF_MAX)
+        width = tl.max(y, 2) - bias.to(tl.float32)
+        scale = _half(tl.div_rn(width, tl.zeros_like(width) + top), HALF_MAX)
+        low: tl.constexpr = 0
+    step = scale.to(tl.float32)
+    # One division per group: a code at a boundary may fall to the other side of what IEEE says.
+    inverse = tl.div_rn(tl.zeros_like(step) + 1.0, tl.where(step > 0, step, 1.0))
+    code = (y - bias.to(tl.float32)[:, :, None]) * inverse[:, :, None]
+    code = tl.minimum(tl.maximum(code, low), top) + ROUNDS
+    code = code.to(tl.int32, bitcast=True) & top
+    if SYMMETRIC:
+        code = tl.where(step[:, :, None] > 0, code, middle)
+    code = tl.reshape(code, [T, PLANES, J])
+
+    place = tl.load(places + b * pages + (first + t) // PAGE) * tl.num_programs(1) + g  # [T]
+    inside = (first + t) % PAGE
+    if KEYS:
+        at = (place * (PAGE * J) + inside * J)[:, None] + j[None, :]
+    else:
+        at = (place * (PAGE * J) + inside)[:, None] + j[None, :] * PAGE
+    plane = tl.arange(0, PLANES)[None, :, None]
+    if BITS == 3:
+        _store(words + at, tl.sum((code & 3) << (plane * 2), 1))
+        _store(high + at, tl.sum((code >> 2) << plane, 1))
+    else:
+        _store(words + at, tl.sum(code << (plane * BITS), 1))
+    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    pair = pair | (bias.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    at = (place * (GROUPS * PAGE) + inside)[:, None] + group[None, :] * PAGE
+    tl.store(numbers + at, pair)
+
+
+@triton.jit
+def _store(at, words):
+    """The low bits of int32 words."""
+    tl.store(at, words.to(at.dtype.element_ty))

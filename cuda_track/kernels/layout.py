@@ -1,0 +1,131 @@
+"""The order of codes that Triton reads, derived from the logical codes when a page is sealed.
+
+A page of one kv head holds, for each side, `words` and `numbers`. A word holds `planes` codes of one
+token: plane i of word j is the code of dim `J i + j`, at bits `i b`. So a plane of all words is a
+matrix of J neighbouring dims, which is what a matrix unit multiplies: queries are cut into the same
+runs of J dims, nothing is shuffled, and a scale belongs to whole planes.
+
+    keys    words [P, G, T, J]        a token's words together
+    values  words [P, G, J, T]        a word's tokens together
+    both    numbers int32 [P, G, groups, T]: scale in the low half, bias in the high half, float16
+    3 bits  two sets of words: the low 2 bits, and the high bit
+
+P pages of the pool, T tokens of a page, G kv heads. Words are int8, int16 or int32. Files never see
+this order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from cuda_track import packing
+from cuda_track.codec import Stored
+from cuda_track.quantizers.affine import bias_of
+from mlxkv.config import Affine
+
+LEAST = 16  # dims that a matrix unit sums over at least
+PLANES = 8  # accumulators of a program
+DIMS = (64, 128, 256)
+WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+
+
+@dataclass(frozen=True)
+class SideLayout:
+    """Where one side lies. spec: its format; dims: stored dims R; page: tokens of a page."""
+
+    spec: Affine
+    dims: int
+    page: int
+    keys: bool
+
+    @property
+    def group(self) -> int:
+        return self.spec.group_size(self.dims, self.page)
+
+    @property
+    def groups(self) -> int:
+        return self.dims // self.group
+
+    @property
+    def planes(self) -> int:
+        """Codes of a word."""
+        return min(PLANES, 32 // self.spec.bits, self.dims // LEAST)
+
+    @property
+    def words(self) -> int:
+        """J: words of a token, and dims of a plane."""
+        return self.dims // self.planes
+
+    @cached_property
+    def fields(self) -> tuple[tuple[int, int], ...]:
+        """(lowest bit of the code, bits) of each set of words."""
+        return ((0, 2), (2, 1)) if self.spec.bits == 3 else ((0, self.spec.bits),)
+
+    def dtype(self, bits: int) -> torch.dtype:
+        """Of words whose planes have `bits` bits."""
+        return WORDS[max(8, self.planes * bits)]
+
+    def shapes(self, heads: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Of the tensors of a side in a pool, by name: shape of a page, dtype."""
+        words = (self.page, self.words) if self.keys else (self.words, self.page)
+        out = {
+            name: ((heads, *words), self.dtype(bits))
+            for name, (_, bits) in zip(("words", "high"), self.fields, strict=False)
+        }
+        return out | {"numbers": ((heads, self.groups, self.page), torch.int32)}
+
+
+def why_not(spec, dims: int, page: int) -> str | None:
+    """Why Triton does not read a side, or None."""
+    if not isinstance(spec, Affine) or spec.axis != "token":
+        return "only affine codes with scales per token have a Triton kernel yet"
+    if dims not in DIMS:
+        return f"Triton reads heads of {', '.join(map(str, DIMS))} dims; got {dims}"
+    at = SideLayout(spec, dims, page, True)
+    if dims % at.group or at.group % at.words:
+        return f"groups of {at.group} are no multiple of planes of {at.words} dims"
+    if page & (page - 1):
+        return f"a page of {page} tokens is no power of two"
+    return None
+
+
+def arrange(stored: Stored, at: SideLayout) -> Stored:
+    """Stored pages [B, G, N T, ...] -> tensors of a pool, [B, N, G, ...]."""
+    codes = packing.unpack(stored["codes"], at.spec.bits, at.dims)
+    batch, heads, tokens, _ = codes.shape
+    planes = codes.view(batch, heads, tokens // at.page, at.page, at.planes, at.words)
+    out = {}
+    for name, (low, bits) in zip(("words", "high"), at.fields, strict=False):
+        shifts = torch.arange(at.planes, device=codes.device)[:, None] * bits
+        field = (planes >> low) & ((1 << bits) - 1)
+        words = (field.long() << shifts).sum(-2)  # [B, G, N, T, J]
+        words = words if at.keys else words.mT
+        out[name] = _narrow(words, at.dtype(bits)).swapaxes(1, 2).contiguous()
+    numbers = torch.stack([stored["scale"], bias_of(at.spec, stored)], -1).contiguous()
+    numbers = numbers.view(torch.int32).view(batch, heads, -1, at.page, at.groups)
+    return out | {"numbers": numbers.permute(0, 2, 1, 4, 3).contiguous()}
+
+
+def restore(pool: Stored, at: SideLayout) -> Stored:
+    """The inverse of `arrange`."""
+    codes = 0
+    for name, (low, bits) in zip(("words", "high"), at.fields, strict=False):
+        words = pool[name].swapaxes(1, 2)
+        words = (words if at.keys else words.mT).int()
+        shifts = torch.arange(at.planes, device=words.device, dtype=torch.int32)[:, None] * bits
+        codes = codes | ((words[..., None, :] >> shifts) & ((1 << bits) - 1)) << low
+    batch, heads = codes.shape[:2]
+    codes = codes.reshape(batch, heads, -1, at.dims)
+    numbers = pool["numbers"].permute(0, 2, 1, 4, 3).reshape(batch, heads, -1, at.groups)
+    scale, bias = numbers.flatten().view(torch.float16).view(*numbers.shape, 2).unbind(-1)
+    stored = {"codes": packing.pack(codes, at.spec.bits), "scale": scale.contiguous()}
+    return stored if at.spec.symmetric else stored | {"bias": bias.contiguous()}
+
+
+def _narrow(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Non-negative int64 words -> those of `dtype` with the same bits."""
+    size = torch.iinfo(dtype).bits
+    return (words - ((words >> (size - 1)) << size)).to(dtype)

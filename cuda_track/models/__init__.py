@@ -1,0 +1,1 @@
+"""The only code that touches transformers: loading, attaching, layers, prompt caches."""

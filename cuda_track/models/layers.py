@@ -1,0 +1,100 @@
+"""Compressed caches as transformers sees them: a cache layer of its contract, and a `Cache` of those."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from cuda_track.cache import CompressedKVCache, View
+
+
+class CompressedLayer(CacheLayerMixin):
+    """One layer of ours. `update` returns what `attend` reads, not tensors."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: CompressedKVCache):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[View, View]:
+        self.is_initialized = True
+        view = self.cache.update_and_fetch(key_states, value_states)
+        return view, view
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(tokens, offset) of the mask for `query_length` new tokens."""
+        return self.cache.offset + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.offset
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.cache.clear()
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -tokens_to_remove tokens, as transformers counts them."""
+        self.cache.trim(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.cache.select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.cache.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache.offset:
+            batch = self.cache.view().live[0].shape[0]
+            self.cache.select(torch.arange(batch).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        """Nothing: a compressed layer stays where it is."""
+
+    prefetch = offload
+
+
+class CompressedCache(Cache):
+    """A model's cache: layers of ours, and transformers' own for the rest (sliding windows)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes of all layers."""
+        return sum(_bytes(layer) for layer in self.layers)
+
+
+def _bytes(layer: CacheLayerMixin) -> int:
+    if isinstance(layer, CompressedLayer):
+        return layer.cache.nbytes
+    tensors = (x for x in (layer.keys, layer.values) if x is not None)
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def plain_layers(model) -> list[CacheLayerMixin]:
+    """An empty plain cache for each layer, as transformers arranges it."""
+    return DynamicCache(config=model.config).layers
+
+
+def replaceable(layer: CacheLayerMixin) -> bool:
+    """Whether it is the plain cache that we can stand in for."""
+    return type(layer) is DynamicLayer
+
+
+def filled(model, caches: Mapping[int, CompressedKVCache]) -> CompressedCache:
+    """A cache with `caches` by layer, plain layers elsewhere."""
+    layers = plain_layers(model)
+    for index, cache in caches.items():
+        layers[index] = CompressedLayer(cache)
+    return CompressedCache(layers=layers)

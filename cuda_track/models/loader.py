@@ -1,0 +1,85 @@
+"""Load a model of transformers by name and attach a cache to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from cuda_track.models.seam import LayerReport, attach
+from mlxkv.artifact import Calibration
+from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.errors import UserError
+from mlxkv.models import folder
+from mlxkv.models.aliases import HUB, Source, resolve
+from mlxkv.models.plant import plant
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Loaded:
+    """A model that is ready to run. name: as it was asked for. kv_name: of its cache."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    name: str
+    kv_name: str
+    layers: list[LayerReport]
+    fingerprint: str | None = None
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(
+    name: str = "tiny",
+    kv: str | CacheConfig = "fp16",
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+    calibration: Calibration | Path | str | None = None,
+) -> Loaded:
+    """Load `name` (an embedded model, a folder, or `owner/name` on the hub) with the cache that `kv`
+    names.
+
+    dtype: "float32", "float16" or "bfloat16"; by default as stored, but float32 on a CPU. Raises
+    UserError.
+    """
+    if isinstance(kv, str):
+        parse_kv(kv)  # a typing mistake must not cost a download
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
+    source, device = resolve(name), torch.device(device or default_device())
+    if name in HUB:
+        raise UserError(
+            f"[--model] {name} is a name for MLX weights; got it here; choose a model of "
+            "transformers: owner/name on the hub, or a folder"
+        )
+    mark = None
+    if source.folder is not None:
+        mark = folder.fingerprint(folder.check(source.folder), source.planted)
+    where = source.folder or source.repo
+    logging.disable_progress_bar()
+    kind = DTYPES[dtype] if dtype else torch.float32 if device.type == "cpu" else "auto"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=kind)
+        tokenizer = AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"[load] transformers cannot read {name!r}: {first}") from None
+    if source.planted:
+        _plant(model, source)
+    model = model.to(device).eval()
+    model._mlxkv_fingerprint = mark
+    layers = attach(model, kv, calibration)
+    return Loaded(*(model, tokenizer, name, kv if isinstance(kv, str) else "custom", layers), mark)
+
+
+def _plant(model: PreTrainedModel, source: Source) -> None:
+    weights = plant(dict(model.state_dict()), folder.check(source.folder).config)
+    model.load_state_dict(weights)

@@ -1,0 +1,73 @@
+"""What attention layers compute, for calibration: queries, keys, values and outputs of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from cuda_track.models.seam import attach, attached, detach
+from mlxkv.errors import UserError
+
+NAME = "mlxkv-listening"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention. queries, out: [B, H, L, D]; keys, values: [B, G, L, D]. output: of its
+    output projection, [H, D, hidden], or None where that is not known."""
+
+    layer: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+    output: torch.Tensor | None
+
+
+_ears: list[Callable[[Call], None]] = []
+
+
+def _heard(module, query, key, value, attention_mask, **kwargs):
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise UserError(
+            "[calibrate] this model's attention is more than softmax; got softcap or sinks"
+        )
+    out, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if _ears:
+        call = Call(module.layer_idx, query, key, value, out.swapaxes(1, 2), _output(module, query))
+        _ears[-1](call)
+    return out, weights
+
+
+AttentionInterface.register(NAME, _heard)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _output(module: torch.nn.Module, query: torch.Tensor) -> torch.Tensor | None:
+    projection = getattr(module, "o_proj", None)
+    if not isinstance(projection, torch.nn.Linear):
+        return None
+    heads = query.shape[1]
+    return projection.weight.T.reshape(heads, -1, projection.weight.shape[0])
+
+
+@contextmanager
+def listening(model: PreTrainedModel, ear: Callable[[Call], None]) -> Iterator[None]:
+    """`ear` hears every call of attention; a compressed cache is attached again afterwards."""
+    made = attached(model)
+    detach(model)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    _ears.append(ear)
+    try:
+        yield
+    finally:
+        _ears.pop()
+        model.set_attn_implementation(before)
+        attach(model, made.kv, made.calibration)

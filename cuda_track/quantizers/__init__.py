@@ -1,0 +1,14 @@
+"""One method = one file with `encode`, `decode`, `scores` and `mix`, under the name of its spec in
+`mlxkv.config`."""
+
+from cuda_track.quantizers import affine, codebook, dual_scale, full, polar, polar_tree
+from mlxkv.config import Affine, Codebook, DualScale, Full, Polar, PolarTree
+
+QUANTIZERS = {
+    Full: full,
+    Affine: affine,
+    Codebook: codebook,
+    PolarTree: polar_tree,
+    DualScale: dual_scale,
+    Polar: polar,
+}

@@ -1,0 +1,56 @@
+"""Which store the sealed pages of a cache get: a pool for Triton where its kernels run, else codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cuda_track import kernels
+from cuda_track.calibrated import Rotations
+from cuda_track.kernels.pool import Paged
+from cuda_track.sealed import Codes, codecs_of
+from mlxkv.config import CacheConfig
+from mlxkv.errors import UserError
+
+OPS, TRITON = "ops", "triton"
+_asked = [""]  # "": Triton where there is a GPU
+
+
+@contextmanager
+def using(way: str) -> Iterator[None]:
+    """Caches made inside take plain ops, or Triton and nothing else."""
+    _asked.append(way)
+    try:
+        yield
+    finally:
+        _asked.pop()
+
+
+def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) -> str | None:
+    """Why a cache keeps its pages for plain ops, or None."""
+    if _asked[-1] == OPS:
+        return "plain ops were asked for"
+    if _asked[-1] != TRITON and device.type != "cuda":
+        return f"no Triton kernels on {device.type}"
+    return kernels.why_not(config, dims, device)
+
+
+def store(
+    config: CacheConfig,
+    dims: tuple[int, int],
+    device: torch.device,
+    rotations: Rotations | None = None,
+) -> Codes | Paged:
+    """An empty store for heads of these (key, value) dims.
+
+    rotations: of the layer, for calibrated sides. Raises UserError where Triton was asked for and
+    cannot run.
+    """
+    codecs, reason = codecs_of(config, dims, rotations, device), why_not(config, dims, device)
+    if reason is None:
+        return Paged(config, codecs, seal=kernels.seal)
+    if _asked[-1] == TRITON:
+        raise UserError(f"[store] Triton was asked for; got {reason}; choose ops")
+    return Codes(config, codecs)

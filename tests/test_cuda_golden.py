@@ -1,0 +1,72 @@
+"""The golden table computed by torch, and proof that it bites."""
+
+import pytest
+import torch
+
+from cuda_track import golden, packing
+from cuda_track.golden import tile
+from cuda_track.quantizers import affine, dual_scale, polar
+from mlxkv import golden as mlx_golden
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return golden.run()
+
+
+def test_every_row_holds(rows):
+    bad = [row for row in rows if not row.ok]
+    assert not bad, "\n".join(map(str, bad))
+
+
+def test_codes_are_nearly_all_equal(rows):
+    codes = [row for row in rows if row.table in ("encode", "seal", "clip")]
+    assert sum(row.values for row in codes) > 400_000
+    assert sum(row.differ for row in codes) < 1e-4 * sum(row.values for row in codes)
+
+
+@pytest.mark.parametrize("table", ("transform", "packing", "clip", "affine"))
+def test_the_same_rows_as_mlx(table):
+    ours, theirs = (
+        {(row.table, row.case, row.values, row.bound) for row in getattr(side, f"{table}_rows")()}
+        for side in (golden, mlx_golden)
+    )
+    assert ours == theirs
+
+
+def test_a_shuffled_code_is_red(monkeypatch):
+    unpack = packing.unpack
+    monkeypatch.setattr(packing, "unpack", lambda w, bits, dims: unpack(w, bits, dims).flip(-1))
+    rows = list(golden.encode_rows())
+    assert rows
+    assert not any(row.ok for row in rows)
+
+
+def test_a_scale_off_by_a_thousandth_is_red(monkeypatch):
+    stored = golden._stored
+    monkeypatch.setattr(
+        golden, "_stored", lambda *a: (x := stored(*a)) | {"scale": x["scale"].float() * 1.001}
+    )
+    assert not any(row.ok for row in golden.affine_rows() if row.table == "decode")
+    assert not any(row.ok for row in golden.attention_rows())
+
+
+@pytest.mark.parametrize("step", (-1, 1))
+def test_a_limit_one_entry_off_is_red(monkeypatch, step):
+    limit = affine.clip_rows
+    monkeypatch.setattr(affine, "clip_rows", lambda x, rank: limit(x, rank + step))
+    rows = list(golden.clip_rows())
+    assert rows
+    assert not any(row.ok for row in rows)
+
+
+def test_a_floor_elsewhere_is_red(monkeypatch):
+    monkeypatch.setattr(dual_scale, "LOG_RANGE", (-10.0, 10.0))
+    assert not all(row.ok for row in tile.dual_scale_rows() if row.table == "balance")
+
+
+def test_pairs_of_neighbours_are_red(monkeypatch):
+    monkeypatch.setattr(polar, "_halves", lambda x: (x[..., ::2], x[..., 1::2]))
+    assert not any(row.ok for row in tile.polar_rows() if row.table == "encode")

@@ -1,0 +1,300 @@
+"""Triton's kernels in its interpreter: attention over pools of pages, and what pools share."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cuda_track import bench, kernels, packing, stores, transform
+from cuda_track.attention import attend, why_not
+from cuda_track.cache import CompressedKVCache, View
+from cuda_track.calibrated import Rotations
+from cuda_track.codec import Codec
+from cuda_track.golden import kernels as golden_kernels
+from cuda_track.kernels import layout
+from cuda_track.kernels.pool import Paged, Pool
+from cuda_track.sealed import CodePages
+from mlxkv.bounds import rms
+from mlxkv.config import Affine, CacheConfig, Side
+from mlxkv.presets import PRESETS
+
+pytest.importorskip("triton_interpreter")  # which says how kernels are built; no Triton on a Mac
+
+torch.set_num_threads(1)
+# Weights of values are float16 in the kernel: half a step is 2^-12, and codes of 2 bits are coarse.
+BOUND = 2e-3
+SIDES = {
+    "int4": Side(Affine(4, 64), "srft"),
+    "int4 g32": Side(Affine(4, 32, symmetric=True), "hadamard"),
+    "int8": Side(Affine(8, 64)),
+    "int3": Side(Affine(3, 64), "srft"),
+    "int2": Side(Affine(2, 0, clip=0.92), "hadamard"),
+    "int2 g32": Side(Affine(2, 32), "srft"),
+}
+# D, H, G, L, batch, keys, values, sink, live, mask, attention sinks
+CASES = {
+    "gqa": (128, 8, 2, 1, 1, "int4", "int4", 16, 21, False, False),
+    "ratio 5": (64, 5, 1, 1, 1, "int3", "int4", 0, 1, False, False),
+    "draft": (64, 6, 2, 8, 1, "int4", "int2 g32", 16, 40, False, False),
+    "gemma": (256, 4, 1, 1, 1, "int4", "int4", 16, 33, False, False),
+    "padded batch": (64, 4, 2, 1, 2, "int8", "int8", 16, 9, True, False),
+    "gpt-oss": (64, 8, 1, 1, 1, "int4 g32", "int2", 16, 16, False, True),
+    "int2": (128, 4, 2, 1, 1, "int2", "int2", 16, 5, False, False),
+    "wide int2": (256, 2, 1, 1, 1, "int2 g32", "int3", 0, 5, False, False),
+}
+PAGES, PAGE = 3, 32
+
+
+def _filled(store: Paged, batch: int, heads: int, dims: int) -> CodePages:
+    """Random pages, and the same for plain ops."""
+    pair = tuple(torch.randn(batch, heads, PAGES * PAGE, dims) for _ in "kv")
+    store.append(pair, PAGES)
+    stored = tuple(code.encode(x) for code, x in zip(store.codecs, pair, strict=True))
+    return CodePages(store.codecs, stored, PAGES * PAGE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_over_codes(case):
+    dims, heads, kv_heads, new, batch, keys, values, sink, live, masked, sinks = CASES[case]
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES[keys], SIDES[values], page=PAGE)
+    assert kernels.why_not(config, (dims, dims), torch.device("cpu")) is None
+    codecs = tuple(Codec(side, dims, PAGE) for side in (config.keys, config.values))
+    store = Paged(config, codecs)
+    plain = _filled(store, batch, kv_heads, dims)
+    windows = [
+        tuple(torch.randn(batch, kv_heads, n, dims) for _ in "kv") if n else None
+        for n in (live, sink)
+    ]
+    q = torch.randn(batch, heads, new, dims)
+    mask, logits = "causal", torch.randn(heads) if sinks else None
+    if masked:  # one row begins inside a page
+        mask = torch.ones(batch, 1, 1, sink + PAGES * PAGE + live, dtype=torch.bool)
+        mask[1, ..., : sink + PAGE + 5] = False
+    view = View(*windows, store.read(0, PAGES))
+    assert why_not(q, view, mask) is None
+    out = attend(q, view, dims**-0.5, mask, logits)
+    right = attend(q, View(*windows, plain), dims**-0.5, mask, logits)
+    assert rms(out.numpy(), right.numpy()) < BOUND
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_transforms_of_a_calibration_differ_by_head(dtype):
+    """Not orthogonal, one per kv head: sealed by the kernel, read by the kernel."""
+    rng = np.random.default_rng(0)
+    pairs = []
+    for _ in "kv":
+        down = np.linalg.qr(rng.standard_normal((2, 64, 64)))[0] * rng.uniform(0.5, 2, (2, 1, 64))
+        pairs.append(transform.of(down, np.linalg.inv(down)))
+    side = Side(Affine(4, 64, clip=0.96), "balanced")
+    config = CacheConfig(side, side, sink=16, recent=16, page=PAGE)
+    out, q = [], torch.tensor(rng.standard_normal((1, 4, 1, 64))).to(dtype)
+    new = [torch.tensor(rng.standard_normal((1, 2, 180, 64))).to(dtype) for _ in "kv"]
+    for way in (stores.TRITON, stores.OPS):
+        with stores.using(way):
+            cache = CompressedKVCache(config, Rotations(*pairs))
+            cache.update_and_fetch(*new)
+            out.append(attend(q, cache.view(), 0.125).float().numpy())
+    assert type(cache._store) is not Paged
+    assert rms(*out) < BOUND
+
+
+def test_rows_of_different_lengths():
+    """What a server does: each row with its own pages, windows of one length."""
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
+    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)))
+    plain = _filled(store, 2, 1, 64)
+    store.pool.release(store.rows[1][1:])
+    del store.rows[1][1:]
+    live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 4, 1, 64)
+    out = kernels.attend(q, store.read(0, PAGES), None, live, 0.125)
+    for row, pages in ((0, PAGES), (1, 1)):
+        stored = tuple(
+            {n: x[row : row + 1, :, : pages * PAGE] for n, x in s.items()} for s in plain.stored
+        )
+        short = CodePages(plain.codecs, stored, pages * PAGE)
+        right = attend(
+            q[row : row + 1], View(tuple(x[row : row + 1] for x in live), None, short), 0.125
+        )
+        assert rms(out[row : row + 1].numpy(), right.numpy()) < BOUND
+
+
+@pytest.mark.parametrize("dims", layout.DIMS)
+@pytest.mark.parametrize("name", SIDES)
+def test_layouts_lose_nothing(dims, name):
+    side = SIDES[name]
+    code = Codec(side, dims, PAGE)
+    if layout.why_not(code.spec, dims, PAGE):
+        pytest.skip("no kernel reads it")
+    stored = code.encode(torch.randn(2, 3, 2 * PAGE, dims))
+    for keys in (True, False):
+        at = layout.SideLayout(code.spec, dims, PAGE, keys)
+        back = layout.restore(layout.arrange(stored, at), at)
+        assert set(back) == set(stored)
+        assert all(torch.equal(back[n], stored[n]) for n in stored)
+
+
+def test_the_golden_table():
+    rows = [row for table in golden_kernels.TABLES for row in table()]
+    bad = [row for row in rows if not row.ok]
+    assert not bad, "\n".join(map(str, bad))
+    assert sum(row.table == "attention" for row in rows) >= 4
+    codes = [row for row in rows if row.table == "seal"]
+    assert len(codes) > 30
+    assert sum(row.differ for row in codes) < 1e-4 * sum(row.values for row in codes)
+
+
+def test_a_cache_with_a_pool_is_a_cache():
+    """Appending, sealing, trimming, rows in another order: as with plain ops."""
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], sink=16, recent=16, page=PAGE)
+    caches = {}
+    for way in (stores.TRITON, stores.OPS):
+        torch.manual_seed(1)
+        with stores.using(way):
+            cache = caches[way] = CompressedKVCache(config)
+            for tokens in (100, 1, 60):
+                cache.update_and_fetch(*(torch.randn(2, 1, tokens, 64) for _ in "kv"))
+            cache.trim(70)
+            cache.update_and_fetch(*(torch.randn(2, 1, 90, 64) for _ in "kv"))
+            cache.select(torch.tensor([1, 0, 1]))
+    ours, plain = caches[stores.TRITON], caches[stores.OPS]
+    assert type(ours._store) is Paged
+    q = torch.randn(3, 2, 1, 64)
+    out, right = (attend(q, c.view(), 0.125).numpy() for c in (ours, plain))
+    assert rms(out, right) < BOUND
+    for side in ("keys", "values"):
+        for name, x in plain.state["pages"][side].items():
+            assert torch.equal(ours.state["pages"][side][name], x)
+
+
+def test_prefixes_are_shared_and_given_back():
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
+    pool = Pool()
+    store = Paged(
+        config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)), pool
+    )
+    _filled(store, 1, 1, 64)
+    other = store.fork()
+    assert pool.used == PAGES
+    other.append(tuple(torch.randn(1, 1, PAGE, 64) for _ in "kv"), 1)
+    assert pool.used == PAGES + 1
+    before = store.read(0, PAGES).stored
+    store.truncate(1)
+    assert pool.used == PAGES + 1
+    other.truncate(1)
+    assert pool.used == 1
+    kept = store.read(0, 1).stored
+    assert all(
+        torch.equal(kept[0][n], before[0][n][:, :, : x.shape[2]]) for n, x in kept[0].items()
+    )
+    store.truncate(0)
+    other.truncate(0)
+    assert pool.used == 0
+
+
+def test_a_copy_of_a_cache_shares_its_pages():
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], sink=16, recent=16, page=PAGE)
+    with stores.using(stores.TRITON):
+        cache = CompressedKVCache(config)
+        cache.update_and_fetch(*(torch.randn(1, 1, 150, 64) for _ in "kv"))
+        before, pool = cache.view().whole(torch.float32)[0], cache._store.pool
+        held = pool.used
+        other = copy.deepcopy(cache)
+        assert pool.used == held
+        other.update_and_fetch(*(torch.randn(1, 1, 100, 64) for _ in "kv"))
+        assert pool.used > held
+        assert torch.equal(cache.view().whole(torch.float32)[0], before)
+        assert torch.equal(other.view().whole(torch.float32)[0][:, :, :112], before[:, :, :112])
+        del other
+        assert pool.used == held
+
+
+def test_which_presets_have_kernels():
+    cpu = torch.device("cpu")
+    read = {
+        n for n, c in PRESETS.items() if c.compresses and not kernels.why_not(c, (128, 128), cpu)
+    }
+    assert {
+        "int8",
+        "int4",
+        "int3",
+        "balanced-int2",
+        "oscar-int2",
+        "balanced-int3",
+        "srft-int4",
+    } <= read
+    assert not read & {"kivi-int2", "kvarn-int2", "polar", "turbo-int3"}
+    assert "128, 256" in kernels.why_not(PRESETS["int4"], (80, 80), cpu)
+
+
+ENCODED = {
+    "int4": (128, torch.float32, True),
+    "int4 g32": (64, torch.float16, False),
+    "int8": (64, torch.bfloat16, True),
+    "int3": (128, torch.bfloat16, True),
+    "int2": (64, torch.float16, True),
+    "int2 g32": (64, torch.float32, False),
+}
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_sealing_gives_the_codes_of_plain_ops(name):
+    dims, dtype, keys = ENCODED[name]
+    torch.manual_seed(0)
+    code = Codec(SIDES[name], dims, PAGE)
+    x = torch.randn(2, 2, 3 * PAGE + 7, dims).to(dtype)[:, :, 7:]
+    x[0, 0, 3] = 0  # a token of zeros
+    at = layout.SideLayout(code.spec, dims, PAGE, keys)
+    pool, places = Pool(), [4, 0, 2, 5, 1, 3]
+    pool.reserve(6, (at.shapes(2), at.shapes(2)), x.device)
+    kernels.seal(code, x, at, pool.sides[0], places)
+    right = code.encode(x)
+    found = {n: y[torch.tensor(places).view(2, 3)] for n, y in pool.sides[0].items()}
+    found = layout.restore(found, at)
+    for number in set(found) - {"codes"}:
+        step = (found[number].float() - right[number].float()).abs()
+        assert (step <= 2**-10 * right[number].float().abs()).all(), number
+    codes = [packing.unpack(y["codes"], code.spec.bits, dims) for y in (found, right)]
+    gap = (codes[0] - codes[1]).abs()
+    assert gap.max() <= 1
+    assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary
+
+
+@pytest.mark.parametrize("name", ("int4", "int3", "int2"))
+def test_the_benchmark_checks_what_it_times(name, monkeypatch):
+    shape = bench.Shape(2, 4, 2, 64, 2 * 64)
+    config = CacheConfig(bench.FORMATS[name], bench.FORMATS[name])
+    torch.manual_seed(0)
+    assert bench.checked(config, shape, torch.float16, kernels.Launch()) < bench.BOUND
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
+    assert bench.checked(config, shape, torch.float16, kernels.Launch()) > bench.BOUND
+
+
+def test_the_table_of_the_benchmark():
+    rows = [bench.Row("attention", "b1", "int4", 57.1, 2.4, 2.4, 2600, "a launch", 1e-3)]
+    assert "2.40     2.4    2600  rms 0.001, a launch" in bench.table(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
+def test_kernels_compile_for_hopper(tmp_path):
+    """No GPU is needed for it. Stacks would be registers that were spilled."""
+    script = Path(__file__).parent / "triton_compile.py"
+    root = str(script.parent.parent)
+    env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    env.pop("TRITON_INTERPRET")
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6
+    assert all(" 0 stack" in line for line in lines), lines

@@ -1,0 +1,105 @@
+"""Triton's kernels compiled for an NVIDIA GPU that need not be there: prints a line per kernel.
+
+A program of its own: in the process of the tests the interpreter takes the place of the compiler.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cuda_track.kernels.decode import attend_kernel
+from cuda_track.kernels.encode import seal_kernel
+from cuda_track.kernels.turn import merge_kernel, queries_kernel
+
+TYPES = {
+    attend_kernel: {
+        **dict.fromkeys(("plain", "sink_k", "sink_v", "live_k", "live_v"), "*bf16"),
+        **dict.fromkeys(("sums", "factors", "part_out", "part_top", "part_sum"), "*fp32"),
+        **dict.fromkeys(("k_numbers", "v_numbers", "table", "pages"), "*i32"),
+        **{"q": "*fp16", "k_high": "*i8", "v_high": "*i8", "mask": "*u8", "plain_scale": "fp32"},
+    },
+    queries_kernel: {
+        **{"q": "*bf16", "up": "*fp32", "out": "*fp16", "sums": "*fp32", "factors": "*fp32"},
+        "scale": "fp32",
+    },
+    merge_kernel: {
+        **dict.fromkeys(("part_out", "part_top", "part_sum", "up", "sinks"), "*fp32"),
+        "out": "*bf16",
+    },
+    seal_kernel: {
+        **{"x": "*bf16", "down": "*bf16", "high": "*i8", "numbers": "*i32", "places": "*i64"},
+    },
+}
+WORDS = {("int4", 128): "*i32", ("int2", 128): "*i16", ("int4", 64): "*i16"}
+STRIDES = ("_stride", "_row", "_head")  # multiples of 16 in every call
+SIZES = {"R": 128, "N": 8}
+PAGES = {"T": 64, "WINDOW": 32, "MASKED": False, "ASM": True, "STAGES": 3}
+SIDE = {"BITS": 4, "PLANES": 8, "GROUPS": 2}
+
+
+def both(side: dict) -> dict:
+    return {f"{letter}_{name}": value for letter in "KV" for name, value in side.items()}
+
+
+INT2 = {"BITS": 2, "PLANES": 8, "GROUPS": 1}
+SHORT = {"BITS": 4, "PLANES": 4, "GROUPS": 1}
+TURN = {"D": 128, **SIZES, "TURNED": True, "BLOCK": 32}
+SEAL = {"D": 128, "R": 128, "T": 128, "PAGE": 64, "SYMMETRIC": False, "TURNED": True}
+CASES = {
+    "attend int4": (attend_kernel, {**SIZES, **PAGES, **both(SIDE)}, ("int4", 128), 1),
+    "attend int2": (attend_kernel, {**SIZES, **PAGES, **both(INT2)}, ("int2", 128), 1),
+    "attend int4 64": (
+        *(
+            attend_kernel,
+            {**SIZES, **PAGES, **both(SHORT), "R": 64, "MASKED": True},
+            ("int4", 64),
+            1,
+        ),
+    ),
+    "queries": (queries_kernel, {**TURN, **SIDE}, None, 4),
+    "merge": (merge_kernel, {**TURN, "SPLITS": 256, "SINKS": True, "CHUNK": 64}, None, 8),
+    "seal": (
+        *(seal_kernel, {**SEAL, **INT2, "RANK": 6, "KEYS": False, "PARTS": 3, "BLOCK": 32}),
+        *(("int2", 128), 8),
+    ),
+}
+
+
+def compiled(kernel, constants: dict, words: str, warps: int):
+    types = TYPES[kernel]
+    signature = {
+        name: "constexpr"
+        if name.isupper()
+        else types.get(name, words if name.endswith("words") else "i32")
+        for name in kernel.arg_names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or (name.endswith(STRIDES) and name != "mask_row")
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
+
+
+def main() -> None:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin = Path(sys.argv[1]) / "kernel.cubin"
+    for name, (kernel, constants, words, warps) in CASES.items():
+        made = compiled(kernel, constants, WORDS.get(words, "*i32"), warps)
+        cubin.write_bytes(made.asm["cubin"])
+        command = [tool, "-res-usage", cubin]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+        print(f"{name}: {registers} registers, {stack} stack, {made.metadata.shared} shared")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Triton's kernels on the CPU: import this before anything that imports them."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter  # noqa: E402 (it reads the environment)
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _with_index(tensor, scope) -> None:
+    """Triton 3.6 turns arrays of one element into integers, which NumPy 2.4 no longer does."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _with_index
