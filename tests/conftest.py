@@ -11,6 +11,8 @@ import pytest
 
 # Nothing in the suite may reach for the network: a test that does fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Triton reads it when it is imported first, by whatever test does so.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # The workers of a run share the cores: one thread each for OpenBLAS and torch, read as they load.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
