@@ -161,7 +161,7 @@ def test_what_tiles_do_not_read_says_why():
 @pytest.mark.slow
 @pytest.mark.parametrize("body", (make, make_mma), ids=("portable", "tiles"))
 @pytest.mark.parametrize(
-    "name", ("polar-tree+online", "turbo-int3+qjl", "kvarn-int2", "polar-int2")
+    "name", ("polar-tree+online", "turbo-int3+qjl", "kvarn-int2", "polar-int2", "int2")
 )
 def test_presets_pass_their_own_test(name, body):
     assert selftest.fault(PRESETS[name], 64, mx.float16, body, body is make_mma) is None

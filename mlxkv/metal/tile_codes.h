@@ -38,7 +38,8 @@ inline uint kv_eighth(uint4 x, int u, int r) {
 }
 
 // Multiplies queries by the scales of the channels. Returns what all their scores have in common, a
-// tile whose rows are alike: queries times biases, without what the offsets of kv_pair add to codes.
+// tile whose rows are alike: queries times middle values, without what kv_pair adds to codes around the
+// middle one; what rounding the products does is multiplied by small codes so.
 // numbers: scales of all dims, then biases.
 template <int BK, int BITS, int SYMMETRIC>
 inline TileC kv_fold(const device uint4* numbers, thread TileB* q, int lane) {
@@ -49,17 +50,21 @@ inline TileC kv_fold(const device uint4* numbers, thread TileB* q, int lane) {
 #pragma unroll
   for (int j = 0; j < BK; j++) {
     const uint4 scale = numbers[4 * j + tile_b_row(lane, 0) / 2];
+    uint4 own = scale;
     uint4 bias = scale;
     if (!SYMMETRIC) {
+      own = numbers[4 * j + tile_column(lane) / 2];
       bias = numbers[4 * BK + 4 * j + tile_column(lane) / 2];
     }
+    const uint middle = kv_halves(kv_middle<BITS>(), kv_middle<BITS>());
 #pragma unroll
     for (int u = 0; u < 2; u++) {
       TileA a;
       TileA offset;
       for (int m = 0; m < 4; m++) {
-        const float taken = -kv_offset<BITS>(2 * u + m / 2) - (SYMMETRIC ? kv_middle<BITS>() : 0.0f);
-        a.w[m] = kv_eighth(bias, u, m / 2);
+        const float taken = -kv_offset<BITS>(2 * u + m / 2) - kv_middle<BITS>();
+        a.w[m] = kv_add_multiplied_halves(
+            kv_eighth(bias, u, m / 2), middle, kv_eighth(own, u, m / 2));
         offset.w[m] = kv_halves(taken, taken);
       }
       if (!SYMMETRIC) {
