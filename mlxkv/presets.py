@@ -97,7 +97,7 @@ PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
     # The best measured of each width (docs/results/methods.md). int8 and int4 need no calibration.
     "int8": _both(8, "none"),
-    "int4": _both(4, "srft"),
+    "int4": CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64))),
     "int3": _balanced(4, 2),  # better than 3 bits for both: keys are the sensitive half
     "int2": _channels(2, 2),
     # Plain min-max, the way mlx-lm's --kv-bits stores (group 64), no transform.
@@ -115,7 +115,8 @@ PRESETS: dict[str, CacheConfig] = {
     "srft-int4": _both(4, "srft", group=32, symmetric=True),
     "srft-int3": _both(3, "srft", group=32, symmetric=True),
     "srft-int2": _both(2, "srft", group=32, symmetric=True),
-    # The best without calibration at these widths.
+    # Min-max codes in larger groups: better at these widths.
+    "srft-int4+g64": _both(4, "srft"),
     "srft-int3+g64": _both(3, "srft"),
     "srft-int2+g32": _both(2, "srft", group=32),
     # Calibrated rotations and the windows of the OSCAR paper; extras: smaller groups.
@@ -156,7 +157,6 @@ PRESETS: dict[str, CacheConfig] = {
     # KIVI: keys per channel.
     "kivi-int4": _kivi(4),
     "kivi-int2": _kivi(2),
-    "kivi-int4+g64": CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64))),
     "kivi-int4+srft": _kivi_srft(4, 4),
     "kivi-k4v2+srft": _kivi_srft(4, 2),
     # KVarN as published; extra: tiles divided by their standard deviation first.

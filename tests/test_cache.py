@@ -182,9 +182,9 @@ def test_a_step_that_seals_a_page_copies_no_other_page():
 
 
 @pytest.mark.parametrize("dims", (80, 96, 128))
-@pytest.mark.parametrize("preset", ("int4", "kivi-int4+g64"))
+@pytest.mark.parametrize("preset", ("srft-int4+g64", "int4"))
 def test_a_decode_step_needs_less_than_the_layer_in_full_precision(dims, preset):
-    if dims == 80 and preset != "int4":
+    if dims == 80 and preset == "int4":
         pytest.skip("MLX multiplies codes per channel in multiples of 32 dims")
     keys, values = (mx.array(x) for x in tokens(4096, dims))
     cache = CompressedKVCache(PRESETS[preset])
