@@ -51,7 +51,7 @@ class AdaptiveKVCache(CompressedKVCache):
             return super()._new_store(dims, dtype)
         make = partial(store, self._stored, dims, dtype)
         rule = oja.rule(self.config) if self.config.follows else None
-        return Segments(make, self.basis, self.config.page, rule)
+        return Segments(make, self.rotations, self.basis, self.config.page, rule)
 
     # -- reading and writing
 

@@ -214,6 +214,22 @@ def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
         assert all(x.nbytes <= one.nbytes for x in others)
 
 
+def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
+    """Decoded before any prompt has taught: the first run is of the calibration, the second is not."""
+    from mlxkv import cache as plain
+
+    one = cache("oja-r24+prompt+int8")
+    monkeypatch.setattr(plain, "_rotations", lambda header, kinds: one.rotations)
+    feed(one, 100, seed=4, chunk=1)
+    feed(one, 64, seed=9, chunk=64)
+    assert [basis.keys.down.ndim for basis in one._store.bases] == [3, 4]
+    again = AdaptiveKVCache.from_state(one.state)
+    for x, y in zip(
+        *(_whole(c.keys_and_values()[0], mx.float32) for c in (one, again)), strict=True
+    ):
+        assert mx.array_equal(x, y)
+
+
 def test_trim_is_exact():
     one = cache("oja-r24+fast")
     feed(one, 150)
@@ -299,6 +315,7 @@ def test_selection_goes_with_every_format(name):
         ("oja-r24+int4", 2),
         ("oja-r20+kivi-int4", 1),
         ("oja-r24+fast+int8", 1),
+        ("oja-r24+int8/int8", 2),  # no map leads values back
     ],
 )
 def test_kernels_read_low_rank_and_two_bases_in_one_pass(name, batch):
