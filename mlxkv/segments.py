@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored
-from mlxkv.formats_lowrank import SEGMENTS, STAY, LowRank
+from mlxkv.formats_lowrank import STAY, LowRank
 from mlxkv.oja import following
 from mlxkv.sealed import NAMES, CodePages, Codes, Pair, RecordPages, Records, codes_of
 
@@ -81,8 +81,7 @@ class Segments:
             self.runs.pop(), self.bases.pop()
         self.runs.append(self.make(new))
         self.bases.append(new)
-        most = self.rule.segments if self.rule.stored == SEGMENTS else 1
-        while len(self.runs) > most:
+        while len(self.runs) > self.rule.runs:
             self._merge()
 
     def _turned(self, run, new: Rotations):
