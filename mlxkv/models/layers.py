@@ -185,7 +185,7 @@ def summarise(reports: list[LayerReport]) -> list[str]:
             else f"full precision, {reason}"
         )
         if bases:
-            what += f", bases of {human_bytes(bases)} on top"
+            what += f", on top bases of {human_bytes(bases)} per cache"
         if fold == FOLDED:
             what += ", values turned by the weights"
         elif fold:
