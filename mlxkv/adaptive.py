@@ -50,8 +50,8 @@ class AdaptiveKVCache(CompressedKVCache):
         if not self.config.listens:
             return super()._new_store(dims, dtype)
         make = partial(store, self._stored, dims, dtype)
-        rule = oja.rule(self.config) if self.config.follows else None
-        return Segments(make, self.basis, self.config.page, rule)
+        rule = self.config.rule
+        return Segments(make, self.rotations, self.basis, self.config.page, rule)
 
     # -- reading and writing
 
@@ -91,7 +91,7 @@ class AdaptiveKVCache(CompressedKVCache):
         view = self._unheard
         if view is None:  # another layer that reads this cache has been here
             return out
-        window = oja.rule(self.config).window if self.config.follows else WINDOW
+        window = self.config.rule.window if self.config.follows else WINDOW
         last = queries[:, :, -window:]
         if self.config.keep < 1:
             batch, heads, count, dims = last.shape
@@ -107,14 +107,14 @@ class AdaptiveKVCache(CompressedKVCache):
         """By the tokens of this chunk that its last queries look at most."""
         new = self._chunk
         seen = salience.importance(queries, view, scale, mask)[..., -new:]
-        count = max(1, round(oja.rule(self.config).salient * new))
+        count = max(1, round(self.config.rule.salient * new))
         at = salience.salient(seen, count)
         chunk = (x[:, :, -new:] for x in view.live)
         self._teach(tuple(salience.taken(x, at) for x in chunk), True)
 
     def _learn(self) -> None:
         """By the tokens decoded since the last time, when they are enough."""
-        if not self.config.follows or self._since < oja.rule(self.config).every:
+        if not self.config.follows or self._since < self.config.rule.every:
             return
         count = min(self._since, self._count)
         self._since = 0

@@ -14,6 +14,7 @@ from mlxkv.cache import View
 from mlxkv.quantizers import codebook
 from mlxkv.records import TOKENS
 from mlxkv.sealed import RecordPages
+from mlxkv.transform import Transform
 
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
@@ -70,17 +71,15 @@ def _decode_records(queries, view, scale, sinks):
     batch, heads, new, dims = queries.shape
     kv_heads = view.live[0].shape[1]
     (pages, *more), sink = view.pages.parts, view.sink
-    key_codec, value_codec = pages.codecs
-    key_map = key_codec.transform
-    if pages.layout.keys.signs:
-        key_map = codebook.with_signs(key_codec.spec, dims, key_map)
+    value_map = pages.codecs[1].transform
     length = (pages.tokens // TOKENS, sink[0].shape[2] if sink else 0, view.live[0].shape[2])
-    if pages.tiled and not _moving(key_codec) and not _moving(value_codec):
+    # Tiles take a transform in an order that is made once.
+    if pages.tiled and not any(code.moving for code in pages.codecs):
         return tiles.attend(
             queries.astype(view.dtype),
             pages.buffer,
             pages.layout,
-            (key_map, value_codec.transform),
+            (_key_map(pages), value_map),
             sink,
             view.buffers or view.live,
             (length,) * batch,
@@ -90,8 +89,10 @@ def _decode_records(queries, view, scale, sinks):
             headers=pages.headers,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
+    exact = q.astype(mx.float32)
+    first = _run(pages, exact)
     out = kernels.attend(
-        q.astype(mx.float32) if key_map is None else key_map.query(q),
+        first.q_pages,
         q.astype(view.dtype),
         pages.buffer,
         pages.layout,
@@ -101,25 +102,28 @@ def _decode_records(queries, view, scale, sinks):
         scale,
         new,
         pages.make,
-        up=value_codec.transform.up if value_codec.transform else None,
+        up=first.up,
         sinks=sinks,
         headers=pages.headers,
-        second=_run(more[0], q) if more else None,
+        second=_run(more[0], exact) if more else None,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
-def _moving(code) -> bool:
-    """Whether its basis follows the text: tiles take theirs in an order that is made once."""
-    return code.transform is not None and code.transform.up.ndim == 4
+def _key_map(pages: RecordPages) -> Transform | None:
+    """What queries go through before they meet the codes of the keys."""
+    keys = pages.codecs[0]
+    if pages.layout.keys.signs:
+        return codebook.with_signs(keys.spec, keys.dims, keys.transform)
+    return keys.transform
 
 
 def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
-    """q: [B, G, N, D]."""
-    keys, values = pages.codecs
-    up = values.transform.up if values.transform else None
+    """q: [B, G, N, D] float32."""
+    key_map, values = _key_map(pages), pages.codecs[1].transform
+    stored = q if key_map is None else key_map.query(q)
     count = pages.tokens // TOKENS
-    return kernels.Run(keys.query(q), pages.buffer, count, up, pages.headers)
+    return kernels.Run(stored, pages.buffer, count, values and values.up, pages.headers)
 
 
 def _prefill(queries, view, scale, mask, sinks):

@@ -58,9 +58,15 @@ class Codec:
 
     @property
     def turn(self) -> Transform | None:
-        """The transform where it only turns: then attention may stay in the stored domain."""
+        """The transform where it only turns: then attention may stay in the stored domain. None for one
+        that follows the text: casts of a transform are kept, and there would be ever more of them."""
         square = self.transform is not None and len(set(self.transform.down.shape[-2:])) == 1
-        return self.transform if square else None
+        return self.transform if square and not self.moving else None
+
+    @property
+    def moving(self) -> bool:
+        """Whether the transform is of one cache alone and follows the text: [B, G, D, R]."""
+        return self.transform is not None and self.transform.down.ndim == 4
 
     def decode_stored(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
         """Decoded values, not turned back: [B, G, T, R] in `dtype`."""

@@ -67,6 +67,11 @@ class Side:
         size = self.low.rank or self.low.share or 1.0
         return f"{PCA} {size}{' mixed' if self.low.mixed else ''}"
 
+    @property
+    def follows(self) -> bool:
+        """Whether its basis follows the text."""
+        return self.low is not None and self.low.follows
+
     def dims(self, head_dim: int) -> int:
         """Stored dims R."""
         return head_dim if self.low is None else self.low.dims(head_dim)
@@ -154,7 +159,12 @@ class CacheConfig:
     @property
     def follows(self) -> bool:
         """Whether a side's basis follows the text."""
-        return any(side.low is not None and side.low.follows for side in (self.keys, self.values))
+        return self.rule is not None
+
+    @property
+    def rule(self) -> LowRank | None:
+        """By which a cache follows the text: that of the keys where they do, then of the values."""
+        return next((side.low for side in (self.keys, self.values) if side.follows), None)
 
     @property
     def listens(self) -> bool:
@@ -214,6 +224,13 @@ class CacheConfig:
         keys = self.keys.bits_per_value(key_dim, self.page) * key_dim
         values = self.values.bits_per_value(value_dim, self.page) * value_dim
         return self.keep * (keys + values) / (key_dim + value_dim)
+
+    def basis_bytes(self, heads: int, key_dim: int, value_dim: int) -> int:
+        """Of the bases [G, D, R] in float32 that follow the text of one cache, for each of a batch: with
+        runs of pages all that there may be. Those that stand still belong to the model."""
+        sides = ((self.keys, key_dim), (self.values, value_dim))
+        values = sum(heads * dim * side.dims(dim) for side, dim in sides if side.follows)
+        return 4 * values * self.rule.runs if values else 0
 
     def as_dict(self) -> dict:
         """Plain data, for headers of saved files; `from_dict` reads it back. Equal to what JSON makes

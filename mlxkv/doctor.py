@@ -21,7 +21,8 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingfac
 OUTPUTS = ("attend", "keys", "values")
 KERNEL_PRESETS, KERNEL_DIMS = ("int8", "int4", "int3", "int2", "oscar-int2"), (64, 128, 256)
 METHOD_PRESETS, METHOD_DIMS = (  # the other methods, at one head dim: building takes its time
-    ("turbo-int3", "turbo-int3+qjl", "polar-tree+online", "kivi-int2", "kvarn-int4", "polar"),
+    ("turbo-int3", "turbo-int3+qjl", "polar-tree+online", "kivi-int2", "kvarn-int4", "polar")
+    + ("static-0.75+int4", "oja-0.75+int4"),  # the second: two bases in one pass
     (128,),
 )
 _KERNEL_CASES = ((KERNEL_PRESETS, KERNEL_DIMS), (METHOD_PRESETS, METHOD_DIMS))
@@ -122,8 +123,8 @@ def kernel_rows(step: Step) -> list[dict]:
     import mlx.core as mx
 
     from mlxkv import kernels, records, selftest, tiles, trust
+    from mlxkv.config import parse_kv
     from mlxkv.metal import launch
-    from mlxkv.presets import PRESETS
 
     make, rows = launch.factory(), []
     if make is None:
@@ -135,15 +136,16 @@ def kernel_rows(step: Step) -> list[dict]:
         ]
     cases = [(preset, dims) for presets, dims in _KERNEL_CASES for preset in presets]
     for preset, head_dims in cases:
-        config = PRESETS[preset]
+        config = parse_kv(preset)
         for dims in head_dims:
-            for body in ("portable", "tiles"):
+            stored = config.dims(dims, dims)
+            for body in ("portable",) if config.follows else ("portable", "tiles"):
                 row = {"preset": preset, "head_dim": dims, "body": body, "reason": None}
                 rows.append(row)
                 step(f"kernels: {preset}, head dim {dims}, {body}")
-                row["reason"] = records.why_not(config.keys.quantizer, dims, config.page)
+                row["reason"] = records.why_not(config.keys.quantizer, stored[0], config.page)
                 if row["reason"] is None and body == "tiles":
-                    layout = kernels.record_layout(config, dims, dims)
+                    layout = kernels.record_layout(config, *stored)
                     row["reason"] = tiles.why_not(layout, dims, mx.float16, make)
                     if row["reason"] == trust.UNTRIED:
                         row["reason"] = None

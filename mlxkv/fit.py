@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxkv.config import CacheConfig, parse_kv
@@ -44,35 +45,39 @@ class Plan:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes at one context with one preset."""
+    """Bytes at one context with one preset. dropped: by token selection, once the prompt is read."""
 
     weights: int
     cache: int
     transient: int
     values: int
+    dropped: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.transient
+        return self.weights + self.cache + self.transient + self.dropped
 
 
 def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
-    """Stored bytes of one layer's cache, full-precision windows included."""
+    """Stored bytes of one layer's cache, full-precision windows and bases that follow the text
+    included. With token selection: of a prompt, once it is read."""
     compressed = kv.compresses and layer.kind == "full"
     if not compressed or kv.why_not(layer.key_dim, layer.value_dim):
         return 2 * layer.values(tokens)
     pages = max(0, tokens - kv.sink - kv.recent) // kv.page
     packed = layer.values(pages * kv.page) * kv.bits_per_value(layer.key_dim, layer.value_dim) / 8
-    return packed + 2 * layer.values(tokens - pages * kv.page)
+    bases = kv.basis_bytes(layer.kv_heads, layer.key_dim, layer.value_dim) if pages else 0
+    return packed + 2 * layer.values(tokens - pages * kv.page) + bases
 
 
 def need(plan: Plan, kv: CacheConfig, tokens: int) -> Need:
     """What `tokens` tokens need."""
     cache = sum(layer_bytes(layer, kv, tokens) for layer in plan.layers)
+    whole = sum(layer_bytes(layer, replace(kv, keep=1.0), tokens) for layer in plan.layers)
     one_layer = max((2 * layer.values(tokens) for layer in plan.layers), default=0)
     transient = activation_bytes(plan.config, min(CHUNK, tokens)) + one_layer
     values = sum(layer.values(tokens) for layer in plan.layers)
-    return Need(plan.weights, int(cache), transient, values)
+    return Need(plan.weights, int(cache), transient, values, int(whole - cache))
 
 
 def longest(plan: Plan, kv: CacheConfig, usable: int) -> int:
@@ -184,6 +189,7 @@ def _row(plan: Plan, name: str, kv: CacheConfig, tokens: int, usable: int) -> di
         "bits_per_value": round(8 * needed.cache / needed.values, 3) if needed.values else 0.0,
         "kv_bytes": needed.cache,
         "transient_bytes": needed.transient,
+        "dropped_bytes": needed.dropped,
         "total_bytes": needed.total,
         "fits": needed.total <= usable,
         "longest_context": longest(plan, kv, usable),
@@ -227,6 +233,15 @@ def _show(plan: Plan, data: dict, file) -> None:
         }
         for reason in filter(None, reasons):
             print(f"  {kv}: some layers stay in 16 bits ({reason})", file=file)
+        for note in _notes(parse_kv(kv)):
+            print(f"  {kv}: {note}", file=file)
+
+
+def _notes(kv: CacheConfig) -> Iterator[str]:
+    if any(side.low and side.low.energy for side in (kv.keys, kv.values)):
+        yield "a calibration says how many dims that energy takes; counted are all of them"
+    if kv.keep < 1:
+        yield 'the cache once the prompt is read; until then all its tokens, which are "in all"'
 
 
 assert set(DEFAULT_PRESETS) <= set(PRESETS)

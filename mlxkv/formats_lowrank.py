@@ -84,6 +84,11 @@ class LowRank:
         size = f"{100 * self.energy:g} % energy" if self.energy else size
         return f"{'oja' if self.follows else 'pca'} {size}"
 
+    @property
+    def runs(self) -> int:
+        """Of pages, at most: each has a basis."""
+        return self.segments if self.stored == SEGMENTS else 1
+
     def dims(self, head_dim: int) -> int:
         """R. Where energy decides, which only a calibration can say, the head dim itself."""
         if self.energy:

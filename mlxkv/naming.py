@@ -16,19 +16,20 @@ import re
 
 from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
-from mlxkv.formats_lowrank import STORED, Half, LowRank
+from mlxkv.formats import Full
+from mlxkv.formats_lowrank import SEGMENTS, STORED, Half, LowRank
 from mlxkv.presets import PRESETS, low_rank
 
 METHODS = ("static", "oja")
-NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d+(?:\.\d+)?)")
+NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
+SIZES = {"": "share", "r": "rank", "e": "energy"}
 KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
-SEGMENTS = re.compile(r"segments(\d+)")
+WAY = re.compile(rf"{'|'.join(STORED)}|{SEGMENTS}\d+")
 SETTINGS = {
     "raw": {"raw": True},
     "fast": {"prefill_rate": 1.0, "decode_rate": 0.5},
-    "prompt": {"decode_rate": 0.0},
+    "prompt": {"decode_rate": 0.0},  # behind fast: it takes one of the rates back
     "all": {"salient": 1.0},
-    **{name: {"stored": name} for name in STORED},
 }
 
 
@@ -59,33 +60,62 @@ def with_keep(names: str, keep: float | None) -> str:
         return names
     if not 0 < keep <= 1:
         raise UserError(f"[--keep] must be above 0 and at most 1; got {keep:g}; choose 0.5")
+    for name in names.split(","):
+        if KEEP.search(name):
+            raise UserError(f"[--keep] the preset says already what stays; got {name.strip()!r}")
     return ",".join(f"{name.strip()}+keep{keep:g}" for name in names.split(","))
 
 
 def _one(name: str) -> CacheConfig | None:
     if name in PRESETS:
         return PRESETS[name]
-    method, _, rest = name.partition("-")
-    if method not in METHODS:
+    method, dash, rest = name.partition("-")
+    if method not in METHODS or not dash:
         return None
     number, *extras = rest.split("+")
-    found = NUMBER.fullmatch(number)
+    follows, settings = method == "oja", {}
+    codes = [extra for extra in extras if extra in PRESETS and _are_codes(PRESETS[extra])]
+    stored = [extra for extra in extras if WAY.fullmatch(extra)]
+    known = {*codes, *stored, *SETTINGS} if follows else {*codes, "windows"}
+    if not _is_size(found := NUMBER.fullmatch(number)) or not known.issuperset(extras):
+        raise _not_low_rank(name)
+    if len(set(extras)) < len(extras) or max(len(codes), len(stored)) > 1:
+        raise _not_low_rank(name)
+    for extra in SETTINGS:  # in this order, whatever the user's
+        settings |= SETTINGS[extra] if extra in extras else {}
+    if stored and (count := stored[0].removeprefix(SEGMENTS)).isdigit():
+        settings |= {"stored": SEGMENTS, "segments": int(count)}
+    elif stored:
+        settings |= {"stored": stored[0]}
+    size = SIZES[found["kind"]]
+    value = int(number[1:]) if size == "rank" else float(found["number"])
+    windows = 32 if follows or "windows" in extras else 0
+    both = PRESETS[codes[0]] if codes else None
+    quantizers = (both.keys.quantizer, both.values.quantizer) if both else (Half(), Half())
+    low = LowRank(**{size: value}, follows=follows, **settings)
+    return low_rank(low, *quantizers, windows)
+
+
+def _are_codes(preset: CacheConfig) -> bool:
+    """Whether it says how numbers are quantised."""
+    return not {type(side.quantizer) for side in (preset.keys, preset.values)} & {Full, Half}
+
+
+def _is_size(found: re.Match | None) -> bool:
+    """Whether a number is a share, of the dims or of the energy, or a whole number of dims."""
     if found is None:
-        return None
-    size = {"": "share", "r": "rank", "e": "energy"}[found["kind"]]
-    value = int(found["number"]) if size == "rank" and "." not in number else float(found["number"])
-    follows = method == "oja"
-    settings, windows, codes = {size: value, "follows": follows}, 32 if follows else 0, None
-    for extra in extras:
-        if extra in PRESETS and codes is None and not PRESETS[extra].follows:
-            codes = PRESETS[extra]
-        elif extra == "windows" and not follows:
-            windows = 32
-        elif follows and (count := SEGMENTS.fullmatch(extra)):
-            settings |= {"stored": "segments", "segments": int(count[1])}
-        elif follows and extra in SETTINGS:
-            settings |= SETTINGS[extra]
-        else:
-            return None
-    quantizers = (codes.keys.quantizer, codes.values.quantizer) if codes else (Half(), Half())
-    return low_rank(LowRank(**settings), *quantizers, windows)
+        return False
+    kind, value = found["kind"], float(found["number"])
+    if kind == "r":
+        return found["number"].isdigit() and value > 0
+    return 0 < value < 1 or (value == 1 and not kind)
+
+
+def _not_low_rank(name: str) -> UserError:
+    method = name.partition("-")[0]
+    extras = (*SETTINGS, *STORED, "segments4") if method == "oja" else ("windows",)
+    return UserError(
+        f"[--kv] no low rank of this name; got {name!r}; write {method}-NUMBER, a share of the dims "
+        "(0.75), even dims (r96) or a share of their energy (e0.95), then, each once, +CODES (a preset "
+        f"such as +int4) and any of {', '.join(f'+{extra}' for extra in extras)}"
+    )

@@ -12,7 +12,6 @@ import numpy as np
 
 from mlxkv.calibrated import Rotations
 from mlxkv.config import CacheConfig
-from mlxkv.formats_lowrank import LowRank
 from mlxkv.transform import Transform
 
 RIDGE = 0.1  # as in the spec
@@ -46,15 +45,6 @@ def update(u: mx.array, x: mx.array, rate: float, raw: bool = False) -> mx.array
         return mx.where(sound, orthonormal(mx.where(sound, made, u)), u)
 
 
-def rule(config: CacheConfig) -> LowRank:
-    """By which a cache follows the text: that of the keys where they do."""
-    return config.keys.low if _follows(config.keys) else config.values.low
-
-
-def _follows(side) -> bool:
-    return side.low is not None and side.low.follows
-
-
 def taught(
     now: Rotations, config: CacheConfig, batch: Pair, prompt: bool, heads: tuple[int, int]
 ) -> Rotations:
@@ -62,7 +52,7 @@ def taught(
     made = {}
     for name, x in zip(("keys", "values"), batch, strict=True):
         side = getattr(config, name)
-        if not _follows(side):
+        if not side.follows:
             continue
         rate = side.low.prefill_rate if prompt else side.low.decode_rate
         if rate:

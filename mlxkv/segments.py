@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored
-from mlxkv.formats_lowrank import SEGMENTS, STAY, LowRank
+from mlxkv.formats_lowrank import STAY, LowRank
 from mlxkv.oja import following
 from mlxkv.sealed import NAMES, CodePages, Codes, Pair, RecordPages, Records, codes_of
 
@@ -38,12 +38,20 @@ class Parts:
 
 
 class Segments:
-    """rule: how the basis follows, None where it does not. make: an empty store for a basis."""
+    """start: of the calibration; now: of the next page. rule: how the basis follows, None where it does
+    not. make: an empty store for a basis."""
 
-    def __init__(self, make: Make, rotations: Rotations | None, page: int, rule: LowRank | None):
-        self.make, self.page, self.rule = make, page, rule
-        self.runs: list[Codes | Records] = [make(rotations)]
-        self.bases: list[Rotations | None] = [rotations]
+    def __init__(
+        self,
+        make: Make,
+        start: Rotations | None,
+        now: Rotations | None,
+        page: int,
+        rule: LowRank | None,
+    ):
+        self.make, self.start, self.page, self.rule = make, start, page, rule
+        self.runs: list[Codes | Records] = [make(now)]
+        self.bases: list[Rotations | None] = [now]
 
     def __deepcopy__(self, memo):
         other = copy(self)
@@ -73,8 +81,7 @@ class Segments:
             self.runs.pop(), self.bases.pop()
         self.runs.append(self.make(new))
         self.bases.append(new)
-        most = self.rule.segments if self.rule.stored == SEGMENTS else 1
-        while len(self.runs) > most:
+        while len(self.runs) > self.rule.runs:
             self._merge()
 
     def _turned(self, run, new: Rotations):
@@ -178,10 +185,9 @@ class Segments:
         counts = state["counts"].tolist()
         if sum(counts) != count:
             raise ValueError(f"{sum(counts)} pages in runs")
-        start = self.bases[0]
         self.runs, self.bases = [], []
         for i, pages in enumerate(counts):
-            basis = loaded(start, state.get(f"basis{i}", {}))
+            basis = loaded(self.start, state.get(f"basis{i}", {}))
             run = self.make(basis)
             if pages:
                 run.restore(state[f"run{i}"], pages)

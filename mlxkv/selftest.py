@@ -50,6 +50,7 @@ def test(
     from mlxkv.attention import _whole, attend
     from mlxkv.cache import View
     from mlxkv.sealed import Codes, Records
+    from mlxkv.segments import Parts
 
     def seal(store):
         store.append(pair, 1)  # as decoding does, which has a kernel of its own for matrices
@@ -57,7 +58,10 @@ def test(
         return store
 
     def outputs(store):
-        view = View(window, None, store.read(0, PAGES))
+        pages = store.read(0, PAGES)
+        if config.follows:  # two runs, as two bases make them
+            pages = Parts((store.read(0, PAGES // 2), store.read(PAGES // 2, PAGES)))
+        view = View(window, None, pages)
         out = attend(queries, view, dims**-0.5), *_whole(view, dtype)
         mx.eval(out)
         return out

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mlxkv.cli import main
+from mlxkv.config import parse_kv
 from mlxkv.console import human_bytes, parse_size, parse_tokens
 from mlxkv.errors import UserError
 from mlxkv.fit import Plan, layer_bytes, longest, need
@@ -59,6 +60,17 @@ def test_compressed_layer_by_hand():
     assert layer_bytes(layer, kv, 1000) == packed + exact
     assert layer_bytes(layer, kv, 100) == 2 * 100 * 8 * 256
     assert layer_bytes(layer, PRESETS["fp16"], 1000) == 2 * 1000 * 8 * 256
+    following, static = parse_kv("oja-0.75+int4"), parse_kv("static-0.75+int4+windows")
+    two_bases = 2 * 8 * 2 * 128 * 96 * 4
+    assert layer_bytes(layer, following, 1000) - layer_bytes(layer, static, 1000) == two_bases
+    assert layer_bytes(layer, following, 60) == layer_bytes(layer, static, 60)
+
+
+def test_selection_needs_room_for_the_whole_prompt_first():
+    whole, half = (need(plan(QWEN3_4B), parse_kv(kv), 32768) for kv in ("int4", "int4+keep0.5"))
+    assert half.total == whole.total and half.cache < 0.6 * whole.cache
+    plain, half = (need(plan(QWEN3_4B), parse_kv(kv), 32768) for kv in ("fp16", "fp16+keep0.5"))
+    assert half.total == plain.total and half.cache < 0.6 * plain.cache
 
 
 def test_layers_that_stay_in_16_bits():

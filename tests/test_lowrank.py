@@ -21,6 +21,8 @@ def test_names_have_numbers_codes_and_settings():
     assert parse_kv("oja-0.75+segments5").keys.low.segments == 5
     assert parse_kv("static-0.75").sink == 0 and parse_kv("static-0.75+windows").recent == 32
     assert parse_kv("int8/oja-0.75+pages0.5").whole_pages
+    assert parse_kv("oja-.75+prompt+fast") == parse_kv("oja-0.75+fast+prompt")
+    assert parse_kv("oja-0.75+prompt+fast").rule.decode_rate == 0
     assert parse_kv("oja-0.75").bits_per_value(128, 128) == 12
     for name in ("oja-0.75", "oja-e0.9+int4", "fp16+keep0.5"):
         assert CacheConfig.from_dict(parse_kv(name).as_dict()) == parse_kv(name)
@@ -32,10 +34,17 @@ def test_names_have_numbers_codes_and_settings():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("oja-", "unknown preset"),
-        ("oja-0.75+int5", "unknown preset"),
-        ("static-0.75+raw", "unknown preset"),
-        ("oja-1.5", "share"),
+        ("oja", "unknown preset"),
+        ("oja-", "no low rank of this name; got 'oja-'; write oja-NUMBER, a share"),
+        ("oja-1.5", "no low rank"),
+        ("oja-e1", "no low rank"),
+        ("oja-r0", "no low rank"),
+        ("oja-0.75+int5", "no low rank"),
+        ("oja-0.75+fp16", "no low rank"),  # no codes; `compresses` would say that nothing is stored
+        ("oja-0.75+static-0.75", "no low rank"),
+        ("oja-0.75+transport+stay", "each once"),
+        ("oja-0.75+int4+int8", "each once"),
+        ("static-0.75+raw", r"any of \+windows"),
         ("oja-r7", "rank must be even"),
         ("int4+keep0", "keep must be above 0"),
         ("int4+keep", "unknown preset"),
@@ -51,6 +60,15 @@ def test_the_option_keep_is_the_extra():
     assert with_keep("int4", None) == "int4"
     with pytest.raises(UserError, match=r"\[--keep\] must be above 0"):
         with_keep("int4", 2)
+    with pytest.raises(UserError, match=r"says already what stays; got 'int4\+keep0.5'"):
+        with_keep("int8,int4+keep0.5", 0.5)
+
+
+def test_bases_that_follow_are_counted_on_top():
+    assert parse_kv("oja-0.75").basis_bytes(8, 128, 64) == 4 * 8 * (128 * 96 + 64 * 48) * 2
+    assert parse_kv("oja-r96+transport/int4").basis_bytes(1, 128, 128) == 4 * 128 * 96
+    assert parse_kv("int4/oja-r96+segments3").basis_bytes(1, 128, 128) == 3 * 4 * 128 * 96
+    assert parse_kv("static-0.75").basis_bytes(8, 128, 128) == 0
 
 
 def test_more_dims_than_a_head_has_are_refused():
@@ -94,7 +112,7 @@ def test_models_run_on_it(tmp_path):
     from random_models import random_model
 
     from mlxkv.calibrate import calibrate
-    from mlxkv.models import attach, detach
+    from mlxkv.models import attach, detach, summarise
 
     mx.random.seed(0)
     model = random_model("llama")
@@ -111,6 +129,10 @@ def test_models_run_on_it(tmp_path):
             ranks = [c.config.keys.low.rank for c in cache]
             dims = made.layers["0"].keys.values.shape[1]
             assert all(8 <= r <= dims and r % 2 == 0 for r in ranks)
+            assert [r.bits_per_value for r in reports] == [
+                c.config.bits_per_value(dims, dims) for c in cache
+            ]
+            assert not any(r.clips for r in reports) and "on top bases of" in summarise(reports)[0]
         save_prompt_cache(str(tmp_path / "x.safetensors"), cache)
         again = load_prompt_cache(str(tmp_path / "x.safetensors"))
         step = mx.array([[3]])

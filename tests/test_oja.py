@@ -14,6 +14,7 @@ from mlxkv.adaptive import AdaptiveKVCache
 from mlxkv.attention import _whole, attend
 from mlxkv.calibrated import sample
 from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.formats_codebook import Codebook
 from mlxkv.metal import launch
 from mlxkv.segments import Parts
 
@@ -214,6 +215,22 @@ def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
         assert all(x.nbytes <= one.nbytes for x in others)
 
 
+def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
+    """Decoded before any prompt has taught: the first run is of the calibration, the second is not."""
+    from mlxkv import cache as plain
+
+    one = cache("oja-r24+prompt+int8")
+    monkeypatch.setattr(plain, "_rotations", lambda header, kinds: one.rotations)
+    feed(one, 100, seed=4, chunk=1)
+    feed(one, 64, seed=9, chunk=64)
+    assert [basis.keys.down.ndim for basis in one._store.bases] == [3, 4]
+    again = AdaptiveKVCache.from_state(one.state)
+    for x, y in zip(
+        *(_whole(c.keys_and_values()[0], mx.float32) for c in (one, again)), strict=True
+    ):
+        assert mx.array_equal(x, y)
+
+
 def test_trim_is_exact():
     one = cache("oja-r24+fast")
     feed(one, 150)
@@ -226,6 +243,16 @@ def test_trim_is_exact():
             assert mx.allclose(x, y[:, :, : one.offset], atol=1e-6)
     assert one.trim(10**6) and one.offset == 0 and one.empty()
     feed(one, 40)
+
+
+def test_moving_bases_of_full_rank_are_not_kept_by_anyone():
+    """Casts of a transform are, for good, and there would be one more every 32 tokens."""
+    from mlxkv import transform
+
+    one, before = cache("oja-1.0+int8"), transform._cast.cache_info().currsize
+    feed(one, 300, chunk=50)
+    assert one._store.runs[-1].codecs[0].moving and one.basis.keys.down.shape[-1] == DIMS
+    assert transform._cast.cache_info().currsize == before
 
 
 def kept_by_spec(q, k, sink, pages, keep, page=16):
@@ -299,11 +326,15 @@ def test_selection_goes_with_every_format(name):
         ("oja-r24+int4", 2),
         ("oja-r20+kivi-int4", 1),
         ("oja-r24+fast+int8", 1),
+        ("oja-r32+turbo-int4+signs", 1),
+        ("oja-r24+int8/int8", 2),  # no map leads values back
     ],
 )
 def test_kernels_read_low_rank_and_two_bases_in_one_pass(name, batch):
     """On the emulator, against plain ops on the same codes."""
-    made = replace(parse_kv(name), page=32, sink=4, recent=16)
+    made = replace(parse_kv(name.removesuffix("+signs")), page=32, sink=4, recent=16)
+    if name.endswith("+signs"):
+        made = replace(made, keys=replace(made.keys, quantizer=Codebook(4, residual=True)))
     turns = sample(KV_HEADS, (DIMS, DIMS), made.fitted)
     with launch.using(make):
         assert sealed.why_not(made, (DIMS, DIMS), mx.float32) is None

@@ -60,6 +60,13 @@ def test_faults_are_found_by_what_is_wrong(part, good, bad, said):
     assert reason is not None and reason.startswith(said), reason
 
 
+def test_two_bases_in_one_pass_are_on_trial_where_they_will_be_used():
+    fault = broken("mlxkv_merge", "run < runs", "run < 1")
+    reason = selftest.fault(PRESETS["oja-0.75+int4"], 64, mx.float16, fault)
+    assert reason is not None and reason.startswith("attend"), reason
+    assert selftest.fault(PRESETS["int4"], 64, mx.float16, fault) is None
+
+
 def test_ties_are_allowed_for_only_behind_a_rotation_that_is_multiplied():
     """A fault as small as what TF32 does: none of it may come from a fast transform."""
     small = broken("mlxkv_seal", "kv_inverse(step) *", "1.001f * kv_inverse(step) *")

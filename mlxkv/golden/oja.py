@@ -71,7 +71,7 @@ def _pages(dims, given, q, k, v, row):
     config = CacheConfig(side, side, sink=0, recent=0, page=PAGE)
     make = partial(sealed.store, config, (dims, dims), mx.float32)
     first, then = Rotations(old, old), Rotations(new, new)
-    store = Segments(make, first, PAGE, side.low)
+    store = Segments(make, first, first, PAGE, side.low)
     store.append((k, v), 1)
     store.rebase(then)
     store.append((k, v), 1, PAGE)

@@ -58,7 +58,9 @@ for (int dim = thread_id; dim < D; dim += threads) {
       }
     }
   } else {
-    total = stored[dim];
+    for (int run = 0; run < runs; run++) {
+      total += stored[run * WIDTH + dim];
+    }
   }
   for (int n = page_splits; n < splits; n++) {
     const size_t slot = first + n;

@@ -11,6 +11,7 @@ from mlx_lm import __version__ as mlx_lm_version
 
 from mlxkv import sealed
 from mlxkv.config import CacheConfig
+from mlxkv.console import human_bytes
 from mlxkv.metal.launch import backend
 from mlxkv.models.probe import Findings, Place, Shape, leaves, probe
 from mlxkv.models.rebind import files_of
@@ -33,6 +34,7 @@ class LayerReport:
     kv_heads, key_dim, value_dim: sizes of a compressed layer, 0 for others.
     fold: "folded" where the weights turn the values, why they do not where that was asked for.
     clips: of keys and values, where the model's calibration has other ones than the preset.
+    bases: bytes of the bases of a cache of low rank that follows the text, which come on top.
     """
 
     index: int
@@ -47,6 +49,7 @@ class LayerReport:
     value_dim: int = 0
     fold: str = ""
     clips: tuple[float, float] | None = None
+    bases: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,13 +142,26 @@ def _merge(parts: list[LayerReport]) -> LayerReport:
 def with_searched(
     reports: list[LayerReport], config: CacheConfig, used: dict[Place, CacheConfig]
 ) -> list[LayerReport]:
-    """The reports, with the clips of layers whose own configuration differs from `config`."""
-    clips = {
-        place[0]: tuple(getattr(side.quantizer, "clip", 1.0) for side in (own.keys, own.values))
-        for place, own in used.items()
-        if own != config
-    }
-    return [replace(r, clips=clips.get(r.index)) if r.compressed else r for r in reports]
+    """The reports, with the clips of layers that have other ones than `config`, and the bits that the
+    rank takes which a layer's energy has asked for."""
+
+    def clips(one: CacheConfig) -> tuple[float, ...]:
+        return tuple(getattr(side.quantizer, "clip", 1.0) for side in (one.keys, one.values))
+
+    found = {place[0]: own for place, own in used.items()}
+
+    def searched(report: LayerReport) -> LayerReport:
+        if not report.compressed:
+            return report
+        own, dims = found[report.index], (report.key_dim, report.value_dim)
+        return replace(
+            report,
+            clips=clips(own) if clips(own) != clips(config) else None,
+            bits_per_value=own.bits_per_value(*dims),
+            bases=own.basis_bytes(report.kv_heads, *dims),
+        )
+
+    return [searched(report) for report in reports]
 
 
 def left_out(reports: list[LayerReport]) -> list[LayerReport]:
@@ -158,9 +174,9 @@ def summarise(reports: list[LayerReport]) -> list[str]:
     lines = []
     groups: dict[tuple, list[LayerReport]] = {}
     for r in reports:
-        key = (r.kind, r.compressed, r.reason, r.bits_per_value, r.kernel, r.fold)
+        key = (r.kind, r.compressed, r.reason, r.bits_per_value, r.kernel, r.fold, r.bases)
         groups.setdefault(key, []).append(r)
-    for (kind, compressed, reason, bits, kernel, fold), members in groups.items():
+    for (kind, compressed, reason, bits, kernel, fold, bases), members in groups.items():
         indices = [r.index for r in members]
         name = "layer" if len(indices) == 1 else "layers"
         what = (
@@ -168,6 +184,8 @@ def summarise(reports: list[LayerReport]) -> list[str]:
             if compressed
             else f"full precision, {reason}"
         )
+        if bases:
+            what += f", on top bases of {human_bytes(bases)} per cache"
         if fold == FOLDED:
             what += ", values turned by the weights"
         elif fold:
