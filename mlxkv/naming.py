@@ -5,9 +5,10 @@
     oja-NUMBER[+EXTRA]       low rank that follows the text (OjaKV), with these windows
     NAME+keepX, NAME+pagesX  of any of them, the share X of a prompt's sealed tokens, or pages, stays
 
-NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: a preset whose codes are taken
-(int4), and for oja also transport, segments, segments4, stay; raw, the update as published; fast, rates of
-1 and 0.5; all, taught by every token of a prompt; prompt, without updates while decoding.
+NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
+groups of 64; or a preset whose codes and page are taken (kivi-int4); and for oja also transport,
+segments, segments4, stay; raw, the update as published; fast, rates of 1 and 0.5; all, taught by every
+token of a prompt; prompt, without updates while decoding.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ import re
 
 from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
-from mlxkv.formats import Full
+from mlxkv.formats import Affine, Full
 from mlxkv.formats_lowrank import SEGMENTS, STORED, Half, LowRank
 from mlxkv.presets import PRESETS, low_rank
 
 METHODS = ("static", "oja")
+# What was measured (docs/results/oja.md): the dims are mixed before they are coded.
+PLAIN = {
+    **{f"int{bits}": Affine(bits, 64) for bits in (8, 4, 3)},
+    "int2": Affine(2, 64, clip=0.92),
+}
 NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
 SIZES = {"": "share", "r": "rank", "e": "energy"}
 KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
@@ -90,10 +96,12 @@ def _one(name: str) -> CacheConfig | None:
     size = SIZES[found["kind"]]
     value = int(number[1:]) if size == "rank" else float(found["number"])
     windows = 32 if follows or "windows" in extras else 0
-    both = PRESETS[codes[0]] if codes else None
-    quantizers = (both.keys.quantizer, both.values.quantizer) if both else (Half(), Half())
     low = LowRank(**{size: value}, follows=follows, **settings)
-    return low_rank(low, *quantizers, windows)
+    if not codes or codes[0] in PLAIN:
+        plain = PLAIN[codes[0]] if codes else Half()
+        return low_rank(low, plain, plain, windows)
+    both = PRESETS[codes[0]]
+    return low_rank(low, both.keys.quantizer, both.values.quantizer, windows, both.page)
 
 
 def _are_codes(preset: CacheConfig) -> bool:

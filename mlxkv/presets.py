@@ -81,10 +81,12 @@ def _polar(bits: int, group: int) -> CacheConfig:
     return CacheConfig(*sides, sink=0, recent=128, page=128)
 
 
-def low_rank(low: LowRank, keys: Quantizer, values: Quantizer, windows: int = 32) -> CacheConfig:
+def low_rank(
+    low: LowRank, keys: Quantizer, values: Quantizer, windows: int = 32, page: int = 64
+) -> CacheConfig:
     """Both sides by the same `low`, their dims mixed for codes. windows: those of the OjaKV paper."""
     sides = (Side(q, PCA, low=replace(low, mixed=type(q) is not Half)) for q in (keys, values))
-    return CacheConfig(*sides, sink=windows, recent=windows)
+    return CacheConfig(*sides, sink=windows, recent=windows, page=page)
 
 
 def _oja(share: float, quantizer: Quantizer | None = None) -> CacheConfig:

@@ -11,6 +11,7 @@ from mlxkv.calibrated import sample
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.naming import with_keep
+from mlxkv.presets import PRESETS
 
 
 def test_names_have_numbers_codes_and_settings():
@@ -170,3 +171,12 @@ def test_orthonormality_and_memory_over_many_tokens(capsys):
     following.main(["drift", "--decode", "96", "--kv", "oja-0.75+int4"])
     row = next(line for line in capsys.readouterr().out.splitlines() if "oja-0.75+int4" in line)
     assert float(row.split()[1]) < 1e-5 and int(row.split()[2]) > 0
+
+
+def test_plain_codes_are_per_token_and_presets_bring_theirs():
+    assert parse_kv("oja-0.75+int4") == parse_kv("oja-0.750+int4")  # a preset, and the grammar
+    for name, bits in (("static-0.5+int3", 3), ("oja-r96+int2", 2)):
+        sides = parse_kv(name).keys.quantizer, parse_kv(name).values.quantizer
+        assert {(q.bits, q.axis, q.group) for q in sides} == {(bits, "token", 64)}
+    made = parse_kv("static-0.5+kvarn-int2")
+    assert (made.page, made.keys.quantizer) == (128, PRESETS["kvarn-int2"].keys.quantizer)
