@@ -214,7 +214,7 @@ class Paged:
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of any store."""
-        state = as_codes(state, self.config, self.codecs)
+        state = as_codes(state, self.codecs)
         self.truncate(0)
         self.rows = []
         self._take(
