@@ -34,6 +34,9 @@ SIDES = {
     "int3": Side(Affine(3, 64), "srft"),
     "int2": Side(Affine(2, 0, clip=0.92), "hadamard"),
     "int2 g32": Side(Affine(2, 32), "srft"),
+    "int2 channels": Side(Affine(2, 0, axis="channel"), "srft"),
+    "int3 channels": Side(Affine(3, 0, axis="channel")),
+    "int4 channels": Side(Affine(4, 16, axis="channel")),
 }
 # D, H, G, L, batch, keys, values, sink, live, mask, attention sinks
 CASES = {
@@ -45,6 +48,9 @@ CASES = {
     "gpt-oss": (64, 8, 1, 1, 1, "int4 g32", "int2", 16, 16, False, True),
     "int2": (128, 4, 2, 1, 1, "int2", "int2", 16, 5, False, False),
     "wide int2": (256, 2, 1, 1, 1, "int2 g32", "int3", 0, 5, False, False),
+    "channels": (128, 4, 2, 1, 1, "int2 channels", "int2", 16, 21, False, False),
+    "runs of channels": (64, 4, 2, 2, 2, "int4 channels", "int4", 16, 9, False, True),
+    "3 bits of channels": (64, 4, 2, 1, 2, "int3 channels", "int4", 16, 9, True, False),
 }
 PAGES, PAGE = 3, 32
 
@@ -58,7 +64,9 @@ def _filled(store: Paged, batch: int, heads: int, dims: int) -> CodePages:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_attention_over_codes(case):
+def test_attention_over_codes(case, monkeypatch):
+    if "channels" in case:  # several turns of a page read with the same queries
+        monkeypatch.setattr(layout, "TURN", 16)
     dims, heads, kv_heads, new, batch, keys, values, sink, live, masked, sinks = CASES[case]
     torch.manual_seed(0)
     config = CacheConfig(SIDES[keys], SIDES[values], page=PAGE)
@@ -222,7 +230,8 @@ def test_which_presets_have_kernels():
         n for n, c in PRESETS.items() if c.compresses and not kernels.why_not(c, (128, 128), cpu)
     }
     assert {"int8", "int4", "int3", "int2", "oscar-int2", "balanced-int3", "srft-int4"} <= read
-    assert not read & {"kivi-int2", "kvarn-int2", "polar", "turbo-int3"}
+    assert {"kivi-int2", "kivi-int4+g64", "balanced-k3v2+channels"} <= read
+    assert not read & {"kvarn-int2", "polar", "turbo-int3"}
     assert "128, 256" in kernels.why_not(PRESETS["int4"], (80, 80), cpu)
 
 
@@ -233,6 +242,8 @@ ENCODED = {
     "int3": (128, torch.bfloat16, True),
     "int2": (64, torch.float16, True),
     "int2 g32": (64, torch.float32, False),
+    "int2 channels": (64, torch.bfloat16, True),
+    "int4 channels": (128, torch.float32, True),
 }
 
 
@@ -287,5 +298,5 @@ def test_kernels_compile_for_hopper(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 9
     assert all(" 0 stack" in line for line in lines), lines

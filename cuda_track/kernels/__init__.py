@@ -47,10 +47,9 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
         return f"no Triton kernels on {device.type}"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
-    for side, dim in zip((config.keys, config.values), dims, strict=True):
-        if reason := layout.why_not(side.quantizer, dim, config.page):
-            return reason
-    return None
+    return layout.why_not(config.keys.quantizer, dims[0], config.page) or layout.why_not(
+        config.values.quantizer, dims[1], config.page, keys=False
+    )
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,15 @@ def attend(
     key_side, value_side = pages.layouts
     turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
     device, kw = queries.device, {"device": queries.device}
+    key_groups = 1 if key_side.channel else key_side.groups  # of a token
     parts = splits(pages.table.shape[1], batch * kv_heads, device, how.programs)
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
-    sums = torch.empty(batch, kv_heads, 2, key_side.groups, padded, dtype=torch.float32, **kw)
+    sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
     queries_kernel[(kv_heads, batch)](
         *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
-        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_side.groups, "BLOCK": 32},
+        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups, "BLOCK": 32},
         **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
         num_warps=4,
     )
@@ -142,8 +142,9 @@ def attend(
         *(sink[0].stride(1), live[0].stride(1), sink[0].stride(0), live[0].stride(0)),
         *(_or(seen, pages.table), 0 if seen is None else seen.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
-        **{"R": dims, "N": padded, "T": pages.layouts[0].page, "WINDOW": 32},
-        **{"K_BITS": key_side.spec.bits, "K_PLANES": key_side.planes, "K_GROUPS": key_side.groups},
+        **{"R": dims, "N": padded, "T": key_side.turn, "PAGE": key_side.page, "WINDOW": 32},
+        **{"K_BITS": key_side.spec.bits, "K_PLANES": key_side.planes, "K_GROUPS": key_groups},
+        CHANNEL=key_side.group if key_side.channel else 0,
         **{"V_BITS": value_side.spec.bits, "V_PLANES": value_side.planes},
         V_GROUPS=value_side.groups,
         MASKED=seen is not None,
@@ -191,6 +192,7 @@ def seal(
         tokens // at.page,
         **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "BITS": at.spec.bits},
         **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
+        CHANNEL=at.group if at.channel else 0,
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": PARTS if exact else 0, "BLOCK": 32},
         num_warps=8 if block == SEALED else 4,
