@@ -90,6 +90,48 @@ def test_attention_over_codes(case, monkeypatch):
     assert rms(out.numpy(), right.numpy()) < BOUND
 
 
+PREFILLED = {
+    "int4": (64, torch.float16, "int4", "int4 g32"),
+    "int3": (64, torch.float32, "int3 channels", "int3"),
+    "channels": (128, torch.float32, "int2 channels", "int2"),
+}
+
+
+@pytest.mark.parametrize("name", PREFILLED)
+def test_prefill_decodes_pages_in_the_stored_domain(name, monkeypatch):
+    monkeypatch.setattr(layout, "TURN", 16)
+    dims, dtype, keys, values = PREFILLED[name]
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES[keys], SIDES[values], page=PAGE)
+    store = Paged(config, tuple(Codec(side, dims, PAGE) for side in (config.keys, config.values)))
+    plain = _filled(store, 2, 2, dims)
+    windows = [tuple(torch.randn(2, 2, n, dims) for _ in "kv") for n in (21, 16)]
+    q = torch.randn(2, 4, 13, dims)
+    right = attend(q, View(*windows, plain), dims**-0.5, "causal").numpy()
+    view = View(*(tuple(x.to(dtype) for x in pair) for pair in windows), store.read(0, PAGES))
+    out = attend(q.to(dtype), view, dims**-0.5, "causal").float().numpy()
+    assert rms(out, right) < (1e-5 if dtype == torch.float32 else BOUND)
+
+
+def test_causal_masks_of_drafts_are_recognised():
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
+    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)))
+    _filled(store, 2, 1, 64)
+    live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 2, 4, 64)
+    view = View(live, None, store.read(0, PAGES))
+    total = view.tokens
+    mask = torch.ones(2, 1, 4, total, dtype=torch.bool).tril(total - 4)
+    assert why_not(q, view, mask) is None
+    assert torch.equal(attend(q, view, 0.125, mask), attend(q, view, 0.125, "causal"))
+    mask[1, ..., :40] = False  # left padding: the same object, looked at again
+    assert why_not(q, view, mask) is None
+    plain = View(live, None, CodePages(store.codecs, view.pages.stored, view.pages.tokens))
+    out, right = attend(q, view, 0.125, mask), attend(q, plain, 0.125, mask)
+    assert rms(out.numpy(), right.numpy()) < BOUND
+    mask[0, 0, 1, 50] = False
+    assert "causal ones" in why_not(q, view, mask)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_transforms_of_a_calibration_differ_by_head(dtype):
     """Not orthogonal, one per kv head: sealed by the kernel, read by the kernel."""

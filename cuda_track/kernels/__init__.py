@@ -1,6 +1,7 @@
-"""Attention and sealing by Triton: why a kernel cannot run, and the launches.
+"""Attention, sealing and unsealing by Triton: why a kernel cannot run, and the launches.
 
 q --queries_kernel--> stored domain --attend_kernel--> partials --merge_kernel--> output
+new tokens --seal_kernel--> pages --unseal_kernel--> the stored domain, for prefill
 """
 
 from __future__ import annotations
@@ -196,6 +197,24 @@ def seal(
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": PARTS if exact else 0, "BLOCK": 32},
         num_warps=8 if block == SEALED else 4,
+    )
+
+
+def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
+    """Decode keys (side 0) or values (1) of all pages in the stored domain, to token `start` of out
+    [B, G, T, R] and behind it."""
+    from cuda_track.kernels.unsealing import unseal_kernel
+
+    at, stored = pages.layouts[side], pages.sides[side]
+    batch, heads, _, dims = out.shape
+    most = pages.table.shape[1]
+    unseal_kernel[(most * (at.page // at.turn), heads, batch)](
+        *(stored["words"], stored.get("high", stored["words"]), stored["numbers"]),
+        *(pages.table, pages.counts, out, most, start, out.stride(0), out.stride(1)),
+        **{"R": dims, "T": at.turn, "PAGE": at.page, "BITS": at.spec.bits, "PLANES": at.planes},
+        **{"GROUPS": 1 if at.channel else at.groups, "KEYS": at.keys},
+        CHANNEL=at.group if at.channel else 0,
+        num_warps=4,
     )
 
 
