@@ -57,6 +57,9 @@ class Codes:
     def count(self) -> int:
         return self._pages[0].count
 
+    def make_room(self, pair: Pair, count: int) -> None:
+        """Nothing: tensors grow with what is in them."""
+
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         stop = start + count * self.config.page

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from cuda_track.kernels.decode import attend_kernel
 from cuda_track.kernels.encode import seal_kernel
 from cuda_track.kernels.turn import merge_kernel, queries_kernel
+from cuda_track.kernels.unsealing import unseal_kernel
 
 TYPES = {
     attend_kernel: {
@@ -31,6 +32,11 @@ TYPES = {
     },
     merge_kernel: {
         **dict.fromkeys(("part_out", "part_top", "part_sum", "up", "sinks"), "*fp32"),
+        "out": "*bf16",
+    },
+    unseal_kernel: {
+        "high": "*i8",
+        **dict.fromkeys(("numbers", "table", "pages"), "*i32"),
         "out": "*bf16",
     },
     seal_kernel: {
@@ -78,6 +84,9 @@ CASES = {
     ),
     "seal channels": (
         *(seal_kernel, {**SEAL, **INT2, **BY_CHANNEL, "RANK": 1, "KEYS": True}, ("int2", 128), 8),
+    ),
+    "unseal": (
+        *(unseal_kernel, {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False}, ("int2", 128), 4),
     ),
 }
 
