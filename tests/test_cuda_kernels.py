@@ -340,5 +340,5 @@ def test_kernels_compile_for_hopper(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 10
+    assert len(lines) == 11
     assert all(" 0 stack" in line for line in lines), lines

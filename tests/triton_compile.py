@@ -77,6 +77,10 @@ CASES = {
         *(attend_kernel, {**SIZES, **PAGES, **both(SIDE), "K_GROUPS": 1, "CHANNEL": 64}),
         *(("int4", 128), 1),
     ),
+    "attend int2 256": (
+        *(attend_kernel, {**SIZES, **PAGES, **both({**INT2, "GROUPS": 2}), "R": 256}),
+        *(("int2", 128), 2),
+    ),
     "queries": (queries_kernel, {**TURN, **SIDE}, None, 4),
     "merge": (merge_kernel, {**TURN, "SPLITS": 256, "SINKS": True, "CHUNK": 64}, None, 8),
     "seal": (

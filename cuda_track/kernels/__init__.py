@@ -20,6 +20,7 @@ from cuda_track.transform import Transform
 from mlxkv.config import CacheConfig
 
 ROWS = 128  # of a group at most: query heads times new tokens
+LEAST_ROWS = 8  # to which fewer are padded
 SEALED = 128  # tokens that a program encodes at most
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LOG2E = math.log2(math.e)
@@ -69,9 +70,13 @@ class Launch:
 LAUNCHES: dict[int, Launch] = {}  # none was measured yet
 
 
-def launch(dims: int) -> Launch:
-    """What `python -m cuda_track.bench --tune` found best, by head dim."""
-    return LAUNCHES.get(dims, Launch())
+def launch(dims: int, padded: int = LEAST_ROWS) -> Launch:
+    """What `python -m cuda_track.bench --tune` found best, by head dim, for few rows of queries. Else as
+    many warps as hold their part of the sums in registers (`tests/triton_compile.py`)."""
+    if padded == LEAST_ROWS and dims in LAUNCHES:
+        return LAUNCHES[dims]
+    warps = 4 if padded > LEAST_ROWS else 2 if dims > 128 else 1
+    return Launch(warps, 10 // warps)
 
 
 @cache
@@ -106,10 +111,10 @@ def attend(
     from cuda_track.kernels.turn import merge_kernel, queries_kernel
 
     batch, heads, new, dims = queries.shape
-    how = how or launch(dims)
     kv_heads = live[0].shape[1]
     rows = heads // kv_heads * new
-    padded = max(8, 1 << (rows - 1).bit_length())
+    padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+    how = how or launch(dims, padded)
     queries = queries.contiguous()
     key_side, value_side = pages.layouts
     turns = [None if code.transform is None else code.transform.up for code in pages.codecs]

@@ -71,13 +71,16 @@ def attend_or_pass(
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' contract: query [B, H, L, D] -> ([B, L, H, D], None)."""
     if not isinstance(key, View):
-        # `mask` says nothing where the newest of more tokens are causal: SDPA would count from the first.
+        # No mask: the newest of these tokens are causal (`mask`). SDPA would count from the oldest.
         later = attention_mask is None and 1 < query.shape[2] < key.shape[2]
+        later = (
+            later and kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
+        )
         if s_aux is None and not later:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **kwargs
             )
-        key = View((key, value))  # attention sinks of a sliding layer: SDPA has none
+        key = View((key, value))  # which knows both, and attention sinks
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise UserError(
