@@ -3,7 +3,8 @@ long context, on caches of every kind beside a static one in full precision.
 
 Measured for a batch of 1 and for the largest that fits:
 
-    prefill  seconds of the whole context, in chunks (batch 1; larger ones get random keys and values)
+    prefill  seconds of the whole context, in chunks, the second time (batch 1; larger ones get random
+             keys and values)
     loop     ms of a token of a Python loop that feeds each token to the next call: what a user of
              transformers sees, mostly launches where the batch is small
     step     ms of one token as a CUDA graph, the windows half full, and the share of a token in the
@@ -77,7 +78,7 @@ def estimate(
     """Seconds of a case, roughly, on an H200."""
     read = (2 * shape.weights + batch * row_bytes(shape, config, context)) / BYTES
     attention = 2 * shape.layers * shape.heads * shape.dims * context**2
-    first = (2 * shape.weights * context + attention) / FLOPS
+    first = 2 * (2 * shape.weights * context + attention) / FLOPS  # one of two compiles
     if batch > 1:
         first = 8 * batch * row_bytes(shape, parse_kv("fp16"), context) / BYTES
     return START + first + tokens * max(read, LAUNCHES) + (REPLAYS + 8) * read
@@ -216,9 +217,10 @@ def run(
     began = time.perf_counter()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    cache = new_cache(model, shape, config, context + MARGIN)
-    first = 0.0
+    cache, first = new_cache(model, shape, config, context + MARGIN), 0.0
     if batch == 1:
+        prefill(model, cache, context, shape.vocabulary)  # the first one compiles kernels
+        cache = new_cache(model, shape, config, context + MARGIN)
         first = prefill(model, cache, context, shape.vocabulary)
     else:
         fill(cache, shape, context, batch, model.lm_head.weight)
