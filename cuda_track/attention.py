@@ -1,11 +1,13 @@
 """`attend(q, view)`: attention over sink | pages | live.
 
 No pages: torch SDPA on plain tensors. A few new tokens: a Triton kernel that reads codes, or plain
-products with them. Many (prefill): the pages of this one layer are decoded into a scratch, then
-torch SDPA.
+products with them. Many (prefill): the pages of this one layer are decoded into a scratch, in the
+stored domain, then torch SDPA.
 """
 
 from __future__ import annotations
+
+from weakref import ref
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,7 +34,8 @@ def attend(
     sinks: [H] logits of attention sinks (gpt-oss).
     """
     if why_not(queries, view, mask) is None:
-        seen = None if mask is None or isinstance(mask, str) else mask[:, 0, 0]
+        tensor = isinstance(mask, torch.Tensor)
+        seen = causal_row(mask, queries.shape[2]) if tensor else None
         return kernels.attend(queries, view.pages, view.sink, view.live, scale, seen, sinks)
     if view.pages is None or queries.shape[2] > DECODE_TOKENS:
         return _prefill(queries, view, scale, mask, sinks)
@@ -48,22 +51,91 @@ def why_not(queries: torch.Tensor, view: View, mask: Mask) -> str | None:
         return f"more than {DECODE_TOKENS} new tokens are a prefill"
     if queries.shape[1] // view.live[0].shape[1] * new > kernels.ROWS:
         return f"a kv head with more than {kernels.ROWS} rows of queries"
-    if isinstance(mask, torch.Tensor) and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
-        return "the kernel takes one boolean row of a mask"
+    if isinstance(mask, torch.Tensor) and causal_row(mask, new) is None:
+        return "the kernel takes one boolean row of a mask, and causal ones"
     return None if mask is not None or new == 1 else "without a causal mask"
 
 
+def causal_row(mask: torch.Tensor, new: int) -> torch.Tensor | None:
+    """[B, T], which tokens may be seen at all, if `mask` says that and is causal among `new` tokens;
+    None for other masks. Masks of several tokens are looked at once: layers share them."""
+    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, new):
+        return None
+    if new == 1:
+        return mask[:, 0, 0]
+    seen = _looked_at[-1] if _looked_at else None
+    if seen is None or seen[0]() is not mask or seen[1] != mask._version:
+        row = mask[:, :, -1:]
+        causal = torch.equal(mask, row & _causal(new, mask.shape[3], mask.device))
+        _looked_at[:] = [(ref(mask), mask._version, row[:, 0, 0] if causal else None)]
+    return _looked_at[-1][2]
+
+
+_looked_at: list[tuple] = []  # the last mask, weakly, its version, what was found
+
+
 def _prefill(queries, view: View, scale, mask: Mask, sinks):
-    """The pages of this one layer decoded into a scratch, then torch SDPA."""
-    keys, values = view.whole(queries.dtype)
+    """The pages of this one layer decoded into a scratch, then torch SDPA.
+
+    Where a transform only turns, windows, queries and outputs are turned, not the pages: they are
+    far more tokens.
+    """
+    if view.pages is None or not all(code.turns for code in view.pages.codecs):
+        return _plain(queries, *view.whole(queries.dtype), scale, mask, sinks)
+    keys, values = (_between(view, side, queries.dtype) for side in (0, 1))
+    turns = [code.transform for code in view.pages.codecs]
+    kv_heads, shape = keys.shape[1], queries.shape
+    if turns[0] is not None:
+        queries = turns[0].turned_query(_heads_together(queries, kv_heads)).reshape(shape)
+    out = _plain(queries, keys, values, scale, mask, sinks)
+    if turns[1] is not None:
+        out = turns[1].turned_back(_heads_together(out, kv_heads)).reshape(out.shape)
+    return out
+
+
+def _heads_together(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """All heads of a kv head side by side: [B, H, L, D] -> [B, G, H/G L, D]."""
+    return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
+
+
+def _between(view: View, side: int, dtype: torch.dtype) -> torch.Tensor:
+    """sink | pages | live in the stored domain: [B, G, T, R] in `dtype`."""
+    code, pages = view.pages.codecs[side], view.pages
+    windows = [pair[side].to(dtype) for pair in view.windows]
+    if code.transform is not None:
+        windows = [code.transform.turned(x) for x in windows]
+    if type(pages) is not PoolPages:
+        windows.insert(-1, code.decode_stored(pages.stored[side], dtype))
+        return torch.cat(windows, 2)
+    batch, heads, _, dims = windows[-1].shape
+    out = windows[-1].new_empty(batch, heads, view.tokens, dims)
+    start = 0 if view.sink is None else view.sink[0].shape[2]
+    if start:
+        out[:, :, :start] = windows[0]
+    kernels.unseal(pages, side, out, start)
+    out[:, :, start + pages.tokens :] = windows[-1]
+    return out
+
+
+def _plain(queries, keys, values, scale, mask: Mask, sinks):
+    """By torch SDPA, which has no attention sinks."""
     if sinks is not None:
         return _exact(queries, keys, values, scale, mask, sinks)
     new, total = queries.shape[2], keys.shape[2]
     causal = _is_causal(mask) and new > 1
-    if isinstance(mask, str):
-        mask = _causal(new, total, queries.device) if causal and new != total else None
+    if causal and new != total:
+        from torch.nn.attention.bias import causal_lower_right  # which imports half of torch
+
+        mask = causal_lower_right(new, total)  # no matrix: flash attention takes none
+    elif isinstance(mask, str):
+        mask = None
     elif mask is not None and mask.dtype != torch.bool:
         mask = mask.to(queries.dtype)
+    if new == 1 and mask is None:  # query heads as rows of their kv head: keys are read once
+        rows = _heads_together(queries, keys.shape[1])
+        return scaled_dot_product_attention(rows, keys, values, scale=scale).reshape(
+            *queries.shape[:3], values.shape[3]
+        )
     return scaled_dot_product_attention(
         queries,
         keys,
@@ -77,22 +149,17 @@ def _prefill(queries, view: View, scale, mask: Mask, sinks):
 
 def _exact(queries, keys, values, scale, mask: Mask, sinks):
     """softmax(scale q k^T + mask) v by plain products in float32, attention sinks included."""
-    q = _grouped(queries, keys.shape[1]) * scale
+    q = _heads_together(queries.float(), keys.shape[1]) * scale
     scores = (q @ keys.float().mT).reshape(*queries.shape[:3], -1)
     p = _softmax(scores, mask, sinks).reshape(*q.shape[:3], -1)
     return (p @ values.float()).reshape(*queries.shape[:3], -1).to(queries.dtype)
-
-
-def _grouped(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """All query heads of a kv head side by side: [B, H, L, D] -> [B, G, H/G L, D] float32."""
-    return queries.float().reshape(queries.shape[0], kv_heads, -1, queries.shape[3])
 
 
 def _decode_codes(queries, view: View, scale, mask: Mask, sinks):
     """The same by products with codes: scores of the three parts side by side, one softmax, three
     mixtures."""
     batch, heads, new, _ = queries.shape
-    q = _grouped(queries, view.live[0].shape[1]) * scale
+    q = _heads_together(queries.float(), view.live[0].shape[1]) * scale
     key_codec, value_codec = view.pages.codecs
     parts = [q @ keys.float().mT for keys, _ in view.windows]
     parts.insert(len(parts) - 1, key_codec.scores(q, view.pages.stored[0]))

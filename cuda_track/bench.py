@@ -3,12 +3,14 @@
 Attention is checked against plain ops first. Then it is timed in a CUDA graph of dependent calls,
 each output the next query, over caches that rotate and together exceed the L2 cache, so that every
 call reads memory. The baseline is the fastest of torch's SDPA backends on 16-bit keys and values, in
-both forms of grouped queries, under the same rules. Sealing is compared with a plain copy.
+both forms of grouped queries, under the same rules. Sealing is compared with a plain copy. With
+`--model-shape` a whole model is measured instead (`bench_model.py`).
 """
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -35,13 +37,28 @@ CALLS = 16  # of a graph
 ROUNDS = 15  # replays, of which the median counts
 CHECKED = 4096  # tokens
 BOUND = 5e-3  # rms against plain ops, queries and windows in 16 bits
+
+
+def _both(bits: int, group: int) -> CacheConfig:
+    side = Side(Affine(bits, group), "srft")
+    return CacheConfig(side, side)
+
+
+def _channels(bits: int, page: int) -> CacheConfig:
+    """Keys with a scale per channel of a page."""
+    keys = Side(Affine(bits, 0, axis="channel"), "srft")
+    return CacheConfig(keys, Side(Affine(bits, page), "srft"), page=page)
+
+
 FORMATS = {
-    "int8": Side(Affine(8, 64), "srft"),
-    "int4": Side(Affine(4, 64), "srft"),
-    "int4-g32": Side(Affine(4, 32), "srft"),
-    "int3": Side(Affine(3, 128), "srft"),
-    "int2": Side(Affine(2, 128), "srft"),
-    "int2-g64": Side(Affine(2, 64), "srft"),
+    "int8": _both(8, 64),
+    "int4": _both(4, 64),
+    "int4-g32": _both(4, 32),
+    "int4-channels": _channels(4, 64),
+    "int3": _both(3, 128),
+    "int2": _both(2, 128),
+    "int2-g64": _both(2, 64),
+    "int2-channels": _channels(2, 128),  # the preset int2, but for its transforms
 }
 # B, H, G, D, tokens; the ratios that are wanted of int4 and of int2
 CASES = {
@@ -196,7 +213,7 @@ def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, how: Launch) 
 
 def attention(shape: Shape, name: str, dtype: torch.dtype, how: Launch) -> tuple[float, int]:
     """(microseconds, bytes of codes) of decode attention."""
-    config = CacheConfig(FORMATS[name], FORMATS[name])
+    config = FORMATS[name]
     first = pages_of(config, shape, shape.tokens)
     size = sum(x.numel() * x.element_size() for side in first.sides for x in side.values())
     many = [first] + [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
@@ -212,7 +229,7 @@ def attention_rows(cases: list[str], formats: list[str], dtype, tune: bool) -> I
         base, backend = baseline(shape, dtype)
         yield Row("attention", case, f"torch {backend}", base, 1.0)
         for name in formats:
-            config, best = CacheConfig(FORMATS[name], FORMATS[name]), None
+            config, best = FORMATS[name], None
             for how in TUNED if tune else [kernels.launch(shape.dims)]:
                 try:
                     error = checked(config, replace(shape, batch=1), dtype, how)
@@ -246,12 +263,13 @@ def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
     speed = 2 * other.numel() * other.element_size() / copy / 1e3
     yield Row("seal", "copy", str(dtype).removeprefix("torch."), copy, 1.0, 0, speed)
     for name, (keys, label) in product(formats, ((True, "keys"), (False, "values"))):
-        code = Codec(FORMATS[name], shape.dims, 64, device=device)
-        at = SideLayout(code.spec, shape.dims, 64, keys)
-        store = Paged(CacheConfig(FORMATS[name], FORMATS[name]), (code, code))
-        count = shape.tokens // 64
-        places = torch.tensor(store.pool.reserve(count, (at.shapes(8),) * 2, device), device=device)
-        side = store.pool.sides[0]
+        config = FORMATS[name]
+        codecs = tuple(Codec(x, shape.dims, config.page, device=device) for x in _sides(config))
+        store, of = Paged(config, codecs), 0 if keys else 1
+        code, at, count = codecs[of], store.layouts[of], shape.tokens // config.page
+        shapes = tuple(at.shapes(shape.kv_heads) for at in store.layouts)
+        places = torch.tensor(store.pool.reserve(count, shapes, device), device=device)
+        side = store.pool.sides[of]
         calls = [partial(kernels.seal, code, y, at, side, places) for y in x]
         micros = _looped(calls)
         size = x[0].numel() * x[0].element_size()
@@ -295,6 +313,36 @@ def chosen(text: str, among: dict, option: str) -> list[str]:
     return names
 
 
+def whole_model(asked: Namespace) -> None:
+    """`--model-shape`."""
+    from cuda_track import bench_model  # which imports transformers
+
+    chosen(asked.model_shape, bench_model.SHAPES, "--model-shape")
+    context, kinds = bench_model.count(asked.context), asked.kv.split(",")
+    for kv in kinds:
+        bench_model.config_of(kv)
+    if asked.plan:
+        return print(bench_model.plan(asked.model_shape, context, kinds))
+    _need_gpu()
+    found = []
+    for row in bench_model.rows(asked.model_shape, context, kinds, getattr(torch, asked.dtype)):
+        cli.note(bench_model.table([row]))  # what is done stays, whatever comes
+        found.append(row)
+    _print(found, bench_model.table, asked.json)
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UserError("[bench] needs an NVIDIA GPU; got none; nothing to choose here")
+
+
+def _print(rows: list, table: Callable[[list], str], as_json: bool) -> None:
+    if not as_json:
+        return print(table(rows))
+    versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    print(json.dumps({"versions": versions, "rows": [asdict(row) for row in rows]}))
+
+
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--cases", default="all", help=", ".join(CASES))
@@ -303,23 +351,24 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="try every launch, keep the fastest")
     parser.add_argument("--no-attention", action="store_true")
     parser.add_argument("--no-seal", action="store_true")
+    parser.add_argument("--model-shape", help="a whole model: qwen3-4b or qwen3-8b")
+    parser.add_argument("--context", default="100k", help="tokens, with --model-shape")
+    parser.add_argument("--kv", default="bf16,int4,int2", help="caches, with --model-shape")
+    parser.add_argument("--plan", action="store_true", help="what --model-shape would take, no GPU")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     asked = parser.parse_args()
+    if asked.model_shape:
+        return whole_model(asked)
     cases = chosen(asked.cases, CASES, "--cases")
     formats = chosen(asked.formats, FORMATS, "--formats")
-    if not torch.cuda.is_available():
-        raise UserError("[bench] needs an NVIDIA GPU; got none; nothing to choose here")
+    _need_gpu()
     torch.set_default_device("cuda")
     dtype, rows = getattr(torch, asked.dtype), []
     if not asked.no_attention:
         rows += attention_rows(cases, formats, dtype, asked.tune)
     if not asked.no_seal:
         rows += seal_rows(formats, dtype)
-    if asked.json:
-        versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
-        print(json.dumps({"versions": versions, "rows": [asdict(row) for row in rows]}))
-    else:
-        print(table(rows))
+    _print(rows, table, asked.json)
 
 
 if __name__ == "__main__":

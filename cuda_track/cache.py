@@ -64,16 +64,17 @@ class View:
 class CompressedKVCache:
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
-    rotations: of this layer, for a calibrated `config`.
+    rotations: of this layer, for a calibrated `config`. expected: tokens that will come, or 0; pages
+    of a pool get room for them at once.
     """
 
-    def __init__(self, config: CacheConfig, rotations: Rotations | None = None):
+    def __init__(self, config: CacheConfig, rotations: Rotations | None = None, expected: int = 0):
         if config.calibrated and rotations is None:
             raise UserError(
                 "[CompressedKVCache] this configuration needs the rotations of a calibration; got "
                 "none; attach it to a model, or choose a preset without calibration"
             )
-        self.config = config
+        self.config, self.expected = config, expected
         self.rotations = rotations if config.calibrated else None
         self._store: Codes | Paged | None = None
         self.clear()
@@ -97,6 +98,11 @@ class CompressedKVCache:
         """Tokens that `live` may hold before pages have to be sealed."""
         limit = self.config.recent + self.config.page
         return limit if self._sink is not None or not self.config.sink else limit + self.config.sink
+
+    @property
+    def left(self) -> int:
+        """Tokens that may come before pages are sealed."""
+        return self._room - self._count
 
     def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """Append keys, values: [B, G, L, D] and return what attention has to read.
@@ -152,6 +158,8 @@ class CompressedKVCache:
         count = -(-(live[0].shape[2] - start - self._room) // size)
         if self._store is None:
             self._store = self._new_store(live)
+            if self.expected:
+                self._store.make_room(live, -(-self.expected // size))
         self._store.append(live, count, start)
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, start + count * size :] for x in live))

@@ -46,6 +46,11 @@ class Codec:
         """x: [B, G, T, D] -> [B, G, T, R], the values that are quantised."""
         return x if self.transform is None else self.transform.store(x)
 
+    @property
+    def turns(self) -> bool:
+        """Whether attention may stay in the stored domain: its vectors are as long as the model's."""
+        return self.transform is None or len(set(self.transform.down.shape[-2:])) == 1
+
     def decode_stored(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         """Decoded values, not turned back: [B, G, T, R] in `dtype`."""
         return self.method.decode(self.spec, stored, self.dims, self.page, dtype)

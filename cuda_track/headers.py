@@ -10,6 +10,9 @@ import torch
 from torch.nn.functional import pad
 
 from cuda_track.records import SideLayout
+from mlxkv.formats_codebook import TREE_BITS
+
+TREE_ANGLES = sum(2**bits for bits in TREE_BITS)  # of the codebooks of a page
 
 
 def pack(stored: dict[str, torch.Tensor], at: SideLayout) -> torch.Tensor:
@@ -29,5 +32,6 @@ def unpack(words: torch.Tensor, at: SideLayout) -> dict[str, torch.Tensor]:
     batch, heads, pages, _ = words.shape
     rows, names = at.header_rows, at.header_names
     x = words.contiguous().view(torch.float16)
-    x = x.reshape(batch, heads, pages * rows, len(names), at.header_dims)[..., : at.dims]
+    x = x.reshape(batch, heads, pages * rows, len(names), at.header_dims)
+    x = x[..., : TREE_ANGLES if at.tree else at.dims]
     return {name: x[..., i, :] for i, name in enumerate(names)}

@@ -14,12 +14,14 @@ from torch.nn.functional import pad
 
 from cuda_track.packing import _signed
 from mlxkv.config import Affine, Codebook, DualScale, Polar, PolarTree
+from mlxkv.formats_codebook import TREE
 
 TOKENS = 16  # of a record
 BLOCK = 32  # dims of a block
 LANES = 32
 PAIR_PAGE = 64  # tokens that the simdgroups of a threadgroup read at a time: one table serves them
 MAX_PAIR_DIMS = 256  # whose tables fit in threadgroup memory
+TREE_CODE = 3  # bits of a dim of a polar tree: 46 of 48 for 16 dims are used
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class SideLayout:
     channel: scales (and biases) are per channel and stand in the page's header. outer: one more
         scale, per token in the record (channel), or per channel in the header. page: tokens of a
         page, 0 where there is no header. pairs: keys as radius and angle (`codes.h`).
+    tree: polar trees, 1: with angles that all pages share, 2: with those of the page, in its header.
+        signs: the highest bit of a key's code is the sign of a residual stage, whose length takes
+        the place of a bias.
     """
 
     dims: int
@@ -44,6 +49,8 @@ class SideLayout:
     pairs: bool = False
     codebook: bool = False
     corrected: bool = False
+    tree: int = 0
+    signs: bool = False
 
     @property
     def blocks(self) -> int:
@@ -84,6 +91,8 @@ class SideLayout:
             return ("radius_step", "angle_step", "radius_low", "angle_low")
         if self.channel:
             return ("scale",) if self.symmetric else ("scale", "bias")
+        if self.tree == 2:
+            return ("books",)
         return ("outer",) if self.outer else ()
 
     @property
@@ -98,18 +107,24 @@ class SideLayout:
     @property
     def header_dims(self) -> int:
         """Numbers of one name in a row, padded to whole blocks."""
+        if self.tree:
+            return BLOCK
         return self.dims // 2 if self.pairs else self.blocks * BLOCK
 
 
-Spec = Affine | Codebook | DualScale | Polar
+Spec = Affine | Codebook | DualScale | Polar | PolarTree
 
 
 def layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
     """The layout of a side that the kernels can read (`why_not` says which they can)."""
     if isinstance(spec, Codebook):
         return SideLayout(
-            *(dims, spec.bits, dims, True, keys), codebook=True, corrected=spec.corrected
+            *(dims, spec.bits, dims, not spec.residual, keys),
+            **{"codebook": True, "corrected": spec.corrected, "signs": spec.residual},
         )
+    if isinstance(spec, PolarTree):
+        shared = {"page": page, "tree": 2} if spec.online else {"tree": 1}
+        return SideLayout(dims, TREE_CODE, TREE, True, keys, **shared)
     group, channel = spec.group_size(dims, page), spec.axis == "channel"
     shared = page if channel or spec.outer else 0
     pairs = isinstance(spec, Polar)
@@ -120,8 +135,10 @@ def layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
 
 def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
     """Why a side cannot be kept in records, or None."""
-    if isinstance(spec, Codebook | PolarTree):
-        return spec.no_record
+    if isinstance(spec, PolarTree):
+        return None
+    if isinstance(spec, Codebook):
+        return _why_no_levels(spec, dims, keys)
     if not hasattr(spec, "bits"):
         return "full-precision pages have no record"
     if isinstance(spec, Polar):
@@ -132,6 +149,14 @@ def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
     if group % BLOCK and group != dims:
         return f"groups of {group} are no multiple of {BLOCK}"
     return None
+
+
+def _why_no_levels(spec: Codebook, dims: int, keys: bool) -> str | None:
+    if spec.residual and not keys:
+        return "values with a residual stage have no record"
+    if spec.residual and (spec.bits == 2 or dims % BLOCK):
+        return f"no record for signs beside codes of {spec.level_bits} bits and {dims} dims"
+    return spec.no_record
 
 
 def _why_no_pairs(spec: Polar, dims: int, page: int, keys: bool) -> str | None:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from cuda_track import headers, packing, records
+from cuda_track import exchange
 from cuda_track.calibrated import Rotations
 from cuda_track.codec import Codec, Stored, codec
 from cuda_track.pages import Pages
-from cuda_track.quantizers import polar
 from mlxkv.config import CacheConfig
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-NAMES = ("keys", "values")
+NAMES = exchange.NAMES
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,9 @@ class Codes:
     def count(self) -> int:
         return self._pages[0].count
 
+    def make_room(self, pair: Pair, count: int) -> None:
+        """Nothing: tensors grow with what is in them."""
+
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         stop = start + count * self.config.page
@@ -89,58 +91,19 @@ class Codes:
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of any store."""
-        state = as_codes(state, self.config, self.codecs)
+        state = as_codes(state, self.codecs)
         for name, pages in zip(NAMES, self._pages, strict=True):
             pages.restore(state[name], count)
 
 
-def as_codes(state: dict, config: CacheConfig, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
+def as_codes(state: dict, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
     """Sealed pages of a saved cache, records or not, as the tensors that plain ops read.
 
     Raises KeyError or ValueError for anything else.
     """
     if "records" in state:
-        return _from_records(state, config, codecs)
+        return exchange.to_codes(state, codecs)
     for name, code in zip(NAMES, codecs, strict=True):
         if set(state[name]) != code.method.names(code.spec):
             raise ValueError(f"tensors {', '.join(sorted(state[name]))} for {name}")
     return state
-
-
-def _layouts(
-    config: CacheConfig, codecs: tuple[Codec, Codec]
-) -> tuple[records.SideLayout, records.SideLayout]:
-    return tuple(
-        records.layout(code.spec, code.dims, config.page, keys)
-        for code, keys in zip(codecs, (True, False), strict=True)
-    )
-
-
-def _from_records(state: Stored, config: CacheConfig, codecs) -> dict[str, Stored]:
-    """Records [B, G, N, words], and headers if there are any -> the tensors that plain ops read."""
-    out, start, shared = {}, 0, 0
-    for name, code, at in zip(NAMES, codecs, _layouts(config, codecs), strict=True):
-        codes, numbers = records.unpack(state["records"][..., start : start + at.words], at)
-        if at.header_words:
-            words = state["headers"][..., shared : shared + at.header_words]
-            numbers |= headers.unpack(words, at)
-        words = polar.join(code.spec, codes) if at.pairs else packing.pack(codes, code.spec.bits)
-        out[name] = {"codes": words, **numbers}
-        start, shared = start + at.words, shared + at.header_words
-    return out
-
-
-def to_records(state: dict[str, Stored], config: CacheConfig, codecs) -> Stored:
-    """The page records of mlxkv, for formats that have them (`records.why_not`)."""
-    words, shared = [], []
-    for name, code, at in zip(NAMES, codecs, _layouts(config, codecs), strict=True):
-        side = state[name]
-        if at.pairs:
-            codes = polar.split(code.spec, side["codes"], at.dims)
-        else:
-            codes = packing.unpack(side["codes"], code.spec.bits, at.dims)
-        words.append(records.pack(codes, side, at))
-        if at.header_words:
-            shared.append(headers.pack(side, at))
-    out = {"records": torch.cat(words, -1)}
-    return {**out, "headers": torch.cat(shared, -1)} if shared else out

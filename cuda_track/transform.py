@@ -9,7 +9,7 @@ bit by bit (signs, random matrices) comes from `mlxkv.rotation`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -37,11 +37,28 @@ class Transform:
         """q: [B, G, N, D] -> [B, G, N, R] float32, such that q . restore(c) = query(q) . c."""
         return q.float() @ self.up.mT
 
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        """`store` in the dtype of x: [B, G, T, D] -> [B, G, T, R]."""
+        return x @ _cast(self, x.dtype)[0]
+
+    def turned_query(self, q: torch.Tensor) -> torch.Tensor:
+        """`query` in the dtype of q: [B, G, N, D] -> [B, G, N, R]."""
+        return q @ _cast(self, q.dtype)[1].mT
+
+    def turned_back(self, x: torch.Tensor) -> torch.Tensor:
+        """`restore` in the dtype of x: [B, G, T, R] -> [B, G, T, D]."""
+        return x @ _cast(self, x.dtype)[1]
+
     def to(self, device: torch.device) -> Transform:
         """Itself where it is there already: kernels keep what they made of it."""
         if self.down.device == device:
             return self
         return Transform(self.down.to(device), self.up.to(device))
+
+
+@lru_cache(maxsize=256)
+def _cast(transform: Transform, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return transform.down.to(dtype), transform.up.to(dtype)
 
 
 def of(down: np.ndarray | torch.Tensor, up: np.ndarray | torch.Tensor) -> Transform:

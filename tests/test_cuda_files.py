@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from cuda_track import packing, sealed
+from cuda_track import exchange, packing, sealed
 from cuda_track.attention import attend
 from cuda_track.cache import CompressedKVCache
 from cuda_track.sealed import codecs_of
@@ -22,9 +22,10 @@ from mlxkv.presets import PRESETS
 CPU = torch.device("cpu")
 IN_RECORDS = [
     *("int8", "int4", "srft-int3", "srft-int4", "hadamard-int2+clip", "kivi-int2", "kvarn-int3"),
-    *("turbo-int3", "polar"),
+    *("turbo-int3", "polar", "polar-tree", "polar-tree+online"),
+    "turbo-int3+qjl",
 ]
-STATES = [*IN_RECORDS, "polar-tree+online", "turbo-2.5", "turbo-int3+qjl", "fp16/int4"]
+STATES = [*IN_RECORDS, "turbo-2.5", "fp16/int4"]
 
 
 def to_torch(tree):
@@ -53,11 +54,11 @@ def test_page_records_are_the_same_words(preset, dims):
     layout = mlx_kernels.record_layout(config, dims, dims)
     right = mlx_exchange.to_records(state, theirs, layout)
     codecs = codecs_of(config, (dims, dims), None, CPU)
-    ours = sealed.to_records(to_torch(state), config, codecs)
+    ours = exchange.to_records(to_torch(state), codecs)
     assert set(ours) == set(right)
     for name, words in right.items():
         assert torch.equal(ours[name], to_torch(words))
-    back = sealed.as_codes(ours, config, codecs)
+    back = sealed.as_codes(ours, codecs)
     for name, side in state.items():
         assert all(torch.equal(back[name][n], to_torch(x)) for n, x in side.items())
 

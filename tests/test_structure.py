@@ -31,7 +31,10 @@ SHARED = {
     *("models.folder", "models.aliases", "models.plant"),
 }
 # Its own files, beside kernels/.
-OWN = {"stores.py", "bench.py", "eval.py", "golden/kernels.py", "golden/__main__.py"}
+OWN = {
+    *("stores.py", "bench.py", "bench_model.py", "eval.py", "models/shaped.py"),
+    *("golden/kernels.py", "golden/__main__.py"),
+}
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 
 # A file may import from its own row and from the rows below it, never from above.

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from cuda_track.kernels.decode import attend_kernel
 from cuda_track.kernels.encode import seal_kernel
 from cuda_track.kernels.turn import merge_kernel, queries_kernel
+from cuda_track.kernels.unsealing import unseal_kernel
 
 TYPES = {
     attend_kernel: {
@@ -33,6 +34,11 @@ TYPES = {
         **dict.fromkeys(("part_out", "part_top", "part_sum", "up", "sinks"), "*fp32"),
         "out": "*bf16",
     },
+    unseal_kernel: {
+        "high": "*i8",
+        **dict.fromkeys(("numbers", "table", "pages"), "*i32"),
+        "out": "*bf16",
+    },
     seal_kernel: {
         **{"x": "*bf16", "down": "*bf16", "high": "*i8", "numbers": "*i32", "places": "*i64"},
     },
@@ -40,7 +46,7 @@ TYPES = {
 WORDS = {("int4", 128): "*i32", ("int2", 128): "*i16", ("int4", 64): "*i16"}
 STRIDES = ("_stride", "_row", "_head")  # multiples of 16 in every call
 SIZES = {"R": 128, "N": 8}
-PAGES = {"T": 64, "WINDOW": 32, "MASKED": False, "ASM": True, "STAGES": 3}
+PAGES = {"T": 64, "PAGE": 64, "CHANNEL": 0, "WINDOW": 32, "MASKED": False, "ASM": True, "STAGES": 3}
 SIDE = {"BITS": 4, "PLANES": 8, "GROUPS": 2}
 
 
@@ -51,7 +57,8 @@ def both(side: dict) -> dict:
 INT2 = {"BITS": 2, "PLANES": 8, "GROUPS": 1}
 SHORT = {"BITS": 4, "PLANES": 4, "GROUPS": 1}
 TURN = {"D": 128, **SIZES, "TURNED": True, "BLOCK": 32}
-SEAL = {"D": 128, "R": 128, "T": 128, "PAGE": 64, "SYMMETRIC": False, "TURNED": True}
+SEAL = {"D": 128, "R": 128, "T": 128, "SYMMETRIC": False, "TURNED": True, "PARTS": 3, "BLOCK": 32}
+BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 CASES = {
     "attend int4": (attend_kernel, {**SIZES, **PAGES, **both(SIDE)}, ("int4", 128), 1),
     "attend int2": (attend_kernel, {**SIZES, **PAGES, **both(INT2)}, ("int2", 128), 1),
@@ -63,11 +70,27 @@ CASES = {
             1,
         ),
     ),
+    "attend int2 channels": (
+        *(attend_kernel, {**SIZES, **PAGES, **both(INT2), **BY_CHANNEL}, ("int2", 128), 1),
+    ),
+    "attend int4 channels": (
+        *(attend_kernel, {**SIZES, **PAGES, **both(SIDE), "K_GROUPS": 1, "CHANNEL": 64}),
+        *(("int4", 128), 1),
+    ),
+    "attend int2 256": (
+        *(attend_kernel, {**SIZES, **PAGES, **both({**INT2, "GROUPS": 2}), "R": 256}),
+        *(("int2", 128), 2),
+    ),
     "queries": (queries_kernel, {**TURN, **SIDE}, None, 4),
     "merge": (merge_kernel, {**TURN, "SPLITS": 256, "SINKS": True, "CHUNK": 64}, None, 8),
     "seal": (
-        *(seal_kernel, {**SEAL, **INT2, "RANK": 6, "KEYS": False, "PARTS": 3, "BLOCK": 32}),
-        *(("int2", 128), 8),
+        *(seal_kernel, {**SEAL, **INT2, **BY_TOKEN, "RANK": 6, "KEYS": False}, ("int2", 128), 8),
+    ),
+    "seal channels": (
+        *(seal_kernel, {**SEAL, **INT2, **BY_CHANNEL, "RANK": 1, "KEYS": True}, ("int2", 128), 8),
+    ),
+    "unseal": (
+        *(unseal_kernel, {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False}, ("int2", 128), 4),
     ),
 }
 
@@ -89,6 +112,19 @@ def compiled(kernel, constants: dict, words: str, warps: int):
     return triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
 
 
+def longest_loop(listing: str) -> int:
+    """Instructions between a branch back and where it goes to; 0 without a loop. The branch to itself
+    at the end of every kernel does not count."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)
+    places = {int(at, 16): i for i, (at, _) in enumerate(lines)}
+    spans = [0]
+    for i, (at, text) in enumerate(lines):
+        target = re.search(r"BRA.* 0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < int(at, 16):
+            spans.append(i - places[int(target[1], 16)] + 1)
+    return max(spans)
+
+
 def main() -> None:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     cubin = Path(sys.argv[1]) / "kernel.cubin"
@@ -98,7 +134,13 @@ def main() -> None:
         command = [tool, "-res-usage", cubin]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
-        print(f"{name}: {registers} registers, {stack} stack, {made.metadata.shared} shared")
+        listing = subprocess.run(
+            [tool, "-sass", cubin], capture_output=True, text=True, check=True
+        ).stdout
+        print(
+            f"{name}: {registers} registers, {stack} stack, {made.metadata.shared} shared, "
+            f"{longest_loop(listing)} instructions in the longest loop"
+        )
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ def seal_rows() -> Iterator[Row]:
         kind, bits, group, symmetric, axis, clip = sides[name]
         x, dims = floats(tensors[f"x.{dims}"]), int(dims)
         spec, page = Affine(bits, group, symmetric, axis, clip), x.shape[2]
-        if layout.why_not(spec, dims, page):
-            continue
         for keys in (True, False):
+            if layout.why_not(spec, dims, page, keys):
+                continue
             at = layout.SideLayout(spec, dims, page, keys)
             pool = Pool()
             places = pool.reserve(x.shape[0], (at.shapes(x.shape[1]),) * 2, x.device)

@@ -1,6 +1,7 @@
-"""Attention and sealing by Triton: why a kernel cannot run, and the launches.
+"""Attention, sealing and unsealing by Triton: why a kernel cannot run, and the launches.
 
 q --queries_kernel--> stored domain --attend_kernel--> partials --merge_kernel--> output
+new tokens --seal_kernel--> pages --unseal_kernel--> the stored domain, for prefill
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cuda_track.transform import Transform
 from mlxkv.config import CacheConfig
 
 ROWS = 128  # of a group at most: query heads times new tokens
+LEAST_ROWS = 8  # to which fewer are padded
 SEALED = 128  # tokens that a program encodes at most
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LOG2E = math.log2(math.e)
@@ -47,10 +49,9 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
         return f"no Triton kernels on {device.type}"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
-    for side, dim in zip((config.keys, config.values), dims, strict=True):
-        if reason := layout.why_not(side.quantizer, dim, config.page):
-            return reason
-    return None
+    return layout.why_not(config.keys.quantizer, dims[0], config.page) or layout.why_not(
+        config.values.quantizer, dims[1], config.page, keys=False
+    )
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,13 @@ class Launch:
 LAUNCHES: dict[int, Launch] = {}  # none was measured yet
 
 
-def launch(dims: int) -> Launch:
-    """What `python -m cuda_track.bench --tune` found best, by head dim."""
-    return LAUNCHES.get(dims, Launch())
+def launch(dims: int, padded: int = LEAST_ROWS) -> Launch:
+    """What `python -m cuda_track.bench --tune` found best, by head dim, for few rows of queries. Else as
+    many warps as hold their part of the sums in registers (`tests/triton_compile.py`)."""
+    if padded == LEAST_ROWS and dims in LAUNCHES:
+        return LAUNCHES[dims]
+    warps = 4 if padded > LEAST_ROWS else 2 if dims > 128 else 1
+    return Launch(warps, 10 // warps)
 
 
 @cache
@@ -106,22 +111,23 @@ def attend(
     from cuda_track.kernels.turn import merge_kernel, queries_kernel
 
     batch, heads, new, dims = queries.shape
-    how = how or launch(dims)
     kv_heads = live[0].shape[1]
     rows = heads // kv_heads * new
-    padded = max(8, 1 << (rows - 1).bit_length())
+    padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+    how = how or launch(dims, padded)
     queries = queries.contiguous()
     key_side, value_side = pages.layouts
     turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
     device, kw = queries.device, {"device": queries.device}
+    key_groups = 1 if key_side.channel else key_side.groups  # of a token
     parts = splits(pages.table.shape[1], batch * kv_heads, device, how.programs)
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
-    sums = torch.empty(batch, kv_heads, 2, key_side.groups, padded, dtype=torch.float32, **kw)
+    sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
     queries_kernel[(kv_heads, batch)](
         *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
-        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_side.groups, "BLOCK": 32},
+        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups, "BLOCK": 32},
         **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
         num_warps=4,
     )
@@ -142,8 +148,9 @@ def attend(
         *(sink[0].stride(1), live[0].stride(1), sink[0].stride(0), live[0].stride(0)),
         *(_or(seen, pages.table), 0 if seen is None else seen.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
-        **{"R": dims, "N": padded, "T": pages.layouts[0].page, "WINDOW": 32},
-        **{"K_BITS": key_side.spec.bits, "K_PLANES": key_side.planes, "K_GROUPS": key_side.groups},
+        **{"R": dims, "N": padded, "T": key_side.turn, "PAGE": key_side.page, "WINDOW": 32},
+        **{"K_BITS": key_side.spec.bits, "K_PLANES": key_side.planes, "K_GROUPS": key_groups},
+        CHANNEL=key_side.group if key_side.channel else 0,
         **{"V_BITS": value_side.spec.bits, "V_PLANES": value_side.planes},
         V_GROUPS=value_side.groups,
         MASKED=seen is not None,
@@ -191,9 +198,28 @@ def seal(
         tokens // at.page,
         **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "BITS": at.spec.bits},
         **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
+        CHANNEL=at.group if at.channel else 0,
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": PARTS if exact else 0, "BLOCK": 32},
         num_warps=8 if block == SEALED else 4,
+    )
+
+
+def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
+    """Decode keys (side 0) or values (1) of all pages in the stored domain, to token `start` of out
+    [B, G, T, R] and behind it."""
+    from cuda_track.kernels.unsealing import unseal_kernel
+
+    at, stored = pages.layouts[side], pages.sides[side]
+    batch, heads, _, dims = out.shape
+    most = pages.table.shape[1]
+    unseal_kernel[(most * (at.page // at.turn), heads, batch)](
+        *(stored["words"], stored.get("high", stored["words"]), stored["numbers"]),
+        *(pages.table, pages.counts, out, most, start, out.stride(0), out.stride(1)),
+        **{"R": dims, "T": at.turn, "PAGE": at.page, "BITS": at.spec.bits, "PLANES": at.planes},
+        **{"GROUPS": 1 if at.channel else at.groups, "KEYS": at.keys},
+        CHANNEL=at.group if at.channel else 0,
+        num_warps=4,
     )
 
 

@@ -7,7 +7,8 @@ dims) are the wide side of the matrix product, so that few rows waste little of 
 A code becomes a float16 by OR-ing the exponent of 1024 into its bits: 1024 + gain * code. Gains are
 taken out of the queries, or of the outputs. The offset, and the bias, belong to a group of dims: they
 come after the products, from sums of the queries (keys), or of the weights (values). Scores are
-scaled per token after the product, weights before it.
+scaled per token after the product, weights before it. Where a page of keys has a scale per channel,
+its scales go into the queries, once per page, and its biases become one number per query.
 """
 
 from __future__ import annotations
@@ -15,114 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-OFFSET = tl.constexpr(1024.0)
-MAGIC = tl.constexpr(0x6400)
-
-# Neighbouring words -> planes of two float16 each: what a lane needs of a fragment. A code may stay
-# where it is in the mantissa, where it counts `gain` times: fewer shifts.
-FOUR_BITS = tl.constexpr("""{
-    .reg .b32 lo, hi, t;
-    prmt.b32 lo, $8, $9, 0x5410;
-    prmt.b32 hi, $8, $9, 0x7632;
-    lop3.b32 $0, lo, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $1, lo, 0x00f000f0, 0x64006400, 0xea;
-    shr.b32 t, lo, 8;
-    lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $3, t, 0x00f000f0, 0x64006400, 0xea;
-    lop3.b32 $4, hi, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $5, hi, 0x00f000f0, 0x64006400, 0xea;
-    shr.b32 t, hi, 8;
-    lop3.b32 $6, t, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $7, t, 0x00f000f0, 0x64006400, 0xea;
-}""")
-FOUR_BITS_SHORT = tl.constexpr("""{
-    .reg .b32 t;
-    lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
-    shr.b32 t, $4, 8;
-    lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $3, t, 0x00f000f0, 0x64006400, 0xea;
-}""")
-TWO_BITS = tl.constexpr("""{
-    .reg .b32 t;
-    lop3.b32 $0, $8, 0x00030003, 0x64006400, 0xea;
-    lop3.b32 $1, $8, 0x000c000c, 0x64006400, 0xea;
-    lop3.b32 $2, $8, 0x00300030, 0x64006400, 0xea;
-    lop3.b32 $3, $8, 0x00c000c0, 0x64006400, 0xea;
-    lop3.b32 $4, $8, 0x03000300, 0x64006400, 0xea;
-    shr.b32 t, $8, 10;
-    lop3.b32 $5, t, 0x00030003, 0x64006400, 0xea;
-    lop3.b32 $6, t, 0x000c000c, 0x64006400, 0xea;
-    lop3.b32 $7, t, 0x00300030, 0x64006400, 0xea;
-}""")
-
-
-@triton.jit
-def gain_bits(i, BITS: tl.constexpr):
-    """log2 of what a code of plane i counts for: where it stays in the mantissa of 1024."""
-    return (i % 2) * 4 if BITS == 4 else (i % 5) * 2 if BITS == 2 else i * 0
-
-
-@triton.jit
-def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr):
-    """1024 + gain * code of plane i, float16."""
-    wide = words.to(tl.int32)
-    if BITS == 4:
-        code = (wide >> (i // 2 * 8)) & (15 << (i % 2 * 4))
-    elif BITS == 2:
-        code = (wide >> (i // 5 * 10)) & (3 << (i % 5 * 2))
-    elif BITS == 3:
-        code = ((wide >> (2 * i)) & 3) | (((high.to(tl.int32) >> i) & 1) << 2)
-    else:
-        code = (wide >> (BITS * i)) & ((1 << BITS) - 1)
-    return (code | MAGIC).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr):
-    """All planes; of four the last four are repeats that nobody reads."""
-    if ASM and BITS == 4 and PLANES == 8:
-        return tl.inline_asm_elementwise(
-            FOUR_BITS,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-            [words],
-            (tl.float16,) * 8,
-            is_pure=True,
-            pack=2,
-        )
-    if ASM and BITS == 2 and PLANES == 8:
-        return tl.inline_asm_elementwise(
-            TWO_BITS,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [words],
-            (tl.float16,) * 8,
-            is_pure=True,
-            pack=2,
-        )
-    if ASM and BITS == 4 and PLANES == 4:
-        a, b, c, d = tl.inline_asm_elementwise(
-            FOUR_BITS_SHORT, "=r,=r,=r,=r,r", [words], (tl.float16,) * 4, is_pure=True, pack=2
-        )
-        return a, b, c, d, a, a, a, a
-    a = _plane(words, high, 0, BITS)
-    b = _plane(words, high, 1, BITS)
-    c = _plane(words, high, 2, BITS)
-    d = _plane(words, high, 3, BITS)
-    if PLANES == 4:
-        return a, b, c, d, a, a, a, a
-    e = _plane(words, high, 4, BITS)
-    f = _plane(words, high, 5, BITS)
-    g = _plane(words, high, 6, BITS)
-    h = _plane(words, high, 7, BITS)
-    return a, b, c, d, e, f, g, h
-
-
-@triton.jit
-def _halves(numbers):
-    """(scale, bias) float32 of packed float16 pairs."""
-    scale = (numbers & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    bias = (numbers >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return scale.to(tl.float32), bias.to(tl.float32)
+from cuda_track.kernels.codes import OFFSET, gain_bits, halves, planes
 
 
 @triton.jit
@@ -133,16 +27,63 @@ def _score(s, q, k, i: tl.constexpr, numbers, shift, sums, EACH: tl.constexpr, p
         part = tl.zeros_like(s) - shift[None, :]
     part = tl.dot(k, q, part)
     if i % EACH == EACH - 1:
-        scale, bias = _halves(numbers)
+        scale, bias = halves(numbers)
         s += part * scale[:, None] + bias[:, None] * sums[None, :]
     return s, part
+
+
+@triton.jit
+def _fold(q, numbers, i: tl.constexpr, inverse, shift, extra, BITS: tl.constexpr):
+    """q^T [J, N] of plane i with the scales of its channels, float16. shift, extra [J, N]: sums of what
+    was rounded, and of the products with biases."""
+    scale, bias = halves(numbers)
+    folded = (q * (scale * inverse)[:, None]).to(tl.float16)
+    gain = tl.exp2(gain_bits(tl.zeros_like(numbers) + i, BITS).to(tl.float32))
+    return folded, shift + folded.to(tl.float32), extra + q * (bias * gain)[:, None]
+
+
+@triton.jit
+def _fold_all(
+    q0, q1, q2, q3, q4, q5, q6, q7, numbers, J: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr
+):  # fmt: skip
+    """Queries of a page whose channels have scales, those divided by the largest; that scale; what
+    the offset of codes adds to a score [N], and what biases do."""
+    j = tl.arange(0, J)
+    m0 = tl.load(numbers + j)
+    m1 = tl.load(numbers + J + j)
+    m2 = tl.load(numbers + 2 * J + j)
+    m3 = tl.load(numbers + 3 * J + j)
+    m4, m5, m6, m7 = m0, m1, m2, m3
+    if PLANES == 8:
+        m4 = tl.load(numbers + 4 * J + j)
+        m5 = tl.load(numbers + 5 * J + j)
+        m6 = tl.load(numbers + 6 * J + j)
+        m7 = tl.load(numbers + 7 * J + j)
+    # Scales are not negative: their bits are ordered as they are.
+    low = tl.maximum(tl.maximum(m0 & 0xFFFF, m1 & 0xFFFF), tl.maximum(m2 & 0xFFFF, m3 & 0xFFFF))
+    high = tl.maximum(tl.maximum(m4 & 0xFFFF, m5 & 0xFFFF), tl.maximum(m6 & 0xFFFF, m7 & 0xFFFF))
+    largest = tl.max(tl.maximum(low, high), 0)
+    largest = tl.where(largest > 0, largest, 1).to(tl.int16).to(tl.float16, bitcast=True)
+    largest = largest.to(tl.float32)
+    inverse = 1.0 / largest
+    shift = tl.zeros([J, q0.shape[1]], tl.float32)
+    q0, shift, extra = _fold(q0, m0, 0, inverse, shift, shift, BITS)
+    q1, shift, extra = _fold(q1, m1, 1, inverse, shift, extra, BITS)
+    q2, shift, extra = _fold(q2, m2, 2, inverse, shift, extra, BITS)
+    q3, shift, extra = _fold(q3, m3, 3, inverse, shift, extra, BITS)
+    if PLANES == 8:
+        q4, shift, extra = _fold(q4, m4, 4, inverse, shift, extra, BITS)
+        q5, shift, extra = _fold(q5, m5, 5, inverse, shift, extra, BITS)
+        q6, shift, extra = _fold(q6, m6, 6, inverse, shift, extra, BITS)
+        q7, shift, extra = _fold(q7, m7, 7, inverse, shift, extra, BITS)
+    return q0, q1, q2, q3, q4, q5, q6, q7, largest, tl.sum(shift, 0) * OFFSET, tl.sum(extra, 0)
 
 
 @triton.jit
 def _weigh(p, numbers, total, biases, ones, decay):
     """Weights p [T, N] with the scales of a group, float16; their sum [16, N], every row the same, and
     that of the biases [N] go on. The offset is taken out by the sum of what was rounded."""
-    scale, bias = _halves(numbers)
+    scale, bias = halves(numbers)
     weighed = (p * scale[:, None]).to(tl.float16)
     total = tl.dot(ones, weighed, total * decay[None, :])
     return weighed, total, biases * decay + tl.sum(p * bias[:, None], 0)
@@ -172,11 +113,13 @@ def attend_kernel(
     part_out, part_top, part_sum,  # [B, G, S + 1, N, R], [B, G, S + 1, N] twice
     most, splits, rows, new, plain_scale,
     R: tl.constexpr, N: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, CHANNEL: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
     MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits + 1, G, B). rows: of a group, heads times `new` tokens; N: padded."""
+    """Grid (splits + 1, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of a
+    turn. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token."""
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     at = (head * (splits + 1) + split) * N
@@ -184,7 +127,7 @@ def attend_kernel(
         _windows(
             plain + head * rows * R, sink_k, sink_v, live_k, live_v, b, g,
             sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
-            mask + b * mask_row, tl.load(pages + b) * T,
+            mask + b * mask_row, tl.load(pages + b) * PAGE,
             part_out + at * R, part_top + at, part_sum + at,
             rows, new, plain_scale, R, N, WINDOW, MASKED,
         )  # fmt: skip
@@ -194,7 +137,8 @@ def attend_kernel(
             k_words, k_high, k_numbers, v_words, v_high, v_numbers,
             table + b * most, tl.load(pages + b), split, splits, g, tl.num_programs(1),
             mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at, rows,
-            R, N, T, K_BITS, K_PLANES, K_GROUPS, V_BITS, V_PLANES, V_GROUPS, MASKED, ASM, STAGES,
+            R, N, T, PAGE, CHANNEL, K_BITS, K_PLANES, K_GROUPS, V_BITS, V_PLANES, V_GROUPS,
+            MASKED, ASM, STAGES,
         )  # fmt: skip
 
 
@@ -203,6 +147,7 @@ def _pages(
     q, sums, factors, k_words, k_high, k_numbers, v_words, v_high, v_numbers,
     table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum, rows,
     R: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    PAGE: tl.constexpr, CHANNEL: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
     MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
@@ -211,7 +156,7 @@ def _pages(
     VJ: tl.constexpr = R // V_PLANES
     KE: tl.constexpr = K_PLANES // K_GROUPS
     VE: tl.constexpr = V_PLANES // V_GROUPS
-    n, t = tl.arange(0, N), tl.arange(0, T)
+    n = tl.arange(0, N)
     kj, vj = tl.arange(0, KJ), tl.arange(0, VJ)
     at_q = q + n[None, :] * R + kj[:, None]  # q^T of a plane [J, N]
     q0 = tl.load(at_q)
@@ -239,83 +184,102 @@ def _pages(
     last = ((split.to(tl.int64) + 1) * pages // splits).to(tl.int32)
     for page in tl.range(first, last, num_stages=STAGES):
         place = tl.load(table + page).to(tl.int64) * heads + g
-        kw = tl.load(k_words + place * (T * KJ) + t[:, None] * KJ + kj[None, :])
-        vw = tl.load(v_words + place * (T * VJ) + vj[:, None] * T + t[None, :])
-        kh, vh = kw, vw
-        if K_BITS == 3:
-            kh = tl.load(k_high + place * (T * KJ) + t[:, None] * KJ + kj[None, :])
-        if V_BITS == 3:
-            vh = tl.load(v_high + place * (T * VJ) + vj[:, None] * T + t[None, :])
-        kn = k_numbers + place * (K_GROUPS * T) + t
-        vn = v_numbers + place * (V_GROUPS * T) + t
+        for turn in tl.static_range(PAGE // T):
+            t = turn * T + tl.arange(0, T)
+            kw = tl.load(k_words + place * (PAGE * KJ) + t[:, None] * KJ + kj[None, :])
+            vw = tl.load(v_words + place * (PAGE * VJ) + vj[:, None] * PAGE + t[None, :])
+            kh, vh = kw, vw
+            if K_BITS == 3:
+                kh = tl.load(k_high + place * (PAGE * KJ) + t[:, None] * KJ + kj[None, :])
+            if V_BITS == 3:
+                vh = tl.load(v_high + place * (PAGE * VJ) + vj[:, None] * PAGE + t[None, :])
+            vn = v_numbers + place * (V_GROUPS * PAGE) + t
 
-        k0, k1, k2, k3, k4, k5, k6, k7 = _planes(kw, kh, K_BITS, K_PLANES, ASM)
-        s = tl.zeros([T, N], tl.float32)
-        m, u, w = tl.load(kn), tl.load(sums + n), tl.load(shifts + n)
-        s, part = _score(s, q0, k0, 0, m, w, u, KE, s)
-        if KE == 1:
-            m = tl.load(kn + 1 // KE * T)
-            u, w = tl.load(sums + 1 // KE * N + n), tl.load(shifts + 1 // KE * N + n)
-        s, part = _score(s, q1, k1, 1, m, w, u, KE, part)
-        if KE <= 2:
-            m = tl.load(kn + 2 // KE * T)
-            u, w = tl.load(sums + 2 // KE * N + n), tl.load(shifts + 2 // KE * N + n)
-        s, part = _score(s, q2, k2, 2, m, w, u, KE, part)
-        if KE == 1:
-            m = tl.load(kn + 3 // KE * T)
-            u, w = tl.load(sums + 3 // KE * N + n), tl.load(shifts + 3 // KE * N + n)
-        s, part = _score(s, q3, k3, 3, m, w, u, KE, part)
-        if K_PLANES == 8:
-            if KE <= 4:
-                m = tl.load(kn + 4 // KE * T)
-                u, w = tl.load(sums + 4 // KE * N + n), tl.load(shifts + 4 // KE * N + n)
-            s, part = _score(s, q4, k4, 4, m, w, u, KE, part)
-            if KE == 1:
-                m = tl.load(kn + 5 // KE * T)
-                u, w = tl.load(sums + 5 // KE * N + n), tl.load(shifts + 5 // KE * N + n)
-            s, part = _score(s, q5, k5, 5, m, w, u, KE, part)
-            if KE <= 2:
-                m = tl.load(kn + 6 // KE * T)
-                u, w = tl.load(sums + 6 // KE * N + n), tl.load(shifts + 6 // KE * N + n)
-            s, part = _score(s, q6, k6, 6, m, w, u, KE, part)
-            if KE == 1:
-                m = tl.load(kn + 7 // KE * T)
-                u, w = tl.load(sums + 7 // KE * N + n), tl.load(shifts + 7 // KE * N + n)
-            s, part = _score(s, q7, k7, 7, m, w, u, KE, part)
-        if MASKED:
-            seen = tl.load(mask + page * T + t) != 0
-            s = tl.where(seen[:, None], s, -1e30)
+            k0, k1, k2, k3, k4, k5, k6, k7 = planes(kw, kh, K_BITS, K_PLANES, ASM)
+            if CHANNEL:
+                if turn * T % CHANNEL == 0:
+                    kn = k_numbers + (place * (PAGE // CHANNEL) + turn * T // CHANNEL) * R
+                    f0, f1, f2, f3, f4, f5, f6, f7, largest, shift, extra = _fold_all(
+                        q0, q1, q2, q3, q4, q5, q6, q7, kn, KJ, K_BITS, K_PLANES
+                    )
+                    scaled, extra = factor * largest, factor * extra
+                s = tl.dot(k0, f0, tl.zeros([T, N], tl.float32) - shift[None, :])
+                s = tl.dot(k1, f1, s)
+                s = tl.dot(k2, f2, s)
+                s = tl.dot(k3, f3, s)
+                if K_PLANES == 8:
+                    s = tl.dot(k4, f4, s)
+                    s = tl.dot(k5, f5, s)
+                    s = tl.dot(k6, f6, s)
+                    s = tl.dot(k7, f7, s)
+            else:
+                kn = k_numbers + place * (K_GROUPS * PAGE) + t
+                scaled, extra, s = factor, tl.zeros([N], tl.float32), tl.zeros([T, N], tl.float32)
+                m, u, w = tl.load(kn), tl.load(sums + n), tl.load(shifts + n)
+                s, part = _score(s, q0, k0, 0, m, w, u, KE, s)
+                if KE == 1:
+                    m = tl.load(kn + 1 // KE * PAGE)
+                    u, w = tl.load(sums + 1 // KE * N + n), tl.load(shifts + 1 // KE * N + n)
+                s, part = _score(s, q1, k1, 1, m, w, u, KE, part)
+                if KE <= 2:
+                    m = tl.load(kn + 2 // KE * PAGE)
+                    u, w = tl.load(sums + 2 // KE * N + n), tl.load(shifts + 2 // KE * N + n)
+                s, part = _score(s, q2, k2, 2, m, w, u, KE, part)
+                if KE == 1:
+                    m = tl.load(kn + 3 // KE * PAGE)
+                    u, w = tl.load(sums + 3 // KE * N + n), tl.load(shifts + 3 // KE * N + n)
+                s, part = _score(s, q3, k3, 3, m, w, u, KE, part)
+                if K_PLANES == 8:
+                    if KE <= 4:
+                        m = tl.load(kn + 4 // KE * PAGE)
+                        u, w = tl.load(sums + 4 // KE * N + n), tl.load(shifts + 4 // KE * N + n)
+                    s, part = _score(s, q4, k4, 4, m, w, u, KE, part)
+                    if KE == 1:
+                        m = tl.load(kn + 5 // KE * PAGE)
+                        u, w = tl.load(sums + 5 // KE * N + n), tl.load(shifts + 5 // KE * N + n)
+                    s, part = _score(s, q5, k5, 5, m, w, u, KE, part)
+                    if KE <= 2:
+                        m = tl.load(kn + 6 // KE * PAGE)
+                        u, w = tl.load(sums + 6 // KE * N + n), tl.load(shifts + 6 // KE * N + n)
+                    s, part = _score(s, q6, k6, 6, m, w, u, KE, part)
+                    if KE == 1:
+                        m = tl.load(kn + 7 // KE * PAGE)
+                        u, w = tl.load(sums + 7 // KE * N + n), tl.load(shifts + 7 // KE * N + n)
+                    s, part = _score(s, q7, k7, 7, m, w, u, KE, part)
+            if MASKED:
+                seen = tl.load(mask + page * PAGE + t) != 0
+                s = tl.where(seen[:, None], s, -1e30)
 
-        higher = tl.maximum(top, tl.max(s, 0) * factor)
-        p = tl.exp2(s * factor[None, :] - higher[None, :])
-        decay = tl.exp2(top - higher)
-        top = higher
-        total = total * decay + tl.sum(p, 0)
-        v0, v1, v2, v3, v4, v5, v6, v7 = _planes(vw, vh, V_BITS, V_PLANES, ASM)
-        w, t0, b0 = _weigh(p, tl.load(vn), t0, b0, ones, decay)
-        o0 = tl.dot(v0, w, o0 * decay[None, :])
-        if VE == 1:
-            w, t1, b1 = _weigh(p, tl.load(vn + 1 // VE * T), t1, b1, ones, decay)
-        o1 = tl.dot(v1, w, o1 * decay[None, :])
-        if VE <= 2:
-            w, t2, b2 = _weigh(p, tl.load(vn + 2 // VE * T), t2, b2, ones, decay)
-        o2 = tl.dot(v2, w, o2 * decay[None, :])
-        if VE == 1:
-            w, t3, b3 = _weigh(p, tl.load(vn + 3 // VE * T), t3, b3, ones, decay)
-        o3 = tl.dot(v3, w, o3 * decay[None, :])
-        if V_PLANES == 8:
-            if VE <= 4:
-                w, t4, b4 = _weigh(p, tl.load(vn + 4 // VE * T), t4, b4, ones, decay)
-            o4 = tl.dot(v4, w, o4 * decay[None, :])
+            higher = tl.maximum(top, tl.max(s, 0) * scaled + extra)
+            p = tl.exp2(s * scaled[None, :] + (extra - higher)[None, :])
+            decay = tl.exp2(top - higher)
+            top = higher
+            total = total * decay + tl.sum(p, 0)
+            v0, v1, v2, v3, v4, v5, v6, v7 = planes(vw, vh, V_BITS, V_PLANES, ASM)
+            w, t0, b0 = _weigh(p, tl.load(vn), t0, b0, ones, decay)
+            o0 = tl.dot(v0, w, o0 * decay[None, :])
             if VE == 1:
-                w, t5, b5 = _weigh(p, tl.load(vn + 5 // VE * T), t5, b5, ones, decay)
-            o5 = tl.dot(v5, w, o5 * decay[None, :])
+                w, t1, b1 = _weigh(p, tl.load(vn + 1 // VE * PAGE), t1, b1, ones, decay)
+            o1 = tl.dot(v1, w, o1 * decay[None, :])
             if VE <= 2:
-                w, t6, b6 = _weigh(p, tl.load(vn + 6 // VE * T), t6, b6, ones, decay)
-            o6 = tl.dot(v6, w, o6 * decay[None, :])
+                w, t2, b2 = _weigh(p, tl.load(vn + 2 // VE * PAGE), t2, b2, ones, decay)
+            o2 = tl.dot(v2, w, o2 * decay[None, :])
             if VE == 1:
-                w, t7, b7 = _weigh(p, tl.load(vn + 7 // VE * T), t7, b7, ones, decay)
-            o7 = tl.dot(v7, w, o7 * decay[None, :])
+                w, t3, b3 = _weigh(p, tl.load(vn + 3 // VE * PAGE), t3, b3, ones, decay)
+            o3 = tl.dot(v3, w, o3 * decay[None, :])
+            if V_PLANES == 8:
+                if VE <= 4:
+                    w, t4, b4 = _weigh(p, tl.load(vn + 4 // VE * PAGE), t4, b4, ones, decay)
+                o4 = tl.dot(v4, w, o4 * decay[None, :])
+                if VE == 1:
+                    w, t5, b5 = _weigh(p, tl.load(vn + 5 // VE * PAGE), t5, b5, ones, decay)
+                o5 = tl.dot(v5, w, o5 * decay[None, :])
+                if VE <= 2:
+                    w, t6, b6 = _weigh(p, tl.load(vn + 6 // VE * PAGE), t6, b6, ones, decay)
+                o6 = tl.dot(v6, w, o6 * decay[None, :])
+                if VE == 1:
+                    w, t7, b7 = _weigh(p, tl.load(vn + 7 // VE * PAGE), t7, b7, ones, decay)
+                o7 = tl.dot(v7, w, o7 * decay[None, :])
 
     # A plane's sums are those of the first plane of its group.
     if VE >= 2:

@@ -51,16 +51,44 @@ def _half(x, LIMIT: tl.constexpr):
     return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(tl.float16)
 
 
+@triton.jit
+def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """Codes of y [a, b, c], which share scales along `axis`; the scales in packed pairs."""
+    top: tl.constexpr = 2**BITS - 1
+    middle: tl.constexpr = 2 ** (BITS - 1)
+    if SYMMETRIC:
+        largest = tl.max(tl.abs(y), axis)
+        scale = _half(tl.div_rn(largest, tl.zeros_like(largest) + (middle - 1)), HALF_MAX / middle)
+        bias = (scale.to(tl.float32) * -middle).to(tl.float16)
+        low: tl.constexpr = 1
+    else:
+        bias = _half(tl.min(y, axis), HALF_MAX)
+        width = tl.max(y, axis) - bias.to(tl.float32)
+        scale = _half(tl.div_rn(width, tl.zeros_like(width) + top), HALF_MAX)
+        low: tl.constexpr = 0
+    step = scale.to(tl.float32)
+    # One division per group: a code at a boundary may fall to the other side of what IEEE says.
+    inverse = tl.div_rn(tl.zeros_like(step) + 1.0, tl.where(step > 0, step, 1.0))
+    code = (y - tl.expand_dims(bias.to(tl.float32), axis)) * tl.expand_dims(inverse, axis)
+    code = tl.minimum(tl.maximum(code, low), top) + ROUNDS
+    code = code.to(tl.int32, bitcast=True) & top
+    if SYMMETRIC:
+        code = tl.where(tl.expand_dims(step, axis) > 0, code, middle)
+    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return code, pair | (bias.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
 @triton.jit(do_not_specialize=["pages"])
 def seal_kernel(
     x, down, words, high, numbers, places,  # places: [B, pages] int64, in the pool
     x_row, x_head, down_head, pages,
     D: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, PLANES: tl.constexpr, GROUPS: tl.constexpr,
-    SYMMETRIC: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr,
+    CHANNEL: tl.constexpr, SYMMETRIC: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr,
     TURNED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens / T, G, B). x: [B, G, tokens, D]; row and head: its strides."""
+    """Grid (tokens / T, G, B). x: [B, G, tokens, D]; row and head: its strides. CHANNEL: tokens that
+    share a scale per channel, 0: scales are per token."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     J: tl.constexpr = R // PLANES
     t, r, j = tl.arange(0, T), tl.arange(0, R), tl.arange(0, J)
@@ -73,27 +101,12 @@ def seal_kernel(
         y = tl.load(source + t[:, None] * D + r[None, :]).to(tl.float32)
     if RANK > 1:
         y = _clipped(y, RANK)
-    y = tl.reshape(y, [T, GROUPS, R // GROUPS])
-    top: tl.constexpr = 2**BITS - 1
-    middle: tl.constexpr = 2 ** (BITS - 1)
-    if SYMMETRIC:
-        largest = tl.max(tl.abs(y), 2)
-        scale = _half(tl.div_rn(largest, tl.zeros_like(largest) + (middle - 1)), HALF_MAX / middle)
-        bias = (scale.to(tl.float32) * -middle).to(tl.float16)
-        low: tl.constexpr = 1
+    if CHANNEL:  # [runs of tokens, tokens, R]
+        y = tl.reshape(y, [T // CHANNEL, CHANNEL, R])
+        code, pair = _coded(y, 1, BITS, SYMMETRIC)
     else:
-        bias = _half(tl.min(y, 2), HALF_MAX)
-        width = tl.max(y, 2) - bias.to(tl.float32)
-        scale = _half(tl.div_rn(width, tl.zeros_like(width) + top), HALF_MAX)
-        low: tl.constexpr = 0
-    step = scale.to(tl.float32)
-    # One division per group: a code at a boundary may fall to the other side of what IEEE says.
-    inverse = tl.div_rn(tl.zeros_like(step) + 1.0, tl.where(step > 0, step, 1.0))
-    code = (y - bias.to(tl.float32)[:, :, None]) * inverse[:, :, None]
-    code = tl.minimum(tl.maximum(code, low), top) + ROUNDS
-    code = code.to(tl.int32, bitcast=True) & top
-    if SYMMETRIC:
-        code = tl.where(step[:, :, None] > 0, code, middle)
+        y = tl.reshape(y, [T, GROUPS, R // GROUPS])
+        code, pair = _coded(y, 2, BITS, SYMMETRIC)
     code = tl.reshape(code, [T, PLANES, J])
 
     place = tl.load(places + b * pages + (first + t) // PAGE) * tl.num_programs(1) + g  # [T]
@@ -108,9 +121,12 @@ def seal_kernel(
         _store(high + at, tl.sum((code >> 2) << plane, 1))
     else:
         _store(words + at, tl.sum(code << (plane * BITS), 1))
-    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    pair = pair | (bias.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    at = (place * (GROUPS * PAGE) + inside)[:, None] + group[None, :] * PAGE
+    if CHANNEL:
+        run = first + tl.arange(0, T // CHANNEL) * CHANNEL
+        place = tl.load(places + b * pages + run // PAGE) * tl.num_programs(1) + g
+        at = ((place * GROUPS + run % PAGE // CHANNEL) * R)[:, None] + r[None, :]
+    else:
+        at = (place * (GROUPS * PAGE) + inside)[:, None] + group[None, :] * PAGE
     tl.store(numbers + at, pair)
 
 

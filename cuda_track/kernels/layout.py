@@ -7,7 +7,8 @@ runs of J dims, nothing is shuffled, and a scale belongs to whole planes.
 
     keys    words [P, G, T, J]        a token's words together
     values  words [P, G, J, T]        a word's tokens together
-    both    numbers int32 [P, G, groups, T]: scale in the low half, bias in the high half, float16
+    both    numbers int32 [P, G, groups, T]: scale in the low half, bias in the high half, float16;
+            [P, G, rows, R] for keys with a scale per channel, T / rows tokens sharing it
     3 bits  two sets of words: the low 2 bits, and the high bit
 
 P pages of the pool, T tokens of a page, G kv heads. Words are int8, int16 or int32. Files never see
@@ -29,6 +30,7 @@ from mlxkv.config import Affine
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
 DIMS = (64, 128, 256)
+TURN = 64  # tokens that a program of one warp holds in registers
 WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 
@@ -43,11 +45,22 @@ class SideLayout:
 
     @property
     def group(self) -> int:
+        """Values that share a scale: dims of a token, or tokens of a page."""
         return self.spec.group_size(self.dims, self.page)
 
     @property
+    def channel(self) -> bool:
+        return self.spec.axis == "channel"
+
+    @property
     def groups(self) -> int:
-        return self.dims // self.group
+        """Scales of a token, or of a channel of a page."""
+        return (self.page if self.channel else self.dims) // self.group
+
+    @property
+    def turn(self) -> int:
+        """Tokens that a program reads at a time at most."""
+        return min(TURN, self.group if self.channel else self.page)
 
     @property
     def planes(self) -> int:
@@ -75,17 +88,22 @@ class SideLayout:
             name: ((heads, *words), self.dtype(bits))
             for name, (_, bits) in zip(("words", "high"), self.fields, strict=False)
         }
-        return out | {"numbers": ((heads, self.groups, self.page), torch.int32)}
+        last = self.dims if self.channel else self.page
+        return out | {"numbers": ((heads, self.groups, last), torch.int32)}
 
 
-def why_not(spec, dims: int, page: int) -> str | None:
+def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
     """Why Triton does not read a side, or None."""
-    if not isinstance(spec, Affine) or spec.axis != "token":
-        return "only affine codes with scales per token have a Triton kernel yet"
+    if not isinstance(spec, Affine):
+        return "only affine codes have a Triton kernel yet"
+    if spec.axis == "channel" and not keys:
+        return "values with scales per channel have no Triton kernel"
     if dims not in DIMS:
         return f"Triton reads heads of {', '.join(map(str, DIMS))} dims; got {dims}"
-    at = SideLayout(spec, dims, page, True)
-    if dims % at.group or at.group % at.words:
+    at = SideLayout(spec, dims, page, keys)
+    if at.channel and at.group & (at.group - 1):
+        return f"groups of {at.group} tokens are no power of two"
+    if not at.channel and (dims % at.group or at.group % at.words):
         return f"groups of {at.group} are no multiple of planes of {at.words} dims"
     if page & (page - 1):
         return f"a page of {page} tokens is no power of two"
@@ -105,8 +123,12 @@ def arrange(stored: Stored, at: SideLayout) -> Stored:
         words = words if at.keys else words.mT
         out[name] = _narrow(words, at.dtype(bits)).swapaxes(1, 2).contiguous()
     numbers = torch.stack([stored["scale"], bias_of(at.spec, stored)], -1).contiguous()
-    numbers = numbers.view(torch.int32).view(batch, heads, -1, at.page, at.groups)
-    return out | {"numbers": numbers.permute(0, 2, 1, 4, 3).contiguous()}
+    numbers = numbers.view(torch.int32)
+    if at.channel:
+        numbers = numbers.view(batch, heads, -1, at.groups, at.dims).swapaxes(1, 2)
+    else:
+        numbers = numbers.view(batch, heads, -1, at.page, at.groups).permute(0, 2, 1, 4, 3)
+    return out | {"numbers": numbers.contiguous()}
 
 
 def restore(pool: Stored, at: SideLayout) -> Stored:
@@ -119,7 +141,8 @@ def restore(pool: Stored, at: SideLayout) -> Stored:
         codes = codes | ((words[..., None, :] >> shifts) & ((1 << bits) - 1)) << low
     batch, heads = codes.shape[:2]
     codes = codes.reshape(batch, heads, -1, at.dims)
-    numbers = pool["numbers"].permute(0, 2, 1, 4, 3).reshape(batch, heads, -1, at.groups)
+    numbers = pool["numbers"].swapaxes(1, 2)
+    numbers = (numbers if at.channel else numbers.mT).flatten(2, 3)
     scale, bias = numbers.flatten().view(torch.float16).view(*numbers.shape, 2).unbind(-1)
     stored = {"codes": packing.pack(codes, at.spec.bits), "scale": scale.contiguous()}
     return stored if at.spec.symmetric else stored | {"bias": bias.contiguous()}

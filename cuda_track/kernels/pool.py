@@ -64,7 +64,7 @@ class Pool:
             self.holders[place] += 1
 
     def release(self, places: list[int]) -> None:
-        for place in places:
+        for place in reversed(places):  # the lowest are taken first
             self.holders[place] -= 1
             if not self.holders[place]:
                 self._free.append(place)
@@ -130,6 +130,12 @@ class Paged:
     def count(self) -> int:
         return max(map(len, self.rows), default=0)
 
+    def make_room(self, pair, count: int) -> None:
+        """Room in the pool for `count` pages of each row of keys and values [B, G, T, D]."""
+        batch, heads, _, _ = pair[0].shape
+        shapes = tuple(at.shapes(heads) for at in self.layouts)
+        self.pool.release(self.pool.reserve(batch * count, shapes, pair[0].device))
+
     def append(self, pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         stop = start + count * self.config.page
@@ -154,9 +160,15 @@ class Paged:
     def _hand_out(self, places: list[int], batch: int, count: int) -> None:
         """Places of new pages, row by row."""
         self.rows = self.rows or [[] for _ in range(batch)]
+        even = len(set(map(len, self.rows))) == 1
         for i, row in enumerate(self.rows):
             row += places[i * count : (i + 1) * count]
-        self._table = None
+        if self._table is not None and even:  # long tables are not made anew for one page
+            table, counts = self._table
+            new = torch.tensor(places, dtype=torch.int32, device=table.device).view(batch, count)
+            self._table = torch.cat([table, new], 1), counts + count
+        else:
+            self._table = None
 
     def read(self, start: int, stop: int) -> PoolPages:
         """A snapshot of pages start .. stop - 1."""
@@ -214,7 +226,7 @@ class Paged:
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of any store."""
-        state = as_codes(state, self.config, self.codecs)
+        state = as_codes(state, self.codecs)
         self.truncate(0)
         self.rows = []
         self._take(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cuda_track.kernels.decode import OFFSET, gain_bits
+from cuda_track.kernels.codes import OFFSET, gain_bits
 
 
 @triton.jit(do_not_specialize=["rows"])

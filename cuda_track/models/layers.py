@@ -66,6 +66,50 @@ class CompressedLayer(CacheLayerMixin):
     prefetch = offload
 
 
+class StaticLayer(CacheLayerMixin):
+    """One layer in full precision in room that is made once: what benchmarks compare with. `update`
+    returns a view, as that of `CompressedLayer`."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, room: int):
+        super().__init__()
+        self.room, self.offset = room, 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, heads, _, dims = key_states.shape
+        self.keys, self.values = (
+            x.new_zeros(batch, heads, self.room, dims) for x in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[View, View]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self.offset = self.offset, self.offset + key_states.shape[2]
+        self.keys[:, :, start : self.offset] = key_states
+        self.values[:, :, start : self.offset] = value_states
+        view = View((self.keys[:, :, : self.offset], self.values[:, :, : self.offset]))
+        return view, view
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(tokens, offset) of the mask for `query_length` new tokens."""
+        return self.offset + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.offset
+
+    def get_max_length(self) -> int:
+        return self.room
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -tokens_to_remove tokens, as transformers counts them."""
+        self.offset += tokens_to_remove
+
+
 class CompressedCache(Cache):
     """A model's cache: layers of ours, and transformers' own for the rest (sliding windows)."""
 

@@ -7,6 +7,7 @@ ours unless it is given one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from cuda_track import calibrated, stores
 from cuda_track.attention import attend
@@ -70,26 +71,54 @@ def attend_or_pass(
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' contract: query [B, H, L, D] -> ([B, L, H, D], None)."""
     if not isinstance(key, View):
-        if s_aux is None:
+        # No mask: the newest of these tokens are causal (`mask`). SDPA would count from the oldest.
+        later = attention_mask is None and 1 < query.shape[2] < key.shape[2]
+        later = (
+            later and kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
+        )
+        if s_aux is None and not later:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **kwargs
             )
-        key = View((key, value))  # a sliding layer with attention sinks: SDPA has none
+        key = View((key, value))  # which knows both, and attention sinks
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise UserError(
                 f"[attach] this model's attention has a {name}; choose --kv fp16 for it"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = attention_mask
-    if mask is None and query.shape[2] > 1:
-        mask = "causal"
-    out = attend(query, key, scale, mask, s_aux)
+    if attention_mask is None and query.shape[2] > 1:
+        attention_mask = "causal"
+    out = attend(query, key, scale, attention_mask, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor | None:
+    """The mask function of transformers' contract: none for the newest of all tokens without padding,
+    which `attend` knows how to mask. A matrix of them would keep SDPA from flash attention."""
+    # Static caches count in tensors, which nobody should wait for.
+    newest = kv_offset == 0 and isinstance(q_offset, int) and q_offset + q_length == kv_length
+    if mask_function is causal_mask_function and newest:
+        padded = attention_mask is not None and not attention_mask[:, :kv_length].all()
+        if not padded:
+            return None
+    return sdpa_mask(
+        *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask),
+        **kwargs,
+    )
+
+
 AttentionInterface.register(NAME, attend_or_pass)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, mask)
 
 
 def attach(

@@ -115,6 +115,32 @@ def stored_of(codes: list[torch.Tensor], radii: torch.Tensor) -> dict[str, torch
     return {"first": first, "upper": upper, "radii": radii}
 
 
+def split(stored: dict[str, torch.Tensor], dims: int, page: int) -> torch.Tensor:
+    """What is stored -> codes of 3 bits [B, G, T, R], as records hold them.
+
+    The two low bits of dims 2 i and 2 i + 1 are the angle of level 1. High bits of dims 8 i .. 8 i + 7:
+    the angles of level 3 and of level 4 (which the two halves of 16 dims both have), then both of
+    level 2, two bits each.
+    """
+    one, two, three, four = codes_of(stored, dims, page)
+    low = torch.stack([one & 3, one >> 2], -1).flatten(-2)
+    two = two.unflatten(-1, (-1, 2))
+    angles = [three, four.repeat_interleave(2, -1), two[..., 0], two[..., 1]]
+    angles = torch.stack(angles, -1)
+    high = torch.stack([angles & 1, angles >> 1], -1).reshape(low.shape)
+    return (low + (high << 2)).flatten(2, 3)
+
+
+def join(codes: torch.Tensor, radii: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inverse of `split`, with the radii [B, G, T, R/16]."""
+    low = (codes & 3).unflatten(-1, (-1, 2))
+    high = (codes >> 2).unflatten(-1, (-1, 4, 2))
+    angles = high[..., 0] + 2 * high[..., 1]
+    one = low[..., 0] + 4 * low[..., 1]
+    two = angles[..., 2:].flatten(-2)
+    return stored_of([one, two, angles[..., 0], angles[..., ::2, 1]], radii)
+
+
 def _page_books(books: torch.Tensor) -> Books:
     """[B, G, pages, 28] float16 -> those of the levels, [B, G, pages, 1, 1, n] float32."""
     return [book[..., None, None, :] for book in books.float().split(SIZES, -1)]

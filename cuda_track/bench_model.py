@@ -1,0 +1,308 @@
+"""`python -m cuda_track.bench --model-shape NAME`: a whole model of random weights, decoding behind a
+long context, on caches of every kind beside a static one in full precision.
+
+Measured for a batch of 1 and for the largest that fits:
+
+    prefill  seconds of the whole context, in chunks, the second time (batch 1; larger ones get random
+             keys and values)
+    loop     ms of a token of a Python loop that feeds each token to the next call: what a user of
+             transformers sees, mostly launches where the batch is small
+    step     ms of one token as a CUDA graph, the windows half full, and the share of a token in the
+             sealing of pages, which is timed apart
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cuda_track import cli
+from cuda_track.models.layers import CompressedCache, CompressedLayer
+from cuda_track.models.shaped import SHAPES, ModelShape, build, new_cache
+from cuda_track.stores import store
+from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.errors import UserError
+
+STATIC = "bf16"
+CHUNK = 8192  # tokens of prefill at once
+FILL = 1 << 27  # values that are made at once for larger batches
+SPARE = 4 << 30  # bytes that a step needs beside weights and cache
+REPLAYS = 20
+MARGIN = 256  # tokens behind the context
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+# For estimates alone: a step and a prefill at a part of what an H200 can.
+BYTES, FLOPS, LAUNCHES, START = 2.5e12, 3.5e14, 0.035, 15.0
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """A line of the table. *_ms: of one token of each row of the batch. gigabytes: of the cache, and
+    the most that was allocated; backend: torch's, of the baseline."""
+
+    model: str
+    kv: str
+    context: int
+    batch: int
+    prefill_s: float
+    loop_ms: float
+    step_ms: float
+    seal_ms: float
+    tokens_per_s: float
+    cache_gigabytes: float
+    peak_gigabytes: float
+    estimated_s: float
+    took_s: float
+    backend: str = ""
+
+
+def config_of(kv: str) -> CacheConfig:
+    return parse_kv("fp16" if kv == STATIC else kv)
+
+
+def row_bytes(shape: ModelShape, config: CacheConfig, context: int) -> float:
+    """Of the cache of one row of a batch."""
+    bits = config.bits_per_value(shape.dims, shape.dims)
+    a_token = 2 * shape.layers * shape.kv_heads * shape.dims / 8  # per bit
+    window = config.window if config.compresses else 0
+    return a_token * (bits * (context + MARGIN) + 16 * window)
+
+
+def estimate(
+    shape: ModelShape, config: CacheConfig, context: int, batch: int, tokens: int
+) -> float:
+    """Seconds of a case, roughly, on an H200."""
+    read = (2 * shape.weights + batch * row_bytes(shape, config, context)) / BYTES
+    attention = 2 * shape.layers * shape.heads * shape.dims * context**2
+    first = 2 * (2 * shape.weights * context + attention) / FLOPS  # one of two compiles
+    if batch > 1:
+        first = 8 * batch * row_bytes(shape, parse_kv("fp16"), context) / BYTES
+    return START + first + tokens * max(read, LAUNCHES) + (REPLAYS + 8) * read
+
+
+def _synchronised(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def step(model, ids: torch.Tensor, cache: CompressedCache) -> torch.Tensor:
+    """ids: [B, L] -> the most likely next tokens, [B, 1]."""
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def prefill(model, cache: CompressedCache, context: int, vocabulary: int) -> float:
+    """Seconds of the first token of a random prompt."""
+    ids = torch.randint(vocabulary, (1, context), device=model.device)
+    start = _synchronised(model.device)
+    for i in range(0, context, CHUNK):
+        step(model, ids[:, i : i + CHUNK], cache)
+    return _synchronised(model.device) - start
+
+
+def fill(cache: CompressedCache, shape: ModelShape, context: int, batch: int, like) -> None:
+    """Random keys and values, the same for all layers."""
+    size = shape.kv_heads * shape.dims
+    chunk = max(1024, min(context, FILL // (batch * size)))
+    pair = [
+        torch.randn(
+            *(batch, shape.kv_heads, chunk, shape.dims), dtype=like.dtype, device=like.device
+        )
+        for _ in "kv"
+    ]
+    for layer in cache.layers:
+        for start in range(0, context, chunk):
+            layer.update(*(x[:, :, : min(chunk, context - start)] for x in pair))
+
+
+def looped(model, cache: CompressedCache, ids: torch.Tensor, tokens: int) -> float:
+    """ms of a token."""
+    ids = step(model, ids, cache)
+    start = _synchronised(model.device)
+    for _ in range(tokens):
+        ids = step(model, ids, cache)
+    return (_synchronised(model.device) - start) * 1e3 / tokens
+
+
+def replayed(model, cache: CompressedCache, ids: torch.Tensor) -> float:
+    """ms of one step as a graph: every replay writes the same token and reads the whole cache."""
+    for layer in cache.layers:
+        if isinstance(layer, CompressedLayer):
+            _half_full(layer)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(model, ids, cache)
+            _crop(cache)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(model, ids, cache)
+    _crop(cache)
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times[2:])
+
+
+def _crop(cache: CompressedCache) -> None:
+    """Without the last token."""
+    for layer in cache.layers:
+        layer.crop(-1)
+
+
+def _half_full(layer: CompressedLayer) -> None:
+    """A window with room for some tokens, and others in it, whatever came before."""
+    cache = layer.cache
+    page = cache.config.page
+    if cache.left < page // 2:
+        cache.trim(page // 2 - cache.left)
+
+
+def sealed(cache: CompressedCache, like: torch.Tensor) -> float:
+    """ms of a token, of sealing a page of every layer, host work included. like: a row of keys."""
+    caches = [layer.cache for layer in cache.layers if isinstance(layer, CompressedLayer)]
+    if not caches:
+        return 0.0
+    page, times = caches[0].config.page, []
+    pair = (torch.randn_like(like.expand(-1, -1, page, -1)),) * 2
+    dims = like.shape[3], like.shape[3]
+    made = [store(one.config, dims, like.device, one.rotations) for one in caches]
+    for _ in range(4):
+        start = _synchronised(like.device)
+        for one in made:
+            one.append(pair, 1)
+            one.truncate(0)
+        times.append(_synchronised(like.device) - start)
+    return median(times[1:]) * 1e3 / page
+
+
+def _fastest(measure: Callable[[], float], choose: bool) -> tuple[float, str]:
+    """The baseline is given the faster of torch's backends."""
+    if not choose:
+        return measure(), ""
+    found = []
+    for backend in BACKENDS:
+        try:
+            with sdpa_kernel(backend):
+                found.append((measure(), backend.name.lower()))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            cli.note(f"{backend.name}: {str(error).splitlines()[0]}")
+    if not found:
+        raise UserError("[bench] no backend of torch took this shape; choose another model shape")
+    return min(found)
+
+
+@torch.no_grad()
+def run(
+    model, name: str, shape: ModelShape, kv: str, context: int, batch: int, tokens: int
+) -> ModelRow:
+    """One case. Raises torch.OutOfMemoryError where the batch does not fit."""
+    config, cuda = config_of(kv), model.device.type == "cuda"
+    expected = estimate(shape, config, context, batch, tokens)
+    cli.note(f"{name} {kv} context {context} batch {batch}: about {expected:.0f} s")
+    began = time.perf_counter()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    cache, first = new_cache(model, shape, config, context + MARGIN), 0.0
+    if batch == 1:
+        prefill(model, cache, context, shape.vocabulary)  # the first one compiles kernels
+        cache = new_cache(model, shape, config, context + MARGIN)
+        first = prefill(model, cache, context, shape.vocabulary)
+    else:
+        fill(cache, shape, context, batch, model.lm_head.weight)
+    ids = torch.randint(shape.vocabulary, (batch, 1), device=model.device)
+    choose = cuda and not config.compresses
+    loop, backend = _fastest(lambda: looped(model, cache, ids, tokens), choose)
+    took = loop
+    if cuda:
+        took, backend = _fastest(lambda: replayed(model, cache, ids), choose)
+    weight = model.lm_head.weight
+    seal = sealed(cache, weight.new_empty(batch, shape.kv_heads, 1, shape.dims))
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    return ModelRow(
+        *(name, kv, context, batch, first, loop, took, seal, batch * 1e3 / (took + seal)),
+        *(cache.nbytes / 1e9, peak / 1e9, expected, time.perf_counter() - began, backend),
+    )
+
+
+def largest(shape: ModelShape, config: CacheConfig, context: int, free: int, most: int) -> int:
+    """Rows of a batch whose caches fit in `free` bytes."""
+    return max(1, min(most, int((free - SPARE) / row_bytes(shape, config, context))))
+
+
+def rows(
+    name: str,
+    context: int,
+    kinds: list[str],
+    dtype: torch.dtype,
+    tokens: int = 64,
+    most: int = 256,
+    device: str = "cuda",
+) -> Iterator[ModelRow]:
+    """Each kind of cache, for a batch of 1 and the largest that fits. tokens: of the loop."""
+    shape = SHAPES[name]
+    model = build(shape, context + MARGIN, dtype, device)
+    for kv in kinds:
+        yield run(model, name, shape, kv, context, 1, tokens)
+        batch = most
+        if model.device.type == "cuda":
+            batch = largest(shape, config_of(kv), context, torch.cuda.mem_get_info()[0], most)
+        while batch > 1:
+            try:
+                yield run(model, name, shape, kv, context, batch, tokens)
+                break
+            except torch.OutOfMemoryError:
+                cli.note(f"{kv}: a batch of {batch} does not fit")
+            torch.cuda.empty_cache()  # behind the handler, which holds the tensors of its frames
+            batch = batch * 9 // 10
+
+
+def plan(name: str, context: int, kinds: list[str], tokens: int = 64, free: float = 130e9) -> str:
+    """What `rows` would take on a GPU with `free` bytes beside the weights, without one."""
+    shape, lines = SHAPES[name], [f"{'kv':<24} {'batch':>6} {'cache GB':>9} {'about s':>8}"]
+    for kv in kinds:
+        config = config_of(kv)
+        for batch in (1, largest(shape, config, context, int(free), 256)):
+            size = batch * row_bytes(shape, config, context) / 1e9
+            seconds = estimate(shape, config, context, batch, tokens)
+            lines.append(f"{kv:<24} {batch:>6} {size:9.1f} {seconds:8.0f}")
+    return "\n".join(lines)
+
+
+def table(found: list[ModelRow]) -> str:
+    lines = [
+        f"{'model':<10} {'kv':<22} {'context':>8} {'batch':>6} {'prefill s':>9} {'loop ms':>8} "
+        f"{'step ms':>8} {'seal ms':>8} {'tokens/s':>9} {'cache GB':>9} {'peak GB':>8}"
+    ]
+    for r in found:
+        lines.append(
+            f"{r.model:<10} {r.kv:<22} {r.context:>8} {r.batch:>6} {r.prefill_s:9.2f} "
+            f"{r.loop_ms:8.2f} {r.step_ms:8.2f} {r.seal_ms:8.3f} {r.tokens_per_s:9.1f} "
+            f"{r.cache_gigabytes:9.2f} {r.peak_gigabytes:8.1f}  {r.backend}"
+        )
+    return "\n".join(lines)
+
+
+def count(text: str) -> int:
+    """ "100k" -> 102400. Raises UserError."""
+    try:
+        value = int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise UserError(f"[--context] a number of tokens, or thousands; got {text!r}; choose 100k")
+    return value

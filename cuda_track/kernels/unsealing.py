@@ -1,0 +1,50 @@
+"""Pages of a pool -> plain numbers in the stored domain, in Triton, for prefill."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cuda_track.kernels.codes import halves
+
+
+@triton.jit(do_not_specialize=["most", "start"])
+def unseal_kernel(
+    words, high, numbers, table, pages, out,  # of one side; [B, most], [B]; [B, G, tokens, R]
+    most, start, out_row, out_head,
+    R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+    PLANES: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Grid (most * PAGE / T, G, B): T tokens of a page, to `start` and behind it. CHANNEL: tokens of
+    a page that share scales per channel, 0: scales are per token."""
+    block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    page = block // (PAGE // T)
+    if page < tl.load(pages + b):
+        J: tl.constexpr = R // PLANES
+        t, r, j = block % (PAGE // T) * T + tl.arange(0, T), tl.arange(0, R), tl.arange(0, J)
+        place = tl.load(table + b * most + page).to(tl.int64) * tl.num_programs(1) + g
+        if KEYS:
+            at = place * (PAGE * J) + t[:, None] * J + j[None, :]
+        else:
+            at = place * (PAGE * J) + t[:, None] + j[None, :] * PAGE
+        plane = tl.arange(0, PLANES)[None, :, None]
+        word = tl.load(words + at).to(tl.int32)[:, None, :]
+        if BITS == 3:
+            above = tl.load(high + at).to(tl.int32)[:, None, :]
+            code = (word >> (plane * 2) & 3) | (above >> plane & 1) << 2
+        else:
+            code = word >> (plane * BITS) & ((1 << BITS) - 1)
+        x = code.to(tl.float32)
+        if CHANNEL:
+            row = place * (PAGE // CHANNEL) + block % (PAGE // T) * T // CHANNEL
+            scale, bias = halves(tl.load(numbers + row * R + r))
+            x = tl.reshape(x, [T, R]) * scale[None, :] + bias[None, :]
+        else:
+            group = tl.arange(0, GROUPS)
+            pairs = tl.load(numbers + (place * GROUPS + group[None, :]) * PAGE + t[:, None])
+            scale, bias = halves(pairs)
+            x = tl.reshape(x, [T, GROUPS, R // GROUPS]) * scale[:, :, None] + bias[:, :, None]
+            x = tl.reshape(x, [T, R])
+        tokens = start + block.to(tl.int64) * T + tl.arange(0, T)
+        at = b.to(tl.int64) * out_row + g.to(tl.int64) * out_head + tokens[:, None] * R + r[None, :]
+        tl.store(out + at, x.to(out.dtype.element_ty))

@@ -1,0 +1,82 @@
+"""Models of transformers in the shapes of published ones, with random weights: for benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from cuda_track.cache import CompressedKVCache
+from cuda_track.calibrated import Rotations
+from cuda_track.models.layers import CompressedCache, StaticLayer, filled
+from cuda_track.models.seam import NAME
+from cuda_track.transform import of
+from mlxkv.config import CacheConfig
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """kind: of model, as transformers calls it. hidden, mlp: widths. heads, kv_heads: of attention,
+    each of `dims`."""
+
+    kind: str
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    dims: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def weights(self) -> int:
+        """Of all matrices that a token is multiplied with."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.dims
+        layer = attention + 3 * self.hidden * self.mlp
+        return self.layers * layer + self.hidden * self.vocabulary
+
+
+# From the config.json of the published models.
+SHAPES = {
+    "qwen3-4b": ModelShape("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True),
+    "qwen3-8b": ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False),
+}
+
+
+def build(shape: ModelShape, tokens: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A model of this shape for contexts of `tokens`, which runs on caches of `new_cache`."""
+    config = AutoConfig.for_model(
+        shape.kind,
+        **{"num_hidden_layers": shape.layers, "hidden_size": shape.hidden},
+        **{"intermediate_size": shape.mlp, "num_attention_heads": shape.heads},
+        **{"num_key_value_heads": shape.kv_heads, "head_dim": shape.dims},
+        **{"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied},
+        max_position_embeddings=tokens,
+    )
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    return model.eval()
+
+
+def new_cache(
+    model: PreTrainedModel, shape: ModelShape, config: CacheConfig, tokens: int
+) -> CompressedCache:
+    """An empty cache with room for `tokens`: static where nothing is compressed. Transforms of a
+    calibration are random rotations, each kv head its own: as long to compute as true ones."""
+    if not config.compresses:
+        return CompressedCache(layers=[StaticLayer(tokens) for _ in range(shape.layers)])
+    caches = {}
+    for i in range(shape.layers):
+        turns = _rotations(shape).to(model.device) if config.calibrated else None
+        caches[i] = CompressedKVCache(config, turns, expected=tokens)
+    return filled(model, caches)
+
+
+def _rotations(shape: ModelShape) -> Rotations:
+    def turn():
+        down = torch.linalg.qr(torch.randn(shape.kv_heads, shape.dims, shape.dims))[0]
+        return of(down, down.mT)
+
+    return Rotations(turn(), turn())
