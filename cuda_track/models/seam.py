@@ -133,6 +133,11 @@ def attach(
     """
     detach(model)
     config, label = (parse_kv(kv), kv) if isinstance(kv, str) else (kv, "custom")
+    if config.low or config.keep < 1:
+        raise UserError(
+            f"[attach] low rank and token selection are not built here yet; got {label}; choose int4, "
+            "int3, int2 or another preset without them"
+        )
     shapes, plain = layers_of(model.config.to_dict()), plain_layers(model)
     if len(shapes) != len(plain):
         raise UserError(
