@@ -19,7 +19,8 @@ from mlxkv.fit import machine_memory
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingface-hub")
 OUTPUTS = ("attend", "keys", "values")
-KERNEL_PRESETS, KERNEL_DIMS = ("int8", "int4", "int3", "int2", "oscar-int2"), (64, 128, 256)
+KERNEL_PRESETS = ("int8", "int4", "srft-int4+g64", "int3", "int2", "oscar-int2")
+KERNEL_DIMS = (64, 128, 256)
 METHOD_PRESETS, METHOD_DIMS = (  # the other methods, at one head dim: building takes its time
     ("turbo-int3", "turbo-int3+qjl", "polar-tree+online", "kivi-int2", "kvarn-int4", "polar")
     + ("static-0.75+int4", "oja-0.75+int4"),  # the second: two bases in one pass

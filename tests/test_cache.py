@@ -116,7 +116,9 @@ def test_a_window_larger_than_the_text_is_bit_equal_to_the_plain_cache():
 
 def test_sealed_tokens_have_no_full_precision_copy_and_nbytes_is_allocated():
     keys, values = tokens(4000, 128)
-    cache = CompressedKVCache(dataclasses.replace(PRESETS["int4"], sink=16, recent=32, page=32))
+    cache = CompressedKVCache(
+        dataclasses.replace(PRESETS["srft-int4+g64"], sink=16, recent=32, page=32)
+    )
     feed(cache, keys.astype(np.float16), values.astype(np.float16), [4000])
     mx.eval(cache.state)
     mx.clear_cache()

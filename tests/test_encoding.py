@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from on_emulator import make
 
-from mlxkv import encoding
+from mlxkv import encoding, exchange
 from mlxkv.calibrated import sample
 from mlxkv.cli import main
 from mlxkv.errors import UserError
 from mlxkv.metal import launch
 from mlxkv.presets import PRESETS
-from mlxkv.sealed import Codes, Records, _to_codes
+from mlxkv.sealed import Codes, Records
 
 DIMS = 64
 PRODUCTS = (encoding.ROWS, encoding.COLUMNS)
@@ -20,12 +20,12 @@ PRODUCTS = (encoding.ROWS, encoding.COLUMNS)
 @pytest.fixture(scope="module")
 def pair():
     mx.random.seed(3)
-    return tuple(mx.random.normal((2, 2, 128, DIMS)).astype(mx.float16) for _ in range(2))
+    return tuple(mx.random.normal((2, 2, 256, DIMS)).astype(mx.float16) for _ in range(2))
 
 
 def records(preset: str, way: str, pair) -> Records:
     config = PRESETS[preset]
-    turns = sample(2, (DIMS, DIMS)) if config.calibrated else None
+    turns = sample(2, (DIMS, DIMS), config.fitted) if config.calibrated else None
     with encoding.using(way):
         store = Records(config, (DIMS, DIMS), make, rotations=turns)
     store.append(pair, 1)  # what a store was made with stays, wherever it is filled
@@ -34,10 +34,10 @@ def records(preset: str, way: str, pair) -> Records:
 
 
 @pytest.mark.parametrize("way", PRODUCTS)
-@pytest.mark.parametrize("preset", ("int4", "int2", "srft-int4", "naive-int3", "oscar-int2"))
+@pytest.mark.parametrize("preset", ("int4", "int2", "srft-int4+g64", "srft-int4", "oscar-int2"))
 def test_products_write_the_records_of_the_kernel(preset, way, pair):
     ours, theirs = (
-        _to_codes(store.state, store.codecs, store.layout)
+        exchange.to_codes(store.state, store.codecs, store.layout)
         for store in (records(preset, way, pair), records(preset, encoding.KERNEL, pair))
     )
     for side in ("keys", "values"):

@@ -70,6 +70,6 @@ def test_two_bases_in_one_pass_are_on_trial_where_they_will_be_used():
 def test_ties_are_allowed_for_only_behind_a_rotation_that_is_multiplied():
     """A fault as small as what TF32 does: none of it may come from a fast transform."""
     small = broken("mlxkv_seal", "kv_inverse(step) *", "1.001f * kv_inverse(step) *")
-    found = selftest.test(PRESETS["int4"], 64, mx.float16, small)
+    found = selftest.test(PRESETS["srft-int4+g64"], 64, mx.float16, small)
     assert selftest.BOUND < found.errors["seal"] < selftest.SEAL_BOUND
     assert found.reason is not None and found.reason.startswith("seal")
