@@ -45,7 +45,7 @@ LAYERS = [
     {"learn"},
     {"learnable"},
     {"models", "calibrate"},
-    {"adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
+    {"batch", "adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
     {"codec", "pages", "tiles", "exchange", "balancing", "oja"},
     {"kernels"},
     {"headers"},
