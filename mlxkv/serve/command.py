@@ -49,7 +49,7 @@ def serve(
     max_requests: Annotated[
         int, typer.Option("--max-requests", help="Requests under way at once.")
     ] = 64,
-    timeout: Annotated[int, typer.Option("--timeout", help="Seconds for one request.")] = 600,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one request.")] = 600,
     batch: Annotated[int, typer.Option("--batch", help="Replies decoded at once.")] = 32,
     prefill_batch: Annotated[
         int, typer.Option("--prefill-batch", help="Prompts read at once.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Queue
 from threading import Event
+from types import FunctionType, MethodType
 from weakref import WeakSet
 
 import mlx.core as mx
@@ -112,8 +113,7 @@ class Engine(server.ResponseGenerator):
         self.model_provider.load_default = lambda: None
         while not self._stop:
             try:
-                with _batches(self):
-                    super()._generate()
+                _loop(self)()
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
@@ -132,7 +132,7 @@ class Engine(server.ResponseGenerator):
             bound = max(LEAST_MEMORY, spare // 2)
         folder = self.options.disk_folder
         disk = Disk(folder, self.options.disk_bytes, loaded) if folder else None
-        self.memory = Memory(bound, shapes_of(caches))
+        self.memory = Memory(bound, shapes_of(caches), self.cli_args.prefill_step_size)
         self.sessions = Sessions(self.memory, lambda: make_prompt_cache(loaded.model), disk)
         self.prompt_cache = _Watched(self)
 
@@ -197,6 +197,7 @@ class Engine(server.ResponseGenerator):
     def taken_up(self, uid: int) -> None:
         """The batch has given the request that was tokenized last a number."""
         self.tickets[uid], self._ticket = self._ticket, None
+        self.tickets[uid].cache = None  # the batch has it
 
     def left(self, uid: int) -> Ticket | None:
         """A sequence has left the batch."""
@@ -258,41 +259,42 @@ class _Watched:
         return cache, rest
 
 
-@contextmanager
-def _batches(engine: Engine) -> Iterator[None]:
-    """Inside, mlx-lm's loop makes batches that report to `engine`. It has no other way to get at
-    them: they are a variable of that loop."""
-    before = server.BatchGenerator
+class Batches(server.BatchGenerator):
+    """A batch that reports to `engine`."""
 
-    class Batches(before):
-        def insert_segments(self, *args, **kwargs):
-            uids = super().insert_segments(*args, **kwargs)
-            for uid in uids:
-                engine.taken_up(uid)
-                engine.tickets[uid].cache = None
-            return uids
+    def __init__(self, engine: Engine, *args, **kwargs):
+        self.engine = engine
+        super().__init__(*args, **kwargs)
 
-        def next(self):
-            read, written = super().next()
-            for response in written:
-                if response.finish_reason is not None and (ticket := engine.left(response.uid)):
-                    ticket.kv_bytes = sum(c.nbytes for c in response.prompt_cache)
-                    ticket.tokens = len(response.all_tokens)
-            engine.measure(self, any(r.finish_reason for r in written))
-            return read, written
+    def insert_segments(self, *args, **kwargs):
+        uids = super().insert_segments(*args, **kwargs)
+        for uid in uids:
+            self.engine.taken_up(uid)
+        return uids
 
-        def remove(self, uids, *args, **kwargs):
-            found = super().remove(uids, *args, **kwargs)
-            for uid in uids:
-                engine.left(uid)
-            engine.measure(self, now=True)
-            return found
+    def next(self):
+        read, written = super().next()
+        for response in written:
+            if response.finish_reason is not None and (ticket := self.engine.left(response.uid)):
+                ticket.kv_bytes = sum(cache.nbytes for cache in response.prompt_cache)
+                ticket.tokens = len(response.all_tokens)
+        self.engine.measure(self, any(response.finish_reason for response in written))
+        return read, written
 
-    server.BatchGenerator = Batches
-    try:
-        yield
-    finally:
-        server.BatchGenerator = before
+    def remove(self, uids, *args, **kwargs):
+        found = super().remove(uids, *args, **kwargs)
+        for uid in uids:
+            self.engine.left(uid)
+        self.engine.measure(self, now=True)
+        return found
+
+
+def _loop(engine: Engine) -> Callable[[], None]:
+    """mlx-lm's generation loop as it is, but for the class of its batches: they are a variable
+    inside it, and nothing else leads to them."""
+    loop = server.ResponseGenerator._generate
+    names = vars(server) | {"BatchGenerator": partial(Batches, engine)}
+    return MethodType(FunctionType(loop.__code__, names, loop.__name__), engine)
 
 
 def _arguments(options: Options) -> Namespace:

@@ -11,7 +11,8 @@ import time
 from dataclasses import asdict
 from importlib.resources import files
 from io import BytesIO
-from urllib.parse import urlsplit
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from mlx_lm import server
 
@@ -48,6 +49,8 @@ class Site:
     def __init__(self, options: Options, engine: Engine, metrics: Metrics):
         self.options, self.engine, self.metrics = options, engine, metrics
         self.loaded = engine.started()
+        name = Path(self.loaded.name).expanduser()
+        self.name = name.resolve().name if name.is_dir() else self.loaded.name  # no folder of ours
         self.fingerprint = server.get_system_fingerprint()
         self.vocabulary = int(getattr(self.loaded.tokenizer, "vocab_size", 0)) or 1 << 30
 
@@ -60,7 +63,7 @@ class Site:
             counts = {"saved": disk.saved, "found": disk.found, "failed": disk.failed}
             kept = {"files": len(disk.entries), "bytes": disk.nbytes, **counts}
         return {
-            "model": loaded.name,
+            "model": self.name,
             "kv": loaded.kv_name,
             "backend": backend(),
             "version": __version__,
@@ -212,7 +215,7 @@ class Handler(server.APIHandler):
                 text = self.site.metrics.text(self.site.gauges())
                 self._send(200, text.encode(), "text/plain; version=0.0.4")
             elif path == "/v1/models" or path.startswith("/v1/models/"):
-                self._models(path.removeprefix("/v1/models").strip("/"))
+                self._models(unquote(path.removeprefix("/v1/models").strip("/")))
             elif path in (*CHAT, *TEXT):
                 raise Refused(405, f"[{path}] takes POST")
             else:
@@ -229,7 +232,7 @@ class Handler(server.APIHandler):
         self._send(200, data, kind, headers)
 
     def _models(self, wanted: str) -> None:
-        name = self.site.loaded.name
+        name = self.site.name
         one = {"id": name, "object": "model", "created": self.created, "owned_by": "mlxkv"}
         if wanted and wanted != name:
             raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
@@ -246,7 +249,7 @@ class Handler(server.APIHandler):
             clean = body.check(
                 body.parse(self._read()),
                 path in CHAT,
-                self.site.loaded.name,
+                self.site.name,
                 self.site.loaded.context or 1 << 20,
                 self.site.vocabulary,
             )
@@ -343,7 +346,7 @@ class Watch:
     def _check(self) -> None:
         if time.monotonic() > self.deadline:
             limit = self.handler.site.options.timeout
-            raise Answer(Refused(504, f"[--timeout] took more than {limit} s", "timeout"))
+            raise Answer(Refused(504, f"[--timeout] took more than {limit:g} s", "timeout"))
         if self.handler.gone():
             raise ConnectionAbortedError("the client has left")
 

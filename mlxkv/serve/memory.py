@@ -25,20 +25,25 @@ class CacheShape:
     config: CacheConfig | None = None
     page_bytes: float = 0.0  # of one page, codes and scales
 
-    def bytes(self, tokens: int) -> int:
-        """At most, spare room included."""
+    def bytes(self, tokens: int, chunk: int) -> int:
+        """At most, spare room included. chunk: tokens of a prompt that are read at once, which a
+        window holds besides, for a while."""
         if self.config is None:
-            kept = min(tokens, self.window) if self.window else tokens
-            return self.fixed + self.full * -(-kept // STEP) * STEP
+            kept = self._steps(tokens)
+            return self.fixed + self.full * (kept + chunk * (0 < self.window < tokens))
         c = self.config
         pages = max(0, tokens - c.sink - c.recent) // c.page
-        live = min(tokens, c.recent + c.page) + STEP
-        return int((pages + pages // GROWTH + 1) * self.page_bytes) + self.full * (live + c.sink)
+        windows = -(-(tokens + tokens // GROWTH) // STEP) * STEP
+        exact = min(c.sink + c.recent + c.page, windows)
+        return int((pages + pages // GROWTH) * self.page_bytes) + self.full * exact
 
     def bytes_fp16(self, tokens: int) -> int:
         """What mlx-lm's plain cache takes in 16 bits, which grows by whole steps, too."""
-        kept = min(tokens, self.window) if self.window else tokens
-        return self.fixed + self.half * -(-kept // STEP) * STEP
+        return self.fixed + self.half * self._steps(tokens)
+
+    def _steps(self, tokens: int) -> int:
+        grown = -(-tokens // STEP) * STEP
+        return min(grown, self.window) if self.window else grown
 
 
 def shapes_of(caches: list) -> list[CacheShape]:
@@ -72,13 +77,13 @@ class Memory:
     Used by the generation thread alone; others read numbers.
     """
 
-    def __init__(self, bound: int, shapes: list[CacheShape]):
-        self.bound, self.shapes = bound, shapes
+    def __init__(self, bound: int, shapes: list[CacheShape], chunk: int):
+        self.bound, self.shapes, self.chunk = bound, shapes, chunk
         self._promised: dict[int, int] = {}
 
     def need(self, tokens: int) -> int:
         """Bytes of one sequence of so many tokens, at most."""
-        return sum(shape.bytes(tokens) for shape in self.shapes)
+        return sum(shape.bytes(tokens, self.chunk) for shape in self.shapes)
 
     def fp16(self, tokens: int) -> int:
         """Bytes of one sequence of so many tokens in plain 16-bit caches."""

@@ -26,7 +26,7 @@ class Options:
     api_key: str | None = None
     max_tokens: int = 512
     max_body: str = "8MB"
-    timeout: int = 600
+    timeout: float = 600
     max_requests: int = 64
     batch: int = 32
     prefill_batch: int = 8
@@ -40,7 +40,9 @@ class Options:
     def __post_init__(self):
         if not 0 <= self.port < 1 << 16:
             raise UserError(f"[--port] must be from 0 to 65535; got {self.port}")
-        for name in ("max_tokens", "timeout", "max_requests", "batch", "prefill_batch"):
+        if not 0 < self.timeout < float("inf"):
+            raise UserError(f"[--timeout] must be above 0, in seconds; got {self.timeout:g}")
+        for name in ("max_tokens", "max_requests", "batch", "prefill_batch"):
             if getattr(self, name) < 1:
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"[{option}] must be at least 1; got {getattr(self, name)}")
