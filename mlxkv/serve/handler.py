@@ -226,7 +226,7 @@ class Handler(server.APIHandler):
     do_HEAD = do_GET
 
     def _page(self, name: str, kind: str) -> None:
-        policy = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        policy = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         data = files("mlxkv.serve").joinpath(name).read_bytes()
         headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
         self._send(200, data, kind, headers)
