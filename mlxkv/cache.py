@@ -368,6 +368,13 @@ class CompressedKVCache:
         """Empty: the header travels in `state` (mlx-lm 0.31)."""
         return ""
 
+    @classmethod
+    def merge(cls, caches: list[CompressedKVCache]):
+        """Sequences as one batch (mlx-lm's BatchGenerator): a `BatchedKVCache`."""
+        from mlxkv.batch import BatchedKVCache  # which is built on this class
+
+        return BatchedKVCache.merge(caches)
+
     def __copy__(self) -> CompressedKVCache:
         """As independent as a deep copy: writing in place must not reach the other."""
         out = self.from_state(self.state)

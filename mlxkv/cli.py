@@ -13,6 +13,7 @@ from mlxkv import __version__
 from mlxkv.bench.commands import BenchGroup, bench
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.commands import evaluate
+from mlxkv.serve.command import serve
 
 
 class Commands(TyperGroup):
@@ -125,6 +126,9 @@ def chat(
         *(json, calibration, fold, encode),
     )
     run(options)
+
+
+app.command("serve")(serve)
 
 
 @app.command()

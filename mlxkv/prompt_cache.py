@@ -118,6 +118,15 @@ def load(name: str, loaded) -> Saved:
         ) from None
 
 
+def tokens_of(path: Path) -> list[int]:
+    """What a saved session holds, from the header alone. Raises UserError for other files."""
+    data = {key.split(".", 1)[1]: value for key, value in _header(path).items() if "." in key}
+    try:
+        return [int(token) for token in json.loads(data["tokens"])]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"[load] {str(path)!r} is not a session saved by mlxkv") from None
+
+
 def _check_origin(path: Path, data: dict[str, str], loaded) -> None:
     """Refuses a file of another model, preset or mlx-lm."""
     if data["fingerprint"] != loaded.fingerprint:

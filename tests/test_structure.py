@@ -40,6 +40,7 @@ FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 # A file may import from its own row and from the rows below it, never from above.
 LAYERS = [
     {"cli", "__main__"},
+    {"serve"},
     {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench", "calibrating", "publishing"}
     | {"learning"},
     {"session", "prompt_cache", "locate", "golden"},
@@ -48,7 +49,7 @@ LAYERS = [
     {"learn"},
     {"learnable"},
     {"models", "calibrate"},
-    {"adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
+    {"batch", "adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
     {"codec", "pages", "tiles", "exchange", "balancing", "channels", "oja"},
     {"kernels"},
     {"headers"},
@@ -66,7 +67,7 @@ LAYERS = [
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
 # `models` is the only code that touches the insides of mlx-lm; these use its public functions.
-MAY_IMPORT_MLX_LM = {"models", "generate", "session", "prompt_cache", "bench"}
+MAY_IMPORT_MLX_LM = {"models", "generate", "session", "prompt_cache", "bench", "serve"}
 # lm-evaluation-harness reaches a model through mlx-lm's own adapter.
 MAY_IMPORT_MLX_LM_FILES = {"mlxkv/eval/harness.py"}
 # Plants outliers in weights of either framework: training uses it on torch, loading on MLX.
@@ -203,6 +204,7 @@ def public(path: Path) -> set[str]:
         "from mlxkv.cli import main; main(['calibrate', '--help'])",
         "from mlxkv.cli import main; main(['bench', 'kernels', '--help'])",
         "from mlxkv.cli import main; main(['eval', '--help'])",
+        "from mlxkv.cli import main; main(['serve', '--help'])",
     ],
 )
 def test_imports_without_frameworks(statement):

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from mlxkv.adaptive import AdaptiveKVCache
 from mlxkv.attention import attend
+from mlxkv.batch import BatchView, attend_batch
 from mlxkv.cache import CompressedKVCache, View
 from mlxkv.models.probe import Handle
 from mlxkv.models.taps import Watched
@@ -86,7 +87,7 @@ def through(original):
 
     @wraps(original)
     def scaled_dot_product_attention(queries, keys, values, *args, **kwargs):
-        if type(keys) is View:
+        if type(keys) in (View, BatchView):
             return _attend(queries, keys, values, *args, **kwargs)
         if type(keys) is Handle:
             return keys.attended(queries, values)
@@ -101,4 +102,5 @@ def _attend(
     queries, view, values, cache=None, scale: float = 1.0, mask=None, sinks=None
 ) -> mx.array:
     """mlx-lm's signature. `cache` is not used: the view knows what it holds."""
-    return attend(queries, view, scale, mask=mask, sinks=sinks)
+    of = attend if type(view) is View else attend_batch
+    return of(queries, view, scale, mask=mask, sinks=sinks)

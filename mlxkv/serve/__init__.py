@@ -1,0 +1,1 @@
+"""`mlxkv serve`: an OpenAI-compatible server on mlx-lm's own, with compressed caches."""

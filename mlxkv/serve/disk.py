@@ -1,0 +1,141 @@
+"""Sessions on disk: what the prompt cache has to let go of, found again, also after a restart.
+
+Each is a file of `mlxkv.prompt_cache`, complete or not there at all, checked when it is read. A file
+that is damaged, or of another model, preset or version, is as good as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from mlxkv import prompt_cache
+from mlxkv.errors import MachineError, UserError
+
+SUFFIX = ".safetensors"
+
+
+@dataclass
+class Entry:
+    """tokens: what the cache holds."""
+
+    path: Path
+    tokens: list[int]
+    nbytes: int
+
+
+class Disk:
+    """Files of one model and preset, in a folder of their own below `base`, of at most `limit` bytes;
+    the least recently used go first.
+
+    loaded: the model they belong to.
+    """
+
+    def __init__(self, base: Path, limit: int, loaded):
+        lm = version("mlx-lm").split(".")[:2]
+        folder = base / _digest([loaded.fingerprint, loaded.kv.as_dict(), lm])
+        self.folder, self.limit, self.loaded = folder, limit, loaded
+        self.saved = self.found = self.failed = 0
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for draft in folder.glob(f".*{SUFFIX}"):  # of a server that was killed while saving
+                draft.unlink(missing_ok=True)
+            files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        except OSError as error:
+            raise UserError(
+                f"[--kv-disk] not a folder to write to; got {str(folder)!r} ({error.strerror})"
+            ) from None
+        self.entries = [entry for path in files if (entry := self._read(path))]
+        self._bound()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in list(self.entries))
+
+    def _read(self, path: Path) -> Entry | None:
+        """From the header alone; None for files that are damaged or none of ours."""
+        try:
+            return Entry(path, prompt_cache.tokens_of(path), path.stat().st_size)
+        except (UserError, OSError) as error:
+            self.failed += 1
+            logging.warning(f"a session cannot be read, it is left alone: {error}")
+            return None
+
+    def save(self, tokens: list[int], cache: list) -> None:
+        """Keep a cache. A full disk loses it, and nothing else."""
+        path = self.folder / (_digest(tokens) + SUFFIX)
+        known = next((entry for entry in self.entries if entry.path == path), None)
+        if known is not None:
+            self._touch(known)
+            return
+        saved = prompt_cache.Saved(cache, tokens, messages=[], text="", raw=True)
+        try:
+            prompt_cache.save(str(path), saved, self.loaded)
+            size = path.stat().st_size
+        except (MachineError, UserError, OSError) as error:
+            self.failed += 1
+            logging.warning(f"a session could not be kept: {error}")
+            return
+        self.saved += 1
+        self._drop([e for e in self.entries if tokens[: len(e.tokens)] == e.tokens])
+        self.entries.append(Entry(path, tokens, size))
+        self._bound()
+
+    def _touch(self, entry: Entry) -> None:
+        self.entries.remove(entry)
+        self.entries.append(entry)
+        try:
+            os.utime(entry.path)
+        except OSError:
+            pass  # the order is lost at the next start, nothing more
+
+    def _drop(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self.entries.remove(entry)
+            entry.path.unlink(missing_ok=True)
+
+    def _bound(self) -> None:
+        while self.entries and self.nbytes > self.limit:
+            self._drop(self.entries[:1])
+
+    def nearest(self, tokens: list[int]) -> tuple[Entry | None, int]:
+        """The file that shares the longest start with `tokens`, and how many tokens that are."""
+        best, most = None, 0
+        for entry in self.entries:
+            if (shared := _shared(entry.tokens, tokens)) > most:
+                best, most = entry, shared
+        return best, most
+
+    def load(self, entry: Entry) -> list | None:
+        """Its cache; None, and the file is gone, when it cannot be read."""
+        try:
+            cache = prompt_cache.load(str(entry.path), self.loaded).cache
+        except (UserError, MachineError, OSError) as error:
+            self.failed += 1
+            logging.warning(f"a session could not be read, it is dropped: {error}")
+            self._drop([entry])
+            return None
+        self.found += 1
+        self._touch(entry)
+        return cache
+
+
+def _digest(data: list) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:32]
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How long the common start is."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # comparing slices is fast
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

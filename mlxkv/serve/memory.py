@@ -1,0 +1,127 @@
+"""What the caches of a request will take, before it runs, and what is promised to requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxkv.cache import STEP, CompressedKVCache
+from mlxkv.config import CacheConfig
+from mlxkv.console import human_bytes
+from mlxkv.pages import GROWTH
+from mlxkv.serve.refusals import Refused
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one cache takes: `fixed` bytes, and for each token `full` bytes in full precision, 16-bit
+    `half` bytes; of at most `window` tokens, if any. config: how it compresses, or None."""
+
+    fixed: int = 0
+    full: int = 0
+    half: int = 0
+    window: int = 0
+    config: CacheConfig | None = None
+    page_bytes: float = 0.0  # of one page, codes and scales
+
+    def bytes(self, tokens: int, chunk: int) -> int:
+        """At most, spare room included. chunk: tokens of a prompt that are read at once, which a
+        window holds besides, for a while."""
+        if self.config is None:
+            kept = self._steps(tokens)
+            return self.fixed + self.full * (kept + chunk * (0 < self.window < tokens))
+        c = self.config
+        pages = max(0, tokens - c.sink - c.recent) // c.page
+        windows = -(-(tokens + tokens // GROWTH) // STEP) * STEP
+        exact = min(c.sink + c.recent + c.page, windows)
+        return int((pages + pages // GROWTH) * self.page_bytes) + self.full * exact
+
+    def bytes_fp16(self, tokens: int) -> int:
+        """What mlx-lm's plain cache takes in 16 bits, which grows by whole steps, too."""
+        return self.fixed + self.half * self._steps(tokens)
+
+    def _steps(self, tokens: int) -> int:
+        grown = -(-tokens // STEP) * STEP
+        return min(grown, self.window) if self.window else grown
+
+
+def shapes_of(caches: list) -> list[CacheShape]:
+    """Of caches that hold one token; those inside mlx-lm's CacheList too."""
+    out = []
+    for cache in caches:
+        inner = getattr(cache, "caches", None)
+        out += shapes_of(inner) if inner else [_shape(cache)]
+    return out
+
+
+def _shape(cache) -> CacheShape:
+    if isinstance(cache, CompressedKVCache):
+        pair = cache.keys_and_values()[0].live
+        values = sum(x.shape[1] * x.shape[3] for x in pair)
+        bits = cache.config.bits_per_value(*(x.shape[3] for x in pair))
+        packed = cache.config.page * values * bits / 8
+        each = pair[0].dtype.size
+        return CacheShape(0, each * values, 2 * values, 0, cache.config, packed)
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not isinstance(keys, mx.array) or keys.ndim != 4:
+        return CacheShape(fixed=cache.nbytes)
+    count = sum(x.shape[1] * x.shape[3] for x in (keys, values))
+    window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None) or 0
+    return CacheShape(0, keys.dtype.size * count, 2 * count, window)
+
+
+class Memory:
+    """A bound for all caches: those in use, as promised, and those kept for later.
+
+    Used by the generation thread alone; others read numbers.
+    """
+
+    def __init__(self, bound: int, shapes: list[CacheShape], chunk: int):
+        self.bound, self.shapes, self.chunk = bound, shapes, chunk
+        self._promised: dict[int, int] = {}
+
+    def need(self, tokens: int) -> int:
+        """Bytes of one sequence of so many tokens, at most."""
+        return sum(shape.bytes(tokens, self.chunk) for shape in self.shapes)
+
+    def fp16(self, tokens: int) -> int:
+        """Bytes of one sequence of so many tokens in plain 16-bit caches."""
+        return sum(shape.bytes_fp16(tokens) for shape in self.shapes)
+
+    @property
+    def promised(self) -> int:
+        return sum(list(self._promised.values()))
+
+    @property
+    def room(self) -> int:
+        """For caches that are kept for later."""
+        return max(0, self.bound - self.promised)
+
+    def promise(self, key: int, tokens: int) -> None:
+        """Set memory aside for a request. Raises Refused with the numbers, where it cannot fit."""
+        need, promised = self.need(tokens), self.promised
+        details = {"tokens": tokens, "need_bytes": need, "kv_memory_bytes": self.bound}
+        words = f"{tokens} tokens need {human_bytes(need)} of cache"
+        if need > self.bound:
+            raise Refused(
+                503,
+                f"[--kv-memory] {words}, the reply included; the bound is {human_bytes(self.bound)}; "
+                "ask for fewer tokens, or start the server with more",
+                "kv_memory",
+                details=details,
+            )
+        if promised + need > self.bound:
+            raise Refused(
+                503,
+                f"[--kv-memory] {words}; {human_bytes(promised)} of {human_bytes(self.bound)} are "
+                "promised to other requests; try again when they are done",
+                "kv_memory_busy",
+                retry=2,
+                details=details | {"promised_bytes": promised},
+            )
+        self._promised[key] = need
+
+    def release(self, key: int) -> None:
+        """The request is over."""
+        self._promised.pop(key, None)

@@ -1,0 +1,39 @@
+"""What a request is refused with: a status, one clear line, and OpenAI's names for the kind."""
+
+from __future__ import annotations
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    411: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class Refused(Exception):
+    """A request that gets no reply. code: a short name for programs. retry: seconds after which it
+    may be asked again. details: numbers, beside the message."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        retry: int | None = None,
+        details: dict | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+        self.retry, self.details = retry, details or {}
+
+    def body(self) -> dict:
+        """As OpenAI's clients read it."""
+        kind = KINDS.get(self.status, "server_error")
+        error = {"message": self.message, "type": kind, "code": self.code, "param": None}
+        return {"error": error | self.details}

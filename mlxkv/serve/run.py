@@ -1,0 +1,112 @@
+"""`mlxkv serve`: the model, the socket, an end in good order."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from functools import partial
+from http.server import ThreadingHTTPServer
+from threading import BoundedSemaphore
+
+from mlxkv.console import human_bytes, note
+from mlxkv.errors import MachineError, UserError
+from mlxkv.metal.launch import backend
+from mlxkv.serve.engine import Engine
+from mlxkv.serve.handler import Handler, Site
+from mlxkv.serve.metrics import Metrics
+from mlxkv.serve.options import Options
+
+
+class Server(ThreadingHTTPServer):
+    """One thread for each connection, of which there are not too many. port 0: any that is free."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, options: Options):
+        self.metrics = Metrics()
+        self._room = BoundedSemaphore(4 * options.max_requests)
+        self.engine = Engine(options, self.metrics)
+        try:
+            self.site = Site(options, self.engine, self.metrics)
+            self.address_family, address = _address(options)
+            super().__init__(address, partial(Handler, self.site))
+        except BaseException:
+            self.engine.stop_and_join()
+            raise
+
+    @property
+    def url(self) -> str:
+        host, port = self.server_address[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def process_request(self, request, client_address):
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)  # no thread, no answer
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request, client_address):
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request, client_address):
+        error = sys.exc_info()[1]
+        if isinstance(error, ConnectionError | TimeoutError):
+            self.metrics.add(cut_off=1)
+        else:
+            logging.error("a connection failed", exc_info=error)
+
+    def close(self) -> None:
+        """End: sessions go to disk, where there is one."""
+        self.server_close()
+        self.engine.stop_and_join()
+
+
+def _address(options: Options) -> tuple[socket.AddressFamily, tuple]:
+    try:
+        found = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise UserError(f"[--host] no such address; got {options.host!r} ({error})") from None
+    return found[0][0], found[0][4]
+
+
+def run(options: Options) -> None:
+    """The command: serves until Ctrl-C or SIGTERM."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        server = Server(options)
+    except OSError as error:
+        raise MachineError(
+            f"[--port] cannot listen on {options.host}:{options.port}: {error.strerror}"
+        ) from None
+    loaded, memory = server.site.loaded, server.engine.memory
+    note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")
+    for line in loaded.report():
+        note(f"  {line}")
+    each = memory.need(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
+    note(f"  caches: at most {human_bytes(memory.bound)}; 16k tokens take {each:.0%} of 16 bits")
+    if not server.engine.model_provider.is_batchable:
+        note("  requests are served one by one: the caches of this model do not join in a batch")
+    note(f"chat: {server.url}/   API: {server.url}/v1   Ctrl-C ends it")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        note("ending: sessions are put away")
+    finally:
+        server.close()
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,83 @@
+"""mlx-lm's prompt cache with a bound in bytes, and a disk behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+
+from mlxkv.serve.disk import Disk
+from mlxkv.serve.memory import Memory
+
+MANY = 1 << 62  # sequences, bytes: the bound is ours
+
+
+class Sessions(LRUPromptCache):
+    """Caches of finished prompts and replies, found by their tokens.
+
+    memory: tells the room there is for them. new: makes an empty cache. disk: where they go when
+    there is none, or None: away. Used by the generation thread alone; others read numbers.
+    """
+
+    def __init__(self, memory: Memory, new: Callable[[], list], disk: Disk | None = None):
+        super().__init__(MANY, MANY)
+        self.memory, self.new, self.disk = memory, new, disk
+        self.bytes_fp16 = 0  # what 16 bits would take
+        self._useless: set = set()  # files that were read in vain
+        self.lookups = self.hits = self.tokens = self.tokens_found = self.evicted = 0
+
+    def fetch_nearest_cache(self, model, tokens: list[int]):
+        """A cache that holds the start of `tokens`, possibly none of it, and the rest of them.
+
+        At least one token is left: the model has to read something.
+        """
+        cache, rest = super().fetch_nearest_cache(model, tokens)
+        if self.disk is not None:
+            entry, shared = self.disk.nearest(tokens)
+            if shared > len(tokens) - len(rest) and self._from_disk(model, entry):
+                cache, rest = super().fetch_nearest_cache(model, tokens)
+                if shared > len(tokens) - len(rest) + 1:  # it cannot be cut back to what is shared
+                    self._useless.add(entry.path)
+        if cache is not None and not rest:
+            if can_trim_prompt_cache(cache):
+                trim_prompt_cache(cache, 1)
+                rest = tokens[-1:]
+            else:
+                cache = None
+        if cache is None:
+            cache, rest = self.new(), tokens
+        self.lookups += 1
+        self.hits += len(rest) < len(tokens)
+        self.tokens += len(tokens)
+        self.tokens_found += len(tokens) - len(rest)
+        self.shrink()
+        return cache, rest
+
+    def _from_disk(self, model, entry) -> bool:
+        cache = None if entry.path in self._useless else self.disk.load(entry)
+        if cache is None:
+            return False
+        super().insert_cache(model, entry.tokens, cache)
+        return True
+
+    def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
+        super().insert_cache(model, tokens, prompt_cache, **kwargs)
+        self.shrink()
+
+    def shrink(self, room: int | None = None) -> None:
+        """Let the least recently used go until the rest fits."""
+        room = self.memory.room if room is None else room
+        while len(self) and self.nbytes > room:
+            model, tokens = self._lru.pop()
+            entry = self._trie.pop(model, tokens)
+            self._n_bytes -= entry.nbytes
+            self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
+            self.evicted += 1
+            if self.disk is not None:
+                self.disk.save(list(tokens), entry.prompt_cache)
+        kept = (tokens for lru in self._lru._lrus.values() for _, tokens in lru)
+        self.bytes_fp16 = sum(self.memory.fp16(len(tokens)) for tokens in kept)
+
+    def close(self) -> None:
+        """Everything goes to disk, where there is one."""
+        self.shrink(-1)

@@ -1,0 +1,199 @@
+"""Sessions: what caches take is known before, kept within a bound, put on disk, found again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from random_models import random_model, tokens
+from serving import complete, get, refused, send, serving, text_of
+
+from mlxkv import prompt_cache
+from mlxkv.errors import UserError
+from mlxkv.models import attach, load
+from mlxkv.serve.disk import Disk
+from mlxkv.serve.memory import Memory, shapes_of
+from mlxkv.serve.refusals import Refused
+from mlxkv.serve.sessions import Sessions
+
+CHUNK = 32  # tokens of a prompt at once
+LONG = "All work and no play. " * 14
+
+
+def read(model, count: int) -> list:
+    """Caches that have read so many tokens."""
+    caches = make_prompt_cache(model)
+    for start in range(0, count, CHUNK):
+        model(tokens(count)[None, start : start + CHUNK], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def memory_of(model, bound: int = 1 << 40) -> Memory:
+    return Memory(bound, shapes_of(read(model, 1)), CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [("llama", "int4"), ("llama", "kivi-int2"), ("llama", "fp16"), ("gemma3_text", "int4")]
+    + [("qwen3_next", "int4")],
+)
+def test_what_caches_take_is_known_before(family, kv):
+    model = random_model(family)
+    attach(model, kv)
+    memory = memory_of(model)
+    for count in (5, 300, 900):
+        taken = sum(cache.nbytes for cache in read(model, count))
+        assert taken <= memory.need(count) <= 1.2 * taken
+    plain = random_model(family)
+    taken = sum(cache.nbytes for cache in read(plain, 900))
+    assert memory.fp16(900) <= taken <= 2.3 * memory.fp16(900)  # it runs in 32 bits here
+
+
+def test_promises_are_kept_within_the_bound():
+    memory = memory_of(random_model("llama"))
+    memory.bound = 3 * memory.need(200)
+    for key in range(3):
+        memory.promise(key, 200)
+    with pytest.raises(Refused, match="promised to other requests") as found:
+        memory.promise(3, 200)
+    assert found.value.status == 503 and found.value.retry
+    memory.release(1)
+    memory.promise(3, 200)
+    with pytest.raises(Refused, match="the bound is") as found:
+        memory.promise(4, 2000)
+    assert found.value.details["need_bytes"] == memory.need(2000) > memory.bound
+
+
+@pytest.fixture(scope="module")
+def small(model_folder):
+    return load(str(model_folder), "int4")
+
+
+def new(loaded):
+    return lambda: make_prompt_cache(loaded.model)
+
+
+def test_the_least_recently_used_go_to_disk_and_come_back(small, tmp_path):
+    memory = memory_of(small.model)
+    disk = Disk(tmp_path, 1 << 30, small)
+    sessions = Sessions(memory, new(small), disk)
+    prompts = [[i] * 30 + list(range(170)) for i in range(4)]
+    for prompt in prompts:
+        sessions.insert_cache("m", prompt, read(small.model, 200))
+    each = sessions.nbytes // 4
+    memory.bound = 2 * each
+    sessions.shrink()
+    assert len(sessions) == 2 and len(disk.entries) == 2 and sessions.nbytes <= memory.bound
+    cache, rest = sessions.fetch_nearest_cache("m", prompts[0] + [1, 2])
+    assert rest == [1, 2] and {c.offset for c in cache} == {200} and disk.found == 1
+    cache, rest = sessions.fetch_nearest_cache("m", prompts[1][:100] + [259] * 9)
+    assert rest == [259] * 9 and {c.offset for c in cache} == {100}  # cut back inside a page
+    assert sessions.fetch_nearest_cache("m", [200, 201])[1] == [200, 201]
+    assert (sessions.hits, sessions.lookups) == (2, 3)
+    sessions.close()
+    assert len(sessions) == 0
+    again = Disk(tmp_path, 1 << 30, small)
+    assert sorted(entry.tokens for entry in again.entries) == sorted(prompts)
+    assert Disk(tmp_path, 1 << 30, load("tiny", "int4")).entries == []  # of another model
+
+
+def test_a_longer_session_takes_the_place_of_its_start_on_disk(small, tmp_path):
+    disk = Disk(tmp_path, 1 << 30, small)
+    disk.save([1, 2, 3], read(small.model, 3))
+    disk.save([1, 2, 3, 4, 5], read(small.model, 5))
+    assert [entry.tokens for entry in disk.entries] == [[1, 2, 3, 4, 5]]
+    assert len(list(disk.folder.iterdir())) == 1
+    disk.limit = disk.entries[0].nbytes * 2 + 9
+    for i in range(3):
+        disk.save([7 + i, 2], read(small.model, 5))
+    assert [entry.tokens[0] for entry in disk.entries] == [8, 9]
+    assert disk.nbytes <= disk.limit
+
+
+def test_damaged_files_cost_a_session_and_nothing_else(small, tmp_path):
+    disk = Disk(tmp_path, 1 << 30, small)
+    for i in range(3):
+        disk.save([i] * 100, read(small.model, 100))
+    cut, changed, whole = (entry.path for entry in disk.entries)
+    cut.write_bytes(cut.read_bytes()[:-50])
+    data = bytearray(changed.read_bytes())
+    data[-3] ^= 1
+    changed.write_bytes(data)
+    (disk.folder / "other.safetensors").write_bytes(b"no such thing")
+    (disk.folder / ".x.1.safetensors").write_bytes(b"left behind by a kill")
+    again = Disk(tmp_path, 1 << 30, small)
+    assert {entry.path for entry in again.entries} == {changed, whole} and again.failed == 2
+    assert not (disk.folder / ".x.1.safetensors").exists()
+    sessions = Sessions(memory_of(small.model), new(small), again)
+    assert sessions.fetch_nearest_cache("m", [1] * 100)[1] == [1] * 100
+    assert not changed.exists()
+    assert sessions.fetch_nearest_cache("m", [2] * 101)[1] == [2]
+
+
+def test_a_full_disk_loses_the_session_and_leaves_no_file(small, tmp_path, monkeypatch):
+    disk = Disk(tmp_path, 1 << 30, small)
+
+    def full(path, cache, metadata):
+        with open(path, "wb") as file:
+            file.write(b"a few bytes")  # as mlx does: it does not say that the rest is missing
+
+    monkeypatch.setattr(prompt_cache, "save_prompt_cache", full)
+    disk.save([1, 2], read(small.model, 5))
+    assert disk.failed == 1 and disk.entries == [] and list(disk.folder.iterdir()) == []
+
+
+def test_a_folder_that_is_none(small, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--kv-disk"):
+        Disk(tmp_path / "file", 1, small)
+
+
+def test_a_server_within_its_bound(model_folder, tmp_path):
+    """Sessions leave memory for disk, come back with the same reply, and what cannot fit is told."""
+    with serving(model_folder, kv_memory="300KB", kv_disk=str(tmp_path)) as server:
+        first = [complete(server, f"{i}{LONG}", 6) for i in range(4)]
+        found = get(server, "/v1/kv")
+        assert found["memory"]["sessions_bytes"] <= 300 << 10 and found["disk"]["saved"] >= 1
+        again = [complete(server, f"{i}{LONG}", 6) for i in range(4)]
+        assert [text_of(x) for x in again] == [text_of(x) for x in first]
+        assert all(x["kv"]["cached_tokens"] == len(LONG) for x in again)
+        error = refused(server, 503, prompt="x" * 2000, max_tokens=500)
+        assert error["need_bytes"] > error["kv_memory_bytes"] == 300 << 10
+        assert error["code"] == "kv_memory" and get(server, "/health") == {"status": "ok"}
+    with serving(model_folder, kv_memory="300KB", kv_disk=str(tmp_path)) as server:
+        last = complete(server, f"3{LONG}", 6)
+        assert text_of(last) == text_of(first[3]) and last["kv"]["cached_tokens"] == len(LONG)
+
+
+@pytest.mark.slow
+def test_killed_while_saving(model_folder, tmp_path):
+    """kill -9 at some moment of saving: the next start finds whole sessions or none."""
+    command = [sys.executable, "-m", "mlxkv", "serve", "--model", str(model_folder), "--port", "0"]
+    command += ["--kv-memory", "300KB", "--kv-disk", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        url = next(line for line in process.stderr if line.startswith("chat: ")).split()[1]
+
+        class Running:
+            server_address = ("127.0.0.1", int(url.rstrip("/").rsplit(":", 1)[1]))
+
+        for i in range(3):
+            complete(Running, f"{i}{LONG}", 2)
+        process.send_signal(signal.SIGTERM)  # the rest is being saved
+        time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    with serving(model_folder, kv_memory="300KB", kv_disk=str(tmp_path)) as server:
+        assert get(server, "/v1/kv")["disk"]["failed"] == 0
+        assert send(server, "POST", "/v1/completions", {"prompt": f"0{LONG}"})[0] == 200
+        assert get(server, "/v1/kv")["disk"]["failed"] == 0
