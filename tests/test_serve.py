@@ -233,9 +233,8 @@ def test_a_fault_is_answered_and_the_next_request_is_served(server, monkeypatch)
 def test_requests_that_take_too_long_or_are_too_many(model_folder):
     with serving(model_folder, timeout=0.2, max_requests=1) as server:
         with ThreadPoolExecutor(2) as pool:
-            slow = pool.submit(
-                send, server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 2000}
-            )
+            body = {"prompt": "a", "max_tokens": 2000, "logit_bias": {"257": -100}}  # no end
+            slow = pool.submit(send, server, "POST", "/v1/completions", body)
             until(lambda: server.metrics.active)
             status, headers, _ = send(server, "POST", "/v1/completions", {"prompt": "b"})
             assert status == 429 and headers["Retry-After"] == "1"
