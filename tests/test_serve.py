@@ -8,7 +8,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from serving import complete, events, get, post, refused, send, serving, text_of
+from test_serve_body import BODIES
 
 LONG = "All work and no play. " * 14  # 308 tokens: several pages
 
@@ -17,6 +20,14 @@ LONG = "All work and no play. " * 14  # 308 tokens: several pages
 def server(model_folder):
     with serving(model_folder, max_body="64KB") as running:
         yield running
+
+
+def until(condition) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came to that")
 
 
 def settled(server) -> dict:
@@ -170,12 +181,37 @@ def test_a_client_that_hangs_up_frees_its_place(server):
     with socket.create_connection(server.server_address) as line:
         line.sendall(head.encode() + body)
         assert line.recv(10).startswith(b"HTTP")
-        for _ in range(200):
-            if server.metrics.active:
-                break
-            time.sleep(0.01)
+        until(lambda: server.metrics.active)
     settled(server)
     assert server.metrics.cut_off == before + 1
+
+
+def test_who_leaves_while_waiting_is_forgotten(model_folder):
+    """A request behind one that is served alone: nobody reads its reply, so nobody writes it."""
+    with serving(model_folder) as server:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(complete, server, "a", 1500, seed=1, logit_bias={"257": -100})
+            until(lambda: server.metrics.active or first.done())
+            body = json.dumps({"prompt": LONG, "max_tokens": 1500}).encode()
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+            )
+            with socket.create_connection(server.server_address) as line:
+                line.sendall(head.encode() + b"\r\n\r\n" + body)
+                until(lambda: server.metrics.active == 2 or first.done())
+            first.result()
+        found = settled(server)
+        assert found["sessions"]["lookups"] == 1 and server.metrics.cut_off == 1
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(BODIES, st.booleans())
+def test_any_body_gets_an_answer(server, request_, chat):
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    status, _, data = send(server, "POST", path, request_ | {"max_tokens": 2, "stream": False})
+    assert status in (200, 400, 404)
+    assert set(json.loads(data)) >= ({"choices", "kv"} if status == 200 else {"error"})
+    assert get(server, "/health") == {"status": "ok"}
 
 
 def test_a_fault_is_answered_and_the_next_request_is_served(server, monkeypatch):
@@ -197,11 +233,9 @@ def test_a_fault_is_answered_and_the_next_request_is_served(server, monkeypatch)
 def test_requests_that_take_too_long_or_are_too_many(model_folder):
     with serving(model_folder, timeout=0.2, max_requests=1) as server:
         with ThreadPoolExecutor(2) as pool:
-            slow = pool.submit(
-                send, server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 2000}
-            )
-            while not server.metrics.active:
-                time.sleep(0.005)
+            body = {"prompt": "a", "max_tokens": 2000, "logit_bias": {"257": -100}}  # no end
+            slow = pool.submit(send, server, "POST", "/v1/completions", body)
+            until(lambda: server.metrics.active)
             status, headers, _ = send(server, "POST", "/v1/completions", {"prompt": "b"})
             assert status == 429 and headers["Retry-After"] == "1"
             status, _, data = slow.result()

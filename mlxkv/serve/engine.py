@@ -8,8 +8,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Queue
-from threading import Event
+from queue import Empty, Queue
+from threading import Event, local
 from types import FunctionType, MethodType
 from weakref import WeakSet
 
@@ -30,20 +30,21 @@ from mlxkv.serve.options import Options
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.sessions import Sessions
 
-MEASURE_SECONDS = 0.25
+MEASURE_SECONDS = WAIT_SECONDS = 0.25
 LEAST_MEMORY = 64 << 20  # for caches, when --kv-memory is not given
 
 
 @dataclass(eq=False)
 class Ticket:
     """One request on its way. kv_bytes: of its caches, as measured at the end. tokens: that they
-    hold. cache: those it started from."""
+    hold. cache: those it started from. given_up: nobody waits for it any more."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
     kv_bytes: int = 0
     cache: list | None = field(default=None, repr=False)
+    given_up: bool = False
 
 
 class Provider:
@@ -82,6 +83,7 @@ class Engine(server.ResponseGenerator):
     def __init__(self, options: Options, metrics: Metrics):
         self.options, self.metrics = options, metrics
         self.ready, self.problem = Event(), None
+        self.vocabulary = 0
         self.memory: Memory | None = None
         self.sessions: Sessions | None = None
         self.tickets: dict[int, Ticket] = {}  # by the number of a sequence in the batch
@@ -89,6 +91,7 @@ class Engine(server.ResponseGenerator):
         self._queues: WeakSet[Queue] = WeakSet()  # of requests that were taken up
         self.kv_bytes = self.kv_bytes_fp16 = 0  # of caches in use, and what 16 bits would take
         self._measured = 0.0
+        self.waiting = local()  # `check`: called by a thread that waits; raises to give up
         super().__init__(Provider(options), None)
 
     def started(self) -> Loaded:
@@ -123,9 +126,10 @@ class Engine(server.ResponseGenerator):
     def _prepare(self) -> None:
         loaded = self.model_provider.loaded
         caches = make_prompt_cache(loaded.model)
-        mx.eval(
-            loaded.model(mx.array([[0]]), cache=caches)
-        )  # caches of one token tell their shapes
+        # One token: caches tell their shapes, and the model how many tokens it knows.
+        logits = loaded.model(mx.array([[0]]), cache=caches)
+        mx.eval(logits)
+        self.vocabulary = logits.shape[-1]
         bound = self.options.memory_bytes
         if bound is None:
             spare = int(USABLE * machine_memory()) - mx.get_active_memory()
@@ -156,7 +160,9 @@ class Engine(server.ResponseGenerator):
 
     def _tokenize(self, tokenizer, request, args):
         """As mlx-lm's, then: does it fit? What is raised here goes back to the client."""
-        self._ticket = None
+        self._ticket, ticket = None, getattr(request, "ticket", None) or Ticket()
+        if ticket.given_up:
+            raise Refused(504, "[serve] given up before it began", "timeout")
         for word in args.stop_words:
             if not tokenizer.encode(word, add_special_tokens=False):
                 raise Refused(400, f"[stop] has no tokens; got {word!r}", "invalid_value")
@@ -178,7 +184,6 @@ class Engine(server.ResponseGenerator):
             )
         if limit:
             args.max_tokens = min(args.max_tokens, limit - len(prompt))
-        ticket = getattr(request, "ticket", None) or Ticket()
         ticket.prompt_tokens = len(prompt)
         self.memory.promise(id(ticket), len(prompt) + args.max_tokens)
         self._ticket = ticket
@@ -216,6 +221,16 @@ class Engine(server.ResponseGenerator):
         self.kv_bytes_fp16 = sum(self.memory.fp16(len(t)) for part in parts for t in part.tokens)
 
     # -- for those who ask from other threads
+
+    def _await_response(self, response_queue):
+        """As mlx-lm's (0.32), but while nothing comes, the thread that waits looks after its line."""
+        while True:
+            try:
+                return response_queue.get(timeout=WAIT_SECONDS)
+            except Empty:
+                if not self.generation_available():
+                    raise MachineError("[serve] the generation thread has ended") from None
+                getattr(self.waiting, "check", lambda: None)()
 
     def numbers(self, ticket: Ticket) -> dict:
         """The `kv` field of a reply."""

@@ -43,6 +43,10 @@ class Answer(BaseException):
         self.refused = refused
 
 
+class Left(BaseException):
+    """The client has hung up; for the same reason no Exception."""
+
+
 class Site:
     """What all connections share."""
 
@@ -52,7 +56,6 @@ class Site:
         name = Path(self.loaded.name).expanduser()
         self.name = name.resolve().name if name.is_dir() else self.loaded.name  # no folder of ours
         self.fingerprint = server.get_system_fingerprint()
-        self.vocabulary = int(getattr(self.loaded.tokenizer, "vocab_size", 0)) or 1 << 30
 
     def kv(self) -> dict:
         """The document of /v1/kv."""
@@ -251,7 +254,7 @@ class Handler(server.APIHandler):
                 path in CHAT,
                 self.site.name,
                 self.site.loaded.context or 1 << 20,
-                self.site.vocabulary,
+                self.site.engine.vocabulary,
             )
             metrics.add(active=1)
             counted = True
@@ -267,6 +270,8 @@ class Handler(server.APIHandler):
             self._refuse(refused)
         except Answer as answer:
             self._refuse(answer.refused)
+        except Left as left:
+            raise ConnectionAbortedError(str(left)) from None
         finally:
             if counted:
                 metrics.add(active=-1)
@@ -314,8 +319,11 @@ class Watch:
             if progress_callback is not None:
                 progress_callback(done, total)
 
+        self.engine.waiting.check = self._check
         try:
             ctx, responses = self.engine.generate(request, args, progress_callback=progress)
+        except ConnectionError as error:
+            raise Left(str(error)) from None
         except Refused as refused:
             raise Answer(refused) from None
         except Exception as error:
@@ -344,11 +352,13 @@ class Watch:
             site.metrics.took(first, time.monotonic() - self.handler.started)
 
     def _check(self) -> None:
+        self.handler.ticket.given_up = True  # if this raises
         if time.monotonic() > self.deadline:
             limit = self.handler.site.options.timeout
             raise Answer(Refused(504, f"[--timeout] took more than {limit:g} s", "timeout"))
         if self.handler.gone():
             raise ConnectionAbortedError("the client has left")
+        self.handler.ticket.given_up = False
 
 
 def _fault(error: Exception) -> Refused:
