@@ -57,15 +57,17 @@ def judge(asked: Asked, arms: Arms, names: list[str], progress: Progress) -> Res
     rows = {name: judged(result) for name, result in found.items()}
     if asked.questions:
         needles = "worlds" if arms.loaded.name in EMBEDDED else "plain"
-        options = Options((asked.context,), questions=asked.questions, needles=needles)
+        options = Options(
+            (asked.context,), questions=asked.questions, needles=needles, kinds=tuple(KINDS)
+        )
         for part in retrieval.parts(arms, options):
-            if short := KINDS.get(part.asks["kind"]):
-                for name, one in part.run(arms, names, progress).items():
-                    rows[name] |= {
-                        f"{short}_right": one["values"],
-                        f"{short}_every": one["every"],
-                        f"{short}_log_p": one["likelihood"],
-                    }
+            short = KINDS[part.asks["kind"]]
+            for name, one in part.run(arms, names, progress).items():
+                rows[name] |= {
+                    f"{short}_right": one["values"],
+                    f"{short}_every": one["every"],
+                    f"{short}_log_p": one["likelihood"],
+                }
     return rows
 
 
