@@ -149,13 +149,13 @@ def main(argv: list[str] | None = None) -> int:
     for start in range(0, len(jobs), args.workers):
         rows += _wave(jobs[start : start + args.workers], args)
         print(f"{len(rows)} of {len(jobs)}", file=sys.stderr, flush=True)
+        if args.json:  # what is done stays, whatever comes
+            Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     _show(rows)
     if not args.kv:
         for name, others in alike().items():
             if len(others) > 1:
                 print(f"the same kernels as {name}: {', '.join(others[1:])}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 1 if any(r["reason"] for r in rows) else 0
 
 
