@@ -22,6 +22,8 @@ from mlxkv.config import CacheConfig
 ROWS = 128  # of a group at most: query heads times new tokens
 LEAST_ROWS = 8  # to which fewer are padded
 SEALED = 128  # tokens that a program encodes at most
+MERGED = 1 << 15  # numbers that a program which merges holds at a time
+WAVES, WAVE_PAGES = 4, 48  # of programs at most, and pages of one at least where there are several
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LOG2E = math.log2(math.e)
 
@@ -87,9 +89,11 @@ def _processors(device: torch.device) -> int:
 
 
 def splits(pages: int, heads: int, device: torch.device, programs: int) -> int:
-    """Splits of the pages of a row, `heads` kv heads in all: enough for every processor, none
-    without a page."""
-    return max(1, min(pages, _processors(device) * programs // heads))
+    """Splits of the pages of a row, `heads` kv heads in all: enough for every processor, none without a
+    page. One more program of each head reads the windows: it must not wait for the others to end."""
+    slots = _processors(device) * programs
+    waves = max(1, min(WAVES, pages * heads // slots // WAVE_PAGES))
+    return max(1, min(pages, waves * slots // heads - 1))
 
 
 def attend(
@@ -125,11 +129,11 @@ def attend(
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
     sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
-    queries_kernel[(kv_heads, batch)](
+    queries_kernel[(padded, kv_heads, batch)](
         *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
-        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups, "BLOCK": 32},
+        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups},
         **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
-        num_warps=4,
+        num_warps=8 if dims <= 128 else 16,
     )
 
     shape = (batch, kv_heads, parts + 1, padded)
@@ -165,8 +169,9 @@ def attend(
         *(out, top, total, _or(turns[1], out), _or(sinks, out), result),
         *(parts, rows, new, _per_head(turns[1])),
         **{"D": dims, "R": dims, "N": padded, "SPLITS": 1 << parts.bit_length()},
-        **{"TURNED": turns[1] is not None, "SINKS": sinks is not None, "BLOCK": 32, "CHUNK": 64},
-        num_warps=8,
+        **{"TURNED": turns[1] is not None, "SINKS": sinks is not None, "BLOCK": min(dims, 128)},
+        CHUNK=min(MERGED // dims, 1 << parts.bit_length()),
+        num_warps=16,
     )
     return result
 
