@@ -232,7 +232,9 @@ def attention_rows(cases: list[str], formats: list[str], dtype, tune: bool) -> I
         yield Row("attention", case, f"torch {backend}", base, 1.0)
         for name in formats:
             config, best = FORMATS[name], None
-            for how in TUNED if tune else [kernels.launch(shape.dims)]:
+            for how in (
+                TUNED if tune else [kernels.launch(shape.dims, config.values.quantizer.bits)]
+            ):
                 try:
                     error = checked(config, replace(shape, batch=1), dtype, how)
                     micros, size = attention(shape, name, dtype, how)

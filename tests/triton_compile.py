@@ -81,10 +81,13 @@ CASES = {
         *(attend_kernel, {**SIZES, **PAGES, **both({**INT2, "GROUPS": 2}), "R": 256}),
         *(("int2", 128), 2),
     ),
-    "queries": (queries_kernel, {**TURN, **SIDE}, None, 8),
+    "queries": (queries_kernel, {**TURN, **SIDE, "EACH": 1}, None, 8),
     "merge": (
-        *(merge_kernel, {**TURN, "SPLITS": 256, "SINKS": True, "BLOCK": 128, "CHUNK": 256}, None),
-        16,
+        *(
+            merge_kernel,
+            {**TURN, "SPLITS": 256, "SINKS": True, "BLOCK": 64, "CHUNK": 256, "EACH": 1},
+        ),
+        *(None, 16),
     ),
     "seal": (
         *(seal_kernel, {**SEAL, **INT2, **BY_TOKEN, "RANK": 6, "KEYS": False}, ("int2", 128), 8),
