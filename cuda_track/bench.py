@@ -13,7 +13,6 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain, product
 from statistics import median
 
@@ -263,7 +262,7 @@ def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
     shape, device = Shape(1, 32, 8, 128, 32768), torch.get_default_device()
     x = [_normal(1, shape.kv_heads, shape.tokens, shape.dims, dtype) for _ in range(8)]
     other = torch.empty_like(x[0])
-    copy = _looped([lambda y=y: other.copy_(y) for y in x])
+    copy = timed([lambda _, y=y: other.copy_(y) for y in x], x[0])
     speed = 2 * other.numel() * other.element_size() / copy / 1e3
     yield Row("seal", "copy", str(dtype).removeprefix("torch."), copy, 1.0, 0, speed)
     for name, (keys, label) in product(formats, ((True, "keys"), (False, "values"))):
@@ -274,27 +273,13 @@ def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
         shapes = tuple(at.shapes(shape.kv_heads) for at in store.layouts)
         places = torch.tensor(store.pool.reserve(count, shapes, device), device=device)
         side = store.pool.sides[of]
-        calls = [partial(kernels.seal, code, y, at, side, places) for y in x]
-        micros = _looped(calls)
+        rest = (at, side, places)
+        calls = [lambda _, y=y, c=code, rest=rest: kernels.seal(c, y, *rest) for y in x]
+        micros = timed(calls, x[0])
         size = x[0].numel() * x[0].element_size()
         size += count * sum(t[0].numel() * t.element_size() for t in side.values())
         found = size / micros / 1e3
         yield Row("seal", label, name, micros, found / speed, 0.5, found)
-
-
-def _looped(calls: list[Callable[[], object]]) -> float:
-    for call in calls:
-        call()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for call in calls:
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return median(times)
 
 
 def table(rows: list[Row]) -> str:

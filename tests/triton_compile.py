@@ -81,11 +81,11 @@ CASES = {
         *(attend_kernel, {**SIZES, **PAGES, **both({**INT2, "GROUPS": 2}), "R": 256}),
         *(("int2", 128), 2),
     ),
-    "queries": (queries_kernel, {**TURN, **SIDE, "EACH": 1}, None, 8),
+    "queries": (queries_kernel, {**TURN, **SIDE}, None, 8),
     "merge": (
         *(
             merge_kernel,
-            {**TURN, "SPLITS": 256, "SINKS": True, "BLOCK": 64, "CHUNK": 256, "EACH": 1},
+            {**TURN, "SPLITS": 256, "SINKS": True, "BLOCK": 64, "CHUNK": 128},
         ),
         *(None, 16),
     ),

@@ -24,7 +24,7 @@ LEAST_ROWS = 8  # to which fewer are padded
 SEALED = 128  # tokens that a program encodes at most
 SEAL_BLOCK, SEAL_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
 WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times more for its pages
-FEW = 132  # rows of all heads that have programs of their own for what comes before and after
+FEW = 132  # programs that merge, below which a row has several
 MERGED = 1 << 14  # numbers that a program which merges holds at a time
 WAVES, WAVE_PAGES = 4, 48  # of programs at most, and pages of one at least where there are several
 PARTS = 3  # of 16 bits, that make up a matrix of 32
@@ -77,9 +77,9 @@ LAUNCHES: dict[tuple[int, int], Launch] = {
     (64, 4): Launch(1, 8, 5, 168),
     (64, 2): Launch(1, 8, 5, 168),
     (128, 4): Launch(1, 8, 5),
-    (128, 2): Launch(1, 12, 5),
-    (256, 4): Launch(2, 2, 5),
-    (256, 2): Launch(2, 2, 5),
+    (128, 2): Launch(1, 8, 5),
+    (256, 4): Launch(2, 1, 5),
+    (256, 2): Launch(2, 1, 5),
 }
 
 
@@ -137,17 +137,14 @@ def attend(
     device, kw = queries.device, {"device": queries.device}
     key_groups = 1 if key_side.channel else key_side.groups  # of a token
     parts, around = splits(pages.table.shape[1], batch * kv_heads, device, how.programs)
-    few = batch * kv_heads * rows <= FEW
-    wide = 1 if few else LEAST_ROWS  # rows of a program that turns them
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
     sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
-    queries_kernel[(padded // wide, kv_heads, batch)](
+    queries_kernel[(padded, kv_heads, batch)](
         *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
         **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups},
         **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
-        EACH=wide,
         num_warps=8 if dims <= 128 else 16,
     )
 
@@ -180,19 +177,16 @@ def attend(
     )
 
     result = torch.empty_like(queries)
-    every = 1 << (parts + around - 1).bit_length()
-    block = dims
-    while block > 64 and (
-        few and batch * kv_heads * rows * dims // block < FEW // 2 or block > 128
-    ):
+    every, block = 1 << (parts + around - 1).bit_length(), min(dims, 128)
+    while block > 64 and batch * kv_heads * rows * dims // block < FEW // 2:
         block //= 2
-    merge_kernel[(-(-rows // wide) * (dims // block), kv_heads, batch)](
+    merge_kernel[(rows * (dims // block), kv_heads, batch)](
         *(out, top, total, _or(turns[1], out), _or(sinks, out), result),
         *(parts, around, rows, new, _per_head(turns[1])),
-        **{"D": dims, "R": dims, "N": padded, "SPLITS": every, "EACH": wide, "BLOCK": block},
+        **{"D": dims, "R": dims, "N": padded, "SPLITS": every, "BLOCK": block},
         **{"TURNED": turns[1] is not None, "SINKS": sinks is not None},
         CHUNK=min(MERGED // dims, every),
-        num_warps=16 if few else 8,
+        num_warps=16,
     )
     return result
 

@@ -43,30 +43,22 @@ def _fold(q, numbers, i: tl.constexpr, inverse, shift, extra, BITS: tl.constexpr
 
 
 @triton.jit
-def _channels(numbers, there, J: tl.constexpr, PLANES: tl.constexpr):
-    """Scales and biases of the channels of each plane; of four the last four are repeats."""
-    j = tl.arange(0, J)
-    seen = there & (j >= 0)
-    m0 = tl.load(numbers + j, mask=seen, other=0)
-    m1 = tl.load(numbers + J + j, mask=seen, other=0)
-    m2 = tl.load(numbers + 2 * J + j, mask=seen, other=0)
-    m3 = tl.load(numbers + 3 * J + j, mask=seen, other=0)
-    if PLANES == 4:
-        return m0, m1, m2, m3, m0, m1, m2, m3
-    m4 = tl.load(numbers + 4 * J + j, mask=seen, other=0)
-    m5 = tl.load(numbers + 5 * J + j, mask=seen, other=0)
-    m6 = tl.load(numbers + 6 * J + j, mask=seen, other=0)
-    m7 = tl.load(numbers + 7 * J + j, mask=seen, other=0)
-    return m0, m1, m2, m3, m4, m5, m6, m7
-
-
-@triton.jit
 def _fold_all(
-    q0, q1, q2, q3, q4, q5, q6, q7, m0, m1, m2, m3, m4, m5, m6, m7,
-    J: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
+    q0, q1, q2, q3, q4, q5, q6, q7, numbers, J: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr
 ):  # fmt: skip
     """Queries of a page whose channels have scales, those divided by the largest; that scale; what
-    the offset of codes adds to a score [N], and what biases do. m: scales and biases of each plane."""
+    the offset of codes adds to a score [N], and what biases do."""
+    j = tl.arange(0, J)
+    m0 = tl.load(numbers + j)
+    m1 = tl.load(numbers + J + j)
+    m2 = tl.load(numbers + 2 * J + j)
+    m3 = tl.load(numbers + 3 * J + j)
+    m4, m5, m6, m7 = m0, m1, m2, m3
+    if PLANES == 8:
+        m4 = tl.load(numbers + 4 * J + j)
+        m5 = tl.load(numbers + 5 * J + j)
+        m6 = tl.load(numbers + 6 * J + j)
+        m7 = tl.load(numbers + 7 * J + j)
     # Scales are not negative: their bits are ordered as they are.
     low = tl.maximum(tl.maximum(m0 & 0xFFFF, m1 & 0xFFFF), tl.maximum(m2 & 0xFFFF, m3 & 0xFFFF))
     high = tl.maximum(tl.maximum(m4 & 0xFFFF, m5 & 0xFFFF), tl.maximum(m6 & 0xFFFF, m7 & 0xFFFF))
@@ -191,15 +183,6 @@ def _pages(
     shifts = sums + K_GROUPS * N
     first = (split.to(tl.int64) * pages // splits).to(tl.int32)
     last = ((split.to(tl.int64) + 1) * pages // splits).to(tl.int32)
-    # Scales of channels are asked for a page ahead, and their place two.
-    AHEAD: tl.constexpr = CHANNEL == PAGE
-    c0 = tl.zeros([KJ], tl.int32)
-    c1, c2, c3, c4, c5, c6, c7 = c0, c0, c0, c0, c0, c0, c0
-    after = g * 0
-    if AHEAD:
-        at = tl.load(table + first, mask=first < last, other=0).to(tl.int64) * heads + g
-        c0, c1, c2, c3, c4, c5, c6, c7 = _channels(k_numbers + at * R, first < last, KJ, K_PLANES)
-        after = tl.load(table + first + 1, mask=first + 1 < last, other=0)
     for page in tl.range(first, last, num_stages=STAGES):
         place = tl.load(table + page).to(tl.int64) * heads + g
         for turn in tl.static_range(PAGE // T):
@@ -216,19 +199,10 @@ def _pages(
             k0, k1, k2, k3, k4, k5, k6, k7 = planes(kw, kh, K_BITS, K_PLANES, ASM)
             if CHANNEL:
                 if turn * T % CHANNEL == 0:
-                    if not AHEAD:
-                        kn = k_numbers + (place * (PAGE // CHANNEL) + turn * T // CHANNEL) * R
-                        c0, c1, c2, c3, c4, c5, c6, c7 = _channels(kn, page >= 0, KJ, K_PLANES)
+                    kn = k_numbers + (place * (PAGE // CHANNEL) + turn * T // CHANNEL) * R
                     f0, f1, f2, f3, f4, f5, f6, f7, largest, shift, extra = _fold_all(
-                        q0, q1, q2, q3, q4, q5, q6, q7, c0, c1, c2, c3, c4, c5, c6, c7,
-                        KJ, K_BITS, K_PLANES,
-                    )  # fmt: skip
-                    if AHEAD:
-                        kn = k_numbers + (after.to(tl.int64) * heads + g) * R
-                        c0, c1, c2, c3, c4, c5, c6, c7 = _channels(
-                            kn, page + 1 < last, KJ, K_PLANES
-                        )
-                        after = tl.load(table + page + 2, mask=page + 2 < last, other=0)
+                        q0, q1, q2, q3, q4, q5, q6, q7, kn, KJ, K_BITS, K_PLANES
+                    )
                     scaled, extra = factor * largest, factor * extra
                 s = tl.dot(k0, f0, tl.zeros([T, N], tl.float32) - shift[None, :])
                 s = tl.dot(k1, f1, s)

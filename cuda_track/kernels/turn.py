@@ -13,37 +13,32 @@ def queries_kernel(
     q, up, out, sums, factors,  # [B, H, L, D], [G or 1, R, D], [B, G, N, R], [B, G, 2, KG, N], [B, G, N]
     rows, scale, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-    BITS: tl.constexpr, PLANES: tl.constexpr, TURNED: tl.constexpr, EACH: tl.constexpr,
+    BITS: tl.constexpr, PLANES: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / EACH, G, B): EACH rows of a group. q @ up^T within +-1, less the gains of keys, as
-    float16. factors: what scores have to be multiplied with, for base 2. sums, over the dims of a group
-    of keys: of the rounded queries, and of what the offset of codes adds."""
-    g, b = tl.program_id(1), tl.program_id(2)
+    """Grid (N, G, B), a row each. q @ up^T within +-1, less the gains of keys, as float16. factors: what
+    scores have to be multiplied with, for base 2. sums, over the dims of a group of keys: of the rounded
+    queries, and of what the offset of codes adds."""
+    n, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     r, d = tl.arange(0, R), tl.arange(0, D)
-    first = tl.program_id(0) * EACH
+    there = n < rows
     if TURNED:
         at = up + g * up_head + r[:, None] * D + d[None, :]
-        turn = tl.load(at, mask=(first < rows) & (r[:, None] >= 0), other=0.0)
+        turn = tl.load(at, mask=there & (r[:, None] >= 0), other=0.0)
+        row = tl.load(q + (head * rows + n) * D + d, mask=there & (d >= 0), other=0.0)
+        x = tl.sum(turn * row.to(tl.float32)[None, :], 1)
+    else:
+        x = tl.load(q + (head * rows + n) * D + r, mask=there & (r >= 0), other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), 0)
+    largest = tl.where(largest > 0, largest, 1.0)
     gain = tl.exp2(gain_bits(r // (R // PLANES), BITS).to(tl.float32))
-    for i in tl.static_range(EACH):
-        n = first + i
-        there = n < rows
-        if TURNED:
-            row = tl.load(q + (head * rows + n) * D + d, mask=there & (d >= 0), other=0.0)
-            x = tl.sum(turn * row.to(tl.float32)[None, :], 1)
-        else:
-            x = tl.load(q + (head * rows + n) * D + r, mask=there & (r >= 0), other=0.0)
-            x = x.to(tl.float32)
-        largest = tl.max(tl.abs(x), 0)
-        largest = tl.where(largest > 0, largest, 1.0)
-        x = (x / largest / gain).to(tl.float16)
-        tl.store(out + (head * N + n) * R + r, x)
-        tl.store(factors + head * N + n, largest * scale)
-        x = x.to(tl.float32)
-        at = sums + head * 2 * GROUPS * N + tl.arange(0, GROUPS) * N + n
-        tl.store(at, tl.sum(tl.reshape(x * gain, [GROUPS, R // GROUPS]), 1))
-        tl.store(at + GROUPS * N, tl.sum(tl.reshape(x, [GROUPS, R // GROUPS]), 1) * OFFSET)
+    x = (x / largest / gain).to(tl.float16)
+    tl.store(out + (head * N + n) * R + r, x)
+    tl.store(factors + head * N + n, largest * scale)
+    x = x.to(tl.float32)
+    at = sums + head * 2 * GROUPS * N + tl.arange(0, GROUPS) * N + n
+    tl.store(at, tl.sum(tl.reshape(x * gain, [GROUPS, R // GROUPS]), 1))
+    tl.store(at + GROUPS * N, tl.sum(tl.reshape(x, [GROUPS, R // GROUPS]), 1) * OFFSET)
 
 
 @triton.jit(do_not_specialize=["splits", "windows", "rows", "new"])
@@ -51,50 +46,41 @@ def merge_kernel(
     part_out, part_top, part_sum, up, sinks, out,  # partials, [G or 1, R, D], [H], [B, H, L, D]
     splits, windows, rows, new, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    TURNED: tl.constexpr, SINKS: tl.constexpr, EACH: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    TURNED: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows / EACH * D / BLOCK, G, B): BLOCK dims of EACH rows. Splits 0 .. splits - 1 lie in the
-    stored domain, `windows` more do not. As little as possible waits for another load: the time of this
-    kernel is latency."""
+    """Grid (rows * D / BLOCK, G, B): BLOCK dims of a row. Splits 0 .. splits - 1 lie in the stored
+    domain, `windows` more do not. As little as possible waits for another load: the time of this kernel
+    is latency."""
     g, b = tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     SLICES: tl.constexpr = D // BLOCK
+    n = tl.program_id(0) // SLICES
     r, d = tl.arange(0, R), tl.program_id(0) % SLICES * BLOCK + tl.arange(0, BLOCK)
     if TURNED:
         turn = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
     s, parts = tl.arange(0, SPLITS), splits + windows
-    for i in tl.static_range(EACH):
-        n = tl.program_id(0) // SLICES * EACH + i
-        here = n < rows
-        first = head * parts * N + n
-        there = (s < parts) & here
-        tops = tl.load(part_top + first + s * N, mask=there, other=-float("inf"))
-        sums = tl.load(part_sum + first + s * N, mask=there, other=0.0)
-        top = tl.max(tops, 0)
-        total = 0.0
-        if SINKS:  # logits without a value
-            sink = tl.load(sinks + g * (rows // new) + n // new, mask=here, other=0.0).to(
-                tl.float32
-            )
-            sink *= 1.4426950408889634
-            top = tl.maximum(top, sink)
-            total += tl.exp2(sink - top)
-        total += tl.sum(tl.exp2(tops - top) * sums, 0)
-        many = tl.zeros([CHUNK, R if TURNED else BLOCK], tl.float32)
-        dims = r if TURNED else d
-        for start in range(0, splits, CHUNK):
-            c = start + tl.arange(0, CHUNK)
-            inside = (c < splits) & here
-            of = tl.load(part_top + first + c * N, mask=inside, other=-float("inf"))
-            part = part_out + (first + c * N)[:, None] * R + dims[None, :]
-            many += tl.load(part, mask=inside[:, None], other=0.0) * tl.exp2(of - top)[:, None]
-        y = tl.sum(many, 0)
-        if TURNED:
-            y = tl.sum(turn * y[:, None], 0)
-        for w in range(windows):
-            at = first + (splits + w) * N
-            weight = tl.exp2(tl.load(part_top + at, mask=here, other=-float("inf")) - top)
-            y += weight * tl.load(part_out + at * D + d, mask=here & (d >= 0), other=0.0)
-        y = (y / total).to(out.dtype.element_ty)
-        tl.store(out + (head * rows + n) * D + d, y, mask=here & (d >= 0))
+    first = head * parts * N + n
+    tops = tl.load(part_top + first + s * N, mask=s < parts, other=-float("inf"))
+    sums = tl.load(part_sum + first + s * N, mask=s < parts, other=0.0)
+    top = tl.max(tops, 0)
+    total = 0.0
+    if SINKS:  # logits without a value
+        sink = tl.load(sinks + g * (rows // new) + n // new).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+        total += tl.exp2(sink - top)
+    total += tl.sum(tl.exp2(tops - top) * sums, 0)
+    many = tl.zeros([CHUNK, R if TURNED else BLOCK], tl.float32)
+    dims = r if TURNED else d
+    for start in range(0, splits, CHUNK):
+        c = start + tl.arange(0, CHUNK)
+        inside = c < splits
+        of = tl.load(part_top + first + c * N, mask=inside, other=-float("inf"))
+        part = part_out + (first + c * N)[:, None] * R + dims[None, :]
+        many += tl.load(part, mask=inside[:, None], other=0.0) * tl.exp2(of - top)[:, None]
+    y = tl.sum(many, 0)
+    if TURNED:
+        y = tl.sum(turn * y[:, None], 0)
+    for w in range(windows):
+        at = first + (splits + w) * N
+        y += tl.exp2(tl.load(part_top + at) - top) * tl.load(part_out + at * D + d)
+    tl.store(out + (head * rows + n) * D + d, (y / total).to(out.dtype.element_ty))
