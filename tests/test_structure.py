@@ -51,7 +51,7 @@ LAYERS = [
     {"models", "calibrate"},
     {"batch", "adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
     {"codec", "pages", "tiles", "exchange", "balancing", "channels", "oja"},
-    {"kernels"},
+    {"kernels", "whitening"},
     {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},
     {"metal"},
