@@ -248,11 +248,13 @@ def attend_batch(
             f"[attach] this model's mask does not fit a batch; got shape {list(mask.shape)} for "
             f"{view.tokens} tokens; serve its requests one at a time"
         )
-    new, out = queries.shape[2], []
-    if type(view) is RaggedView and not isinstance(mask, mx.array):
-        windows = view.sink, view.live
-        return decode(queries, (view.pages,), *windows, view.lengths, scale, sinks, view.starts)
-    for i, row in enumerate(view.rows):
+    new, rows, out = queries.shape[2], view.rows, []
+    if type(view) is RaggedView:
+        if not isinstance(mask, mx.array):
+            windows = view.sink, view.live
+            return decode(queries, (view.pages,), *windows, view.lengths, scale, sinks, view.starts)
+        rows = ((row, new) for row in rows)
+    for i, row in enumerate(rows):
         if row is None:
             out.append(None)
             continue

@@ -11,6 +11,7 @@ so that this step's attention still finds them as they were.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -29,7 +30,7 @@ class RaggedView:
     """What attention reads of all sequences at once.
 
     pages: of the whole pool. starts: the first record of each sequence. lengths: of each (records,
-    sink tokens, live tokens). sink, live: (keys, values), [B, G, room, D]. new: tokens of this step.
+    sink tokens, live tokens). sink, live: (keys, values), [B, G, room, D].
     """
 
     pages: RecordPages
@@ -37,7 +38,6 @@ class RaggedView:
     lengths: tuple[tuple[int, int, int], ...]
     sink: Pair | None
     live: Pair
-    new: int
 
     @property
     def tokens(self) -> int:
@@ -56,13 +56,13 @@ class RaggedView:
         return batch, heads, self.tokens, dims
 
     @cached_property
-    def rows(self) -> tuple[tuple[View, int], ...]:
-        """The view of each sequence alone, and how many of its tokens are new."""
+    def rows(self) -> tuple[View, ...]:
+        """The view of each sequence alone."""
         out = []
         for i, (at, (count, sink, live)) in enumerate(zip(self.starts, self.lengths, strict=True)):
             windows = tuple(x[i : i + 1, :, :live] for x in self.live)
             if not count:
-                out.append((View(windows, plain=True), self.new))
+                out.append(View(windows, plain=True))
                 continue
             each = self.pages.codecs[0].page // TOKENS
             headers = self.pages.headers
@@ -71,7 +71,7 @@ class RaggedView:
             buffer, tokens = self.pages.buffer[:, :, at : at + count], count * TOKENS
             pages = replace(self.pages, buffer=buffer, tokens=tokens, headers=headers)
             first = tuple(x[i : i + 1] for x in self.sink) if sink else None
-            out.append((View(windows, first, pages), self.new))
+            out.append(View(windows, first, pages))
         return tuple(out)
 
     def __getattr__(self, name):
@@ -90,6 +90,12 @@ class Ragged:
         self.parted: list[bool] = []  # whether the sink has moved out of the live window
         self.live: Pair = self._windows([], 0)
         self.sink: Pair | None = self._windows([], self.config.sink) if self.config.sink else None
+
+    def __deepcopy__(self, memo):
+        other = copy(self)  # the rest is never written in place
+        for name in ("offsets", "counts", "parted", "pool"):
+            setattr(other, name, deepcopy(getattr(self, name), memo))
+        return other
 
     @classmethod
     def of(cls, rows: Sequence[CompressedKVCache], keys: mx.array, values: mx.array):
@@ -175,14 +181,14 @@ class Ragged:
         )
         self.counts = [n + new for n in self.counts]
         self.offsets = [n + new for n in self.offsets]
-        return self._view(new)
+        return self._view()
 
     def view(self) -> RaggedView:
         """What attention reads without new tokens."""
         self.settle()
-        return self._view(0)
+        return self._view()
 
-    def _view(self, new: int) -> RaggedView:
+    def _view(self) -> RaggedView:
         pool, store, sink = self.pool, self.store, self.config.sink
         records = (n * pool.each for n in pool.counts)
         sinks = (sink if parted else 0 for parted in self.parted)
@@ -199,7 +205,8 @@ class Ragged:
             pages,
             tuple(n * pool.each for n in pool.starts),
             tuple(zip(records, sinks, self.counts, strict=True)),
-            *(self.sink, self.live, new),
+            self.sink,
+            self.live,
         )
 
     def settle(self) -> None:
