@@ -26,10 +26,10 @@ from mlxkv.ragged import Ragged, RaggedView
 
 @dataclass(frozen=True)
 class BatchView:
-    """What attention reads of each sequence: its view and how many of the new tokens are its own;
-    None where all are padding."""
+    """What attention reads of each sequence: its view and how many of the new tokens are its own,
+    None for all; None where all are padding."""
 
-    rows: tuple[tuple[View, int] | None, ...]
+    rows: tuple[tuple[View, int | None] | None, ...]
 
     @property
     def _first(self) -> View:
@@ -62,6 +62,7 @@ class BatchedKVCache:
         self._rows = list(rows)
         self._ragged: Ragged | None = None  # while there is one, `_rows` is empty
         self._left: list[int] | None = None  # tokens to come before padding starts
+        self._new: list[int] | None = None  # of the last step, without padding
 
     @property
     def rows(self) -> list[CompressedKVCache]:
@@ -70,6 +71,11 @@ class BatchedKVCache:
             self._rows = [self._ragged.cache(i) for i in range(len(self))]
             self._ragged = None
         return self._rows
+
+    @property
+    def together(self) -> bool:
+        """Whether the last tokens of all sequences went into arrays of all."""
+        return self._ragged is not None
 
     @property
     def offsets(self) -> list[int]:
@@ -92,6 +98,7 @@ class BatchedKVCache:
             raise UserError(
                 f"[BatchedKVCache] the cache holds a batch of {len(self)}; got {keys.shape[0]}"
             )
+        self._new = None
         if self._left is None and keys.shape[2] <= DECODE_TOKENS and self._joins(keys, values):
             view = self._ragged.append(keys, values)
             return view, view
@@ -99,7 +106,7 @@ class BatchedKVCache:
         if self._left is not None:
             counts = [min(keys.shape[2], left) for left in self._left]
             self._left = [left - n for left, n in zip(self._left, counts, strict=True)]
-        rows = []
+        rows, self._new = [], counts
         for i, (row, n) in enumerate(zip(self.rows, counts, strict=True)):
             new = (x[i : i + 1, :, :n] for x in (keys, values))
             rows.append((row.update_and_fetch(*new)[0], n) if n else None)
@@ -121,7 +128,11 @@ class BatchedKVCache:
         if self._ragged is not None:
             view = self._ragged.view()
         else:
-            view = BatchView(tuple((row.keys_and_values()[0], 0) for row in self._rows))
+            counts = self._new or [None] * len(self)
+            views = (row.keys_and_values()[0] for row in self._rows)
+            view = BatchView(
+                tuple((v, n) if n != 0 else None for v, n in zip(views, counts, strict=True))
+            )
         return view, view
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -155,6 +166,7 @@ class BatchedKVCache:
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep these sequences, in this order."""
         keep = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
+        self._new = None
         if self._ragged is not None and len(keep):
             self._ragged.keep(keep)
         else:
@@ -162,6 +174,7 @@ class BatchedKVCache:
 
     def extend(self, other: BatchedKVCache) -> None:
         """Add the sequences of another batch, which is used up."""
+        self._new = None
         if self._ragged is None or not self._ragged.join(other.rows):
             self._rows = self.rows + other.rows
 
@@ -183,7 +196,7 @@ class BatchedKVCache:
 
     def finalize(self) -> None:
         """The padded tokens have all been read."""
-        self._left = None
+        self._left = self._new = None
 
     # -- what it shares with the cache of one sequence
 
@@ -248,17 +261,17 @@ def attend_batch(
             f"[attach] this model's mask does not fit a batch; got shape {list(mask.shape)} for "
             f"{view.tokens} tokens; serve its requests one at a time"
         )
-    new, rows, out = queries.shape[2], view.rows, []
+    new, out = queries.shape[2], []
     if type(view) is RaggedView:
         if not isinstance(mask, mx.array):
             windows = view.sink, view.live
             return decode(queries, (view.pages,), *windows, view.lengths, scale, sinks, view.starts)
-        rows = ((row, new) for row in rows)
-    for i, row in enumerate(rows):
+        view = BatchView(tuple((row, new) for row in view.rows))
+    for i, row in enumerate(view.rows):
         if row is None:
             out.append(None)
             continue
-        one, n = row
+        one, n = row[0], new if row[1] is None else row[1]
         part = mask
         if isinstance(mask, mx.array):
             part = mask[min(i, mask.shape[0] - 1)][None, :, :n, : one.tokens]

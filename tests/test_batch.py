@@ -68,9 +68,10 @@ def test_each_gets_what_it_gets_alone(kv):
     check(model)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next", "gemma3n"])
 def test_so_it_is_beside_caches_of_other_kinds(family):
-    """Sliding windows, attention sinks, states: mlx-lm's own batches, ours for what grows."""
+    """Sliding windows, attention sinks, states, layers that read another's cache: mlx-lm's own batches,
+    ours for what grows."""
     model = random_model(family)
     attach(model, "int4")
     check(model)
