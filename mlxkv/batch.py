@@ -68,7 +68,7 @@ class BatchedKVCache:
     def rows(self) -> list[CompressedKVCache]:
         """The sequences, each as a cache of its own until they are decoded together again."""
         if self._ragged is not None:
-            self._rows = [self._ragged.cache(i) for i in range(len(self))]
+            self._rows = [self._ragged.cache(i) for i in range(len(self.offsets))]
             self._ragged = None
         return self._rows
 
@@ -84,9 +84,6 @@ class BatchedKVCache:
             return self._ragged.offsets
         return [row.offset for row in self._rows]
 
-    def __len__(self) -> int:
-        return len(self.offsets)
-
     @property
     def offset(self) -> mx.array:
         """[B] tokens read by each sequence: where the positions of the next ones start."""
@@ -94,15 +91,15 @@ class BatchedKVCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         """Append keys, values: [B, G, L, D], without what is padding; what to attend to, twice."""
-        if keys.shape[0] != len(self):
+        if keys.shape[0] != len(self.offsets):
             raise UserError(
-                f"[BatchedKVCache] the cache holds a batch of {len(self)}; got {keys.shape[0]}"
+                f"[BatchedKVCache] the cache holds a batch of {len(self.offsets)}; got {keys.shape[0]}"
             )
         self._new = None
         if self._left is None and keys.shape[2] <= DECODE_TOKENS and self._joins(keys, values):
             view = self._ragged.append(keys, values)
             return view, view
-        counts = [keys.shape[2]] * len(self)
+        counts = [keys.shape[2]] * len(self.offsets)
         if self._left is not None:
             counts = [min(keys.shape[2], left) for left in self._left]
             self._left = [left - n for left, n in zip(self._left, counts, strict=True)]
@@ -117,8 +114,9 @@ class BatchedKVCache:
         """Whether the sequences are in arrays of all, now if not before."""
         if self._ragged is not None and not self._ragged.stale:
             return True
-        if len(self) > 1:  # one alone has nothing to join
-            self._ragged = Ragged.of(self.rows, keys, values)
+        rows = self.rows
+        if len(rows) > 1:  # one alone has nothing to join
+            self._ragged = Ragged.of(rows, keys, values)
         if self._ragged is not None:
             self._rows = []
         return self._ragged is not None
@@ -128,7 +126,7 @@ class BatchedKVCache:
         if self._ragged is not None:
             view = self._ragged.view()
         else:
-            counts = self._new or [None] * len(self)
+            counts = self._new or [None] * len(self.offsets)
             views = (row.keys_and_values()[0] for row in self._rows)
             view = BatchView(
                 tuple((v, n) if n != 0 else None for v, n in zip(views, counts, strict=True))
@@ -157,10 +155,9 @@ class BatchedKVCache:
         """The cache of one sequence, independent of this one."""
         if self._ragged is None:
             return deepcopy(self._rows[idx])
-        out = self._ragged.cache(range(len(self))[idx])
-        mx.async_eval(
-            out._arrays()
-        )  # or it would hold the arrays of all, which are written in place
+        out = self._ragged.cache(range(len(self.offsets))[idx])
+        # Or it would hold the arrays of all, which then could not be written in place.
+        mx.async_eval(out._arrays())
         return out
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:

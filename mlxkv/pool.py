@@ -19,8 +19,13 @@ from mlxkv.kernels import RecordLayout
 from mlxkv.pages import GROWTH
 from mlxkv.records import TOKENS
 
-WASTE = 4  # at most one page of so many is a gap
+WASTE = 16  # at most one page of so many is a gap
 Part = tuple[Stored, int]  # the arrays of exactly so many pages; {} for none
+
+
+def most(pages: int) -> int:
+    """Pages that a sequence of so many takes at most, with its room and its share of gaps."""
+    return -(-(pages * (GROWTH + 1) + GROWTH) * WASTE // (GROWTH * (WASTE - 1)))
 
 
 class PagePool:

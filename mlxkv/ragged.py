@@ -17,9 +17,10 @@ from functools import cached_property, lru_cache
 
 import mlx.core as mx
 
-from mlxkv import calibrated
+from mlxkv import calibrated, sealed
 from mlxkv.attention import DECODE_TOKENS
 from mlxkv.cache import CompressedKVCache, Pair, View
+from mlxkv.config import CacheConfig
 from mlxkv.pool import PagePool
 from mlxkv.records import TOKENS
 from mlxkv.sealed import RecordPages, Records
@@ -274,6 +275,19 @@ class Ragged:
     def arrays(self) -> list[mx.array]:
         """What is allocated."""
         return [*self.live, *(self.sink or ()), *self.pool.arrays.values()]
+
+
+def why_not(cache: CompressedKVCache) -> str | None:
+    """Why sequences of this kind, which holds tokens, are not decoded together, or None."""
+    if type(cache) is not CompressedKVCache:
+        return "it hears the queries of its own sequence"
+    keys, values = cache._live
+    return sealed.why_not(cache._stored, (keys.shape[3], values.shape[3]), keys.dtype)
+
+
+def window_tokens(config: CacheConfig) -> int:
+    """Tokens in full precision that are allocated for each sequence, at most."""
+    return 2 * config.sink + config.recent + config.page + DECODE_TOKENS
 
 
 def _padded(x: mx.array, room: int) -> mx.array:

@@ -24,6 +24,7 @@ from mlxkv.metal import launch
 from mlxkv.models import attach
 from mlxkv.pool import PagePool
 from mlxkv.ragged import Ragged, RaggedView
+from mlxkv.serve.memory import shapes_of
 
 HEADS, KV_HEADS, DIMS = 8, 2, 64
 # Keys with a header for each page; no sink.
@@ -135,6 +136,7 @@ class Walk:
         self.random, self.seed = Random(seed), 1000 * seed
         self.caches = filled(SMALL, (90, 0))
         self.batch = BatchedKVCache.merge(self.caches)
+        (self.shape,) = shapes_of(filled(SMALL, (1,)))
 
     def step(self) -> None:
         actions = ["decode"] * 6 + ["join", "leave", "trim", "read", "mask", "copy", "extract"]
@@ -143,6 +145,10 @@ class Walk:
         getattr(self, f"_{action}")()
         assert self.batch.offset.tolist() == [cache.offset for cache in self.caches]
         assert self.batch.size() == max(cache.offset for cache in self.caches)
+        if self.batch.together:  # what a server sets aside for them is enough
+            assert self.shape.together
+            need = sum(self.shape.bytes(cache.offset, 20) for cache in self.caches)
+            assert self.batch.nbytes <= need
 
     def _decode(self, new: int | None = None) -> None:
         new = new or self.random.choice((1, 1, 1, 5, 8))
@@ -270,6 +276,9 @@ def test_a_model_that_is_attached_anew_finds_its_values(monkeypatch):
         monkeypatch.setattr(calibrated, "as_attached", lambda *_, **__: other)
         assert type(step(batch, caches, 1, 50, 1e-5)) is RaggedView
         assert batch.extract(0).rotations is other
+        batch.filter([0])
+        monkeypatch.setattr(calibrated, "changes", lambda: -2)
+        assert type(step(batch, caches[:1], 1, 90, 1e-5)) is BatchView
 
 
 def test_a_model_decodes_a_batch_as_each_alone(monkeypatch):
