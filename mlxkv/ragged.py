@@ -118,6 +118,8 @@ class Ragged:
         """Add caches, which are used up; False, and nothing has changed, if they are of another kind."""
         if not all(map(self._takes, rows)):
             return False
+        if not rows:
+            return True
         self.settle()
         parted = [row._sink is not None or not self.config.sink for row in rows]
         room = max(self.live[0].shape[2], DECODE_TOKENS + max(map(self._limit, parted)))

@@ -135,6 +135,15 @@ def splits_for(records: int, merges: int, simdgroups: int, wide: bool) -> tuple[
     return max(1, min(MAX_SPLITS - windows, room - windows, records)), windows
 
 
+def _busy(lengths: tuple[tuple[int, int, int], ...], merges: int) -> int:
+    """`merges`, counting a sequence by its share of the longest: a long one among short ones is split
+    as if it were nearly alone."""
+    records = [one[0] for one in lengths]
+    if not any(records):
+        return merges
+    return max(1, round(merges * sum(records) / (len(records) * max(records))))
+
+
 def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> tuple[int, int]:
     """(stages, bytes of shared memory) of the ring of records."""
     if make is not mx.fast.cuda_kernel:
@@ -209,8 +218,9 @@ def _plan(
     most = max(one[0] for one in lengths)
     starts = starts or own_starts(batch, heads, rooms[0])
     wide = _is_wide(layout, dims)
-    simdgroups = _simdgroups(layout.words, wide, merges, make)
-    splits = splits or splits_for(most, merges, simdgroups, wide)
+    busy = _busy(lengths, merges)
+    simdgroups = _simdgroups(layout.words, wide, busy, make)
+    splits = splits or splits_for(most, busy, simdgroups, wide)
     size = mx.array(
         [
             *(rows, splits[0], *rooms, new_tokens, window, heads, *(n or 0 for n in strides)),
