@@ -149,7 +149,7 @@ class BatchedKVCache:
     @classmethod
     def merge(cls, caches: Sequence[CompressedKVCache]) -> BatchedKVCache:
         """The caches as one batch; they may be used on without touching it."""
-        return cls(deepcopy(list(caches)))
+        return cls([deepcopy(cache) for cache in caches])  # each alone: one may be there twice
 
     def extract(self, idx: int) -> CompressedKVCache:
         """The cache of one sequence, independent of this one."""

@@ -103,15 +103,12 @@ class Ragged:
         """The caches, which are used up, as a `Ragged`; None where they have no kernels, or not the
         same. keys, values: the next tokens, [B, G, L, D]."""
         for row in rows:
-            if type(row) is not CompressedKVCache:
-                return None  # it hears the queries of its own sequence
             row._follow_weights()
-        first, dims = rows[0], (keys.shape[3], values.shape[3])
         store = next((row._store for row in rows if row._store is not None), None)
-        store = store or first._new_store(dims, keys.dtype)
+        store = store or rows[0]._new_store((keys.shape[3], values.shape[3]), keys.dtype)
         if type(store) is not Records:
             return None
-        out = cls(first, store.empty(), keys.shape[1], keys.dtype)
+        out = cls(rows[0], store.empty(), keys.shape[1], keys.dtype)
         return out if out.join(rows) else None
 
     def join(self, rows: Sequence[CompressedKVCache]) -> bool:
@@ -136,7 +133,7 @@ class Ragged:
 
     def _takes(self, row) -> bool:
         if type(row) is not CompressedKVCache or row.config != self.config:
-            return False
+            return False  # those of another class hear the queries of their own sequence
         if row.rotations is not self.rotations:
             return False
         if row.rotations is not None and row._followed != self.followed:
@@ -280,7 +277,7 @@ class Ragged:
 
 
 def why_not(cache: CompressedKVCache) -> str | None:
-    """Why sequences of this kind, which holds tokens, are not decoded together, or None."""
+    """Why caches like this one, which holds tokens, are not decoded together, or None."""
     if type(cache) is not CompressedKVCache:
         return "it hears the queries of its own sequence"
     keys, values = cache._live

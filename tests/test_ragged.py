@@ -94,36 +94,26 @@ def test_each_gets_what_it_gets_alone(factory, config, dtype, bound):
 def test_kernels_read_records_from_where_a_sequence_starts():
     """Records and headers of a batch in one buffer, in another order, with gaps, and each in its own."""
     both = kernels.record_layout(CHANNELS, DIMS, DIMS)
-    cache = CompressedKVCache(CHANNELS)
     with launch.using(make):
-        x = [y.reshape(1, KV_HEADS, 192, DIMS) for y in pair(1, 192, 5)]
-        store = cache._new_store((DIMS, DIMS), mx.float32)
-        whole = store.encode(tuple(x), 192, 0)  # 6 pages: of the sequences 0 (2), 1 (1)
-    live = pair(2, 3, 8)
-    q = mx.array(data(2, KV_HEADS, 4, DIMS, seed=3))
-    pages = ((3, 4), (1,))
-    own = {
-        name: mx.concatenate(
-            [mx.concatenate([_pages(y, at) for at in (*some, *[0] * (2 - len(some)))], 2)
-             for some in pages]
+        store = CompressedKVCache(CHANNELS)._new_store((DIMS, DIMS), mx.float32)
+        shared = store.encode(pair(1, 192, 5), 192, 0)  # 6 pages of 2 records
+
+    def pages(x, first, last):
+        rows = x.shape[2] // 6
+        return x[:, :, first * rows : last * rows]
+
+    # Pages 3 and 4 are those of the first sequence, page 1 that of the second, which has room behind.
+    own = {name: mx.concatenate([pages(x, 3, 5), pages(x, 1, 3)]) for name, x in shared.items()}
+    q, live = mx.array(data(2, KV_HEADS, 4, DIMS, seed=3)), pair(2, 3, 8)
+    out = [
+        kernels.attend(
+            *(q, q, arrays["records"], both, None, live, ((4, 0, 3), (2, 0, 3)), 0.125, 1, make),
+            headers=arrays["headers"],
+            starts=starts,
         )
-        for name, y in whole.items()
-    }  # fmt: skip
-    lengths, out = ((4, 0, 3), (2, 0, 3)), []
-    for arrays, starts in ((whole, (6, 2)), (own, None)):
-        out.append(
-            kernels.attend(
-                *(q, q, arrays["records"], both, None, live, lengths, 0.125, 1, make),
-                headers=arrays["headers"],
-                starts=starts,
-            )
-        )
+        for arrays, starts in ((shared, (6, 2)), (own, None))
+    ]
     assert mx.array_equal(*out)
-
-
-def _pages(x: mx.array, at: int) -> mx.array:
-    rows = x.shape[2] // 6
-    return x[:, :, at * rows : (at + 1) * rows]
 
 
 # -- joining and leaving
@@ -221,7 +211,7 @@ class Walk:
         assert all(is_same(self.batch.extract(i), c) for i, c in enumerate(self.caches))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_walk_gives_what_each_gives_alone(seed):
     with launch.using(make):
         walk = Walk(seed)
