@@ -49,8 +49,9 @@ LAYERS = [
     {"learn"},
     {"learnable"},
     {"models", "calibrate"},
-    {"batch", "adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
-    {"codec", "pages", "tiles", "exchange", "balancing", "channels", "oja"},
+    {"batch", "ragged", "adaptive", "salience", "segments", "cache", "attention", "sealed"}
+    | {"selftest"},
+    {"codec", "pages", "pool", "tiles", "exchange", "balancing", "channels", "oja"},
     {"kernels", "whitening"},
     {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},
