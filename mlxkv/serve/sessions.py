@@ -16,12 +16,19 @@ class Sessions(LRUPromptCache):
     """Caches of finished prompts and replies, found by their tokens.
 
     memory: tells the room there is for them. new: makes an empty cache. disk: where they go when
-    there is none, or None: away. Used by the generation thread alone; others read numbers.
+    there is none, or None: away. reuse: whether anything is kept at all. Used by the
+    generation thread alone; others read numbers.
     """
 
-    def __init__(self, memory: Memory, new: Callable[[], list], disk: Disk | None = None):
+    def __init__(
+        self,
+        memory: Memory,
+        new: Callable[[], list],
+        disk: Disk | None = None,
+        reuse: bool = True,
+    ):
         super().__init__(MANY, MANY)
-        self.memory, self.new, self.disk = memory, new, disk
+        self.memory, self.new, self.disk, self.reuse = memory, new, disk, reuse
         self.bytes_fp16 = 0  # what 16 bits would take
         self._useless: set = set()  # files that were read in vain
         self.lookups = self.hits = self.tokens = self.tokens_found = self.evicted = 0
@@ -61,8 +68,9 @@ class Sessions(LRUPromptCache):
         return True
 
     def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
-        super().insert_cache(model, tokens, prompt_cache, **kwargs)
-        self.shrink()
+        if self.reuse:
+            super().insert_cache(model, tokens, prompt_cache, **kwargs)
+            self.shrink()
 
     def shrink(self, room: int | None = None) -> None:
         """Let the least recently used go until the rest fits."""
