@@ -79,6 +79,7 @@ class Site:
                 "promised_bytes": memory.promised,
                 "active_bytes": engine.kv_bytes,
                 "sessions_bytes": sessions.nbytes,
+                "sessions_bytes_apart": sessions.bytes_apart,
                 "bytes": engine.kv_bytes + sessions.nbytes,
                 "bytes_fp16": engine.kv_bytes_fp16 + sessions.bytes_fp16,
             },
