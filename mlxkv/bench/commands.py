@@ -205,6 +205,37 @@ def load(
     raise typer.Exit(run(plan, json))
 
 
+@bench.command()
+def reuse(
+    model: Model = "tiny",
+    kv: One = "int4",
+    batches: Annotated[
+        str, typer.Option("--batches", help="Requests at once, by commas.")
+    ] = "1,8,16,32",
+    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt.")] = 2000,
+    tokens: Annotated[int, typer.Option("--tokens", help="Of a reply, at most.")] = 32,
+    rounds: Annotated[int, typer.Option("--rounds", help="Each with another document.")] = 3,
+    picture: Annotated[
+        str | None, typer.Option("--picture", help="Write an SVG file of it.")
+    ] = None,
+    dtype: Dtype = None,
+    serve: Serve = "",
+    json: Json = False,
+) -> None:
+    """What the prefix cache is worth: first token and speed with it off, on, and at replay."""
+    from pathlib import Path
+
+    from mlxkv.bench.reuse import Plan, run
+
+    try:
+        counts = tuple(int(one) for one in batches.split(","))
+    except ValueError:
+        raise UserError(f"[--batches] must be numbers, by commas; got {batches!r}") from None
+    where = Path(picture) if picture else None
+    options = _serve_options(model, kv, dtype, serve)
+    raise typer.Exit(run(Plan(options, counts, prompt, tokens, rounds, where), json))
+
+
 def _serve_options(model: str, kv: str, dtype: str | None, more: str) -> tuple[str, ...]:
     own = ("--dtype", dtype) if dtype else ()
     return ("--model", model, "--kv", kv, *own, *shlex.split(more))
