@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlxkv.corpus import interleaved
+from mlxkv.errors import MachineError
 
 QUESTION = "Repeat the last sentence in your own words."
 SHARE = 0.5  # of a prompt that opens with what others open with, too
@@ -21,6 +22,14 @@ class Texts:
     def __init__(self, per_token: float = 4.0):
         self.per_token = per_token
         self._all = "\n\n".join(interleaved("evaluation"))
+
+    def calibrate(self, server, tokens: int) -> None:
+        """Have a server count. Raises MachineError when it does not answer."""
+        sample = self.cut(tokens, start=1 << 20)
+        reply = server.ask([{"role": "user", "content": sample}], 1)
+        if reply.error is not None:
+            raise MachineError(f"[bench] the server does not answer: {reply.error}")
+        self.per_token = len(sample) / reply.prompt_tokens
 
     def cut(self, tokens: int, start: int = 0) -> str:
         """About so many tokens, from another place for every `start`."""

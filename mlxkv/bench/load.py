@@ -51,12 +51,8 @@ class Plan:
 def run(plan: Plan, json: bool = False) -> int:
     """The command: 0 when everything held, else 1."""
     with Served(*plan.options, "--no-reuse", "--batch", "1", "--prefill-batch", "1") as server:
-        chats = _chats(plan, server)
-        console.note(f"{len(chats)} chats, each alone")
-        alone = [server.ask(messages, plan.tokens, stream=False) for messages in chats]
-    for reply in alone:
-        if reply.error is not None:
-            raise MachineError(f"[bench] a chat cannot be answered alone: {reply.error}")
+        console.note(f"{plan.chats} chats, each alone")
+        chats, alone = _alone(plan, server)
     console.note(f"{plan.clients} clients, {plan.minutes:g} minutes")
     server = Served(*plan.options)
     try:
@@ -76,16 +72,23 @@ def run(plan: Plan, json: bool = False) -> int:
     return 1 if found["problems"] else 0
 
 
-def _chats(plan: Plan, server: Served) -> list[list[dict]]:
-    """Of the lengths asked for, as this model's tokenizer counts them."""
-    texts = Texts()
-    sample = texts.cut(plan.longest // 2)
-    reply = server.ask([{"role": "user", "content": sample}], 1)
-    if reply.error is not None:
-        raise MachineError(f"[bench] the server does not answer: {reply.error}")
-    texts.per_token = len(sample) / reply.prompt_tokens
-    sizes = lengths(plan.chats, plan.shortest, plan.longest)
-    return [texts.chat(i, tokens) for i, tokens in enumerate(sizes)]
+def _alone(plan: Plan, server: Served) -> tuple[list[list[dict]], list[Reply]]:
+    """Chats of about the lengths asked for, as this model's tokenizer counts them, and a reply to
+    each."""
+    texts, chats, replies = Texts(), [], []
+    texts.calibrate(server, plan.longest // 2)
+    for index, size in enumerate(lengths(plan.chats, plan.shortest, plan.longest)):
+        while True:
+            chat = texts.chat(index, size)
+            reply = server.ask(chat, plan.tokens, stream=False)
+            if reply.error is None:
+                break
+            if "longer than the model's context" not in reply.error or size < 2:
+                raise MachineError(f"[bench] a chat cannot be answered alone: {reply.error}")
+            size = int(0.95 * size)  # this text has more tokens than others of its length
+        chats.append(chat)
+        replies.append(reply)
+    return chats, replies
 
 
 def _load(plan: Plan, server: Served, chats: list) -> tuple[list[tuple[int, Reply]], list[dict]]:

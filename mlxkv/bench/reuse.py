@@ -50,7 +50,7 @@ def run(plan: Plan, json: bool = False) -> int:
         more = ("--no-reuse",) if ways == WAYS[:1] else ()
         with Served(*plan.options, *room, *more) as server:
             head = server.kv()
-            _calibrate(texts, server, plan)
+            texts.calibrate(server, plan.prompt // 2)
             for batch in plan.batches:
                 rows += _measure(plan, server, texts, batch, ways)
     rows.sort(key=lambda row: (row["batch"], WAYS.index(row["cache"])))
@@ -64,12 +64,6 @@ def run(plan: Plan, json: bool = False) -> int:
         data = asdict(plan) | {"picture": str(plan.picture) if plan.picture else None}
         console.print_json({"plan": data, "model": head["model"], "kv": head["kv"], "rows": rows})
     return 0
-
-
-def _calibrate(texts: Texts, server: Served, plan: Plan) -> None:
-    sample = texts.cut(plan.prompt // 2, start=1 << 20)
-    reply = _all_right(server.ask([{"role": "user", "content": sample}], 1))
-    texts.per_token = len(sample) / reply.prompt_tokens
 
 
 def _measure(plan: Plan, server: Served, texts: Texts, batch: int, ways) -> list[dict]:
