@@ -96,7 +96,7 @@ def test_where_replies_part():
 
 def samples(*rss: float) -> list[dict]:
     return [
-        {"seconds": i, "rss": r * (1 << 30), "bytes": 5, "bound_bytes": 9}
+        {"seconds": i, "rss": r * (1 << 30), "bytes": 5, "bound_bytes": 9, "mlx_bytes": 7}
         for i, r in enumerate(rss)
     ]
 
@@ -112,7 +112,7 @@ FLAT = samples(*[1.0] * 11)
         (replace(ALONE, text="A cat"), FLAT, "1 replies differ"),
         (replace(ALONE, error="500 broken"), FLAT, "1 errors: 500 broken"),
         (ALONE, samples(*[0.1, 0.3, 0.6, 0.9], *[1.0] * 7), None),  # warming up
-        (ALONE, samples(*[0.1 * i for i in range(11)]), "memory grows"),
+        (ALONE, samples(*[0.1 * i for i in range(11)]), "resident memory grows"),
         (ALONE, [one | {"bytes": 10} for one in FLAT], "more than --kv-memory"),
     ],
 )

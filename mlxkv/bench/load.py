@@ -127,7 +127,8 @@ def _load(plan: Plan, server: Served, chats: list) -> tuple[list[tuple[int, Repl
 
 def _sample(server: Served, seconds: float, replies: int) -> dict:
     found = server.kv()
-    memory = {name: found["memory"][name] for name in ("bytes", "bound_bytes", "sessions_bytes")}
+    names = ("bytes", "bound_bytes", "sessions_bytes", "mlx_bytes")
+    memory = {name: found["memory"][name] for name in names}
     return {
         "seconds": round(seconds, 1),
         "rss": server.rss(),
@@ -153,16 +154,15 @@ def judge(
             prompt, cached = reply.prompt_tokens, reply.cached_tokens
             parted.append(found | {"chat": index, "prompt": prompt, "cached": cached})
     wrong = [one for one in parted if one["gap"] > plan.tie]
-    warm = [one["rss"] for one in samples if one["seconds"] > WARM * seconds]
-    half = len(warm) // 2
-    before, after = (median(part) if part else 0 for part in (warm[:half], warm[half:]))
-    growth = after - before
+    (before, after), arrays = (_warm(samples, name, seconds) for name in ("rss", "mlx_bytes"))
     problems = [f"{len(errors)} errors: {errors[0]}"] if errors else []
     problems += [] if good else ["no reply came"]
     if wrong:
         problems.append(f"{len(wrong)} replies differ from those given alone, by more than a tie")
-    if before and growth > GROWTH * before + SPARE:
-        problems.append(f"memory grows after warm-up, by {console.human_bytes(growth)}")
+    for what, (first, last) in {"resident memory": (before, after), "MLX's memory": arrays}.items():
+        if first and last - first > GROWTH * first + SPARE:
+            by = console.human_bytes(last - first)
+            problems.append(f"{what} grows after warm-up, by {by}")
     if any(one["bytes"] > one["bound_bytes"] for one in samples):
         problems.append("caches took more than --kv-memory")
     firsts = sorted(reply.first for _, reply in good if reply.first is not None)
@@ -185,10 +185,20 @@ def judge(
         "first_p95": round(firsts[int(0.95 * (len(firsts) - 1))], 3) if firsts else None,
         "rss_warm": before,
         "rss_end": after,
+        "mlx_warm": arrays[0],
+        "mlx_end": arrays[1],
         "kv_most": max((one["bytes"] for one in samples), default=0),
         "kv_bound": samples[-1]["bound_bytes"] if samples else None,
         "problems": problems,
     }
+
+
+def _warm(samples: list[dict], name: str, seconds: float) -> tuple[float, float]:
+    """Medians of the first and of the second half of what was sampled after warm-up."""
+    warm = [one[name] for one in samples if one["seconds"] > WARM * seconds]
+    half = len(warm) // 2
+    first, last = (median(part) if part else 0 for part in (warm[:half], warm[half:]))
+    return first, last
 
 
 def _distinct(parted: list[dict]) -> list[dict]:
@@ -215,6 +225,10 @@ def show(found: dict, samples: list[dict]) -> None:
         ("tokens per second, one client (median)", found["user_tokens_per_second"]),
         ("first token, s (median, 95 %)", f"{found['first_p50']}, {found['first_p95']}"),
         ("resident, after warm-up", f"{size(found['rss_warm'])}, then {size(found['rss_end'])}"),
+        (
+            "MLX's arrays, after warm-up",
+            f"{size(found['mlx_warm'])}, then {size(found['mlx_end'])}",
+        ),
         ("caches, most of bound", f"{size(found['kv_most'])} of {size(found['kv_bound'] or 0)}"),
         ("exit code", found["exit_code"]),
     ]
@@ -223,10 +237,10 @@ def show(found: dict, samples: list[dict]) -> None:
     lines, step = [], max(10.0, found["seconds"] / 12)
     for one in samples:
         if one["seconds"] >= minute or one is samples[-1]:
-            caches = [size(one[name]) for name in ("rss", "bytes", "sessions_bytes")]
+            caches = [size(one[name]) for name in ("rss", "mlx_bytes", "bytes", "sessions_bytes")]
             lines.append((f"{one['seconds']:.0f} s", *caches, one["replies"]))
             minute += step
-    console.print_table(["time", "resident", "caches", "of them kept", "replies"], lines)
+    console.print_table(["time", "resident", "MLX", "caches", "of them kept", "replies"], lines)
     if found["parted"]:
         lines = [
             (one["chat"], one["prompt"], one["cached"], one["token"], f"{one['gap']:.4f}")

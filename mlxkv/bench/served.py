@@ -156,10 +156,9 @@ class Served:
                 reply.error = part["error"]["message"]
                 return
             for choice in part["choices"]:
-                text = choice["delta"].get("content") or ""
-                if text and reply.first is None:
+                if reply.first is None:
                     reply.first = time.perf_counter() - start
-                reply.text += text
+                reply.text += choice["delta"].get("content") or ""
             if usage := part.get("usage"):
                 _usage(usage, reply)
         if not ended:

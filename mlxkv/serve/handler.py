@@ -15,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import mlx.core as mx
 from mlx_lm import server
 
 from mlxkv import __version__
@@ -82,6 +83,7 @@ class Site:
                 "sessions_bytes": sessions.nbytes,
                 "sessions_bytes_apart": sessions.bytes_apart,
                 "bytes": engine.kv_bytes + sessions.nbytes,
+                "mlx_bytes": mx.get_active_memory(),  # all arrays, weights too
                 "bytes_fp16": engine.kv_bytes_fp16 + sessions.bytes_fp16,
             },
             "sessions": {
@@ -101,7 +103,7 @@ class Site:
         """For the metrics: what is in /v1/kv."""
         found = self.kv()
         for name, value in found["memory"].items():
-            yield f"kv_{name}", "Of KV caches.", value
+            yield f"kv_{name}", "Of KV caches (mlx: of all arrays).", value
         for name, value in found["sessions"].items():
             yield f"sessions_{name}", "Of the prompt cache.", value
         for name, value in (found["disk"] or {}).items():
