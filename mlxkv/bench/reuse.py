@@ -153,7 +153,10 @@ def picture(rows: list[dict], title: str) -> str:
             axis.set_xticks(batches, [str(batch) for batch in batches])
             axis.set_xlabel("requests at once")
             axis.set_title(label, fontsize=10)
-            axis.set_ylim(bottom=0)
+            if key == "first":
+                axis.set_yscale("log")
+            else:
+                axis.set_ylim(bottom=0)
         axes[-1].legend(title="prefix cache", loc="upper left", bbox_to_anchor=(1.02, 1))
         figure.suptitle(title, fontsize=10)
         figure.tight_layout()
