@@ -8,10 +8,14 @@ from copy import deepcopy
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from on_emulator import make
 from random_models import random_model, tokens
 from test_serve_memory import CHUNK, memory_of, read
 
+from mlxkv.cache import CompressedKVCache
 from mlxkv.models import attach
+from mlxkv.presets import PRESETS
+from mlxkv.sealed import Records
 from mlxkv.serve.sessions import Sessions
 from mlxkv.serve.shared import BLOCK, Kept, Shelf
 
@@ -39,7 +43,7 @@ def same(a, b) -> bool:
     )
 
 
-@pytest.fixture(scope="module", params=["int4", "naive-int4", "kivi-int2", "int8/int4", "fp16"])
+@pytest.fixture(scope="module", params=["int4", "kvarn-int2", "int8/int4", "fp16"])
 def model(request):
     model = random_model("llama")
     attach(model, request.param)
@@ -126,3 +130,22 @@ def test_the_bound_counts_them_once():
     memory.bound = 0
     sessions.shrink()
     assert len(sessions) == sessions.nbytes == sessions.shelf.saved == 0
+
+
+@pytest.mark.parametrize("preset", ["int4", "srft-int4+g64"])
+def test_records_of_kernels_are_shared_too(monkeypatch, preset):
+    """Pages as the kernels keep them: one buffer of records, and headers where there are any."""
+    monkeypatch.setattr("mlxkv.cache.store", lambda c, dims, dtype, turns: Records(c, dims, make))
+    shelf, kept = Shelf(), []
+    for own in range(2):
+        cache = CompressedKVCache(PRESETS[preset])
+        for count, seed in ((COMMON, 0), (70, 1 + own)):
+            pair = mx.random.normal((2, 1, 1, count, 64), key=mx.random.key(seed))
+            cache.update_and_fetch(*pair.astype(mx.float16))
+        want = deepcopy(cache)
+        kept.append([cache])
+        shelf.put(names(own), kept[-1])
+        back = deepcopy(kept[-1][0])
+        assert isinstance(back._store, Records) and same(back, want)
+    shared = [a is b for a, b in zip(*(one[0]._blocks for one in kept), strict=True)]
+    assert all(shared[: 1 + (COMMON - 256) // BLOCK]) and shelf.saved > 0
