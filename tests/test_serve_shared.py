@@ -94,7 +94,7 @@ def test_memory_holds_them_once():
     grown = [b - a for a, b in zip(taken, taken[1:], strict=False)]
     private = 4 * first - shelf.saved - first
     assert private < 1.2 * first  # of three sessions
-    assert sum(grown) < 1.3 * private  # MLX rounds allocations up
+    assert sum(grown) < 2 * private  # MLX rounds allocations up
 
 
 def test_other_tokens_or_other_bytes_are_not_shared():
