@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Annotated
 
@@ -170,6 +171,74 @@ def decode(
     from mlxkv.bench.decode import run
 
     run(model, contexts, kv, tokens, rounds, fill, dtype, bits, json)
+
+
+Serve = Annotated[
+    str, typer.Option("--serve", help='More options of mlxkv serve: "--kv-memory 2GB".')
+]
+One = Annotated[str, typer.Option("--kv", help="Cache preset (mlxkv presets).")]
+
+
+@bench.command()
+def load(
+    model: Model = "tiny",
+    kv: One = "int4",
+    clients: Annotated[int, typer.Option("--clients", help="Streams at once.")] = 16,
+    minutes: Annotated[float, typer.Option("--minutes", help="How long.")] = 10,
+    chats: Annotated[int, typer.Option("--chats", help="Distinct ones, drawn at random.")] = 24,
+    shortest: Annotated[int, typer.Option("--shortest", help="Prompt, in tokens.")] = 100,
+    longest: Annotated[int, typer.Option("--longest", help="Prompt, in tokens.")] = 8000,
+    tokens: Annotated[int, typer.Option("--tokens", help="Of a reply, at most.")] = 32,
+    tie: Annotated[
+        float, typer.Option("--tie", help="Logits that are this close may change places (nats).")
+    ] = 0.05,
+    seed: Annotated[int, typer.Option("--seed", help="Which chat comes when.")] = 0,
+    dtype: Dtype = None,
+    serve: Serve = "",
+    json: Json = False,
+) -> None:
+    """A server of its own under many streaming clients: errors, replies, memory, speed."""
+    from mlxkv.bench.load import Plan, run
+
+    options = _serve_options(model, kv, dtype, serve)
+    plan = Plan(options, clients, minutes, chats, shortest, longest, tokens, tie, seed)
+    raise typer.Exit(run(plan, json))
+
+
+@bench.command()
+def reuse(
+    model: Model = "tiny",
+    kv: One = "int4",
+    batches: Annotated[
+        str, typer.Option("--batches", help="Requests at once, by commas.")
+    ] = "1,8,16,32",
+    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt.")] = 2000,
+    tokens: Annotated[int, typer.Option("--tokens", help="Of a reply, at most.")] = 32,
+    rounds: Annotated[int, typer.Option("--rounds", help="Each with another document.")] = 3,
+    picture: Annotated[
+        str | None, typer.Option("--picture", help="Write an SVG file of it.")
+    ] = None,
+    dtype: Dtype = None,
+    serve: Serve = "",
+    json: Json = False,
+) -> None:
+    """What the prefix cache is worth: first token and speed with it off, on, and at replay."""
+    from pathlib import Path
+
+    from mlxkv.bench.reuse import Plan, run
+
+    try:
+        counts = tuple(int(one) for one in batches.split(","))
+    except ValueError:
+        raise UserError(f"[--batches] must be numbers, by commas; got {batches!r}") from None
+    where = Path(picture) if picture else None
+    options = _serve_options(model, kv, dtype, serve)
+    raise typer.Exit(run(Plan(options, counts, prompt, tokens, rounds, where), json))
+
+
+def _serve_options(model: str, kv: str, dtype: str | None, more: str) -> tuple[str, ...]:
+    own = ("--dtype", dtype) if dtype else ()
+    return ("--model", model, "--kv", kv, *own, *shlex.split(more))
 
 
 @bench.command()

@@ -151,13 +151,13 @@ def _stop(body: dict) -> dict:
 
 def _logprobs(body: dict, chat: bool) -> dict:
     """Text completions ask by a number of alternatives, chats by a yes and a number."""
-    wanted, top = body.get("logprobs", False), body.get("top_logprobs", -1)
+    wanted, top, field = body.get("logprobs", False), body.get("top_logprobs", -1), "top_logprobs"
     if not chat and type(wanted) is int:
-        wanted, top = True, wanted or -1
+        wanted, top, field = True, wanted or -1, "logprobs"
     if not isinstance(wanted, bool):
         raise bad("logprobs", "must be true or false", wanted)
     if type(top) is not int or not (top == -1 or 0 <= top <= 11):
-        raise bad("top_logprobs", "must be from 0 to 11", top)
+        raise bad(field, "must be from 0 to 11", top)
     return {"logprobs": wanted, "top_logprobs": top}
 
 

@@ -57,6 +57,9 @@ def serve(
     prefill_step: Annotated[
         int | None, typer.Option("--prefill-step", help="Tokens of a prompt read at once.")
     ] = None,
+    reuse: Annotated[
+        bool, typer.Option("--reuse/--no-reuse", help="Keep finished conversations for reuse.")
+    ] = True,
     kv_strict: Annotated[
         bool, typer.Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
     ] = False,
@@ -94,6 +97,7 @@ def serve(
         batch=batch,
         prefill_batch=prefill_batch,
         prefill_step=prefill_step,
+        reuse=reuse,
         origins=tuple(allow_origin or ()),
         kv_strict=kv_strict,
         dtype=dtype,

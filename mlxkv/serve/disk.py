@@ -97,7 +97,10 @@ class Disk:
     def _drop(self, entries: list[Entry]) -> None:
         for entry in entries:
             self.entries.remove(entry)
-            entry.path.unlink(missing_ok=True)
+            try:
+                entry.path.unlink(missing_ok=True)
+            except OSError as error:  # the folder went away, or may not be written to any more
+                logging.warning(f"a session could not be removed: {error}")
 
     def _bound(self) -> None:
         while self.entries and self.nbytes > self.limit:

@@ -105,6 +105,13 @@ class Engine(server.ResponseGenerator):
 
     def _generate(self) -> None:
         try:
+            self._serve()
+        finally:
+            # Arrays that outlive this thread's streams abort the process as it ends (MLX 0.32).
+            getattr(mx, "clear_streams", lambda: None)()
+
+    def _serve(self) -> None:
+        try:
             self.model_provider.load_default()
             self._prepare()
         except Exception as error:
@@ -135,9 +142,13 @@ class Engine(server.ResponseGenerator):
             spare = int(USABLE * machine_memory()) - mx.get_active_memory()
             bound = max(LEAST_MEMORY, spare // 2)
         folder = self.options.disk_folder
-        disk = Disk(folder, self.options.disk_bytes, loaded) if folder else None
+        disk = None
+        if folder and self.options.reuse:
+            disk = Disk(folder, self.options.disk_bytes, loaded)
         self.memory = Memory(bound, shapes_of(caches), self.cli_args.prefill_step_size)
-        self.sessions = Sessions(self.memory, lambda: make_prompt_cache(loaded.model), disk)
+        self.sessions = Sessions(
+            self.memory, lambda: make_prompt_cache(loaded.model), disk, self.options.reuse
+        )
         self.prompt_cache = _Watched(self)
 
     def _fail(self, error: Exception) -> None:

@@ -9,11 +9,13 @@ import select
 import socket
 import time
 from dataclasses import asdict
+from functools import partial
 from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import mlx.core as mx
 from mlx_lm import server
 
 from mlxkv import __version__
@@ -79,7 +81,9 @@ class Site:
                 "promised_bytes": memory.promised,
                 "active_bytes": engine.kv_bytes,
                 "sessions_bytes": sessions.nbytes,
+                "sessions_bytes_apart": sessions.bytes_apart,
                 "bytes": engine.kv_bytes + sessions.nbytes,
+                "mlx_bytes": mx.get_active_memory(),  # all arrays, weights too
                 "bytes_fp16": engine.kv_bytes_fp16 + sessions.bytes_fp16,
             },
             "sessions": {
@@ -99,7 +103,7 @@ class Site:
         """For the metrics: what is in /v1/kv."""
         found = self.kv()
         for name, value in found["memory"].items():
-            yield f"kv_{name}", "Of KV caches.", value
+            yield f"kv_{name}", "Of KV caches (mlx: of all arrays).", value
         for name, value in found["sessions"].items():
             yield f"sessions_{name}", "Of the prompt cache.", value
         for name, value in (found["disk"] or {}).items():
@@ -133,7 +137,7 @@ class Handler(server.APIHandler):
         self.site.metrics.answered(self._status)
         self._begun = True
 
-    _begun = False
+    _begun = _called = False
 
     def _send(self, status: int, data: bytes, kind: str, headers: dict | None = None) -> None:
         self.send_response(status)
@@ -272,6 +276,11 @@ class Handler(server.APIHandler):
             self._refuse(answer.refused)
         except Left as left:
             raise ConnectionAbortedError(str(left)) from None
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception as error:  # of ours or of mlx-lm's handler: the client hears of it
+            logging.exception("a request failed")
+            self._refuse(_fault(error))
         finally:
             if counted:
                 metrics.add(active=-1)
@@ -282,6 +291,9 @@ class Handler(server.APIHandler):
         super().handle_completion(request, stop_words)
 
     def generate_response(self, text, finish_reason, *args, **kwargs):
+        self._called = self._called or bool(kwargs.get("tool_calls"))
+        if finish_reason == "tool_calls" and not self._called:  # none that could be read
+            finish_reason = "stop"
         response = super().generate_response(text, finish_reason, *args, **kwargs)
         if finish_reason is not None:
             response["kv"] = self.site.engine.numbers(self.ticket)
@@ -328,6 +340,8 @@ class Watch:
             raise Answer(refused) from None
         except Exception as error:
             raise Answer(_fault(error)) from None
+        if ctx.tool_parser is not None:
+            ctx.tool_parser = partial(_tool_calls, ctx.tool_parser)
         return ctx, self._timed(responses)
 
     def _timed(self, responses):
@@ -359,6 +373,17 @@ class Watch:
         if self.handler.gone():
             raise ConnectionAbortedError("the client has left")
         self.handler.ticket.given_up = False
+
+
+def _tool_calls(parse, text: str, tools) -> list[dict]:
+    """What `parse` reads in a model's text. mlx-lm drops what raises a ValueError, and says so."""
+    found = parse(text, tools)
+    calls = found if isinstance(found, list) else [found]
+    for call in calls:
+        named = isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]
+        if not named or not isinstance(call.get("arguments"), dict):
+            raise ValueError(f"a call needs a name and arguments; got {text.strip()[:80]!r}")
+    return calls
 
 
 def _fault(error: Exception) -> Refused:

@@ -31,6 +31,7 @@ class Options:
     batch: int = 32
     prefill_batch: int = 8
     prefill_step: int | None = None
+    reuse: bool = True
     origins: tuple[str, ...] = ()
     kv_strict: bool = False
     dtype: str | None = None

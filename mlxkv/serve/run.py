@@ -10,6 +10,8 @@ from functools import partial
 from http.server import ThreadingHTTPServer
 from threading import BoundedSemaphore
 
+import mlx.core as mx
+
 from mlxkv.console import human_bytes, note
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
@@ -83,6 +85,11 @@ def _address(options: Options) -> tuple[socket.AddressFamily, tuple]:
 
 def run(options: Options) -> None:
     """The command: serves until Ctrl-C or SIGTERM."""
+    if (size := mx.distributed.init().size()) > 1:
+        raise UserError(
+            f"[serve] runs as one process; got {size} by mlx.launch; to shard a model, use mlx-lm's "
+            "own mlx_lm.server, or one machine"
+        )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         server = Server(options)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from mlxkv.serve.disk import Disk
 from mlxkv.serve.memory import Memory
+from mlxkv.serve.shared import Shelf
 
 MANY = 1 << 62  # sequences, bytes: the bound is ours
 
@@ -16,12 +18,20 @@ class Sessions(LRUPromptCache):
     """Caches of finished prompts and replies, found by their tokens.
 
     memory: tells the room there is for them. new: makes an empty cache. disk: where they go when
-    there is none, or None: away. Used by the generation thread alone; others read numbers.
+    there is none, or None: away. reuse: whether anything is kept at all. Used by the
+    generation thread alone; others read numbers.
     """
 
-    def __init__(self, memory: Memory, new: Callable[[], list], disk: Disk | None = None):
+    def __init__(
+        self,
+        memory: Memory,
+        new: Callable[[], list],
+        disk: Disk | None = None,
+        reuse: bool = True,
+    ):
         super().__init__(MANY, MANY)
-        self.memory, self.new, self.disk = memory, new, disk
+        self.memory, self.new, self.disk, self.reuse = memory, new, disk, reuse
+        self.shelf = Shelf()
         self.bytes_fp16 = 0  # what 16 bits would take
         self._useless: set = set()  # files that were read in vain
         self.lookups = self.hits = self.tokens = self.tokens_found = self.evicted = 0
@@ -57,12 +67,28 @@ class Sessions(LRUPromptCache):
         cache = None if entry.path in self._useless else self.disk.load(entry)
         if cache is None:
             return False
-        super().insert_cache(model, entry.tokens, cache)
+        self._insert(model, entry.tokens, cache)
         return True
 
     def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
+        """Keep a cache, which is used up: parts that others have, too, are stored once."""
+        if self.reuse:
+            self._insert(model, tokens, prompt_cache, **kwargs)
+            self.shrink()
+
+    def _insert(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
+        self.shelf.put(tokens, prompt_cache)
         super().insert_cache(model, tokens, prompt_cache, **kwargs)
-        self.shrink()
+
+    @property
+    def nbytes(self) -> int:
+        """What they take; what several have in common counts once."""
+        return self.bytes_apart - self.shelf.saved
+
+    @property
+    def bytes_apart(self) -> int:
+        """What they would take, each with its own copy."""
+        return self._n_bytes
 
     def shrink(self, room: int | None = None) -> None:
         """Let the least recently used go until the rest fits."""
@@ -74,7 +100,8 @@ class Sessions(LRUPromptCache):
             self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
             self.evicted += 1
             if self.disk is not None:
-                self.disk.save(list(tokens), entry.prompt_cache)
+                self.disk.save(list(tokens), deepcopy(entry.prompt_cache))  # whole: a file alone
+            del entry  # before it is asked again what is taken
         kept = (tokens for lru in self._lru._lrus.values() for _, tokens in lru)
         self.bytes_fp16 = sum(self.memory.fp16(len(tokens)) for tokens in kept)
 

@@ -1,0 +1,152 @@
+"""Caches at rest: what several sessions begin with is stored once.
+
+A compressed cache is put away as its sink, blocks of sealed pages, and the rest. A block whose
+tokens, and those before them, are those of a block that is there already, and whose bytes are equal,
+is not stored again. Sealed pages never change, so that this is exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from weakref import WeakValueDictionary, finalize
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from mlxkv.cache import CompressedKVCache
+
+BLOCK = 256  # tokens, in whole pages
+
+
+class Block:
+    """Arrays that several sessions may have in common, by their names in a cache's state."""
+
+    def __init__(self, arrays: dict[str, mx.array]):
+        self.arrays = arrays
+        self.nbytes = sum(x.nbytes for x in arrays.values())
+        self.users = 0
+
+
+class Kept:
+    """The cache of one layer at rest. A deep copy is a cache to go on with: that is what mlx-lm's
+    prompt cache makes of an entry.
+
+    blocks: in the order of their tokens. rest: the state without what is in them.
+    """
+
+    def __init__(self, blocks: Sequence[Block], rest: dict, tokens: int):
+        self._blocks, self._rest, self._tokens = blocks, rest, tokens
+        own = sum(x.nbytes for _, x in tree_flatten(rest))
+        self.nbytes = own + sum(block.nbytes for block in blocks)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return self._tokens
+
+    def __deepcopy__(self, memo) -> CompressedKVCache:
+        runs: dict[str, list[mx.array]] = {}
+        for block in self._blocks:
+            for name, x in block.arrays.items():
+                runs.setdefault(name, []).append(x)
+        for name, x in tree_flatten(self._rest.get("pages", {})):
+            runs.setdefault(f"pages.{name}", []).append(x)
+        joined = [(name, mx.concatenate(run, axis=2)) for name, run in runs.items()]
+        whole = {name: x for name, x in self._rest.items() if name != "pages"}
+        return CompressedKVCache.from_state(whole | dict(tree_unflatten(joined)))
+
+
+class Shelf:
+    """Puts caches away. saved: bytes that sessions would take besides, each with its own copy."""
+
+    def __init__(self):
+        self._blocks: WeakValueDictionary[tuple, Block] = WeakValueDictionary()
+        self.saved = 0
+
+    def put(self, tokens: list[int], caches: list) -> None:
+        """Put compressed caches that hold (the start of) `tokens` away, in place, layer by layer, so
+        that at no time there are two copies of more than one layer."""
+        for layer, cache in enumerate(caches):
+            if type(cache) is CompressedKVCache and not cache.empty():
+                caches[layer] = self._kept(layer, tokens, cache)
+
+    def _kept(self, layer: int, tokens: list[int], cache: CompressedKVCache) -> Kept:
+        state, config = cache.state, cache.config
+        paged = [(f"pages.{name}", x) for name, x in tree_flatten(state.pop("pages", {}))]
+        sink = [(f"sink.{name}", x) for name, x in tree_flatten(state.pop("sink", {}))]
+        start = sink[0][1].shape[2] if sink else 0
+        live = state["live"]["keys"].shape[2]
+        pages = (cache.size() - start - live) // config.page
+        each = max(1, BLOCK // config.page)
+        found, ends = [dict(sink)] if sink else [], [start] if sink else []
+        for first in range(0, pages - each + 1, each):
+            found.append({n: _rows(x, first, first + each, pages) for n, x in paged})
+            ends.append(start + (first + each) * config.page)
+        rest = [(n, _rows(x, pages - pages % each, pages, pages)) for n, x in paged]
+        if pages % each:
+            state |= dict(tree_unflatten(rest))
+        blocks = self._shared(list(zip(_keys(layer, tokens, ends), found, strict=True)))
+        state = tree_map(_own, state)
+        mx.eval(state, [block.arrays for block in blocks])
+        kept = Kept(blocks, state, cache.size())
+        for block in blocks:
+            self.saved += block.nbytes if block.users else 0
+            block.users += 1
+        finalize(kept, self._gone, blocks)
+        return kept
+
+    def _shared(self, parts: list[tuple[tuple, dict[str, mx.array]]]) -> list[Block]:
+        """A block for each part: one that is there, where its bytes are the same."""
+        known = [self._blocks.get(key) for key, _ in parts]
+        same = [
+            block is not None and _equal(block.arrays, arrays)
+            for block, (_, arrays) in zip(known, parts, strict=True)
+        ]
+        mx.eval(same)
+        out = []
+        for block, equal, (key, arrays) in zip(known, same, parts, strict=True):
+            if not bool(equal):
+                block = Block({name: _own(x) for name, x in arrays.items()})
+                self._blocks.setdefault(key, block)
+            out.append(block)
+        return out
+
+    def _gone(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            block.users -= 1
+            self.saved -= block.nbytes if block.users else 0
+
+
+def _keys(layer: int, tokens: list[int], ends: list[int]) -> Iterator[tuple]:
+    """For each end, what stands for all tokens before it."""
+    digest, start = hashlib.sha256(), 0
+    for end in ends:
+        digest.update(array("Q", tokens[start:end]).tobytes())
+        start = end
+        yield layer, end, digest.digest()
+
+
+def _rows(x: mx.array, first: int, last: int, pages: int) -> mx.array:
+    """Of pages first .. last - 1. x: [B, G, rows of all pages, W]."""
+    rows = x.shape[2] // pages
+    return x[:, :, first * rows : last * rows]
+
+
+def _equal(a: dict[str, mx.array], b: dict[str, mx.array]) -> mx.array | bool:
+    if {n: (x.shape, x.dtype) for n, x in a.items()} != {
+        n: (x.shape, x.dtype) for n, x in b.items()
+    }:
+        return False
+    # As integers: a NaN equals itself.
+    pairs = [(x.view(mx.uint8), b[name].view(mx.uint8)) for name, x in a.items()]
+    return mx.all(mx.stack([mx.array_equal(x, y) for x, y in pairs]))
+
+
+def _own(x: mx.array) -> mx.array:
+    """A copy that holds no larger array alive, as a slice does."""
+    flat = x.reshape(-1)
+    half = flat.size // 2
+    return mx.concatenate([flat[:half], flat[half:]]).reshape(x.shape)

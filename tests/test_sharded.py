@@ -1,0 +1,58 @@
+"""A model in two processes, each with half of the kv heads: caches are halves, logits are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from random_model import write_model
+
+SCRIPT = Path(__file__).parent / "sharded.py"
+
+
+def processes(folder: Path, *command: str) -> list[tuple[int, str, str]]:
+    """Code, stdout and stderr of two processes of one ring."""
+    with ExitStack() as stack:
+        lines = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for line in lines:
+            line.bind(("127.0.0.1", 0))
+        hosts = [[f"127.0.0.1:{line.getsockname()[1]}"] for line in lines]
+    (folder / "hosts.json").write_text(json.dumps(hosts))
+    running = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=os.environ | {"MLX_RANK": str(i), "MLX_HOSTFILE": str(folder / "hosts.json")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        said = [one.communicate(timeout=240) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    return [(one.returncode, *texts) for one, texts in zip(running, said, strict=True)]
+
+
+@pytest.mark.slow
+def test_caches_of_a_sharded_model(tmp_path):
+    folder = write_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2)
+    for code, out, err in processes(tmp_path, str(SCRIPT), str(folder), "int4"):
+        assert code == 0, err
+        found = json.loads(out.splitlines()[-1])
+        assert found["size"] == 2 and found["error"] < 1e-4
+        assert found["bytes"][0] == 2 * found["bytes"][1] > 0
+
+
+@pytest.mark.slow
+def test_serve_says_that_it_is_one_process(tmp_path):
+    for code, _, err in processes(tmp_path, "-m", "mlxkv", "serve", "--port", "0"):
+        assert code == 2 and "[serve] runs as one process; got 2" in err
