@@ -34,6 +34,8 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
         return "plain ops were asked for"
     if _asked[-1] != TRITON and device.type != "cuda":
         return f"no Triton kernels on {device.type}"
+    if config.low:
+        return "low rank has no Triton kernel"
     return kernels.why_not(config, dims, device)
 
 

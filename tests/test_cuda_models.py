@@ -175,8 +175,6 @@ def test_a_preset_without_its_calibration_is_refused(tokens):
         (["--model", "no-such-model", "--prompt", "a"], "no such model"),
         (["--model", "qwen3-4b", "--prompt", "a"], "a name for MLX weights"),
         (["--dtype", "int4", "--prompt", "a"], "unknown dtype"),
-        (["--kv", "oja-0.75+int4", "--prompt", "a"], "not built here yet; got oja-0.75+int4"),
-        (["--kv", "int4+keep0.5", "--prompt", "a"], "not built here yet; got int4+keep0.5"),
     ],
 )
 def test_mistakes_are_one_line(options, text, monkeypatch, capsys):

@@ -22,12 +22,13 @@ SHARED = {
         "presets",
         "formats",
         "formats_codebook",
+        "formats_lowrank",
         "formats_tile",
         "errors",
         "bounds",
         "shapes",
     ),
-    *("artifact", "balance", "rotation", "levels", "corpus"),
+    *("artifact", "balance", "rotation", "subspace", "levels", "corpus"),
     *("models.folder", "models.aliases", "models.plant"),
 }
 # Its own files, beside kernels/.
@@ -185,7 +186,9 @@ def test_the_torch_track_has_the_same_names():
 
 def public(path: Path) -> set[str]:
     body = ast.parse(path.read_text(encoding="utf-8")).body
-    names = (node.name for node in body if isinstance(node, ast.FunctionDef))
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    lists = [n.value for n in body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"]
+    names |= {name for one in lists for name in ast.literal_eval(one)}
     return {name for name in names if not name.startswith("_")}
 
 

@@ -244,9 +244,9 @@ TABLES = (
 
 def rows() -> Iterator[Row]:
     """Every row of the table, on the default device, as it is computed."""
-    from cuda_track.golden import codebook, tile  # which read the helpers above
+    from cuda_track.golden import codebook, oja, tile  # which read the helpers above
 
-    for table in (*TABLES, *codebook.TABLES, *tile.TABLES):
+    for table in (*TABLES, *codebook.TABLES, *tile.TABLES, *oja.TABLES):
         yield from table()
 
 

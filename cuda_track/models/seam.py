@@ -8,7 +8,7 @@ ours unless it is given one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from cuda_track import calibrated, stores
+from cuda_track.adaptive import AdaptiveKVCache
 from cuda_track.attention import attend
 from cuda_track.cache import CompressedKVCache, View
 from cuda_track.calibrated import Rotations
@@ -36,7 +37,8 @@ _ATTACHED = "_mlxkv_attached"
 @dataclass(frozen=True)
 class LayerReport:
     """What happens to the cache of one layer. reason: the preset if compressed, else why not. kernel:
-    what computes attention when codes are read."""
+    what computes attention when codes are read. bases: bytes of those that follow the text, for each
+    of a batch."""
 
     index: int
     kind: str
@@ -44,6 +46,7 @@ class LayerReport:
     reason: str
     bits_per_value: float = 16.0
     kernel: str = "sdpa"
+    bases: int = 0
 
 
 @dataclass
@@ -106,9 +109,10 @@ def mask(
     """The mask function of transformers' contract: none for the newest of all tokens without padding,
     which `attend` knows how to mask. A matrix of them would keep SDPA from flash attention."""
     # Static caches count in tensors, which nobody should wait for.
-    newest = kv_offset == 0 and isinstance(q_offset, int) and q_offset + q_length == kv_length
+    newest = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask_function is causal_mask_function and newest:
-        padded = attention_mask is not None and not attention_mask[:, :kv_length].all()
+        seen = kv_offset + kv_length  # tokens that were dropped count
+        padded = attention_mask is not None and not attention_mask[:, :seen].all()
         if not padded:
             return None
     return sdpa_mask(
@@ -133,11 +137,6 @@ def attach(
     """
     detach(model)
     config, label = (parse_kv(kv), kv) if isinstance(kv, str) else (kv, "custom")
-    if config.low or config.keep < 1:
-        raise UserError(
-            f"[attach] low rank and token selection are not built here yet; got {label}; choose int4, "
-            "int3, int2 or another preset without them"
-        )
     shapes, plain = layers_of(model.config.to_dict()), plain_layers(model)
     if len(shapes) != len(plain):
         raise UserError(
@@ -149,6 +148,7 @@ def attach(
     ]
     chosen = {r.index: shapes[r.index] for r in reports if r.compressed}
     fits, found = _fit(model, config, chosen, label, calibration)
+    reports = [_with_rank(r, shapes[r.index], fits) for r in reports]
     made = Attached(kv, fits, reports, model.config._attn_implementation, found)
     if chosen:
         made.generate = model.generate
@@ -176,7 +176,11 @@ def attached(model: PreTrainedModel) -> Attached:
 def new_cache(model: PreTrainedModel) -> CompressedCache:
     """An empty cache for `past_key_values`."""
     fits = attached(model).fits
-    return filled(model, {i: CompressedKVCache(*fit) for i, fit in fits.items()})
+    made = {
+        i: (AdaptiveKVCache if config.listens else CompressedKVCache)(config, turns)
+        for i, (config, turns) in fits.items()
+    }
+    return filled(model, made)
 
 
 def summarise(reports: list[LayerReport]) -> list[str]:
@@ -186,6 +190,7 @@ def summarise(reports: list[LayerReport]) -> list[str]:
         what = f"full precision, {r.reason}"
         if r.compressed:
             what = f"{r.reason}, {r.bits_per_value:.3g} bits per value, {r.kernel}"
+            what += f", on top bases of {r.bases / 1024:.0f} KB per cache" if r.bases else ""
         groups.setdefault((r.kind, what), []).append(str(r.index))
     return [f"layers {', '.join(at)} ({kind}): {what}" for (kind, what), at in groups.items()]
 
@@ -225,13 +230,22 @@ def _fit(
             "cuda_track.calibrate --model MODEL -o FILE, and name it by --calibration FILE"
         )
     found.check(sizes, mark)
-    made = calibrated.of(found, config.fitted)
     fits = {}
     for i, shape in chosen.items():
-        dims = shape.key_dim, shape.value_dim
-        turns = made[str(i)].to(model.device)
-        fits[i] = calibrated.clipped(config, found.layers[str(i)], dims), turns
+        name, layer = str(i), found.layers[str(i)]
+        own = calibrated.with_ranks(config, layer)
+        turns = calibrated.of(found, own.fitted, [name])[name].to(model.device)
+        fits[i] = calibrated.clipped(own, layer, (shape.key_dim, shape.value_dim)), turns
     return fits, found
+
+
+def _with_rank(report: LayerReport, shape: LayerShape, fits: dict) -> LayerReport:
+    """The bits that the rank takes which the energy of this layer has asked for, and its bases."""
+    if not report.compressed:
+        return report
+    config, dims = fits[report.index][0], (shape.key_dim, shape.value_dim)
+    bits, bases = config.bits_per_value(*dims), config.basis_bytes(shape.kv_heads, *dims)
+    return replace(report, bits_per_value=bits, bases=bases)
 
 
 def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None, str | None]:
@@ -244,7 +258,7 @@ def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None,
         return given, mark
     if given is not None:
         return artifact.read(given), mark
-    return (artifact.find(mark, path, config.balanced) if mark else None), mark
+    return (artifact.find(mark, path, config.balanced or config.low) if mark else None), mark
 
 
 def _with_cache(model: PreTrainedModel, generate):
