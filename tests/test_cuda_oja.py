@@ -189,7 +189,7 @@ def test_what_cannot_be_is_refused():
 @pytest.mark.parametrize("name", ("int4+pages0.5", "naive-int4+keep0.5"))
 def test_triton_reads_what_was_kept(name):
     """In its interpreter, against plain ops: pages that were chosen from stay in a pool."""
-    pytest.importorskip("triton_interpreter")
+    pytest.importorskip("cuda_track.kernels.interpreter")
     torch.manual_seed(0)
     steps = [[torch.randn(1, h, n, 64) for h in (4, 2, 2)] for n in (300, 1)]
     outs, kept = [], []

@@ -34,7 +34,7 @@ SHARED = {
 # Its own files, beside kernels/.
 OWN = {
     *("stores.py", "bench.py", "bench_model.py", "eval.py", "models/shaped.py"),
-    *("golden/kernels.py", "golden/__main__.py"),
+    *("golden/kernels.py", "golden/parity.py", "golden/__main__.py"),
 }
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 
