@@ -36,6 +36,12 @@ class Rotations:
     def to(self, device: torch.device) -> Rotations:
         return replace(self, keys=self.keys.to(device), values=self.values.to(device))
 
+    def of_share(self, rank: int, size: int) -> Rotations:
+        """Those of the kv heads in the `rank`-th of `size` equal shares."""
+        if size == 1:
+            return self
+        return replace(self, **{name: getattr(self, name).of_share(rank, size) for name in SIDES})
+
 
 def of(
     calibration: Calibration,

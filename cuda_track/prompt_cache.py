@@ -23,6 +23,7 @@ from cuda_track.cache import CompressedKVCache
 from cuda_track.calibrated import Rotations
 from cuda_track.models.layers import CompressedCache, CompressedLayer, plain_layers
 from cuda_track.models.loader import Loaded
+from cuda_track.models.parallel import insist_on_one
 from cuda_track.models.seam import Attached, attached
 from cuda_track.packing import as_file, from_file
 from mlxkv import __version__
@@ -49,7 +50,8 @@ class Saved:
 
 
 def save(path: Path, saved: Saved, loaded: Loaded) -> None:
-    """Writes a session for `loaded`."""
+    """Writes a session for `loaded`. Raises UserError for a model in several processes."""
+    insist_on_one(loaded.model, "save", "sessions are saved")
     metadata = {
         "mlxkv_format": FORMAT,
         _KEY: _NO_CHECKSUM,
@@ -83,6 +85,7 @@ def save(path: Path, saved: Saved, loaded: Loaded) -> None:
 
 def load(path: Path, loaded: Loaded) -> Saved:
     """Reads a session of either side. Raises UserError where it is none, or not for this model."""
+    insist_on_one(loaded.model, "load", "sessions are loaded")
     try:
         with safe_open(path, "pt") as file:
             entries = file.metadata() or {}

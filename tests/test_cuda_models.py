@@ -155,9 +155,11 @@ def test_generate_makes_its_own_cache_and_detach_undoes(tokens):
     lines = seam.summarise(made.layers)
     assert lines[0] == "layers 0, 2, 4, 6 (sliding window 512): full precision, small by nature"
     assert lines[1].endswith("int4, 4.5 bits per value, torch ops (no Triton kernels on cpu)")
+    with pytest.raises(UserError, match="paged cache of its own"):
+        made.model.generate_batch([tokens[:8]], max_new_tokens=1)
     seam.detach(made.model)
     assert made.model.config._attn_implementation != before
-    assert "generate" not in vars(made.model)
+    assert not {"generate", "init_continuous_batching"} & set(vars(made.model))
 
 
 def test_a_preset_without_its_calibration_is_refused(tokens):

@@ -33,7 +33,14 @@ SHARED = {
 }
 # Its own files, beside kernels/.
 OWN = {
-    *("stores.py", "bench.py", "bench_model.py", "eval.py", "models/shaped.py"),
+    *(
+        "stores.py",
+        "bench.py",
+        "bench_model.py",
+        "eval.py",
+        "models/shaped.py",
+        "models/parallel.py",
+    ),
     *("golden/kernels.py", "golden/parity.py", "golden/__main__.py"),
 }
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}

@@ -23,6 +23,7 @@ from cuda_track.attention import attend
 from cuda_track.cache import CompressedKVCache, View
 from cuda_track.calibrated import Rotations
 from cuda_track.models.layers import CompressedCache, filled, plain_layers, replaceable
+from cuda_track.models.parallel import insist_on_one, share_of
 from mlxkv import artifact
 from mlxkv.artifact import Calibration
 from mlxkv.config import CacheConfig, parse_kv
@@ -137,6 +138,8 @@ def attach(
     """
     detach(model)
     config, label = (parse_kv(kv), kv) if isinstance(kv, str) else (kv, "custom")
+    if config.listens:  # what heads vote for together is not known to one of the processes
+        insist_on_one(model, "attach", f"{label} runs")
     shapes, plain = layers_of(model.config.to_dict()), plain_layers(model)
     if len(shapes) != len(plain):
         raise UserError(
@@ -154,6 +157,7 @@ def attach(
         made.generate = model.generate
         model.set_attn_implementation(NAME)
         model.generate = _with_cache(model, model.generate)
+        model.init_continuous_batching = _no_batches
     setattr(model, _ATTACHED, made)
     return reports
 
@@ -162,7 +166,8 @@ def detach(model: PreTrainedModel) -> None:
     """Undo `attach`."""
     made: Attached | None = vars(model).pop(_ATTACHED, None)
     if made is not None and made.generate is not None:
-        vars(model).pop("generate", None)
+        for name in ("generate", "init_continuous_batching"):
+            vars(model).pop(name, None)
         model.set_attn_implementation(made.before)
 
 
@@ -219,7 +224,14 @@ def _fit(
     label: str,
     given: Calibration | Path | str | None,
 ) -> tuple[dict[int, tuple[CacheConfig, Rotations | None]], Calibration | None]:
-    """Searched clips and transforms for each of the layers."""
+    """Searched clips and transforms for each of the layers, of the kv heads in this process."""
+    share = share_of(model)
+    for i, shape in chosen.items():
+        if shape.kv_heads % share.size:
+            raise UserError(
+                f"[attach] {shape.kv_heads} kv heads of layer {i} cannot be shared by {share.size} "
+                "processes; choose a tp_size that divides them"
+            )
     if not config.calibrated or not chosen:
         return dict.fromkeys(chosen, (config, None)), None
     sizes = {str(i): (s.kv_heads, s.key_dim, s.value_dim) for i, s in chosen.items()}
@@ -234,7 +246,8 @@ def _fit(
     for i, shape in chosen.items():
         name, layer = str(i), found.layers[str(i)]
         own = calibrated.with_ranks(config, layer)
-        turns = calibrated.of(found, own.fitted, [name])[name].to(model.device)
+        turns = calibrated.of(found, own.fitted, [name])[name]
+        turns = turns.of_share(share.rank, share.size).to(model.device)
         fits[i] = calibrated.clipped(own, layer, (shape.key_dim, shape.value_dim)), turns
     return fits, found
 
@@ -271,3 +284,11 @@ def _with_cache(model: PreTrainedModel, generate):
         return generate(*args, **kwargs)
 
     return wrapped
+
+
+def _no_batches(*args, **kwargs):
+    """Instead of `model.init_continuous_batching`, which would leave compressed caches aside."""
+    raise UserError(
+        "[attach] generate_batch of transformers makes a paged cache of its own; got a model with "
+        "compressed caches; choose model.generate, or detach(model) first"
+    )
