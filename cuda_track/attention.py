@@ -1,6 +1,6 @@
 """`attend(q, view)`: attention over sink | pages | live.
 
-No pages: torch SDPA on plain tensors. A few new tokens: a Triton kernel that reads codes, or plain
+No pages: torch SDPA on plain tensors. A few new tokens: a Triton or Metal kernel that reads codes, or plain
 products with them. Many (prefill): the pages of this one layer are decoded into a scratch, in the
 stored domain, then torch SDPA.
 """
@@ -15,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from cuda_track import kernels
 from cuda_track.cache import View
 from cuda_track.kernels.pool import PoolPages
+from cuda_track.mps import attend as metal
+from cuda_track.mps.store import RecordPages
 
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
@@ -44,6 +46,8 @@ def _attend(queries, view: View, scale, mask: Mask, sinks):
         tensor = isinstance(mask, torch.Tensor)
         seen = causal_row(mask, queries.shape[2]) if tensor else None
         return kernels.attend(queries, view.pages, view.sink, view.live, scale, seen, sinks)
+    if type(view.pages) is RecordPages and metal.why_not(queries, mask, DECODE_TOKENS) is None:
+        return metal.attend(queries, view.pages, view.sink, view.live, scale, sinks)
     if view.pages is None or queries.shape[2] > DECODE_TOKENS:
         return _prefill(queries, view, scale, mask, sinks)
     return _decode_codes(queries, view, scale, mask, sinks)

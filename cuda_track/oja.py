@@ -27,6 +27,8 @@ def orthonormal(a: torch.Tensor) -> torch.Tensor:
 
 def update(u: torch.Tensor, x: torch.Tensor, rate: float, raw: bool = False) -> torch.Tensor:
     """U after a batch x [B, G, N, D]. Where the batch holds NaN or infinity U stays as it is."""
+    if u.device.type == "mps":  # which has no factorisations
+        return update(u.cpu(), x.cpu(), rate, raw).to(u.device)
     x = x.float()
     y = x @ u
     step = (x - y @ u.mT).mT @ y

@@ -29,7 +29,7 @@ SHARED = {
         "shapes",
     ),
     *("artifact", "balance", "rotation", "subspace", "levels", "corpus"),
-    *("models.folder", "models.aliases", "models.plant"),
+    *("models.folder", "models.aliases", "models.plant", "metal.sources"),
 }
 # Its own files, beside kernels/.
 OWN = {
@@ -42,6 +42,7 @@ OWN = {
         "models/parallel.py",
     ),
     *("golden/kernels.py", "golden/parity.py", "golden/__main__.py"),
+    *("mps/__init__.py", "mps/source.py", "mps/attend.py", "mps/store.py"),
 }
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 

@@ -213,7 +213,7 @@ def _judge(
         return LayerReport(index, kind, False, reason)
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
     why = stores.why_not(config, (shape.key_dim, shape.value_dim), device)
-    kernel = f"torch ops ({why})" if why else "Triton"
+    kernel = f"torch ops ({why})" if why else stores.way(device).capitalize()
     return LayerReport(index, kind, True, label + config.keys.note(shape.key_dim), bits, kernel)
 
 
