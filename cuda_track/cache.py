@@ -168,12 +168,22 @@ class CompressedKVCache:
         size = self.config.page
         count = -(-(live[0].shape[2] - start - self._room) // size)
         if self._store is None:
+            self._check_heads(live[0].shape[1])
             self._store = self._new_store(live)
             if self.expected:
                 self._store.make_room(live, -(-self.expected // size))
         self._store.append(live, count, start)
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, start + count * size :] for x in live))
+
+    def _check_heads(self, heads: int) -> None:
+        turns = (self.rotations.keys, self.rotations.values) if self.rotations else ()
+        made = {len(turn.down) for turn in turns if turn.down.ndim == 3}
+        if made - {heads}:
+            raise UserError(
+                f"[CompressedKVCache] transforms of {max(made)} kv heads; got keys of {heads}; choose "
+                "a calibration of this model, shared as its heads are"
+            )
 
     def _new_store(self, live: Pair) -> Codes | Paged:
         dims = tuple(x.shape[3] for x in live)

@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 
 from cuda_track import cli, packing, prompt_cache
 from cuda_track import generate as generation
+from cuda_track.calibrate import calibrate
 from cuda_track.generate import generate
 from cuda_track.models import seam
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
+from cuda_track.models.parallel import Share, share_of
 from mlxkv import corpus, models
 from mlxkv import generate as mlx_generate
 from mlxkv import prompt_cache as mlx_prompt_cache
@@ -168,6 +171,18 @@ def test_a_preset_without_its_calibration_is_refused(tokens):
     made.model.config._name_or_path = ""
     with pytest.raises(UserError, match="needs a calibration"):
         seam.attach(made.model, "oscar-int2")
+
+
+def test_a_model_in_several_processes_is_told_what_it_cannot(tmp_path):
+    made = load("tiny", "fp16", "float32")
+    made.model._tp_size = 2
+    made.model._device_mesh = SimpleNamespace(ndim=1, get_local_rank=lambda: 1)
+    assert share_of(made.model) == Share(1, 2)
+    with pytest.raises(UserError, match="1 kv heads of layer 1 cannot be shared by 2"):
+        seam.attach(made.model, "int4")
+    for call in (lambda: prompt_cache.load(tmp_path, made), lambda: calibrate(made, range(600))):
+        with pytest.raises(UserError, match="in one process only; got a model spread over 2"):
+            call()
 
 
 @pytest.mark.parametrize(

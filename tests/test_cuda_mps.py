@@ -94,6 +94,7 @@ def filled(name: str, dims: int, dtype=torch.float32, batch: int = 1) -> Compres
         ("srft-int3", 64, torch.float16),
         ("kvarn-int4", 64, torch.float32),
         ("turbo-int3", 64, torch.float32),
+        ("polar", 64, torch.float32),
         ("static-r24+int4", 32, torch.float32),
     ],
 )

@@ -179,6 +179,9 @@ def test_what_cannot_be_is_refused():
     padded = torch.ones(160, 160).tril().bool()[None, None]
     with pytest.raises(UserError, match="prompts without padding"):
         attend(torch.from_numpy(data(160, 0, HEADS)), view, SCALE, padded)
+    other, _ = caches("static-r24+int4")
+    with pytest.raises(UserError, match="transforms of 2 kv heads; got keys of 4"):
+        other.update_and_fetch(*(torch.from_numpy(data(160, s, HEADS)) for s in (1, 2)))
     config = parse_kv("static-0.75+int4")
     with stores.using(stores.TRITON), pytest.raises(UserError, match="low rank has no Triton"):
         stores.store(

@@ -31,6 +31,6 @@ def insist_on_one(model: PreTrainedModel, where: str, what: str) -> None:
     """Raises UserError for a model in several processes."""
     if (size := share_of(model).size) > 1:
         raise UserError(
-            f"[{where}] {what} in one process only; got a model spread over {size}; choose another "
-            "preset, or load it without tp_size"
+            f"[{where}] {what} in one process only; got a model spread over {size}; load it "
+            "without tp_size"
         )
