@@ -2,6 +2,7 @@
 and run by the emulator. Nothing of this has run on a Mac."""
 
 import re
+from itertools import islice
 
 import emulator
 import numpy as np
@@ -13,6 +14,7 @@ from test_cuda_oja import caches
 from cuda_track import stores
 from cuda_track.attention import attend
 from cuda_track.cache import CompressedKVCache
+from cuda_track.golden import kernels
 from cuda_track.mps import source
 from cuda_track.mps.store import RecordPages
 from mlxkv.config import parse_kv
@@ -161,3 +163,11 @@ def test_masks_that_the_kernel_has_not_go_to_plain_ops():
         *(q, keys, values), attn_mask=mask, scale=0.125, enable_gqa=True
     )
     assert torch.allclose(out, right, atol=1e-5)
+
+
+def test_golden_attention():
+    """The first case; `python -m cuda_track.golden --device mps` asks for all."""
+    with source.using(Library):
+        rows = list(islice(kernels.metal_rows(torch.device("cpu")), 1))
+    assert [row.case for row in rows] == ["one"]
+    assert all(row.ok and row.rms < 1e-6 for row in rows)

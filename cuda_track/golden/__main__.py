@@ -1,4 +1,5 @@
-"""`python -m cuda_track.golden --device cuda`: the golden table on this machine, Triton's rows too."""
+"""`python -m cuda_track.golden --device cuda`: the golden table on this machine, Triton's rows too; with
+`--device mps` what Metal's kernels make of attention."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from cuda_track import cli, golden
 from cuda_track.golden import kernels
 from cuda_track.kernels import absent, interpreted
+from mlxkv.errors import UserError
 
 
 def main() -> None:
@@ -19,19 +21,25 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows for the parity page")
     asked = parser.parse_args()
-    on_gpu, by_triton = asked.device != "cpu", absent() is None
+    device, by_triton = torch.device(asked.device), absent() is None
     if interpreted() and by_triton:
         import cuda_track.kernels.interpreter  # noqa: F401 (which says how kernels are built)
-    with torch.device(asked.device):
-        found = {"torch": list(golden.by_set()), "triton": []}
-        if by_triton and (on_gpu or interpreted()):
-            found["triton"] = [("", row) for table in kernels.TABLES for row in table()]
+    found = {"torch": [], "triton": []}
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("[--device] no Metal here; got mps; choose cpu")
+    if device.type == "mps":  # which has no float64, of which tables are made
+        found["metal"] = [("", row) for row in kernels.metal_rows(device)]
+    else:
+        with device:
+            found["torch"] = list(golden.by_set())
+            if by_triton and (device.type == "cuda" or interpreted()):
+                found["triton"] = [("", row) for table in kernels.TABLES for row in table()]
     rows = [row for part in found.values() for _, row in part]
     for row in rows:
         if not row.ok:
             print(row)
     if asked.json:
-        name = torch.cuda.get_device_name() if on_gpu else asked.device
+        name = torch.cuda.get_device_name() if device.type == "cuda" else asked.device
         there = ("torch", "triton") if by_triton else ("torch",)
         packages = ", ".join(f"{n} {version(n)}" for n in there)
         data = {
