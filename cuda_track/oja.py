@@ -73,9 +73,3 @@ def whole(transform: Transform, heads: tuple[int, int]) -> torch.Tensor:
 
 def following(u: torch.Tensor) -> Transform:
     return Transform(u, u.mT)
-
-
-def off_orthonormal(u: torch.Tensor) -> float:
-    """The largest entry of |U^T U - I|, in float64."""
-    x = u.double()
-    return float((x.mT @ x - torch.eye(x.shape[-1], device=x.device)).abs().max())

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv import levels, trust
-from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, side_template
+from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, own_starts, side_template
 from mlxkv.metal.launch import Factory, build
 from mlxkv.records import BLOCK, SideLayout
 from mlxkv.transform import Transform
@@ -135,6 +135,15 @@ def splits_for(records: int, merges: int, simdgroups: int, wide: bool) -> tuple[
     return max(1, min(MAX_SPLITS - windows, room - windows, records)), windows
 
 
+def _busy(lengths: tuple[tuple[int, int, int], ...], merges: int) -> int:
+    """`merges`, counting a sequence by its share of the longest: a long one among short ones is split
+    as if it were nearly alone."""
+    records = [one[0] for one in lengths]
+    if not any(records):
+        return merges
+    return max(1, round(merges * sum(records) / (len(records) * max(records))))
+
+
 def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> tuple[int, int]:
     """(stages, bytes of shared memory) of the ring of records."""
     if make is not mx.fast.cuda_kernel:
@@ -196,6 +205,7 @@ def _plan(
     window: int,
     has_sinks: bool,
     splits: tuple[int, int] | None,
+    starts: tuple[int, ...] | None,
 ):
     """(kernel, sizes, the rest of the call): the same for all layers of a step.
 
@@ -206,15 +216,17 @@ def _plan(
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
     most = max(one[0] for one in lengths)
+    starts = starts or own_starts(batch, heads, rooms[0])
     wide = _is_wide(layout, dims)
-    simdgroups = _simdgroups(layout.words, wide, merges, make)
-    splits = splits or splits_for(most, merges, simdgroups, wide)
+    busy = _busy(lengths, merges)
+    simdgroups = _simdgroups(layout.words, wide, busy, make)
+    splits = splits or splits_for(most, busy, simdgroups, wide)
     size = mx.array(
         [
             *(rows, splits[0], *rooms, new_tokens, window, heads, *(n or 0 for n in strides)),
             *(_bits(scale * LOG2E), _bits(LOG2E)),
             *(*_masks(layout.keys), *_masks(layout.values), *[0] * 4),
-            *(n for one in lengths for n in (*one, 0)),
+            *(n for at, one in zip(starts, lengths, strict=True) for n in (*one, at)),
         ],
         mx.int32,
     )
@@ -269,6 +281,7 @@ def attend(
     sinks: mx.array | None = None,
     splits: tuple[int, int] | None = None,
     headers: mx.array | None = None,
+    starts: tuple[int, ...] | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -282,7 +295,7 @@ def attend(
     kernel, sizes, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
         *(buffer.shape[1], layout, tuple(map(_stride, maps)), lengths, scale, make, window),
-        *(sinks is not None, splits),
+        *(sinks is not None, splits, starts),
     )
     logits = nothing() if sinks is None else sinks.astype(mx.float32)
     counter = _counters().take(call["grid"][2])

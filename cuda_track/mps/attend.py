@@ -45,7 +45,8 @@ def attend(
     splits = page_splits + 1
     width = BLOCK * max(values.blocks, -(-dims // BLOCK))
     windows = [x.contiguous() for x in (*(sink or live), *live)]
-    lengths = (count, sink[0].shape[2] if sink else 0, live[0].shape[2], 0)
+    lengths = (count, sink[0].shape[2] if sink else 0, live[0].shape[2])
+    starts = (i * heads * capacity for i in range(batch))  # first records
     tokens = windows[0].shape[2], windows[2].shape[2]
     numbers = _numbers(scale, device)
     nothing = _ints(device, *[0] * 8)
@@ -59,7 +60,12 @@ def attend(
                 *(device, rows, page_splits, capacity, *tokens, new, 0, heads),
                 *(page_splits, 0, 1, 0),
             ),
-            *(_ints(device, *lengths * batch, *[0] * 4), numbers, nothing, nothing),
+            *(
+                _ints(device, *(n for at in starts for n in (*lengths, at, 0)), *[0] * 4),
+                numbers,
+                nothing,
+                nothing,
+            ),
         ],
         {
             **{"T": kind, "QT": tile, "S": SIMDGROUPS, "D": dims, "RK": keys.dims},

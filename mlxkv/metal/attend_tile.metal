@@ -7,7 +7,7 @@
 // map_k: q -> stored domain; map_v: stored -> model's: tiles of halves (kernels.py), HAS_K, HAS_V
 // size: [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
 //   kv heads, words of map_k per head, of map_v (0: one for all), scale log2(e) as bits, log2(e) as
-//   bits, 4 masks of keys, 4 of values, 4 unused, then per batch: records, sink, live tokens, 0]
+//   bits, 4 masks of keys, 4 of values, 4 unused, then per batch: records, sink, live tokens, first record]
 // counter: zero before and after, one per tile of rows.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
@@ -72,6 +72,7 @@ const int batch = head / size[7];
 const int n_records = size[24 + 4 * batch];
 const int n_sink = size[25 + 4 * batch];
 const int n_live = size[26 + 4 * batch];
+const size_t first_record = size_t(kv_head) * size[2] + size[27 + 4 * batch];
 const int total = n_sink + 16 * n_records + n_live;
 
 const int sink_units = (n_sink + 15) / 16;
@@ -105,7 +106,7 @@ if (turns && group < 2 * BQ) {
   }
 }
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
-    records + (size_t(head) * size[2] + unit) * RECORD, paged ? stop - unit : 0, group, lane);
+    records + (first_record + unit) * RECORD, paged ? stop - unit : 0, group, lane);
 for (int n = 0; n < MINE; n++) {
   const int i = thread_id + n * 32 * S;
   if (i < 8 * 32 * QB) {
