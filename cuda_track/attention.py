@@ -1,6 +1,6 @@
 """`attend(q, view)`: attention over sink | pages | live.
 
-No pages: torch SDPA on plain tensors. A few new tokens: a Triton kernel that reads codes, or plain
+No pages: torch SDPA on plain tensors. A few new tokens: a Triton or Metal kernel that reads codes, or plain
 products with them. Many (prefill): the pages of this one layer are decoded into a scratch, in the
 stored domain, then torch SDPA.
 """
@@ -15,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from cuda_track import kernels
 from cuda_track.cache import View
 from cuda_track.kernels.pool import PoolPages
+from cuda_track.mps import attend as metal
+from cuda_track.mps.store import RecordPages
 
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
@@ -33,10 +35,19 @@ def attend(
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
     sinks: [H] logits of attention sinks (gpt-oss).
     """
+    out = _attend(queries, view, scale, mask, sinks)
+    if view.heard is not None:
+        view.heard(queries, scale, mask)
+    return out
+
+
+def _attend(queries, view: View, scale, mask: Mask, sinks):
     if why_not(queries, view, mask) is None:
         tensor = isinstance(mask, torch.Tensor)
         seen = causal_row(mask, queries.shape[2]) if tensor else None
         return kernels.attend(queries, view.pages, view.sink, view.live, scale, seen, sinks)
+    if type(view.pages) is RecordPages and metal.why_not(queries, mask, DECODE_TOKENS) is None:
+        return metal.attend(queries, view.pages, view.sink, view.live, scale, sinks)
     if view.pages is None or queries.shape[2] > DECODE_TOKENS:
         return _prefill(queries, view, scale, mask, sinks)
     return _decode_codes(queries, view, scale, mask, sinks)
@@ -66,8 +77,8 @@ def causal_row(mask: torch.Tensor, new: int) -> torch.Tensor | None:
     seen = _looked_at[-1] if _looked_at else None
     if seen is None or seen[0]() is not mask or seen[1] != mask._version:
         row = mask[:, :, -1:]
-        causal = torch.equal(mask, row & _causal(new, mask.shape[3], mask.device))
-        _looked_at[:] = [(ref(mask), mask._version, row[:, 0, 0] if causal else None)]
+        same = torch.equal(mask, row & causal(new, mask.shape[3], mask.device))
+        _looked_at[:] = [(ref(mask), mask._version, row[:, 0, 0] if same else None)]
     return _looked_at[-1][2]
 
 
@@ -80,7 +91,8 @@ def _prefill(queries, view: View, scale, mask: Mask, sinks):
     Where a transform only turns, windows, queries and outputs are turned, not the pages: they are
     far more tokens.
     """
-    if view.pages is None or not all(code.turns for code in view.pages.codecs):
+    runs = view.pages.parts if view.pages else ()
+    if len(runs) != 1 or not all(code.turns for code in runs[0].codecs):
         return _plain(queries, *view.whole(queries.dtype), scale, mask, sinks)
     keys, values = (_between(view, side, queries.dtype) for side in (0, 1))
     turns = [code.transform for code in view.pages.codecs]
@@ -122,8 +134,8 @@ def _plain(queries, keys, values, scale, mask: Mask, sinks):
     if sinks is not None:
         return _exact(queries, keys, values, scale, mask, sinks)
     new, total = queries.shape[2], keys.shape[2]
-    causal = _is_causal(mask) and new > 1
-    if causal and new != total:
+    named = _is_causal(mask) and new > 1
+    if named and new != total:
         from torch.nn.attention.bias import causal_lower_right  # which imports half of torch
 
         mask = causal_lower_right(new, total)  # no matrix: flash attention takes none
@@ -141,7 +153,7 @@ def _plain(queries, keys, values, scale, mask: Mask, sinks):
         keys,
         values,
         attn_mask=mask,
-        is_causal=causal and new == total,
+        is_causal=named and new == total,
         scale=scale,
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
@@ -156,34 +168,50 @@ def _exact(queries, keys, values, scale, mask: Mask, sinks):
 
 
 def _decode_codes(queries, view: View, scale, mask: Mask, sinks):
-    """The same by products with codes: scores of the three parts side by side, one softmax, three
-    mixtures."""
-    batch, heads, new, _ = queries.shape
+    """The same by products with codes: scores of all parts side by side, one softmax, mixtures."""
     q = _heads_together(queries.float(), view.live[0].shape[1]) * scale
-    key_codec, value_codec = view.pages.codecs
-    parts = [q @ keys.float().mT for keys, _ in view.windows]
-    parts.insert(len(parts) - 1, key_codec.scores(q, view.pages.stored[0]))
-    lengths = [part.shape[-1] for part in parts]
-    scores = torch.cat(parts, -1).reshape(batch, heads, new, -1)
-    p = _softmax(scores, mask, sinks).reshape(*q.shape[:3], -1).split(lengths, -1)
-    out = value_codec.mix(p[-2], view.pages.stored[1])
-    for part, (_, values) in zip(
-        (p[0], p[-1]) if len(p) > 2 else p[-1:], view.windows, strict=True
+    s = scores(q, view).reshape(*queries.shape[:3], -1)
+    p, out, start = _softmax(s, mask, sinks).reshape(*q.shape[:3], -1), 0.0, 0
+    for length, mix in _in_order(
+        view,
+        lambda window: (window[1].shape[2], lambda x: x @ window[1].float()),
+        lambda run: (run.tokens, lambda x: run.codecs[1].mix(x, run.stored[1])),
     ):
-        out = out + part @ values.float()
-    return out.reshape(batch, heads, new, -1).to(queries.dtype)
+        out = out + mix(p[..., start : start + length])
+        start += length
+    return out.reshape(*queries.shape[:3], -1).to(queries.dtype)
+
+
+def scores(q: torch.Tensor, view: View) -> torch.Tensor:
+    """q: [B, G, N, D] float32 -> its products with the keys of sink, pages and live: [B, G, N, T]."""
+    parts = _in_order(
+        view,
+        lambda window: q @ window[0].float().mT,
+        lambda run: run.codecs[0].scores(q, run.stored[0]),
+    )
+    return torch.cat(parts, -1)
+
+
+def _in_order(view: View, window, run) -> list:
+    """What the two say of sink, runs of pages and live."""
+    *sink, live = map(window, view.windows)
+    return [*sink, *map(run, view.pages.parts if view.pages else ()), live]
+
+
+def masked(scores: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """scores: [B, H, L, T] float32, of new tokens that are the last ones; mask as in `attend`."""
+    new, total = scores.shape[2:]
+    if _is_causal(mask):
+        mask = causal(new, total, scores.device) if new > 1 else None
+    if mask is not None and mask.dtype == torch.bool:
+        # Not -inf: a row that may see nothing (left padding) must not become NaN.
+        return scores.masked_fill(~mask, torch.finfo(torch.float32).min)
+    return scores if mask is None else scores + mask.float()
 
 
 def _softmax(scores: torch.Tensor, mask: Mask, sinks: torch.Tensor | None) -> torch.Tensor:
     """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
-    new, total = scores.shape[2:]
-    if _is_causal(mask):
-        mask = _causal(new, total, scores.device) if new > 1 else None
-    if mask is not None and mask.dtype == torch.bool:
-        # Not -inf: a row that may see nothing (left padding) must not become NaN.
-        scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
-    elif mask is not None:
-        scores = scores + mask.float()
+    scores, total = masked(scores, mask), scores.shape[3]
     if sinks is None:
         return scores.softmax(-1)
     column = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
@@ -196,7 +224,7 @@ def _is_causal(mask: Mask) -> bool:
     return isinstance(mask, str)
 
 
-def _causal(new: int, total: int, device: torch.device) -> torch.Tensor:
+def causal(new: int, total: int, device: torch.device) -> torch.Tensor:
     """[L, T]: new token i sits at position T - L + i."""
     rows = torch.arange(total - new, total, device=device)
     return rows[:, None] >= torch.arange(total, device=device)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from cuda_track.sealed import CodePages, Codes
 from cuda_track.stores import store
 from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
+
+if TYPE_CHECKING:
+    from cuda_track.segments import Parts
 
 STATE_VERSION = 2
 STEP = 256  # the live window grows by whole steps
@@ -32,12 +36,14 @@ FindRotations = Callable[[str, str, CacheConfig], Rotations]  # by digest and la
 class View:
     """What attention reads, as it was after one update.
 
-    live, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None.
+    live, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None. heard: called by
+    attention with (queries, scale, mask), once it is computed.
     """
 
     live: Pair
     sink: Pair | None = None
-    pages: CodePages | PoolPages | None = None
+    pages: CodePages | PoolPages | Parts | None = None
+    heard: Callable[..., None] | None = field(default=None, repr=False)
 
     @property
     def windows(self) -> list[Pair]:
@@ -65,8 +71,10 @@ class CompressedKVCache:
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     rotations: of this layer, for a calibrated `config`. expected: tokens that will come, or 0; pages
-    of a pool get room for them at once.
+    of a pool get room for them at once. dropped: tokens that were read and are not stored.
     """
+
+    dropped = 0
 
     def __init__(self, config: CacheConfig, rotations: Rotations | None = None, expected: int = 0):
         if config.calibrated and rotations is None:
@@ -83,7 +91,7 @@ class CompressedKVCache:
         """Forget all tokens; pages that others hold too stay where they are."""
         if self._store is not None:
             self._store.truncate(0)
-        self.offset = 0
+        self.offset = self.dropped = 0
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
         self._sink: Pair | None = None
@@ -110,9 +118,7 @@ class CompressedKVCache:
         The view holds the new tokens exactly, also when they are sealed by this very call.
         """
         new = (keys, values)
-        if self._live is not None and self._live[0].shape[0] != keys.shape[0]:
-            have, got = self._live[0].shape[0], keys.shape[0]
-            raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
+        self._check_batch(keys)
         self.offset += keys.shape[2]
         if self._count + keys.shape[2] <= self._room:
             self._append(new)
@@ -122,6 +128,11 @@ class CompressedKVCache:
         before = self._view(new)
         self._seal(new)
         return before
+
+    def _check_batch(self, keys: torch.Tensor) -> None:
+        if self._live is not None and self._live[0].shape[0] != keys.shape[0]:
+            have, got = self._live[0].shape[0], keys.shape[0]
+            raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
 
     def view(self) -> View:
         """What attention reads, without appending anything."""
@@ -157,12 +168,22 @@ class CompressedKVCache:
         size = self.config.page
         count = -(-(live[0].shape[2] - start - self._room) // size)
         if self._store is None:
+            self._check_heads(live[0].shape[1])
             self._store = self._new_store(live)
             if self.expected:
                 self._store.make_room(live, -(-self.expected // size))
         self._store.append(live, count, start)
         self._live, self._count = None, 0
         self._append(tuple(x[:, :, start + count * size :] for x in live))
+
+    def _check_heads(self, heads: int) -> None:
+        turns = (self.rotations.keys, self.rotations.values) if self.rotations else ()
+        made = {len(turn.down) for turn in turns if turn.down.ndim == 3}
+        if made - {heads}:
+            raise UserError(
+                f"[CompressedKVCache] transforms of {max(made)} kv heads; got keys of {heads}; choose "
+                "a calibration of this model, shared as its heads are"
+            )
 
     def _new_store(self, live: Pair) -> Codes | Paged:
         dims = tuple(x.shape[3] for x in live)
@@ -206,9 +227,11 @@ class CompressedKVCache:
     @property
     def nbytes(self) -> int:
         """Allocated bytes: pages with their spare room, sink and live windows."""
+        return sum(x.numel() * x.element_size() for x in self._arrays())
+
+    def _arrays(self) -> list[torch.Tensor]:
         windows = [x for pair in (self._live, self._sink) if pair is not None for x in pair]
-        arrays = [*windows, *(self._store.arrays() if self._store else ())]
-        return sum(x.numel() * x.element_size() for x in arrays)
+        return [*windows, *(self._store.arrays() if self._store else ())]
 
     # -- what mlxkv saves
     # ------------------------------------------------------------------------------------------
@@ -225,7 +248,8 @@ class CompressedKVCache:
         if self.rotations is not None:
             header["calibration"] = [self.rotations.digest, self.rotations.layer]
             header["folded"] = False
-        data = bytearray(json.dumps(header).encode())
+        extra, more = self._extra()
+        data = bytearray(json.dumps(header | extra).encode())
         tree: dict = {"header": torch.frombuffer(data, dtype=torch.uint8)}
         if self._live is not None:
             tree["live"] = dict(zip(("keys", "values"), self._read_live(), strict=True))
@@ -233,7 +257,14 @@ class CompressedKVCache:
             tree["sink"] = dict(zip(("keys", "values"), self._sink, strict=True))
         if self._count_pages:
             tree["pages"] = self._store.state
-        return tree
+        return tree | more
+
+    def _extra(self) -> tuple[dict, dict]:
+        """What a subclass saves besides: entries of the header, tensors."""
+        return {}, {}
+
+    def _restore_extra(self, header: dict, tree: dict) -> None:
+        """The inverse, before pages are restored."""
 
     @classmethod
     def from_state(
@@ -258,6 +289,7 @@ class CompressedKVCache:
         config, rotations = CacheConfig.from_dict(header["config"]), None
         if config.calibrated and find is not None:
             rotations = find(*header["calibration"], config)
+            rotations = rotations.to(device or rotations.keys.down.device)
         out = cls(config, rotations)
         try:
             out._restore(header, _moved(tree, device))
@@ -268,6 +300,7 @@ class CompressedKVCache:
         return out
 
     def _restore(self, header: dict, tree: dict) -> None:
+        self._restore_extra(header, tree)
         for name in ("live", "sink"):
             if name in tree:
                 pair = tree[name]["keys"], tree[name]["values"]
@@ -281,7 +314,7 @@ class CompressedKVCache:
             self._store = self._new_store(self._live)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
-        if self._live is not None and self.offset != self.view().tokens:
+        if self._live is not None and self.offset != self.view().tokens + self.dropped:
             raise ValueError(f"{self.offset} tokens announced")
 
 

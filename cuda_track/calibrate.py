@@ -81,6 +81,7 @@ def calibrate(
 ) -> Calibration:
     """The transforms of all layers that grow with the context. Raises UserError, MachineError."""
     from cuda_track.models.layers import plain_layers, replaceable
+    from cuda_track.models.parallel import insist_on_one
     from cuda_track.models.taps import listening
 
     if len(tokens) < LEAST:
@@ -88,6 +89,7 @@ def calibrate(
             f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}"
         )
     model = loaded.model
+    insist_on_one(model, "calibrate", "moments are taken")
     growing = {i for i, layer in enumerate(plain_layers(model)) if replaceable(layer)}
     moments: dict[int, Moments] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,15 +10,17 @@ import torch
 
 from cuda_track import transform
 from cuda_track.transform import Transform
+from mlxkv import subspace
 from mlxkv.artifact import SIDES, Basis, Calibration, Layer
-from mlxkv.config import BALANCED, CALIBRATED, LEARNED, CacheConfig, Side
+from mlxkv.config import BALANCED, CALIBRATED, LEARNED, PCA, CacheConfig, Side
+from mlxkv.formats_lowrank import LEAST, LowRank
 
 Kinds = tuple[str, str]
 
 
 @dataclass(frozen=True, eq=False)
 class Rotations:
-    """The transforms of one layer, of keys and of values: [D, D] or [G, D, D].
+    """The transforms of one layer, of keys and of values: [D, D] or [G, D, D], or of lower rank.
 
     digest: of the calibration. layer: its name there.
     """
@@ -33,22 +36,72 @@ class Rotations:
     def to(self, device: torch.device) -> Rotations:
         return replace(self, keys=self.keys.to(device), values=self.values.to(device))
 
+    def of_share(self, rank: int, size: int) -> Rotations:
+        """Those of the kv heads in the `rank`-th of `size` equal shares."""
+        if size == 1:
+            return self
+        return replace(self, **{name: getattr(self, name).of_share(rank, size) for name in SIDES})
 
-def of(calibration: Calibration, kinds: Kinds = (CALIBRATED, CALIBRATED)) -> dict[str, Rotations]:
-    """The transforms of each layer. kinds: `CacheConfig.fitted`.
+
+def of(
+    calibration: Calibration,
+    kinds: Kinds = (CALIBRATED, CALIBRATED),
+    names: Iterable[str] | None = None,
+) -> dict[str, Rotations]:
+    """The transforms of each layer, or of those with these `names`. kinds: `CacheConfig.fitted`.
 
     Raises UserError for balanced or learned ones of a calibration that has none.
     """
-    if BALANCED in kinds:
+    if BALANCED in kinds or any(kind.startswith(PCA) for kind in kinds):
         calibration.check_balanced()
     if LEARNED in kinds:
         calibration.check_learned()
     out = {}
-    for name, layer in calibration.layers.items():
-        bases = zip(kinds, (layer.keys, layer.values), strict=True)
-        sides = (_made(kind, basis, calibration.parts) for kind, basis in bases)
+    for name in calibration.layers if names is None else names:
+        layer = calibration.layers[name]
+        sides = (
+            _leading(kind, layer, side)
+            if kind.startswith(PCA)
+            else _made(kind, getattr(layer, side), calibration.parts)
+            for kind, side in zip(kinds, SIDES, strict=True)
+        )
         out[name] = Rotations(*sides, calibration.digest, name)
     return out
+
+
+def moment(layer: Layer, side: str) -> np.ndarray:
+    """[G, D, D] whose leading directions are the basis of a side: queries and keys stacked, each kind
+    with the same weight (OjaKV, A.2), or values. For layers that hold balanced transforms."""
+    basis = getattr(layer, side)
+    stored = subspace.stored_moment(basis.balance)
+    if side == "values":
+        return stored
+    return stored + subspace.read_moment(basis.values, basis.vectors)
+
+
+def with_ranks(config: CacheConfig, layer: Layer) -> CacheConfig:
+    """`config` with the rank that the energy asked for takes in this layer: the largest of its kv
+    heads, even."""
+
+    def side(name: str) -> Side:
+        mine: Side = getattr(config, name)
+        if mine.low is None or not mine.low.energy:
+            return mine
+        both = moment(layer, name)
+        rank = max(LEAST, int(subspace.ranks(both, mine.low.energy).max()))
+        rank = min(rank + rank % 2, both.shape[-1])
+        return replace(mine, low=replace(mine.low, energy=0.0, rank=rank))
+
+    return replace(config, **{name: side(name) for name in SIDES})
+
+
+def _leading(kind: str, layer: Layer, side: str) -> Transform:
+    """`kind`: as `Side.kind` writes it."""
+    _, size, *mixed = kind.split()
+    both = moment(layer, side)
+    rank = int(size) if size.isdigit() else LowRank(float(size)).dims(both.shape[-1])
+    down = subspace.basis(both, rank, bool(mixed))
+    return _pair(down, down.swapaxes(-1, -2))
 
 
 def _made(kind: str, basis: Basis, parts: str) -> Transform:

@@ -17,8 +17,8 @@ Stored = dict[str, torch.Tensor]
 class Codec:
     """Encodes and reads pages of vectors of `dims` values.
 
-    side: what to do. dims: head dim D of the vectors. page: tokens per page. rotation: the
-    transform of a calibrated side, which belongs to one layer.
+    side: what to do. dims: head dim D of the vectors; then the stored dims R. page: tokens per page.
+    rotation: the transform of a calibrated side, which belongs to one layer.
     """
 
     def __init__(
@@ -30,9 +30,10 @@ class Codec:
         device: torch.device = torch.device("cpu"),
     ):
         self.spec = side.quantizer
-        self.dims, self.page = dims, page
+        self.page = page
         self.method = QUANTIZERS[type(side.quantizer)]
         self.transform = rotation or transform.make(side.transform, dims, side.seed, device)
+        self.dims = dims if self.transform is None else self.transform.down.shape[-1]
 
     def __deepcopy__(self, memo) -> Codec:
         return self  # holds no state: copies of a cache share it
@@ -48,8 +49,11 @@ class Codec:
 
     @property
     def turns(self) -> bool:
-        """Whether attention may stay in the stored domain: its vectors are as long as the model's."""
-        return self.transform is None or len(set(self.transform.down.shape[-2:])) == 1
+        """Whether attention may stay in the stored domain: its vectors are as long as the model's. Not
+        behind a transform that follows the text: casts of one are kept, and there would be ever more."""
+        if self.transform is None:
+            return True
+        return self.transform.down.ndim < 4 and len(set(self.transform.down.shape[-2:])) == 1
 
     def decode_stored(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         """Decoded values, not turned back: [B, G, T, R] in `dtype`."""

@@ -18,10 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from cuda_track import calibrated
+from cuda_track.adaptive import AdaptiveKVCache
 from cuda_track.cache import CompressedKVCache
 from cuda_track.calibrated import Rotations
 from cuda_track.models.layers import CompressedCache, CompressedLayer, plain_layers
 from cuda_track.models.loader import Loaded
+from cuda_track.models.parallel import insist_on_one
 from cuda_track.models.seam import Attached, attached
 from cuda_track.packing import as_file, from_file
 from mlxkv import __version__
@@ -32,7 +34,8 @@ FORMAT = "1"
 MLX_LM = "0.32"  # whose format of prompt caches this is
 _NO_CHECKSUM = "0" * 64
 _KEY = "mlxkv_checksum"
-PLAIN, ROTATING, OURS = "KVCache", "RotatingKVCache", "CompressedKVCache"
+PLAIN, ROTATING = "KVCache", "RotatingKVCache"
+OURS = {kind.__name__: kind for kind in (CompressedKVCache, AdaptiveKVCache)}
 
 
 @dataclass
@@ -47,7 +50,8 @@ class Saved:
 
 
 def save(path: Path, saved: Saved, loaded: Loaded) -> None:
-    """Writes a session for `loaded`."""
+    """Writes a session for `loaded`. Raises UserError for a model in several processes."""
+    insist_on_one(loaded.model, "save", "sessions are saved")
     metadata = {
         "mlxkv_format": FORMAT,
         _KEY: _NO_CHECKSUM,
@@ -81,6 +85,7 @@ def save(path: Path, saved: Saved, loaded: Loaded) -> None:
 
 def load(path: Path, loaded: Loaded) -> Saved:
     """Reads a session of either side. Raises UserError where it is none, or not for this model."""
+    insist_on_one(loaded.model, "load", "sessions are loaded")
     try:
         with safe_open(path, "pt") as file:
             entries = file.metadata() or {}
@@ -121,8 +126,8 @@ def _cache(entries: dict[str, str], tensors: dict, loaded: Loaded) -> Compressed
     for i, plain in enumerate(layers):
         tree = _tree({n[len(f"{i}.") :]: x for n, x in tensors.items() if n.startswith(f"{i}.")})
         kind = entries[f"1.{i}"]
-        if kind == OURS:
-            made = CompressedKVCache.from_state(tree, find, loaded.model.device)
+        if kind in OURS:
+            made = OURS[kind].from_state(tree, find, loaded.model.device)
             layers[i] = CompressedLayer(made)
             layers[i].is_initialized = True
         elif kind in (PLAIN, ROTATING):
@@ -139,7 +144,7 @@ def _finder(made: Attached) -> Callable[[str, str, CacheConfig], Rotations]:
                 f"[load] this cache needs the calibration it was stored with; got another; load its "
                 f"model with that file, digest {digest}"
             )
-        return calibrated.of(made.calibration, config.fitted)[layer]
+        return calibrated.of(made.calibration, config.fitted, [layer])[layer]
 
     return find
 
@@ -150,7 +155,7 @@ def _finder(made: Attached) -> Callable[[str, str, CacheConfig], Rotations]:
 
 def _state_of(layer) -> tuple[str, dict]:
     if isinstance(layer, CompressedLayer):
-        return OURS, layer.cache.state
+        return type(layer.cache).__name__, layer.cache.state
     keys, values, tokens = layer.keys, layer.values, layer.get_seq_length()
     if not layer.is_sliding:
         return PLAIN, {"0": keys, "1": values, "2": tokens}

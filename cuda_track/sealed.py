@@ -28,6 +28,11 @@ class CodePages:
     stored: tuple[Stored, Stored]
     tokens: int
 
+    @property
+    def parts(self) -> tuple[CodePages]:
+        """Runs of one transform."""
+        return (self,)
+
     def decode(self, side: int, dtype: torch.dtype) -> torch.Tensor:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
         return self.codecs[side].decode(self.stored[side], dtype)

@@ -55,6 +55,12 @@ class Transform:
             return self
         return Transform(self.down.to(device), self.up.to(device))
 
+    def of_share(self, rank: int, size: int) -> Transform:
+        """That of the kv heads in the `rank`-th of `size` equal shares; itself where all have one."""
+        if self.down.ndim == 2:
+            return self
+        return Transform(*(x.chunk(size)[rank].contiguous() for x in (self.down, self.up)))
+
 
 @lru_cache(maxsize=256)
 def _cast(transform: Transform, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,9 @@ LEVELS_BOUND, FITTED_BOUND = 1e-7, 3e-4
 BALANCE_BOUND = 1e-5  # sixteen rounds of standard deviations, logarithms, exponentials in float32
 PRODUCT_BOUND = 2e-6  # float32 sums over dims or tokens
 NORM_BOUND = 2**-10  # the norm of a part may be a float16 step off
+# Of low rank that follows. Pages are float16, where a product in float32 may round to the other side; a
+# small residual is the difference of large numbers.
+OJA_BOUNDS = {"basis": 2e-6, "update": 2e-5, "attention": 1e-4, "float16": 1e-3}
 TIES = 0.01  # largest share of codes that may differ by one, all of them at rounding boundaries
 
 

@@ -1,10 +1,13 @@
 """The golden table computed by torch, and proof that it bites."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from cuda_track import golden, packing
-from cuda_track.golden import tile
+from cuda_track.golden import parity, tile
 from cuda_track.quantizers import affine, dual_scale, polar
 from mlxkv import golden as mlx_golden
 
@@ -12,8 +15,13 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def rows():
-    return golden.run()
+def by_set():
+    return list(golden.by_set())
+
+
+@pytest.fixture(scope="module")
+def rows(by_set):
+    return [row for _, row in by_set]
 
 
 def test_every_row_holds(rows):
@@ -70,3 +78,35 @@ def test_a_floor_elsewhere_is_red(monkeypatch):
 def test_pairs_of_neighbours_are_red(monkeypatch):
     monkeypatch.setattr(polar, "_halves", lambda x: (x[..., ::2], x[..., 1::2]))
     assert not any(row.ok for row in tile.polar_rows() if row.table == "encode")
+
+
+def test_the_parity_page_shows_every_row_and_what_is_wrong(by_set):
+    written = [{"set": name, **row.as_dict()} for name, row in by_set]
+    found = parity.sets(written)
+    # Of another backend: a row with a side behind a comma, one that is wrong, a table of its own.
+    seal = next(row for _, row in by_set if row.table == "seal")
+    others = [replace(seal, case=f"{seal.case}, keys"), replace(seal, wrong=1), seal]
+    others = [row.as_dict() for row in others[:2]] + [{**seal.as_dict(), "table": "more"}]
+    columns = {"torch": written, "other": others, "GPU": None}
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in parity.page(columns, found, []).splitlines()
+        if line.startswith("| ")
+    ][1:]
+    assert {line[0] for line in cells} == {*found.values(), "more"}
+    assert sum(int(line[2]) for line in cells if line[0] != "more") == sum(
+        row.values for _, row in by_set
+    )
+    kind = seal.case.split(".")[0]
+    line = next(line for line in cells if line[:2] == ["encode", kind])
+    assert line[4:] == ["0 ties", f"WRONG: {seal.case}", "not run"]
+    assert not any("WRONG" in line[4] for line in cells)
+
+
+def test_the_parity_page_in_docs_is_of_these_rows(by_set):
+    text = (Path(__file__).parent.parent / parity.PAGE).read_text(encoding="utf-8")
+    rows = [{"set": name, **row.as_dict()} for name, row in by_set]
+    found = parity.sets(rows)
+    for name, method in {parity.line_of(row, found) for row in rows}:
+        assert f"| {name} | {method} | " in text
+    assert "WRONG:" not in text

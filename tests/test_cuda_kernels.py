@@ -23,7 +23,9 @@ from mlxkv.bounds import rms
 from mlxkv.config import Affine, CacheConfig, Side
 from mlxkv.presets import PRESETS
 
-pytest.importorskip("triton_interpreter")  # which says how kernels are built; no Triton on a Mac
+pytest.importorskip(
+    "cuda_track.kernels.interpreter"
+)  # which says how kernels are built; no Triton on a Mac
 
 torch.set_num_threads(1)
 # Weights of values are float16 in the kernel: half a step is 2^-12, and codes of 2 bits are coarse.

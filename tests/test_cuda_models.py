@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 
 from cuda_track import cli, packing, prompt_cache
 from cuda_track import generate as generation
+from cuda_track.calibrate import calibrate
 from cuda_track.generate import generate
 from cuda_track.models import seam
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
+from cuda_track.models.parallel import Share, share_of
 from mlxkv import corpus, models
 from mlxkv import generate as mlx_generate
 from mlxkv import prompt_cache as mlx_prompt_cache
@@ -155,9 +158,11 @@ def test_generate_makes_its_own_cache_and_detach_undoes(tokens):
     lines = seam.summarise(made.layers)
     assert lines[0] == "layers 0, 2, 4, 6 (sliding window 512): full precision, small by nature"
     assert lines[1].endswith("int4, 4.5 bits per value, torch ops (no Triton kernels on cpu)")
+    with pytest.raises(UserError, match="paged cache of its own"):
+        made.model.generate_batch([tokens[:8]], max_new_tokens=1)
     seam.detach(made.model)
     assert made.model.config._attn_implementation != before
-    assert "generate" not in vars(made.model)
+    assert not {"generate", "init_continuous_batching"} & set(vars(made.model))
 
 
 def test_a_preset_without_its_calibration_is_refused(tokens):
@@ -168,6 +173,18 @@ def test_a_preset_without_its_calibration_is_refused(tokens):
         seam.attach(made.model, "oscar-int2")
 
 
+def test_a_model_in_several_processes_is_told_what_it_cannot(tmp_path):
+    made = load("tiny", "fp16", "float32")
+    made.model._tp_size = 2
+    made.model._device_mesh = SimpleNamespace(ndim=1, get_local_rank=lambda: 1)
+    assert share_of(made.model) == Share(1, 2)
+    with pytest.raises(UserError, match="1 kv heads of layer 1 cannot be shared by 2"):
+        seam.attach(made.model, "int4")
+    for call in (lambda: prompt_cache.load(tmp_path, made), lambda: calibrate(made, range(600))):
+        with pytest.raises(UserError, match="in one process only; got a model spread over 2"):
+            call()
+
+
 @pytest.mark.parametrize(
     "options, text",
     [
@@ -175,8 +192,6 @@ def test_a_preset_without_its_calibration_is_refused(tokens):
         (["--model", "no-such-model", "--prompt", "a"], "no such model"),
         (["--model", "qwen3-4b", "--prompt", "a"], "a name for MLX weights"),
         (["--dtype", "int4", "--prompt", "a"], "unknown dtype"),
-        (["--kv", "oja-0.75+int4", "--prompt", "a"], "not built here yet; got oja-0.75+int4"),
-        (["--kv", "int4+keep0.5", "--prompt", "a"], "not built here yet; got int4+keep0.5"),
     ],
 )
 def test_mistakes_are_one_line(options, text, monkeypatch, capsys):

@@ -22,18 +22,27 @@ SHARED = {
         "presets",
         "formats",
         "formats_codebook",
+        "formats_lowrank",
         "formats_tile",
         "errors",
         "bounds",
         "shapes",
     ),
-    *("artifact", "balance", "rotation", "levels", "corpus"),
-    *("models.folder", "models.aliases", "models.plant"),
+    *("artifact", "balance", "rotation", "subspace", "levels", "corpus"),
+    *("models.folder", "models.aliases", "models.plant", "metal.sources"),
 }
 # Its own files, beside kernels/.
 OWN = {
-    *("stores.py", "bench.py", "bench_model.py", "eval.py", "models/shaped.py"),
-    *("golden/kernels.py", "golden/__main__.py"),
+    *(
+        "stores.py",
+        "bench.py",
+        "bench_model.py",
+        "eval.py",
+        "models/shaped.py",
+        "models/parallel.py",
+    ),
+    *("golden/kernels.py", "golden/parity.py", "golden/__main__.py"),
+    *("mps/__init__.py", "mps/source.py", "mps/attend.py", "mps/store.py"),
 }
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 
@@ -186,7 +195,9 @@ def test_the_torch_track_has_the_same_names():
 
 def public(path: Path) -> set[str]:
     body = ast.parse(path.read_text(encoding="utf-8")).body
-    names = (node.name for node in body if isinstance(node, ast.FunctionDef))
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    lists = [n.value for n in body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"]
+    names |= {name for one in lists for name in ast.literal_eval(one)}
     return {name for name in names if not name.startswith("_")}
 
 

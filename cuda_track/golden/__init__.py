@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -242,13 +242,19 @@ TABLES = (
 )
 
 
-def rows() -> Iterator[Row]:
-    """Every row of the table, on the default device, as it is computed."""
-    from cuda_track.golden import codebook, tile  # which read the helpers above
+def tables() -> tuple[Callable[[], Iterator[Row]], ...]:
+    """One per golden set, named after it."""
+    from cuda_track.golden import codebook, oja, tile  # which read the helpers above
 
-    for table in (*TABLES, *codebook.TABLES, *tile.TABLES):
-        yield from table()
+    return (*TABLES, *codebook.TABLES, *tile.TABLES, *oja.TABLES)
+
+
+def by_set() -> Iterator[tuple[str, Row]]:
+    """Every row with the golden set it belongs to, on the default device, as it is computed."""
+    for table in tables():
+        for row in table():
+            yield table.__name__.removesuffix("_rows"), row
 
 
 def run() -> list[Row]:
-    return list(rows())
+    return [row for _, row in by_set()]

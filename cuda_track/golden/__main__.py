@@ -1,28 +1,54 @@
-"""`python -m cuda_track.golden --device cuda`: the golden table on this machine, Triton's rows too."""
+"""`python -m cuda_track.golden --device cuda`: the golden table on this machine, Triton's rows too; with
+`--device mps` what Metal's kernels make of attention."""
 
 from __future__ import annotations
 
+import json
 import sys
-from itertools import chain
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
 from cuda_track import cli, golden
 from cuda_track.golden import kernels
+from cuda_track.kernels import absent, interpreted
+from mlxkv.errors import UserError
 
 
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    asked, bad, count, differ = parser.parse_args(), 0, 0, 0
-    with torch.device(asked.device):
-        tables = () if asked.device == "cpu" else kernels.TABLES
-        for row in chain(golden.rows(), *(table() for table in tables)):
-            count, differ = count + 1, differ + row.differ
-            if not row.ok:
-                bad += 1
-                print(row)
-    print(f"{count} rows on {asked.device}, {bad} wrong, {differ} codes at a boundary differ")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows for the parity page")
+    asked = parser.parse_args()
+    device, by_triton = torch.device(asked.device), absent() is None
+    if interpreted() and by_triton:
+        import cuda_track.kernels.interpreter  # noqa: F401 (which says how kernels are built)
+    found = {"torch": [], "triton": []}
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("[--device] no Metal here; got mps; choose cpu")
+    if device.type == "mps":  # which has no float64, of which tables are made
+        found["metal"] = [("", row) for row in kernels.metal_rows(device)]
+    else:
+        with device:
+            found["torch"] = list(golden.by_set())
+            if by_triton and (device.type == "cuda" or interpreted()):
+                found["triton"] = [("", row) for table in kernels.TABLES for row in table()]
+    rows = [row for part in found.values() for _, row in part]
+    for row in rows:
+        if not row.ok:
+            print(row)
+    if asked.json:
+        name = torch.cuda.get_device_name() if device.type == "cuda" else asked.device
+        there = ("torch", "triton") if by_triton else ("torch",)
+        packages = ", ".join(f"{n} {version(n)}" for n in there)
+        data = {
+            kind: [{"set": where, **row.as_dict()} for where, row in part]
+            for kind, part in found.items()
+        }
+        asked.json.write_text(json.dumps({"device": name, "versions": packages, **data}))
+    bad, differ = sum(not row.ok for row in rows), sum(row.differ for row in rows)
+    print(f"{len(rows)} rows on {asked.device}, {bad} wrong, {differ} codes at a boundary differ")
     sys.exit(1 if bad else 0)
 
 

@@ -88,6 +88,11 @@ class PoolPages:
     tokens: int
 
     @property
+    def parts(self) -> tuple[PoolPages]:
+        """Runs of one transform."""
+        return (self,)
+
+    @property
     def stored(self) -> tuple[Stored, Stored]:
         """As plain ops read them; for rows of one length."""
         places = self.table.long()

@@ -32,8 +32,9 @@ class CompressedLayer(CacheLayerMixin):
         return view, view
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens, offset) of the mask for `query_length` new tokens."""
-        return self.cache.offset + query_length, 0
+        """(tokens, offset) of the mask for `query_length` new tokens: dropped ones have no column."""
+        cache = self.cache
+        return cache.offset - cache.dropped + query_length, cache.dropped
 
     def get_seq_length(self) -> int:
         return self.cache.offset

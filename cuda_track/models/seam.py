@@ -8,7 +8,7 @@ ours unless it is given one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 
@@ -18,10 +18,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from cuda_track import calibrated, stores
+from cuda_track.adaptive import AdaptiveKVCache
 from cuda_track.attention import attend
 from cuda_track.cache import CompressedKVCache, View
 from cuda_track.calibrated import Rotations
 from cuda_track.models.layers import CompressedCache, filled, plain_layers, replaceable
+from cuda_track.models.parallel import insist_on_one, share_of
 from mlxkv import artifact
 from mlxkv.artifact import Calibration
 from mlxkv.config import CacheConfig, parse_kv
@@ -36,7 +38,8 @@ _ATTACHED = "_mlxkv_attached"
 @dataclass(frozen=True)
 class LayerReport:
     """What happens to the cache of one layer. reason: the preset if compressed, else why not. kernel:
-    what computes attention when codes are read."""
+    what computes attention when codes are read. bases: bytes of those that follow the text, for each
+    of a batch."""
 
     index: int
     kind: str
@@ -44,6 +47,7 @@ class LayerReport:
     reason: str
     bits_per_value: float = 16.0
     kernel: str = "sdpa"
+    bases: int = 0
 
 
 @dataclass
@@ -106,9 +110,10 @@ def mask(
     """The mask function of transformers' contract: none for the newest of all tokens without padding,
     which `attend` knows how to mask. A matrix of them would keep SDPA from flash attention."""
     # Static caches count in tensors, which nobody should wait for.
-    newest = kv_offset == 0 and isinstance(q_offset, int) and q_offset + q_length == kv_length
+    newest = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask_function is causal_mask_function and newest:
-        padded = attention_mask is not None and not attention_mask[:, :kv_length].all()
+        seen = kv_offset + kv_length  # tokens that were dropped count
+        padded = attention_mask is not None and not attention_mask[:, :seen].all()
         if not padded:
             return None
     return sdpa_mask(
@@ -133,11 +138,8 @@ def attach(
     """
     detach(model)
     config, label = (parse_kv(kv), kv) if isinstance(kv, str) else (kv, "custom")
-    if config.low or config.keep < 1:
-        raise UserError(
-            f"[attach] low rank and token selection are not built here yet; got {label}; choose int4, "
-            "int3, int2 or another preset without them"
-        )
+    if config.listens:  # what heads vote for together is not known to one of the processes
+        insist_on_one(model, "attach", f"{label} runs")
     shapes, plain = layers_of(model.config.to_dict()), plain_layers(model)
     if len(shapes) != len(plain):
         raise UserError(
@@ -149,11 +151,13 @@ def attach(
     ]
     chosen = {r.index: shapes[r.index] for r in reports if r.compressed}
     fits, found = _fit(model, config, chosen, label, calibration)
+    reports = [_with_rank(r, shapes[r.index], fits) for r in reports]
     made = Attached(kv, fits, reports, model.config._attn_implementation, found)
     if chosen:
         made.generate = model.generate
         model.set_attn_implementation(NAME)
         model.generate = _with_cache(model, model.generate)
+        model.init_continuous_batching = _no_batches
     setattr(model, _ATTACHED, made)
     return reports
 
@@ -162,7 +166,8 @@ def detach(model: PreTrainedModel) -> None:
     """Undo `attach`."""
     made: Attached | None = vars(model).pop(_ATTACHED, None)
     if made is not None and made.generate is not None:
-        vars(model).pop("generate", None)
+        for name in ("generate", "init_continuous_batching"):
+            vars(model).pop(name, None)
         model.set_attn_implementation(made.before)
 
 
@@ -176,7 +181,11 @@ def attached(model: PreTrainedModel) -> Attached:
 def new_cache(model: PreTrainedModel) -> CompressedCache:
     """An empty cache for `past_key_values`."""
     fits = attached(model).fits
-    return filled(model, {i: CompressedKVCache(*fit) for i, fit in fits.items()})
+    made = {
+        i: (AdaptiveKVCache if config.listens else CompressedKVCache)(config, turns)
+        for i, (config, turns) in fits.items()
+    }
+    return filled(model, made)
 
 
 def summarise(reports: list[LayerReport]) -> list[str]:
@@ -186,6 +195,7 @@ def summarise(reports: list[LayerReport]) -> list[str]:
         what = f"full precision, {r.reason}"
         if r.compressed:
             what = f"{r.reason}, {r.bits_per_value:.3g} bits per value, {r.kernel}"
+            what += f", on top bases of {r.bases / 1024:.0f} KB per cache" if r.bases else ""
         groups.setdefault((r.kind, what), []).append(str(r.index))
     return [f"layers {', '.join(at)} ({kind}): {what}" for (kind, what), at in groups.items()]
 
@@ -203,7 +213,7 @@ def _judge(
         return LayerReport(index, kind, False, reason)
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
     why = stores.why_not(config, (shape.key_dim, shape.value_dim), device)
-    kernel = f"torch ops ({why})" if why else "Triton"
+    kernel = f"torch ops ({why})" if why else stores.way(device).capitalize()
     return LayerReport(index, kind, True, label + config.keys.note(shape.key_dim), bits, kernel)
 
 
@@ -214,7 +224,14 @@ def _fit(
     label: str,
     given: Calibration | Path | str | None,
 ) -> tuple[dict[int, tuple[CacheConfig, Rotations | None]], Calibration | None]:
-    """Searched clips and transforms for each of the layers."""
+    """Searched clips and transforms for each of the layers, of the kv heads in this process."""
+    share = share_of(model)
+    for i, shape in chosen.items():
+        if shape.kv_heads % share.size:
+            raise UserError(
+                f"[attach] {shape.kv_heads} kv heads of layer {i} cannot be shared by {share.size} "
+                "processes; choose a tp_size that divides them"
+            )
     if not config.calibrated or not chosen:
         return dict.fromkeys(chosen, (config, None)), None
     sizes = {str(i): (s.kv_heads, s.key_dim, s.value_dim) for i, s in chosen.items()}
@@ -225,13 +242,23 @@ def _fit(
             "cuda_track.calibrate --model MODEL -o FILE, and name it by --calibration FILE"
         )
     found.check(sizes, mark)
-    made = calibrated.of(found, config.fitted)
     fits = {}
     for i, shape in chosen.items():
-        dims = shape.key_dim, shape.value_dim
-        turns = made[str(i)].to(model.device)
-        fits[i] = calibrated.clipped(config, found.layers[str(i)], dims), turns
+        name, layer = str(i), found.layers[str(i)]
+        own = calibrated.with_ranks(config, layer)
+        turns = calibrated.of(found, own.fitted, [name])[name]
+        turns = turns.of_share(share.rank, share.size).to(model.device)
+        fits[i] = calibrated.clipped(own, layer, (shape.key_dim, shape.value_dim)), turns
     return fits, found
+
+
+def _with_rank(report: LayerReport, shape: LayerShape, fits: dict) -> LayerReport:
+    """The bits that the rank takes which the energy of this layer has asked for, and its bases."""
+    if not report.compressed:
+        return report
+    config, dims = fits[report.index][0], (shape.key_dim, shape.value_dim)
+    bits, bases = config.bits_per_value(*dims), config.basis_bytes(shape.kv_heads, *dims)
+    return replace(report, bits_per_value=bits, bases=bases)
 
 
 def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None, str | None]:
@@ -244,7 +271,7 @@ def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None,
         return given, mark
     if given is not None:
         return artifact.read(given), mark
-    return (artifact.find(mark, path, config.balanced) if mark else None), mark
+    return (artifact.find(mark, path, config.balanced or config.low) if mark else None), mark
 
 
 def _with_cache(model: PreTrainedModel, generate):
@@ -257,3 +284,11 @@ def _with_cache(model: PreTrainedModel, generate):
         return generate(*args, **kwargs)
 
     return wrapped
+
+
+def _no_batches(*args, **kwargs):
+    """Instead of `model.init_continuous_batching`, which would leave compressed caches aside."""
+    raise UserError(
+        "[attach] generate_batch of transformers makes a paged cache of its own; got a model with "
+        "compressed caches; choose model.generate, or detach(model) first"
+    )

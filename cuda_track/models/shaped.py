@@ -13,6 +13,7 @@ from cuda_track.models.layers import CompressedCache, StaticLayer, filled
 from cuda_track.models.seam import NAME
 from cuda_track.transform import of
 from mlxkv.config import CacheConfig
+from mlxkv.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ def new_cache(
     calibration are random rotations, each kv head its own: as long to compute as true ones."""
     if not config.compresses:
         return CompressedCache(layers=[StaticLayer(tokens) for _ in range(shape.layers)])
+    if config.low or config.listens:
+        raise UserError(
+            "[--model-shape] low rank and token selection are not timed here; got a preset with one of "
+            "them; choose int4, int3 or int2"
+        )
     caches = {}
     for i in range(shape.layers):
         turns = _rotations(shape).to(model.device) if config.calibrated else None

@@ -9,17 +9,14 @@ import numpy as np
 
 from mlxkv import oja, salience, sealed, segments, subspace
 from mlxkv.attention import attend
+from mlxkv.bounds import OJA_BOUNDS, Row, read, rms
 from mlxkv.cache import View
 from mlxkv.calibrated import Rotations
 from mlxkv.config import PCA, CacheConfig, Side
 from mlxkv.formats_lowrank import Half, LowRank
-from mlxkv.golden import Row, read, rms
 from mlxkv.sealed import NAMES
 from mlxkv.segments import Segments
 
-# Pages are float16, where a product in float32 may round to the other side; a small residual is the
-# difference of large numbers.
-BOUNDS = {"basis": 2e-6, "update": 2e-5, "attention": 1e-4, "float16": 1e-3}
 PAGE, WINDOW = 32, 8
 RATES = {"pre": 0.10, "dec": 0.05, "one": 1.0}
 
@@ -39,7 +36,7 @@ def _rows(dims: int, given: dict[str, np.ndarray]):
     def row(table: str, name: str, found, bound: str) -> Row:
         spec = given[name]
         error = rms(np.array(found, np.float64), spec)
-        return Row(table, f"{dims}.{name}", spec.size, rms=error, bound=BOUNDS[bound])
+        return Row(table, f"{dims}.{name}", spec.size, rms=error, bound=OJA_BOUNDS[bound])
 
     def same(name: str, found) -> Row:
         wrong = int((np.array(found) != given[name]).sum())

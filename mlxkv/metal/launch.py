@@ -7,7 +7,6 @@ one; the rules they follow are in README.md. Built at the first call, kept for t
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -17,42 +16,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-# name: (inputs, outputs), in the order in which the body names them
-SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
-    "seal_channel": (("keys", "values", "size"), ("records", "headers")),
-    "balance": (("x", "numbers"), ("tokens", "channels")),
-    "whiten": (("rows", "numbers"), ("out",)),
-    "unseal": (("records", "headers", "sink", "live", "size"), ("out",)),
-    "attend": (
-        (
-            *("q_pages", "q_window", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
-            *("size", "lengths", "scale", "records_2", "headers_2"),
-        ),
-        ("partial_out", "partial_stats"),
-    ),
-    "attend_tile": (
-        (
-            *("q", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
-            *("map_k", "map_v", "sinks", "size", "counter"),
-        ),
-        ("out", "partial_out"),
-    ),
-    "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
-}
-HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
-    "seal": ("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
-    "seal_channel": ("codes.h", "butterflies.h", "select.h", "seal.h"),
-    "attend": ("codes.h", "tree.h"),
-    "unseal": ("codes.h", "tree.h"),
-    "attend_tile": ("codes.h", "tree.h", "tile.h", "tile_codes.h"),
-}
-BODIES = {  # where a body is more than one file
-    "attend": ("attend.metal", "attend_keys.metal", "attend_values.metal", "attend_join.metal"),
-    "attend_tile": tuple(
-        f"attend_tile{part}.metal" for part in ("", "_read", "_values", "_windows", "_merge")
-    ),
-}
+from mlxkv.metal.sources import SIGNATURES, bodies, body, header, headers, read
+
 Template = tuple[tuple[str, object], ...]
 TYPES = {  # on Metal, on CUDA
     mx.float32: ("float", "float"),
@@ -61,14 +26,6 @@ TYPES = {  # on Metal, on CUDA
 }
 Factory = Callable[..., Callable[..., list[mx.array]]]
 SWITCH = "MLXKV_KERNELS"  # an environment variable; 0: plain ops alone
-
-
-def read(name: str) -> str:
-    """The text of a file of this folder without comments and indentation: MLX looks for names in
-    comments too, and long texts cost time at every call."""
-    text = files("mlxkv.metal").joinpath(name).read_text(encoding="ascii")
-    text = re.sub(r"//[^\n]*", "", text)
-    return "\n".join(line.strip() for line in text.splitlines() if line.strip()) + "\n"
 
 
 def backend() -> str:
@@ -103,29 +60,6 @@ def using(make: Factory | None) -> Iterator[None]:
         yield
     finally:
         _given.pop()
-
-
-def headers(name: str, on_cuda: bool = False) -> list[str]:
-    """The files that stand before the body `name`."""
-    names = list(HEADERS.get(name, ("codes.h",)))
-    if "tile.h" in names:
-        names.insert(0, "tile_cuda.h" if on_cuda else "tile_metal.h")
-    return ["cuda.h", *names] if on_cuda else names
-
-
-def bodies(name: str) -> tuple[str, ...]:
-    """The files of the body `name`."""
-    return BODIES.get(name, (f"{name}.metal",))
-
-
-def body(name: str) -> str:
-    """The text of the body `name`."""
-    return "".join(map(read, bodies(name)))
-
-
-def header(name: str, on_cuda: bool = False) -> str:
-    """What stands before the body `name`."""
-    return "".join(map(read, headers(name, on_cuda)))
 
 
 def include(name: str) -> str:

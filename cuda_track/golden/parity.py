@@ -1,0 +1,162 @@
+"""`python -m cuda_track.golden.parity`: the golden table of every backend on one page, docs/results/parity.md.
+
+MLX answers from a process of its own (`mlxkv doctor --json`); a GPU by the file that
+`python -m cuda_track.golden --device cuda --json FILE` has written there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from cuda_track import cli
+from mlxkv.errors import UserError
+
+PAGE = Path("docs/results/parity.md")
+NOT_RUN = "not run"
+METHODS = {
+    "packing": "codes in words",
+    "attention": "affine codes, windows, masks",
+    "codebook": "TurboQuant",
+    "polar_tree": "PolarQuant (Han)",
+    "dual_scale": "KVarN",
+    "polar": "PolarQuant (Wu)",
+    "oja": "OjaKV, SnapKV",
+    "oscar": "OSCAR",
+    "balanced": "balanced",
+    "learned": "learning",
+}
+Key = tuple[str, str]  # table, case
+Line = tuple[str, str]  # golden set, method
+Rows = list[dict] | None  # as `Row.as_dict` gives them, of torch with their set; None: not run
+HEAD = """# Parity
+
+What every backend makes of the golden tensors, which the specification in NumPy float64
+(`mlxkv/reference*.py`) has written.
+
+- *ties*: codes one step off where the spec's value lies at a rounding boundary, out of so many *values*;
+  any other difference would be called WRONG
+- *rms*: the largest rms(x - spec) / rms(spec) of floats; *bound* is allowed
+- a dash: this backend has no such row; Triton attends with float16 weights, and may be off by 2e-3
+
+Made by `python -m cuda_track.golden.parity`. The columns of a GPU come from `--gpu FILE`, which
+`python -m cuda_track.golden --device cuda --json FILE` writes on a machine that has one.
+"""
+
+
+def sets(rows: Rows) -> dict[Key, str]:
+    """The golden set of each row of this package."""
+    return {(row["table"], row["case"]): row["set"] for row in rows}
+
+
+def line_of(row: dict, found: dict[Key, str]) -> Line:
+    """Where a row of any backend stands. found: golden sets by row; rows of others have their table."""
+    case = row["case"].split(",")[0]  # Triton says behind a comma which side it was
+    name = found.get((row["table"], case), row["table"])  # MLX has tables more
+    parts = case.split(".")
+    if name in ("affine", "clip"):
+        return name, f"int{parts[1]} per {parts[3] if name == 'affine' else 'token, clipped'}"
+    return name, METHODS.get(name, parts[0] if name in ("transform", "encode") else name)
+
+
+def cell(rows: Iterable[dict]) -> str:
+    """Ties and rms of the rows of one line."""
+    rows = list(rows)
+    if not rows:
+        return "-"
+    if not all(row["ok"] for row in rows):
+        return f"WRONG: {', '.join(row['case'] for row in rows if not row['ok'])}"
+    floats = [row["rms"] for row in rows if row["bound"]]
+    ties = f"{sum(row['differ'] for row in rows)} ties" if len(floats) < len(rows) else ""
+    return ", ".join(x for x in (ties, f"rms {_short(max(floats))}" if floats else "") if x)
+
+
+def _short(x: float) -> str:
+    return f"{x:.0e}" if x else "0"
+
+
+def page(columns: dict[str, Rows], found: dict[Key, str], said: list[str]) -> str:
+    """Markdown. columns: rows of each backend. said: lines about machines and versions."""
+    lines: dict[Line, dict[str, list[dict]]] = {}
+    for name, rows in columns.items():
+        for row in rows or ():
+            lines.setdefault(line_of(row, found), {}).setdefault(name, []).append(row)
+    out = [HEAD, *(f"- {text}" for text in said), ""]
+    out.append("| " + " | ".join(["golden set", "method", "values", "bound", *columns]) + " |")
+    out.append("|" + "---|" * (4 + len(columns)))
+    for (name, method), by_column in lines.items():
+        most = max(by_column.values(), key=len)
+        bound = max(row["bound"] for row in most)
+        cells = [
+            NOT_RUN if rows is None else cell(by_column.get(column, ()))
+            for column, rows in columns.items()
+        ]
+        values = str(sum(row["values"] for row in most))
+        row = [name, method, values, _short(bound) if bound else "-", *cells]
+        out.append("| " + " | ".join(row) + " |")
+    return "\n".join(out) + "\n"
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    parser.add_argument("--gpu", type=Path, help="what a machine with a GPU has written")
+    parser.add_argument("-o", "--output", type=Path, default=PAGE)
+    asked = parser.parse_args()
+    gpu = _read(asked.gpu) if asked.gpu else {}
+    mlx, here = _doctor(), _torch()
+    used = next(row["name"] for row in mlx["backends"] if row["used"])
+    columns = {
+        f"MLX, {used}": mlx["golden"],
+        "torch, CPU": here["torch"],
+        "Triton, interpreter": here["triton"] or None,
+        "torch, GPU": gpu.get("torch"),
+        "Triton, GPU": gpu.get("triton"),
+    }
+    versions = ", ".join(f"{n} {mlx['versions'][n]}" for n in ("mlxkv", "mlx", "numpy"))
+    said = [f"here: {versions}, {here['versions']}"]
+    said.append(f"GPU: {gpu['device']}, {gpu['versions']}" if gpu else f"GPU: {NOT_RUN} yet")
+    asked.output.write_text(page(columns, sets(here["torch"]), said), encoding="utf-8")
+    rows = [row for column in columns.values() for row in column or ()]
+    wrong = sum(not row["ok"] for row in rows)
+    cli.note(f"{len(rows)} rows, {wrong} wrong: {asked.output}")
+    sys.exit(1 if wrong else 0)
+
+
+def _doctor() -> dict:
+    """What MLX says on this machine."""
+    done = _run("-m", "mlxkv", "doctor", "--json")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _torch() -> dict:
+    """What torch says on this CPU, and Triton in its interpreter, which has to be asked for before
+    anything imports it: in a process of its own."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        _run("-m", "cuda_track.golden", "--device", "cpu", "--json", path, TRITON_INTERPRET="1")
+        return _read(path)
+
+
+def _run(*words: str | Path, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    if not done.stdout:
+        last = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        raise UserError(f"[parity] {words[1]} does not run here: {last}")
+    return done
+
+
+def _read(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"[parity] {str(path)!r} is no JSON of a golden table: {error}") from None
+
+
+if __name__ == "__main__":
+    cli.run(main)

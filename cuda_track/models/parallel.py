@@ -1,0 +1,36 @@
+"""Models that transformers has spread over several processes by kv heads (tensor parallelism)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from mlxkv.errors import UserError
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the kv heads this process has: the `rank`-th of `size` equal shares."""
+
+    rank: int = 0
+    size: int = 1
+
+
+def share_of(model: PreTrainedModel) -> Share:
+    """That of this process; all of them where the model is in one."""
+    size = getattr(model, "_tp_size", None) or 1
+    if size == 1:
+        return Share()
+    mesh = model._device_mesh
+    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    return Share(mesh.get_local_rank(), size)
+
+
+def insist_on_one(model: PreTrainedModel, where: str, what: str) -> None:
+    """Raises UserError for a model in several processes."""
+    if (size := share_of(model).size) > 1:
+        raise UserError(
+            f"[{where}] {what} in one process only; got a model spread over {size}; load it "
+            "without tp_size"
+        )

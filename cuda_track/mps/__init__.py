@@ -1,0 +1,1 @@
+"""torch on Apple's GPUs: mlxkv's Metal kernels, by `torch.mps.compile_shader`."""

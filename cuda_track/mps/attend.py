@@ -1,0 +1,138 @@
+"""Decode attention over page records by mlxkv's Metal kernels `attend` and `merge`. The twin of
+`mlxkv.kernels.attend`, for one run of pages."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import e, log2
+
+import numpy as np
+import torch
+
+from cuda_track.mps.source import launch
+from cuda_track.mps.store import RecordPages
+from cuda_track.records import BLOCK, TOKENS, SideLayout
+from mlxkv import levels
+
+SIMDGROUPS = 4  # of a threadgroup
+SPLIT_RECORDS = 16  # records per split at least
+MAX_SPLITS = 128
+MAX_TERMS = 8  # of the polynomial through the levels of a codebook
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def attend(
+    queries: torch.Tensor,
+    pages: RecordPages,
+    sink: Pair | None,
+    live: Pair,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """queries: [B, H, L, D] -> [B, H, L, D], causal among the new tokens, the last of live.
+
+    live, sink: (keys, values) [B, G, T, D]. sinks: [H] logits.
+    """
+    batch, all_heads, new, dims = queries.shape
+    heads, device, kind = live[0].shape[1], queries.device, live[0].dtype
+    q = queries.reshape(batch, heads, -1, dims)
+    rows = q.shape[2]
+    keys, values = pages.layouts
+    up = pages.codecs[1].transform and pages.codecs[1].transform.up
+    count, capacity = pages.tokens // TOKENS, pages.buffer.shape[2]
+    tile = min(4, rows)
+    page_splits = min(MAX_SPLITS, max(1, -(-count // SPLIT_RECORDS)))
+    splits = page_splits + 1
+    width = BLOCK * max(values.blocks, -(-dims // BLOCK))
+    windows = [x.contiguous() for x in (*(sink or live), *live)]
+    lengths = (count, sink[0].shape[2] if sink else 0, live[0].shape[2])
+    starts = (i * heads * capacity for i in range(batch))  # first records
+    tokens = windows[0].shape[2], windows[2].shape[2]
+    numbers = _numbers(scale, device)
+    nothing = _ints(device, *[0] * 8)
+    headers = nothing if pages.headers is None else pages.headers
+    page = max(TOKENS, keys.page, values.page)
+    out, stats = launch(
+        "attend",
+        [
+            *(pages.codecs[0].query(q), q.to(kind), pages.buffer, headers, *windows),
+            _ints(
+                *(device, rows, page_splits, capacity, *tokens, new, 0, heads),
+                *(page_splits, 0, 1, 0),
+            ),
+            *(
+                _ints(device, *(n for at in starts for n in (*lengths, at, 0)), *[0] * 4),
+                numbers,
+                nothing,
+                nothing,
+            ),
+        ],
+        {
+            **{"T": kind, "QT": tile, "S": SIMDGROUPS, "D": dims, "RK": keys.dims},
+            **{"RV": values.dims, "RECORD": keys.words + values.words, "PAGE": page},
+            "HEADER": keys.header_words + values.header_words,
+            **_side(keys, "_K"),
+            **_side(values, "_V"),
+        },
+        (32 * SIMDGROUPS, splits, batch * heads * -(-rows // tile)),
+        (32 * SIMDGROUPS, 1, 1),
+        [
+            ((batch * heads * rows, splits, width), torch.float32),
+            ((batch * heads * rows, splits, 2), torch.float32),
+        ],
+    )
+    threads = 32 * min(8, width // BLOCK)
+    own = 1 if up is None else up.numel() // (values.dims * dims)
+    (merged,) = launch(
+        "merge",
+        [
+            *(out, stats, numbers if up is None else up),
+            *(numbers if sinks is None else sinks.float(), numbers),
+            _ints(device, splits, page_splits, rows, heads, new, own, page_splits, 1),
+        ],
+        {
+            **{"T": kind, "WIDTH": width, "RV": values.dims, "D": dims},
+            **{"HAS_UP": int(up is not None), "HAS_SINKS": int(sinks is not None)},
+        },
+        (threads * batch * heads * rows, 1, 1),
+        (threads, 1, 1),
+        [((batch, heads, rows, dims), kind)],
+    )
+    return merged.reshape(batch, all_heads, new, dims).to(queries.dtype)
+
+
+def _side(at: SideLayout, suffix: str) -> dict[str, object]:
+    """The template values that describe a side; C: coefficients of the levels of a codebook, as the
+    integers of their float32 bits."""
+    terms = np.zeros(MAX_TERMS, np.float32)
+    if at.codebook:
+        found = levels.polynomial(at.dims, at.bits) / 2**at.bits
+        terms[: len(found)] = found
+    return {
+        **{f"BITS{suffix}": at.bits, f"GROUP{suffix}": at.group},
+        **{f"SYMMETRIC{suffix}": int(at.symmetric), f"CHANNEL{suffix}": int(at.channel)},
+        **{f"OUTER{suffix}": int(at.outer), f"PAIRS{suffix}": int(at.pairs)},
+        **{f"CODEBOOK{suffix}": int(at.codebook), f"SIGNS{suffix}": 0, f"TREE{suffix}": 0},
+        f"BOOKS{suffix}": (0,),
+        **{f"C{suffix}{i}": int(x) for i, x in enumerate(terms.view(np.int32))},
+    }
+
+
+@lru_cache(maxsize=256)
+def _ints(device: torch.device, *values: int) -> torch.Tensor:
+    """[n] int32 of sizes; the same sizes come back at every step and in every layer."""
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _numbers(scale: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor([scale * log2(e), log2(e), *[0.0] * 6], device=device)
+
+
+def why_not(queries: torch.Tensor, mask: torch.Tensor | str | None, most: int) -> str | None:
+    """Why the kernel does not compute this attention over records, or None. most: new tokens."""
+    if queries.shape[2] > most:
+        return f"more than {most} new tokens are a prefill"
+    if isinstance(mask, torch.Tensor):
+        return "the kernel takes no mask array"
+    return None if mask is not None or queries.shape[2] == 1 else "without a causal mask"

@@ -1,0 +1,97 @@
+"""Run by test_cuda_parallel.py: the embedded tiny-qwen by two processes, one kv head each, beside one
+process. Its last line is JSON.
+
+A process of its own, so that it may fork before anything of it has threads; forked, so that torch and
+transformers are imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cuda_track.models import seam
+from cuda_track.models.loader import load
+from mlxkv.errors import UserError
+
+PRESETS = ("int4", "balanced-int3", "static-0.75+int4")
+DECODED = 6
+
+
+def codes_of(cache) -> list[torch.Tensor]:
+    """Of every layer and side, as bytes [B, G, T, ...]."""
+    pages = (
+        layer.cache.state["pages"][side] for layer in cache.layers for side in ("keys", "values")
+    )
+    return [x["codes"].contiguous().view(torch.uint8) for x in pages]
+
+
+@torch.no_grad()
+def run(model, kv: str, ids: torch.Tensor):
+    seam.attach(model, kv)
+    cache, out = seam.new_cache(model), []
+    logits = model(ids, past_key_values=cache).logits[:, -1]
+    first, codes = logits, codes_of(cache)
+    while len(out) < DECODED:
+        out.append(int(logits.argmax()))
+        logits = model(torch.tensor([out[-1:]]), past_key_values=cache).logits[:, -1]
+    return first, codes, out
+
+
+def worker(rank: int, loaded, ids, alone: dict, folder: Path) -> None:
+    from transformers.distributed import DistributedConfig
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = loaded.model
+    # Shared weights are sharded before they are tied, in `from_pretrained`, which needs accelerate.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=2))
+    model = type(model).maybe_distribute_model(model, config, mesh)
+    found = {}
+    for kv, (first, codes, text) in alone.items():
+        logits, own, out = run(model, kv, ids)
+        right = [x[:, rank : rank + 1] for x in codes]
+        pairs = list(zip(own, right, strict=True))
+        found[kv] = {
+            "heads": sorted({x.shape[1] for x in own}),
+            "logits": float((logits - first).abs().max()),
+            "bytes": sum(x.numel() for x in own),
+            "differ": sum(int((x != y).sum()) for x, y in pairs),
+            "text": out == text,
+        }
+    for kv in ("oja-0.75+int4", "int4+keep0.5"):
+        try:
+            seam.attach(model, kv)
+        except UserError as error:
+            found[kv] = str(error)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    loaded = load("tiny-qwen", "fp16", "float32")
+    ids = torch.randint(5, 3000, (1, 330), generator=torch.Generator().manual_seed(0))
+    alone = {kv: run(loaded.model, kv, ids) for kv in PRESETS}
+    seam.detach(loaded.model)
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=worker, args=(rank, loaded, ids, alone, folder)) for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    print(json.dumps([json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
