@@ -24,8 +24,10 @@ ROWS = 8  # query rows of a threadgroup
 SIMDGROUPS_WANTED = 2048  # in all: nearly 16 for each core of a large GPU
 MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
 RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
+RING_MOST = 196 << 10  # with what a threadgroup has besides
 RING_CAPABILITIES = (9, 10)
 MASKS = {
+    16: (0, 0, 0, 0),
     8: (0x00FF00FF, 0, 0, 0),
     4: (0x000F000F, 0x00F000F0, 0, 0),
     3: tuple(0x00030003 << 2 * p for p in range(4)),
@@ -48,6 +50,8 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
     if any(at.groups > MAX_GROUPS and not at.tree for at in (layout.keys, layout.values)):
         return f"more than {MAX_GROUPS} groups"
     if make is mx.fast.cuda_kernel:
+        if _ring_stage(layout, SIMDGROUPS) > RING_MOST:
+            return f"records of {4 * layout.words} bytes do not fit in shared memory"
         return (
             None if _capability() in RING_CAPABILITIES else "tiles need an H100 or its successors"
         )
@@ -113,8 +117,9 @@ def _stride(x: mx.array | None) -> int | None:
 
 
 def _is_wide(layout: RecordLayout, dims: int) -> bool:
-    """Whether a core has registers for 8 simdgroups only."""
-    return max(dims, layout.keys.dims, layout.values.dims) > 128
+    """Whether a core has registers, or room for records, for 8 simdgroups only."""
+    most = max(dims, layout.keys.dims, layout.values.dims)
+    return most > 128 or _ring_stage(layout, SIMDGROUPS) > RING_BYTES // 2
 
 
 def _simdgroups(words: int, wide: bool, merges: int, make: Factory) -> int:
@@ -135,11 +140,16 @@ def splits_for(records: int, merges: int, simdgroups: int, wide: bool) -> tuple[
     return max(1, min(MAX_SPLITS - windows, room - windows, records)), windows
 
 
+def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
+    """Bytes: two records for each."""
+    return simdgroups * 2 * layout.words * 4
+
+
 def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> tuple[int, int]:
     """(stages, bytes of shared memory) of the ring of records."""
     if make is not mx.fast.cuda_kernel:
         return 1, 0
-    each = simdgroups * 2 * layout.words * 4
+    each = _ring_stage(layout, simdgroups)
     room = RING_BYTES if simdgroups == SIMDGROUPS_CUDA or wide else RING_BYTES // 2
     stages = max(1, min(6, room // each))
     return stages, stages * each + -(-stages * simdgroups * 8 // 128) * 128

@@ -19,7 +19,7 @@ constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = (RV + GROUP_V - 1) / GROUP_V;
 constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
-constexpr int NUMBERS_K = kv_number_words(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+constexpr int NUMBERS_K = kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int SIDE_K = 32 * WORDS_K + NUMBERS_K;
 constexpr int SLOTS_K = NUMBERS_K / 8;  // numbers of a token
 constexpr int HELD_K = SLOTS_K > 0 ? SLOTS_K : 1;
@@ -29,9 +29,11 @@ constexpr int HEADER_K = TREE_K == 2
     ? KV_TREE_HEADER
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
+constexpr bool RAW_K = BITS_K == 16;  // float16 numbers: words of a record are words of a tile
+constexpr bool RAW_V = BITS_V == 16;
 // Codes of keys per token and group are multiplied with offsets, which one more tile takes out. Those
 // of the other formats become what they stand for.
-constexpr bool OFFSETS_K = !CHANNEL_K && !CODEBOOK_K && !TREE_K;
+constexpr bool OFFSETS_K = !CHANNEL_K && !CODEBOOK_K && !TREE_K && !RAW_K;
 // Scales of channels go into the queries, once for the tokens that share them, which one simdgroup
 // reads one after the other. Such products are as large as scores: what keeps queries small would hurt.
 constexpr bool FOLDED = CHANNEL_K && !PAIRS_K;

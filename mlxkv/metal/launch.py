@@ -40,7 +40,9 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
 HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
-    "seal": ("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
+    "seal": (
+        *("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h", "seal_half.h"),
+    ),
     "seal_channel": ("codes.h", "butterflies.h", "select.h", "seal.h"),
     "attend": ("codes.h", "tree.h"),
     "unseal": ("codes.h", "tree.h"),
