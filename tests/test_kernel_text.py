@@ -41,7 +41,9 @@ HALVES = dict.fromkeys(
     ("keys", "values", "sink", "live", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v")
 )
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
-TYPES |= dict.fromkeys(("records", "headers", "map_k", "map_v", "counter"), np.uint32)
+TYPES |= dict.fromkeys(
+    ("records", "headers", "records_2", "headers_2", "map_k", "map_v", "counter"), np.uint32
+)
 
 # name: template values, dtypes of the outputs
 KERNELS = {
