@@ -71,15 +71,13 @@ def _decode_records(queries, view, scale, sinks):
     batch, heads, new, dims = queries.shape
     kv_heads = view.live[0].shape[1]
     (pages, *more), sink = view.pages.parts, view.sink
-    value_map = pages.codecs[1].transform
     length = (pages.tokens // TOKENS, sink[0].shape[2] if sink else 0, view.live[0].shape[2])
-    # Tiles take a transform in an order that is made once.
-    if pages.tiled and not any(code.moving for code in pages.codecs):
+    if pages.tiled:
         return tiles.attend(
             queries.astype(view.dtype),
             pages.buffer,
             pages.layout,
-            (_key_map(pages), value_map),
+            _maps(pages),
             sink,
             view.buffers or view.live,
             (length,) * batch,
@@ -87,6 +85,7 @@ def _decode_records(queries, view, scale, sinks):
             pages.make,
             sinks=sinks,
             headers=pages.headers,
+            second=_tile_run(more[0]) if more else None,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
     exact = q.astype(mx.float32)
@@ -118,9 +117,17 @@ def _key_map(pages: RecordPages) -> Transform | None:
     return keys.transform
 
 
+def _maps(pages: RecordPages) -> tuple[Transform | None, Transform | None]:
+    return _key_map(pages), pages.codecs[1].transform
+
+
+def _tile_run(pages: RecordPages) -> tiles.Run:
+    return tiles.Run(pages.buffer, pages.tokens // TOKENS, _maps(pages), pages.headers)
+
+
 def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
     """q: [B, G, N, D] float32."""
-    key_map, values = _key_map(pages), pages.codecs[1].transform
+    key_map, values = _maps(pages)
     stored = q if key_map is None else key_map.query(q)
     count = pages.tokens // TOKENS
     return kernels.Run(stored, pages.buffer, count, values and values.up, pages.headers)

@@ -140,7 +140,7 @@ def kernel_rows(step: Step) -> list[dict]:
         config = parse_kv(preset)
         for dims in head_dims:
             stored = config.dims(dims, dims)
-            for body in ("portable",) if config.follows else ("portable", "tiles"):
+            for body in ("portable", "tiles"):
                 row = {"preset": preset, "head_dim": dims, "body": body, "reason": None}
                 rows.append(row)
                 step(f"kernels: {preset}, head dim {dims}, {body}")

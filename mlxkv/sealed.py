@@ -267,8 +267,6 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
 def why_no_tiles(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
     """Why the portable kernels decode such pages here and not the tiles, or None. For pages that
     have kernels."""
-    if config.follows:
-        return "tiles take a transform in an order that is made once"
     make, layout = launch.factory(), kernels.record_layout(config, *config.dims(*dims))
     reason = tiles.why_not(layout, dims[0], dtype, make)
     return reason or selftest.fault(config, dims[0], dtype, make, tiled=True)

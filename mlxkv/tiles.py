@@ -7,8 +7,10 @@ GPU. Halves in, floats summed: for 16-bit model types.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -80,8 +82,20 @@ def half_levels(at: SideLayout) -> tuple[int, ...]:
     return tuple(int(n) for n in np.repeat(words, 2).view(np.int32))
 
 
+@dataclass(frozen=True)
+class Run:
+    """A second run of pages, behind the first, under transforms of its own. As for `attend`; records:
+    how many there are."""
+
+    buffer: mx.array
+    records: int
+    transforms: tuple[Transform | None, Transform | None]
+    headers: mx.array | None = None
+
+
 def tile_map(matrix: mx.array) -> mx.array:
-    """[M, K] or [G, M, K] -> [G, M/16, K/16, 32 lanes, 4] words: left factors, padded with zeros."""
+    """[M, K], [G, M, K] or [B, G, M, K] -> [1, G or B G; M/16, K/16, 32 lanes, 4] words: left factors,
+    padded with zeros."""
     matrix = matrix.reshape(-1, *matrix.shape[-2:]).astype(mx.float16)
     count, rows, columns = matrix.shape
     pad = [(0, 0), (0, -rows % BLOCK), (0, -columns % BLOCK)]
@@ -92,15 +106,34 @@ def tile_map(matrix: mx.array) -> mx.array:
     return x.view(mx.uint32).reshape(count, x.shape[1], x.shape[2], 32, 4)
 
 
-@lru_cache(maxsize=512)
+_maps: WeakKeyDictionary[Transform, dict[bool, mx.array]] = WeakKeyDictionary()
+
+
 def _map(transform: Transform | None, keys: bool) -> mx.array | None:
-    """What leads queries to the stored domain of the keys, or stored values back."""
+    """What leads queries to the stored domain of the keys, or stored values back. Kept as long as the
+    transform is: those of a cache that follows the text come and go with its pages."""
     if transform is None:
         return None
-    with mx.stream(mx.cpu):
-        out = tile_map(transform.up if keys else transform.up.swapaxes(-1, -2))
-        mx.eval(out)
-    return out
+    made = _maps.get(transform)
+    if made is None:
+        made = _maps[transform] = {}
+    if keys not in made:
+        matrix = transform.up if keys else transform.up.swapaxes(-1, -2)
+        if matrix.ndim == 4:  # made from tokens just read: nobody waits for them here
+            made[keys] = tile_map(matrix)
+        else:
+            with mx.stream(mx.cpu):
+                made[keys] = tile_map(matrix)
+                mx.eval(made[keys])
+    return made[keys]
+
+
+def _both(first: mx.array | None, second: mx.array | None) -> tuple[mx.array | None, ...]:
+    """The maps of two runs, as many of each: only one of a batch may have a basis for each sequence."""
+    if first is None or first.shape[0] == second.shape[0]:
+        return first, second
+    count = max(first.shape[0], second.shape[0])
+    return tuple(mx.tile(x, (count // x.shape[0], 1, 1, 1, 1)) for x in (first, second))
 
 
 def _masks(at: SideLayout) -> tuple[int, ...]:
@@ -164,6 +197,7 @@ def _kernel(
     has_window: bool,
     has_sinks: bool,
     simdgroups: int,
+    runs: int,
     make: Factory,
 ):
     wide = _is_wide(layout, dims)
@@ -173,6 +207,7 @@ def _kernel(
         "BF16": int(dtype == mx.bfloat16),
         "S": simdgroups,
         "STAGES": stages,
+        "RUNS": runs,
         "D": dims,
         "RK": layout.keys.dims,
         "RV": layout.values.dims,
@@ -200,38 +235,53 @@ def _plan(
     heads: int,
     layout: RecordLayout,
     strides: tuple[int | None, int | None],
+    own: tuple[bool, bool],
     lengths: tuple[tuple[int, int, int], ...],
     scale: float,
     make: Factory,
     window: int,
     has_sinks: bool,
     splits: tuple[int, int] | None,
+    second: tuple[int, int] | None,
 ):
     """(kernel, sizes, the rest of the call): the same for all layers of a step.
 
-    rooms: tokens that the buffers of records, sink and live hold. strides: from the map of a kv
-        head to that of the next, of keys and values; 0 where all share one, None without a map.
+    rooms: records, or tokens, that the buffers of records, sink and live hold. strides: from the map of
+        a kv head to that of the next, of keys and values; 0 where all share one, None without a map. own:
+        whether each sequence has its own. second: what the buffer of a second run holds, and its records.
     """
     batch, q_heads, new_tokens, dims = shape
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
-    most = max(one[0] for one in lengths)
+    most, (capacity, more) = max(one[0] for one in lengths), second or (0, 0)
     wide = _is_wide(layout, dims)
     simdgroups = _simdgroups(layout.words, wide, merges, make)
-    splits = splits or splits_for(most, merges, simdgroups, wide)
+    splits = splits or splits_for(most + more, merges, simdgroups, wide)
+    if second:
+        splits = max(2, splits[0]), splits[1]
+    first = splits[0]
+    if second:
+        first = min(splits[0] - 1, max(1, round(splits[0] * most / (most + more))))
     size = mx.array(
         [
             *(rows, splits[0], *rooms, new_tokens, window, heads, *(n or 0 for n in strides)),
             *(_bits(scale * LOG2E), _bits(LOG2E)),
-            *(*_masks(layout.keys), *_masks(layout.values), *[0] * 4),
+            *(
+                *_masks(layout.keys),
+                *_masks(layout.values),
+                first,
+                capacity,
+                more,
+                own[0] + 2 * own[1],
+            ),
             *(n for one in lengths for n in (*one, 0)),
         ],
         mx.int32,
     )
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
-    mapped = tuple(n is not None for n in strides)
+    mapped, runs = tuple(n is not None for n in strides), 2 if second else 1
     return (
-        _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, make),
+        _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, runs, make),
         size,
         {
             "template": [],
@@ -279,25 +329,30 @@ def attend(
     sinks: mx.array | None = None,
     splits: tuple[int, int] | None = None,
     headers: mx.array | None = None,
+    second: Run | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
     q: [B, H, L, D] in the model's domain and dtype; the other arguments: `kernels.attend`.
-    transforms: of keys and of values, one for all heads or one per kv head. splits: threadgroups
-        for the records and the windows of a head.
+    transforms: of keys and of values, one for all heads, one per kv head, or one for each of the batch
+        too. splits: threadgroups for the records and the windows of a head.
     Returns [B, H, L, D] in the dtype of q.
     """
     sink = sink or live  # never read: its length is 0
-    maps = _map(transforms[0], True), _map(transforms[1], False)
+    maps, after = [_map(transforms[0], True), _map(transforms[1], False)], [None] * 4
+    if second:
+        others = _map(second.transforms[0], True), _map(second.transforms[1], False)
+        maps, others = zip(*map(_both, maps, others), strict=True)
+        after = [second.buffer, second.headers, *others]
     kernel, sizes, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
-        *(buffer.shape[1], layout, tuple(map(_stride, maps)), lengths, scale, make, window),
-        *(sinks is not None, splits),
+        *(buffer.shape[1], layout, tuple(map(_stride, maps))),
+        tuple(x is not None and x.shape[0] > buffer.shape[1] for x in maps),
+        *(lengths, scale, make, window, sinks is not None, splits),
+        (second.buffer.shape[2], second.records) if second else None,
     )
     logits = nothing() if sinks is None else sinks.astype(mx.float32)
     counter = _counters().take(call["grid"][2])
-    maps = [nothing(mx.uint32) if x is None else x for x in maps]
-    shared = nothing(mx.uint32) if headers is None else headers
-    return kernel(inputs=[q, buffer, shared, *sink, *live, *maps, logits, sizes, counter], **call)[
-        0
-    ]
+    words = [nothing(mx.uint32) if x is None else x for x in (headers, *maps, *after)]
+    inputs = [q, buffer, words[0], *sink, *live, *words[1:3], logits, sizes, counter, *words[3:]]
+    return kernel(inputs=inputs, **call)[0]

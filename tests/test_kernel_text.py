@@ -41,9 +41,9 @@ HALVES = dict.fromkeys(
     ("keys", "values", "sink", "live", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v")
 )
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
-TYPES |= dict.fromkeys(
-    ("records", "headers", "records_2", "headers_2", "map_k", "map_v", "counter"), np.uint32
-)
+WORDS = ("records", "headers", "map_k", "map_v")
+TYPES |= dict.fromkeys((*WORDS, *(f"{name}_2" for name in WORDS), "counter"), np.uint32)
+
 
 # name: template values, dtypes of the outputs
 KERNELS = {
@@ -86,7 +86,7 @@ KERNELS = {
             **SIDES,
             **{"T": np.float16, "BF16": 0, "S": 8, "STAGES": 2, "D": 128, "RK": 128, "RV": 128},
             **{"RECORD": 544, "BITS_K": 4, "BITS_V": 3, "HAS_K": 1, "HAS_V": 1},
-            **{"WINDOW": 1, "HAS_SINKS": 1, "PAGE": 64, "HEADER": 0},
+            **{"WINDOW": 1, "HAS_SINKS": 1, "PAGE": 64, "HEADER": 0, "RUNS": 1},
         },
         [np.float16, np.float32],
     ),
@@ -109,7 +109,7 @@ RAW = {  # values of templates besides, for records of float16 numbers
     },
     "attend_tile": {
         **{"BITS_K": 16, "BITS_V": 16, "CODEBOOK_K": 0, "SYMMETRIC_K": 1, "SYMMETRIC_V": 1},
-        **{"RECORD": 2048},
+        **{"RECORD": 2048, "RUNS": 2},
     },
 }
 CASES = [(name, {}) for name in KERNELS] + list(RAW.items())

@@ -82,7 +82,8 @@ if (paged) {
   KvHalfTree tree_k = kv_half_tree(tree);
   tree = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
   KvHalfTree tree_v = kv_half_tree(tree);
-  const device uint* page_numbers = headers + size_t(head) * (size[2] / PAGE_RECORDS) * HEADER;
+  const device uint* page_numbers =
+      (later ? headers_2 : headers) + size_t(head) * (capacity / PAGE_RECORDS) * HEADER;
   // Where instructions are the limit, two records side by side: one hides the latency of the other.
   constexpr int PAIR = BITS_K + BITS_V < 7 && !(FOLDED && (GROUP_K % 32 || OUTER_V)) ? 2 : 1;
   TileB folded[2 * BK];
@@ -242,7 +243,7 @@ if (paged) {
         }
       }
       for (int i = 0; i < 4; i++) {
-        const int position = n_sink + 16 * (unit + e) + g + 8 * (i / 2);
+        const int position = n_sink + 16 * (n_before + unit + e) + g + 8 * (i / 2);
         if ((e == 1 && !both) || (WINDOW && position < first_seen[i % 2])) {
           s[e].v[i] = -INFINITY;
         }

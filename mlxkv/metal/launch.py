@@ -34,6 +34,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             *("q", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
             *("map_k", "map_v", "sinks", "size", "counter"),
+            *("records_2", "headers_2", "map_k_2", "map_v_2"),
         ),
         ("out", "partial_out"),
     ),
