@@ -71,6 +71,10 @@ class SideLayout:
         """Whether its codes are the numbers themselves."""
         return self.bits == HALF
 
+    def saves_nothing(self, dims: int) -> bool:
+        """Whether its numbers, padded to whole blocks, are as many as those of `dims` dims in float16."""
+        return self.raw and self.blocks * BLOCK >= dims
+
     @property
     def groups(self) -> int:
         """Scales of a token in the record."""

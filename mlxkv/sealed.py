@@ -255,8 +255,11 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
     if launch.factory() is None:
         return launch.absent()
     for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
-        if reason := records.why_not(side.quantizer, side.dims(dim), config.page, keys=i == 0):
+        stored = side.dims(dim)
+        if reason := records.why_not(side.quantizer, stored, config.page, keys=i == 0):
             return reason
+        if records.layout(side.quantizer, stored, config.page, i == 0).saves_nothing(dim):
+            return f"{stored} float16 dims would take the room of {dim} in records"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"
     if reason := selftest.fault(config, dims[0], dtype, launch.factory()):

@@ -108,7 +108,9 @@ def test_only_low_rank_is_kept_in_such_records():
     with launch.using(make):
         full = parse_kv("fp16/int4")
         assert "full-precision" in sealed.why_not(full, (64, 64), mx.float32)
-        assert sealed.why_not(parse_kv("static-0.75"), (32, 32), mx.float32) is None
+        assert sealed.why_not(parse_kv("static-r24"), (40, 40), mx.float32) is None
+        reason = sealed.why_not(parse_kv("oja-0.8"), (128, 128), mx.float32)
+        assert reason == "102 float16 dims would take the room of 128 in records"
 
 
 def test_a_ring_of_long_records_has_room_or_a_reason():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+import test_oja
 from on_emulator import make, make_mma, make_tiles
 from test_oja import DIMS, HEADS, KV_HEADS, SCALE, close, config, data, feed, start
 
@@ -60,12 +61,14 @@ def test_kernels_read_low_rank_and_two_bases_in_one_pass(name, batch):
         ("oja-r24+int8/int8", 1, make_mma, 64),  # no map leads values back
     ],
 )
-def test_tiles_read_two_bases_in_one_pass(name, batch, factory, first):
+def test_tiles_read_two_bases_in_one_pass(name, batch, factory, first, monkeypatch):
+    dims, dtype = 40, mx.float16
+    monkeypatch.setattr(test_oja, "DIMS", dims)
     made = config(name)
-    turns, dtype = sample(KV_HEADS, (DIMS, DIMS), made.fitted), mx.float16
     with launch.using(factory):
-        assert sealed.why_no_tiles(made, (DIMS, DIMS), dtype) is None
-        one = AdaptiveKVCache(made, turns)
+        assert sealed.why_not(made, (dims, dims), dtype) is None
+        assert sealed.why_no_tiles(made, (dims, dims), dtype) is None
+        one = AdaptiveKVCache(made, sample(KV_HEADS, (dims, dims), made.fitted))
         feed(one, 70, chunk=first, batch=batch, dtype=dtype)
         feed(one, 64, 5, 64 if first == 1 else 4, batch, dtype)
         view, q = one.keys_and_values()[0], data(2, 9, HEADS, batch).astype(dtype)
