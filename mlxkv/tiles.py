@@ -106,34 +106,40 @@ def tile_map(matrix: mx.array) -> mx.array:
     return x.view(mx.uint32).reshape(count, x.shape[1], x.shape[2], 32, 4)
 
 
-_maps: WeakKeyDictionary[Transform, dict[bool, mx.array]] = WeakKeyDictionary()
+Map = tuple[mx.array | None, int]  # words, for how many heads; 0 where there is no transform
+_maps: WeakKeyDictionary[Transform, dict[bool, Map]] = WeakKeyDictionary()
 
 
-def _map(transform: Transform | None, keys: bool) -> mx.array | None:
-    """What leads queries to the stored domain of the keys, or stored values back. Kept as long as the
-    transform is: those of a cache that follows the text come and go with its pages."""
-    if transform is None:
-        return None
-    made = _maps.get(transform)
-    if made is None:
-        made = _maps[transform] = {}
-    if keys not in made:
-        matrix = transform.up if keys else transform.up.swapaxes(-1, -2)
-        if matrix.ndim == 4:  # made from tokens just read: nobody waits for them here
-            made[keys] = tile_map(matrix)
-        else:
-            with mx.stream(mx.cpu):
-                made[keys] = tile_map(matrix)
-                mx.eval(made[keys])
+def _map(transform: Transform | None, keys: bool) -> Map:
+    """What leads queries to the stored domain of the keys, or stored values back. That of a transform
+    that follows the text is kept as long as the transform is."""
+    if transform is None or transform.up.ndim < 4:
+        return _lasting(transform, keys)
+    made = _maps.setdefault(transform, {})
+    if keys not in made:  # of tokens just read: nobody waits for them here
+        made[keys] = _made(transform, keys)
     return made[keys]
 
 
-def _both(first: mx.array | None, second: mx.array | None) -> tuple[mx.array | None, ...]:
-    """The maps of two runs, as many of each: only one of a batch may have a basis for each sequence."""
-    if first is None or first.shape[0] == second.shape[0]:
-        return first, second
-    count = max(first.shape[0], second.shape[0])
-    return tuple(mx.tile(x, (count // x.shape[0], 1, 1, 1, 1)) for x in (first, second))
+@lru_cache(maxsize=512)
+def _lasting(transform: Transform | None, keys: bool) -> Map:
+    if transform is None:
+        return None, 0
+    with mx.stream(mx.cpu):
+        out = _made(transform, keys)
+        mx.eval(out[0])
+    return out
+
+
+def _made(transform: Transform, keys: bool) -> Map:
+    words = tile_map(transform.up if keys else transform.up.swapaxes(-1, -2))
+    return words, words.shape[0]
+
+
+def _spread(one: Map, count: int) -> Map:
+    """The same for each of a batch, where another run of pages has a map for each."""
+    words, own = one
+    return one if own == count else (mx.tile(words, (count // own, 1, 1, 1, 1)), count)
 
 
 def _masks(at: SideLayout) -> tuple[int, ...]:
@@ -143,10 +149,6 @@ def _masks(at: SideLayout) -> tuple[int, ...]:
 
 def _bits(value: float) -> int:
     return struct.unpack("i", struct.pack("f", value))[0]
-
-
-def _stride(x: mx.array | None) -> int | None:
-    return None if x is None else x.size // x.shape[0] if x.shape[0] > 1 else 0
 
 
 def _is_wide(layout: RecordLayout, dims: int) -> bool:
@@ -234,8 +236,7 @@ def _plan(
     rooms: tuple[int, int, int],
     heads: int,
     layout: RecordLayout,
-    strides: tuple[int | None, int | None],
-    own: tuple[bool, bool],
+    counts: tuple[int, int],
     lengths: tuple[tuple[int, int, int], ...],
     scale: float,
     make: Factory,
@@ -246,13 +247,19 @@ def _plan(
 ):
     """(kernel, sizes, the rest of the call): the same for all layers of a step.
 
-    rooms: records, or tokens, that the buffers of records, sink and live hold. strides: from the map of
-        a kv head to that of the next, of keys and values; 0 where all share one, None without a map. own:
-        whether each sequence has its own. second: what the buffer of a second run holds, and its records.
+    rooms: records, or tokens, that the buffers of records, sink and live hold. counts: maps of keys
+        and of values. second: what the buffer of a second run holds, and its records.
     """
     batch, q_heads, new_tokens, dims = shape
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
+    blocks = -(-dims // BLOCK)
+    sizes = (
+        512 * blocks * layout.keys.blocks * (1 + layout.keys.signs),
+        512 * blocks * layout.values.blocks,
+    )
+    strides = (size if n > 1 else 0 for n, size in zip(counts, sizes, strict=True))
+    own = sum(bit for bit, n in zip((1, 2), counts, strict=True) if n > heads)
     most, (capacity, more) = max(one[0] for one in lengths), second or (0, 0)
     wide = _is_wide(layout, dims)
     simdgroups = _simdgroups(layout.words, wide, merges, make)
@@ -264,22 +271,16 @@ def _plan(
         first = min(splits[0] - 1, max(1, round(splits[0] * most / (most + more))))
     size = mx.array(
         [
-            *(rows, splits[0], *rooms, new_tokens, window, heads, *(n or 0 for n in strides)),
+            *(rows, splits[0], *rooms, new_tokens, window, heads, *strides),
             *(_bits(scale * LOG2E), _bits(LOG2E)),
-            *(
-                *_masks(layout.keys),
-                *_masks(layout.values),
-                first,
-                capacity,
-                more,
-                own[0] + 2 * own[1],
-            ),
+            *(*_masks(layout.keys), *_masks(layout.values)),
+            *(first, capacity, more, own),
             *(n for one in lengths for n in (*one, 0)),
         ],
         mx.int32,
     )
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
-    mapped, runs = tuple(n is not None for n in strides), 2 if second else 1
+    mapped, runs = tuple(n > 0 for n in counts), 2 if second else 1
     return (
         _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, runs, make),
         size,
@@ -339,20 +340,25 @@ def attend(
     Returns [B, H, L, D] in the dtype of q.
     """
     sink = sink or live  # never read: its length is 0
-    maps, after = [_map(transforms[0], True), _map(transforms[1], False)], [None] * 4
+    keys, values = _map(transforms[0], True), _map(transforms[1], False)
+    after = (None,) * 4
     if second:
         others = _map(second.transforms[0], True), _map(second.transforms[1], False)
-        maps, others = zip(*map(_both, maps, others), strict=True)
-        after = [second.buffer, second.headers, *others]
+        most = [max(x[1], y[1]) for x, y in zip((keys, values), others, strict=True)]
+        keys, values = map(_spread, (keys, values), most)
+        after = (
+            second.buffer,
+            second.headers,
+            *(_spread(*x)[0] for x in zip(others, most, strict=True)),
+        )
     kernel, sizes, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
-        *(buffer.shape[1], layout, tuple(map(_stride, maps))),
-        tuple(x is not None and x.shape[0] > buffer.shape[1] for x in maps),
-        *(lengths, scale, make, window, sinks is not None, splits),
+        *(buffer.shape[1], layout, (keys[1], values[1]), lengths, scale, make, window),
+        *(sinks is not None, splits),
         (second.buffer.shape[2], second.records) if second else None,
     )
     logits = nothing() if sinks is None else sinks.astype(mx.float32)
     counter = _counters().take(call["grid"][2])
-    words = [nothing(mx.uint32) if x is None else x for x in (headers, *maps, *after)]
-    inputs = [q, buffer, words[0], *sink, *live, *words[1:3], logits, sizes, counter, *words[3:]]
-    return kernel(inputs=inputs, **call)[0]
+    inputs = [q, buffer, headers, *sink, *live, keys[0], values[0], logits, sizes, counter, *after]
+    empty = nothing(mx.uint32)
+    return kernel(inputs=[empty if x is None else x for x in inputs], **call)[0]
