@@ -219,7 +219,8 @@ def run(
         torch.cuda.reset_peak_memory_stats()
     cache, first = new_cache(model, shape, config, context + MARGIN), 0.0
     if batch == 1:
-        prefill(model, cache, context, shape.vocabulary)  # the first one compiles kernels
+        # Compiles what is compiled.
+        prefill(model, cache, min(context, 2 * CHUNK), shape.vocabulary)
         cache = new_cache(model, shape, config, context + MARGIN)
         first = prefill(model, cache, context, shape.vocabulary)
     else:

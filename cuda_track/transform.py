@@ -117,4 +117,7 @@ def make(
             f"[transform] {name} needs the rotations of a calibration; got none; choose "
             f"{', '.join(MAKERS)}, or attach the preset to a model"
         )
-    return None if name == "none" else MAKERS[name](dims, seed).to(device)
+    if name == "none":
+        return None
+    with torch.device("cpu"):  # in float64, whatever the default device is
+        return MAKERS[name](dims, seed).to(device)

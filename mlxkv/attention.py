@@ -67,37 +67,48 @@ def why_not(queries: mx.array, view: View, mask: mx.array | str | None) -> str |
 
 
 def _decode_records(queries, view, scale, sinks):
-    """Kernels walk records and windows: codes are read once, nothing is decoded."""
+    sink, live = view.sink, view.live
+    count = view.pages.parts[0].tokens // TOKENS
+    lengths = ((count, sink[0].shape[2] if sink else 0, live[0].shape[2]),) * queries.shape[0]
+    return decode(queries, view.pages.parts, sink, view.buffers or live, lengths, scale, sinks)
+
+
+def decode(queries, parts, sink, live, lengths, scale, sinks=None, starts=None) -> mx.array:
+    """Kernels walk records and windows: codes are read once, nothing is decoded.
+
+    queries: [B, H, L, D] -> [B, H, L, Dv]. parts: runs of pages, at most RUNS. sink, live: (keys,
+    values), [B, G, room, D]. lengths, starts: `kernels.attend`.
+    """
     batch, heads, new, dims = queries.shape
-    kv_heads = view.live[0].shape[1]
-    (pages, *more), sink = view.pages.parts, view.sink
-    length = (pages.tokens // TOKENS, sink[0].shape[2] if sink else 0, view.live[0].shape[2])
+    kv_heads, dtype = live[0].shape[1], live[0].dtype
+    pages, *more = parts
     if pages.tiled:
         return tiles.attend(
-            queries.astype(view.dtype),
+            queries.astype(dtype),
             pages.buffer,
             pages.layout,
             _maps(pages),
             sink,
-            view.buffers or view.live,
-            (length,) * batch,
+            live,
+            lengths,
             scale,
             pages.make,
             sinks=sinks,
             headers=pages.headers,
             second=_tile_run(more[0]) if more else None,
+            starts=starts,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
     exact = q.astype(mx.float32)
     first = _run(pages, exact)
     out = kernels.attend(
         first.q_pages,
-        q.astype(view.dtype),
+        q.astype(dtype),
         pages.buffer,
         pages.layout,
         sink,
-        view.buffers or view.live,
-        (length,) * batch,
+        live,
+        lengths,
         scale,
         new,
         pages.make,
@@ -105,6 +116,7 @@ def _decode_records(queries, view, scale, sinks):
         sinks=sinks,
         headers=pages.headers,
         second=_run(more[0], exact) if more else None,
+        starts=starts,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 

@@ -1,8 +1,9 @@
 """`BatchedKVCache`: the compressed caches of several sequences as one, for mlx-lm's batches.
 
-Each sequence stays a cache of its own, so that lengths may differ without padding, pages stay
-where they are when sequences join and leave, and every preset works as it does alone. Attention
-goes through the sequences one by one.
+Lengths may differ without padding. A decode step scatters the new tokens of all sequences at once
+and attends to all in one dispatch (`Ragged`). Where that cannot be, each sequence is a cache of its
+own, and attention goes through them one after the other: while prompts are read, without kernels, for
+caches that hear their queries. One sequence never changes what another gets.
 
 mlx-lm pads prompts of one step on the right (`prepare`): what is padding is not stored, and what
 attention gives out for it is zero.
@@ -17,17 +18,18 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlxkv.attention import attend
+from mlxkv.attention import DECODE_TOKENS, attend, decode
 from mlxkv.cache import CompressedKVCache, View
 from mlxkv.errors import UserError
+from mlxkv.ragged import Ragged, RaggedView
 
 
 @dataclass(frozen=True)
 class BatchView:
-    """What attention reads of each sequence: its view and how many of the new tokens are its own;
-    None where all are padding."""
+    """What attention reads of each sequence: its view and how many of the new tokens are its own,
+    None for all; None where all are padding."""
 
-    rows: tuple[tuple[View, int] | None, ...]
+    rows: tuple[tuple[View, int | None] | None, ...]
 
     @property
     def _first(self) -> View:
@@ -57,34 +59,78 @@ class BatchedKVCache:
     """Caches of one layer, each of a batch of 1. `merge` of mlx-lm's contract makes it."""
 
     def __init__(self, rows: Sequence[CompressedKVCache]):
-        self.rows = list(rows)
+        self._rows = list(rows)
+        self._ragged: Ragged | None = None  # while there is one, `_rows` is empty
         self._left: list[int] | None = None  # tokens to come before padding starts
+        self._new: list[int] | None = None  # of the last step, without padding
+
+    @property
+    def rows(self) -> list[CompressedKVCache]:
+        """The sequences, each as a cache of its own until they are decoded together again."""
+        if self._ragged is not None:
+            self._rows = [self._ragged.cache(i) for i in range(len(self.offsets))]
+            self._ragged = None
+        return self._rows
+
+    @property
+    def together(self) -> bool:
+        """Whether the last tokens of all sequences went into arrays of all."""
+        return self._ragged is not None
+
+    @property
+    def offsets(self) -> list[int]:
+        """Tokens read by each sequence."""
+        if self._ragged is not None:
+            return self._ragged.offsets
+        return [row.offset for row in self._rows]
 
     @property
     def offset(self) -> mx.array:
         """[B] tokens read by each sequence: where the positions of the next ones start."""
-        return _offsets(*(row.offset for row in self.rows))
+        return _offsets(*self.offsets)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[BatchView, BatchView]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
         """Append keys, values: [B, G, L, D], without what is padding; what to attend to, twice."""
-        if keys.shape[0] != len(self.rows):
+        if keys.shape[0] != len(self.offsets):
             raise UserError(
-                f"[BatchedKVCache] the cache holds a batch of {len(self.rows)}; got {keys.shape[0]}"
+                f"[BatchedKVCache] the cache holds a batch of {len(self.offsets)}; got {keys.shape[0]}"
             )
-        counts = [keys.shape[2]] * len(self.rows)
+        self._new = None
+        if self._left is None and keys.shape[2] <= DECODE_TOKENS and self._joins(keys, values):
+            view = self._ragged.append(keys, values)
+            return view, view
+        counts = [keys.shape[2]] * len(self.offsets)
         if self._left is not None:
             counts = [min(keys.shape[2], left) for left in self._left]
             self._left = [left - n for left, n in zip(self._left, counts, strict=True)]
-        rows = []
+        rows, self._new = [], counts
         for i, (row, n) in enumerate(zip(self.rows, counts, strict=True)):
             new = (x[i : i + 1, :, :n] for x in (keys, values))
             rows.append((row.update_and_fetch(*new)[0], n) if n else None)
         view = BatchView(tuple(rows))
         return view, view
 
-    def keys_and_values(self) -> tuple[BatchView, BatchView]:
+    def _joins(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether the sequences are in arrays of all, now if not before."""
+        if self._ragged is not None and not self._ragged.stale:
+            return True
+        rows = self.rows
+        if len(rows) > 1:  # one alone has nothing to join
+            self._ragged = Ragged.of(rows, keys, values)
+        if self._ragged is not None:
+            self._rows = []
+        return self._ragged is not None
+
+    def keys_and_values(self):
         """The view without appending anything (mlx-lm 0.32)."""
-        view = BatchView(tuple((row.keys_and_values()[0], 0) for row in self.rows))
+        if self._ragged is not None:
+            view = self._ragged.view()
+        else:
+            counts = self._new or [None] * len(self.offsets)
+            views = (row.keys_and_values()[0] for row in self._rows)
+            view = BatchView(
+                tuple((v, n) if n != 0 else None for v, n in zip(views, counts, strict=True))
+            )
         return view, view
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -92,7 +138,9 @@ class BatchedKVCache:
         sequence are its tokens from the first one on."""
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
-        masks = [row.make_mask(N, True, window_size) for row in self.rows]
+        if self._ragged is not None:
+            return _masks(self.offset[:, None, None, None], N, self.size() + N, window_size)
+        masks = [row.make_mask(N, True, window_size) for row in self._rows]
         width = max(mask.shape[1] for mask in masks)
         return mx.stack([mx.pad(m, [(0, 0), (0, width - m.shape[1])])[None] for m in masks])
 
@@ -101,20 +149,31 @@ class BatchedKVCache:
     @classmethod
     def merge(cls, caches: Sequence[CompressedKVCache]) -> BatchedKVCache:
         """The caches as one batch; they may be used on without touching it."""
-        return cls(deepcopy(list(caches)))
+        return cls([deepcopy(cache) for cache in caches])  # each alone: one may be there twice
 
     def extract(self, idx: int) -> CompressedKVCache:
         """The cache of one sequence, independent of this one."""
-        return deepcopy(self.rows[idx])
+        if self._ragged is None:
+            return deepcopy(self._rows[idx])
+        out = self._ragged.cache(range(len(self.offsets))[idx])
+        # Or it would hold the arrays of all, which then could not be written in place.
+        mx.async_eval(out._arrays())
+        return out
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep these sequences, in this order."""
         keep = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
-        self.rows = [self.rows[i] for i in keep]
+        self._new = None
+        if self._ragged is not None and len(keep):
+            self._ragged.keep(keep)
+        else:
+            self._rows, self._ragged = [self.rows[i] for i in keep], None
 
     def extend(self, other: BatchedKVCache) -> None:
         """Add the sequences of another batch, which is used up."""
-        self.rows += other.rows
+        self._new = None
+        if self._ragged is None or not self._ragged.join(other.rows):
+            self._rows = self.rows + other.rows
 
     def prepare(
         self,
@@ -134,35 +193,40 @@ class BatchedKVCache:
 
     def finalize(self) -> None:
         """The padded tokens have all been read."""
-        self._left = None
+        self._left = self._new = None
 
     # -- what it shares with the cache of one sequence
 
     def is_trimmable(self) -> bool:
-        return all(row.is_trimmable() for row in self.rows)
+        return self._ragged is not None or all(row.is_trimmable() for row in self._rows)
 
     def trim(self, n: int) -> int:
         """Drop the last n tokens of every sequence, at most what the shortest one has."""
-        n = min([n, *(row.offset for row in self.rows)])
-        for row in self.rows:
-            row.trim(n)
+        n = min([n, *self.offsets])
+        if self._ragged is None or not self._ragged.trim(n):
+            for row in self.rows:
+                row.trim(n)
         return n
 
     def size(self) -> int:
         """Tokens of the longest sequence."""
-        return max((row.size() for row in self.rows), default=0)
+        return max(self.offsets, default=0)
 
     def empty(self) -> bool:
-        return all(row.empty() for row in self.rows)
+        return self._ragged is None and all(row.empty() for row in self._rows)
 
     @property
     def nbytes(self) -> int:
-        return sum(row.nbytes for row in self.rows)
+        if self._ragged is not None:
+            return sum(x.nbytes for x in self._ragged.arrays())
+        return sum(row.nbytes for row in self._rows)
 
     @property
     def state(self) -> list:
         """What there is to evaluate; it is sequences that are saved (`extract`)."""
-        return [row._arrays() for row in self.rows]
+        if self._ragged is not None:
+            return self._ragged.arrays()
+        return [row._arrays() for row in self._rows]
 
 
 @lru_cache(maxsize=64)
@@ -171,9 +235,16 @@ def _offsets(*values: int) -> mx.array:
     return mx.array(values, mx.int32)
 
 
+def _masks(offsets: mx.array, new: int, width: int, window: int | None) -> mx.array:
+    """As `make_mask`, offsets: [B, 1, 1, 1]."""
+    rows, columns = offsets + mx.arange(new)[:, None], mx.arange(width)
+    mask = rows >= columns
+    return mask if window is None else mask & (rows < columns + window)
+
+
 def attend_batch(
     queries: mx.array,
-    view: BatchView,
+    view: BatchView | RaggedView,
     scale: float,
     mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
@@ -188,11 +259,16 @@ def attend_batch(
             f"{view.tokens} tokens; serve its requests one at a time"
         )
     new, out = queries.shape[2], []
+    if type(view) is RaggedView:
+        if not isinstance(mask, mx.array):
+            windows = view.sink, view.live
+            return decode(queries, (view.pages,), *windows, view.lengths, scale, sinks, view.starts)
+        view = BatchView(tuple((row, new) for row in view.rows))
     for i, row in enumerate(view.rows):
         if row is None:
             out.append(None)
             continue
-        one, n = row
+        one, n = row[0], new if row[1] is None else row[1]
         part = mask
         if isinstance(mask, mx.array):
             part = mask[min(i, mask.shape[0] - 1)][None, :, :n, : one.tokens]

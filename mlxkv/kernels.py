@@ -253,6 +253,7 @@ def attend(
     sinks: mx.array | None = None,
     headers: mx.array | None = None,
     second: Run | None = None,
+    starts: tuple[int, ...] | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -261,6 +262,8 @@ def attend(
     buffer: [B, G, capacity, words]. headers: [B, G, pages, header words], for formats that have
         them. sink, live: (keys, values), [B, G, tokens, D].
     lengths: for each of the batch (records, sink tokens, live tokens).
+    starts: where all of a batch share buffer [1, G, capacity, words] and headers, the first record
+        of each, the first of a page.
     up: [RV, D], [G, RV, D] or [B, G, RV, D] float32, from the stored domain of the values to the
         model's, or None. second: more records, behind these, in the same pass.
     window: sliding window in tokens, 0 for none. sinks: [H] logits of attention sinks.
@@ -271,6 +274,7 @@ def attend(
     sink = sink or live  # never read: its length is 0
     tile = min(4, rows)
     most = max(records for records, _, _ in lengths)
+    starts = starts or own_starts(batch, heads, capacity)
     more, runs = (second.records, 2) if second else (0, 1)
     page_splits = min(MAX_SPLITS, max(runs, -(-(most + more) // SPLIT_RECORDS)))
     first = page_splits
@@ -296,7 +300,10 @@ def attend(
                 *(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
                 *(first, after.buffer.shape[2] if second else 0, runs, 0),
             ),
-            ints(*(n for one in lengths for n in (*one, more)), *[0] * 4),
+            ints(
+                *(n for at, one in zip(starts, lengths, strict=True) for n in (*one, at, more)),
+                *[0] * 4,
+            ),
             numbers,
             after.buffer,
             nothing(mx.uint32) if after.headers is None else after.headers,
@@ -356,6 +363,12 @@ def attend(
         make,
     )
     return merged
+
+
+@lru_cache(maxsize=64)
+def own_starts(batch: int, heads: int, capacity: int) -> tuple[int, ...]:
+    """The first record of each of a batch in [B, G, capacity, words]."""
+    return tuple(i * heads * capacity for i in range(batch))
 
 
 def _both_up(

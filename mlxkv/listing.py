@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlxkv.config import CacheConfig
 from mlxkv.console import human_bytes, print_json, print_table
-from mlxkv.presets import PRESETS
+from mlxkv.presets import COMPARED, PRESETS
 
 HEAD_DIM = 128
 WINDOWS = ("sink", "recent", "page")
@@ -16,6 +16,7 @@ def presets(as_json: bool) -> None:
     if as_json:
         print_json({"head_dim": HEAD_DIM, "presets": rows})
         return
+    rows = [row for row in rows if row["offered"]]
     columns, shared = ["--kv", "stores", "bits/value"], _same_windows(rows)
     cells = [[row["name"], _stores(row), f"{row['bits_per_value']:.2f}"] for row in rows]
     if not shared:
@@ -28,22 +29,12 @@ def presets(as_json: bool) -> None:
         sink, recent, page = shared
         print(f"windows: the first {sink} and the last {recent} tokens stay exact; pages of {page}")
     print("a scale serves a group of values of one token, unless it says channel")
-    for reason, names in _plain(PRESETS).items():
-        print(f"no kernel, plain ops alone: {', '.join(names)} ({reason})")
+    print(f"for comparisons, slower than full precision on a GPU: {', '.join(COMPARED)}")
     print("a pair takes its keys from one preset, its values from another: int8/int4")
     print(
         "low rank takes other numbers and codes: oja-0.6+int8, static-r96+windows; its basis comes on top"
     )
     print("any of them drops tokens of a prompt with +keep0.5, or --keep 0.5")
-
-
-def _plain(presets: dict[str, CacheConfig]) -> dict[str, list[str]]:
-    """Why there is no kernel -> presets that have none on any machine."""
-    out: dict[str, list[str]] = {}
-    for name, kv in presets.items():
-        if reason := getattr(kv.keys.quantizer, "no_record", None):
-            out.setdefault(reason, []).append(name)
-    return out
 
 
 def _same_windows(rows: list[dict]) -> tuple[int, ...] | None:
@@ -64,6 +55,7 @@ def _preset(name: str, kv: CacheConfig) -> dict:
         "values": kv.values.label,
         "bits_per_value": round(kv.bits_per_value(HEAD_DIM, HEAD_DIM), 3),
         "compresses": kv.compresses,
+        "offered": name not in COMPARED,
         "sink": kv.sink,
         "recent": kv.recent,
         "page": kv.page,

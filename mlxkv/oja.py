@@ -1,6 +1,7 @@
 """Bases of low rank that follow the text: Oja's rule, and who may teach it. Spec: `reference_oja`.
 
-U: [B, G, D, R] float32, orthonormal columns. Factorisations run on the CPU, where MLX has them.
+U: [B, G, D, R] float32, orthonormal columns. Factorisations are a kernel's on a GPU; MLX has its own on
+the CPU alone, where they take tens of milliseconds a layer.
 """
 
 from __future__ import annotations
@@ -8,26 +9,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import mlx.core as mx
-import numpy as np
 
 from mlxkv.calibrated import Rotations
 from mlxkv.config import CacheConfig
+from mlxkv.metal import launch
+from mlxkv.metal.launch import Factory
 from mlxkv.transform import Transform
+from mlxkv.whitening import TINY, orthonormal, whiten, why_not
 
 RIDGE = 0.1  # as in the spec
-TINY = float(np.finfo(np.float32).tiny)
 Pair = tuple[mx.array, mx.array]
 
 
-def orthonormal(a: mx.array) -> mx.array:
-    """Q of A = QR [..., D, R], the diagonal of R positive."""
-    q, r = mx.linalg.qr(a.astype(mx.float32), stream=mx.cpu)
-    positive = mx.diagonal(r, axis1=-2, axis2=-1) >= 0
-    return q * mx.where(positive, 1.0, -1.0)[..., None, :]
-
-
-def update(u: mx.array, x: mx.array, rate: float, raw: bool = False) -> mx.array:
-    """U after a batch x [B, G, N, D]. Where the batch holds NaN or infinity U stays as it is."""
+def update(
+    u: mx.array, x: mx.array, rate: float, raw: bool = False, make: Factory | None = None
+) -> mx.array:
+    """U after a batch x [B, G, N, D]. Where the batch holds NaN or infinity U stays as it is. make:
+    builds the kernels of `whitening`, which may be asked (`why_not`) for this size; None: plain ops."""
+    if make is not None and not raw:
+        return _updated(u, x.astype(mx.float32), rate, make)
     with mx.stream(mx.cpu):
         x = x.astype(mx.float32)
         y = x @ u
@@ -45,6 +45,17 @@ def update(u: mx.array, x: mx.array, rate: float, raw: bool = False) -> mx.array
         return mx.where(sound, orthonormal(mx.where(sound, made, u)), u)
 
 
+def _updated(u: mx.array, x: mx.array, rate: float, make: Factory) -> mx.array:
+    """The same: y^T y + r I = L L^T, and y (y^T y + r I)^-1 = (y L^-T) L^-1."""
+    y, count = x @ u, x.shape[-2]
+    rest = x - y @ u.swapaxes(-1, -2)
+    both = whiten(y, make, RIDGE)
+    step = rest.swapaxes(-1, -2) @ (both[..., :count, :] @ both[..., count:, :].swapaxes(-1, -2))
+    made = u + rate * step
+    sound = mx.isfinite(made).all((-1, -2), keepdims=True)
+    return mx.where(sound, whiten(mx.where(sound, made, u), make), u)
+
+
 def taught(
     now: Rotations, config: CacheConfig, batch: Pair, prompt: bool, heads: tuple[int, int]
 ) -> Rotations:
@@ -56,7 +67,9 @@ def taught(
             continue
         rate = side.low.prefill_rate if prompt else side.low.decode_rate
         if rate:
-            made[name] = following(update(whole(getattr(now, name), heads), x, rate, side.low.raw))
+            u, make = whole(getattr(now, name), heads), launch.factory()
+            make = None if why_not(*u.shape[-2:], make) else make
+            made[name] = following(update(u, x, rate, side.low.raw, make))
     return replace(now, **made) if made else now
 
 
@@ -68,9 +81,3 @@ def whole(transform: Transform, heads: tuple[int, int]) -> mx.array:
 
 def following(u: mx.array) -> Transform:
     return Transform(u, u.swapaxes(-1, -2))
-
-
-def off_orthonormal(u: mx.array) -> float:
-    """The largest entry of |U^T U - I|, in float64."""
-    x = np.array(u, np.float64)
-    return float(np.abs(x.swapaxes(-1, -2) @ x - np.eye(x.shape[-1])).max())

@@ -182,3 +182,6 @@ PRESETS: dict[str, CacheConfig] = {
     "oja-0.75+int8": _oja(0.75, Affine(8, 64)),
     "oja-0.75+int4": _oja(0.75, Affine(4, 64)),
 }
+
+# Slower at decode than full precision on a GPU (docs/kernels.md): there to be compared with, not offered.
+COMPARED = ("turbo-3.5", "turbo-2.5", "polar-int3")

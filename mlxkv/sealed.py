@@ -189,9 +189,10 @@ class Records(_Store):
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
-        self._pages.append(self._seal(pair, count * self.config.page, start), count)
+        self._pages.append(self.encode(pair, count * self.config.page, start), count)
 
-    def _seal(self, pair: Pair, tokens: int, start: int) -> dict[str, mx.array]:
+    def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
+        """What `append` would add for whole pages, not added."""
         on_cpu = self.way != encoding.KERNEL
         by_channels = not on_cpu and channels.why_not(self.layout) is None
         if on_cpu or not (by_channels or self.layout.sealed_by_kernel):
@@ -210,6 +211,19 @@ class Records(_Store):
         )
         rest = self.layout, self.make, transforms, start, tokens, ranks
         return channels.seal(pair, *rest) if by_channels else {"records": kernels.seal(pair, *rest)}
+
+    def empty(self) -> Records:
+        """Another one, of the same kind, without pages."""
+        other = copy(self)
+        other._pages = Pages()
+        return other
+
+    def is_like(self, other: Codes | Records) -> bool:
+        """Whether the same kernels read the pages of both."""
+        if type(other) is not Records or self.make is not other.make:
+            return False
+        kinds = ((x.config, x.dims, x.tiled, x.way) for x in (self, other))
+        return next(kinds) == next(kinds)
 
     def read(self, start: int, stop: int) -> RecordPages:
         """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""

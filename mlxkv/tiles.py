@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv import levels, trust
-from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, side_template
+from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, own_starts, side_template
 from mlxkv.metal.launch import Factory, build
 from mlxkv.records import BLOCK, SideLayout
 from mlxkv.transform import Transform
@@ -175,6 +175,15 @@ def splits_for(records: int, merges: int, simdgroups: int, wide: bool) -> tuple[
     return max(1, min(MAX_SPLITS - windows, room - windows, records)), windows
 
 
+def _busy(lengths: tuple[tuple[int, int, int], ...], merges: int) -> int:
+    """`merges`, counting a sequence by its share of the longest: a long one among short ones is split
+    as if it were nearly alone."""
+    records = [one[0] for one in lengths]
+    if not any(records):
+        return merges
+    return max(1, round(merges * sum(records) / (len(records) * max(records))))
+
+
 def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
     """Bytes: two records for each."""
     return simdgroups * 2 * layout.words * 4
@@ -243,7 +252,8 @@ def _plan(
     window: int,
     has_sinks: bool,
     splits: tuple[int, int] | None,
-    second: tuple[int, int] | None,
+    starts: tuple[int, ...] | None,
+    second: tuple[int, int] | None = None,
 ):
     """(kernel, sizes, the rest of the call): the same for all layers of a step.
 
@@ -261,9 +271,11 @@ def _plan(
     strides = (size if n > 1 else 0 for n, size in zip(counts, sizes, strict=True))
     own = sum(bit for bit, n in zip((1, 2), counts, strict=True) if n > heads)
     most, (capacity, more) = max(one[0] for one in lengths), second or (0, 0)
+    starts = starts or own_starts(batch, heads, rooms[0])
     wide = _is_wide(layout, dims)
-    simdgroups = _simdgroups(layout.words, wide, merges, make)
-    splits = splits or splits_for(most + more, merges, simdgroups, wide)
+    busy = _busy(lengths, merges)
+    simdgroups = _simdgroups(layout.words, wide, busy, make)
+    splits = splits or splits_for(most + more, busy, simdgroups, wide)
     if second:
         splits = max(2, splits[0]), splits[1]
     first = splits[0]
@@ -275,7 +287,7 @@ def _plan(
             *(_bits(scale * LOG2E), _bits(LOG2E)),
             *(*_masks(layout.keys), *_masks(layout.values)),
             *(first, capacity, more, own),
-            *(n for one in lengths for n in (*one, 0)),
+            *(n for at, one in zip(starts, lengths, strict=True) for n in (*one, at)),
         ],
         mx.int32,
     )
@@ -330,6 +342,7 @@ def attend(
     sinks: mx.array | None = None,
     splits: tuple[int, int] | None = None,
     headers: mx.array | None = None,
+    starts: tuple[int, ...] | None = None,
     second: Run | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
@@ -354,7 +367,7 @@ def attend(
     kernel, sizes, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
         *(buffer.shape[1], layout, (keys[1], values[1]), lengths, scale, make, window),
-        *(sinks is not None, splits),
+        *(sinks is not None, splits, starts),
         (second.buffer.shape[2], second.records) if second else None,
     )
     logits = nothing() if sinks is None else sinks.astype(mx.float32)

@@ -68,9 +68,10 @@ def test_each_gets_what_it_gets_alone(kv):
     check(model)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next", "gemma3n"])
 def test_so_it_is_beside_caches_of_other_kinds(family):
-    """Sliding windows, attention sinks, states: mlx-lm's own batches, ours for what grows."""
+    """Sliding windows, attention sinks, states, layers that read another's cache: mlx-lm's own batches,
+    ours for what grows."""
     model = random_model(family)
     attach(model, "int4")
     check(model)
@@ -118,6 +119,14 @@ def test_merge_and_extract_are_inverses():
     assert batch.offset.tolist() == [300, 0, 40, 200]
     assert batch.size() == 300 and not batch.empty()
     assert batch.nbytes == sum(cache.nbytes for cache in caches)  # no padding is stored
+
+
+def test_a_cache_that_is_there_twice_becomes_two():
+    (cache,) = filled(100)
+    batch = cache.merge([cache, cache])
+    new = mx.ones((2, 2, 5, 64))
+    batch.update_and_fetch(new, new)
+    assert batch.offset.tolist() == [105, 105] and cache.offset == 100
 
 
 def test_filter_and_extend_are_inverses():

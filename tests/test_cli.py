@@ -11,7 +11,7 @@ from random_model import write_model
 from mlxkv import __version__
 from mlxkv.cli import app, main
 from mlxkv.models.aliases import EMBEDDED
-from mlxkv.presets import PRESETS
+from mlxkv.presets import COMPARED, PRESETS
 
 CHAT_KEYS = [
     *("model", "kv", "backend", "prompt_tokens", "generated_tokens", "prefill_seconds"),
@@ -109,7 +109,7 @@ def test_chat_raw(run, tmp_path):
 def test_presets(run):
     out = run("presets")[0]
     assert all(name in out for name in PRESETS)
-    assert "no kernel, plain ops alone: turbo-3.5, turbo-2.5 (outlier channels" in out
+    assert f"slower than full precision on a GPU: {', '.join(COMPARED)}" in out
     rows = last_json(run("presets", "--json")[0])["presets"]
     assert [row["name"] for row in rows] == list(PRESETS)
     assert rows[0]["bits_per_value"] == 16.0

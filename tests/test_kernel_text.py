@@ -35,6 +35,7 @@ FLOATS = dict.fromkeys(
         "scale",
         "x",
         "numbers",
+        "rows",
     )
 )
 HALVES = dict.fromkeys(
@@ -94,6 +95,7 @@ KERNELS = {
         {"TOKENS": 128, "DIMS": 128, "S": 8, "CHANNEL": 1, "UNIT": 1, "ROUNDS": 16},
         [np.float32, np.float32],
     ),
+    "whiten": ({"N": 32, "R": 96, "S": 8, "INVERSE": 1, "PASSES": 1}, [np.float32]),
     "merge": (
         {"T": np.float16, "WIDTH": 128, "RV": 128, "D": 128, "HAS_UP": 1, "HAS_SINKS": 1},
         [np.float16],

@@ -6,8 +6,9 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from on_emulator import make
 
-from mlxkv import oja
+from mlxkv import oja, whitening
 from mlxkv import reference_oja as spec
 from mlxkv.adaptive import AdaptiveKVCache
 from mlxkv.attention import _whole, attend
@@ -77,6 +78,31 @@ def test_no_factor_and_no_repetition_of_a_batch_changes_the_update():
     assert not close(oja.update(u, 30 * x, 0.1, raw=True), oja.update(u, x, 0.1, raw=True), 0.1)
 
 
+@pytest.mark.parametrize(("tokens", "dims", "rank"), [(32, 32, 24), (9, 64, 40), (50, 48, 33)])
+def test_the_kernel_updates_as_plain_ops_do(tokens, dims, rank):
+    assert whitening.why_not(dims, rank, make) is None
+    rng = np.random.default_rng(tokens)
+    u = oja.orthonormal(mx.array(rng.standard_normal((1, 2, dims, rank))))
+    x = mx.array(rng.standard_normal((1, 2, tokens, dims)).astype(np.float32))
+    ours = oja.update(u, x, 0.5, make=make)
+    assert close(ours, oja.update(u, x, 0.5)) and whitening.off_orthonormal(ours) < 1e-5
+    assert close(oja.update(u, 3000 * x, 0.5, make=make), ours)
+    for bad in (x * np.nan, x * np.inf):
+        assert close(oja.update(u, bad, 0.5, make=make), u, 1e-9)
+    zero = oja.update(u, mx.zeros_like(x), 0.5, make=make)
+    assert close(zero, u, 1e-6) and whitening.off_orthonormal(zero) < 1e-5
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
+    def spoiled(**names):
+        call = make(**names)
+        return lambda **kw: [1.001 * x for x in call(**kw)]
+
+    assert "off by" in whitening.why_not(32, 24, spoiled)
+    assert "does not fit" in whitening.why_not(256, 192, make)
+    assert "no GPU" in whitening.why_not(32, 24, None)
+
+
 def test_updates_lead_towards_the_text():
     x, u = data(400), start()
     rows = np.array(x[0], np.float64)
@@ -86,7 +112,7 @@ def test_updates_lead_towards_the_text():
         u = oja.update(u, x, 0.5)
     after, least = spec.residual(rows, np.array(u[0], np.float64)), spec.residual(rows, best)
     assert (after < 0.5 * before + 0.5 * least).all()
-    assert oja.off_orthonormal(u) < 1e-5
+    assert whitening.off_orthonormal(u) < 1e-5
 
 
 @pytest.mark.parametrize("poison", (float("nan"), float("inf")))
@@ -97,7 +123,7 @@ def test_a_batch_that_is_not_sound_teaches_nothing(poison, raw):
     made = oja.update(u, mx.array(x), 0.1, raw)
     assert mx.array_equal(made[:, 0], u[:, 0]) and not mx.array_equal(made[:, 1], u[:, 1])
     zero = oja.update(u, mx.zeros((1, KV_HEADS, 8, DIMS)), 0.1, raw)
-    assert close(zero, u) and oja.off_orthonormal(zero) < 1e-5
+    assert close(zero, u) and whitening.off_orthonormal(zero) < 1e-5
 
 
 @pytest.mark.parametrize("name", ("static-r24", "oja-r24", "oja-r24+segments3", "oja-r24+int8"))
@@ -127,7 +153,7 @@ def test_the_first_chunk_teaches_before_it_is_sealed():
             np.array(was.down, np.float64), np.array(x[0], np.float64)[:, at], 0.1
         )
         assert close(now.down[0], expected)
-        assert oja.off_orthonormal(now.down) < 1e-5
+        assert whitening.off_orthonormal(now.down) < 1e-5
     pages = one.keys_and_values()[0].pages
     u = one.basis.keys.down
     stored = k[:, :, 4 : 4 + pages.tokens] @ u
@@ -188,7 +214,7 @@ def test_runs_are_bounded_and_keep_every_page(segments):
         assert view.tokens == one.offset
         for run, basis in zip(one._store.runs, one._store.bases, strict=True):
             assert run.codecs[0].transform is basis.keys
-            assert oja.off_orthonormal(basis.keys.down) < 1e-5
+            assert whitening.off_orthonormal(basis.keys.down) < 1e-5
 
 
 @pytest.mark.parametrize(

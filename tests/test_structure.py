@@ -49,9 +49,10 @@ LAYERS = [
     {"learn"},
     {"learnable"},
     {"models", "calibrate"},
-    {"batch", "adaptive", "salience", "segments", "cache", "attention", "sealed", "selftest"},
-    {"codec", "pages", "tiles", "exchange", "balancing", "channels", "oja"},
-    {"kernels"},
+    {"batch", "ragged", "adaptive", "salience", "segments", "cache", "attention", "sealed"}
+    | {"selftest"},
+    {"codec", "pages", "pool", "tiles", "exchange", "balancing", "channels", "oja"},
+    {"kernels", "whitening"},
     {"headers"},
     {"packing", "quantizers", "calibrated", "transform", "encoding", "records", "trust"},
     {"metal"},

@@ -199,6 +199,21 @@ def test_a_mac_has_to_pass_first(monkeypatch, tmp_path):
     assert "mlxkv doctor" in why()
 
 
+def test_a_long_sequence_among_short_ones_is_split_as_if_alone():
+    def splits(*records):
+        count, lengths = len(records), tuple((n, 0, 1) for n in records)
+        both = kernels.RecordLayout(*(layout(4, 64, False, 128, side) for side in (True, False)))
+        shape, rooms = (count, 32, 1, 128), (max(records) * count, 1, 1)
+        options = (0, 0), lengths, 1.0, make_tiles, 0, False, None, None
+        _, _, call = tiles._plan(shape, mx.float16, rooms, 8, both, *options)
+        return call["grid"][1]
+
+    alone, even = splits(4096), splits(*[4096] * 16)
+    assert even == 2 and alone > 16
+    assert alone / 2 <= splits(4096, *[64] * 15) <= alone
+    assert splits(*[0] * 16) == 2  # windows alone
+
+
 def test_calls_never_share_a_counter():
     counters = tiles._Counters(count=3, each=16)
     a, b = counters.take(8), counters.take(16)

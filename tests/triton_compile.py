@@ -56,7 +56,7 @@ def both(side: dict) -> dict:
 
 INT2 = {"BITS": 2, "PLANES": 8, "GROUPS": 1}
 SHORT = {"BITS": 4, "PLANES": 4, "GROUPS": 1}
-TURN = {"D": 128, **SIZES, "TURNED": True, "BLOCK": 32}
+TURN = {"D": 128, **SIZES, "TURNED": True}
 SEAL = {"D": 128, "R": 128, "T": 128, "SYMMETRIC": False, "TURNED": True, "PARTS": 3, "BLOCK": 32}
 BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 CASES = {
@@ -81,8 +81,14 @@ CASES = {
         *(attend_kernel, {**SIZES, **PAGES, **both({**INT2, "GROUPS": 2}), "R": 256}),
         *(("int2", 128), 2),
     ),
-    "queries": (queries_kernel, {**TURN, **SIDE}, None, 4),
-    "merge": (merge_kernel, {**TURN, "SPLITS": 256, "SINKS": True, "CHUNK": 64}, None, 8),
+    "queries": (queries_kernel, {**TURN, **SIDE}, None, 8),
+    "merge": (
+        *(
+            merge_kernel,
+            {**TURN, "SPLITS": 256, "SINKS": True, "BLOCK": 64, "CHUNK": 128},
+        ),
+        *(None, 16),
+    ),
     "seal": (
         *(seal_kernel, {**SEAL, **INT2, **BY_TOKEN, "RANK": 6, "KEYS": False}, ("int2", 128), 8),
     ),

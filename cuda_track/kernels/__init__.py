@@ -22,6 +22,11 @@ from mlxkv.config import CacheConfig
 ROWS = 128  # of a group at most: query heads times new tokens
 LEAST_ROWS = 8  # to which fewer are padded
 SEALED = 128  # tokens that a program encodes at most
+SEAL_BLOCK, SEAL_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
+WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times more for its pages
+FEW = 132  # programs that merge, below which a row has several
+MERGED = 1 << 14  # numbers that a program which merges holds at a time
+WAVES, WAVE_PAGES = 4, 48  # of programs at most, and pages of one at least where there are several
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LOG2E = math.log2(math.e)
 
@@ -67,14 +72,22 @@ class Launch:
     asm: bool = True
 
 
-LAUNCHES: dict[int, Launch] = {}  # none was measured yet
+# By head dim and bits of the values, on an H200 (docs/results/cuda.md).
+LAUNCHES: dict[tuple[int, int], Launch] = {
+    (64, 4): Launch(1, 8, 5, 168),
+    (64, 2): Launch(1, 8, 5, 168),
+    (128, 4): Launch(1, 8, 5),
+    (128, 2): Launch(1, 8, 5),
+    (256, 4): Launch(2, 1, 5),
+    (256, 2): Launch(2, 1, 5),
+}
 
 
-def launch(dims: int, padded: int = LEAST_ROWS) -> Launch:
-    """What `python -m cuda_track.bench --tune` found best, by head dim, for few rows of queries. Else as
-    many warps as hold their part of the sums in registers (`tests/triton_compile.py`)."""
-    if padded == LEAST_ROWS and dims in LAUNCHES:
-        return LAUNCHES[dims]
+def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
+    """What `python -m cuda_track.bench --tune` found best, for few rows of queries. Else as many warps
+    as hold their part of the sums in registers (`tests/triton_compile.py`)."""
+    if padded == LEAST_ROWS and (dims, bits) in LAUNCHES:
+        return LAUNCHES[dims, bits]
     warps = 4 if padded > LEAST_ROWS else 2 if dims > 128 else 1
     return Launch(warps, 10 // warps)
 
@@ -86,10 +99,13 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def splits(pages: int, heads: int, device: torch.device, programs: int) -> int:
-    """Splits of the pages of a row, `heads` kv heads in all: enough for every processor, none
-    without a page."""
-    return max(1, min(pages, _processors(device) * programs // heads))
+def splits(pages: int, heads: int, device: torch.device, programs: int) -> tuple[int, int]:
+    """Programs that share the pages of a row, none without a page, and those that share its windows.
+    heads: kv heads in all. All are at work at the same time, or there are several waves of them."""
+    slots = _processors(device) * programs
+    windows = WINDOWS if slots >= WINDOWS * SLOTS * heads else 1
+    waves = max(1, min(WAVES, pages * heads // slots // WAVE_PAGES))
+    return max(1, min(pages, waves * slots // heads - windows)), windows
 
 
 def attend(
@@ -114,32 +130,32 @@ def attend(
     kv_heads = live[0].shape[1]
     rows = heads // kv_heads * new
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
-    how = how or launch(dims, padded)
+    how = how or launch(dims, pages.layouts[1].spec.bits, padded)
     queries = queries.contiguous()
     key_side, value_side = pages.layouts
     turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
     device, kw = queries.device, {"device": queries.device}
     key_groups = 1 if key_side.channel else key_side.groups  # of a token
-    parts = splits(pages.table.shape[1], batch * kv_heads, device, how.programs)
+    parts, around = splits(pages.table.shape[1], batch * kv_heads, device, how.programs)
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
     sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
-    queries_kernel[(kv_heads, batch)](
+    queries_kernel[(padded, kv_heads, batch)](
         *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
-        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups, "BLOCK": 32},
+        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups},
         **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
-        num_warps=4,
+        num_warps=8 if dims <= 128 else 16,
     )
 
-    shape = (batch, kv_heads, parts + 1, padded)
+    shape = (batch, kv_heads, parts + around, padded)
     out = torch.empty(*shape, dims, dtype=torch.float32, **kw)
     top, total = (torch.empty(shape, dtype=torch.float32, **kw) for _ in range(2))
     live = tuple(map(_rows_together, live))
     sink = tuple(map(_rows_together, sink)) if sink is not None else live
     seen = None if mask is None else mask.to(torch.uint8).contiguous()
     keys, values = pages.sides
-    attend_kernel[(parts + 1, kv_heads, batch)](
+    attend_kernel[(parts + around, kv_heads, batch)](
         *(q, sums, factors, queries),
         *(keys["words"], keys.get("high", keys["words"]), keys["numbers"]),
         *(values["words"], values.get("high", values["words"]), values["numbers"]),
@@ -161,12 +177,16 @@ def attend(
     )
 
     result = torch.empty_like(queries)
-    merge_kernel[(rows, kv_heads, batch)](
+    every, block = 1 << (parts + around - 1).bit_length(), min(dims, 128)
+    while block > 64 and batch * kv_heads * rows * dims // block < FEW // 2:
+        block //= 2
+    merge_kernel[(rows * (dims // block), kv_heads, batch)](
         *(out, top, total, _or(turns[1], out), _or(sinks, out), result),
-        *(parts, rows, new, _per_head(turns[1])),
-        **{"D": dims, "R": dims, "N": padded, "SPLITS": 1 << parts.bit_length()},
-        **{"TURNED": turns[1] is not None, "SINKS": sinks is not None, "BLOCK": 32, "CHUNK": 64},
-        num_warps=8,
+        *(parts, around, rows, new, _per_head(turns[1])),
+        **{"D": dims, "R": dims, "N": padded, "SPLITS": every, "BLOCK": block},
+        **{"TURNED": turns[1] is not None, "SINKS": sinks is not None},
+        CHUNK=min(MERGED // dims, every),
+        num_warps=16,
     )
     return result
 
@@ -200,8 +220,9 @@ def seal(
         **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
         CHANNEL=at.group if at.channel else 0,
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
-        **{"PARTS": PARTS if exact else 0, "BLOCK": 32},
-        num_warps=8 if block == SEALED else 4,
+        **{"PARTS": PARTS if exact else 0, "BLOCK": SEAL_BLOCK},
+        num_warps=8 if block == 128 else 4,
+        num_stages=SEAL_STAGES,
     )
 
 

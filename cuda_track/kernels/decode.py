@@ -110,7 +110,7 @@ def attend_kernel(
     sink_k, sink_v, live_k, live_v,  # windows, [B, G, T, D]
     sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
     mask, mask_row,  # uint8 [B, tokens], or nothing
-    part_out, part_top, part_sum,  # [B, G, S + 1, N, R], [B, G, S + 1, N] twice
+    part_out, part_top, part_sum,  # [B, G, S, N, R], [B, G, S, N] twice, S of splits and windows
     most, splits, rows, new, plain_scale,
     R: tl.constexpr, N: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, CHANNEL: tl.constexpr,
@@ -118,13 +118,14 @@ def attend_kernel(
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
     MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits + 1, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of a
+    """Grid (splits + programs of windows, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of a
     turn. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token."""
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
-    at = (head * (splits + 1) + split) * N
-    if split == splits:
+    at = (head * tl.num_programs(0) + split) * N
+    if split >= splits:
         _windows(
+            split - splits, tl.num_programs(0) - splits,
             plain + head * rows * R, sink_k, sink_v, live_k, live_v, b, g,
             sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
             mask + b * mask_row, tl.load(pages + b) * PAGE,
@@ -307,12 +308,13 @@ def _pages(
 
 @triton.jit
 def _windows(
-    q, sink_k, sink_v, live_k, live_v, b, g,
+    part, parts, q, sink_k, sink_v, live_k, live_v, b, g,
     sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row, mask, paged,
     part_out, part_top, part_sum, rows, new, scale,
     D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Sink and live tokens, in the model's domain. *_stride: of a head, *_row: of a batch row."""
+    """Sink and live tokens, in the model's domain; every `parts`-th T of them. *_stride: of a head,
+    *_row: of a batch row."""
     n, t, d = tl.arange(0, N), tl.arange(0, T), tl.arange(0, D)
     dtype = live_k.dtype.element_ty
     turned = tl.load(q + n[None, :] * D + d[:, None], mask=n[None, :] < rows, other=0.0)
@@ -323,7 +325,7 @@ def _windows(
     total = tl.zeros([N], tl.float32)
     out = tl.zeros([D, N], tl.float32)
     sink_blocks = (sink_tokens + T - 1) // T
-    for i in tl.range(sink_blocks + (live_tokens + T - 1) // T, num_stages=1):
+    for i in tl.range(part, sink_blocks + (live_tokens + T - 1) // T, parts, num_stages=1):
         live = i >= sink_blocks
         start = tl.where(live, i - sink_blocks, i) * T
         count = tl.where(live, live_tokens, sink_tokens)

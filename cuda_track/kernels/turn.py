@@ -13,77 +13,74 @@ def queries_kernel(
     q, up, out, sums, factors,  # [B, H, L, D], [G or 1, R, D], [B, G, N, R], [B, G, 2, KG, N], [B, G, N]
     rows, scale, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-    BITS: tl.constexpr, PLANES: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, PLANES: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (G, B). q @ up^T within +-1, less the gains of keys, as float16. factors: what scores have
-    to be multiplied with, for base 2. sums, over the dims of a group of keys: of the rounded queries,
-    and of what the offset of codes adds."""
-    g, b = tl.program_id(0), tl.program_id(1)
-    head = b.to(tl.int64) * tl.num_programs(0) + g
-    n, r = tl.arange(0, N), tl.arange(0, R)
+    """Grid (N, G, B), a row each. q @ up^T within +-1, less the gains of keys, as float16. factors: what
+    scores have to be multiplied with, for base 2. sums, over the dims of a group of keys: of the rounded
+    queries, and of what the offset of codes adds."""
+    n, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head = b.to(tl.int64) * tl.num_programs(1) + g
+    r, d = tl.arange(0, R), tl.arange(0, D)
     there = n < rows
     if TURNED:
-        x = tl.zeros([N, R], tl.float32)
-        for start in range(0, D, BLOCK):
-            d = start + tl.arange(0, BLOCK)
-            at = q + head * rows * D + n[:, None] * D + d[None, :]
-            part = tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
-            turn = tl.load(up + g * up_head + r[None, :] * D + d[:, None])  # up^T [BLOCK, R]
-            x = tl.dot(part, turn, x, input_precision="ieee")
+        at = up + g * up_head + r[:, None] * D + d[None, :]
+        turn = tl.load(at, mask=there & (r[:, None] >= 0), other=0.0)
+        row = tl.load(q + (head * rows + n) * D + d, mask=there & (d >= 0), other=0.0)
+        x = tl.sum(turn * row.to(tl.float32)[None, :], 1)
     else:
-        at = q + head * rows * D + n[:, None] * D + r[None, :]
-        x = tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), 1)
+        x = tl.load(q + (head * rows + n) * D + r, mask=there & (r >= 0), other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), 0)
     largest = tl.where(largest > 0, largest, 1.0)
-    gain = tl.exp2(gain_bits(r // (R // PLANES), BITS).to(tl.float32))[None, :]
-    x = (x / largest[:, None] / gain).to(tl.float16)
-    tl.store(out + head * N * R + n[:, None] * R + r[None, :], x)
+    gain = tl.exp2(gain_bits(r // (R // PLANES), BITS).to(tl.float32))
+    x = (x / largest / gain).to(tl.float16)
+    tl.store(out + (head * N + n) * R + r, x)
     tl.store(factors + head * N + n, largest * scale)
     x = x.to(tl.float32)
-    at = sums + head * 2 * GROUPS * N + tl.arange(0, GROUPS)[None, :] * N + n[:, None]
-    tl.store(at, tl.sum(tl.reshape(x * gain, [N, GROUPS, R // GROUPS]), 2))
-    tl.store(at + GROUPS * N, tl.sum(tl.reshape(x, [N, GROUPS, R // GROUPS]), 2) * OFFSET)
+    at = sums + head * 2 * GROUPS * N + tl.arange(0, GROUPS) * N + n
+    tl.store(at, tl.sum(tl.reshape(x * gain, [GROUPS, R // GROUPS]), 1))
+    tl.store(at + GROUPS * N, tl.sum(tl.reshape(x, [GROUPS, R // GROUPS]), 1) * OFFSET)
 
 
-@triton.jit(do_not_specialize=["splits", "rows", "new"])
+@triton.jit(do_not_specialize=["splits", "windows", "rows", "new"])
 def merge_kernel(
     part_out, part_top, part_sum, up, sinks, out,  # partials, [G or 1, R, D], [H], [B, H, L, D]
-    splits, rows, new, up_head,
+    splits, windows, rows, new, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
     TURNED: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, G, B). Splits 0 .. splits - 1 lie in the stored domain, the last one does not."""
-    n, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Grid (rows * D / BLOCK, G, B): BLOCK dims of a row. Splits 0 .. splits - 1 lie in the stored
+    domain, `windows` more do not. As little as possible waits for another load: the time of this kernel
+    is latency."""
+    g, b = tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
-    first = head * (splits + 1) * N + n
-    s = tl.arange(0, SPLITS)
-    there = s <= splits
-    tops = tl.load(part_top + first + s * N, mask=there, other=-float("inf"))
+    SLICES: tl.constexpr = D // BLOCK
+    n = tl.program_id(0) // SLICES
+    r, d = tl.arange(0, R), tl.program_id(0) % SLICES * BLOCK + tl.arange(0, BLOCK)
+    if TURNED:
+        turn = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
+    s, parts = tl.arange(0, SPLITS), splits + windows
+    first = head * parts * N + n
+    tops = tl.load(part_top + first + s * N, mask=s < parts, other=-float("inf"))
+    sums = tl.load(part_sum + first + s * N, mask=s < parts, other=0.0)
     top = tl.max(tops, 0)
     total = 0.0
     if SINKS:  # logits without a value
         sink = tl.load(sinks + g * (rows // new) + n // new).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(top, sink)
         total += tl.exp2(sink - top)
-    sums = tl.load(part_sum + first + s * N, mask=there, other=0.0)
     total += tl.sum(tl.exp2(tops - top) * sums, 0)
-    r = tl.arange(0, R)
-    x = tl.zeros([R], tl.float32)
+    many = tl.zeros([CHUNK, R if TURNED else BLOCK], tl.float32)
+    dims = r if TURNED else d
     for start in range(0, splits, CHUNK):
         c = start + tl.arange(0, CHUNK)
         inside = c < splits
-        weight = tl.exp2(tl.load(part_top + first + c * N, mask=inside, other=-float("inf")) - top)
-        at = part_out + (first + c * N)[:, None] * R + r[None, :]
-        x += tl.sum(tl.load(at, mask=inside[:, None], other=0.0) * weight[:, None], 0)
-    last = first + splits * N
-    weight = tl.exp2(tl.load(part_top + last) - top)
-    target = out + (head * rows + n) * D
+        of = tl.load(part_top + first + c * N, mask=inside, other=-float("inf"))
+        part = part_out + (first + c * N)[:, None] * R + dims[None, :]
+        many += tl.load(part, mask=inside[:, None], other=0.0) * tl.exp2(of - top)[:, None]
+    y = tl.sum(many, 0)
     if TURNED:
-        for start in range(0, D, BLOCK):
-            d = start + tl.arange(0, BLOCK)
-            turn = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
-            y = tl.sum(turn * x[:, None], 0) + weight * tl.load(part_out + last * D + d)
-            tl.store(target + d, (y / total).to(out.dtype.element_ty))
-    else:
-        y = x + weight * tl.load(part_out + last * D + r)
-        tl.store(target + r, (y / total).to(out.dtype.element_ty))
+        y = tl.sum(turn * y[:, None], 0)
+    for w in range(windows):
+        at = first + (splits + w) * N
+        y += tl.exp2(tl.load(part_top + at) - top) * tl.load(part_out + at * D + d)
+    tl.store(out + (head * rows + n) * D + d, (y / total).to(out.dtype.element_ty))

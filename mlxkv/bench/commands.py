@@ -173,6 +173,33 @@ def decode(
 
 
 @bench.command()
+def batch(
+    model: Model = "tiny",
+    batches: Annotated[
+        str, typer.Option("--batches", help="Sequences decoded at once, by commas.")
+    ] = "1,4,16",
+    context: Annotated[
+        str | None,
+        typer.Option("--context", help="Tokens of each sequence. Default: 16k (on a CPU 1k)."),
+    ] = None,
+    kv: Kv = "fp16,int4",
+    tokens: Annotated[int, typer.Option("--tokens", help="Steps of a round.")] = 64,
+    rounds: Annotated[int, typer.Option("--rounds", help="Rounds, on the same caches.")] = 2,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", help="Say how many sequences fit, by arithmetic: 40GB."),
+    ] = None,
+    dtype: Dtype = None,
+    bits: Bits = None,
+    json: Json = False,
+) -> None:
+    """Decode many sequences at once: tokens per second of all, beside mlx-lm's own batches."""
+    from mlxkv.bench.batched import run
+
+    run(model, batches, context, kv, tokens, rounds, memory, dtype, bits, json)
+
+
+@bench.command()
 def render(
     folder: Annotated[str, typer.Argument(help="Where shared files lie.")] = "docs/results/bench",
 ) -> None:

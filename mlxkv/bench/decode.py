@@ -161,7 +161,7 @@ def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> d
         prompt = mx.random.randint(0, vocabulary, (1 if fill == "direct" else context,))
         mx.eval(prompt)
         if fill == "direct":
-            _fill(cache, it, context - 1)
+            fill_directly(cache, it, context - 1)
             mx.clear_cache()
             mx.reset_peak_memory()
         options = {"max_tokens": WARM + tokens, "prefill_step_size": PREFILL_STEP}
@@ -198,7 +198,7 @@ def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> d
         detach(it.model)
 
 
-def _fill(cache: list, it: Subject, tokens: int) -> None:
+def fill_directly(cache: list, it: Subject, tokens: int) -> None:
     """Random keys and values for every layer, as many as a prefill would have left there."""
     shapes = layers_of(it.config)
     if len(shapes) != len(cache) or any(s.kind not in ("full", "sliding") for s in shapes):

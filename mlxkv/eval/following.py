@@ -25,7 +25,7 @@ from mlxkv.models.probe import put
 from mlxkv.models.rebind import bind, release
 from mlxkv.models.seam import own_make_cache
 from mlxkv.models.taps import Call, Ear
-from mlxkv.oja import off_orthonormal
+from mlxkv.whitening import off_orthonormal
 
 KV = "static-0.75+windows,oja-0.75,oja-0.75+transport,oja-0.75+stay,oja-0.75+fast+all,oja-0.75+raw"
 CHUNK, STEP = 512, 8  # tokens of a prompt read at once, and decoded

@@ -6,12 +6,14 @@
 // q_pages  [heads, runs, rows, RK]  queries in the stored domain, float (with SIGNS behind them what the
 // signs multiply, as many again); q_window [heads, rows, D], of
 // type T, in the model's own. scale[0]: the scale of attention times log2(e)
-// records  [heads, capacity, RECORD]; headers [heads, capacity / records of a page, HEADER]
-// records_2, headers_2: the same of a second run of pages behind the first, in a stored domain of its own
+// records  [.., capacity, RECORD]; headers [.., capacity / records of a page, HEADER]: a kv head's lie
+// capacity behind those of the one before, a sequence's from its first record on, which is the first
+// of a page. So each of a batch may have records of its own, or all share the same capacity.
+// records_2, headers_2: [heads, ..], a second run of pages behind the first, in a stored domain of its own
 // sink_k, sink_v, live_k, live_v [heads, tokens, D], of type T
 // size     [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
 //           kv heads, page splits of the first run, capacity of the second, runs]
-// lengths  [batch, 4]: records, sink tokens, live tokens, records of the second run
+// lengths  [batch, 5]: records, sink tokens, live tokens, first record, records of the second run
 // Row i of a head belongs to new token i % L, the last L tokens of live.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
@@ -73,14 +75,17 @@ const int new_tokens = size[5];
 const int window = size[6];
 const int batch = head / size[7];
 const bool second = paged && split >= size[8];
-const int n_before = second ? lengths[4 * batch] : 0;  // records
-const int n_records = lengths[4 * batch + (second ? 3 : 0)];
-const int n_sink = lengths[4 * batch + 1];
-const int n_live = lengths[4 * batch + 2];
-const int total = n_sink + 16 * (lengths[4 * batch] + lengths[4 * batch + 3]) + n_live;
+const int n_before = second ? lengths[5 * batch] : 0;  // records
+const int n_records = lengths[5 * batch + (second ? 4 : 0)];
+const int n_sink = lengths[5 * batch + 1];
+const int n_live = lengths[5 * batch + 2];
+const int total = n_sink + 16 * (lengths[5 * batch] + lengths[5 * batch + 4]) + n_live;
 const device uint* run = second ? records_2 : records;
 const device uint* run_headers = second ? headers_2 : headers;
 const int capacity = size[second ? 9 : 2];
+// Of the kv head, whole pages from the start of the buffer.
+const size_t first_record = size_t(head % size[7]) * capacity +
+    (second ? size_t(batch) * size[7] * capacity : size_t(lengths[5 * batch + 3]));
 const size_t q_run = (size_t(head) * (paged ? size[10] : 1) + (second ? 1 : 0)) * rows;
 
 const int q_dims = 32 * (paged ? BQ : BD);
@@ -133,9 +138,9 @@ const int unit_of_parts = PAIRS_K && paged ? PAGE_RECORDS : 1;
 const int each = ((units + parts - 1) / parts + unit_of_parts - 1) / unit_of_parts * unit_of_parts;
 const int stop = metal::min(units, (part + 1) * each);
 for (int unit = part * each + group; unit < stop; unit += S) {
-  const device uint* record = run + (size_t(head) * capacity + (paged ? unit : 0)) * RECORD;
+  const device uint* record = run + (first_record + (paged ? unit : 0)) * RECORD;
   const device uint* header =
-      run_headers + (size_t(head) * (capacity / PAGE_RECORDS) + (paged ? unit / PAGE_RECORDS : 0)) * HEADER;
+      run_headers + (first_record / PAGE_RECORDS + (paged ? unit / PAGE_RECORDS : 0)) * HEADER;
   const int token_of_page = 16 * (unit % PAGE_RECORDS);  // the record's first
   const bool in_sink = unit < sink_units;
   const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);  // windows only

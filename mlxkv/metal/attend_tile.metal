@@ -9,7 +9,7 @@
 //   kv heads, words of map_k per head, of map_v (0: one for all), scale log2(e) as bits, log2(e) as
 //   bits, 4 masks of keys, 4 of values, page splits of the first run, capacity of the second, its
 //   records, bits: each sequence has maps of its own (1: of keys, 2: of values), then per batch:
-//   records, sink, live tokens, 0]
+//   records, sink, live tokens, first record]
 // counter: zero before and after, one per tile of rows.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
@@ -80,7 +80,9 @@ const int total = n_sink + 16 * (n_first + (RUNS == 2 ? size[22] : 0)) + n_live;
 const bool later = RUNS == 2 && paged && split >= size[20];  // in the second run
 const int n_before = later ? n_first : 0;  // records
 const int n_records = later ? size[22] : n_first;
-const int capacity = size[later ? 21 : 2];
+const size_t first_record = later
+    ? size_t(head) * size[21]
+    : size_t(kv_head) * size[2] + size[27 + 4 * batch];
 const int first_splits = RUNS == 2 ? size[20] : page_splits;
 
 const int sink_units = (n_sink + 15) / 16;
@@ -115,8 +117,8 @@ if (turns && group < 2 * BQ) {
   }
 }
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
-    (later ? records_2 : records) + (size_t(head) * capacity + unit) * RECORD,
-    paged ? stop - unit : 0, group, lane);
+    (later ? records_2 : records) + (first_record + unit) * RECORD, paged ? stop - unit : 0, group,
+    lane);
 for (int n = 0; n < MINE; n++) {
   const int i = thread_id + n * 32 * S;
   if (i < 8 * 32 * QB) {

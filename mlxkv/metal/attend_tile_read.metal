@@ -83,7 +83,7 @@ if (paged) {
   tree = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
   KvHalfTree tree_v = kv_half_tree(tree);
   const device uint* page_numbers =
-      (later ? headers_2 : headers) + size_t(head) * (capacity / PAGE_RECORDS) * HEADER;
+      (later ? headers_2 : headers) + first_record / PAGE_RECORDS * HEADER;
   // Where instructions are the limit, two records side by side: one hides the latency of the other.
   constexpr int PAIR = BITS_K + BITS_V < 7 && !(FOLDED && (GROUP_K % 32 || OUTER_V)) ? 2 : 1;
   TileB folded[2 * BK];

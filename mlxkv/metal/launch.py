@@ -22,6 +22,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
     "seal_channel": (("keys", "values", "size"), ("records", "headers")),
     "balance": (("x", "numbers"), ("tokens", "channels")),
+    "whiten": (("rows", "numbers"), ("out",)),
     "unseal": (("records", "headers", "sink", "live", "size"), ("out",)),
     "attend": (
         (

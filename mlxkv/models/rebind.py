@@ -17,6 +17,7 @@ from mlxkv.batch import BatchView, attend_batch
 from mlxkv.cache import CompressedKVCache, View
 from mlxkv.models.probe import Handle
 from mlxkv.models.taps import Watched
+from mlxkv.ragged import RaggedView
 
 NAME = "scaled_dot_product_attention"
 CACHE_MODULE = "mlx_lm.models.cache"  # load_prompt_cache looks classes up in its globals
@@ -87,7 +88,7 @@ def through(original):
 
     @wraps(original)
     def scaled_dot_product_attention(queries, keys, values, *args, **kwargs):
-        if type(keys) in (View, BatchView):
+        if type(keys) in (View, BatchView, RaggedView):
             return _attend(queries, keys, values, *args, **kwargs)
         if type(keys) is Handle:
             return keys.attended(queries, values)

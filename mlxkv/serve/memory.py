@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxkv import pool, ragged
 from mlxkv.cache import STEP, CompressedKVCache
 from mlxkv.config import CacheConfig
 from mlxkv.console import human_bytes
@@ -24,6 +25,7 @@ class CacheShape:
     window: int = 0
     config: CacheConfig | None = None
     page_bytes: float = 0.0  # of one page, codes and scales
+    together: bool = False  # batches decode in arrays of all
 
     def bytes(self, tokens: int, chunk: int) -> int:
         """At most, spare room included. chunk: tokens of a prompt that are read at once, which a
@@ -33,6 +35,9 @@ class CacheShape:
             return self.fixed + self.full * (kept + chunk * (0 < self.window < tokens))
         c = self.config
         pages = max(0, tokens - c.sink - c.recent) // c.page
+        if self.together:
+            held = ragged.window_tokens(c)
+            return int(pool.most(pages) * self.page_bytes) + self.full * held
         windows = -(-(tokens + tokens // GROWTH) // STEP) * STEP
         exact = min(c.sink + c.recent + c.page, windows)
         return int((pages + pages // GROWTH) * self.page_bytes) + self.full * exact
@@ -62,7 +67,9 @@ def _shape(cache) -> CacheShape:
         bits = cache.config.bits_per_value(*(x.shape[3] for x in pair))
         packed = cache.config.page * values * bits / 8
         each = pair[0].dtype.size
-        return CacheShape(0, each * values, 2 * values, 0, cache.config, packed)
+        return CacheShape(
+            *(0, each * values, 2 * values, 0, cache.config, packed), ragged.why_not(cache) is None
+        )
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or keys.ndim != 4:
         return CacheShape(fixed=cache.nbytes)
