@@ -82,14 +82,12 @@ def decode(queries, parts, sink, live, lengths, scale, sinks=None, starts=None) 
     batch, heads, new, dims = queries.shape
     kv_heads, dtype = live[0].shape[1], live[0].dtype
     pages, *more = parts
-    value_map = pages.codecs[1].transform
-    # Tiles take a transform in an order that is made once.
-    if pages.tiled and not any(code.moving for code in pages.codecs):
+    if pages.tiled:
         return tiles.attend(
             queries.astype(dtype),
             pages.buffer,
             pages.layout,
-            (_key_map(pages), value_map),
+            _maps(pages),
             sink,
             live,
             lengths,
@@ -97,6 +95,7 @@ def decode(queries, parts, sink, live, lengths, scale, sinks=None, starts=None) 
             pages.make,
             sinks=sinks,
             headers=pages.headers,
+            second=_tile_run(more[0]) if more else None,
             starts=starts,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
@@ -130,9 +129,17 @@ def _key_map(pages: RecordPages) -> Transform | None:
     return keys.transform
 
 
+def _maps(pages: RecordPages) -> tuple[Transform | None, Transform | None]:
+    return _key_map(pages), pages.codecs[1].transform
+
+
+def _tile_run(pages: RecordPages) -> tiles.Run:
+    return tiles.Run(pages.buffer, pages.tokens // TOKENS, _maps(pages), pages.headers)
+
+
 def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
     """q: [B, G, N, D] float32."""
-    key_map, values = _key_map(pages), pages.codecs[1].transform
+    key_map, values = _maps(pages)
     stored = q if key_map is None else key_map.query(q)
     count = pages.tokens // TOKENS
     return kernels.Run(stored, pages.buffer, count, values and values.up, pages.headers)

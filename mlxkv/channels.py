@@ -20,7 +20,7 @@ def why_not(layout: RecordLayout) -> str | None:
     keys, values = layout.keys, layout.values
     if not keys.channel or keys.outer or keys.pairs:
         return "keys without scales per channel alone"
-    if values.header_words or values.codebook or values.tree:
+    if values.header_words or values.codebook or values.tree or values.raw:
         return "values that are not min-max or abs-max codes per token"
     if keys.dims > MAX_DIMS:
         return f"ranges of {keys.dims} channels do not fit in threadgroup memory"

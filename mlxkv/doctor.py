@@ -23,7 +23,7 @@ KERNEL_PRESETS = ("int8", "int4", "srft-int4+g64", "int3", "int2", "oscar-int2")
 KERNEL_DIMS = (64, 128, 256)
 METHOD_PRESETS, METHOD_DIMS = (  # the other methods, at one head dim: building takes its time
     ("turbo-int3", "turbo-int3+qjl", "polar-tree+online", "kivi-int2", "kvarn-int4", "polar")
-    + ("static-0.75+int4", "oja-0.75+int4"),  # the second: two bases in one pass
+    + ("static-0.75", "oja-0.75+int4"),  # the second: two bases in one pass
     (128,),
 )
 _KERNEL_CASES = ((KERNEL_PRESETS, KERNEL_DIMS), (METHOD_PRESETS, METHOD_DIMS))
@@ -140,7 +140,7 @@ def kernel_rows(step: Step) -> list[dict]:
         config = parse_kv(preset)
         for dims in head_dims:
             stored = config.dims(dims, dims)
-            for body in ("portable",) if config.follows else ("portable", "tiles"):
+            for body in ("portable", "tiles"):
                 row = {"preset": preset, "head_dim": dims, "body": body, "reason": None}
                 rows.append(row)
                 step(f"kernels: {preset}, head dim {dims}, {body}")

@@ -47,6 +47,8 @@ def _split(code: Codec, stored: Stored, at: SideLayout) -> tuple[mx.array, Store
         return codes, {**stored, "scale": stored["radii"]}
     if at.pairs:
         return polar.split(code.spec, stored["codes"], at.dims), stored
+    if at.raw:
+        return mx.contiguous(stored["values"]).view(mx.uint16), {}
     codes = packing.unpack(stored["codes"], at.bits - at.signs, at.dims)
     if at.signs:
         signs = packing.unpack(stored["signs"], 1, at.dims)
@@ -61,6 +63,8 @@ def _joined(code: Codec, codes: mx.array, numbers: Stored, at: SideLayout) -> St
         return {**polar_tree.join(codes, radii), **numbers}
     if at.pairs:
         return {"codes": polar.join(code.spec, codes), **numbers}
+    if at.raw:
+        return {"values": mx.contiguous(codes.astype(mx.uint16)).view(mx.float16)}
     if at.signs:
         low = packing.pack(codes & (2 ** (at.bits - 1) - 1), at.bits - 1)
         signs, length = packing.pack(codes >> (at.bits - 1), 1), numbers.pop("bias")

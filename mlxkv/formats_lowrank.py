@@ -30,6 +30,10 @@ class Half:
         """Why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
         return None
 
+    def clip_rank(self, dims: int) -> int:
+        """As `Affine.clip_rank`: nothing is clipped."""
+        return 1
+
 
 @dataclass(frozen=True)
 class LowRank:

@@ -15,18 +15,21 @@ import numpy as np
 from mlxkv import levels
 from mlxkv.config import Affine, Codebook, DualScale, Polar, PolarTree
 from mlxkv.formats_codebook import TREE, TREE_BITS
+from mlxkv.formats_lowrank import Half
 
 TOKENS = 16  # of a record
 BLOCK = 32  # dims of a block
 LANES = 32
 PAIR_PAGE = 64  # tokens that the simdgroups of a threadgroup read at a time: one table serves them
 MAX_PAIR_DIMS = 256  # whose tables fit in threadgroup memory
+HALF = 16  # bits of a code that is a float16 number itself
 TREE_CODE = 3  # bits of a dim of a polar tree: 46 of 48 for 16 dims are used
 
 
 @dataclass(frozen=True)
 class SideLayout:
-    """Where one side of a record lies. dims: stored dims R; bits, group, symmetric as in Affine.
+    """Where one side of a record lies. dims: stored dims R; bits, group, symmetric as in Affine; 16
+    bits: float16 numbers in the places of codes, and no scales.
 
     codebook: codes stand for levels, and the only number of a token is its norm; corrected: by what
         `Codebook.corrected` says, which only sealing has to know.
@@ -64,16 +67,25 @@ class SideLayout:
         return -(-self.dims // BLOCK)
 
     @property
+    def raw(self) -> bool:
+        """Whether its codes are the numbers themselves."""
+        return self.bits == HALF
+
+    def saves_nothing(self, dims: int) -> bool:
+        """Whether its numbers, padded to whole blocks, are as many as those of `dims` dims in float16."""
+        return self.raw and self.blocks * BLOCK >= dims
+
+    @property
     def groups(self) -> int:
         """Scales of a token in the record."""
-        if self.channel:
+        if self.channel or self.raw:
             return 1 if self.outer else 0
         return -(-self.dims // self.group)
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """What stands in the record beside the codes."""
-        if self.channel:
+        if self.channel or self.raw:
             return ("outer",) if self.outer else ()
         return ("scale",) if self.symmetric else ("scale", "bias")
 
@@ -119,7 +131,7 @@ class SideLayout:
         return self.dims // 2 if self.pairs else self.blocks * BLOCK
 
 
-Spec = Affine | Codebook | DualScale | Polar | PolarTree
+Spec = Affine | Codebook | DualScale | Half | Polar | PolarTree
 
 
 def layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
@@ -132,6 +144,8 @@ def layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
     if isinstance(spec, PolarTree):
         shared = {"page": page, "tree": 2} if spec.online else {"tree": 1, "books": _angles(spec)}
         return SideLayout(dims, TREE_CODE, TREE, True, keys, **shared)
+    if isinstance(spec, Half):
+        return SideLayout(dims, HALF, dims, True, keys)
     group, channel = spec.group_size(dims, page), spec.axis == "channel"
     shared = page if channel or spec.outer else 0
     pairs = isinstance(spec, Polar)
@@ -147,7 +161,7 @@ def _angles(spec: PolarTree) -> tuple[int, ...]:
 
 def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
     """Why a side cannot be kept in records, or None."""
-    if isinstance(spec, PolarTree):
+    if isinstance(spec, Half | PolarTree):
         return None
     if isinstance(spec, Codebook):
         return _why_no_levels(spec, dims, keys)
@@ -300,6 +314,8 @@ def _words(slots: mx.array, at: SideLayout) -> mx.array:
     if at.bits == 8:
         x = x.reshape(*lead, LANES, at.blocks, 2, 2, 2, 2)  # p = (word, byte)
         return _sum_bits(x, 8).reshape(*lead, LANES, -1)
+    if at.raw:
+        return _sum_bits(x[..., None, :], HALF).reshape(*lead, LANES, -1)
     x = x.reshape(*lead, LANES, at.blocks, 8, 2)
     if at.bits == 2:
         return _sum_bits(x, 2)
@@ -317,6 +333,8 @@ def _from_words(words: mx.array, at: SideLayout) -> mx.array:
         x = _take_bits(words, 4, 4, 15)
     elif at.bits == 8:
         x = _take_bits(words, 2, 8, 255)
+    elif at.raw:
+        x = _take_bits(words, 1, HALF, 0xFFFF)
     elif at.bits == 2:
         x = _take_bits(words, 8, 2, 3)
     else:

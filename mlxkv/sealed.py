@@ -269,8 +269,11 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
     if launch.factory() is None:
         return launch.absent()
     for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
-        if reason := records.why_not(side.quantizer, side.dims(dim), config.page, keys=i == 0):
+        stored = side.dims(dim)
+        if reason := records.why_not(side.quantizer, stored, config.page, keys=i == 0):
             return reason
+        if records.layout(side.quantizer, stored, config.page, i == 0).saves_nothing(dim):
+            return f"{stored} float16 dims would take the room of {dim} in records"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"
     if reason := selftest.fault(config, dims[0], dtype, launch.factory()):
@@ -281,8 +284,6 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
 def why_no_tiles(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
     """Why the portable kernels decode such pages here and not the tiles, or None. For pages that
     have kernels."""
-    if config.follows:
-        return "tiles take a transform in an order that is made once"
     make, layout = launch.factory(), kernels.record_layout(config, *config.dims(*dims))
     reason = tiles.why_not(layout, dims[0], dtype, make)
     return reason or selftest.fault(config, dims[0], dtype, make, tiled=True)

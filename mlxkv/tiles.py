@@ -7,8 +7,10 @@ GPU. Halves in, floats summed: for 16-bit model types.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -24,8 +26,10 @@ ROWS = 8  # query rows of a threadgroup
 SIMDGROUPS_WANTED = 2048  # in all: nearly 16 for each core of a large GPU
 MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
 RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
+RING_MOST = 196 << 10  # with what a threadgroup has besides
 RING_CAPABILITIES = (9, 10)
 MASKS = {
+    16: (0, 0, 0, 0),
     8: (0x00FF00FF, 0, 0, 0),
     4: (0x000F000F, 0x00F000F0, 0, 0),
     3: tuple(0x00030003 << 2 * p for p in range(4)),
@@ -48,6 +52,8 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
     if any(at.groups > MAX_GROUPS and not at.tree for at in (layout.keys, layout.values)):
         return f"more than {MAX_GROUPS} groups"
     if make is mx.fast.cuda_kernel:
+        if _ring_stage(layout, SIMDGROUPS) > RING_MOST:
+            return f"records of {4 * layout.words} bytes do not fit in shared memory"
         return (
             None if _capability() in RING_CAPABILITIES else "tiles need an H100 or its successors"
         )
@@ -76,8 +82,20 @@ def half_levels(at: SideLayout) -> tuple[int, ...]:
     return tuple(int(n) for n in np.repeat(words, 2).view(np.int32))
 
 
+@dataclass(frozen=True)
+class Run:
+    """A second run of pages, behind the first, under transforms of its own. As for `attend`; records:
+    how many there are."""
+
+    buffer: mx.array
+    records: int
+    transforms: tuple[Transform | None, Transform | None]
+    headers: mx.array | None = None
+
+
 def tile_map(matrix: mx.array) -> mx.array:
-    """[M, K] or [G, M, K] -> [G, M/16, K/16, 32 lanes, 4] words: left factors, padded with zeros."""
+    """[M, K], [G, M, K] or [B, G, M, K] -> [1, G or B G; M/16, K/16, 32 lanes, 4] words: left factors,
+    padded with zeros."""
     matrix = matrix.reshape(-1, *matrix.shape[-2:]).astype(mx.float16)
     count, rows, columns = matrix.shape
     pad = [(0, 0), (0, -rows % BLOCK), (0, -columns % BLOCK)]
@@ -88,15 +106,40 @@ def tile_map(matrix: mx.array) -> mx.array:
     return x.view(mx.uint32).reshape(count, x.shape[1], x.shape[2], 32, 4)
 
 
+Map = tuple[mx.array | None, int]  # words, for how many heads; 0 where there is no transform
+_maps: WeakKeyDictionary[Transform, dict[bool, Map]] = WeakKeyDictionary()
+
+
+def _map(transform: Transform | None, keys: bool) -> Map:
+    """What leads queries to the stored domain of the keys, or stored values back. That of a transform
+    that follows the text is kept as long as the transform is."""
+    if transform is None or transform.up.ndim < 4:
+        return _lasting(transform, keys)
+    made = _maps.setdefault(transform, {})
+    if keys not in made:  # of tokens just read: nobody waits for them here
+        made[keys] = _made(transform, keys)
+    return made[keys]
+
+
 @lru_cache(maxsize=512)
-def _map(transform: Transform | None, keys: bool) -> mx.array | None:
-    """What leads queries to the stored domain of the keys, or stored values back."""
+def _lasting(transform: Transform | None, keys: bool) -> Map:
     if transform is None:
-        return None
+        return None, 0
     with mx.stream(mx.cpu):
-        out = tile_map(transform.up if keys else transform.up.swapaxes(-1, -2))
-        mx.eval(out)
+        out = _made(transform, keys)
+        mx.eval(out[0])
     return out
+
+
+def _made(transform: Transform, keys: bool) -> Map:
+    words = tile_map(transform.up if keys else transform.up.swapaxes(-1, -2))
+    return words, words.shape[0]
+
+
+def _spread(one: Map, count: int) -> Map:
+    """The same for each of a batch, where another run of pages has a map for each."""
+    words, own = one
+    return one if own == count else (mx.tile(words, (count // own, 1, 1, 1, 1)), count)
 
 
 def _masks(at: SideLayout) -> tuple[int, ...]:
@@ -108,13 +151,10 @@ def _bits(value: float) -> int:
     return struct.unpack("i", struct.pack("f", value))[0]
 
 
-def _stride(x: mx.array | None) -> int | None:
-    return None if x is None else x.size // x.shape[0] if x.shape[0] > 1 else 0
-
-
 def _is_wide(layout: RecordLayout, dims: int) -> bool:
-    """Whether a core has registers for 8 simdgroups only."""
-    return max(dims, layout.keys.dims, layout.values.dims) > 128
+    """Whether a core has registers, or room for records, for 8 simdgroups only."""
+    most = max(dims, layout.keys.dims, layout.values.dims)
+    return most > 128 or _ring_stage(layout, SIMDGROUPS) > RING_BYTES // 2
 
 
 def _simdgroups(words: int, wide: bool, merges: int, make: Factory) -> int:
@@ -144,11 +184,16 @@ def _busy(lengths: tuple[tuple[int, int, int], ...], merges: int) -> int:
     return max(1, round(merges * sum(records) / (len(records) * max(records))))
 
 
+def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
+    """Bytes: two records for each."""
+    return simdgroups * 2 * layout.words * 4
+
+
 def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> tuple[int, int]:
     """(stages, bytes of shared memory) of the ring of records."""
     if make is not mx.fast.cuda_kernel:
         return 1, 0
-    each = simdgroups * 2 * layout.words * 4
+    each = _ring_stage(layout, simdgroups)
     room = RING_BYTES if simdgroups == SIMDGROUPS_CUDA or wide else RING_BYTES // 2
     stages = max(1, min(6, room // each))
     return stages, stages * each + -(-stages * simdgroups * 8 // 128) * 128
@@ -163,6 +208,7 @@ def _kernel(
     has_window: bool,
     has_sinks: bool,
     simdgroups: int,
+    runs: int,
     make: Factory,
 ):
     wide = _is_wide(layout, dims)
@@ -172,6 +218,7 @@ def _kernel(
         "BF16": int(dtype == mx.bfloat16),
         "S": simdgroups,
         "STAGES": stages,
+        "RUNS": runs,
         "D": dims,
         "RK": layout.keys.dims,
         "RV": layout.values.dims,
@@ -198,7 +245,7 @@ def _plan(
     rooms: tuple[int, int, int],
     heads: int,
     layout: RecordLayout,
-    strides: tuple[int | None, int | None],
+    counts: tuple[int, int],
     lengths: tuple[tuple[int, int, int], ...],
     scale: float,
     make: Factory,
@@ -206,34 +253,48 @@ def _plan(
     has_sinks: bool,
     splits: tuple[int, int] | None,
     starts: tuple[int, ...] | None,
+    second: tuple[int, int] | None = None,
 ):
     """(kernel, sizes, the rest of the call): the same for all layers of a step.
 
-    rooms: tokens that the buffers of records, sink and live hold. strides: from the map of a kv
-        head to that of the next, of keys and values; 0 where all share one, None without a map.
+    rooms: records, or tokens, that the buffers of records, sink and live hold. counts: maps of keys
+        and of values. second: what the buffer of a second run holds, and its records.
     """
     batch, q_heads, new_tokens, dims = shape
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
-    most = max(one[0] for one in lengths)
+    blocks = -(-dims // BLOCK)
+    sizes = (
+        512 * blocks * layout.keys.blocks * (1 + layout.keys.signs),
+        512 * blocks * layout.values.blocks,
+    )
+    strides = (size if n > 1 else 0 for n, size in zip(counts, sizes, strict=True))
+    own = sum(bit for bit, n in zip((1, 2), counts, strict=True) if n > heads)
+    most, (capacity, more) = max(one[0] for one in lengths), second or (0, 0)
     starts = starts or own_starts(batch, heads, rooms[0])
     wide = _is_wide(layout, dims)
     busy = _busy(lengths, merges)
     simdgroups = _simdgroups(layout.words, wide, busy, make)
-    splits = splits or splits_for(most, busy, simdgroups, wide)
+    splits = splits or splits_for(most + more, busy, simdgroups, wide)
+    if second:
+        splits = max(2, splits[0]), splits[1]
+    first = splits[0]
+    if second:
+        first = min(splits[0] - 1, max(1, round(splits[0] * most / (most + more))))
     size = mx.array(
         [
-            *(rows, splits[0], *rooms, new_tokens, window, heads, *(n or 0 for n in strides)),
+            *(rows, splits[0], *rooms, new_tokens, window, heads, *strides),
             *(_bits(scale * LOG2E), _bits(LOG2E)),
-            *(*_masks(layout.keys), *_masks(layout.values), *[0] * 4),
+            *(*_masks(layout.keys), *_masks(layout.values)),
+            *(first, capacity, more, own),
             *(n for at, one in zip(starts, lengths, strict=True) for n in (*one, at)),
         ],
         mx.int32,
     )
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
-    mapped = tuple(n is not None for n in strides)
+    mapped, runs = tuple(n > 0 for n in counts), 2 if second else 1
     return (
-        _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, make),
+        _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, runs, make),
         size,
         {
             "template": [],
@@ -282,25 +343,35 @@ def attend(
     splits: tuple[int, int] | None = None,
     headers: mx.array | None = None,
     starts: tuple[int, ...] | None = None,
+    second: Run | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
     q: [B, H, L, D] in the model's domain and dtype; the other arguments: `kernels.attend`.
-    transforms: of keys and of values, one for all heads or one per kv head. splits: threadgroups
-        for the records and the windows of a head.
+    transforms: of keys and of values, one for all heads, one per kv head, or one for each of the batch
+        too. splits: threadgroups for the records and the windows of a head.
     Returns [B, H, L, D] in the dtype of q.
     """
     sink = sink or live  # never read: its length is 0
-    maps = _map(transforms[0], True), _map(transforms[1], False)
+    keys, values = _map(transforms[0], True), _map(transforms[1], False)
+    after = (None,) * 4
+    if second:
+        others = _map(second.transforms[0], True), _map(second.transforms[1], False)
+        most = [max(x[1], y[1]) for x, y in zip((keys, values), others, strict=True)]
+        keys, values = map(_spread, (keys, values), most)
+        after = (
+            second.buffer,
+            second.headers,
+            *(_spread(*x)[0] for x in zip(others, most, strict=True)),
+        )
     kernel, sizes, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
-        *(buffer.shape[1], layout, tuple(map(_stride, maps)), lengths, scale, make, window),
+        *(buffer.shape[1], layout, (keys[1], values[1]), lengths, scale, make, window),
         *(sinks is not None, splits, starts),
+        (second.buffer.shape[2], second.records) if second else None,
     )
     logits = nothing() if sinks is None else sinks.astype(mx.float32)
     counter = _counters().take(call["grid"][2])
-    maps = [nothing(mx.uint32) if x is None else x for x in maps]
-    shared = nothing(mx.uint32) if headers is None else headers
-    return kernel(inputs=[q, buffer, shared, *sink, *live, *maps, logits, sizes, counter], **call)[
-        0
-    ]
+    inputs = [q, buffer, headers, *sink, *live, keys[0], values[0], logits, sizes, counter, *after]
+    empty = nothing(mx.uint32)
+    return kernel(inputs=[empty if x is None else x for x in inputs], **call)[0]

@@ -42,7 +42,9 @@ HALVES = dict.fromkeys(
     ("keys", "values", "sink", "live", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v")
 )
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
-TYPES |= dict.fromkeys(("records", "headers", "map_k", "map_v", "counter"), np.uint32)
+WORDS = ("records", "headers", "map_k", "map_v")
+TYPES |= dict.fromkeys((*WORDS, *(f"{name}_2" for name in WORDS), "counter"), np.uint32)
+
 
 # name: template values, dtypes of the outputs
 KERNELS = {
@@ -85,7 +87,7 @@ KERNELS = {
             **SIDES,
             **{"T": np.float16, "BF16": 0, "S": 8, "STAGES": 2, "D": 128, "RK": 128, "RV": 128},
             **{"RECORD": 544, "BITS_K": 4, "BITS_V": 3, "HAS_K": 1, "HAS_V": 1},
-            **{"WINDOW": 1, "HAS_SINKS": 1, "PAGE": 64, "HEADER": 0},
+            **{"WINDOW": 1, "HAS_SINKS": 1, "PAGE": 64, "HEADER": 0, "RUNS": 1},
         },
         [np.float16, np.float32],
     ),
@@ -99,6 +101,20 @@ KERNELS = {
         [np.float16],
     ),
 }
+
+RAW = {  # values of templates besides, for records of float16 numbers
+    "seal": {"BITS_K": 16, "BITS_V": 16, "CODEBOOK_K": 0, "RANK_K": 1, "RANK_V": 1},
+    "unseal": {"BITS": 16, "CHANNEL": 0, "OUTER": 0, "SYMMETRIC": 1, "RECORD": 1792},
+    "attend": {
+        **{"BITS_K": 16, "BITS_V": 16, "CHANNEL_K": 0, "OUTER_K": 0, "OUTER_V": 0, "CODEBOOK_K": 0},
+        **{"SYMMETRIC_K": 1, "SYMMETRIC_V": 1, "RECORD": 2048},
+    },
+    "attend_tile": {
+        **{"BITS_K": 16, "BITS_V": 16, "CODEBOOK_K": 0, "SYMMETRIC_K": 1, "SYMMETRIC_V": 1},
+        **{"RECORD": 2048, "RUNS": 2},
+    },
+}
+CASES = [(name, {}) for name in KERNELS] + list(RAW.items())
 
 
 def kernel(name, before):
@@ -130,16 +146,18 @@ def test_the_text_is_ascii_without_comments(name):
 
 
 @pytest.mark.skipif(strict.why_not() is not None, reason=str(strict.why_not()))
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_dialect_is_kept(name):
+@pytest.mark.parametrize(("name", "more"), CASES)
+def test_the_dialect_is_kept(name, more):
     template, outputs = KERNELS[name]
+    template = template | more
     made = kernel(name, header(name))
     assert strict.check(made, inputs_of(name), outputs, list(template.items())) == []
 
 
 @pytest.mark.skipif(nvrtc.why_not() is not None, reason=str(nvrtc.why_not()))
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_cuda_form_builds(name):
+@pytest.mark.parametrize(("name", "more"), CASES)
+def test_the_cuda_form_builds(name, more):
     template, outputs = KERNELS[name]
+    template = template | more
     made = kernel(name, header(name, on_cuda=True))
     assert nvrtc.compile_cuda(made, inputs_of(name), outputs, list(template.items()))

@@ -258,9 +258,7 @@ def test_every_preset_has_records_or_a_reason(name):
         records.why_not(side.quantizer, 128, config.page, side is config.keys)
         for side in (config.keys, config.values)
     ]
-    without = name in ("turbo-3.5", "turbo-2.5")
-    without = without or (config.low and "+int" not in name)  # float16
-    assert any(reasons) == without, reasons
+    assert any(reasons) == (name in ("turbo-3.5", "turbo-2.5")), reasons
 
 
 @pytest.mark.slow

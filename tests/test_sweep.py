@@ -9,7 +9,6 @@ from mlxkv import doctor
 from mlxkv.bench import kernels, sweep
 from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
-from mlxkv.formats_lowrank import Half
 from mlxkv.presets import PRESETS
 
 SHAPE = "B1.H4.G2.D64"
@@ -22,6 +21,7 @@ def test_every_preset_that_compresses_is_of_one_kind():
     assert "srft-int4+g64" in groups["hadamard-int4"]  # another rotation, the same work
     assert groups["kvarn-int4"] == ["kvarn-int4", "kvarn-int4+fixed"]
     assert "naive-int4" in groups  # no rotation
+    assert groups["static-0.75"] == ["static-0.75", "static-0.75+windows", "oja-0.75"]
 
 
 @pytest.mark.parametrize("name", sweep.alike())
@@ -75,4 +75,4 @@ def test_doctor_judges_a_preset_of_every_method():
     judged = {row["preset"] for row in doctor.kernel_rows(lambda what: None)}
     methods = {type(parse_kv(name).keys.quantizer) for name in judged}
     every = {type(c.keys.quantizer) for c in PRESETS.values() if c.compresses}
-    assert methods == every - {Half}  # plain numbers of low rank: no codes, no kernel
+    assert methods == every

@@ -204,7 +204,7 @@ def test_a_long_sequence_among_short_ones_is_split_as_if_alone():
         count, lengths = len(records), tuple((n, 0, 1) for n in records)
         both = kernels.RecordLayout(*(layout(4, 64, False, 128, side) for side in (True, False)))
         shape, rooms = (count, 32, 1, 128), (max(records) * count, 1, 1)
-        options = (None, None), lengths, 1.0, make_tiles, 0, False, None, None
+        options = (0, 0), lengths, 1.0, make_tiles, 0, False, None, None
         _, _, call = tiles._plan(shape, mx.float16, rooms, 8, both, *options)
         return call["grid"][1]
 

@@ -38,9 +38,9 @@ def alike(dims: int = 128) -> dict[str, list[str]]:
             continue
         kind = []
         for i, side in enumerate(sides):
-            form = side.quantizer
-            if records.why_not(form, dims, config.page, i == 0) is None:
-                form = records.layout(form, dims, config.page, i == 0)
+            form, stored = side.quantizer, side.dims(dims)
+            if records.why_not(form, stored, config.page, i == 0) is None:
+                form = records.layout(form, stored, config.page, i == 0)
             kind += [form, side.transform != "none"]
         groups.setdefault(first.setdefault(tuple(kind), name), []).append(name)
     return groups

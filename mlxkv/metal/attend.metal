@@ -26,12 +26,14 @@ constexpr int GROUPS_V = CHANNEL_V ? 1 : (RV + GROUP_V - 1) / GROUP_V;
 constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
 constexpr int SIDE_K =
-    32 * WORDS_K + kv_number_words(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+    32 * WORDS_K + kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
     ? KV_TREE_HEADER
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
+constexpr bool RAW_K = BITS_K == 16;  // float16 numbers, no codes
+constexpr bool RAW_V = BITS_V == 16;
 constexpr float STEPS_K = float(1 << LEVEL_BITS_K);
 constexpr float STEPS_V = float(1 << BITS_V);
 constexpr float LAZY = 8.0f;  // the running maximum follows when it is exceeded by this much

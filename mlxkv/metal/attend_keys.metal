@@ -79,7 +79,7 @@
         if (SIGNS_K) {
           length = float(numbers[kv_key_number(token, 0, 1, 1, 0)]);
         }
-        if (!CHANNEL_K && !TREE_K) {
+        if (!CHANNEL_K && !TREE_K && !RAW_K) {
           const float step = STEPS_K * float(numbers[kv_key_number(token, group_of, 0, GROUPS_K, SYMMETRIC_K)]);
           const float bias = SYMMETRIC_K
               ? -0.5f * step
@@ -106,7 +106,8 @@
             const uint whole = kv_code<BITS_K>(word, high, j, r, p, h);
             const float code = kv_one_plus<LEVEL_BITS_K>(whole & ((1u << LEVEL_BITS_K) - 1u));
             signs[8 * r + i] = whole >> LEVEL_BITS_K ? length : -length;
-            k[8 * r + i] = CODEBOOK_K
+            k[8 * r + i] = RAW_K ? kv_half_of(word, h)
+                : CODEBOOK_K
                 ? steps[i] * kv_level<LEVEL_BITS_K>(code, levels_k)
                 : metal::fma(steps[i], code, biases[i] - steps[i]);
             if (OUTER_K && !CHANNEL_K) {

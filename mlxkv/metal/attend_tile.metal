@@ -2,12 +2,14 @@
 // 16-bit model types. Threadgroup: S simdgroups, 8 query rows; grid: (32 S, splits, kv heads of the
 // batch x tiles of 8 rows). The last threadgroup of a tile to arrive merges the splits.
 //
-// q [heads, rows, D] of type T, in the model's own domain; records, headers, windows, lengths:
-// attend.metal
-// map_k: q -> stored domain; map_v: stored -> model's: tiles of halves (kernels.py), HAS_K, HAS_V
+// q [heads, rows, D] of type T, in the model's own domain; records, headers, windows, lengths, and what a
+// second run of pages (RUNS = 2) brings: attend.metal
+// map_k: q -> stored domain; map_v: stored -> model's: tiles of halves (tiles.py), HAS_K, HAS_V
 // size: [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
 //   kv heads, words of map_k per head, of map_v (0: one for all), scale log2(e) as bits, log2(e) as
-//   bits, 4 masks of keys, 4 of values, 4 unused, then per batch: records, sink, live tokens, first record]
+//   bits, 4 masks of keys, 4 of values, page splits of the first run, capacity of the second, its
+//   records, bits: each sequence has maps of its own (1: of keys, 2: of values), then per batch:
+//   records, sink, live tokens, first record]
 // counter: zero before and after, one per tile of rows.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
@@ -19,7 +21,7 @@ constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = (RV + GROUP_V - 1) / GROUP_V;
 constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
-constexpr int NUMBERS_K = kv_number_words(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+constexpr int NUMBERS_K = kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int SIDE_K = 32 * WORDS_K + NUMBERS_K;
 constexpr int SLOTS_K = NUMBERS_K / 8;  // numbers of a token
 constexpr int HELD_K = SLOTS_K > 0 ? SLOTS_K : 1;
@@ -29,9 +31,11 @@ constexpr int HEADER_K = TREE_K == 2
     ? KV_TREE_HEADER
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
+constexpr bool RAW_K = BITS_K == 16;  // float16 numbers: words of a record are words of a tile
+constexpr bool RAW_V = BITS_V == 16;
 // Codes of keys per token and group are multiplied with offsets, which one more tile takes out. Those
 // of the other formats become what they stand for.
-constexpr bool OFFSETS_K = !CHANNEL_K && !CODEBOOK_K && !TREE_K;
+constexpr bool OFFSETS_K = !CHANNEL_K && !CODEBOOK_K && !TREE_K && !RAW_K;
 // Scales of channels go into the queries, once for the tokens that share them, which one simdgroup
 // reads one after the other. Such products are as large as scores: what keeps queries small would hurt.
 constexpr bool FOLDED = CHANNEL_K && !PAIRS_K;
@@ -69,16 +73,22 @@ const int new_tokens = size[5];
 const int window = WINDOW ? size[6] : 0;
 const int kv_head = head % size[7];
 const int batch = head / size[7];
-const int n_records = size[24 + 4 * batch];
+const int n_first = size[24 + 4 * batch];
 const int n_sink = size[25 + 4 * batch];
 const int n_live = size[26 + 4 * batch];
-const size_t first_record = size_t(kv_head) * size[2] + size[27 + 4 * batch];
-const int total = n_sink + 16 * n_records + n_live;
+const int total = n_sink + 16 * (n_first + (RUNS == 2 ? size[22] : 0)) + n_live;
+const bool later = RUNS == 2 && paged && split >= size[20];  // in the second run
+const int n_before = later ? n_first : 0;  // records
+const int n_records = later ? size[22] : n_first;
+const size_t first_record = later
+    ? size_t(head) * size[21]
+    : size_t(kv_head) * size[2] + size[27 + 4 * batch];
+const int first_splits = RUNS == 2 ? size[20] : page_splits;
 
 const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
-const int parts = paged ? page_splits : splits - page_splits;
-const int part = paged ? split : split - page_splits;
+const int parts = later ? page_splits - first_splits : paged ? first_splits : splits - page_splits;
+const int part = split - (later ? first_splits : paged ? 0 : page_splits);
 // Records go to simdgroups by pairs in turn, or (FOLDED) each has a run of pairs.
 const bool runs = FOLDED && paged;
 const int least = runs ? 2 : 1;
@@ -97,7 +107,8 @@ for (int n = 0; n < MINE; n++) {
       : 0.0f;
 }
 const bool turns = HAS_K && paged;
-const device uint* map = map_k + size_t(kv_head) * size[8] + (4 * g + t) * 4;
+const device uint* map = (later ? map_k_2 : map_k) +
+    size_t(size[23] & 1 ? head : kv_head) * size[8] + (4 * g + t) * 4;
 constexpr int AHEAD_K = 8;
 uint4 ahead[AHEAD_K];
 if (turns && group < 2 * BQ) {
@@ -106,7 +117,8 @@ if (turns && group < 2 * BQ) {
   }
 }
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
-    records + (first_record + unit) * RECORD, paged ? stop - unit : 0, group, lane);
+    (later ? records_2 : records) + (first_record + unit) * RECORD, paged ? stop - unit : 0, group,
+    lane);
 for (int n = 0; n < MINE; n++) {
   const int i = thread_id + n * 32 * S;
   if (i < 8 * 32 * QB) {

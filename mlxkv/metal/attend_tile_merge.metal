@@ -119,100 +119,110 @@ if (arrived[0] + 1u == uint(splits)) {
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  // Four dims a lane. Where simdgroups are left over, several share the splits of a row; row
-  // S + n of the sums is what the windows give.
   // Four dims a lane, AHEAD loads under way. Where simdgroups are left over, several share the
-  // splits of a row. What the windows give stays apart: row S + job.
+  // splits of a row. What the windows give stays apart, row S + job, and gathers what the runs of
+  // pages give, each led back by a map of its own.
   constexpr int AHEAD = S > 8 ? 8 : 16;
   const int ways = metal::max(1, S / tile_height);
-  for (int job = group; job < tile_height * ways; job += S) {
-    const int row = job % tile_height;
-    for (int quad = lane; quad < WIDTH / 4; quad += 32) {
-      const coherent(device) device float* from =
-          partials + (slot0 + row * splits) * STRIDE + 4 * quad;
-      float a[8];
-      for (int i = 0; i < 8; i++) {
-        a[i] = 0.0f;
-      }
-      for (int first = job / tile_height; first < splits; first += AHEAD * ways) {
-        float4 x[AHEAD];
-        for (int n = 0; n < AHEAD; n++) {
-          const int at = metal::min(first + n * ways, splits - 1);
-          x[n] = *(const coherent(device) device float4*)(from + size_t(at) * STRIDE);
-        }
-        for (int n = 0; n < AHEAD; n++) {
-          const int at = first + n * ways;
-          const float weight = at < splits ? pool[row * splits + at] : 0.0f;
-          const float of_pages = at < page_splits ? weight : 0.0f;
-          const float of_windows = at < page_splits ? 0.0f : weight;
-          a[0] = metal::fma(of_pages, x[n].x, a[0]);
-          a[1] = metal::fma(of_pages, x[n].y, a[1]);
-          a[2] = metal::fma(of_pages, x[n].z, a[2]);
-          a[3] = metal::fma(of_pages, x[n].w, a[3]);
-          a[4] = metal::fma(of_windows, x[n].x, a[4]);
-          a[5] = metal::fma(of_windows, x[n].y, a[5]);
-          a[6] = metal::fma(of_windows, x[n].z, a[6]);
-          a[7] = metal::fma(of_windows, x[n].w, a[7]);
-        }
-      }
-      for (int i = 0; i < 8; i++) {
-        pool[1024 + (S * (i / 4) + job) * WIDTH + 4 * quad + i % 4] = a[i];
-      }
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = thread_id; i < 8 * WIDTH; i += 32 * S) {
-    const int row = i / WIDTH;
-    const int dim = i % WIDTH;
-    float of_pages = 0.0f;
-    float of_windows = 0.0f;
-    for (int n = row; row < tile_height && n < tile_height * ways; n += tile_height) {
-      of_pages += pool[1024 + n * WIDTH + dim];
-      of_windows += pool[1024 + (S + n) * WIDTH + dim];
-    }
-    tile_rows[row * ROW + dim] = of_pages;
-    if (row < tile_height) {
-      pool[1024 + (S + row) * WIDTH + dim] = of_windows;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (HAS_V) {
 #pragma unroll 1
-    for (int m = group; m < 2 * BD; m += S) {
-      const device uint* map = map_v + size_t(kv_head) * size[9] + (m * 2 * BV * 32 + 4 * g + t) * 4;
-      TileC c;
-      for (int i = 0; i < 4; i++) {
-        c.v[i] = 0.0f;
-      }
-#pragma unroll 8
-      for (int k = 0; k < 2 * BV; k++) {
-        const uint4 x = *(const device uint4*)(map + k * 128);
-        TileA a;
-        a.w[0] = x.x;
-        a.w[1] = x.y;
-        a.w[2] = x.z;
-        a.w[3] = x.w;
-        TileB b;
-        for (int r = 0; r < 2; r++) {
-          const int dim = 16 * k + 8 * r;
-          b.w[r] = kv_halves(
-              tile_rows[tile_b_column(lane, 0) * ROW + dim + tile_b_row(lane, 0)],
-              tile_rows[tile_b_column(lane, 1) * ROW + dim + tile_b_row(lane, 1)]);
+  for (int r = 0; r < RUNS; r++) {
+    const int low = r == 1 ? first_splits : 0;
+    const int high = r == 0 ? first_splits : page_splits;
+    const int last = r == 0 ? splits : page_splits;  // the windows' splits come with the first run
+    for (int job = group; job < tile_height * ways; job += S) {
+      const int row = job % tile_height;
+      for (int quad = lane; quad < WIDTH / 4; quad += 32) {
+        const coherent(device) device float* from =
+            partials + (slot0 + row * splits) * STRIDE + 4 * quad;
+        float a[8];
+        for (int i = 0; i < 8; i++) {
+          a[i] = 0.0f;
         }
-        tile_multiply(c, a, b);
-      }
-      for (int i = 0; i < 4; i++) {
-        pool[1024 + (2 * t + i % 2) * WIDTH + 16 * m + g + 8 * (i / 2)] = c.v[i];
+        for (int first = low + job / tile_height; first < last; first += AHEAD * ways) {
+          float4 x[AHEAD];
+          for (int n = 0; n < AHEAD; n++) {
+            const int at = metal::min(first + n * ways, splits - 1);
+            x[n] = *(const coherent(device) device float4*)(from + size_t(at) * STRIDE);
+          }
+          for (int n = 0; n < AHEAD; n++) {
+            const int at = first + n * ways;
+            const float weight = at < last ? pool[row * splits + at] : 0.0f;
+            const float of_pages = at < high ? weight : 0.0f;
+            const float of_windows = at < page_splits ? 0.0f : weight;
+            a[0] = metal::fma(of_pages, x[n].x, a[0]);
+            a[1] = metal::fma(of_pages, x[n].y, a[1]);
+            a[2] = metal::fma(of_pages, x[n].z, a[2]);
+            a[3] = metal::fma(of_pages, x[n].w, a[3]);
+            a[4] = metal::fma(of_windows, x[n].x, a[4]);
+            a[5] = metal::fma(of_windows, x[n].y, a[5]);
+            a[6] = metal::fma(of_windows, x[n].z, a[6]);
+            a[7] = metal::fma(of_windows, x[n].w, a[7]);
+          }
+        }
+        for (int i = 0; i < (r == 0 ? 8 : 4); i++) {
+          pool[1024 + (S * (i / 4) + job) * WIDTH + 4 * quad + i % 4] = a[i];
+        }
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = thread_id; i < 8 * WIDTH; i += 32 * S) {
+      const int row = i / WIDTH;
+      const int dim = i % WIDTH;
+      float of_pages = 0.0f;
+      float of_windows = 0.0f;
+      for (int n = row; row < tile_height && n < tile_height * ways; n += tile_height) {
+        of_pages += pool[1024 + n * WIDTH + dim];
+        of_windows += r == 0 ? pool[1024 + (S + n) * WIDTH + dim] : 0.0f;
+      }
+      tile_rows[row * ROW + dim] =
+          r == 1 && !HAS_V ? tile_rows[row * ROW + dim] + of_pages : of_pages;
+      if (r == 0 && row < tile_height) {
+        pool[1024 + (S + row) * WIDTH + dim] = of_windows;
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (HAS_V) {
+#pragma unroll 1
+      for (int m = group; m < 2 * BD; m += S) {
+        const device uint* map = (r == 1 ? map_v_2 : map_v) +
+            size_t(size[23] & 2 ? head : kv_head) * size[9] + (m * 2 * BV * 32 + 4 * g + t) * 4;
+        TileC c;
+        for (int i = 0; i < 4; i++) {
+          c.v[i] = 0.0f;
+        }
+#pragma unroll 8
+        for (int k = 0; k < 2 * BV; k++) {
+          const uint4 x = *(const device uint4*)(map + k * 128);
+          TileA a;
+          a.w[0] = x.x;
+          a.w[1] = x.y;
+          a.w[2] = x.z;
+          a.w[3] = x.w;
+          TileB b;
+          for (int half_ = 0; half_ < 2; half_++) {
+            const int dim = 16 * k + 8 * half_;
+            b.w[half_] = kv_halves(
+                tile_rows[tile_b_column(lane, 0) * ROW + dim + tile_b_row(lane, 0)],
+                tile_rows[tile_b_column(lane, 1) * ROW + dim + tile_b_row(lane, 1)]);
+          }
+          tile_multiply(c, a, b);
+        }
+        for (int i = 0; i < 4; i++) {
+          const int row = 2 * t + i % 2;
+          if (row < tile_height) {
+            pool[1024 + (S + row) * WIDTH + 16 * m + g + 8 * (i / 2)] += c.v[i];
+          }
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
   }
 #pragma unroll 1
   for (int i = thread_id; i < tile_height * D; i += 32 * S) {
     const int row = i / D;
     const int dim = i % D;
-    const float value = HAS_V ? pool[1024 + row * WIDTH + dim] : tile_rows[row * ROW + dim];
+    const float of_pages = HAS_V ? 0.0f : tile_rows[row * ROW + dim];
     out[(size_t(head) * rows + first_row + row) * D + dim] =
-        T(value + pool[1024 + (S + row) * WIDTH + dim]);
+        T(of_pages + pool[1024 + (S + row) * WIDTH + dim]);
   }
 }

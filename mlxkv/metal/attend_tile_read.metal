@@ -82,7 +82,8 @@ if (paged) {
   KvHalfTree tree_k = kv_half_tree(tree);
   tree = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
   KvHalfTree tree_v = kv_half_tree(tree);
-  const device uint* page_numbers = headers + first_record / PAGE_RECORDS * HEADER;
+  const device uint* page_numbers =
+      (later ? headers_2 : headers) + first_record / PAGE_RECORDS * HEADER;
   // Where instructions are the limit, two records side by side: one hides the latency of the other.
   constexpr int PAIR = BITS_K + BITS_V < 7 && !(FOLDED && (GROUP_K % 32 || OUTER_V)) ? 2 : 1;
   TileB folded[2 * BK];
@@ -117,8 +118,10 @@ if (paged) {
     for (int e = 0; e < PAIR; e++) {
       uint words[WORDS_K];
       uint scales[HELD_K];
-      kv_read_words<WORDS_K, 32>(words, record[e], k_lane);
-      if (!TREE_K) {
+      if (!RAW_K) {
+        kv_read_words<WORDS_K, 32>(words, record[e], k_lane);
+      }
+      if (!TREE_K && !RAW_K) {
         kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
       }
       const int at = both ? unit + e : unit;  // the record's place
@@ -193,7 +196,17 @@ if (paged) {
           s[e].v[i] *= kv_half(scales[0], i / 2);
         }
       }
-      for (int n = 0; n < (CHANNEL_K || TREE_K ? 0 : GROUPS_K); n++) {
+      for (int j = 0; j < (RAW_K ? BK : 0); j++) {  // a block at a time: registers
+        kv_read_words<8, 32>(words, record[e], k_lane + 256 * j);
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = words[kv_slot_word<16>(0, m % 2, 2 * u + m / 2)];
+          }
+          tile_multiply(s[e], a, q_tile[2 * j + u]);
+        }
+      }
+      for (int n = 0; n < (CHANNEL_K || TREE_K || RAW_K ? 0 : GROUPS_K); n++) {
         TileC c;
         TileC seen = zero;  // what signs make of their part of the queries
         for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
@@ -230,7 +243,7 @@ if (paged) {
         }
       }
       for (int i = 0; i < 4; i++) {
-        const int position = n_sink + 16 * (unit + e) + g + 8 * (i / 2);
+        const int position = n_sink + 16 * (n_before + unit + e) + g + 8 * (i / 2);
         if ((e == 1 && !both) || (WINDOW && position < first_seen[i % 2])) {
           s[e].v[i] = -INFINITY;
         }

@@ -5,8 +5,10 @@
     for (int e = 0; e < PAIR; e++) {
       uint words[WORDS_V];
       uint scales[2 * GROUPS_V];
-      kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
-      if (!TREE_V) {
+      if (!RAW_V) {
+        kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
+      }
+      if (!TREE_V && !RAW_V) {
         kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
       }
       TileC middles = zero;  // with OUTER: the middle values' sums, the same in all rows
@@ -55,7 +57,17 @@
           tile_multiply(o[2 * j + u], a, p[e]);
         }
       }
-      for (int n = 0; n < (TREE_V ? 0 : GROUPS_V); n++) {
+      for (int j = 0; j < (RAW_V ? BV : 0); j++) {
+        kv_read_words<8, 32>(words, record[e], v_lane + 256 * j);
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = words[kv_slot_word<16>(0, m / 2, 2 * u + m % 2)];
+          }
+          tile_multiply(o[2 * j + u], a, p[e]);
+        }
+      }
+      for (int n = 0; n < (TREE_V || RAW_V ? 0 : GROUPS_V); n++) {
         TileB scaled;
         for (int r = 0; r < 2; r++) {
           scaled.w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scales[2 * n + r], lane));

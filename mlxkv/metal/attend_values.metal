@@ -64,7 +64,7 @@
         for (int h = 0; h < 2; h++) {
           const int token = 2 * t + 8 * r + h;
           const int group_of = CHANNEL_V ? 0 : 32 * j / GROUP_V;
-          if (!CHANNEL_V && !TREE_V) {
+          if (!CHANNEL_V && !TREE_V && !RAW_V) {
             const float step =
                 STEPS_V * float(numbers[kv_value_number(token, group_of, 0, GROUPS_V)]);
             const float bias = SYMMETRIC_V
@@ -96,8 +96,8 @@
             const float code = kv_one_plus<BITS_V>(kv_code<BITS_V>(word, high, j, r, p, h));
             float value = CODEBOOK_V ? steps[p] * kv_level<BITS_V>(code, levels_v)
                                      : metal::fma(steps[p], code, biases[p] - steps[p]);
-            if (TREE_V) {
-              value = of_tree[p];
+            if (TREE_V || RAW_V) {
+              value = RAW_V ? kv_half_of(word, h) : of_tree[p];
             }
             if (OUTER_V) {
               value *= outer[p];

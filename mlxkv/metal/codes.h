@@ -13,6 +13,8 @@
 // what one lane needs is one wide load:
 //   keys:    [g][r][scales of all groups, biases of all groups]
 //   values:  scale [t][group][r][half], then bias [group][t][r][half]
+// Codes of 16 bits are the float16 numbers themselves (low rank that is not quantised): a word holds both
+// halves of a slot (r, p), and there are no scales.
 //
 // What the tokens of a page share is not repeated in its records. It stands in the page's header, a row
 // of words in an array beside the records, [K header | V header], where dims are padded to whole blocks:
@@ -42,13 +44,14 @@ constexpr int kv_vector(int words) {
 // Words of one side of a record.
 template <int BITS>
 constexpr int kv_side_words(int blocks, int groups, int symmetric) {
-  return 32 * kv_lane_words<BITS>(blocks) + 8 * groups * (symmetric ? 1 : 2);
+  return 32 * kv_lane_words<BITS>(blocks) + (BITS == 16 ? 0 : 8 * groups * (symmetric ? 1 : 2));
 }
 
 // Words of the numbers of one side: in a record, and in the header of a page with `rows` groups of
 // tokens.
+template <int BITS>
 constexpr int kv_number_words(int groups, int symmetric, int channel, int outer) {
-  return channel ? 8 * outer : 8 * groups * (symmetric ? 1 : 2);
+  return BITS == 16 ? 0 : channel ? 8 * outer : 8 * groups * (symmetric ? 1 : 2);
 }
 constexpr int kv_header_words(int blocks, int rows, int symmetric, int channel, int outer) {
   return 16 * blocks * (channel ? rows * (symmetric ? 1 : 2) : outer);
@@ -67,6 +70,7 @@ constexpr int kv_slot_word(int j, int r, int p) {
   return BITS == 4 ? 2 * j + r
       : BITS == 2 ? j
       : BITS == 3 ? 3 * (j / 2) + j % 2
+      : BITS == 16 ? 8 * j + 4 * r + p
                   : 4 * j + 2 * r + p / 2;
 }
 
@@ -74,6 +78,7 @@ template <int BITS>
 constexpr int kv_slot_bit(int r, int p, int half_) {
   return BITS == 4 ? 4 * p + 16 * half_
       : BITS == 8  ? 8 * (p % 2) + 16 * half_
+      : BITS == 16 ? 16 * half_
                    : 2 * (4 * r + p) + 16 * half_;
 }
 

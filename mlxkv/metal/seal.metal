@@ -5,8 +5,8 @@
 // records [heads, records per head, words]
 // size: [records per head, heads, first token of the keys, their capacity, the same of the values,
 // matrices of the keys, of the values]
-// Template: S simdgroups of a threadgroup, TILE pairs of floats that each has; per side T, D, BITS,
-// GROUP, SYMMETRIC, CODEBOOK (codes stand for levels: their C as in `kv_level`, their boundaries above 0
+// Template: S simdgroups of a threadgroup, TILE pairs of floats that each has; per side T, D, BITS
+// (16: float16 numbers), GROUP, SYMMETRIC, CODEBOOK (codes stand for levels: their C as in `kv_level`, their boundaries above 0
 // are B), CORRECTED (norms by those of the levels), KIND (0 as they come, 1 Hadamard, 2 real Fourier, 3 any matrix), RANK
 // (`Affine.clip_rank`, 64 at most).
 constexpr int GROUPS_K = (D_K + GROUP_K - 1) / GROUP_K;
@@ -46,7 +46,9 @@ if (unit < size[0] * size[1]) {
   if (threadgroup_position_in_grid.y == 0) {
     const device T_K* from = keys + (size_t(head) * size[3] + size[2] + token) * D_K;
     const device float* table = table_k + (KIND_K == 3 ? size_t(head % size[6]) * (D_K * D_K) : 0);
-    if (CODEBOOK_K) {
+    if (BITS_K == 16) {
+      kv_seal_half<T_K, D_K, 1, KIND_K>(from, table, tiles + simdgroup * TILE, out, lane);
+    } else if (CODEBOOK_K) {
       kv_seal_codebook<T_K, BITS_K, D_K, 1, KIND_K, CORRECTED_K>(
           from, table, tiles + simdgroup * TILE, boundaries_k, levels_k, out, lane);
     } else {
@@ -56,7 +58,9 @@ if (unit < size[0] * size[1]) {
   } else {
     const device T_V* from = values + (size_t(head) * size[5] + size[4] + token) * D_V;
     const device float* table = table_v + (KIND_V == 3 ? size_t(head % size[7]) * (D_V * D_V) : 0);
-    if (CODEBOOK_V) {
+    if (BITS_V == 16) {
+      kv_seal_half<T_V, D_V, 0, KIND_V>(from, table, tiles + simdgroup * TILE, out + SIDE_K, lane);
+    } else if (CODEBOOK_V) {
       kv_seal_codebook<T_V, BITS_V, D_V, 0, KIND_V, CORRECTED_V>(
           from, table, tiles + simdgroup * TILE, boundaries_v, levels_v, out + SIDE_K, lane);
     } else {

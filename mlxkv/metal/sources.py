@@ -23,13 +23,16 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             *("q", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
             *("map_k", "map_v", "sinks", "size", "counter"),
+            *("records_2", "headers_2", "map_k_2", "map_v_2"),
         ),
         ("out", "partial_out"),
     ),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
 HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
-    "seal": ("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
+    "seal": (
+        *("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h", "seal_half.h"),
+    ),
     "seal_channel": ("codes.h", "butterflies.h", "select.h", "seal.h"),
     "attend": ("codes.h", "tree.h"),
     "unseal": ("codes.h", "tree.h"),

@@ -5,7 +5,7 @@
 // out [heads, sink tokens + 16 records + live tokens, DIMS].
 // size: [records per head, capacity, heads, first word of the side, sink tokens, live tokens, first
 // word of the side in a header].
-// Template: T, BITS, DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, CHANNEL, OUTER, PAIRS,
+// Template: T, BITS (16: float16 numbers), DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, CHANNEL, OUTER, PAIRS,
 // TREE and its BOOKS, KEYS, RECORD, PAGE, HEADER.
 const int lane = thread_index_in_simdgroup;
 const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 32) +
@@ -126,7 +126,7 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
     float outer[4];
     for (int at = 0; at < 4; at++) {
       const int token = KEYS ? g + 4 * (at & 2) : 2 * t + 4 * (at & 2) + at % 2;
-      if (!CHANNEL) {
+      if (!CHANNEL && BITS != 16) {
         const float scale = float(numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)]);
         const float bias = SYMMETRIC
             ? scale * -0.5f * STEPS
@@ -161,7 +161,8 @@ if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
           const uint word = words[kv_slot_word<BITS>(j, r, p % 4)];
           const uint high = words[BITS == 3 ? kv_high_word(j) : 0];
           const float code = kv_one_plus<BITS>(kv_code<BITS>(word, high, j, r, p % 4, p / 4));
-          float value = CODEBOOK  ? scales[at] * kv_level<BITS>(code, levels)
+          float value = BITS == 16 ? kv_half_of(word, p / 4)
+              : CODEBOOK          ? scales[at] * kv_level<BITS>(code, levels)
               : CHANNEL           ? metal::fma(dim_scales[i], code, dim_biases[i])
                                   : metal::fma(scales[at], code, biases[at]);
           if (OUTER) {

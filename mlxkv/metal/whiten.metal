@@ -96,7 +96,7 @@ for (int pass = 0; pass < PASSES; pass++) {
         const int k = 32 * own + l;
         float x[SIDE_BY_SIDE];
         for (int n = 0; n < SIDE_BY_SIDE; n++) {
-          x[n] = simd_shuffle(b[n * C + own], l) * inverses[k];
+          x[n] = simd_shuffle(b[n * C + own], ushort(l)) * inverses[k];
         }
         for (int c = own; c < C; c++) {
           const int j = lane + 32 * c;
