@@ -7,6 +7,8 @@ pages of this one layer are decoded into a scratch, then `mx.fast` SDPA.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from mlxkv import kernels, tiles
@@ -254,11 +256,19 @@ def _decode_codes(queries, view, scale, mask, sinks):
 
 def scores(q: mx.array, view: View) -> mx.array:
     """q: [B, G, N, D] float32 -> its products with the keys of sink, pages and live: [B, G, N, T]."""
-    parts = [run.scores(q) for run in view.pages.parts] if view.pages else []
+    return scorer(view)(q)
+
+
+def scorer(view: View) -> Callable[[mx.array], mx.array]:
+    """`scores` for several q: what is decoded for them is decoded once."""
+    parts = [run.scorer() for run in view.pages.parts] if view.pages else []
     for at, window in ((0, view.sink), (len(parts) + 1, view.live)):
         if window is not None:
-            parts.insert(at, q @ window[0].astype(mx.float32).swapaxes(-1, -2))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+            keys = window[0].astype(mx.float32).swapaxes(-1, -2)
+            parts.insert(at, lambda q, keys=keys: q @ keys)
+    return lambda q: (
+        parts[0](q) if len(parts) == 1 else mx.concatenate([part(q) for part in parts], axis=-1)
+    )
 
 
 def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:

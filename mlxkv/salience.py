@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxkv.attention import masked, scores
+from mlxkv.attention import masked, scorer
 from mlxkv.cache import View
 
 POOL = 7  # tokens, as in the spec
@@ -22,10 +22,10 @@ def importance(
     if mask is None:
         mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None]
     q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, new, dims)
-    out = 0.0
+    out, score = 0.0, scorer(view)
     for start in range(0, new, BLOCK):  # the scores of all at once would be large
         part = slice(start, min(start + BLOCK, new))
-        s = scores(q[..., part, :].flatten(2, 3), view).reshape(batch, heads, -1, total)
+        s = score(q[..., part, :].flatten(2, 3)).reshape(batch, heads, -1, total)
         rows = mask[..., part, :] if mask.shape[-2] > 1 else mask
         p = mx.softmax(masked(s, rows), axis=-1, precise=True)
         out = out + p.reshape(batch, kv_heads, -1, total).sum(2)

@@ -6,6 +6,7 @@ Each restores what the other saved, so that a cache saved on one machine is read
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 
@@ -35,9 +36,9 @@ class CodePages:
         """Runs of one transform."""
         return (self,)
 
-    def scores(self, q: mx.array) -> mx.array:
-        """q: [B, G, N, D] -> q . k^ for every token: [B, G, N, T] float32."""
-        return self.codecs[0].scores(q, self.stored[0])
+    def scorer(self) -> Callable[[mx.array], mx.array]:
+        """q [B, G, N, D] float32 -> q . k^ for every token: [B, G, N, T] float32."""
+        return lambda q: self.codecs[0].scores(q, self.stored[0])
 
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
@@ -67,9 +68,17 @@ class RecordPages:
         """Runs of one transform."""
         return (self,)
 
-    def scores(self, q: mx.array) -> mx.array:
-        """q: [B, G, N, D] -> q . k^ for every token: [B, G, N, T] float32."""
-        return q @ self.decode(0, mx.float32).swapaxes(-1, -2)
+    def scorer(self) -> Callable[[mx.array], mx.array]:
+        """q [B, G, N, D] float32 -> q . k^ for every token: [B, G, N, T] float32."""
+        turn = self.codecs[0].transform
+        if self._has_signs(0) or turn is None:
+            keys = self.decode(0, mx.float32).swapaxes(-1, -2)
+            return lambda q: q @ keys
+        count = self.tokens // records.TOKENS  # queries are turned, not the many keys
+        keys = kernels.unseal_side(
+            *(self.buffer, count, self.layout, True, mx.float32, self.make), headers=self.headers
+        ).swapaxes(-1, -2)
+        return lambda q: turn.query(q) @ keys
 
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
@@ -224,6 +233,25 @@ class Records(_Store):
             return False
         kinds = ((x.config, x.dims, x.tiled, x.way) for x in (self, other))
         return next(kinds) == next(kinds)
+
+    def transported(self, codecs: tuple[Codec, Codec]) -> dict[str, mx.array]:
+        """Its pages as the bases of `codecs` would have stored them. For layouts that the kernel seals:
+        plain ops would be some hundred operations a page."""
+        buffer, *shared = self._pages.arrays()
+        headers, tokens, moved = (shared or [None])[0], self.count * self.config.page, []
+        for i, (old, new) in enumerate(zip(self.codecs, codecs, strict=True)):
+            x = kernels.unseal_side(
+                *(buffer, tokens // records.TOKENS, self.layout, i == 0, mx.float32, self.make),
+                headers=headers,
+            )
+            if old.transform is not new.transform:
+                x = x @ (old.transform.up @ new.transform.down)
+            moved.append(x)
+        ranks = tuple(
+            code.spec.clip_rank(x.shape[3]) for code, x in zip(codecs, moved, strict=True)
+        )
+        sealed = kernels.seal(tuple(moved), self.layout, self.make, (None, None), 0, tokens, ranks)
+        return {"records": sealed}
 
     def read(self, start: int, stop: int) -> RecordPages:
         """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""

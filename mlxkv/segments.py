@@ -96,14 +96,9 @@ class Segments:
         """Transport the run of the fewest pages into the basis of the next one."""
         at = min(range(len(self.runs) - 1), key=lambda i: (self.runs[i].count, -i))
         run, after = self.runs[at : at + 2]
-        moved = transported(run, after.codecs)
-        count = run.count + after.count
-        if after.count:
-            rest = codes_of(after)
-            moved = {name: _joined(moved[name], rest[name]) for name in NAMES}
         made = self.make(self.bases[at + 1])
-        if count:
-            made.restore(moved, count)
+        if count := run.count + after.count:
+            made.restore(_merged(run, after), count)
         self.runs[at : at + 2] = [made]
         del self.bases[at]
 
@@ -204,6 +199,20 @@ def saved(basis: Rotations) -> Stored:
 def loaded(start: Rotations | None, arrays: Stored) -> Rotations | None:
     """The inverse of `saved`; start: of the calibration."""
     return replace(start, **{n: following(u) for n, u in arrays.items()}) if arrays else start
+
+
+def _merged(run: Codes | Records, after: Codes | Records) -> dict:
+    """The state of a run, transported, and the next one together."""
+    if not run.count:
+        return after.state
+    if type(run) is Records and run.layout.sealed_by_kernel:
+        moved = run.transported(after.codecs)
+        return _joined(moved, after.state) if after.count else moved
+    moved = transported(run, after.codecs)
+    if not after.count:
+        return moved
+    rest = codes_of(after)
+    return {name: _joined(moved[name], rest[name]) for name in NAMES}
 
 
 def transported(run: Codes | Records, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:

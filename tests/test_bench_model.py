@@ -241,7 +241,7 @@ def test_faults_of_the_model_end_the_command(capsys, workers):
         (("--dtype", "int8"), ("[--dtype]", "choose from float32")),
         (("--bits", "5"), ("[--bits]", "choose from 2, 3, 4")),
         (("--share", "/no/such/folder/x.json"), ("[--share]", "choose a file")),
-        (("speed",), ("[bench]", "got 'speed'", "kernels, decode, batch, render")),
+        (("speed",), ("[bench]", "got 'speed'", "kernels, decode, load, reuse, batch, render")),
         (("--rounds", "2", "kernels"), ("[bench]", "--rounds has no effect", "got kernels")),
     ],
 )

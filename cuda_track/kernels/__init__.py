@@ -78,8 +78,8 @@ LAUNCHES: dict[tuple[int, int], Launch] = {
     (64, 2): Launch(1, 8, 5, 168),
     (128, 4): Launch(1, 8, 5),
     (128, 2): Launch(1, 8, 5),
-    (256, 4): Launch(2, 1, 5),
-    (256, 2): Launch(2, 1, 5),
+    (256, 4): Launch(2, 2, 5),
+    (256, 2): Launch(2, 2, 5),
 }
 
 
