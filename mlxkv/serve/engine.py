@@ -161,6 +161,8 @@ class Engine(server.ResponseGenerator):
         self.tickets.clear()
         self._ticket, self.kv_bytes, self.kv_bytes_fp16 = None, 0, 0
         self.prompt_cache = _Watched(self)
+        # A compiled sampler that raised while it was traced leaves a placeholder there (MLX 0.32).
+        mx.random.seed(time.time_ns())
         mx.clear_cache()
 
     def _next_request(self, timeout=None):
