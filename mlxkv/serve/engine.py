@@ -145,7 +145,10 @@ class Engine(server.ResponseGenerator):
         disk = None
         if folder and self.options.reuse:
             disk = Disk(folder, self.options.disk_bytes, loaded)
-        self.memory = Memory(bound, shapes_of(caches), self.cli_args.prefill_step_size)
+        self.memory = Memory(
+            *(bound, shapes_of(caches), self.cli_args.prefill_step_size),
+            batched=self.model_provider.is_batchable,
+        )
         self.sessions = Sessions(
             self.memory, lambda: make_prompt_cache(loaded.model), disk, self.options.reuse
         )
