@@ -71,7 +71,7 @@ def test_promises_are_kept_within_the_bound():
     assert found.value.details["need_bytes"] == memory.need(2000) > memory.bound
 
 
-@pytest.mark.parametrize("kv", ["int4", "kivi-int2"])
+@pytest.mark.parametrize("kv", ["int4", "kivi-int2", "fp16"])
 def test_what_is_cut_back_takes_what_a_new_one_takes(kv):
     """A request that shares the first half of a session gets no room for the other half."""
     model = random_model("llama")
