@@ -161,13 +161,19 @@ class BatchedKVCache:
         return out
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep these sequences, in this order."""
-        keep = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
+        """Keep these sequences, in this order; one that is named twice becomes two."""
+        keep = (
+            batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
+        )
         self._new = None
-        if self._ragged is not None and len(keep):
+        if self._ragged is not None and len(set(keep)) == len(keep) > 0:
             self._ragged.keep(keep)
         else:
-            self._rows, self._ragged = [self.rows[i] for i in keep], None
+            rows = self.rows
+            self._rows = [
+                deepcopy(rows[i]) if i in keep[:n] else rows[i] for n, i in enumerate(keep)
+            ]
+            self._ragged = None
 
     def extend(self, other: BatchedKVCache) -> None:
         """Add the sequences of another batch, which is used up."""

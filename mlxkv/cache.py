@@ -172,6 +172,8 @@ class CompressedKVCache:
         if self._live is not None and self._live[0].shape[0] != keys.shape[0]:
             have, got = self._live[0].shape[0], keys.shape[0]
             raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
+        if self._live is None and self.rotations is not None:
+            self.rotations.check(keys.shape[1])
 
     def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
         return store(self._stored, dims, dtype, self.rotations)

@@ -38,6 +38,16 @@ class Rotations:
     kinds: Kinds = ROTATED
     folded: bool = False
 
+    def check(self, heads: int) -> None:
+        """Raises UserError unless these are for so many kv heads."""
+        for side in (self.keys, self.values):
+            if side.down.ndim == 3 and side.down.shape[0] != heads:
+                raise UserError(
+                    f"[attach] this calibration has maps of {side.down.shape[0]} kv heads; got {heads}, "
+                    "as of a model that was spread over processes (model.shard); choose a preset "
+                    "without calibration, such as int4"
+                )
+
     def __deepcopy__(self, memo):
         return self  # as constant as weights: copies of a cache share it
 

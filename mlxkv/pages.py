@@ -56,8 +56,8 @@ class Pages:
         return out
 
     def truncate(self, count: int) -> None:
-        """Keep the first `count` pages; room that has become more than half empty is given back."""
-        kept = self.read(0, count) if 2 * count < self.capacity else None
+        """Keep the first `count` pages; more spare room than growing leaves is given back."""
+        kept = self.read(0, count) if self.capacity - count > count // GROWTH else None
         self.count = count
         if kept is not None:
             self.restore(kept if count else {}, count)

@@ -62,8 +62,9 @@ class RaggedView:
         out = []
         for i, (at, (count, sink, live)) in enumerate(zip(self.starts, self.lengths, strict=True)):
             windows = tuple(x[i : i + 1, :, :live] for x in self.live)
+            first = tuple(x[i : i + 1] for x in self.sink) if sink else None
             if not count:
-                out.append(View(windows, plain=True))
+                out.append(View(windows, first, plain=True))
                 continue
             each = self.pages.codecs[0].page // TOKENS
             headers = self.pages.headers
@@ -71,7 +72,6 @@ class RaggedView:
                 headers = headers[:, :, at // each : (at + count) // each]
             buffer, tokens = self.pages.buffer[:, :, at : at + count], count * TOKENS
             pages = replace(self.pages, buffer=buffer, tokens=tokens, headers=headers)
-            first = tuple(x[i : i + 1] for x in self.sink) if sink else None
             out.append(View(windows, first, pages))
         return tuple(out)
 

@@ -17,6 +17,7 @@ from random_models import random_model
 
 from mlxkv import artifact, attention, calibrate, calibrated
 from mlxkv import reference as ref
+from mlxkv.adaptive import AdaptiveKVCache
 from mlxkv.cache import CompressedKVCache
 from mlxkv.calibrated import Rotations
 from mlxkv.errors import UserError
@@ -189,6 +190,18 @@ def test_a_state_is_read_with_its_own_rotations_only(made, caches, tmp_path, mon
     np.testing.assert_array_equal(
         np.array(back.rotations.keys.down), np.array(caches[0].rotations.keys.down)
     )
+
+
+@pytest.mark.parametrize("preset", ["oscar-int4", "int2", "oja-0.75"])
+def test_kv_heads_that_were_spread_over_processes(preset):
+    """`model.shard` leaves each process its own heads, and the maps of all."""
+    config = PRESETS[preset]
+    listens = AdaptiveKVCache if config.listens else CompressedKVCache
+    cache = listens(config, calibrated.sample(2, (64, 64), config.fitted))
+    for new in (1, 300):
+        with pytest.raises(UserError, match=r"\[attach\] .* 2 kv heads; got 1"):
+            cache.update_and_fetch(*[mx.zeros((1, 1, new, 64))] * 2)
+    cache.update_and_fetch(*[mx.zeros((1, 2, 300, 64))] * 2)
 
 
 def test_a_calibrated_preset_needs_a_calibration(model, made, tmp_path):

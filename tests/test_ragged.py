@@ -235,6 +235,33 @@ def test_masks_are_those_of_each_sequence():
                 assert not got[0, :, want.shape[1] :].any()
 
 
+@pytest.mark.parametrize("factory", [make, None], ids=("together", "apart"))
+def test_a_sequence_that_is_kept_twice_becomes_two(factory):
+    with launch.using(factory):
+        caches = filled(SMALL, (150, 90))
+        batch = BatchedKVCache.merge(caches)
+        step(batch, caches, 1, 0, 1e-5)
+        batch.filter([1, 0, 1])
+        caches = [caches[1], caches[0], copy.deepcopy(caches[1])]
+        for seed in range(6):
+            step(batch, caches, 8, 100 * seed, 1e-5)  # beyond the next page
+
+
+def test_a_sink_without_pages_is_read_through_a_mask():
+    """A sequence that was cut back to its first page: nothing is sealed, its sink has moved out."""
+    with launch.using(make):
+        caches = filled(SMALL, (150, 90))
+        caches[0].trim(150 - SMALL.sink - 5)
+        batch = BatchedKVCache.merge(caches)
+        view = step(batch, caches, 1, 0, 1e-5)
+        assert view.lengths[0] == (0, SMALL.sink, 6)
+        queries = mx.array(data(2, HEADS, 1, DIMS, seed=3))
+        got = attend_batch(queries, view, 0.125, mx.zeros((2, 1, 1, view.tokens)))
+        for i, cache in enumerate(caches):
+            want = attend(queries[i : i + 1], cache.keys_and_values()[0], 0.125)
+            assert rms(got[i : i + 1], want) < 1e-5
+
+
 def test_caches_of_other_kinds_stay_apart():
     with launch.using(make):
         a, b = filled(SMALL, (90, 40))

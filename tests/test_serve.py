@@ -6,6 +6,8 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +15,9 @@ from hypothesis import strategies as st
 from mlx_lm.server import ResponseGenerator
 from serving import complete, events, get, post, refused, send, serving, text_of
 from test_serve_body import BODIES
+
+from mlxkv.serve.engine import Ticket
+from mlxkv.serve.handler import Handler, Watch
 
 LONG = "All work and no play. " * 14  # 308 tokens: several pages
 
@@ -207,6 +212,57 @@ def test_who_leaves_while_waiting_is_forgotten(model_folder):
             first.result()
         found = settled(server)
         assert found["sessions"]["lookups"] == 1 and server.metrics.cut_off == 1
+
+
+ENDLESS = {"prompt": "b", "max_tokens": 1500, "logit_bias": {"257": -100}}
+
+
+def test_who_leaves_as_its_reply_begins_gets_none(model_folder, monkeypatch):
+    """The line is gone when the head of the reply is written."""
+
+    def broken(*_):
+        raise BrokenPipeError
+
+    with serving(model_folder) as server:
+        monkeypatch.setattr(Handler, "_set_stream_headers", broken)
+        with pytest.raises((HTTPException, ConnectionError)):
+            send(server, "POST", "/v1/completions", ENDLESS | {"stream": True})
+        assert settled(server)["sessions"]["count"] == 0  # nothing was written to its end
+
+
+@pytest.mark.skipif(
+    not hasattr(ResponseGenerator, "_await_response"),
+    reason="mlx-lm 0.31 waits for a reply without looking up",
+)
+def test_who_gives_up_while_its_session_is_read_gets_no_reply(model_folder, monkeypatch):
+    with serving(model_folder, timeout=0.3) as server:
+        fetch = server.engine.sessions.fetch_nearest_cache
+
+        def slow(*args):
+            time.sleep(0.9)
+            return fetch(*args)
+
+        monkeypatch.setattr(server.engine.sessions, "fetch_nearest_cache", slow)
+        assert refused(server, 504, **ENDLESS)["code"] == "timeout"
+        assert settled(server)["sessions"]["count"] == 0
+
+
+def test_nobody_has_given_up_while_that_is_looked_into():
+    """The generation thread may look at the same moment."""
+    ticket, seen = Ticket(), []
+
+    def gone() -> bool:
+        seen.append(ticket.given_up)
+        return len(seen) > 1
+
+    site = SimpleNamespace(engine=None, options=SimpleNamespace(timeout=60))
+    started = time.monotonic()
+    watch = Watch(SimpleNamespace(site=site, started=started, ticket=ticket, gone=gone))
+    watch._check()
+    assert not ticket.given_up
+    with pytest.raises(ConnectionAbortedError):
+        watch._check()
+    assert ticket.given_up and seen == [False, False]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

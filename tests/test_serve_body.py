@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from mlxkv.serve import body
 from mlxkv.serve.refusals import Refused
@@ -106,6 +108,16 @@ def test_any_bytes_are_an_object_or_refused(raw):
 def test_each_limit_holds(field, value):
     with pytest.raises(Refused, match=rf"\[{field}\]"):
         check(GOOD | {field: value}, True)
+
+
+def test_templates_take_no_arguments_of_the_tokenizer():
+    """Padding alone could ask for a prompt of a billion tokens."""
+    own = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    assert set(body.RESERVED) >= own - {"self", "kwargs"}
+    for name in ("padding", "return_tensors", "max_length"):
+        with pytest.raises(Refused, match=r"\[chat_template_kwargs\]"):
+            check(GOOD | {"chat_template_kwargs": {name: 1}}, True)
+    assert check(GOOD | {"chat_template_kwargs": {"enable_thinking": False}}, True)
 
 
 def test_what_clients_send_is_taken():

@@ -10,6 +10,7 @@ import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from json import dumps, loads
 
@@ -17,6 +18,8 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mlx_lm import server as lm_server
+from mlx_lm.sample_utils import apply_top_k
 from serving import complete, get, refused, send, serving, text_of
 from test_serve import settled
 from test_serve_body import FIELDS, GOOD, check
@@ -137,6 +140,24 @@ def test_large_bodies_of_many_kinds(server):
     assert send(server, "POST", "/v1/completions", raw)[0] == 400
     raw = b'{"prompt": "a", "prompt": "b", "max_tokens": 1}'  # the last one counts
     assert send(server, "POST", "/v1/completions", raw)[0] == 200
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 1}], ids=("batched", "alone"))
+def test_the_best_of_more_tokens_than_there_are(server, more):
+    faults = server.metrics.faults
+    for top in (server.engine.vocabulary - 1, server.engine.vocabulary, 1 << 20):
+        complete(server, "a", 3, temperature=1, top_k=top, **more)
+    assert server.metrics.faults == faults
+
+
+def test_a_sampler_that_raises_leaves_the_next_one_its_random_numbers(server, monkeypatch):
+    faults = server.metrics.faults
+    with monkeypatch.context() as patch:
+        broken = partial(apply_top_k, top_k=1 << 20)  # while MLX traces it
+        patch.setattr(lm_server, "make_sampler", lambda *_, **__: broken)
+        refused(server, 500, prompt="a", temperature=1, max_tokens=3)
+    assert server.metrics.faults == faults + 1
+    complete(server, "a", 3, temperature=1)
 
 
 # -- disks

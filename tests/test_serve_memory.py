@@ -71,6 +71,41 @@ def test_promises_are_kept_within_the_bound():
     assert found.value.details["need_bytes"] == memory.need(2000) > memory.bound
 
 
+@pytest.mark.parametrize("kv", ["int4", "kivi-int2", "fp16"])
+def test_what_is_cut_back_takes_what_a_new_one_takes(kv):
+    """A request that shares the first half of a session gets no room for the other half."""
+    model = random_model("llama")
+    attach(model, kv)
+    memory = memory_of(model)
+    sessions = Sessions(memory, lambda: make_prompt_cache(model))
+    whole = tokens(1500).tolist()
+    sessions.insert_cache("m", whole, read(model, 1500))
+    for count in (1400, 900, 800, 300, 60):
+        cache, rest = sessions.fetch_nearest_cache("m", [*whole[:count], 0])
+        assert rest == [0]
+        assert sum(one.nbytes for one in cache) <= memory.need(count + 1)
+
+
+def test_mlx_lms_own_batches_pad_all_to_the_longest():
+    model = random_model("llama")
+    batched = Memory(1 << 40, shapes_of(read(model, 1)), CHUNK, batched=True)
+    lengths = (5, 900, 40)
+    for key, count in enumerate(lengths):
+        batched.promise(key, count)
+    merged = [
+        layer[0].merge(layer) for layer in zip(*(read(model, n) for n in lengths), strict=True)
+    ]
+    model(tokens(3)[:, None], cache=merged)
+    assert sum(cache.nbytes for cache in merged) <= batched.promised
+    batched.bound = batched.promised + batched.need(300)
+    with pytest.raises(Refused, match="promised to other requests"):
+        batched.promise(3, 40)  # which would be as long as the longest
+    batched.release(1)
+    batched.promise(3, 40)
+    attach(model, "int4")
+    assert not Memory(1, shapes_of(read(model, 1)), CHUNK, batched=True).padded
+
+
 @pytest.fixture(scope="module")
 def small(model_folder):
     return load(str(model_folder), "int4")

@@ -11,6 +11,7 @@ from mlxkv.bench.case import Shape, rotations
 from mlxkv.bench.timing import seconds_of
 from mlxkv.config import CacheConfig
 from mlxkv.metal.launch import backend
+from mlxkv.pages import GROWTH
 
 CALLS, CALLS_CPU = 8, 2  # per eval
 REPEATS = 5
@@ -93,7 +94,7 @@ def _page_seconds(config: CacheConfig, shape: Shape, dtype: mx.Dtype) -> float:
     """Sealing one page of all heads into room that is there, one page after the other."""
     store = sealed.store(config, (shape.dims, shape.dims), dtype, rotations(config, shape))
     page = shape.pair(config.page, dtype)
-    before = PAGES + 1  # with fewer, truncate would give the room back
+    before = GROWTH * PAGES  # with fewer, truncate would give the room back
     store.append(shape.pair(config.page * (before + PAGES), dtype), before + PAGES)
     mx.eval(store.arrays(), page)
 

@@ -14,8 +14,14 @@ from mlxkv.serve.refusals import Refused
 ROLES = ("system", "developer", "user", "assistant", "tool")
 STOPS, STOP_LENGTH = 16, 256
 LOGIT_BIASES = 1024
-# Arguments of the chat template that are the server's own.
-RESERVED = ("chat_template", "tokenize", "tools", "add_generation_prompt", "continue_final_message")
+# Arguments of transformers' apply_chat_template: the server's own. Some change what comes back, and a
+# prompt can be padded to any length before anything is counted.
+RESERVED = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+)
 # Numbers: (kinds, lowest, highest).
 NUMBERS: dict[str, tuple[type | tuple, float, float]] = {
     "temperature": ((int, float), 0, 100),
@@ -98,6 +104,8 @@ def check(body: dict, chat: bool, model: str, most_tokens: int, vocabulary: int)
     for field in ("max_tokens", "max_completion_tokens"):
         if field in out:
             out[field] = min(out[field], most_tokens)
+    if out.get("top_k", 0) >= vocabulary:
+        out["top_k"] = 0  # all: mlx-lm's sampler raises, in the thread of all requests
     out |= (
         _stream_options(body) | _stop(body) | _logprobs(body, chat) | _logit_bias(body, vocabulary)
     )

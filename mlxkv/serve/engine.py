@@ -37,7 +37,7 @@ LEAST_MEMORY = 64 << 20  # for caches, when --kv-memory is not given
 @dataclass(eq=False)
 class Ticket:
     """One request on its way. kv_bytes: of its caches, as measured at the end. tokens: that they
-    hold. cache: those it started from. given_up: nobody waits for it any more."""
+    hold. cache: those it started from. given_up: nobody waits for it any more. line: where replies go."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -45,6 +45,12 @@ class Ticket:
     kv_bytes: int = 0
     cache: list | None = field(default=None, repr=False)
     given_up: bool = False
+    line: Queue = field(default_factory=Queue, repr=False)
+
+    def drop(self) -> None:
+        """Stop what lies in the line, which nobody reads."""
+        while not self.line.empty():
+            getattr(self.line.get_nowait(), "stop", lambda: None)()
 
 
 class Provider:
@@ -145,7 +151,10 @@ class Engine(server.ResponseGenerator):
         disk = None
         if folder and self.options.reuse:
             disk = Disk(folder, self.options.disk_bytes, loaded)
-        self.memory = Memory(bound, shapes_of(caches), self.cli_args.prefill_step_size)
+        self.memory = Memory(
+            *(bound, shapes_of(caches), self.cli_args.prefill_step_size),
+            batched=self.model_provider.is_batchable,
+        )
         self.sessions = Sessions(
             self.memory, lambda: make_prompt_cache(loaded.model), disk, self.options.reuse
         )
@@ -161,12 +170,16 @@ class Engine(server.ResponseGenerator):
         self.tickets.clear()
         self._ticket, self.kv_bytes, self.kv_bytes_fp16 = None, 0, 0
         self.prompt_cache = _Watched(self)
+        # A compiled sampler that raised while it was traced leaves a placeholder there (MLX 0.32).
+        mx.random.seed(time.time_ns())
         mx.clear_cache()
 
     def _next_request(self, timeout=None):
         request = super()._next_request(timeout)
         if request is not None:
             self._queues.add(request[0])
+            if ticket := getattr(request[1], "ticket", None):
+                ticket.line = request[0]
         return request
 
     def _tokenize(self, tokenizer, request, args):
@@ -214,6 +227,8 @@ class Engine(server.ResponseGenerator):
         """The batch has given the request that was tokenized last a number."""
         self.tickets[uid], self._ticket = self._ticket, None
         self.tickets[uid].cache = None  # the batch has it
+        if self.tickets[uid].given_up:  # while its cache was looked for
+            self.tickets[uid].drop()
 
     def left(self, uid: int) -> Ticket | None:
         """A sequence has left the batch."""

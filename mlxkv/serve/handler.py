@@ -287,8 +287,11 @@ class Handler(server.APIHandler):
 
     def handle_completion(self, request, stop_words):
         request.ticket = self.ticket
-        self.response_generator = Watch(self)
-        super().handle_completion(request, stop_words)
+        self.response_generator = watch = Watch(self)
+        try:
+            super().handle_completion(request, stop_words)
+        finally:
+            watch.stop()  # mlx-lm's does, but not when the head of the reply cannot be written
 
     def generate_response(self, text, finish_reason, *args, **kwargs):
         self._called = self._called or bool(kwargs.get("tool_calls"))
@@ -319,6 +322,7 @@ class Watch:
     def __init__(self, handler: Handler):
         self.handler, self.engine = handler, handler.site.engine
         self.deadline = handler.started + handler.site.options.timeout
+        self.stop = lambda: None
 
     def __getattr__(self, name: str):
         return getattr(self.engine, name)
@@ -340,6 +344,7 @@ class Watch:
             raise Answer(refused) from None
         except Exception as error:
             raise Answer(_fault(error)) from None
+        self.stop = ctx.stop
         if ctx.tool_parser is not None:
             ctx.tool_parser = partial(_tool_calls, ctx.tool_parser)
         return ctx, self._timed(responses)
@@ -366,13 +371,14 @@ class Watch:
             site.metrics.took(first, time.monotonic() - self.handler.started)
 
     def _check(self) -> None:
-        self.handler.ticket.given_up = True  # if this raises
-        if time.monotonic() > self.deadline:
+        late = time.monotonic() > self.deadline
+        if not late and not self.handler.gone():
+            return
+        self.handler.ticket.given_up = True
+        if late:
             limit = self.handler.site.options.timeout
             raise Answer(Refused(504, f"[--timeout] took more than {limit:g} s", "timeout"))
-        if self.handler.gone():
-            raise ConnectionAbortedError("the client has left")
-        self.handler.ticket.given_up = False
+        raise ConnectionAbortedError("the client has left")
 
 
 def _tool_calls(parse, text: str, tools) -> list[dict]:

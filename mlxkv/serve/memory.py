@@ -34,7 +34,7 @@ class CacheShape:
             kept = self._steps(tokens)
             return self.fixed + self.full * (kept + chunk * (0 < self.window < tokens))
         c = self.config
-        pages = max(0, tokens - c.sink - c.recent) // c.page
+        pages = max(0, tokens - c.sink) // c.page  # where it was cut back, up to its last tokens
         if self.together:
             held = ragged.window_tokens(c)
             return int(pool.most(pages) * self.page_bytes) + self.full * held
@@ -81,11 +81,13 @@ def _shape(cache) -> CacheShape:
 class Memory:
     """A bound for all caches: those in use, as promised, and those kept for later.
 
-    Used by the generation thread alone; others read numbers.
+    batched: whether requests run in batches. Used by the generation thread alone; others read numbers.
     """
 
-    def __init__(self, bound: int, shapes: list[CacheShape], chunk: int):
+    def __init__(self, bound: int, shapes: list[CacheShape], chunk: int, batched: bool = False):
         self.bound, self.shapes, self.chunk = bound, shapes, chunk
+        # mlx-lm's own batches pad every sequence to the longest.
+        self.padded = batched and any(s.full and s.config is None for s in shapes)
         self._promised: dict[int, int] = {}
 
     def need(self, tokens: int) -> int:
@@ -98,7 +100,10 @@ class Memory:
 
     @property
     def promised(self) -> int:
-        return sum(list(self._promised.values()))
+        return self._together(list(self._promised.values()))
+
+    def _together(self, needs: list[int]) -> int:
+        return len(needs) * max(needs, default=0) if self.padded else sum(needs)
 
     @property
     def room(self) -> int:
@@ -107,7 +112,8 @@ class Memory:
 
     def promise(self, key: int, tokens: int) -> None:
         """Set memory aside for a request. Raises Refused with the numbers, where it cannot fit."""
-        need, promised = self.need(tokens), self.promised
+        # Batches that pad grow by a whole step from wherever they are.
+        need, promised = self.need(tokens + STEP * self.padded), self.promised
         details = {"tokens": tokens, "need_bytes": need, "kv_memory_bytes": self.bound}
         words = f"{tokens} tokens need {human_bytes(need)} of cache"
         if need > self.bound:
@@ -118,7 +124,7 @@ class Memory:
                 "kv_memory",
                 details=details,
             )
-        if promised + need > self.bound:
+        if self._together([*self._promised.values(), need]) > self.bound:
             raise Refused(
                 503,
                 f"[--kv-memory] {words}; {human_bytes(promised)} of {human_bytes(self.bound)} are "

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    LRUPromptCache,
+    can_trim_prompt_cache,
+    trim_prompt_cache,
+)
 
 from mlxkv.serve.disk import Disk
 from mlxkv.serve.memory import Memory
@@ -56,6 +61,10 @@ class Sessions(LRUPromptCache):
                 cache = None
         if cache is None:
             cache, rest = self.new(), tokens
+        for layer in cache:
+            if type(layer) is KVCache and layer.keys is not None:  # whose trim gives nothing back
+                layer.keys = layer.keys[:, :, : layer.offset]
+                layer.values = layer.values[:, :, : layer.offset]
         self.lookups += 1
         self.hits += len(rest) < len(tokens)
         self.tokens += len(tokens)
