@@ -102,7 +102,7 @@ def _processors(device: torch.device) -> int:
 def splits(pages: int, heads: int, device: torch.device, programs: int) -> tuple[int, int]:
     """Programs that share the pages of a row, none without a page, and those that share its windows.
     heads: kv heads in all. All are at work at the same time, or there are several waves of them."""
-    slots = _processors(device) * programs
+    slots = max(1, _processors(device) * programs)
     windows = WINDOWS if slots >= WINDOWS * SLOTS * heads else 1
     waves = max(1, min(WAVES, pages * heads // slots // WAVE_PAGES))
     return max(1, min(pages, waves * slots // heads - windows)), windows

@@ -4,9 +4,10 @@ A program takes one kv head and a run of pages, or the windows, and computes for
 the group at once: scores^T = K q^T [tokens, rows], then out^T += V^T p^T [dims, rows]. Tokens (or
 dims) are the wide side of the matrix product, so that few rows waste little of it.
 
-A code becomes a float16 by OR-ing the exponent of 1024 into its bits: 1024 + gain * code. Gains are
-taken out of the queries, or of the outputs. The offset, and the bias, belong to a group of dims: they
-come after the products, from sums of the queries (keys), or of the weights (values). Scores are
+A code becomes a float16 by OR-ing the exponent of 1024 into its bits: 1024 + gain * code; of values the
+middle one is taken out at once, or sums over many tokens would lose their lowest bits. Gains are taken
+out of the queries, or of the outputs. The offset, and the bias, belong to a group of dims: they come
+after the products, from sums of the queries (keys), or of the weights (values). Scores are
 scaled per token after the product, weights before it. Where a page of keys has a scale per channel,
 its scales go into the queries, once per page, and its biases become one number per query.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cuda_track.kernels.codes import OFFSET, gain_bits, halves, planes
+from cuda_track.kernels.codes import OFFSET, gain_bits, halves, middle, planes
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def _fold_all(
 @triton.jit
 def _weigh(p, numbers, total, biases, ones, decay):
     """Weights p [T, N] with the scales of a group, float16; their sum [16, N], every row the same, and
-    that of the biases [N] go on. The offset is taken out by the sum of what was rounded."""
+    that of the biases [N] go on. The middle code comes back by the sum of what was rounded."""
     scale, bias = halves(numbers)
     weighed = (p * scale[:, None]).to(tl.float16)
     total = tl.dot(ones, weighed, total * decay[None, :])
@@ -91,10 +92,10 @@ def _weigh(p, numbers, total, biases, ones, decay):
 
 @triton.jit
 def _finish(out, there, o, i: tl.constexpr, total, biases, BITS: tl.constexpr):
-    """Plane i of the output without offset and gain, with its biases; of rows that are there."""
+    """Plane i of the output without gain, with its middle code and biases; of rows that are there."""
     gain = tl.exp2(-gain_bits(tl.zeros_like(biases).to(tl.int32) + i, BITS).to(tl.float32))
-    shift = tl.sum(total, 0) * (1.0 / 16) * OFFSET
-    o = (o - shift[None, :]) * gain[None, :] + biases[None, :]
+    shift = tl.sum(total, 0) * (1.0 / 16) * middle(BITS) + biases
+    o = o * gain[None, :] + shift[None, :]
     tl.store(out, o, mask=there[None, :])
 
 
@@ -256,7 +257,7 @@ def _pages(
             decay = tl.exp2(top - higher)
             top = higher
             total = total * decay + tl.sum(p, 0)
-            v0, v1, v2, v3, v4, v5, v6, v7 = planes(vw, vh, V_BITS, V_PLANES, ASM)
+            v0, v1, v2, v3, v4, v5, v6, v7 = planes(vw, vh, V_BITS, V_PLANES, ASM, True)
             w, t0, b0 = _weigh(p, tl.load(vn), t0, b0, ones, decay)
             o0 = tl.dot(v0, w, o0 * decay[None, :])
             if VE == 1:
