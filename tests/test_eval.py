@@ -43,7 +43,7 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
         "--context",
         "512,640",
     ]
-    options = ["--decode", "12", "--questions", "2", "--tokens", "6", "--out", str(out), "--json"]
+    options = ["--decode", "8", "--questions", "1", "--tokens", "6", "--out", str(out), "--json"]
     assert main([*command, *options, "--statistics"]) == 0
     printed = capsys.readouterr()
     brief = json.loads(printed.out.splitlines()[-1])
