@@ -93,12 +93,31 @@ def test_the_kernel_updates_as_plain_ops_do(tokens, dims, rank):
     assert close(zero, u, 1e-6) and whitening.off_orthonormal(zero) < 1e-5
 
 
+def test_batches_of_any_length_take_few_kernels():
+    """Each would be compiled, and kept: chunks of prompts teach by as many tokens as they have."""
+    built = []
+
+    def counting(**names):
+        built.append(names["name"])
+        return make(**names)
+
+    u = start()
+    for tokens in (1, 5, 17, 31, 32):
+        x = data(tokens, tokens)
+        assert close(oja.update(u, x, 0.5, make=counting), oja.update(u, x, 0.5))
+    assert len(built) == 2  # of tokens, and of the basis itself
+
+
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
     def spoiled(**names):
         call = make(**names)
         return lambda **kw: [1.001 * x for x in call(**kw)]
 
+    def spoiled_inverse(**names):
+        return spoiled(**names) if "INVERSE = 1" in names["source"] else make(**names)
+
     assert "off by" in whitening.why_not(32, 24, spoiled)
+    assert "off by" in whitening.why_not(32, 24, spoiled_inverse)
     assert "does not fit" in whitening.why_not(256, 192, make)
     assert "no GPU" in whitening.why_not(32, 24, None)
 
