@@ -6,6 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache
 from on_emulator import make
 
 from mlxkv import oja, whitening
@@ -14,6 +15,7 @@ from mlxkv.adaptive import AdaptiveKVCache
 from mlxkv.attention import _whole, attend
 from mlxkv.calibrated import sample
 from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.serve.memory import shapes_of
 
 HEADS, KV_HEADS, DIMS, RANK = 4, 2, 32, 24
 SCALE = DIMS**-0.5
@@ -364,3 +366,22 @@ def test_selection_goes_with_every_format(name):
         # A product of another shape turns them back: equal but for the last bits.
         apart = [np.abs(rows - row).max(-1).min() for row in np.array(after.reshape(-1, DIMS))]
         assert max(apart) < 1e-5
+
+
+@pytest.mark.parametrize("name", ("oja-r24", "oja-r24+int8+segments3", "int4+keep0.25"))
+def test_a_server_sets_enough_aside(name):
+    """Bases besides pages; and all pages of a prompt, which stay until it is read, and of the reply."""
+    one = cache(name)
+    feed(one, 1)
+    (shape,) = shapes_of([one])
+    assert shape.bytes_fp16(100) == shapes_of([filled_plainly(100)])[0].bytes_fp16(100)
+    for turn in range(6):
+        feed(one, 64 if turn < 2 else 40, seed=turn, chunk=64 if turn < 2 else 4)
+        asked = 0 if one._asked is None else one._asked[0].nbytes  # of so many query heads
+        assert one.nbytes - asked <= shape.bytes(one.offset, 64)
+
+
+def filled_plainly(tokens: int) -> KVCache:
+    plain = KVCache()
+    plain.update_and_fetch(data(tokens), data(tokens))
+    return plain
