@@ -15,9 +15,9 @@ from mlxkv.config import CacheConfig
 from mlxkv.metal import launch
 from mlxkv.metal.launch import Factory
 from mlxkv.transform import Transform
-from mlxkv.whitening import TINY, orthonormal, whiten, why_not
+from mlxkv.whitening import RIDGE, TINY, orthonormal, whiten, why_not
 
-RIDGE = 0.1  # as in the spec
+BATCH = 32  # batches grow to a multiple of it for the kernel: there is one for every length
 Pair = tuple[mx.array, mx.array]
 
 
@@ -47,6 +47,7 @@ def update(
 
 def _updated(u: mx.array, x: mx.array, rate: float, make: Factory) -> mx.array:
     """The same: y^T y + r I = L L^T, and y (y^T y + r I)^-1 = (y L^-T) L^-1."""
+    x = mx.pad(x, [(0, 0), (0, 0), (0, -x.shape[-2] % BATCH), (0, 0)])  # zeros teach nothing
     y, count = x @ u, x.shape[-2]
     rest = x - y @ u.swapaxes(-1, -2)
     both = whiten(y, make, RIDGE)

@@ -82,6 +82,13 @@ def same_blas(monkeypatch):
 
 
 @pytest.fixture
+def without_torch(monkeypatch):
+    """Processes that this test starts find no torch, and are there in a third of the time."""
+    paths = (str(Path(__file__).parent / "without_torch"), os.environ.get("PYTHONPATH"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+@pytest.fixture
 def loaded(model_folder):
     """The random model with a plain cache."""
     from mlxkv.models import load

@@ -136,7 +136,7 @@ def test_plans_are_checked():
     assert first == third and first["role"] == "system"
 
 
-def test_a_server_of_its_own_ends_in_good_order(model_folder):
+def test_a_server_of_its_own_ends_in_good_order(model_folder, without_torch):
     """With requests behind it, and all its threads: code 0."""
     with Served("--model", str(model_folder)) as server:
         messages = [{"role": "user", "content": "hello"}]

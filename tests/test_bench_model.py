@@ -37,7 +37,7 @@ def bench(capsys, *args) -> tuple[int, str, dict]:
 # -- real processes
 
 
-def test_the_real_command(capsys, model_folder):
+def test_the_real_command(capsys, model_folder, without_torch):
     options = ("--model", model_folder, "--kv", "fp16", "--no-mlx-lm", "--contexts", "64")
     code, out, data = bench(capsys, *options, "--tokens", 2)
     assert code == 0 and [r["preset"] for r in data["rows"]] == ["fp16"]
@@ -75,7 +75,7 @@ def test_a_model_with_rotating_caches(capsys, gemma_folder, tmp_path, monkeypatc
     assert str(gemma_folder.parent) not in file.read_text()
 
 
-def test_ctrl_c_kills_the_worker(model_folder):
+def test_ctrl_c_kills_the_worker(model_folder, without_torch):
     """SIGINT during the runs: the worker is gone, what was measured is printed."""
     command = [sys.executable, "-m", "mlxkv", "bench", "--model", str(model_folder), "--json"]
     command += ["--kv", "int4", "--contexts", "64", "--tokens", "1000000", "--no-mlx-lm"]
@@ -134,7 +134,7 @@ def test_a_worker_that_dies_is_an_answer(monkeypatch, code):
     assert all(words in answer["error"] for words in DEATHS[code])
 
 
-def test_a_worker_ends_when_nobody_waits_for_it():
+def test_a_worker_ends_when_nobody_waits_for_it(without_torch):
     request = json.dumps({"task": "about", "watched": True, "model": "tiny", "dtype": None})
     done = subprocess.run(
         [sys.executable, "-m", "mlxkv.bench.worker", request], stdin=subprocess.DEVNULL, cwd=ROOT

@@ -43,7 +43,7 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
         "--context",
         "512,640",
     ]
-    options = ["--decode", "12", "--questions", "2", "--tokens", "6", "--out", str(out), "--json"]
+    options = ["--decode", "8", "--questions", "1", "--tokens", "6", "--out", str(out), "--json"]
     assert main([*command, *options, "--statistics"]) == 0
     printed = capsys.readouterr()
     brief = json.loads(printed.out.splitlines()[-1])
@@ -106,7 +106,7 @@ def test_a_killed_run_goes_on(spec, tmp_path, capsys):
     assert workers.compute(spec, arms, parts, tmp_path) == first
 
 
-def test_processes_side_by_side_find_the_same(spec, tmp_path, same_blas):
+def test_processes_side_by_side_find_the_same(spec, tmp_path, same_blas, without_torch):
     spec = plan.Spec(spec.model, ("int4",), ("divergence", "stages"), SMALL)
     arms, parts = plan.make(spec)
     one = workers.compute(spec, arms, parts, tmp_path / "one")
@@ -250,7 +250,7 @@ def test_an_out_that_cannot_be_written(spec, tmp_path, capsys):
     assert "[--out]" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_without_matplotlib_the_report_says_so(spec, tmp_path):
+def test_without_matplotlib_the_report_says_so(spec, tmp_path, same_blas, without_torch):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from mlxkv.cli import main\n"

@@ -6,6 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache
 from on_emulator import make
 
 from mlxkv import oja, whitening
@@ -14,6 +15,7 @@ from mlxkv.adaptive import AdaptiveKVCache
 from mlxkv.attention import _whole, attend
 from mlxkv.calibrated import sample
 from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.serve.memory import shapes_of
 
 HEADS, KV_HEADS, DIMS, RANK = 4, 2, 32, 24
 SCALE = DIMS**-0.5
@@ -93,12 +95,31 @@ def test_the_kernel_updates_as_plain_ops_do(tokens, dims, rank):
     assert close(zero, u, 1e-6) and whitening.off_orthonormal(zero) < 1e-5
 
 
+def test_batches_of_any_length_take_few_kernels():
+    """Each would be compiled, and kept: chunks of prompts teach by as many tokens as they have."""
+    built = []
+
+    def counting(**names):
+        built.append(names["name"])
+        return make(**names)
+
+    u = start()
+    for tokens in (1, 5, 17, 31, 32):
+        x = data(tokens, tokens)
+        assert close(oja.update(u, x, 0.5, make=counting), oja.update(u, x, 0.5))
+    assert len(built) == 2  # of tokens, and of the basis itself
+
+
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
     def spoiled(**names):
         call = make(**names)
         return lambda **kw: [1.001 * x for x in call(**kw)]
 
+    def spoiled_inverse(**names):
+        return spoiled(**names) if "INVERSE = 1" in names["source"] else make(**names)
+
     assert "off by" in whitening.why_not(32, 24, spoiled)
+    assert "off by" in whitening.why_not(32, 24, spoiled_inverse)
     assert "does not fit" in whitening.why_not(256, 192, make)
     assert "no GPU" in whitening.why_not(32, 24, None)
 
@@ -345,3 +366,22 @@ def test_selection_goes_with_every_format(name):
         # A product of another shape turns them back: equal but for the last bits.
         apart = [np.abs(rows - row).max(-1).min() for row in np.array(after.reshape(-1, DIMS))]
         assert max(apart) < 1e-5
+
+
+@pytest.mark.parametrize("name", ("oja-r24", "oja-r24+int8+segments3", "int4+keep0.25"))
+def test_a_server_sets_enough_aside(name):
+    """Bases besides pages; and all pages of a prompt, which stay until it is read, and of the reply."""
+    one = cache(name)
+    feed(one, 1)
+    (shape,) = shapes_of([one])
+    assert shape.bytes_fp16(100) == shapes_of([filled_plainly(100)])[0].bytes_fp16(100)
+    for turn in range(6):
+        feed(one, 64 if turn < 2 else 40, seed=turn, chunk=64 if turn < 2 else 4)
+        asked = 0 if one._asked is None else one._asked[0].nbytes  # of so many query heads
+        assert one.nbytes - asked <= shape.bytes(one.offset, 64)
+
+
+def filled_plainly(tokens: int) -> KVCache:
+    plain = KVCache()
+    plain.update_and_fetch(data(tokens), data(tokens))
+    return plain

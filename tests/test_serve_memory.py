@@ -208,7 +208,7 @@ def test_a_server_within_its_bound(model_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_while_saving(model_folder, tmp_path):
+def test_killed_while_saving(model_folder, tmp_path, without_torch):
     """kill -9 at some moment of saving: the next start finds whole sessions or none."""
     command = [sys.executable, "-m", "mlxkv", "serve", "--model", str(model_folder), "--port", "0"]
     command += ["--kv-memory", "300KB", "--kv-disk", str(tmp_path)]

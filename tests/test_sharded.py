@@ -43,7 +43,7 @@ def processes(folder: Path, *command: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.slow
-def test_caches_of_a_sharded_model(tmp_path):
+def test_caches_of_a_sharded_model(tmp_path, without_torch):
     folder = write_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2)
     for code, out, err in processes(tmp_path, str(SCRIPT), str(folder), "int4"):
         assert code == 0, err
@@ -53,6 +53,6 @@ def test_caches_of_a_sharded_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_serve_says_that_it_is_one_process(tmp_path):
+def test_serve_says_that_it_is_one_process(tmp_path, without_torch):
     for code, _, err in processes(tmp_path, "-m", "mlxkv", "serve", "--port", "0"):
         assert code == 2 and "[serve] runs as one process; got 2" in err

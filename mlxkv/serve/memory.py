@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -26,6 +26,7 @@ class CacheShape:
     config: CacheConfig | None = None
     page_bytes: float = 0.0  # of one page, codes and scales
     together: bool = False  # batches decode in arrays of all
+    bases: int = 0  # bytes of bases that follow the text
 
     def bytes(self, tokens: int, chunk: int) -> int:
         """At most, spare room included. chunk: tokens of a prompt that are read at once, which a
@@ -40,7 +41,8 @@ class CacheShape:
             return int(pool.most(pages) * self.page_bytes) + self.full * held
         windows = -(-(tokens + tokens // GROWTH) // STEP) * STEP
         exact = min(c.sink + c.recent + c.page, windows)
-        return int((pages + pages // GROWTH) * self.page_bytes) + self.full * exact
+        kept = int((pages + pages // GROWTH) * self.page_bytes)
+        return kept + self.full * exact + self.bases
 
     def bytes_fp16(self, tokens: int) -> int:
         """What mlx-lm's plain cache takes in 16 bits, which grows by whole steps, too."""
@@ -64,12 +66,12 @@ def _shape(cache) -> CacheShape:
     if isinstance(cache, CompressedKVCache):
         pair = cache.keys_and_values()[0].live
         values = sum(x.shape[1] * x.shape[3] for x in pair)
-        bits = cache.config.bits_per_value(*(x.shape[3] for x in pair))
-        packed = cache.config.page * values * bits / 8
-        each = pair[0].dtype.size
-        return CacheShape(
-            *(0, each * values, 2 * values, 0, cache.config, packed), ragged.why_not(cache) is None
-        )
+        # All pages: tokens are dropped when a prompt has been read, none of the reply.
+        config, dims = cache.config, tuple(x.shape[3] for x in pair)
+        packed = config.page * values * replace(config, keep=1.0).bits_per_value(*dims) / 8
+        each, together = pair[0].dtype.size, ragged.why_not(cache) is None
+        bases = config.basis_bytes(pair[0].shape[1], *dims)
+        return CacheShape(0, each * values, 2 * values, 0, config, packed, together, bases)
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or keys.ndim != 4:
         return CacheShape(fixed=cache.nbytes)
