@@ -44,8 +44,8 @@ class Rotations:
             if side.down.ndim == 3 and side.down.shape[0] != heads:
                 raise UserError(
                     f"[attach] this calibration has maps of {side.down.shape[0]} kv heads; got {heads}, "
-                    "as of a model that was spread over processes (model.shard); choose a preset "
-                    "without calibration, such as int4"
+                    "as of a model that was spread over processes (model.shard); attach with "
+                    "group=, or choose a preset without calibration, such as int4"
                 )
 
     def __deepcopy__(self, memo):
@@ -134,6 +134,30 @@ def folded(rotations: Rotations, yes: bool = True) -> Rotations:
     made = _at_hand.get(key)
     if made is None:
         made = _at_hand[key] = replace(rotations, folded=yes)
+    return made
+
+
+def cut(rotations: Rotations, rank: int, size: int) -> Rotations:
+    """Those of the kv heads that the `rank`-th of `size` processes has, where `model.shard` of mlx-lm
+    gives each an equal run of them. Raises UserError where they cannot be shared evenly."""
+    sides = []
+    for side in (rotations.keys, rotations.values):
+        heads = side.down.shape[0] if side.down.ndim == 3 else size
+        if heads % size:
+            raise UserError(
+                f"[attach] {heads} kv heads of {rotations.layer} cannot be shared by {size} "
+                "processes; choose a number that divides them"
+            )
+        mine = slice(rank * heads // size, (rank + 1) * heads // size)
+        whole = side.down.ndim == 2
+        sides.append(side if whole else Transform(side.down[mine], side.up[mine]))
+    digest = rotations.digest and f"{rotations.digest} {rank} of {size}"
+    key = (digest, rotations.layer, rotations.kinds, rotations.folded)
+    made = _at_hand.get(key) if digest else None
+    if made is None:
+        made = Rotations(*sides, *key)
+        if digest:
+            _at_hand[key] = made
     return made
 
 

@@ -11,7 +11,9 @@ import sys
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxkv.models import load
+from mlxkv.calibrate import calibrate
+from mlxkv.config import parse_kv
+from mlxkv.models import attach, load
 
 
 def run(model) -> tuple[mx.array, int]:
@@ -27,8 +29,11 @@ def run(model) -> tuple[mx.array, int]:
 
 def main(folder: str, preset: str) -> None:
     group = mx.distributed.init(strict=True, backend="ring")
-    model = load(folder, preset).model
+    model = load(folder, "fp16").model
+    needed = calibrate(model, target="random") if parse_kv(preset).calibrated else None
+    attach(model, preset, calibration=needed)
     alone, whole = run(model)
+    attach(model, preset, calibration=needed, group=group)
     model.shard(group)
     together, part = run(model)
     error = mx.sqrt(mx.mean(mx.square(together - alone)) / mx.mean(mx.square(alone)))

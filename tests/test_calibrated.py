@@ -251,3 +251,29 @@ def test_load_refuses_the_calibration_of_another_model(model_folder, made, tmp_p
         load(str(model_folder), "oscar-int2", calibration=path)
     with pytest.raises(UserError, match="is not there"):
         load(str(model_folder), "oscar-int2", calibration=tmp_path / "b")
+
+
+class _Group:
+    """As mx.distributed has it."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+def test_maps_are_cut_to_the_heads_of_a_process():
+    model = random_model("qwen3")
+    made = calibrate.calibrate(model, target="random")
+    whole = next(iter(calibrated.of(made).values()))
+    heads = whole.keys.down.shape[0]
+    parts = [calibrated.cut(whole, rank, heads) for rank in range(heads)]
+    assert all(part.keys.down.shape[0] == part.values.up.shape[0] == 1 for part in parts)
+    joined = mx.concatenate([part.keys.down for part in parts])
+    assert mx.array_equal(joined, whole.keys.down)
+    # A cache that one process has saved is not for another, nor for the whole model.
+    assert len({whole.digest, *(part.digest for part in parts)}) == 1 + heads
+    assert calibrated.cut(whole, 0, heads) is parts[0]
+    with pytest.raises(UserError, match="cannot be shared by 5 processes"):
+        attach(model, "oscar-int2", calibration=made, group=_Group(0, 5))
+    with pytest.raises(UserError, match="--fold"):
+        attach(model, "oscar-int2", calibration=made, fold=True, group=_Group(0, 2))
+    assert "make_cache" not in vars(model)  # nothing was attached

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
@@ -59,6 +60,7 @@ def attach(
     strict: bool = False,
     calibration: Calibration | Path | str | None = None,
     fold: bool = False,
+    group: mx.distributed.Group | None = None,
 ) -> list[LayerReport]:
     """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair,
     or a configuration.
@@ -76,6 +78,9 @@ def attach(
     replaced stay in memory (`folded_bytes`), and `detach` puts them back. mlx-lm's own caches that
     were filled before hold values that this model no longer reads; ours follow.
 
+    group: the processes over which `model.shard(group)` of mlx-lm is to spread the model, afterwards:
+    caches hold this process's kv heads, and calibrated maps are cut to them.
+
     Raises UserError for an unknown preset and a calibration that does not fit; with `strict` also
     if any layer whose cache grows with the context would stay in full precision. Then the model is
     left as it was. Without `strict`, warns if nothing at all is compressed.
@@ -88,7 +93,7 @@ def attach(
         reports, places = examine(model, own, config, label)
         if strict:
             _insist(model, reports, label)
-        fitted = fit(model, config, places, label, calibration)
+        fitted = _shares(fit(model, config, places, label, calibration), group, fold)
     except BaseException:
         release(slots)
         raise
@@ -128,6 +133,22 @@ def attach(
     setattr(model, _MARK, attachment)
     setattr(model, _MAKE, make_cache)
     return reports
+
+
+def _shares(fitted: dict, group: mx.distributed.Group | None, fold: bool) -> dict:
+    """The rotations of this process's kv heads."""
+    if group is None or group.size() == 1:
+        return fitted
+    if fold:
+        raise UserError(
+            f"[--fold] turns the weights of a whole model; got a group of {group.size()} processes; "
+            "leave one of them out"
+        )
+    cut = {}
+    for place, (config, turns) in fitted.items():
+        own = turns and calibrated.cut(turns, group.rank(), group.size())
+        cut[place] = config, own
+    return cut
 
 
 def check_fold(config: CacheConfig, label: str, fold: bool) -> None:
