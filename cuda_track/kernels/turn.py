@@ -21,14 +21,13 @@ def queries_kernel(
     n, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     r, d = tl.arange(0, R), tl.arange(0, D)
-    there = n < rows
     if TURNED:
         at = up + g * up_head + r[:, None] * D + d[None, :]
-        turn = tl.load(at, mask=there & (r[:, None] >= 0), other=0.0)
-        row = tl.load(q + (head * rows + n) * D + d, mask=there & (d >= 0), other=0.0)
+        turn = tl.load(at, mask=(n + 0 * r)[:, None] < rows, other=0.0)
+        row = tl.load(q + (head * rows + n) * D + d, mask=n + 0 * d < rows, other=0.0)
         x = tl.sum(turn * row.to(tl.float32)[None, :], 1)
     else:
-        x = tl.load(q + (head * rows + n) * D + r, mask=there & (r >= 0), other=0.0).to(tl.float32)
+        x = tl.load(q + (head * rows + n) * D + r, mask=n + 0 * r < rows, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), 0)
     largest = tl.where(largest > 0, largest, 1.0)
     gain = tl.exp2(gain_bits(r // (R // PLANES), BITS).to(tl.float32))
