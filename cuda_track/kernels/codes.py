@@ -48,61 +48,43 @@ TWO_BITS = tl.constexpr("""{
 
 # The same for values: around the middle code, so that sums of them stay small. Matrix units cut off
 # the lowest bits of what they add up, which of 1024 and more would be bits of the output.
-FOUR_BITS_CENTRED = tl.constexpr("""{
-    .reg .b32 lo, hi, t, one, two;
-    mov.b32 one, 0x64086408;
-    mov.b32 two, 0x64806480;
-    prmt.b32 lo, $8, $9, 0x5410;
-    prmt.b32 hi, $8, $9, 0x7632;
-    lop3.b32 $0, lo, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $1, lo, 0x00f000f0, 0x64006400, 0xea;
-    shr.b32 t, lo, 8;
-    lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $3, t, 0x00f000f0, 0x64006400, 0xea;
-    lop3.b32 $4, hi, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $5, hi, 0x00f000f0, 0x64006400, 0xea;
-    shr.b32 t, hi, 8;
-    lop3.b32 $6, t, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $7, t, 0x00f000f0, 0x64006400, 0xea;
-    sub.rn.f16x2 $0, $0, one;
-    sub.rn.f16x2 $1, $1, two;
-    sub.rn.f16x2 $2, $2, one;
-    sub.rn.f16x2 $3, $3, two;
-    sub.rn.f16x2 $4, $4, one;
-    sub.rn.f16x2 $5, $5, two;
-    sub.rn.f16x2 $6, $6, one;
-    sub.rn.f16x2 $7, $7, two;
-}""")
-FOUR_BITS_SHORT_CENTRED = tl.constexpr("""{
-    .reg .b32 t, one, two;
-    mov.b32 one, 0x64086408;
-    mov.b32 two, 0x64806480;
-    lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
-    shr.b32 t, $4, 8;
-    lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $3, t, 0x00f000f0, 0x64006400, 0xea;
-    sub.rn.f16x2 $0, $0, one;
-    sub.rn.f16x2 $1, $1, two;
-    sub.rn.f16x2 $2, $2, one;
-    sub.rn.f16x2 $3, $3, two;
-}""")
-TWO_BITS_CENTRED = tl.constexpr("""{
-    .reg .b32 t, a, b, c, d, e;
+FOUR_BITS_SHORT_CENTRED = tl.constexpr(
+    FOUR_BITS_SHORT.value
+    + """{
+    .reg .b32 a, b;
+    mov.b32 a, 0x64086408;
+    mov.b32 b, 0x64806480;
+    sub.rn.f16x2 $0, $0, a;
+    sub.rn.f16x2 $1, $1, b;
+    sub.rn.f16x2 $2, $2, a;
+    sub.rn.f16x2 $3, $3, b;
+}"""
+)
+FOUR_BITS_CENTRED = tl.constexpr(
+    FOUR_BITS.value
+    + """{
+    .reg .b32 a, b;
+    mov.b32 a, 0x64086408;
+    mov.b32 b, 0x64806480;
+    sub.rn.f16x2 $0, $0, a;
+    sub.rn.f16x2 $1, $1, b;
+    sub.rn.f16x2 $2, $2, a;
+    sub.rn.f16x2 $3, $3, b;
+    sub.rn.f16x2 $4, $4, a;
+    sub.rn.f16x2 $5, $5, b;
+    sub.rn.f16x2 $6, $6, a;
+    sub.rn.f16x2 $7, $7, b;
+}"""
+)
+TWO_BITS_CENTRED = tl.constexpr(
+    TWO_BITS.value
+    + """{
+    .reg .b32 a, b, c, d, e;
     mov.b32 a, 0x64026402;
     mov.b32 b, 0x64086408;
     mov.b32 c, 0x64206420;
     mov.b32 d, 0x64806480;
     mov.b32 e, 0x66006600;
-    lop3.b32 $0, $8, 0x00030003, 0x64006400, 0xea;
-    lop3.b32 $1, $8, 0x000c000c, 0x64006400, 0xea;
-    lop3.b32 $2, $8, 0x00300030, 0x64006400, 0xea;
-    lop3.b32 $3, $8, 0x00c000c0, 0x64006400, 0xea;
-    lop3.b32 $4, $8, 0x03000300, 0x64006400, 0xea;
-    shr.b32 t, $8, 10;
-    lop3.b32 $5, t, 0x00030003, 0x64006400, 0xea;
-    lop3.b32 $6, t, 0x000c000c, 0x64006400, 0xea;
-    lop3.b32 $7, t, 0x00300030, 0x64006400, 0xea;
     sub.rn.f16x2 $0, $0, a;
     sub.rn.f16x2 $1, $1, b;
     sub.rn.f16x2 $2, $2, c;
@@ -111,7 +93,8 @@ TWO_BITS_CENTRED = tl.constexpr("""{
     sub.rn.f16x2 $5, $5, a;
     sub.rn.f16x2 $6, $6, b;
     sub.rn.f16x2 $7, $7, c;
-}""")
+}"""
+)
 
 
 @triton.jit
