@@ -43,11 +43,11 @@ TYPES = {
         **{"x": "*bf16", "down": "*bf16", "high": "*i8", "numbers": "*i32", "places": "*i64"},
     },
 }
-WORDS = {("int4", 128): "*i32", ("int2", 128): "*i16", ("int4", 64): "*i16"}
+WORDS = {("int4", 128): "*i16", ("int2", 128): "*i16", ("int4", 64): "*i16"}
 STRIDES = ("_stride", "_row", "_head")  # multiples of 16 in every call
 SIZES = {"R": 128, "N": 8}
 PAGES = {"T": 64, "PAGE": 64, "CHANNEL": 0, "WINDOW": 32, "MASKED": False, "ASM": True, "STAGES": 3}
-SIDE = {"BITS": 4, "PLANES": 8, "GROUPS": 2}
+SIDE = {"BITS": 4, "PLANES": 4, "GROUPS": 2}
 
 
 def both(side: dict) -> dict:
