@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cuda_track.kernels.chained import after, before
 from cuda_track.kernels.codes import OFFSET, gain_bits, halves, planes
 
 LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different lanes
@@ -133,13 +134,15 @@ def attend_kernel(
     PAGE: tl.constexpr, CHANNEL: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
-    MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits + programs of windows, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of a
     turn. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token."""
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     at = (head * tl.num_programs(0) + split) * N
+    after(CHAINED)
+    before(CHAINED)
     if split >= splits:
         _windows(
             split - splits, tl.num_programs(0) - splits,
