@@ -49,7 +49,7 @@ WORDS = {("int4", 128): "*i16", ("int2", 128): "*i16", ("int4", 64): "*i16"}
 STRIDES = ("_stride", "_row", "_head")  # multiples of 16 in every call
 SIZES = {"R": 128, "N": 8}
 PAGES = {"T": 64, "PAGE": 64, "CHANNEL": 0, "WINDOW": 32, "MASKED": False, "ASM": True}
-PAGES |= {"STAGES": 3, "CHAINED": True}
+PAGES |= {"STAGES": 3, "CHAINED": True, "EARLY": False}
 SIDE = {"BITS": 4, "PLANES": 4, "GROUPS": 2}
 
 

@@ -25,9 +25,9 @@ SEALED = 128  # tokens that a program encodes at most
 SEAL_BLOCK, SEAL_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
 WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times more for its pages
 FEW = 132  # programs that merge, below which a row has several
-MANY = 1024  # rows of queries, above which a program takes LEAST_ROWS before and after attention
+MANY = 256  # rows of queries, above which a program takes LEAST_ROWS before and after attention
 MERGED = 1 << 14  # numbers that a program which merges holds at a time
-WAVES, WAVE_PAGES = 4, 48  # of programs at most, and pages of one at least where there are several
+LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LOG2E = math.log2(math.e)
 
@@ -64,12 +64,13 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
 class Launch:
     """How `attend_kernel` is launched: warps of a program, programs of one multiprocessor that splits
     are made for, stages of its pipeline, registers of a thread at most (0: as the compiler likes),
-    whether codes are unpacked by PTX."""
+    whether the kernel behind it takes its place while it runs, whether codes are unpacked by PTX."""
 
     warps: int = 1
     programs: int = 10
     stages: int = 3
     registers: int = 0
+    early: bool = False
     asm: bool = True
 
 
@@ -79,8 +80,8 @@ LAUNCHES: dict[tuple[int, int], Launch] = {
     (64, 2): Launch(1, 8, 5, 168),
     (128, 4): Launch(1, 8, 5),
     (128, 2): Launch(1, 8, 5),
-    (256, 4): Launch(2, 2, 5),
-    (256, 2): Launch(2, 2, 5),
+    (256, 4): Launch(2, 2, 5, early=True),
+    (256, 2): Launch(2, 2, 5, early=True),
 }
 
 
@@ -110,13 +111,15 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def splits(pages: int, heads: int, device: torch.device, programs: int) -> tuple[int, int]:
+def splits(
+    pages: int, page: int, heads: int, device: torch.device, programs: int
+) -> tuple[int, int]:
     """Programs that share the pages of a row, none without a page, and those that share its windows.
-    heads: kv heads in all. All are at work at the same time, or there are several waves of them."""
+    heads: kv heads in all; page: tokens of one. All are at work at the same time, or they are short."""
     slots = max(1, _processors(device) * programs)
     windows = WINDOWS if slots >= WINDOWS * SLOTS * heads else 1
-    waves = max(1, min(WAVES, pages * heads // slots // WAVE_PAGES))
-    return max(1, min(pages, waves * slots // heads - windows)), windows
+    parts = max(slots // heads - windows, -(-pages * page // LONGEST))
+    return max(1, min(pages, parts)), windows
 
 
 def attend(
@@ -149,7 +152,9 @@ def attend(
     device, kw = queries.device, {"device": queries.device}
     chained = _chained(device)
     key_groups = 1 if key_side.channel else key_side.groups  # of a token
-    parts, around = splits(pages.table.shape[1], batch * kv_heads, device, how.programs)
+    parts, around = splits(
+        pages.table.shape[1], key_side.page, batch * kv_heads, device, how.programs
+    )
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
     sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
@@ -192,6 +197,7 @@ def attend(
         MASKED=seen is not None,
         ASM=how.asm and not interpreted() and torch.version.hip is None,
         STAGES=how.stages,
+        EARLY=how.early,
         num_warps=how.warps,
         **chained,
         **({"maxnreg": how.registers} if how.registers and not interpreted() else {}),
@@ -218,7 +224,7 @@ def attend(
         **{"TURNED": turns[1] is not None, "SINKS": sinks is not None},
         **together,
         **chained,
-        num_warps=8 if many else 16,
+        num_warps=16 if not many and grid * kv_heads * batch <= FEW else 8,
     )
     return result
 

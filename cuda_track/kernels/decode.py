@@ -134,7 +134,8 @@ def attend_kernel(
     PAGE: tl.constexpr, CHANNEL: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
-    MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits + programs of windows, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of a
     turn. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token."""
@@ -142,7 +143,7 @@ def attend_kernel(
     head = b.to(tl.int64) * tl.num_programs(1) + g
     at = (head * tl.num_programs(0) + split) * N
     after(CHAINED)
-    before(CHAINED)
+    before(CHAINED and EARLY)
     if split >= splits:
         _windows(
             split - splits, tl.num_programs(0) - splits,
@@ -161,6 +162,7 @@ def attend_kernel(
             R, N, T, PAGE, CHANNEL, K_BITS, K_PLANES, K_GROUPS, V_BITS, V_PLANES, V_GROUPS,
             MASKED, ASM, STAGES,
         )  # fmt: skip
+    before(CHAINED and not EARLY)
 
 
 @triton.jit
