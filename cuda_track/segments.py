@@ -17,7 +17,7 @@ from cuda_track.codec import Codec, Stored
 from cuda_track.kernels.pool import Paged, PoolPages
 from cuda_track.oja import following
 from cuda_track.sealed import NAMES, CodePages, Codes, Pair
-from mlxkv.formats_lowrank import STAY, LowRank
+from mlxkv.formats_lowrank import STAY, LowRank, joining
 
 Make = Callable[[Rotations | None], Codes | Paged]
 # (first page, pages) -> positions [B, G, N] of those that stay, and whether they are of pages; else
@@ -89,8 +89,8 @@ class Segments:
         return made
 
     def _merge(self) -> None:
-        """Transport the run of the fewest pages into the basis of the next one."""
-        at = min(range(len(self.runs) - 1), key=lambda i: (self.runs[i].count, -i))
+        """Transport a run into the basis of the next one."""
+        at = joining([run.count for run in self.runs])
         run, after = self.runs[at : at + 2]
         moved = transported(run, after.codecs)
         if after.count:

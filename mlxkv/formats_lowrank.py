@@ -6,12 +6,14 @@ Letters as in `mlxkv.config`; no framework is imported here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from mlxkv.errors import UserError
 
 TRANSPORT, SEGMENTS, STAY = "transport", "segments", "stay"
 STORED = (TRANSPORT, SEGMENTS, STAY)
 LEAST = 8  # stored dims
+SETTLED = 32  # pages that a run may have and still be moved at every step
 
 
 @dataclass(frozen=True)
@@ -104,3 +106,12 @@ class LowRank:
         if self.dims(head_dim) > head_dim:
             return f"rank {self.rank} is more than the {head_dim} dims of a head"
         return None
+
+
+def joining(counts: list[int]) -> int:
+    """Which of runs of so many pages joins the next one: that of the fewest, of which the later. But the
+    last before the new one would be moved again and again: a long one is joined by that before it."""
+    last = len(counts) - 2
+    at = min(range(last + 1), key=lambda i: (counts[i], -i))
+    settled = at == last > 0 and counts[at] > max(SETTLED, isqrt(8 * counts[at - 1]))
+    return at - 1 if settled else at

@@ -61,17 +61,33 @@ def taught(
     now: Rotations, config: CacheConfig, batch: Pair, prompt: bool, heads: tuple[int, int]
 ) -> Rotations:
     """`now` after a batch of keys and values [B, G, N, D], of a prompt or decoded. heads: (B, G)."""
-    made = {}
+    made, todo = {}, []
     for name, x in zip(("keys", "values"), batch, strict=True):
         side = getattr(config, name)
         if not side.follows:
             continue
         rate = side.low.prefill_rate if prompt else side.low.decode_rate
         if rate:
-            u, make = whole(getattr(now, name), heads), launch.factory()
-            make = None if why_not(*u.shape[-2:], make) else make
-            made[name] = following(update(u, x, rate, side.low.raw, make))
-    return replace(now, **made) if made else now
+            todo.append((name, whole(getattr(now, name), heads), x, rate, side.low.raw))
+    if len(todo) == 2 and _alike(*todo):  # one kernel for both takes the time of one
+        (keys, *first), (values, *second) = todo
+        u, x = (mx.concatenate(pair) for pair in zip(first[:2], second[:2], strict=True))
+        made[keys], made[values] = mx.split(_update(u, x, *first[2:]), 2)
+    else:
+        made |= {name: _update(*rest) for name, *rest in todo}
+    return replace(now, **{n: following(u) for n, u in made.items()}) if made else now
+
+
+def _alike(one: tuple, other: tuple) -> bool:
+    return (
+        one[1].shape == other[1].shape and one[2].shape == other[2].shape and one[3:] == other[3:]
+    )
+
+
+def _update(u: mx.array, x: mx.array, rate: float, raw: bool) -> mx.array:
+    """By kernels where they run."""
+    make = launch.factory()
+    return update(u, x, rate, raw, None if why_not(*u.shape[-2:], make) else make)
 
 
 def whole(transform: Transform, heads: tuple[int, int]) -> mx.array:

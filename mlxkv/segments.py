@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored
-from mlxkv.formats_lowrank import STAY, LowRank
+from mlxkv.formats_lowrank import STAY, LowRank, joining
 from mlxkv.oja import following
 from mlxkv.sealed import NAMES, CodePages, Codes, Pair, RecordPages, Records, codes_of
 
@@ -93,8 +93,8 @@ class Segments:
         return made
 
     def _merge(self) -> None:
-        """Transport the run of the fewest pages into the basis of the next one."""
-        at = min(range(len(self.runs) - 1), key=lambda i: (self.runs[i].count, -i))
+        """Transport a run into the basis of the next one."""
+        at = joining([run.count for run in self.runs])
         run, after = self.runs[at : at + 2]
         made = self.make(self.bases[at + 1])
         if count := run.count + after.count:
