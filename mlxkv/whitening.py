@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxkv.metal.launch import Factory, launch
 
-SIMDGROUPS = 8
+SIMDGROUPS = 16
 SHARED_BYTES = 31 << 10  # of threadgroup memory for the triangle, of 32 KiB
 TINY = float(np.finfo(np.float32).tiny)
 RIDGE = 0.1  # of `oja.update`, as in the spec
