@@ -27,6 +27,7 @@ from mlxkv.serve.disk import Disk
 from mlxkv.serve.memory import Memory, shapes_of
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import Options
+from mlxkv.serve.ranks import Ranks, end_together
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.sessions import Sessions
 
@@ -47,6 +48,9 @@ class Ticket:
     given_up: bool = False
     line: Queue = field(default_factory=Queue, repr=False)
 
+    def __reduce__(self):
+        return Ticket, ()  # in another process, where nobody waits
+
     def drop(self) -> None:
         """Stop what lies in the line, which nobody reads."""
         while not self.line.empty():
@@ -56,23 +60,24 @@ class Ticket:
 class Provider:
     """The one model, where mlx-lm's `ModelProvider` has any that a request names."""
 
-    def __init__(self, options: Options):
-        self.options = options
+    def __init__(self, options: Options, group: mx.distributed.Group | None = None):
+        self.options, self.group = options, group
         self.cli_args = _arguments(options)
         self.loaded: Loaded | None = None
         self.model = self.tokenizer = self.processor = self.draft_model = None
         self.model_key = "the model"
         self.is_batchable = False
 
-    def load_default(self) -> None:
-        """In the generation thread: arrays are computed where they were made."""
+    def load_default(self) -> str:
+        """In the generation thread: arrays are computed where they were made. The model's fingerprint."""
         o = self.options
-        loaded = load(o.model, o.kv, o.kv_strict, o.dtype, o.calibration, fold=o.fold)
+        loaded = load(o.model, o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
         mixed = any(r.compressed for r in loaded.layers) and left_out(loaded.layers)
         caches = make_prompt_cache(self.model)
         # Masks of one kind of batched cache do not fit the other: such a model runs one by one.
         self.is_batchable = not mixed and all(hasattr(cache, "merge") for cache in caches)
+        return loaded.fingerprint
 
     def load(self, model, adapter=None, draft=None):
         """The model, whatever name: names were checked before."""
@@ -98,7 +103,8 @@ class Engine(server.ResponseGenerator):
         self.kv_bytes = self.kv_bytes_fp16 = 0  # of caches in use, and what 16 bits would take
         self._measured = 0.0
         self.waiting = local()  # `check`: called by a thread that waits; raises to give up
-        super().__init__(Provider(options), None)
+        self.ranks, self._ending = Ranks(), False
+        super().__init__(Provider(options, self.ranks.group), None)
 
     def started(self) -> Loaded:
         """The loaded model. Raises what loading raised."""
@@ -118,7 +124,7 @@ class Engine(server.ResponseGenerator):
 
     def _serve(self) -> None:
         try:
-            self.model_provider.load_default()
+            self.ranks.start(self.model_provider.load_default)
             self._prepare()
         except Exception as error:
             self.problem = error
@@ -129,12 +135,28 @@ class Engine(server.ResponseGenerator):
         self.model_provider.load_default = lambda: None
         while not self._stop:
             try:
-                _loop(self)()
+                _with_names(self, "_generate", BatchGenerator=partial(Batches, self))()
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
                 self._fail(error)
+                if self.ranks.many:  # they are no longer in step
+                    self.problem = MachineError(f"[serve] generation failed: {error}")
+                    return
         self.sessions.close()
+
+    def _share_object(self, obj):
+        """As mlx-lm's, and whether this is the end."""
+        if self.ranks.many:
+            obj, self._stop = self.ranks.share((obj, self._ending))
+        return obj
+
+    def stop_and_join(self) -> None:
+        if not self.ranks.many:
+            super().stop_and_join()
+            return
+        self._ending = True
+        end_together(self._generation_thread)
 
     def _prepare(self) -> None:
         loaded = self.model_provider.loaded
@@ -152,11 +174,12 @@ class Engine(server.ResponseGenerator):
         if folder and self.options.reuse:
             disk = Disk(folder, self.options.disk_bytes, loaded)
         self.memory = Memory(
-            *(bound, shapes_of(caches), self.cli_args.prefill_step_size),
+            *(self.ranks.least(bound), shapes_of(caches), self.cli_args.prefill_step_size),
             batched=self.model_provider.is_batchable,
         )
         self.sessions = Sessions(
-            self.memory, lambda: make_prompt_cache(loaded.model), disk, self.options.reuse
+            *(self.memory, lambda: make_prompt_cache(loaded.model), disk, self.options.reuse),
+            agree=self.ranks.most,
         )
         self.prompt_cache = _Watched(self)
 
@@ -185,6 +208,17 @@ class Engine(server.ResponseGenerator):
     def _tokenize(self, tokenizer, request, args):
         """As mlx-lm's, then: does it fit? What is raised here goes back to the client."""
         self._ticket, ticket = None, getattr(request, "ticket", None) or Ticket()
+        found = self.ranks.decide(lambda: self._read(tokenizer, request, args, ticket))
+        prompt, limit = found[0], self.model_provider.loaded.context
+        if limit:
+            args.max_tokens = min(args.max_tokens, limit - len(prompt))
+        ticket.prompt_tokens = len(prompt)
+        self.memory.promise(id(ticket), len(prompt) + args.max_tokens)
+        self._ticket = ticket
+        return found
+
+    def _read(self, tokenizer, request, args, ticket: Ticket):
+        """The tokens of a request: templates may look at the clock, clients may have left."""
         if ticket.given_up:
             raise Refused(504, "[serve] given up before it began", "timeout")
         for word in args.stop_words:
@@ -206,17 +240,17 @@ class Engine(server.ResponseGenerator):
                 f"{limit}, the reply included",
                 "context_length_exceeded",
             )
-        if limit:
-            args.max_tokens = min(args.max_tokens, limit - len(prompt))
-        ticket.prompt_tokens = len(prompt)
-        self.memory.promise(id(ticket), len(prompt) + args.max_tokens)
-        self._ticket = ticket
         return found
 
     def _serve_single(self, request, *args) -> None:
         self._ticket = None
+        line, *rest = request
+        line = self.ranks.line(line, lambda: self._ending)
+        serve = _with_names(
+            self, "_serve_single", _make_sampler=self.ranks.sampler(server._make_sampler)
+        )
         try:
-            super()._serve_single(request, *args)
+            serve((line, *rest), *args)
         finally:
             if self._ticket is not None:
                 self.memory.release(id(self._ticket))
@@ -229,6 +263,12 @@ class Engine(server.ResponseGenerator):
         self.tickets[uid].cache = None  # the batch has it
         if self.tickets[uid].given_up:  # while its cache was looked for
             self.tickets[uid].drop()
+
+    def agree(self, batch) -> None:
+        """The tokens that come next are those of rank 0."""
+        if self.ranks.many and batch.uids:
+            batch._next_tokens = self.ranks.tokens(batch._next_tokens)
+            mx.async_eval(batch._next_tokens)
 
     def left(self, uid: int) -> Ticket | None:
         """A sequence has left the batch."""
@@ -315,6 +355,7 @@ class Batches(server.BatchGenerator):
 
     def next(self):
         read, written = super().next()
+        self.engine.agree(self._generation_batch)
         for response in written:
             if response.finish_reason is not None and (ticket := self.engine.left(response.uid)):
                 ticket.kv_bytes = sum(cache.nbytes for cache in response.prompt_cache)
@@ -330,12 +371,11 @@ class Batches(server.BatchGenerator):
         return found
 
 
-def _loop(engine: Engine) -> Callable[[], None]:
-    """mlx-lm's generation loop as it is, but for the class of its batches: they are a variable
-    inside it, and nothing else leads to them."""
-    loop = server.ResponseGenerator._generate
-    names = vars(server) | {"BatchGenerator": partial(Batches, engine)}
-    return MethodType(FunctionType(loop.__code__, names, loop.__name__), engine)
+def _with_names(engine: Engine, method: str, **names) -> Callable:
+    """A method of mlx-lm's as it is, but for some names inside it that nothing else leads to: the class
+    of its batches, the maker of its samplers."""
+    found = getattr(server.ResponseGenerator, method)
+    return MethodType(FunctionType(found.__code__, vars(server) | names, method), engine)
 
 
 def _arguments(options: Options) -> Namespace:

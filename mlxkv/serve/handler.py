@@ -74,6 +74,7 @@ class Site:
             "version": __version__,
             "context": loaded.context,
             "batched": engine.model_provider.is_batchable,
+            "processes": engine.ranks.size,  # bytes are of one of them
             "report": loaded.report(),
             "layers": [asdict(layer) for layer in loaded.layers],
             "memory": {

@@ -32,6 +32,9 @@ class Refused(Exception):
         self.status, self.message, self.code = status, message, code
         self.retry, self.details = retry, details or {}
 
+    def __reduce__(self):
+        return Refused, (self.status, self.message, self.code, self.retry, self.details)
+
     def body(self) -> dict:
         """As OpenAI's clients read it."""
         kind = KINDS.get(self.status, "server_error")

@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlxkv.console import human_bytes, note
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
+from mlxkv.serve import ranks
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.handler import Handler, Site
 from mlxkv.serve.metrics import Metrics
@@ -67,6 +68,10 @@ class Server(ThreadingHTTPServer):
         else:
             logging.error("a connection failed", exc_info=error)
 
+    def service_actions(self):
+        if self.engine.problem is not None:  # the generation thread has ended for good
+            raise self.engine.problem
+
     def close(self) -> None:
         """End: sessions go to disk, where there is one."""
         self.server_close()
@@ -85,12 +90,15 @@ def _address(options: Options) -> tuple[socket.AddressFamily, tuple]:
 
 def run(options: Options) -> None:
     """The command: serves until Ctrl-C or SIGTERM."""
-    if (size := mx.distributed.init().size()) > 1:
-        raise UserError(
-            f"[serve] runs as one process; got {size} by mlx.launch; to shard a model, use mlx-lm's "
-            "own mlx_lm.server, or one machine"
-        )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    group = mx.distributed.init()
+    if group.size() > 1 and options.disk_folder:
+        raise UserError(
+            f"[--kv-disk] keeps sessions of one process; got {group.size()} by mlx.launch; leave it out"
+        )
+    if group.rank():
+        _follow(options)
+        return
     try:
         server = Server(options)
     except OSError as error:
@@ -102,7 +110,10 @@ def run(options: Options) -> None:
     for line in loaded.report():
         note(f"  {line}")
     each = memory.need(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
-    note(f"  caches: at most {human_bytes(memory.bound)}; 16k tokens take {each:.0%} of 16 bits")
+    where = f" in each of {size} processes" if (size := group.size()) > 1 else ""
+    note(
+        f"  caches: at most {human_bytes(memory.bound)}{where}; 16k tokens take {each:.0%} of 16 bits"
+    )
     if not server.engine.model_provider.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")
     note(f"chat: {server.url}/   API: {server.url}/v1   Ctrl-C ends it")
@@ -113,6 +124,16 @@ def run(options: Options) -> None:
         note("ending: sessions are put away")
     finally:
         server.close()
+
+
+def _follow(options: Options) -> None:
+    """A process without clients: it does what rank 0 does, and ends with it."""
+    ranks.follow()
+    engine = Engine(options, Metrics())
+    engine.started()
+    engine.join()
+    if engine.problem is not None:
+        raise engine.problem
 
 
 def _interrupt(*_) -> None:

@@ -1,0 +1,156 @@
+"""One model over several processes (mlx.launch), each with its share of the kv heads.
+
+Rank 0 alone has clients. All go through the same steps in the same order: what depends on a clock, a
+socket, a thread, a template or on bytes of this machine is told by one process to all, or agreed on;
+what follows from things told (which request fits, which session is found, who is evicted) each works
+out for itself. All methods, but those of the end, are for the generation thread: what it asks here,
+that of every other process has to ask, too.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from importlib.metadata import version
+from queue import Queue
+from threading import Event, Thread, Timer
+from typing import TypeVar
+
+import mlx.core as mx
+from mlx_lm import server
+
+from mlxkv import __version__
+from mlxkv.console import note
+from mlxkv.errors import MachineError
+
+T = TypeVar("T")
+PATIENCE = 30.0  # seconds for an end in good order
+
+
+class Ranks:
+    """This process among its group; with one process, every method does nothing more than it must.
+
+    many: whether there are others. group: None without them.
+    """
+
+    def __init__(self):
+        group = mx.distributed.init()
+        self.rank, self.size = group.rank(), group.size()
+        self.many = self.size > 1
+        self.group = group if self.many else None
+
+    def share(self, thing: T) -> T:
+        """Rank 0's `thing`, which can be pickled."""
+        if not self.many:
+            return thing
+        data = pickle.dumps(thing) if self.rank == 0 else b""
+        size = mx.distributed.all_sum(len(data)).item()
+        own = mx.array(data) if data else mx.zeros(size, mx.uint8)
+        told = bytes(memoryview(mx.distributed.all_sum(own)))
+        return thing if self.rank == 0 else pickle.loads(told)
+
+    def decide(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises, on rank 0: the others do not run it."""
+        if not self.many:
+            return work()
+        found, error = None, None
+        if self.rank == 0:
+            try:
+                found = work()
+            except Exception as raised:
+                error = raised
+        found, error = self.share((found, error))
+        if error is not None:
+            raise error
+        return found
+
+    def most(self, number: int) -> int:
+        """The largest of all processes' numbers."""
+        return max(self._all(number))
+
+    def least(self, number: int) -> int:
+        return min(self._all(number))
+
+    def _all(self, number: int) -> list[int]:
+        if not self.many:
+            return [number]
+        return mx.distributed.all_gather(mx.array([number], mx.int64)).tolist()
+
+    def tokens(self, drawn: mx.array) -> mx.array:
+        """Rank 0's tokens: logits of unlike machines differ in the last bit. drawn: [B]."""
+        if not self.many:
+            return drawn
+        return mx.distributed.all_sum(drawn if self.rank == 0 else mx.zeros_like(drawn))
+
+    def start(self, load: Callable[[], str]) -> None:
+        """Load the model, here and elsewhere. load: returns what tells it from others. Raises what that
+        raised, and MachineError where it raised, or returned something else, in another process."""
+        if not self.many:
+            load()
+            return
+        error, mark = None, None
+        try:
+            mark = load(), __version__, version("mlx-lm"), version("mlx")
+        except Exception as raised:
+            error = raised
+        told = self.share(mark)
+        fine = self.least(error is None and mark == told)
+        if error is not None:
+            raise error
+        if not fine:
+            raise MachineError(
+                "[serve] another process could not load the model, and says why, or has another model "
+                f"or other versions than rank 0; got {mark} in rank {self.rank}"
+            )
+
+    def line(self, line: Queue, ending: Callable[[], bool]) -> Queue | Line:
+        """Where a reply goes that is written alone. ending: whether rank 0 is about to end."""
+        return Line(self, line, ending) if self.many else line
+
+    def sampler(self, make: Callable) -> Callable:
+        """mlx-lm's maker of samplers, whose tokens are then those of rank 0."""
+
+        def made(*args):
+            draw = make(*args)
+            return lambda logprobs: self.tokens(draw(logprobs))
+
+        return made if self.many else make
+
+
+class Line:
+    """A queue that asks rank 0 at every token whether its reader has left."""
+
+    def __init__(self, ranks: Ranks, line: Queue, ending: Callable[[], bool]):
+        self._ranks, self._line, self._ending, self._left = ranks, line, ending, Event()
+
+    def put(self, item) -> None:
+        if isinstance(item, server.GenerationContext):
+            item.stop = self._left.set  # the thread that serves the client calls it
+        stop = self._left.is_set() or self._ending()
+        if isinstance(item, server.Response) and self._ranks.most(stop):
+            raise ConnectionAbortedError("the client has left")
+        self._line.put(item)
+
+
+def end_together(work: Thread) -> None:
+    """Wait for the thread that ends with those of the other processes, but not for ever: one of them
+    may be lost, and not every backend says so."""
+    work.join(PATIENCE)
+    if work.is_alive():
+        note(f"[serve] the other processes did not end within {PATIENCE:g} s; this one ends alone")
+        os._exit(1)
+
+
+def follow() -> None:
+    """Signals of a process other than rank 0: Ctrl-C reaches rank 0, too, which ends all; whoever
+    asks this one alone (mlx.launch, when another is lost) gets its end a little later."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: _later(PATIENCE / 3))
+
+
+def _later(seconds: float) -> None:
+    timer = Timer(seconds, os._exit, [1])
+    timer.daemon = True
+    timer.start()
