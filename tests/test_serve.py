@@ -28,8 +28,8 @@ def server(model_folder):
         yield running
 
 
-def until(condition) -> None:
-    for _ in range(2000):
+def until(condition, seconds: float = 10) -> None:
+    for _ in range(int(seconds * 200)):
         if condition():
             return
         time.sleep(0.005)

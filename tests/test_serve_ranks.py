@@ -1,0 +1,204 @@
+"""`mlxkv serve` as two processes with half of the kv heads each: replies of one process, in step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from queue import Queue
+from threading import Barrier
+from types import SimpleNamespace
+
+import pytest
+from mlx_lm.server import Response
+from random_model import write_model
+from serving import complete, get, refused, send, serving, text_of
+from test_serve import settled, until
+
+from mlxkv.errors import MachineError, UserError
+from mlxkv.models import load
+from mlxkv.serve.ranks import Line, Ranks
+from mlxkv.serve.refusals import Refused
+
+LONG = "All work and no play. " * 14  # 308 tokens: several pages
+PROMPTS = [f"{i} " + LONG[: 60 * i] for i in range(6)]
+ENDLESS = {"prompt": LONG, "max_tokens": 1500, "logit_bias": {"257": -100}}
+
+
+@contextmanager
+def two_processes(folder: Path, *options: str):
+    """Rank 0's address, and both processes."""
+    with ExitStack() as stack:
+        lines = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for line in lines:
+            line.bind(("127.0.0.1", 0))
+        hosts = [[f"127.0.0.1:{line.getsockname()[1]}"] for line in lines]
+    (folder / "hosts.json").write_text(json.dumps(hosts))
+    command = (sys.executable, "-m", "mlxkv", "serve", "--model", str(folder), "--port", "0")
+    running = []
+    for i in range(2):
+        env = os.environ | {"MLX_RANK": str(i), "MLX_HOSTFILE": str(folder / "hosts.json")}
+        with (folder / f"{i}.txt").open("w") as said:
+            running.append(subprocess.Popen([*command, *options], env=env, stderr=said))
+
+    def port():
+        over = [one.poll() for one in running] != [None, None]
+        said = (folder / "0.txt").read_text()
+        assert not over, said + (folder / "1.txt").read_text()
+        return re.search(r"chat: http://127\.0\.0\.1:(\d+)/", said)
+
+    try:
+        until(port, seconds=60)
+        yield SimpleNamespace(server_address=("127.0.0.1", int(port()[1])), running=running)
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("ranks") / "model"
+    return write_model(path, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.mark.slow
+def test_two_processes_reply_as_one(folder, without_torch):
+    with serving(folder) as one:
+        alone = [text_of(complete(one, prompt, 12 + i)) for i, prompt in enumerate(PROMPTS)]
+        turns = [text_of(complete(one, LONG, 9))]
+        turns += [text_of(complete(one, LONG + turns[0] + "And then?", 9))]
+        drawn = text_of(complete(one, "abc", 16, temperature=1, seed=1))
+        whole = complete(one, LONG, 9)["kv"]["bytes"]
+    with two_processes(folder, "--kv-memory", "1400KB") as both:
+        with ThreadPoolExecutor(8) as pool:
+            jobs = [pool.submit(complete, both, p, 12 + i) for i, p in enumerate(PROMPTS)]
+            assert [text_of(job.result()) for job in jobs] == alone
+        with ExitStack() as readers:
+            for _ in range(3):
+                readers.enter_context(reading(both))
+            assert refused(both, 503, **ENDLESS)["code"] == "kv_memory_busy"
+        with reading(both, seed=1):  # served alone
+            pass
+        found = settled(both)
+        assert found["processes"] == 2 and found["sessions"]["evicted"] > 0
+        assert found["memory"]["bytes"] <= found["memory"]["bound_bytes"] == 1400 << 10
+
+        assert text_of(complete(both, LONG, 9)) == turns[0]
+        second = complete(both, LONG + turns[0] + "And then?", 9)
+        assert text_of(second) == turns[1] and second["kv"]["cached_tokens"] == len(LONG)
+        assert complete(both, LONG, 9)["kv"]["bytes"] * 2 == whole
+        assert text_of(complete(both, "abc", 16, temperature=1, seed=1)) == drawn
+
+        assert refused(both, 400, prompt="")["code"] == "invalid_value"
+        assert text_of(complete(both, PROMPTS[3], 15)) == alone[3]
+        both.running[0].send_signal(signal.SIGTERM)
+        assert [process.wait(30) for process in both.running] == [0, 0]
+    assert "Traceback" not in (folder / "0.txt").read_text() + (folder / "1.txt").read_text()
+
+
+@contextmanager
+def reading(server, **more):
+    """A client that hangs up in the middle of its reply."""
+    data = json.dumps(ENDLESS | more | {"stream": True}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    with socket.create_connection(server.server_address) as line:
+        line.sendall(head.encode() + data)
+        assert line.recv(12).endswith(b" 200")
+        yield
+
+
+@pytest.mark.slow
+def test_a_lost_process_ends_the_other(folder, without_torch):
+    with two_processes(folder) as both:
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(send, both, "POST", "/v1/completions", ENDLESS)
+            until(lambda: get(both, "/v1/kv")["memory"]["promised_bytes"])
+            both.running[1].kill()
+            status, _, data = job.result()
+        assert status == 500 and "generation failed" in json.loads(data)["error"]["message"]
+        assert both.running[0].wait(30) == 1
+    assert "[serve] generation failed" in (folder / "0.txt").read_text().splitlines()[-1]
+
+
+# -- two processes' words, in two threads
+
+
+class Pair(Ranks):
+    """One of two that meet at a barrier where processes would sum."""
+
+    def __init__(self, rank: int, barrier: Barrier, table: dict):
+        self.rank, self.size, self.many, self.group = rank, 2, True, None
+        self.barrier, self.table = barrier, table
+
+    def _meet(self, thing) -> list:
+        self.barrier.wait(10)
+        self.table[self.rank] = thing
+        self.barrier.wait(10)
+        return [self.table[0], self.table[1]]
+
+    def share(self, thing):
+        return self._meet(thing)[0]
+
+    def _all(self, number):
+        return self._meet(int(number))
+
+
+def both_do(*works) -> list:
+    """What each of two works returns for its Ranks, or raises."""
+    barrier, table = Barrier(2), {}
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(work, Pair(i, barrier, table)) for i, work in enumerate(works)]
+        return [job.exception(20) or job.result() for job in jobs]
+
+
+def test_a_model_that_one_process_cannot_load():
+    def broken():
+        raise UserError("[load] no such file; got a/b")
+
+    errors = both_do(lambda r: r.start(lambda: "a"), lambda r: r.start(broken))
+    assert isinstance(errors[0], MachineError) and isinstance(errors[1], UserError)
+    errors = both_do(lambda r: r.start(lambda: "a"), lambda r: r.start(lambda: "b"))
+    assert all("another model" in str(error) for error in errors)
+    assert both_do(*[lambda r: r.start(lambda: "a")] * 2) == [None, None]
+
+
+def test_rank_0_decides_and_refuses_for_all():
+    def refuse():
+        raise Refused(400, "[prompt] no", "invalid_value")
+
+    works = [lambda r: r.decide(lambda: [r.rank])] * 2
+    assert both_do(*works) == [[0], [0]]
+    errors = both_do(lambda r: r.decide(refuse), lambda r: r.decide(None))
+    assert [(e.status, e.code) for e in errors] == [(400, "invalid_value")] * 2
+
+
+def test_a_reply_that_is_written_alone_ends_in_all_processes():
+    token = Response("a", 1, 0.0, None, ())
+
+    def write(ranks: Ranks) -> int:
+        queue = Queue()
+        line = Line(ranks, queue, lambda: ranks.rank == 0 and queue.qsize() == 3)
+        with pytest.raises(ConnectionAbortedError):
+            for _ in range(9):
+                line.put(token)
+        return queue.qsize()
+
+    assert both_do(write, write) == [3, 3]
+
+
+def test_models_that_cannot_be_spread(model_folder):
+    two = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    with pytest.raises(UserError, match="gemma3_text for 2 processes"):
+        load("tiny", group=two)
+    with pytest.raises(UserError, match="kv heads cannot be shared evenly; got 1 of them"):
+        load(str(model_folder), group=two)
