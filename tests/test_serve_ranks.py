@@ -16,7 +16,9 @@ from queue import Queue
 from threading import Barrier
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import Response
 from random_model import write_model
 from serving import complete, get, refused, send, serving, text_of
@@ -24,6 +26,7 @@ from test_serve import settled, until
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
+from mlxkv.serve.disk import Disk, open_disk
 from mlxkv.serve.ranks import Line, Ranks
 from mlxkv.serve.refusals import Refused
 
@@ -70,14 +73,15 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_processes_reply_as_one(folder, without_torch):
+def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
     with serving(folder) as one:
         alone = [text_of(complete(one, prompt, 12 + i)) for i, prompt in enumerate(PROMPTS)]
         turns = [text_of(complete(one, LONG, 9))]
         turns += [text_of(complete(one, LONG + turns[0] + "And then?", 9))]
         drawn = text_of(complete(one, "abc", 16, temperature=1, seed=1))
         whole = complete(one, LONG, 9)["kv"]["bytes"]
-    with two_processes(folder, "--kv-memory", "1400KB") as both:
+    options = ("--kv-memory", "1400KB", "--kv-disk", str(tmp_path))
+    with two_processes(folder, *options) as both:
         with ThreadPoolExecutor(8) as pool:
             jobs = [pool.submit(complete, both, p, 12 + i) for i, p in enumerate(PROMPTS)]
             assert [text_of(job.result()) for job in jobs] == alone
@@ -98,9 +102,12 @@ def test_two_processes_reply_as_one(folder, without_torch):
         assert text_of(complete(both, "abc", 16, temperature=1, seed=1)) == drawn
 
         assert refused(both, 400, prompt="")["code"] == "invalid_value"
-        assert text_of(complete(both, PROMPTS[3], 15)) == alone[3]
+        again = complete(both, PROMPTS[5], 17)  # long ago evicted
+        assert text_of(again) == alone[5] and again["kv"]["cached_tokens"] > 250
         both.running[0].send_signal(signal.SIGTERM)
         assert [process.wait(30) for process in both.running] == [0, 0]
+    files = [{path.name for path in tmp_path.glob(f"{i}-of-2/*/*")} for i in (1, 2)]
+    assert files[0] == files[1] != set()
     assert "Traceback" not in (folder / "0.txt").read_text() + (folder / "1.txt").read_text()
 
 
@@ -194,6 +201,26 @@ def test_a_reply_that_is_written_alone_ends_in_all_processes():
         return queue.qsize()
 
     assert both_do(write, write) == [3, 3]
+
+
+def test_a_session_that_one_process_has_lost(tmp_path, loaded):
+    """It is as good as none, and what all have is found."""
+    caches = make_prompt_cache(loaded.model)
+    loaded.model(mx.array([[1, 2, 3]]), cache=caches)
+    for place in ("1-of-2", "2-of-2"):
+        disk = Disk(tmp_path / place, 1 << 30, loaded)
+        for first in (1, 4, 7):
+            disk.save([first, 2, 3], caches)
+    disk.entries[1].path.unlink()
+    disk.entries[2].path.write_bytes(disk.entries[2].path.read_bytes()[:-1] + b"?")
+
+    def look(ranks: Ranks) -> list:
+        disk = open_disk(tmp_path, 1 << 30, loaded, ranks)
+        found = [disk.nearest([first, 2, 3, 4]) for first in (1, 4, 7)]
+        read = [disk.load(entry) is not None for entry, _ in found if entry]
+        return [[shared for _, shared in found], read, [e.tokens for e in disk.entries]]
+
+    assert both_do(look, look) == [[[3, 0, 3], [True, False], [[1, 2, 3]]]] * 2
 
 
 def test_models_that_cannot_be_spread(model_folder):

@@ -23,7 +23,7 @@ from mlxkv.generate import prefill_step
 from mlxkv.models import load
 from mlxkv.models.layers import left_out
 from mlxkv.models.loader import Loaded
-from mlxkv.serve.disk import Disk
+from mlxkv.serve.disk import open_disk
 from mlxkv.serve.memory import Memory, shapes_of
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import Options
@@ -172,7 +172,7 @@ class Engine(server.ResponseGenerator):
         folder = self.options.disk_folder
         disk = None
         if folder and self.options.reuse:
-            disk = Disk(folder, self.options.disk_bytes, loaded)
+            disk = open_disk(folder, self.options.disk_bytes, loaded, self.ranks)
         self.memory = Memory(
             *(self.ranks.least(bound), shapes_of(caches), self.cli_args.prefill_step_size),
             batched=self.model_provider.is_batchable,
@@ -242,15 +242,16 @@ class Engine(server.ResponseGenerator):
             )
         return found
 
-    def _serve_single(self, request, *args) -> None:
+    def _serve_single(self, request, *more) -> None:
         self._ticket = None
-        line, *rest = request
-        line = self.ranks.line(line, lambda: self._ending)
+        line, asked, args = request
+        ticket = getattr(asked, "ticket", None) or Ticket()
+        line = self.ranks.line(line, lambda: ticket.given_up or self._ending)
         serve = _with_names(
             self, "_serve_single", _make_sampler=self.ranks.sampler(server._make_sampler)
         )
         try:
-            serve((line, *rest), *args)
+            serve((line, asked, args), *more)
         finally:
             if self._ticket is not None:
                 self.memory.release(id(self._ticket))

@@ -105,9 +105,9 @@ class Ranks:
                 f"or other versions than rank 0; got {mark} in rank {self.rank}"
             )
 
-    def line(self, line: Queue, ending: Callable[[], bool]) -> Queue | Line:
-        """Where a reply goes that is written alone. ending: whether rank 0 is about to end."""
-        return Line(self, line, ending) if self.many else line
+    def line(self, line: Queue, left: Callable[[], bool]) -> Queue | Line:
+        """Where a reply goes that is written alone. left: whether nobody waits for it any more."""
+        return Line(self, line, left) if self.many else line
 
     def sampler(self, make: Callable) -> Callable:
         """mlx-lm's maker of samplers, whose tokens are then those of rank 0."""
@@ -120,16 +120,17 @@ class Ranks:
 
 
 class Line:
-    """A queue that asks rank 0 at every token whether its reader has left."""
+    """A queue that asks rank 0, at every part of a prompt and every token, whether its reader has left:
+    mlx-lm looks at what only rank 0 knows, and stops there alone."""
 
-    def __init__(self, ranks: Ranks, line: Queue, ending: Callable[[], bool]):
-        self._ranks, self._line, self._ending, self._left = ranks, line, ending, Event()
+    def __init__(self, ranks: Ranks, line: Queue, left: Callable[[], bool]):
+        self._ranks, self._line, self._left, self._stopped = ranks, line, left, Event()
 
     def put(self, item) -> None:
         if isinstance(item, server.GenerationContext):
-            item.stop = self._left.set  # the thread that serves the client calls it
-        stop = self._left.is_set() or self._ending()
-        if isinstance(item, server.Response) and self._ranks.most(stop):
+            item.stop = self._stopped.set  # the thread that serves the client calls it
+        gone = self._stopped.is_set() or self._left()
+        if isinstance(item, tuple | server.Response) and self._ranks.most(gone):
             raise ConnectionAbortedError("the client has left")
         self._line.put(item)
 

@@ -92,10 +92,6 @@ def run(options: Options) -> None:
     """The command: serves until Ctrl-C or SIGTERM."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     group = mx.distributed.init()
-    if group.size() > 1 and options.disk_folder:
-        raise UserError(
-            f"[--kv-disk] keeps sessions of one process; got {group.size()} by mlx.launch; leave it out"
-        )
     if group.rank():
         _follow(options)
         return
