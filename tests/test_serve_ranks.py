@@ -21,17 +21,20 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import Response
 from random_model import write_model
-from serving import complete, get, refused, send, serving, text_of
+from serving import complete, refused, serving, text_of
 from test_serve import settled, until
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
+from mlxkv.serve import engine
 from mlxkv.serve.disk import Disk, open_disk
+from mlxkv.serve.options import Options
 from mlxkv.serve.ranks import Line, Ranks
 from mlxkv.serve.refusals import Refused
+from mlxkv.serve.run import Server
 
 LONG = "All work and no play. " * 14  # 308 tokens: several pages
-PROMPTS = [f"{i} " + LONG[: 60 * i] for i in range(6)]
+PROMPTS = [f"{i} " + LONG[: 60 * i] for i in range(5)]
 ENDLESS = {"prompt": LONG, "max_tokens": 1500, "logit_bias": {"257": -100}}
 
 
@@ -80,20 +83,20 @@ def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
         turns += [text_of(complete(one, LONG + turns[0] + "And then?", 9))]
         drawn = text_of(complete(one, "abc", 16, temperature=1, seed=1))
         whole = complete(one, LONG, 9)["kv"]["bytes"]
-    options = ("--kv-memory", "1400KB", "--kv-disk", str(tmp_path))
+    options = ("--kv-memory", "1200KB", "--kv-disk", str(tmp_path))
     with two_processes(folder, *options) as both:
         with ThreadPoolExecutor(8) as pool:
             jobs = [pool.submit(complete, both, p, 12 + i) for i, p in enumerate(PROMPTS)]
             assert [text_of(job.result()) for job in jobs] == alone
         with ExitStack() as readers:
-            for _ in range(3):
+            for _ in range(2):
                 readers.enter_context(reading(both))
             assert refused(both, 503, **ENDLESS)["code"] == "kv_memory_busy"
         with reading(both, seed=1):  # served alone
             pass
         found = settled(both)
         assert found["processes"] == 2 and found["sessions"]["evicted"] > 0
-        assert found["memory"]["bytes"] <= found["memory"]["bound_bytes"] == 1400 << 10
+        assert found["memory"]["bytes"] <= found["memory"]["bound_bytes"] == 1200 << 10
 
         assert text_of(complete(both, LONG, 9)) == turns[0]
         second = complete(both, LONG + turns[0] + "And then?", 9)
@@ -102,8 +105,8 @@ def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
         assert text_of(complete(both, "abc", 16, temperature=1, seed=1)) == drawn
 
         assert refused(both, 400, prompt="")["code"] == "invalid_value"
-        again = complete(both, PROMPTS[5], 17)  # long ago evicted
-        assert text_of(again) == alone[5] and again["kv"]["cached_tokens"] > 250
+        again = complete(both, PROMPTS[4], 16)  # long ago evicted
+        assert text_of(again) == alone[4] and again["kv"]["cached_tokens"] > 200
         both.running[0].send_signal(signal.SIGTERM)
         assert [process.wait(30) for process in both.running] == [0, 0]
     files = [{path.name for path in tmp_path.glob(f"{i}-of-2/*/*")} for i in (1, 2)]
@@ -122,19 +125,6 @@ def reading(server, **more):
         line.sendall(head.encode() + data)
         assert line.recv(12).endswith(b" 200")
         yield
-
-
-@pytest.mark.slow
-def test_a_lost_process_ends_the_other(folder, without_torch):
-    with two_processes(folder) as both:
-        with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(send, both, "POST", "/v1/completions", ENDLESS)
-            until(lambda: get(both, "/v1/kv")["memory"]["promised_bytes"])
-            both.running[1].kill()
-            status, _, data = job.result()
-        assert status == 500 and "generation failed" in json.loads(data)["error"]["message"]
-        assert both.running[0].wait(30) == 1
-    assert "[serve] generation failed" in (folder / "0.txt").read_text().splitlines()[-1]
 
 
 # -- two processes' words, in two threads
@@ -221,6 +211,41 @@ def test_a_session_that_one_process_has_lost(tmp_path, loaded):
         return [[shared for _, shared in found], read, [e.tokens for e in disk.entries]]
 
     assert both_do(look, look) == [[[3, 0, 3], [True, False], [[1, 2, 3]]]] * 2
+
+
+class Solo(Ranks):
+    """One that takes itself for several."""
+
+    def __init__(self):
+        self.rank, self.size, self.many, self.group = 0, 2, True, None
+
+    def share(self, thing):
+        return thing
+
+    def _all(self, number):
+        return [int(number)]
+
+    def tokens(self, drawn):
+        return drawn
+
+
+def test_a_fault_is_the_end_of_all(folder, monkeypatch):
+    """Whoever still runs is no longer in step. MLX's ring raises where a process was lost."""
+    monkeypatch.setattr(engine, "Ranks", Solo)
+    server = Server(Options(model=str(folder), port=0))
+    with ThreadPoolExecutor(2) as pool:
+        end = pool.submit(server.serve_forever, 0.01)
+        want = text_of(complete(server, "before", 5))
+        assert text_of(complete(server, "before", 5)) == want
+
+        def broken(self, *args, **kwargs):
+            raise RuntimeError("[ring] connection to a peer was lost")
+
+        monkeypatch.setattr(type(server.site.loaded.model), "__call__", broken)
+        assert "a peer was lost" in refused(server, 500, prompt=LONG)["message"]
+        assert "a peer was lost" in str(end.exception(20))
+    server.close()
+    assert not server.engine.is_healthy
 
 
 def test_models_that_cannot_be_spread(model_folder):
