@@ -9,11 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import Queue
-from threading import Barrier
+from threading import Barrier, Thread
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -26,7 +27,7 @@ from test_serve import settled, until
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
-from mlxkv.serve import engine
+from mlxkv.serve import engine, ranks
 from mlxkv.serve.disk import Disk, open_disk
 from mlxkv.serve.options import Options
 from mlxkv.serve.ranks import Line, Ranks
@@ -218,6 +219,7 @@ class Solo(Ranks):
 
     def __init__(self):
         self.rank, self.size, self.many, self.group = 0, 2, True, None
+        self.heard = time.monotonic()
 
     def share(self, thing):
         return thing
@@ -246,6 +248,25 @@ def test_a_fault_is_the_end_of_all(folder, monkeypatch):
         assert "a peer was lost" in str(end.exception(20))
     server.close()
     assert not server.engine.is_healthy
+
+
+def test_silence_is_the_end(monkeypatch, capsys):
+    codes, alone = [], Solo()
+    monkeypatch.setattr(ranks.os, "_exit", codes.append)
+    alone.watch(5)
+    assert codes == []
+    alone.heard -= 6
+    alone.watch(5)
+    assert (
+        codes == [1]
+        and "nothing has come from the other processes for 5 s" in capsys.readouterr().err
+    )
+    monkeypatch.setattr(ranks, "PATIENCE", 0.05)
+    stuck = Thread(target=time.sleep, args=[0.2])
+    stuck.start()
+    ranks.end_together(stuck)
+    assert codes == [1, 1]
+    stuck.join()
 
 
 def test_models_that_cannot_be_spread(model_folder):

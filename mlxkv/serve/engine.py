@@ -265,12 +265,6 @@ class Engine(server.ResponseGenerator):
         if self.tickets[uid].given_up:  # while its cache was looked for
             self.tickets[uid].drop()
 
-    def agree(self, batch) -> None:
-        """The tokens that come next are those of rank 0."""
-        if self.ranks.many and batch.uids:
-            batch._next_tokens = self.ranks.tokens(batch._next_tokens)
-            mx.async_eval(batch._next_tokens)
-
     def left(self, uid: int) -> Ticket | None:
         """A sequence has left the batch."""
         ticket = self.tickets.pop(uid, None)
@@ -288,6 +282,12 @@ class Engine(server.ResponseGenerator):
         self.kv_bytes_fp16 = sum(self.memory.fp16(len(t)) for part in parts for t in part.tokens)
 
     # -- for those who ask from other threads
+
+    def check(self) -> None:
+        """Raises what ended the generation thread for good."""
+        if self.problem is not None:
+            raise self.problem
+        self.ranks.watch(self.options.timeout)
 
     def _await_response(self, response_queue):
         """As mlx-lm's (0.32), but while nothing comes, the thread that waits looks after its line."""
@@ -356,7 +356,7 @@ class Batches(server.BatchGenerator):
 
     def next(self):
         read, written = super().next()
-        self.engine.agree(self._generation_batch)
+        self.engine.ranks.step(self._generation_batch)
         for response in written:
             if response.finish_reason is not None and (ticket := self.engine.left(response.uid)):
                 ticket.kv_bytes = sum(cache.nbytes for cache in response.prompt_cache)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from queue import Queue
@@ -32,7 +33,7 @@ PATIENCE = 30.0  # seconds for an end in good order
 class Ranks:
     """This process among its group; with one process, every method does nothing more than it must.
 
-    many: whether there are others. group: None without them.
+    many: whether there are others. group: None without them. heard: when all were last in step.
     """
 
     def __init__(self):
@@ -40,6 +41,7 @@ class Ranks:
         self.rank, self.size = group.rank(), group.size()
         self.many = self.size > 1
         self.group = group if self.many else None
+        self.heard = time.monotonic()
 
     def share(self, thing: T) -> T:
         """Rank 0's `thing`, which can be pickled."""
@@ -49,6 +51,7 @@ class Ranks:
         size = mx.distributed.all_sum(len(data)).item()
         own = mx.array(data) if data else mx.zeros(size, mx.uint8)
         told = bytes(memoryview(mx.distributed.all_sum(own)))
+        self.heard = time.monotonic()
         return thing if self.rank == 0 else pickle.loads(told)
 
     def decide(self, work: Callable[[], T]) -> T:
@@ -76,13 +79,27 @@ class Ranks:
     def _all(self, number: int) -> list[int]:
         if not self.many:
             return [number]
-        return mx.distributed.all_gather(mx.array([number], mx.int64)).tolist()
+        found = mx.distributed.all_gather(mx.array([number], mx.int64)).tolist()
+        self.heard = time.monotonic()
+        return found
 
     def tokens(self, drawn: mx.array) -> mx.array:
         """Rank 0's tokens: logits of unlike machines differ in the last bit. drawn: [B]."""
         if not self.many:
             return drawn
         return mx.distributed.all_sum(drawn if self.rank == 0 else mx.zeros_like(drawn))
+
+    def step(self, batch) -> None:
+        """After each step of a batch: the tokens that come next are those of rank 0."""
+        self.heard = time.monotonic()
+        if self.many and batch.uids:
+            batch._next_tokens = self.tokens(batch._next_tokens)
+            mx.async_eval(batch._next_tokens)
+
+    def watch(self, seconds: float) -> None:
+        """For the main thread: end this process when for so long nothing came from the others."""
+        if self.many and time.monotonic() - self.heard > seconds:
+            _abandon(f"nothing has come from the other processes for {seconds:g} s")
 
     def start(self, load: Callable[[], str]) -> None:
         """Load the model, here and elsewhere. load: returns what tells it from others. Raises what that
@@ -137,11 +154,15 @@ class Line:
 
 def end_together(work: Thread) -> None:
     """Wait for the thread that ends with those of the other processes, but not for ever: one of them
-    may be lost, and not every backend says so."""
+    may be lost, and not every backend says so at every time."""
     work.join(PATIENCE)
     if work.is_alive():
-        note(f"[serve] the other processes did not end within {PATIENCE:g} s; this one ends alone")
-        os._exit(1)
+        _abandon(f"the other processes did not end within {PATIENCE:g} s")
+
+
+def _abandon(reason: str) -> None:
+    note(f"[serve] {reason}; this one ends alone")
+    os._exit(1)  # a thread waits for them in MLX, which nothing interrupts
 
 
 def follow() -> None:

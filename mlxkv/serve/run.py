@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from functools import partial
 from http.server import ThreadingHTTPServer
 from threading import BoundedSemaphore
@@ -69,8 +70,7 @@ class Server(ThreadingHTTPServer):
             logging.error("a connection failed", exc_info=error)
 
     def service_actions(self):
-        if self.engine.problem is not None:  # the generation thread has ended for good
-            raise self.engine.problem
+        self.engine.check()  # twice a second
 
     def close(self) -> None:
         """End: sessions go to disk, where there is one."""
@@ -127,9 +127,10 @@ def _follow(options: Options) -> None:
     ranks.follow()
     engine = Engine(options, Metrics())
     engine.started()
-    engine.join()
-    if engine.problem is not None:
-        raise engine.problem
+    while engine.is_healthy:
+        engine.check()
+        time.sleep(0.2)
+    engine.check()
 
 
 def _interrupt(*_) -> None:
