@@ -27,7 +27,7 @@ from mlxkv.serve.disk import open_disk
 from mlxkv.serve.memory import Memory, shapes_of
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import Options
-from mlxkv.serve.ranks import Ranks, end_together
+from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.sessions import Sessions
 
@@ -103,7 +103,7 @@ class Engine(server.ResponseGenerator):
         self.kv_bytes = self.kv_bytes_fp16 = 0  # of caches in use, and what 16 bits would take
         self._measured = 0.0
         self.waiting = local()  # `check`: called by a thread that waits; raises to give up
-        self.ranks, self._ending = Ranks(), False
+        self.ranks = Ranks()
         super().__init__(Provider(options, self.ranks.group), None)
 
     def started(self) -> Loaded:
@@ -147,16 +147,18 @@ class Engine(server.ResponseGenerator):
 
     def _share_object(self, obj):
         """As mlx-lm's, and whether this is the end."""
-        if self.ranks.many:
-            obj, self._stop = self.ranks.share((obj, self._ending))
+        obj = self.ranks.share(obj)
+        self._stop = self._stop or self.ranks.ended
         return obj
 
     def stop_and_join(self) -> None:
         if not self.ranks.many:
             super().stop_and_join()
             return
-        self._ending = True
-        end_together(self._generation_thread)
+        self.ranks.end()
+        while self._generation_thread.is_alive():
+            self._generation_thread.join(0.1)
+            self.ranks.watch(self.options.timeout)
 
     def _prepare(self) -> None:
         loaded = self.model_provider.loaded
@@ -246,7 +248,7 @@ class Engine(server.ResponseGenerator):
         self._ticket = None
         line, asked, args = request
         ticket = getattr(asked, "ticket", None) or Ticket()
-        line = self.ranks.line(line, lambda: ticket.given_up or self._ending)
+        line = self.ranks.line(line, lambda: ticket.given_up or self.ranks.ending)
         serve = _with_names(
             self, "_serve_single", _make_sampler=self.ranks.sampler(server._make_sampler)
         )
@@ -284,9 +286,12 @@ class Engine(server.ResponseGenerator):
     # -- for those who ask from other threads
 
     def check(self) -> None:
-        """Raises what ended the generation thread for good."""
+        """Raises what ended the generation thread for good: KeyboardInterrupt, where another process
+        was asked to end."""
         if self.problem is not None:
             raise self.problem
+        if self.ranks.ended:
+            raise KeyboardInterrupt
         self.ranks.watch(self.options.timeout)
 
     def _await_response(self, response_queue):

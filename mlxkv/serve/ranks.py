@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from queue import Queue
-from threading import Event, Thread, Timer
+from threading import Event
 from typing import TypeVar
 
 import mlx.core as mx
@@ -27,13 +27,14 @@ from mlxkv.console import note
 from mlxkv.errors import MachineError
 
 T = TypeVar("T")
-PATIENCE = 30.0  # seconds for an end in good order
+PATIENCE = 30.0  # seconds of silence, after which the end is not one in good order
 
 
 class Ranks:
     """This process among its group; with one process, every method does nothing more than it must.
 
     many: whether there are others. group: None without them. heard: when all were last in step.
+    ending: whether somebody has asked this process to end. ended: whether all know that of one.
     """
 
     def __init__(self):
@@ -41,6 +42,7 @@ class Ranks:
         self.rank, self.size = group.rank(), group.size()
         self.many = self.size > 1
         self.group = group if self.many else None
+        self.ending = self.ended = False
         self.heard = time.monotonic()
 
     def share(self, thing: T) -> T:
@@ -48,7 +50,8 @@ class Ranks:
         if not self.many:
             return thing
         data = pickle.dumps(thing) if self.rank == 0 else b""
-        size = mx.distributed.all_sum(len(data)).item()
+        size, ending = mx.distributed.all_sum(mx.array([len(data), self.ending])).tolist()
+        self.ended = self.ended or ending > 0
         own = mx.array(data) if data else mx.zeros(size, mx.uint8)
         told = bytes(memoryview(mx.distributed.all_sum(own)))
         self.heard = time.monotonic()
@@ -96,10 +99,19 @@ class Ranks:
             batch._next_tokens = self.tokens(batch._next_tokens)
             mx.async_eval(batch._next_tokens)
 
+    def end(self) -> None:
+        """From any thread: all processes are to end, which they do at the same point of their work."""
+        self.ending, self.heard = True, time.monotonic()
+
     def watch(self, seconds: float) -> None:
-        """For the main thread: end this process when for so long nothing came from the others."""
-        if self.many and time.monotonic() - self.heard > seconds:
-            _abandon(f"nothing has come from the other processes for {seconds:g} s")
+        """For the main thread: end this process, when for so long nothing came from the others: one may
+        be lost, and not every backend says so at every time. Less time, once the end was asked for."""
+        limit = min(seconds, PATIENCE) if self.ending else seconds
+        if self.many and time.monotonic() - self.heard > limit:
+            note(
+                f"[serve] nothing came from the other processes for {limit:g} s; this one ends alone"
+            )
+            os._exit(1)  # a thread waits for them in MLX, which nothing interrupts
 
     def start(self, load: Callable[[], str]) -> None:
         """Load the model, here and elsewhere. load: returns what tells it from others. Raises what that
@@ -152,27 +164,7 @@ class Line:
         self._line.put(item)
 
 
-def end_together(work: Thread) -> None:
-    """Wait for the thread that ends with those of the other processes, but not for ever: one of them
-    may be lost, and not every backend says so at every time."""
-    work.join(PATIENCE)
-    if work.is_alive():
-        _abandon(f"the other processes did not end within {PATIENCE:g} s")
-
-
-def _abandon(reason: str) -> None:
-    note(f"[serve] {reason}; this one ends alone")
-    os._exit(1)  # a thread waits for them in MLX, which nothing interrupts
-
-
-def follow() -> None:
-    """Signals of a process other than rank 0: Ctrl-C reaches rank 0, too, which ends all; whoever
-    asks this one alone (mlx.launch, when another is lost) gets its end a little later."""
+def follow(ranks: Ranks) -> None:
+    """Signals of a process other than rank 0: Ctrl-C reaches rank 0, too; SIGTERM ends all."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: _later(PATIENCE / 3))
-
-
-def _later(seconds: float) -> None:
-    timer = Timer(seconds, os._exit, [1])
-    timer.daemon = True
-    timer.start()
+    signal.signal(signal.SIGTERM, lambda *_: ranks.end())

@@ -124,13 +124,15 @@ def run(options: Options) -> None:
 
 def _follow(options: Options) -> None:
     """A process without clients: it does what rank 0 does, and ends with it."""
-    ranks.follow()
     engine = Engine(options, Metrics())
+    ranks.follow(engine.ranks)
     engine.started()
-    while engine.is_healthy:
-        engine.check()
-        time.sleep(0.2)
-    engine.check()
+    try:
+        while True:
+            engine.check()
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        engine.stop_and_join()
 
 
 def _interrupt(*_) -> None:
