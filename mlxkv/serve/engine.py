@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,14 +18,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.errors import MachineError
 from mlxkv.fit import USABLE, machine_memory
-from mlxkv.generate import prefill_step
-from mlxkv.models import load
-from mlxkv.models.layers import left_out
 from mlxkv.models.loader import Loaded
 from mlxkv.serve.disk import open_disk
 from mlxkv.serve.memory import Memory, shapes_of
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import Options
+from mlxkv.serve.provider import Provider
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.sessions import Sessions
@@ -55,37 +52,6 @@ class Ticket:
         """Stop what lies in the line, which nobody reads."""
         while not self.line.empty():
             getattr(self.line.get_nowait(), "stop", lambda: None)()
-
-
-class Provider:
-    """The one model, where mlx-lm's `ModelProvider` has any that a request names."""
-
-    def __init__(self, options: Options, group: mx.distributed.Group | None = None):
-        self.options, self.group = options, group
-        self.cli_args = _arguments(options)
-        self.loaded: Loaded | None = None
-        self.model = self.tokenizer = self.processor = self.draft_model = None
-        self.model_key = "the model"
-        self.is_batchable = False
-
-    def load_default(self) -> str:
-        """In the generation thread: arrays are computed where they were made. The model's fingerprint."""
-        o = self.options
-        loaded = load(o.model, o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group)
-        self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
-        mixed = any(r.compressed for r in loaded.layers) and left_out(loaded.layers)
-        caches = make_prompt_cache(self.model)
-        # Masks of one kind of batched cache do not fit the other: such a model runs one by one.
-        self.is_batchable = not mixed and all(hasattr(cache, "merge") for cache in caches)
-        return loaded.fingerprint
-
-    def load(self, model, adapter=None, draft=None):
-        """The model, whatever name: names were checked before."""
-        return self.model, self.tokenizer
-
-    def reset(self) -> None:
-        """The thread ends (mlx-lm 0.32)."""
-        self.model = self.tokenizer = None
 
 
 class Engine(server.ResponseGenerator):
@@ -382,20 +348,3 @@ def _with_names(engine: Engine, method: str, **names) -> Callable:
     of its batches, the maker of its samplers."""
     found = getattr(server.ResponseGenerator, method)
     return MethodType(FunctionType(found.__code__, vars(server) | names, method), engine)
-
-
-def _arguments(options: Options) -> Namespace:
-    """What mlx-lm's server reads of its own command line, both ends of the pinned range."""
-    return Namespace(
-        **{"model": None, "adapter_path": None, "draft_model": None, "trust_remote_code": False},
-        **{"num_draft_tokens": 0, "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
-        **{"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": 0, "pipeline": False},
-        **{"chat_template": "", "use_default_chat_template": False, "chat_template_args": {}},
-        max_tokens=options.max_tokens,
-        decode_concurrency=options.batch,
-        prompt_concurrency=options.prefill_batch,
-        prefill_step_size=options.prefill_step or prefill_step(),
-        prompt_cache_size=None,
-        prompt_cache_bytes=None,
-        allowed_origins=list(options.origins),
-    )
