@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from cuda_track.kernels.decode import attend_kernel
 from cuda_track.kernels.encode import seal_kernel
+from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
 from cuda_track.kernels.turn import merge_kernel, queries_kernel
 from cuda_track.kernels.unsealing import unseal_kernel
 
@@ -43,11 +44,13 @@ TYPES = {
         **{"x": "*bf16", "down": "*bf16", "high": "*i8", "numbers": "*i32", "places": "*i64"},
     },
 }
-WORDS = {("int4", 128): "*i32", ("int2", 128): "*i16", ("int4", 64): "*i16"}
+TYPES[many_queries_kernel], TYPES[many_merge_kernel] = TYPES[queries_kernel], TYPES[merge_kernel]
+WORDS = {("int4", 128): "*i16", ("int2", 128): "*i16", ("int4", 64): "*i16"}
 STRIDES = ("_stride", "_row", "_head")  # multiples of 16 in every call
 SIZES = {"R": 128, "N": 8}
-PAGES = {"T": 64, "PAGE": 64, "CHANNEL": 0, "WINDOW": 32, "MASKED": False, "ASM": True, "STAGES": 3}
-SIDE = {"BITS": 4, "PLANES": 8, "GROUPS": 2}
+PAGES = {"T": 64, "PAGE": 64, "CHANNEL": 0, "WINDOW": 32, "MASKED": False, "ASM": True}
+PAGES |= {"STAGES": 3, "CHAINED": True, "EARLY": False}
+SIDE = {"BITS": 4, "PLANES": 4, "GROUPS": 2}
 
 
 def both(side: dict) -> dict:
@@ -56,8 +59,9 @@ def both(side: dict) -> dict:
 
 INT2 = {"BITS": 2, "PLANES": 8, "GROUPS": 1}
 SHORT = {"BITS": 4, "PLANES": 4, "GROUPS": 1}
-TURN = {"D": 128, **SIZES, "TURNED": True}
+TURN = {"D": 128, **SIZES, "TURNED": True, "CHAINED": True}
 SEAL = {"D": 128, "R": 128, "T": 128, "SYMMETRIC": False, "TURNED": True, "PARTS": 3, "BLOCK": 32}
+SEAL["FUSED"] = True
 BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 CASES = {
     "attend int4": (attend_kernel, {**SIZES, **PAGES, **both(SIDE)}, ("int4", 128), 1),
@@ -89,11 +93,17 @@ CASES = {
         ),
         *(None, 16),
     ),
+    "queries of many": (many_queries_kernel, {**TURN, **SIDE, "M": 8}, None, 8),
+    "merge of many": (
+        many_merge_kernel,
+        {**TURN, "SPLITS": 8, "SINKS": False, "CHUNK": 8, "M": 8},
+        *(None, 8),
+    ),
     "seal": (
         *(seal_kernel, {**SEAL, **INT2, **BY_TOKEN, "RANK": 6, "KEYS": False}, ("int2", 128), 8),
     ),
     "seal channels": (
-        *(seal_kernel, {**SEAL, **INT2, **BY_CHANNEL, "RANK": 1, "KEYS": True}, ("int2", 128), 8),
+        *(seal_kernel, {**SEAL, **INT2, **BY_CHANNEL, "RANK": 1, "KEYS": True}, ("int2", 128), 4),
     ),
     "unseal": (
         *(unseal_kernel, {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False}, ("int2", 128), 4),

@@ -25,8 +25,9 @@ SEALED = 128  # tokens that a program encodes at most
 SEAL_BLOCK, SEAL_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
 WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times more for its pages
 FEW = 132  # programs that merge, below which a row has several
+MANY = 256  # rows of queries, above which a program takes LEAST_ROWS before and after attention
 MERGED = 1 << 14  # numbers that a program which merges holds at a time
-WAVES, WAVE_PAGES = 4, 48  # of programs at most, and pages of one at least where there are several
+LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LOG2E = math.log2(math.e)
 
@@ -63,12 +64,13 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
 class Launch:
     """How `attend_kernel` is launched: warps of a program, programs of one multiprocessor that splits
     are made for, stages of its pipeline, registers of a thread at most (0: as the compiler likes),
-    whether codes are unpacked by PTX."""
+    whether the kernel behind it takes its place while it runs, whether codes are unpacked by PTX."""
 
     warps: int = 1
     programs: int = 10
     stages: int = 3
     registers: int = 0
+    early: bool = False
     asm: bool = True
 
 
@@ -78,8 +80,8 @@ LAUNCHES: dict[tuple[int, int], Launch] = {
     (64, 2): Launch(1, 8, 5, 168),
     (128, 4): Launch(1, 8, 5),
     (128, 2): Launch(1, 8, 5),
-    (256, 4): Launch(2, 2, 5),
-    (256, 2): Launch(2, 2, 5),
+    (256, 4): Launch(2, 2, 5, early=True),
+    (256, 2): Launch(2, 2, 5, early=True),
 }
 
 
@@ -93,19 +95,31 @@ def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
 
 
 @cache
+def _chained(device: torch.device) -> dict:
+    """What lets the kernels of one attention follow each other without a gap, where a GPU can."""
+    from cuda_track.kernels.chained import CAPABILITY
+
+    can = device.type == "cuda" and torch.version.hip is None and not interpreted()
+    can = can and torch.cuda.get_device_capability(device)[0] >= CAPABILITY
+    return {"CHAINED": can, **({"launch_pdl": True} if can else {})}
+
+
+@cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def splits(pages: int, heads: int, device: torch.device, programs: int) -> tuple[int, int]:
+def splits(
+    pages: int, page: int, heads: int, device: torch.device, programs: int
+) -> tuple[int, int]:
     """Programs that share the pages of a row, none without a page, and those that share its windows.
-    heads: kv heads in all. All are at work at the same time, or there are several waves of them."""
+    heads: kv heads in all; page: tokens of one. All are at work at the same time, or they are short."""
     slots = max(1, _processors(device) * programs)
     windows = WINDOWS if slots >= WINDOWS * SLOTS * heads else 1
-    waves = max(1, min(WAVES, pages * heads // slots // WAVE_PAGES))
-    return max(1, min(pages, waves * slots // heads - windows)), windows
+    parts = max(slots // heads - windows, -(-pages * page // LONGEST))
+    return max(1, min(pages, parts)), windows
 
 
 def attend(
@@ -124,6 +138,7 @@ def attend(
     tokens may be seen at all. sinks: [H] logits.
     """
     from cuda_track.kernels.decode import attend_kernel
+    from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
     from cuda_track.kernels.turn import merge_kernel, queries_kernel
 
     batch, heads, new, dims = queries.shape
@@ -135,16 +150,26 @@ def attend(
     key_side, value_side = pages.layouts
     turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
     device, kw = queries.device, {"device": queries.device}
+    chained = _chained(device)
     key_groups = 1 if key_side.channel else key_side.groups  # of a token
-    parts, around = splits(pages.table.shape[1], batch * kv_heads, device, how.programs)
+    parts, around = splits(
+        pages.table.shape[1], key_side.page, batch * kv_heads, device, how.programs
+    )
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
     sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
-    queries_kernel[(padded, kv_heads, batch)](
+    many = batch * kv_heads * rows > MANY and dims <= 128
+    before, after = (
+        (many_queries_kernel, many_merge_kernel) if many else (queries_kernel, merge_kernel)
+    )
+    together = {"M": LEAST_ROWS} if many else {}
+    before[(padded // together.get("M", 1), kv_heads, batch)](
         *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
         **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups},
         **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
+        **together,
+        **chained,
         num_warps=8 if dims <= 128 else 16,
     )
 
@@ -172,21 +197,34 @@ def attend(
         MASKED=seen is not None,
         ASM=how.asm and not interpreted() and torch.version.hip is None,
         STAGES=how.stages,
+        EARLY=how.early,
         num_warps=how.warps,
+        **chained,
         **({"maxnreg": how.registers} if how.registers and not interpreted() else {}),
     )
 
     result = torch.empty_like(queries)
     every, block = 1 << (parts + around - 1).bit_length(), min(dims, 128)
-    while block > 64 and batch * kv_heads * rows * dims // block < FEW // 2:
-        block //= 2
-    merge_kernel[(rows * (dims // block), kv_heads, batch)](
+    if many:
+        grid, at_once = -(-rows // LEAST_ROWS), MERGED // LEAST_ROWS
+    else:
+        while block > 64 and batch * kv_heads * rows * dims // block < FEW // 2:
+            block //= 2
+        grid, at_once, together = rows * (dims // block), MERGED, {"BLOCK": block}
+    after[(grid, kv_heads, batch)](
         *(out, top, total, _or(turns[1], out), _or(sinks, out), result),
         *(parts, around, rows, new, _per_head(turns[1])),
-        **{"D": dims, "R": dims, "N": padded, "SPLITS": every, "BLOCK": block},
+        **{
+            "D": dims,
+            "R": dims,
+            "N": padded,
+            "SPLITS": every,
+            "CHUNK": min(at_once // dims, every),
+        },
         **{"TURNED": turns[1] is not None, "SINKS": sinks is not None},
-        CHUNK=min(MERGED // dims, every),
-        num_warps=16,
+        **together,
+        **chained,
+        num_warps=16 if not many and grid * kv_heads * batch <= FEW else 8,
     )
     return result
 
@@ -203,7 +241,8 @@ def seal(
 
     batch, heads, tokens, dims = x.shape
     x = _rows_together(x)
-    block = math.gcd(tokens, SEALED)  # every program reads the whole matrix: many tokens share it
+    # Every program reads the whole matrix: many tokens share it. Scales of channels are a program's.
+    block = at.group if at.channel else math.gcd(tokens, SEALED)
     # Triton's interpreter multiplies the bits of bfloat16 as integers.
     exact = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not interpreted())
     down = None if code.transform is None else code.transform.down
@@ -220,9 +259,9 @@ def seal(
         **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
         CHANNEL=at.group if at.channel else 0,
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
-        **{"PARTS": PARTS if exact else 0, "BLOCK": SEAL_BLOCK},
-        num_warps=8 if block == 128 else 4,
-        num_stages=SEAL_STAGES,
+        **{"PARTS": PARTS if exact else 0, "BLOCK": SEAL_BLOCK, "FUSED": not interpreted()},
+        num_warps=8 if block == 128 and not at.channel else 4,
+        num_stages=SEAL_STAGES if block >= SEALED else 2,
     )
 
 

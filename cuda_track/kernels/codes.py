@@ -46,56 +46,6 @@ TWO_BITS = tl.constexpr("""{
     lop3.b32 $7, t, 0x00300030, 0x64006400, 0xea;
 }""")
 
-# The same for values: around the middle code, so that sums of them stay small. Matrix units cut off
-# the lowest bits of what they add up, which of 1024 and more would be bits of the output.
-FOUR_BITS_SHORT_CENTRED = tl.constexpr(
-    FOUR_BITS_SHORT.value
-    + """{
-    .reg .b32 a, b;
-    mov.b32 a, 0x64086408;
-    mov.b32 b, 0x64806480;
-    sub.rn.f16x2 $0, $0, a;
-    sub.rn.f16x2 $1, $1, b;
-    sub.rn.f16x2 $2, $2, a;
-    sub.rn.f16x2 $3, $3, b;
-}"""
-)
-FOUR_BITS_CENTRED = tl.constexpr(
-    FOUR_BITS.value
-    + """{
-    .reg .b32 a, b;
-    mov.b32 a, 0x64086408;
-    mov.b32 b, 0x64806480;
-    sub.rn.f16x2 $0, $0, a;
-    sub.rn.f16x2 $1, $1, b;
-    sub.rn.f16x2 $2, $2, a;
-    sub.rn.f16x2 $3, $3, b;
-    sub.rn.f16x2 $4, $4, a;
-    sub.rn.f16x2 $5, $5, b;
-    sub.rn.f16x2 $6, $6, a;
-    sub.rn.f16x2 $7, $7, b;
-}"""
-)
-TWO_BITS_CENTRED = tl.constexpr(
-    TWO_BITS.value
-    + """{
-    .reg .b32 a, b, c, d, e;
-    mov.b32 a, 0x64026402;
-    mov.b32 b, 0x64086408;
-    mov.b32 c, 0x64206420;
-    mov.b32 d, 0x64806480;
-    mov.b32 e, 0x66006600;
-    sub.rn.f16x2 $0, $0, a;
-    sub.rn.f16x2 $1, $1, b;
-    sub.rn.f16x2 $2, $2, c;
-    sub.rn.f16x2 $3, $3, d;
-    sub.rn.f16x2 $4, $4, e;
-    sub.rn.f16x2 $5, $5, a;
-    sub.rn.f16x2 $6, $6, b;
-    sub.rn.f16x2 $7, $7, c;
-}"""
-)
-
 
 @triton.jit
 def gain_bits(i, BITS: tl.constexpr):
@@ -104,14 +54,8 @@ def gain_bits(i, BITS: tl.constexpr):
 
 
 @triton.jit
-def middle(BITS: tl.constexpr):
-    """The code around which values are centred."""
-    return 1 << (BITS - 1)
-
-
-@triton.jit
-def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr, CENTRED: tl.constexpr):
-    """1024 + gain * code of plane i, or gain * (code - middle), float16."""
+def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr):
+    """1024 + gain * code of plane i, float16."""
     wide = words.to(tl.int32)
     if BITS == 4:
         code = (wide >> (i // 2 * 8)) & (15 << (i % 2 * 4))
@@ -121,26 +65,15 @@ def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr, CENTRED: tl.constex
         code = ((wide >> (2 * i)) & 3) | (((high.to(tl.int32) >> i) & 1) << 2)
     else:
         code = (wide >> (BITS * i)) & ((1 << BITS) - 1)
-    value = (code | MAGIC).to(tl.int16).to(tl.float16, bitcast=True)
-    if CENTRED:
-        shift: tl.constexpr = i % 2 * 4 if BITS == 4 else i % 5 * 2 if BITS == 2 else 0
-        value = value - tl.full(value.shape, 1024 + ((1 << (BITS - 1)) << shift), tl.float16)
-    return value
+    return (code | MAGIC).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def planes(
-    words,
-    high,
-    BITS: tl.constexpr,
-    PLANES: tl.constexpr,
-    ASM: tl.constexpr,
-    CENTRED: tl.constexpr = False,
-):
+def planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr):
     """All planes; of four the last four are repeats that nobody reads."""
     if ASM and BITS == 4 and PLANES == 8:
         return tl.inline_asm_elementwise(
-            FOUR_BITS_CENTRED if CENTRED else FOUR_BITS,
+            FOUR_BITS,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
             [words],
             (tl.float16,) * 8,
@@ -149,7 +82,7 @@ def planes(
         )
     if ASM and BITS == 2 and PLANES == 8:
         return tl.inline_asm_elementwise(
-            TWO_BITS_CENTRED if CENTRED else TWO_BITS,
+            TWO_BITS,
             "=r,=r,=r,=r,=r,=r,=r,=r,r",
             [words],
             (tl.float16,) * 8,
@@ -158,7 +91,7 @@ def planes(
         )
     if ASM and BITS == 4 and PLANES == 4:
         a, b, c, d = tl.inline_asm_elementwise(
-            FOUR_BITS_SHORT_CENTRED if CENTRED else FOUR_BITS_SHORT,
+            FOUR_BITS_SHORT,
             "=r,=r,=r,=r,r",
             [words],
             (tl.float16,) * 4,
@@ -166,16 +99,16 @@ def planes(
             pack=2,
         )
         return a, b, c, d, a, a, a, a
-    a = _plane(words, high, 0, BITS, CENTRED)
-    b = _plane(words, high, 1, BITS, CENTRED)
-    c = _plane(words, high, 2, BITS, CENTRED)
-    d = _plane(words, high, 3, BITS, CENTRED)
+    a = _plane(words, high, 0, BITS)
+    b = _plane(words, high, 1, BITS)
+    c = _plane(words, high, 2, BITS)
+    d = _plane(words, high, 3, BITS)
     if PLANES == 4:
         return a, b, c, d, a, a, a, a
-    e = _plane(words, high, 4, BITS, CENTRED)
-    f = _plane(words, high, 5, BITS, CENTRED)
-    g = _plane(words, high, 6, BITS, CENTRED)
-    h = _plane(words, high, 7, BITS, CENTRED)
+    e = _plane(words, high, 4, BITS)
+    f = _plane(words, high, 5, BITS)
+    g = _plane(words, high, 6, BITS)
+    h = _plane(words, high, 7, BITS)
     return a, b, c, d, e, f, g, h
 
 

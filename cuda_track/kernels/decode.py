@@ -4,8 +4,7 @@ A program takes one kv head and a run of pages, or the windows, and computes for
 the group at once: scores^T = K q^T [tokens, rows], then out^T += V^T p^T [dims, rows]. Tokens (or
 dims) are the wide side of the matrix product, so that few rows waste little of it.
 
-A code becomes a float16 by OR-ing the exponent of 1024 into its bits: 1024 + gain * code; of values the
-middle one is taken out at once, or sums over many tokens would lose their lowest bits. Gains are taken
+A code becomes a float16 by OR-ing the exponent of 1024 into its bits: 1024 + gain * code. Gains are taken
 out of the queries, or of the outputs. The offset, and the bias, belong to a group of dims: they come
 after the products, from sums of the queries (keys), or of the weights (values). Scores are
 scaled per token after the product, weights before it. Where a page of keys has a scale per channel,
@@ -17,7 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cuda_track.kernels.codes import OFFSET, gain_bits, halves, middle, planes
+from cuda_track.kernels.chained import after, before
+from cuda_track.kernels.codes import OFFSET, gain_bits, halves, planes
+
+LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different lanes
 
 
 @triton.jit
@@ -83,19 +85,34 @@ def _fold_all(
 @triton.jit
 def _weigh(p, numbers, total, biases, ones, decay):
     """Weights p [T, N] with the scales of a group, float16; their sum [16, N], every row the same, and
-    that of the biases [N] go on. The middle code comes back by the sum of what was rounded."""
+    that of the biases [LANES, N] go on. The offset of codes comes back by the sum of what was rounded."""
     scale, bias = halves(numbers)
     weighed = (p * scale[:, None]).to(tl.float16)
-    total = tl.dot(ones, weighed, total * decay[None, :])
-    return weighed, total, biases * decay + tl.sum(p * bias[:, None], 0)
+    total = _on(total, decay, ones, weighed)
+    return weighed, total, biases * decay[None, :] + _some(p * bias[:, None])
+
+
+@triton.jit
+def _on(total, decay, a, b):
+    """total * decay + a @ b. The product starts at 0 (`fma` keeps Triton from joining the two): matrix
+    units cut off the lowest bits of what they add up, which of long sums of 1024 + code are bits of
+    the output."""
+    part = tl.dot(a, b)
+    return tl.fma(total, tl.broadcast_to(decay[None, :], part.shape), part)
+
+
+@triton.jit
+def _some(x):
+    """x [T, N] summed to [LANES, N]: no lane has to wait for another."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // LANES, LANES, x.shape[1]]), 0)
 
 
 @triton.jit
 def _finish(out, there, o, i: tl.constexpr, total, biases, BITS: tl.constexpr):
-    """Plane i of the output without gain, with its middle code and biases; of rows that are there."""
+    """Plane i of the output without offset and gain, with its biases; of rows that are there."""
+    biases, offset = tl.sum(biases, 0), tl.sum(total, 0) * (OFFSET / 16)
     gain = tl.exp2(-gain_bits(tl.zeros_like(biases).to(tl.int32) + i, BITS).to(tl.float32))
-    shift = tl.sum(total, 0) * (1.0 / 16) * middle(BITS) + biases
-    o = o * gain[None, :] + shift[None, :]
+    o = (o - offset[None, :]) * gain[None, :] + biases[None, :]
     tl.store(out, o, mask=there[None, :])
 
 
@@ -118,12 +135,15 @@ def attend_kernel(
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
     MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits + programs of windows, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of a
     turn. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token."""
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     at = (head * tl.num_programs(0) + split) * N
+    after(CHAINED)
+    before(CHAINED and EARLY)
     if split >= splits:
         _windows(
             split - splits, tl.num_programs(0) - splits,
@@ -142,6 +162,7 @@ def attend_kernel(
             R, N, T, PAGE, CHANNEL, K_BITS, K_PLANES, K_GROUPS, V_BITS, V_PLANES, V_GROUPS,
             MASKED, ASM, STAGES,
         )  # fmt: skip
+    before(CHAINED and not EARLY)
 
 
 @triton.jit
@@ -173,11 +194,11 @@ def _pages(
         q7 = tl.load(at_q + 7 * KJ)
     factor = tl.load(factors + n)
     top = tl.full([N], -float("inf"), tl.float32)
-    total = tl.zeros([N], tl.float32)
+    total = tl.zeros([LANES, N], tl.float32)
     o0 = tl.zeros([VJ, N], tl.float32)
     o1, o2, o3, o4, o5, o6, o7 = o0, o0, o0, o0, o0, o0, o0
     # Of a group of values: sums of weights and of biases. Only V_GROUPS of them are used.
-    t0, b0 = tl.zeros([16, N], tl.float32), tl.zeros([N], tl.float32)
+    t0, b0 = tl.zeros([16, N], tl.float32), tl.zeros([LANES, N], tl.float32)
     t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
     b1, b2, b3, b4, b5, b6, b7 = b0, b0, b0, b0, b0, b0, b0
     ones = tl.full([16, T], 1.0, tl.float16)
@@ -256,32 +277,32 @@ def _pages(
             p = tl.exp2(s * scaled[None, :] + (extra - higher)[None, :])
             decay = tl.exp2(top - higher)
             top = higher
-            total = total * decay + tl.sum(p, 0)
-            v0, v1, v2, v3, v4, v5, v6, v7 = planes(vw, vh, V_BITS, V_PLANES, ASM, True)
+            total = total * decay[None, :] + _some(p)
+            v0, v1, v2, v3, v4, v5, v6, v7 = planes(vw, vh, V_BITS, V_PLANES, ASM)
             w, t0, b0 = _weigh(p, tl.load(vn), t0, b0, ones, decay)
-            o0 = tl.dot(v0, w, o0 * decay[None, :])
+            o0 = _on(o0, decay, v0, w)
             if VE == 1:
                 w, t1, b1 = _weigh(p, tl.load(vn + 1 // VE * PAGE), t1, b1, ones, decay)
-            o1 = tl.dot(v1, w, o1 * decay[None, :])
+            o1 = _on(o1, decay, v1, w)
             if VE <= 2:
                 w, t2, b2 = _weigh(p, tl.load(vn + 2 // VE * PAGE), t2, b2, ones, decay)
-            o2 = tl.dot(v2, w, o2 * decay[None, :])
+            o2 = _on(o2, decay, v2, w)
             if VE == 1:
                 w, t3, b3 = _weigh(p, tl.load(vn + 3 // VE * PAGE), t3, b3, ones, decay)
-            o3 = tl.dot(v3, w, o3 * decay[None, :])
+            o3 = _on(o3, decay, v3, w)
             if V_PLANES == 8:
                 if VE <= 4:
                     w, t4, b4 = _weigh(p, tl.load(vn + 4 // VE * PAGE), t4, b4, ones, decay)
-                o4 = tl.dot(v4, w, o4 * decay[None, :])
+                o4 = _on(o4, decay, v4, w)
                 if VE == 1:
                     w, t5, b5 = _weigh(p, tl.load(vn + 5 // VE * PAGE), t5, b5, ones, decay)
-                o5 = tl.dot(v5, w, o5 * decay[None, :])
+                o5 = _on(o5, decay, v5, w)
                 if VE <= 2:
                     w, t6, b6 = _weigh(p, tl.load(vn + 6 // VE * PAGE), t6, b6, ones, decay)
-                o6 = tl.dot(v6, w, o6 * decay[None, :])
+                o6 = _on(o6, decay, v6, w)
                 if VE == 1:
                     w, t7, b7 = _weigh(p, tl.load(vn + 7 // VE * PAGE), t7, b7, ones, decay)
-                o7 = tl.dot(v7, w, o7 * decay[None, :])
+                o7 = _on(o7, decay, v7, w)
 
     # A plane's sums are those of the first plane of its group.
     if VE >= 2:
@@ -304,7 +325,7 @@ def _pages(
         _finish(out + 6 * VJ, there, o6, 6, t6, b6, V_BITS)
         _finish(out + 7 * VJ, there, o7, 7, t7, b7, V_BITS)
     tl.store(part_top + n, top)
-    tl.store(part_sum + n, total)
+    tl.store(part_sum + n, tl.sum(total, 0))
 
 
 @triton.jit

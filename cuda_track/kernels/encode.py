@@ -52,23 +52,35 @@ def _half(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
+def _over(x, whole: tl.constexpr, FUSED: tl.constexpr):
+    """x / whole, rounded as IEEE says. FUSED: by two fused multiply-adds, exact for every float32 and
+    whole = 2^b - 1 (all mantissas tried), where the division of the GPU is a subroutine."""
+    if FUSED:
+        inverse = tl.full(x.shape, 1.0 / whole, tl.float32)
+        near = x * inverse
+        rest = tl.fma(near, tl.full(x.shape, -whole, tl.float32), x)
+        return tl.fma(rest, inverse, near)
+    return tl.div_rn(x, tl.zeros_like(x) + whole)
+
+
+@triton.jit
+def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, FUSED: tl.constexpr):
     """Codes of y [a, b, c], which share scales along `axis`; the scales in packed pairs."""
     top: tl.constexpr = 2**BITS - 1
     middle: tl.constexpr = 2 ** (BITS - 1)
     if SYMMETRIC:
         largest = tl.max(tl.abs(y), axis)
-        scale = _half(tl.div_rn(largest, tl.zeros_like(largest) + (middle - 1)), HALF_MAX / middle)
+        scale = _half(_over(largest, middle - 1, FUSED), HALF_MAX / middle)
         bias = (scale.to(tl.float32) * -middle).to(tl.float16)
         low: tl.constexpr = 1
     else:
         bias = _half(tl.min(y, axis), HALF_MAX)
         width = tl.max(y, axis) - bias.to(tl.float32)
-        scale = _half(tl.div_rn(width, tl.zeros_like(width) + top), HALF_MAX)
+        scale = _half(_over(width, top, FUSED), HALF_MAX)
         low: tl.constexpr = 0
     step = scale.to(tl.float32)
     # One division per group: a code at a boundary may fall to the other side of what IEEE says.
-    inverse = tl.div_rn(tl.zeros_like(step) + 1.0, tl.where(step > 0, step, 1.0))
+    inverse = 1.0 / tl.where(step > 0, step, 1.0)
     code = (y - tl.expand_dims(bias.to(tl.float32), axis)) * tl.expand_dims(inverse, axis)
     code = tl.minimum(tl.maximum(code, low), top) + ROUNDS
     code = code.to(tl.int32, bitcast=True) & top
@@ -85,10 +97,10 @@ def seal_kernel(
     D: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, PLANES: tl.constexpr, GROUPS: tl.constexpr,
     CHANNEL: tl.constexpr, SYMMETRIC: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr,
-    TURNED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    TURNED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens / T, G, B). x: [B, G, tokens, D]; row and head: its strides. CHANNEL: tokens that
-    share a scale per channel, 0: scales are per token."""
+    share a scale per channel, T or 0: scales are per token."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     J: tl.constexpr = R // PLANES
     t, r, j = tl.arange(0, T), tl.arange(0, R), tl.arange(0, J)
@@ -101,12 +113,11 @@ def seal_kernel(
         y = tl.load(source + t[:, None] * D + r[None, :]).to(tl.float32)
     if RANK > 1:
         y = _clipped(y, RANK)
-    if CHANNEL:  # [runs of tokens, tokens, R]
-        y = tl.reshape(y, [T // CHANNEL, CHANNEL, R])
-        code, pair = _coded(y, 1, BITS, SYMMETRIC)
+    if CHANNEL:
+        code, pair = _coded(y, 0, BITS, SYMMETRIC, FUSED)
     else:
         y = tl.reshape(y, [T, GROUPS, R // GROUPS])
-        code, pair = _coded(y, 2, BITS, SYMMETRIC)
+        code, pair = _coded(y, 2, BITS, SYMMETRIC, FUSED)
     code = tl.reshape(code, [T, PLANES, J])
 
     place = tl.load(places + b * pages + (first + t) // PAGE) * tl.num_programs(1) + g  # [T]
@@ -122,9 +133,8 @@ def seal_kernel(
     else:
         _store(words + at, tl.sum(code << (plane * BITS), 1))
     if CHANNEL:
-        run = first + tl.arange(0, T // CHANNEL) * CHANNEL
-        place = tl.load(places + b * pages + run // PAGE) * tl.num_programs(1) + g
-        at = ((place * GROUPS + run % PAGE // CHANNEL) * R)[:, None] + r[None, :]
+        place = tl.load(places + b * pages + first // PAGE) * tl.num_programs(1) + g
+        at = (place * GROUPS + first % PAGE // CHANNEL) * R + r
     else:
         at = (place * (GROUPS * PAGE) + inside)[:, None] + group[None, :] * PAGE
     tl.store(numbers + at, pair)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cuda_track.kernels.chained import after, before
 from cuda_track.kernels.codes import OFFSET, gain_bits
 
 
@@ -13,7 +14,7 @@ def queries_kernel(
     q, up, out, sums, factors,  # [B, H, L, D], [G or 1, R, D], [B, G, N, R], [B, G, 2, KG, N], [B, G, N]
     rows, scale, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-    BITS: tl.constexpr, PLANES: tl.constexpr, TURNED: tl.constexpr,
+    BITS: tl.constexpr, PLANES: tl.constexpr, TURNED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, G, B), a row each. q @ up^T within +-1, less the gains of keys, as float16. factors: what
     scores have to be multiplied with, for base 2. sums, over the dims of a group of keys: of the rounded
@@ -21,6 +22,7 @@ def queries_kernel(
     n, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     r, d = tl.arange(0, R), tl.arange(0, D)
+    after(CHAINED)
     if TURNED:
         at = up + g * up_head + r[:, None] * D + d[None, :]
         turn = tl.load(at, mask=(n + 0 * r)[:, None] < rows, other=0.0)
@@ -38,6 +40,7 @@ def queries_kernel(
     at = sums + head * 2 * GROUPS * N + tl.arange(0, GROUPS) * N + n
     tl.store(at, tl.sum(tl.reshape(x * gain, [GROUPS, R // GROUPS]), 1))
     tl.store(at + GROUPS * N, tl.sum(tl.reshape(x, [GROUPS, R // GROUPS]), 1) * OFFSET)
+    before(CHAINED)  # not at once: programs of attention would crowd where these are not
 
 
 @triton.jit(do_not_specialize=["splits", "windows", "rows", "new"])
@@ -46,6 +49,7 @@ def merge_kernel(
     splits, windows, rows, new, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
     TURNED: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows * D / BLOCK, G, B): BLOCK dims of a row. Splits 0 .. splits - 1 lie in the stored
     domain, `windows` more do not. As little as possible waits for another load: the time of this kernel
@@ -57,6 +61,8 @@ def merge_kernel(
     r, d = tl.arange(0, R), tl.program_id(0) % SLICES * BLOCK + tl.arange(0, BLOCK)
     if TURNED:
         turn = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
+    after(CHAINED)
+    before(CHAINED)
     s, parts = tl.arange(0, SPLITS), splits + windows
     first = head * parts * N + n
     tops = tl.load(part_top + first + s * N, mask=s < parts, other=-float("inf"))
