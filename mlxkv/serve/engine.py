@@ -23,7 +23,9 @@ from mlxkv.generate import prefill_step
 from mlxkv.models import load
 from mlxkv.models.layers import left_out
 from mlxkv.models.loader import Loaded
+from mlxkv.serve.alone import Alone
 from mlxkv.serve.disk import Disk
+from mlxkv.serve.draws import make_sampler
 from mlxkv.serve.memory import Memory, shapes_of
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import Options
@@ -213,11 +215,19 @@ class Engine(server.ResponseGenerator):
         self._ticket = ticket
         return found
 
-    def _serve_single(self, request, *args) -> None:
+    def _is_batchable(self, args) -> bool:
+        """Seeds are no obstacle, as they are to mlx-lm: see `draws`."""
+        return self.model_provider.is_batchable
+
+    def _serve_single(self, request, *more) -> None:
         self._ticket = None
+        line, asked, args = request
+        ticket = getattr(asked, "ticket", None) or Ticket()
         try:
-            super()._serve_single(request, *args)
+            super()._serve_single((Alone(line, lambda: ticket.given_up), asked, args), *more)
         finally:
+            if args.seed is not None:
+                mx.random.seed(time.time_ns())  # mlx-lm has seeded everybody's draws
             if self._ticket is not None:
                 self.memory.release(id(self._ticket))
                 self._ticket = None
@@ -331,10 +341,11 @@ class Batches(server.BatchGenerator):
 
 
 def _loop(engine: Engine) -> Callable[[], None]:
-    """mlx-lm's generation loop as it is, but for the class of its batches: they are a variable
-    inside it, and nothing else leads to them."""
+    """mlx-lm's generation loop as it is, but for the class of its batches (they are a variable inside
+    it, and nothing else leads to them) and the samplers of their rows."""
     loop = server.ResponseGenerator._generate
-    names = vars(server) | {"BatchGenerator": partial(Batches, engine)}
+    own = {"BatchGenerator": partial(Batches, engine), "_make_sampler": make_sampler}
+    names = vars(server) | own
     return MethodType(FunctionType(loop.__code__, names, loop.__name__), engine)
 
 
