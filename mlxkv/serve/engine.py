@@ -26,7 +26,7 @@ from mlxkv.models.loader import Loaded
 from mlxkv.serve.alone import Alone
 from mlxkv.serve.disk import Disk
 from mlxkv.serve.draws import make_sampler
-from mlxkv.serve.memory import Memory, shapes_of
+from mlxkv.serve.memory import Memory, cut_padding, shapes_of
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import Options
 from mlxkv.serve.refusals import Refused
@@ -325,6 +325,7 @@ class Batches(server.BatchGenerator):
 
     def next(self):
         read, written = super().next()
+        cut_padding(self._prompt_batch.prompt_cache)
         for response in written:
             if response.finish_reason is not None and (ticket := self.engine.left(response.uid)):
                 ticket.kv_bytes = sum(cache.nbytes for cache in response.prompt_cache)
