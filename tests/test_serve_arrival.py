@@ -13,6 +13,7 @@ from test_serve import ENDLESS, settled
 from test_serve_faults import head
 
 from mlxkv.serve import arrival
+from mlxkv.serve.engine import Batches
 from mlxkv.serve.handler import Handler
 
 SECONDS = 0.6
@@ -78,13 +79,20 @@ def test_a_large_body_over_a_slow_line_has_its_time(server, monkeypatch):
         assert line.recv(12) == b"HTTP/1.0 200"
 
 
-def test_streams_and_lines_that_wait_have_their_time(server):
+def test_streams_and_lines_that_wait_have_their_time(server, monkeypatch):
     """Replies may take longer than requests; a line may be opened before it is used."""
     with socket.create_connection(server.server_address) as waits:
         time.sleep(0.6 * SECONDS)
         waits.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n")
         assert waits.recv(12) == b"HTTP/1.0 200"
-    start, body = time.monotonic(), ENDLESS | {"stream": True, "max_tokens": 700}
+    plain = Batches.next
+
+    def slow(self):
+        time.sleep(0.01)
+        return plain(self)
+
+    monkeypatch.setattr(Batches, "next", slow)
+    start, body = time.monotonic(), ENDLESS | {"stream": True, "max_tokens": 150}
     status, _, data = send(server, "POST", "/v1/completions", body)
     assert status == 200 and data.endswith(b"data: [DONE]\n\n")
     assert time.monotonic() - start > 2 * SECONDS
