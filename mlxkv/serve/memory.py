@@ -112,9 +112,13 @@ class Memory:
 
     def __init__(self, bound: int, shapes: list[CacheShape], chunk: int, batched: bool = False):
         self.bound, self.shapes, self.chunk = bound, shapes, chunk
-        # mlx-lm's own batches pad every sequence to the longest.
-        self.padded = batched and any(s.full and s.config is None for s in shapes)
-        self._promised: dict[int, int] = {}
+        # In mlx-lm's own batches every sequence takes what the longest takes.
+        alike = [batched and s.full > 0 and s.config is None for s in shapes]
+        self._alike = [s for s, padded in zip(shapes, alike, strict=True) if padded]
+        self._own = [s for s, padded in zip(shapes, alike, strict=True) if not padded]
+        self._promised: dict[
+            int, tuple[int, int]
+        ] = {}  # bytes of its own, and of those that are alike
 
     def need(self, tokens: int) -> int:
         """Bytes of one sequence of so many tokens that runs alone, at most."""
@@ -126,10 +130,7 @@ class Memory:
 
     @property
     def promised(self) -> int:
-        return self._together(list(self._promised.values()))
-
-    def _together(self, needs: list[int]) -> int:
-        return len(needs) * max(needs, default=0) if self.padded else sum(needs)
+        return _together(list(self._promised.values()))
 
     @property
     def room(self) -> int:
@@ -138,8 +139,9 @@ class Memory:
 
     def promise(self, key: int, tokens: int) -> None:
         """Set memory aside for a request. Raises Refused with the numbers, where it cannot fit."""
-        need = sum(shape.bytes(tokens, self.chunk, self.padded) for shape in self.shapes)
-        promised = self.promised
+        own = sum(shape.bytes(tokens, self.chunk) for shape in self._own)
+        alike = sum(shape.bytes(tokens, self.chunk, padded=True) for shape in self._alike)
+        need, promised = own + alike, self.promised
         details = {"tokens": tokens, "need_bytes": need, "kv_memory_bytes": self.bound}
         words = f"{tokens} tokens need {human_bytes(need)} of cache"
         if need > self.bound:
@@ -150,7 +152,7 @@ class Memory:
                 "kv_memory",
                 details=details,
             )
-        if self._together([*self._promised.values(), need]) > self.bound:
+        if _together([*self._promised.values(), (own, alike)]) > self.bound:
             raise Refused(
                 503,
                 f"[--kv-memory] {words}; {human_bytes(promised)} of {human_bytes(self.bound)} are "
@@ -159,8 +161,12 @@ class Memory:
                 retry=2,
                 details=details | {"promised_bytes": promised},
             )
-        self._promised[key] = need
+        self._promised[key] = own, alike
 
     def release(self, key: int) -> None:
         """The request is over."""
         self._promised.pop(key, None)
+
+
+def _together(needs: list[tuple[int, int]]) -> int:
+    return sum(own for own, _ in needs) + len(needs) * max((alike for _, alike in needs), default=0)
