@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.server import Response
+from mlx_lm.server import GenerationContext, Response
 from random_model import write_model
 from serving import complete, refused, serving, text_of
 from test_serve import settled, until
@@ -28,9 +28,10 @@ from test_serve import settled, until
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
 from mlxkv.serve import engine, ranks
+from mlxkv.serve.alone import Alone
 from mlxkv.serve.disk import Disk, open_disk
 from mlxkv.serve.options import Options
-from mlxkv.serve.ranks import Line, Ranks
+from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.run import Server
 
@@ -180,18 +181,21 @@ def test_rank_0_decides_and_refuses_for_all():
     assert [(e.status, e.code) for e in errors] == [(400, "invalid_value")] * 2
 
 
-def test_a_reply_that_is_written_alone_ends_in_all_processes():
+def test_who_leaves_outside_of_a_batch_has_left_in_all_processes():
     token = Response("a", 1, 0.0, None, ())
 
-    def write(ranks: Ranks) -> int:
-        queue = Queue()
-        line = Line(ranks, queue, lambda: ranks.rank == 0 and queue.qsize() == 3)
-        with pytest.raises(ConnectionAbortedError):
-            for _ in range(9):
-                line.put(token)
-        return queue.qsize()
+    def write(ranks: Ranks) -> list:
+        queue, context = Queue(), GenerationContext(False, False, None, None, "normal", [1])
+        line = Alone(queue, lambda: ranks.rank == 0 and queue.qsize() >= 4, ranks)
+        for item in (context, (1, 2), token, token):
+            line.put(item)
+        before = context._should_stop
+        line.put(token)
+        with pytest.raises(Refused):
+            line.put((2, 2))
+        return [before, context._should_stop]
 
-    assert both_do(write, write) == [3, 3]
+    assert both_do(write, write) == [[False, True]] * 2
 
 
 def test_a_session_that_one_process_has_lost(tmp_path, loaded):

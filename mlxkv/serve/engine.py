@@ -19,8 +19,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxkv.errors import MachineError
 from mlxkv.fit import USABLE, machine_memory
 from mlxkv.models.loader import Loaded
+from mlxkv.serve.alone import Alone
 from mlxkv.serve.disk import open_disk
-from mlxkv.serve.memory import Memory, shapes_of
+from mlxkv.serve.draws import make_sampler
+from mlxkv.serve.memory import Memory, cut_padding, shapes_of
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import Options
 from mlxkv.serve.provider import Provider
@@ -101,7 +103,7 @@ class Engine(server.ResponseGenerator):
         self.model_provider.load_default = lambda: None
         while not self._stop:
             try:
-                _with_names(self, "_generate", BatchGenerator=partial(Batches, self))()
+                self._loop()
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
@@ -110,6 +112,10 @@ class Engine(server.ResponseGenerator):
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
         self.sessions.close()
+
+    def _loop(self) -> None:
+        names = {"BatchGenerator": partial(Batches, self), "_make_sampler": make_sampler}
+        _with_names(self, "_generate", **names)()
 
     def _share_object(self, obj):
         """As mlx-lm's, and whether this is the end."""
@@ -210,17 +216,23 @@ class Engine(server.ResponseGenerator):
             )
         return found
 
+    def _is_batchable(self, args) -> bool:
+        """Seeds are no obstacle, as they are to mlx-lm: see `draws`."""
+        return self.model_provider.is_batchable
+
     def _serve_single(self, request, *more) -> None:
         self._ticket = None
         line, asked, args = request
         ticket = getattr(asked, "ticket", None) or Ticket()
-        line = self.ranks.line(line, lambda: ticket.given_up or self.ranks.ending)
+        line = Alone(line, lambda: ticket.given_up or self.ranks.ending, self.ranks)
         serve = _with_names(
             self, "_serve_single", _make_sampler=self.ranks.sampler(server._make_sampler)
         )
         try:
             serve((line, asked, args), *more)
         finally:
+            if args.seed is not None:
+                mx.random.seed(time.time_ns())  # mlx-lm has seeded everybody's draws
             if self._ticket is not None:
                 self.memory.release(id(self._ticket))
                 self._ticket = None
@@ -328,6 +340,7 @@ class Batches(server.BatchGenerator):
     def next(self):
         read, written = super().next()
         self.engine.ranks.step(self._generation_batch)
+        cut_padding(self._prompt_batch.prompt_cache)
         for response in written:
             if response.finish_reason is not None and (ticket := self.engine.left(response.uid)):
                 ticket.kv_bytes = sum(cache.nbytes for cache in response.prompt_cache)

@@ -15,12 +15,9 @@ import signal
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from queue import Queue
-from threading import Event
 from typing import TypeVar
 
 import mlx.core as mx
-from mlx_lm import server
 
 from mlxkv import __version__
 from mlxkv.console import note
@@ -134,10 +131,6 @@ class Ranks:
                 f"or other versions than rank 0; got {mark} in rank {self.rank}"
             )
 
-    def line(self, line: Queue, left: Callable[[], bool]) -> Queue | Line:
-        """Where a reply goes that is written alone. left: whether nobody waits for it any more."""
-        return Line(self, line, left) if self.many else line
-
     def sampler(self, make: Callable) -> Callable:
         """mlx-lm's maker of samplers, whose tokens are then those of rank 0."""
 
@@ -146,22 +139,6 @@ class Ranks:
             return lambda logprobs: self.tokens(draw(logprobs))
 
         return made if self.many else make
-
-
-class Line:
-    """A queue that asks rank 0, at every part of a prompt and every token, whether its reader has left:
-    mlx-lm looks at what only rank 0 knows, and stops there alone."""
-
-    def __init__(self, ranks: Ranks, line: Queue, left: Callable[[], bool]):
-        self._ranks, self._line, self._left, self._stopped = ranks, line, left, Event()
-
-    def put(self, item) -> None:
-        if isinstance(item, server.GenerationContext):
-            item.stop = self._stopped.set  # the thread that serves the client calls it
-        gone = self._stopped.is_set() or self._left()
-        if isinstance(item, tuple | server.Response) and self._ranks.most(gone):
-            raise ConnectionAbortedError("the client has left")
-        self._line.put(item)
 
 
 def follow(ranks: Ranks) -> None:

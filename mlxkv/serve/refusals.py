@@ -8,6 +8,7 @@ KINDS = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     411: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",

@@ -9,7 +9,6 @@ import sys
 import time
 from functools import partial
 from http.server import ThreadingHTTPServer
-from threading import BoundedSemaphore
 
 import mlx.core as mx
 
@@ -17,6 +16,7 @@ from mlxkv.console import human_bytes, note
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.serve import ranks
+from mlxkv.serve.arrival import Door
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.handler import Handler, Site
 from mlxkv.serve.metrics import Metrics
@@ -31,7 +31,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, options: Options):
         self.metrics = Metrics()
-        self._room = BoundedSemaphore(4 * options.max_requests)
+        self.door = Door(4 * options.max_requests)
         self.engine = Engine(options, self.metrics)
         try:
             self.site = Site(options, self.engine, self.metrics)
@@ -47,20 +47,20 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def process_request(self, request, client_address):
-        if not self._room.acquire(blocking=False):
+        if not self.door.enter(request):
             self.shutdown_request(request)  # no thread, no answer
             return
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._room.release()
+            self.door.leave(request)
             raise
 
     def process_request_thread(self, request, client_address):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self.door.leave(request)
 
     def handle_error(self, request, client_address):
         error = sys.exc_info()[1]
