@@ -94,7 +94,7 @@ def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
             for _ in range(2):
                 readers.enter_context(reading(both))
             assert refused(both, 503, **ENDLESS)["code"] == "kv_memory_busy"
-        with reading(both, seed=1):  # served alone
+        with reading(both, seed=1, temperature=1):
             pass
         found = settled(both)
         assert found["processes"] == 2 and found["sessions"]["evicted"] > 0
