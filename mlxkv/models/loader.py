@@ -108,7 +108,7 @@ def load(
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
     layers = attach(model, kv, strict, fold=fold, group=group)
-    if size > 1:  # weights are not read before: no process ever holds all of them
+    if size > 1:  # before weights are read: no process is to hold all of them
         _shard(model, folder, group)
     if kept := folded_bytes(model):
         notes.append(f"kept for detach, the weights before folding: {console.human_bytes(kept)}")
