@@ -59,7 +59,7 @@ class Codec:
     @property
     def turn(self) -> Transform | None:
         """The transform where it only turns: then attention may stay in the stored domain. None for one
-        that follows the text: casts of a transform are kept, and there would be ever more of them."""
+        that follows the text: it would be cast anew after every update."""
         square = self.transform is not None and len(set(self.transform.down.shape[-2:])) == 1
         return self.transform if square and not self.moving else None
 

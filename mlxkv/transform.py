@@ -7,8 +7,10 @@ stored = x @ down [D, R], x = stored @ up [R, D]; both float32. Attention transf
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, wraps
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -63,7 +65,22 @@ class Transform:
         )
 
 
-@lru_cache(maxsize=256)
+def kept_with(make: Callable) -> Callable:
+    """What `make` makes of a Transform, once: as `functools.cache`, but what is kept goes with the
+    transform. Those that follow the text are many, and each is of no use once there is another."""
+    found: WeakKeyDictionary[Transform, dict[tuple, object]] = WeakKeyDictionary()
+
+    @wraps(make)
+    def of(transform: Transform, *rest):
+        kept = found.setdefault(transform, {})
+        if rest not in kept:
+            kept[rest] = make(transform, *rest)
+        return kept[rest]
+
+    return of
+
+
+@kept_with
 def _cast(transform: Transform, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     return transform.down.astype(dtype), transform.up.astype(dtype)
 

@@ -28,8 +28,8 @@ def server(model_folder):
         yield running
 
 
-def until(condition) -> None:
-    for _ in range(2000):
+def until(condition, seconds: float = 10) -> None:
+    for _ in range(int(seconds * 200)):
         if condition():
             return
         time.sleep(0.005)
@@ -84,7 +84,6 @@ def test_stop_logprobs_and_seeds(server):
     assert len(content) == 3 and all(len(step["top_logprobs"]) == 2 for step in content)
     drawn = [text_of(complete(server, "abc", 16, temperature=2, seed=s)) for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert complete(server, LONG, 2, seed=3)["kv"]["bytes"] > 0  # served alone
     settled(server)
 
 
@@ -199,8 +198,9 @@ def test_a_client_that_hangs_up_frees_its_place(server):
 def test_who_leaves_while_waiting_is_forgotten(model_folder):
     """A request behind one that is served alone: nobody reads its reply, so nobody writes it."""
     with serving(model_folder) as server:
+        server.engine.model_provider.is_batchable = False
         with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(complete, server, "a", 1500, seed=1, logit_bias={"257": -100})
+            first = pool.submit(complete, server, "a", 1500, logit_bias={"257": -100})
             until(lambda: server.metrics.active or first.done())
             body = json.dumps({"prompt": LONG, "max_tokens": 1500}).encode()
             head = (

@@ -142,7 +142,7 @@ def test_large_bodies_of_many_kinds(server):
     assert send(server, "POST", "/v1/completions", raw)[0] == 200
 
 
-@pytest.mark.parametrize("more", [{}, {"seed": 1}], ids=("batched", "alone"))
+@pytest.mark.parametrize("more", [{}, {"seed": 1}], ids=("batched", "seed"))
 def test_the_best_of_more_tokens_than_there_are(server, more):
     faults = server.metrics.faults
     for top in (server.engine.vocabulary - 1, server.engine.vocabulary, 1 << 20):

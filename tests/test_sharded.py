@@ -51,9 +51,3 @@ def test_caches_of_a_sharded_model(tmp_path, without_torch, preset):
         found = json.loads(out.splitlines()[-1])
         assert found["size"] == 2 and found["error"] < 1e-4
         assert found["bytes"][0] == 2 * found["bytes"][1] > 0
-
-
-@pytest.mark.slow
-def test_serve_says_that_it_is_one_process(tmp_path, without_torch):
-    for code, _, err in processes(tmp_path, "-m", "mlxkv", "serve", "--port", "0"):
-        assert code == 2 and "[serve] runs as one process; got 2" in err

@@ -1,15 +1,18 @@
 """Transforms by MLX against the spec; per-channel scales, and matrices of each kv head."""
 
+import weakref
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxkv import oja, transform
 from mlxkv import reference as ref
 from mlxkv import reference_codebook as codebook_ref
 from mlxkv import reference_dual_scale as dual_ref
-from mlxkv import transform
 from mlxkv.config import Affine
-from mlxkv.quantizers import affine
+from mlxkv.formats_codebook import Codebook
+from mlxkv.quantizers import affine, codebook
 
 
 def data(*shape, seed=0):
@@ -80,3 +83,25 @@ def test_words_are_in_the_order_of_mlx_quantize(bits, group):
     scale, bias = (np.array(stored[n]).astype(np.float64) for n in ("scale", "bias"))
     spec = ref.affine_decode(codes, scale, bias, group)
     np.testing.assert_allclose(np.array(theirs.astype(mx.float32)), spec, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda one: one.turned(mx.zeros((1, 2, 1, 32), mx.float16)),
+        lambda one: codebook.with_signs(Codebook(3, residual=True), 24, one).up,
+    ],
+    ids=("cast", "signs"),
+)
+def test_what_is_made_of_a_basis_goes_with_it(read):
+    """200 updates: before, 64 bases and what was made of them stayed, those with casts 256."""
+    u, seen, bytes_ = mx.random.normal((1, 2, 32, 24), key=mx.random.key(1)), [], []
+    for seed in range(200):
+        u = oja.update(u, mx.random.normal((1, 2, 8, 32), key=mx.random.key(seed)), 0.1)
+        one = oja.following(u)
+        mx.eval(read(one), read(one))
+        seen.append(weakref.ref(one))
+        bytes_.append(mx.get_active_memory())
+    del one
+    assert not any(ref() for ref in seen)
+    assert bytes_[-1] <= bytes_[9] + (64 << 10)  # of 1.2 MB that they would take

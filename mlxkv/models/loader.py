@@ -20,7 +20,7 @@ from mlxkv.models.folder import Folder, check, fingerprint
 from mlxkv.models.hub import fetch, first_line
 from mlxkv.models.layers import LayerReport, summarise
 from mlxkv.models.seam import attach, check_fold, folded_bytes, name_of
-from mlxkv.shapes import context_limit
+from mlxkv.shapes import context_limit, text_config
 
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
@@ -65,13 +65,15 @@ def load(
     dtype: str | None = None,
     calibration: Calibration | Path | str | None = None,
     fold: bool = False,
+    group: mx.distributed.Group | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names.
 
     strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
     quantised; by default as stored, except that 16-bit weights become float32 where there is no
     GPU. calibration, fold: as in `attach`; a calibration given here is also what a later `attach`
-    takes.
+    takes. group: processes that share the model (`model.shard` of mlx-lm): each keeps its part of the
+    weights and of the kv heads.
 
     Raises UserError, before anything heavy is done where that is possible, and MachineError for a
     full disk.
@@ -90,18 +92,24 @@ def load(
         )
     folder = check(source.folder or fetch(source.repo))
     model, full_config = _model(folder)
+    size = 1 if group is None else group.size()
+    if size > 1:
+        _check_shares(model, folder, size)
     notes = _set_dtype(model, dtype)
     if source.planted:
         from mlxkv.models.plant import plant
 
         weights = plant(dict(tree_flatten(model.parameters())), full_config)
         model.load_weights(list(weights.items()))
-    mx.eval(model.parameters())
+    if size == 1:
+        mx.eval(model.parameters())
     tokenizer = _tokenizer(folder, full_config)
     mark = fingerprint(folder, source.planted)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
-    layers = attach(model, kv, strict, fold=fold)
+    layers = attach(model, kv, strict, fold=fold, group=group)
+    if size > 1:  # before weights are read: no process is to hold all of them
+        _shard(model, folder, group)
     if kept := folded_bytes(model):
         notes.append(f"kept for detach, the weights before folding: {console.human_bytes(kept)}")
     return Loaded(
@@ -140,6 +148,32 @@ def _model(folder: Folder) -> tuple[nn.Module, dict]:
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
             f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
         ) from error
+
+
+def _check_shares(model: nn.Module, folder: Folder, size: int) -> None:
+    kind, text = folder.config["model_type"], text_config(folder.config)
+    if not hasattr(model, "shard"):
+        raise UserError(
+            f"[load] mlx-lm cannot spread this kind of model over processes; got a {kind} for {size} "
+            "processes; choose a llama, qwen2, qwen3 or another that has `shard`, or one process"
+        )
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or size
+    if heads % size:
+        raise UserError(
+            f"[load] kv heads cannot be shared evenly; got {heads} of them in {folder.path} for {size} "
+            "processes; choose a number that divides them"
+        )
+
+
+def _shard(model: nn.Module, folder: Folder, group: mx.distributed.Group) -> None:
+    try:
+        model.shard(group)
+    except ValueError as error:  # widths that do not divide, or groups of quantised weights
+        raise UserError(
+            f"[load] weights cannot be shared evenly ({first_line(error)}); got {folder.path} for "
+            f"{group.size()} processes; choose another number of them"
+        ) from None
+    mx.eval(model.parameters())
 
 
 def _tokenizer(folder: Folder, config: dict):

@@ -15,7 +15,7 @@ with outlier channels
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from math import pi, sqrt
 
 import mlx.core as mx
@@ -129,12 +129,21 @@ def mix(spec: Codebook, p: mx.array, stored: dict[str, mx.array], dims: int, pag
     return out
 
 
-@lru_cache(maxsize=64)
 def with_signs(spec: Codebook, dims: int, turned: Transform | None) -> Transform:
     """For queries alone: behind the stored domain of `turned` as many numbers again, those that the
     signs of a residual stage multiply. up: [2 R, D]."""
-    up = mx.eye(dims) if turned is None else turned.up
-    seen = _projections(dims, spec.seed).T @ up * (sqrt(pi / 2) / dims)
+    return _with_signs(_unturned(dims) if turned is None else turned, spec.seed)
+
+
+@cache
+def _unturned(dims: int) -> Transform:
+    return Transform(mx.eye(dims), mx.eye(dims))
+
+
+@transform.kept_with
+def _with_signs(turned: Transform, seed: int) -> Transform:
+    up, dims = turned.up, turned.up.shape[-2]
+    seen = _projections(dims, seed).T @ up * (sqrt(pi / 2) / dims)
     return Transform(up.swapaxes(-1, -2), mx.concatenate([up, seen], axis=-2))
 
 

@@ -18,7 +18,8 @@ def serve(
     kv_memory: Annotated[
         str | None,
         typer.Option(
-            "--kv-memory", help="Bound for all caches: 8GB. Default: half of what is free."
+            "--kv-memory",
+            help="Bound for all caches (of each process): 8GB. Default: half of what is free.",
         ),
     ] = None,
     kv_disk: Annotated[
@@ -78,7 +79,8 @@ def serve(
         bool, typer.Option("--fold", help="Turn values by the weights, for calibrated presets.")
     ] = False,
 ) -> None:
-    """Serve many chats at once: OpenAI's API, and a page at /."""
+    """Serve many chats at once: OpenAI's API, and a page at /. One model over several machines:
+    mlx.launch --hostfile HOSTS -- mlxkv serve ..."""
     from mlxkv.serve.options import Options
 
     options = Options(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mlxkv import prompt_cache
 from mlxkv.errors import MachineError, UserError
+from mlxkv.serve.ranks import Ranks
 
 SUFFIX = ".safetensors"
 
@@ -126,6 +127,36 @@ class Disk:
         self.found += 1
         self._touch(entry)
         return cache
+
+
+class Agreed(Disk):
+    """The files of one of several processes, each of its kv heads: a session is there where all have
+    it."""
+
+    def __init__(self, base: Path, limit: int, loaded, ranks: Ranks):
+        super().__init__(base / f"{ranks.rank + 1}-of-{ranks.size}", limit, loaded)
+        self._ranks = ranks
+
+    def nearest(self, tokens: list[int]) -> tuple[Entry | None, int]:
+        entry, shared = super().nearest(tokens)
+        name, shared = self._ranks.share((entry and entry.path.name, shared))
+        own = next((entry for entry in self.entries if entry.path.name == name), None)
+        if self._ranks.least(own is not None):
+            return own, shared
+        self._drop([own] if own is not None else [])
+        return None, 0
+
+    def load(self, entry: Entry) -> list | None:
+        cache = super().load(entry)
+        if self._ranks.least(cache is not None):
+            return cache
+        self._drop([entry] if cache is not None else [])
+        return None
+
+
+def open_disk(base: Path, limit: int, loaded, ranks: Ranks) -> Disk:
+    """The sessions of this process. Raises UserError."""
+    return Agreed(base, limit, loaded, ranks) if ranks.many else Disk(base, limit, loaded)
 
 
 def _digest(data: list) -> str:

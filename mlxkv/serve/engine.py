@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,14 +18,15 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.errors import MachineError
 from mlxkv.fit import USABLE, machine_memory
-from mlxkv.generate import prefill_step
-from mlxkv.models import load
-from mlxkv.models.layers import left_out
 from mlxkv.models.loader import Loaded
-from mlxkv.serve.disk import Disk
-from mlxkv.serve.memory import Memory, shapes_of
+from mlxkv.serve.alone import Alone
+from mlxkv.serve.disk import open_disk
+from mlxkv.serve.draws import make_sampler
+from mlxkv.serve.memory import Memory, cut_padding, shapes_of
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import Options
+from mlxkv.serve.provider import Provider
+from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.sessions import Sessions
 
@@ -47,40 +47,13 @@ class Ticket:
     given_up: bool = False
     line: Queue = field(default_factory=Queue, repr=False)
 
+    def __reduce__(self):
+        return Ticket, ()  # in another process, where nobody waits
+
     def drop(self) -> None:
         """Stop what lies in the line, which nobody reads."""
         while not self.line.empty():
             getattr(self.line.get_nowait(), "stop", lambda: None)()
-
-
-class Provider:
-    """The one model, where mlx-lm's `ModelProvider` has any that a request names."""
-
-    def __init__(self, options: Options):
-        self.options = options
-        self.cli_args = _arguments(options)
-        self.loaded: Loaded | None = None
-        self.model = self.tokenizer = self.processor = self.draft_model = None
-        self.model_key = "the model"
-        self.is_batchable = False
-
-    def load_default(self) -> None:
-        """In the generation thread: arrays are computed where they were made."""
-        o = self.options
-        loaded = load(o.model, o.kv, o.kv_strict, o.dtype, o.calibration, fold=o.fold)
-        self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
-        mixed = any(r.compressed for r in loaded.layers) and left_out(loaded.layers)
-        caches = make_prompt_cache(self.model)
-        # Masks of one kind of batched cache do not fit the other: such a model runs one by one.
-        self.is_batchable = not mixed and all(hasattr(cache, "merge") for cache in caches)
-
-    def load(self, model, adapter=None, draft=None):
-        """The model, whatever name: names were checked before."""
-        return self.model, self.tokenizer
-
-    def reset(self) -> None:
-        """The thread ends (mlx-lm 0.32)."""
-        self.model = self.tokenizer = None
 
 
 class Engine(server.ResponseGenerator):
@@ -98,7 +71,8 @@ class Engine(server.ResponseGenerator):
         self.kv_bytes = self.kv_bytes_fp16 = 0  # of caches in use, and what 16 bits would take
         self._measured = 0.0
         self.waiting = local()  # `check`: called by a thread that waits; raises to give up
-        super().__init__(Provider(options), None)
+        self.ranks = Ranks()
+        super().__init__(Provider(options, self.ranks.group), None)
 
     def started(self) -> Loaded:
         """The loaded model. Raises what loading raised."""
@@ -118,7 +92,7 @@ class Engine(server.ResponseGenerator):
 
     def _serve(self) -> None:
         try:
-            self.model_provider.load_default()
+            self.ranks.start(self.model_provider.load_default)
             self._prepare()
         except Exception as error:
             self.problem = error
@@ -129,12 +103,34 @@ class Engine(server.ResponseGenerator):
         self.model_provider.load_default = lambda: None
         while not self._stop:
             try:
-                _loop(self)()
+                self._loop()
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
                 self._fail(error)
+                if self.ranks.many:  # they are no longer in step
+                    self.problem = MachineError(f"[serve] generation failed: {error}")
+                    return
         self.sessions.close()
+
+    def _loop(self) -> None:
+        names = {"BatchGenerator": partial(Batches, self), "_make_sampler": make_sampler}
+        _with_names(self, "_generate", **names)()
+
+    def _share_object(self, obj):
+        """As mlx-lm's, and whether this is the end."""
+        obj = self.ranks.share(obj)
+        self._stop = self._stop or self.ranks.ended
+        return obj
+
+    def stop_and_join(self) -> None:
+        if not self.ranks.many:
+            super().stop_and_join()
+            return
+        self.ranks.end()
+        while self._generation_thread.is_alive():
+            self._generation_thread.join(0.1)
+            self.ranks.watch(self.options.timeout)
 
     def _prepare(self) -> None:
         loaded = self.model_provider.loaded
@@ -150,13 +146,14 @@ class Engine(server.ResponseGenerator):
         folder = self.options.disk_folder
         disk = None
         if folder and self.options.reuse:
-            disk = Disk(folder, self.options.disk_bytes, loaded)
+            disk = open_disk(folder, self.options.disk_bytes, loaded, self.ranks)
         self.memory = Memory(
-            *(bound, shapes_of(caches), self.cli_args.prefill_step_size),
+            *(self.ranks.least(bound), shapes_of(caches), self.cli_args.prefill_step_size),
             batched=self.model_provider.is_batchable,
         )
         self.sessions = Sessions(
-            self.memory, lambda: make_prompt_cache(loaded.model), disk, self.options.reuse
+            *(self.memory, lambda: make_prompt_cache(loaded.model), disk, self.options.reuse),
+            agree=self.ranks.most,
         )
         self.prompt_cache = _Watched(self)
 
@@ -185,6 +182,17 @@ class Engine(server.ResponseGenerator):
     def _tokenize(self, tokenizer, request, args):
         """As mlx-lm's, then: does it fit? What is raised here goes back to the client."""
         self._ticket, ticket = None, getattr(request, "ticket", None) or Ticket()
+        found = self.ranks.decide(lambda: self._read(tokenizer, request, args, ticket))
+        prompt, limit = found[0], self.model_provider.loaded.context
+        if limit:
+            args.max_tokens = min(args.max_tokens, limit - len(prompt))
+        ticket.prompt_tokens = len(prompt)
+        self.memory.promise(id(ticket), len(prompt) + args.max_tokens)
+        self._ticket = ticket
+        return found
+
+    def _read(self, tokenizer, request, args, ticket: Ticket):
+        """The tokens of a request: templates may look at the clock, clients may have left."""
         if ticket.given_up:
             raise Refused(504, "[serve] given up before it began", "timeout")
         for word in args.stop_words:
@@ -206,18 +214,25 @@ class Engine(server.ResponseGenerator):
                 f"{limit}, the reply included",
                 "context_length_exceeded",
             )
-        if limit:
-            args.max_tokens = min(args.max_tokens, limit - len(prompt))
-        ticket.prompt_tokens = len(prompt)
-        self.memory.promise(id(ticket), len(prompt) + args.max_tokens)
-        self._ticket = ticket
         return found
 
-    def _serve_single(self, request, *args) -> None:
+    def _is_batchable(self, args) -> bool:
+        """Seeds are no obstacle, as they are to mlx-lm: see `draws`."""
+        return self.model_provider.is_batchable
+
+    def _serve_single(self, request, *more) -> None:
         self._ticket = None
+        line, asked, args = request
+        ticket = getattr(asked, "ticket", None) or Ticket()
+        line = Alone(line, lambda: ticket.given_up or self.ranks.ending, self.ranks)
+        serve = _with_names(
+            self, "_serve_single", _make_sampler=self.ranks.sampler(server._make_sampler)
+        )
         try:
-            super()._serve_single(request, *args)
+            serve((line, asked, args), *more)
         finally:
+            if args.seed is not None:
+                mx.random.seed(time.time_ns())  # mlx-lm has seeded everybody's draws
             if self._ticket is not None:
                 self.memory.release(id(self._ticket))
                 self._ticket = None
@@ -247,6 +262,15 @@ class Engine(server.ResponseGenerator):
         self.kv_bytes_fp16 = sum(self.memory.fp16(len(t)) for part in parts for t in part.tokens)
 
     # -- for those who ask from other threads
+
+    def check(self) -> None:
+        """Raises what ended the generation thread for good: KeyboardInterrupt, where another process
+        was asked to end."""
+        if self.problem is not None:
+            raise self.problem
+        if self.ranks.ended:
+            raise KeyboardInterrupt
+        self.ranks.watch(self.options.timeout)
 
     def _await_response(self, response_queue):
         """As mlx-lm's (0.32), but while nothing comes, the thread that waits looks after its line."""
@@ -315,6 +339,8 @@ class Batches(server.BatchGenerator):
 
     def next(self):
         read, written = super().next()
+        self.engine.ranks.step(self._generation_batch)
+        cut_padding(self._prompt_batch.prompt_cache)
         for response in written:
             if response.finish_reason is not None and (ticket := self.engine.left(response.uid)):
                 ticket.kv_bytes = sum(cache.nbytes for cache in response.prompt_cache)
@@ -330,26 +356,8 @@ class Batches(server.BatchGenerator):
         return found
 
 
-def _loop(engine: Engine) -> Callable[[], None]:
-    """mlx-lm's generation loop as it is, but for the class of its batches: they are a variable
-    inside it, and nothing else leads to them."""
-    loop = server.ResponseGenerator._generate
-    names = vars(server) | {"BatchGenerator": partial(Batches, engine)}
-    return MethodType(FunctionType(loop.__code__, names, loop.__name__), engine)
-
-
-def _arguments(options: Options) -> Namespace:
-    """What mlx-lm's server reads of its own command line, both ends of the pinned range."""
-    return Namespace(
-        **{"model": None, "adapter_path": None, "draft_model": None, "trust_remote_code": False},
-        **{"num_draft_tokens": 0, "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
-        **{"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": 0, "pipeline": False},
-        **{"chat_template": "", "use_default_chat_template": False, "chat_template_args": {}},
-        max_tokens=options.max_tokens,
-        decode_concurrency=options.batch,
-        prompt_concurrency=options.prefill_batch,
-        prefill_step_size=options.prefill_step or prefill_step(),
-        prompt_cache_size=None,
-        prompt_cache_bytes=None,
-        allowed_origins=list(options.origins),
-    )
+def _with_names(engine: Engine, method: str, **names) -> Callable:
+    """A method of mlx-lm's as it is, but for some names inside it that nothing else leads to: the class
+    of its batches, the maker of its samplers."""
+    found = getattr(server.ResponseGenerator, method)
+    return MethodType(FunctionType(found.__code__, vars(server) | names, method), engine)

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,6 +21,7 @@ from mlx_lm import server
 from mlxkv import __version__
 from mlxkv.metal.launch import backend
 from mlxkv.serve import body
+from mlxkv.serve.arrival import Arriving, read_body
 from mlxkv.serve.engine import Engine, Ticket
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import LOOPBACK, Options
@@ -34,7 +35,6 @@ PAGE = {
     "/page.js": ("page.js", "text/javascript"),
 }
 OPEN = ("/health", *PAGE)  # need no key: nothing of anybody's is in them
-DRAIN = 64 << 20  # bytes of a refused body that are read, so that the client hears why
 
 
 class Answer(BaseException):
@@ -74,6 +74,7 @@ class Site:
             "version": __version__,
             "context": loaded.context,
             "batched": engine.model_provider.is_batchable,
+            "processes": engine.ranks.size,  # bytes are of one of them
             "report": loaded.report(),
             "layers": [asdict(layer) for layer in loaded.layers],
             "memory": {
@@ -113,7 +114,7 @@ class Site:
 class Handler(server.APIHandler):
     """mlx-lm's handler behind checks."""
 
-    timeout = 30  # seconds that a socket may stay silent while something is read
+    timeout = 30  # seconds for a request to arrive, and for each part of a reply to leave
     server_version = f"mlxkv/{__version__}"
     sys_version = ""
 
@@ -121,6 +122,25 @@ class Handler(server.APIHandler):
         self.site, self.ticket, self.started = site, Ticket(), time.monotonic()
         self.stream, self._status = False, 0
         super().__init__(site.engine, *args, system_fingerprint=site.fingerprint, **kwargs)
+
+    def setup(self):
+        super().setup()
+        self.rfile.close()
+        self.rfile = BufferedReader(Arriving(self.connection, self.timeout))
+        self.command, self.requestline, self.headers = "", "", {}  # until they are read
+
+    def handle(self):
+        try:
+            super().handle()
+        except Refused as refused:  # in the head
+            self.request_version = self.protocol_version
+            self._refuse(refused)
+
+    def parse_request(self) -> bool:
+        whole = super().parse_request()
+        if whole and self.command != "POST":
+            self.server.door.arrived(self.connection)
+        return whole
 
     # -- answering
 
@@ -185,27 +205,6 @@ class Handler(server.APIHandler):
             if not hmac.compare_digest(given.encode(), options.api_key.encode()):
                 raise Refused(401, "[Authorization] missing or wrong API key", "invalid_api_key")
 
-    def _read(self) -> bytes:
-        """The request's body. Raises Refused."""
-        text, limit = self.headers.get("Content-Length"), self.site.options.body_bytes
-        if text is None:
-            raise Refused(411, "[Content-Length] missing")
-        if not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise Refused(400, "[Content-Length] not a number")
-        length = int(text)
-        if length > limit:
-            self._drain(length)
-            raise Refused(413, f"[body] {length} bytes are too many; at most {limit}", "too_large")
-        raw = self.rfile.read(length)
-        if len(raw) < length:
-            raise ConnectionAbortedError("the body ended early")
-        return raw
-
-    def _drain(self, length: int) -> None:
-        left = min(length, DRAIN)
-        while left > 0 and (part := self.rfile.read(min(left, 1 << 16))):
-            left -= len(part)
-
     # -- routes
 
     def do_GET(self):
@@ -253,8 +252,11 @@ class Handler(server.APIHandler):
             self._guard(path)
             if path not in (*CHAT, *TEXT):
                 raise Refused(404, "[path] nothing here to POST to")
+            length = self.headers.get("Content-Length")
+            raw = read_body(self.rfile, length, self.site.options.body_bytes)
+            self.server.door.arrived(self.connection)
             clean = body.check(
-                body.parse(self._read()),
+                body.parse(raw),
                 path in CHAT,
                 self.site.name,
                 self.site.loaded.context or 1 << 20,

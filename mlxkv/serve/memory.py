@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache
 
 from mlxkv import pool, ragged
 from mlxkv.cache import STEP, CompressedKVCache
@@ -17,23 +18,24 @@ from mlxkv.serve.refusals import Refused
 @dataclass(frozen=True)
 class CacheShape:
     """What one cache takes: `fixed` bytes, and for each token `full` bytes in full precision, 16-bit
-    `half` bytes; of at most `window` tokens, if any. config: how it compresses, or None."""
+    `half` bytes; of at most `window` tokens, if any. rotates: whether its room ends there, too.
+    config: how it compresses, or None."""
 
     fixed: int = 0
     full: int = 0
     half: int = 0
     window: int = 0
+    rotates: bool = False
     config: CacheConfig | None = None
     page_bytes: float = 0.0  # of one page, codes and scales
     together: bool = False  # batches decode in arrays of all
     bases: int = 0  # bytes of bases that follow the text
 
-    def bytes(self, tokens: int, chunk: int) -> int:
+    def bytes(self, tokens: int, chunk: int, padded: bool = False) -> int:
         """At most, spare room included. chunk: tokens of a prompt that are read at once, which a
-        window holds besides, for a while."""
+        window holds besides, for a while. padded: beside others in one of mlx-lm's own batches."""
         if self.config is None:
-            kept = self._steps(tokens)
-            return self.fixed + self.full * (kept + chunk * (0 < self.window < tokens))
+            return self.fixed + self.full * self._room(tokens, chunk, padded)
         c = self.config
         pages = max(0, tokens - c.sink) // c.page  # where it was cut back, up to its last tokens
         if self.together:
@@ -46,11 +48,21 @@ class CacheShape:
 
     def bytes_fp16(self, tokens: int) -> int:
         """What mlx-lm's plain cache takes in 16 bits, which grows by whole steps, too."""
-        return self.fixed + self.half * self._steps(tokens)
-
-    def _steps(self, tokens: int) -> int:
         grown = -(-tokens // STEP) * STEP
-        return min(grown, self.window) if self.window else grown
+        return self.fixed + self.half * (min(grown, self.window) if self.window else grown)
+
+    def _room(self, tokens: int, chunk: int, padded: bool) -> int:
+        """Tokens that mlx-lm's plain cache has room for, at most. It grows by whole steps, not from
+        a whole step but from wherever it is."""
+        if padded:  # to the longest of what others read at the same time
+            tokens += min(chunk, tokens)
+        if not self.window:
+            return tokens + STEP - 1
+        if not self.rotates:
+            return min(tokens, self.window + chunk) + STEP - 1
+        if padded:  # as long as a batch runs, its window fills up whoever is in it
+            return self.window + min(chunk, tokens)
+        return min(tokens + STEP - 1, self.window) + chunk * (self.window < tokens)
 
 
 def shapes_of(caches: list) -> list[CacheShape]:
@@ -71,13 +83,25 @@ def _shape(cache) -> CacheShape:
         packed = config.page * values * replace(config, keep=1.0).bits_per_value(*dims) / 8
         each, together = pair[0].dtype.size, ragged.why_not(cache) is None
         bases = config.basis_bytes(pair[0].shape[1], *dims)
-        return CacheShape(0, each * values, 2 * values, 0, config, packed, together, bases)
+        return CacheShape(0, each * values, 2 * values, 0, False, config, packed, together, bases)
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or keys.ndim != 4:
         return CacheShape(fixed=cache.nbytes)
     count = sum(x.shape[1] * x.shape[3] for x in (keys, values))
-    window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None) or 0
-    return CacheShape(0, keys.dtype.size * count, 2 * count, window)
+    rotates = bool(getattr(cache, "max_size", None))
+    window = cache.max_size if rotates else getattr(cache, "chunk_size", None) or 0
+    return CacheShape(0, keys.dtype.size * count, 2 * count, window, rotates)
+
+
+def cut_padding(caches: list) -> None:
+    """Drop what is padding in every row of mlx-lm's batched caches, which would else grow by a chunk of
+    the longest prompt at every end of a shorter one."""
+    for cache in caches:
+        cut_padding(getattr(cache, "caches", ()))
+        if isinstance(cache, BatchKVCache) and not cache.empty():
+            padding = cache.left_padding.tolist()
+            if min(padding) > 0:
+                cache.filter(list(range(len(padding))))
 
 
 class Memory:
@@ -88,12 +112,16 @@ class Memory:
 
     def __init__(self, bound: int, shapes: list[CacheShape], chunk: int, batched: bool = False):
         self.bound, self.shapes, self.chunk = bound, shapes, chunk
-        # mlx-lm's own batches pad every sequence to the longest.
-        self.padded = batched and any(s.full and s.config is None for s in shapes)
-        self._promised: dict[int, int] = {}
+        # In mlx-lm's own batches every sequence takes what the longest takes.
+        alike = [batched and s.full > 0 and s.config is None for s in shapes]
+        self._alike = [s for s, padded in zip(shapes, alike, strict=True) if padded]
+        self._own = [s for s, padded in zip(shapes, alike, strict=True) if not padded]
+        self._promised: dict[
+            int, tuple[int, int]
+        ] = {}  # bytes of its own, and of those that are alike
 
     def need(self, tokens: int) -> int:
-        """Bytes of one sequence of so many tokens, at most."""
+        """Bytes of one sequence of so many tokens that runs alone, at most."""
         return sum(shape.bytes(tokens, self.chunk) for shape in self.shapes)
 
     def fp16(self, tokens: int) -> int:
@@ -102,10 +130,7 @@ class Memory:
 
     @property
     def promised(self) -> int:
-        return self._together(list(self._promised.values()))
-
-    def _together(self, needs: list[int]) -> int:
-        return len(needs) * max(needs, default=0) if self.padded else sum(needs)
+        return _together(list(self._promised.values()))
 
     @property
     def room(self) -> int:
@@ -114,8 +139,9 @@ class Memory:
 
     def promise(self, key: int, tokens: int) -> None:
         """Set memory aside for a request. Raises Refused with the numbers, where it cannot fit."""
-        # Batches that pad grow by a whole step from wherever they are.
-        need, promised = self.need(tokens + STEP * self.padded), self.promised
+        own = sum(shape.bytes(tokens, self.chunk) for shape in self._own)
+        alike = sum(shape.bytes(tokens, self.chunk, padded=True) for shape in self._alike)
+        need, promised = own + alike, self.promised
         details = {"tokens": tokens, "need_bytes": need, "kv_memory_bytes": self.bound}
         words = f"{tokens} tokens need {human_bytes(need)} of cache"
         if need > self.bound:
@@ -126,7 +152,7 @@ class Memory:
                 "kv_memory",
                 details=details,
             )
-        if self._together([*self._promised.values(), need]) > self.bound:
+        if _together([*self._promised.values(), (own, alike)]) > self.bound:
             raise Refused(
                 503,
                 f"[--kv-memory] {words}; {human_bytes(promised)} of {human_bytes(self.bound)} are "
@@ -135,8 +161,12 @@ class Memory:
                 retry=2,
                 details=details | {"promised_bytes": promised},
             )
-        self._promised[key] = need
+        self._promised[key] = own, alike
 
     def release(self, key: int) -> None:
         """The request is over."""
         self._promised.pop(key, None)
+
+
+def _together(needs: list[tuple[int, int]]) -> int:
+    return sum(own for own, _ in needs) + len(needs) * max((alike for _, alike in needs), default=0)

@@ -8,6 +8,7 @@ KINDS = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     411: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
@@ -31,6 +32,9 @@ class Refused(Exception):
         super().__init__(message)
         self.status, self.message, self.code = status, message, code
         self.retry, self.details = retry, details or {}
+
+    def __reduce__(self):
+        return Refused, (self.status, self.message, self.code, self.retry, self.details)
 
     def body(self) -> dict:
         """As OpenAI's clients read it."""

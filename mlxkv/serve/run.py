@@ -6,15 +6,17 @@ import logging
 import signal
 import socket
 import sys
+import time
 from functools import partial
 from http.server import ThreadingHTTPServer
-from threading import BoundedSemaphore
 
 import mlx.core as mx
 
 from mlxkv.console import human_bytes, note
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
+from mlxkv.serve import ranks
+from mlxkv.serve.arrival import Door
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.handler import Handler, Site
 from mlxkv.serve.metrics import Metrics
@@ -29,7 +31,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, options: Options):
         self.metrics = Metrics()
-        self._room = BoundedSemaphore(4 * options.max_requests)
+        self.door = Door(4 * options.max_requests)
         self.engine = Engine(options, self.metrics)
         try:
             self.site = Site(options, self.engine, self.metrics)
@@ -45,20 +47,20 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def process_request(self, request, client_address):
-        if not self._room.acquire(blocking=False):
+        if not self.door.enter(request):
             self.shutdown_request(request)  # no thread, no answer
             return
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._room.release()
+            self.door.leave(request)
             raise
 
     def process_request_thread(self, request, client_address):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self.door.leave(request)
 
     def handle_error(self, request, client_address):
         error = sys.exc_info()[1]
@@ -66,6 +68,9 @@ class Server(ThreadingHTTPServer):
             self.metrics.add(cut_off=1)
         else:
             logging.error("a connection failed", exc_info=error)
+
+    def service_actions(self):
+        self.engine.check()  # twice a second
 
     def close(self) -> None:
         """End: sessions go to disk, where there is one."""
@@ -85,12 +90,11 @@ def _address(options: Options) -> tuple[socket.AddressFamily, tuple]:
 
 def run(options: Options) -> None:
     """The command: serves until Ctrl-C or SIGTERM."""
-    if (size := mx.distributed.init().size()) > 1:
-        raise UserError(
-            f"[serve] runs as one process; got {size} by mlx.launch; to shard a model, use mlx-lm's "
-            "own mlx_lm.server, or one machine"
-        )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    group = mx.distributed.init()
+    if group.rank():
+        _follow(options)
+        return
     try:
         server = Server(options)
     except OSError as error:
@@ -102,7 +106,10 @@ def run(options: Options) -> None:
     for line in loaded.report():
         note(f"  {line}")
     each = memory.need(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
-    note(f"  caches: at most {human_bytes(memory.bound)}; 16k tokens take {each:.0%} of 16 bits")
+    where = f" in each of {size} processes" if (size := group.size()) > 1 else ""
+    note(
+        f"  caches: at most {human_bytes(memory.bound)}{where}; 16k tokens take {each:.0%} of 16 bits"
+    )
     if not server.engine.model_provider.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")
     note(f"chat: {server.url}/   API: {server.url}/v1   Ctrl-C ends it")
@@ -113,6 +120,19 @@ def run(options: Options) -> None:
         note("ending: sessions are put away")
     finally:
         server.close()
+
+
+def _follow(options: Options) -> None:
+    """A process without clients: it does what rank 0 does, and ends with it."""
+    engine = Engine(options, Metrics())
+    ranks.follow(engine.ranks)
+    engine.started()
+    try:
+        while True:
+            engine.check()
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        engine.stop_and_join()
 
 
 def _interrupt(*_) -> None:

@@ -23,8 +23,9 @@ class Sessions(LRUPromptCache):
     """Caches of finished prompts and replies, found by their tokens.
 
     memory: tells the room there is for them. new: makes an empty cache. disk: where they go when
-    there is none, or None: away. reuse: whether anything is kept at all. Used by the
-    generation thread alone; others read numbers.
+    there is none, or None: away. reuse: whether anything is kept at all. agree: of this process's
+    bytes makes the number that every process of the model goes by (`mlxkv.serve.ranks`). Used by
+    the generation thread alone; others read numbers.
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class Sessions(LRUPromptCache):
         new: Callable[[], list],
         disk: Disk | None = None,
         reuse: bool = True,
+        agree: Callable[[int], int] = int,
     ):
         super().__init__(MANY, MANY)
         self.memory, self.new, self.disk, self.reuse = memory, new, disk, reuse
+        self.agree = agree
         self.shelf = Shelf()
         self.bytes_fp16 = 0  # what 16 bits would take
         self._useless: set = set()  # files that were read in vain
@@ -102,7 +105,7 @@ class Sessions(LRUPromptCache):
     def shrink(self, room: int | None = None) -> None:
         """Let the least recently used go until the rest fits."""
         room = self.memory.room if room is None else room
-        while len(self) and self.nbytes > room:
+        while len(self) and self.agree(self.nbytes) > room:
             model, tokens = self._lru.pop()
             entry = self._trie.pop(model, tokens)
             self._n_bytes -= entry.nbytes
