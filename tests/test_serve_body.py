@@ -44,7 +44,7 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).flatmap(
 
 
 def check(request: dict, chat: bool) -> dict:
-    return body.check(request, chat, "m", 100, VOCABULARY)
+    return body.check(request, chat, "m", "int4", 100, VOCABULARY)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -103,11 +103,17 @@ def test_any_bytes_are_an_object_or_refused(raw):
         ("top_logprobs", 12),
         ("response_format", {"type": "json_object"}),
         ("n", True),
+        ("kv", "int8"),
+        ("kv", ["int4"]),
     ],
 )
 def test_each_limit_holds(field, value):
     with pytest.raises(Refused, match=rf"\[{field}\]"):
         check(GOOD | {field: value}, True)
+
+
+def test_the_preset_may_be_named():
+    assert "kv" not in check(GOOD | {"kv": "int4"}, True)
 
 
 def test_templates_take_no_arguments_of_the_tokenizer():

@@ -84,8 +84,8 @@ def _no_constant(name: str):
     raise ValueError(f"{name} is not JSON")
 
 
-def check(body: dict, chat: bool, model: str, most_tokens: int, vocabulary: int) -> dict:
-    """What mlx-lm's handler is to read. model: the only one served. most_tokens: upper limit of a
+def check(body: dict, chat: bool, model: str, kv: str, most_tokens: int, vocabulary: int) -> dict:
+    """What mlx-lm's handler is to read. model, kv: the only ones served. most_tokens: upper limit of a
     reply, where the client asks for more. vocabulary: of the model. Raises Refused."""
     body = {key: value for key, value in body.items() if value is not None}
     for field, values in ONLY.items():
@@ -99,6 +99,8 @@ def check(body: dict, chat: bool, model: str, most_tokens: int, vocabulary: int)
             f"[model] no such model; got {str(name)[:80]!r}; choose {model!r}",
             "model_not_found",
         )
+    if body.get("kv", kv) != kv:  # one batch, one kind of cache
+        raise bad("kv", f"this server's caches are {kv}; choose that, or start another", body["kv"])
     out = {"model": model, "stream": _boolean(body, "stream")}
     out |= _numbers(body)
     for field in ("max_tokens", "max_completion_tokens"):

@@ -258,7 +258,7 @@ class Handler(server.APIHandler):
             clean = body.check(
                 body.parse(raw),
                 path in CHAT,
-                self.site.name,
+                *(self.site.name, self.site.loaded.kv_name),
                 self.site.loaded.context or 1 << 20,
                 self.site.engine.vocabulary,
             )
