@@ -243,6 +243,8 @@ def seal(
     x = _rows_together(x)
     # Every program reads the whole matrix: many tokens share it. Scales of channels are a program's.
     block = at.group if at.channel else math.gcd(tokens, SEALED)
+    # Ranges over the tokens of a channel cross the warps: as few as hold its numbers in registers.
+    wide = at.dims > 128 or block > SEALED if at.channel else block == SEALED
     # Triton's interpreter multiplies the bits of bfloat16 as integers.
     exact = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not interpreted())
     down = None if code.transform is None else code.transform.down
@@ -260,7 +262,7 @@ def seal(
         CHANNEL=at.group if at.channel else 0,
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": PARTS if exact else 0, "BLOCK": SEAL_BLOCK, "FUSED": not interpreted()},
-        num_warps=8 if block == 128 and not at.channel else 4,
+        num_warps=8 if wide else 4,
         num_stages=SEAL_STAGES if block >= SEALED else 2,
     )
 
