@@ -159,7 +159,8 @@ def attend(
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
     sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
-    many = batch * kv_heads * rows > MANY and dims <= 128
+    # AMD's compiler has no products of float32 in three parts of TF32, which those of many rows take.
+    many = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
     before, after = (
         (many_queries_kernel, many_merge_kernel) if many else (queries_kernel, merge_kernel)
     )
