@@ -113,5 +113,6 @@ def joining(counts: list[int]) -> int:
     last before the new one would be moved again and again: a long one is joined by that before it."""
     last = len(counts) - 2
     at = min(range(last + 1), key=lambda i: (counts[i], -i))
+    # Fewest pages are moved in all with sqrt(P) while text is decoded, sqrt(64 P) while a prompt is read.
     settled = at == last > 0 and counts[at] > max(SETTLED, isqrt(8 * counts[at - 1]))
     return at - 1 if settled else at

@@ -1,7 +1,7 @@
 """Sealed pages in runs of one basis each: the store of caches whose basis follows the text.
 
 What becomes of the pages of an old basis: they are transported into the new one, keep their own in a
-run of theirs (of at most so many runs; then the shortest is transported into that of the next), or
+run of theirs (of at most so many runs; then `joining` says which moves into that of the next), or
 stay as they are and are read by the new one. Spec: `reference_oja.transported`.
 """
 

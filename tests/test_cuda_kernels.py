@@ -46,6 +46,7 @@ SIDES = {
 CASES = {
     "gqa": (128, 8, 2, 1, 1, "int4", "int4", 16, 21, False, False),
     "ratio 5": (64, 5, 1, 1, 1, "int3", "int4", 0, 1, False, False),
+    "odd draft": (64, 5, 1, 4, 1, "int4", "int4", 16, 9, False, True),
     "draft": (64, 6, 2, 8, 1, "int4", "int2 g32", 16, 40, False, False),
     "gemma": (256, 4, 1, 1, 1, "int4", "int4", 16, 33, False, False),
     "padded batch": (64, 4, 2, 1, 2, "int8", "int8", 16, 9, True, False),
@@ -139,9 +140,10 @@ def test_causal_masks_of_drafts_are_recognised():
     assert "causal ones" in why_not(q, view, mask)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
-def test_transforms_of_a_calibration_differ_by_head(dtype):
+@pytest.mark.parametrize("dtype, many", ((torch.float32, kernels.MANY), (torch.float16, 0)))
+def test_transforms_of_a_calibration_differ_by_head(dtype, many, monkeypatch):
     """Not orthogonal, one per kv head: sealed by the kernel, read by the kernel."""
+    monkeypatch.setattr(kernels, "MANY", many)
     rng = np.random.default_rng(0)
     pairs = []
     for _ in "kv":
@@ -282,6 +284,8 @@ def test_which_presets_have_kernels():
     assert {"kivi-int2", "kivi-int4", "balanced-k3v2+channels"} <= read
     assert not read & {"kvarn-int2", "polar", "turbo-int3"}
     assert "128, 256" in kernels.why_not(PRESETS["int4"], (80, 80), cpu)
+    long = CacheConfig(SIDES["int2 channels"], SIDES["int2"], page=512)
+    assert "512 tokens" in kernels.why_not(long, (64, 64), cpu)
 
 
 ENCODED = {
@@ -319,6 +323,22 @@ def test_sealing_gives_the_codes_of_plain_ops(name):
     assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary
 
 
+@pytest.mark.parametrize("name", ("int8", "int4 channels"))
+def test_an_infinite_number_is_sealed_as_plain_ops_do(name, monkeypatch):
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)  # divided as on a GPU
+    torch.manual_seed(0)
+    code, pool = Codec(SIDES[name], 64, PAGE), Pool()
+    x = torch.randn(1, 1, PAGE, 64)
+    x[0, 0, 3, 5] = torch.inf
+    at = layout.SideLayout(code.spec, 64, PAGE, True)
+    pool.reserve(1, (at.shapes(1), at.shapes(1)), x.device)
+    kernels.seal(code, x, at, pool.sides[0], [0])
+    found = layout.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()}, at)
+    right = code.encode(x)
+    assert right["scale"].max() == 65504 and torch.equal(found["bias"], right["bias"])
+    torch.testing.assert_close(found["scale"], right["scale"], rtol=2**-10, atol=0)
+
+
 @pytest.mark.parametrize("name", ("int4", "int3", "int2-channels"))
 def test_the_benchmark_checks_what_it_times(name, monkeypatch):
     shape = bench.Shape(2, 4, 2, 64, 2 * 64)
@@ -347,6 +367,6 @@ def test_kernels_compile_for_hopper(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 14
     stacks = [int(re.search(r"(\d+) stack", line)[1]) for line in lines]
     assert max(stacks) <= 8 and sum(stacks) <= 8, lines

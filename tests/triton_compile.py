@@ -96,7 +96,7 @@ CASES = {
     "queries of many": (many_queries_kernel, {**TURN, **SIDE, "M": 8}, None, 8),
     "merge of many": (
         many_merge_kernel,
-        {**TURN, "SPLITS": 8, "SINKS": False, "CHUNK": 8, "M": 8},
+        {**TURN, "SPLITS": 16, "SINKS": True, "CHUNK": 16, "M": 8},
         *(None, 8),
     ),
     "seal": (
@@ -104,6 +104,12 @@ CASES = {
     ),
     "seal channels": (
         *(seal_kernel, {**SEAL, **INT2, **BY_CHANNEL, "RANK": 1, "KEYS": True}, ("int2", 128), 4),
+    ),
+    "seal channels 256": (
+        seal_kernel,
+        {**SEAL, **SIDE, "D": 256, "R": 256, "T": 64, "GROUPS": 1, "PAGE": 64, "CHANNEL": 64}
+        | {"RANK": 1, "KEYS": True},
+        *(("int4", 128), 8),
     ),
     "unseal": (
         *(unseal_kernel, {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False}, ("int2", 128), 4),

@@ -159,7 +159,8 @@ def attend(
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
     sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
-    many = batch * kv_heads * rows > MANY and dims <= 128
+    # AMD's compiler has no products of float32 in three parts of TF32, which those of many rows take.
+    many = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
     before, after = (
         (many_queries_kernel, many_merge_kernel) if many else (queries_kernel, merge_kernel)
     )
@@ -243,6 +244,8 @@ def seal(
     x = _rows_together(x)
     # Every program reads the whole matrix: many tokens share it. Scales of channels are a program's.
     block = at.group if at.channel else math.gcd(tokens, SEALED)
+    # Ranges over the tokens of a channel cross the warps: as few as hold its numbers in registers.
+    wide = at.dims > 128 or block > SEALED if at.channel else block == SEALED
     # Triton's interpreter multiplies the bits of bfloat16 as integers.
     exact = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not interpreted())
     down = None if code.transform is None else code.transform.down
@@ -260,7 +263,7 @@ def seal(
         CHANNEL=at.group if at.channel else 0,
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": PARTS if exact else 0, "BLOCK": SEAL_BLOCK, "FUSED": not interpreted()},
-        num_warps=8 if block == 128 and not at.channel else 4,
+        num_warps=8 if wide else 4,
         num_stages=SEAL_STAGES if block >= SEALED else 2,
     )
 

@@ -12,7 +12,8 @@ CAPABILITY = 9  # of GPUs that have it
 @triton.jit
 def after(CHAINED: tl.constexpr):
     """Waits until the kernel before has ended and its memory is there. What is read before this must be
-    older than the kernel before."""
+    older than the kernel before, and nothing may be written: others may still read it. Every program
+    has to come here, so that what the kernel before waited for is there as well."""
     if CHAINED:
         gdc_wait()
 

@@ -53,9 +53,11 @@ def _half(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def _over(x, whole: tl.constexpr, FUSED: tl.constexpr):
-    """x / whole, rounded as IEEE says. FUSED: by two fused multiply-adds, exact for every float32 and
-    whole = 2^b - 1 (all mantissas tried), where the division of the GPU is a subroutine."""
+    """x / whole, rounded as IEEE says; what `_half` cuts off may come out smaller. FUSED: by two fused
+    multiply-adds, exact for every float32 and whole = 2^b - 1 (all mantissas tried), where the division
+    of the GPU is a subroutine."""
     if FUSED:
+        x = tl.minimum(x, HALF_MAX * whole)  # infinity would leave NaN as the rest
         inverse = tl.full(x.shape, 1.0 / whole, tl.float32)
         near = x * inverse
         rest = tl.fma(near, tl.full(x.shape, -whole, tl.float32), x)
@@ -65,7 +67,7 @@ def _over(x, whole: tl.constexpr, FUSED: tl.constexpr):
 
 @triton.jit
 def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, FUSED: tl.constexpr):
-    """Codes of y [a, b, c], which share scales along `axis`; the scales in packed pairs."""
+    """Codes of y, which share scales along `axis`; the scales in packed pairs."""
     top: tl.constexpr = 2**BITS - 1
     middle: tl.constexpr = 2 ** (BITS - 1)
     if SYMMETRIC:

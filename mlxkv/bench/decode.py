@@ -108,8 +108,8 @@ def _rows(
     rounds: int,
     done: Callable[[], None],
 ) -> list[dict]:
-    """One row per preset: medians over interleaved runs, after a short one of each to warm up."""
-    for name in presets:  # a basis that follows the text meets kernels to build as it goes
+    """One row per preset: medians over interleaved runs, after one of each to warm up."""
+    for name in presets:  # short, but where a basis that follows builds kernels on its way
         measure(it, name, context, fill, tokens if parse_kv(name).follows else 1)
         done()
     tasks = {name: lambda name=name: measure(it, name, context, fill, tokens) for name in presets}
