@@ -276,7 +276,7 @@ class Engine(server.ResponseGenerator):
             try:
                 return response_queue.get(timeout=WAIT_SECONDS)
             except Empty:
-                if not self.generation_available():
+                if not self.generation_available() and response_queue.empty():
                     raise MachineError("[serve] the generation thread has ended") from None
                 getattr(self.waiting, "check", lambda: None)()
 
