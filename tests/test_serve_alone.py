@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.server import ResponseGenerator, SamplingArguments
-from serving import complete, serving, text_of
+from serving import complete, refused, serving, text_of
 from test_serve import ENDLESS, LONG, settled, until
 
 from mlxkv.serve.draws import Seeded
@@ -120,6 +120,16 @@ def test_who_leaves_while_the_prompt_is_read_alone_gets_no_more_of_it(one_by_one
     assert server.metrics.cut_off == 1
     assert found["sessions"]["count"] == 0  # it would be the prompt's, read to its end
     assert text_of(complete(server, "b", 4, seed=1, temperature=1))
+
+
+def test_the_end_does_not_wait_for_a_reply_that_is_written_alone(one_by_one):
+    """Nor does half of a reply pass for a whole one."""
+    server = one_by_one
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(refused, server, 503, **ENDLESS)
+        until(lambda: server.engine.sessions.lookups)
+        server.engine.stop_and_join()
+        assert reply.result(10)["message"] == "[serve] is ending"
 
 
 def test_a_seed_that_is_served_alone_does_not_seed_the_others(one_by_one):

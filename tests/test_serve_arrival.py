@@ -27,10 +27,10 @@ def server(model_folder, monkeypatch):
         yield running
 
 
-def trickle(line: socket.socket, data: bytes, pause: float) -> tuple[bytes, float]:
-    """Byte after byte, until something comes back: what, and after how many seconds."""
-    start = time.monotonic()
+def trickle(line: socket.socket, data: bytes, pause: float) -> bytes:
+    """Byte after byte, until something comes back."""
     line.settimeout(pause)
+    found = b""
     for i in range(len(data)):
         try:
             line.sendall(data[i : i + 1])
@@ -39,12 +39,12 @@ def trickle(line: socket.socket, data: bytes, pause: float) -> tuple[bytes, floa
             line.settimeout(5)
             while part := line.recv(1 << 16):
                 found += part
-            return found, time.monotonic() - start
+            break
         except TimeoutError:
             continue
-        except ConnectionError:
+        except ConnectionError:  # perhaps behind a reply, which a byte on its way has crossed
             break
-    return b"", time.monotonic() - start
+    return found
 
 
 @pytest.mark.parametrize("of", ["head", "body"])
@@ -52,13 +52,15 @@ def test_a_request_that_trickles_in_is_closed_in_time(server, caplog, of):
     """Before, every byte gave it another 30 seconds."""
     data = head(dumps({"prompt": "a" * 500}).encode())
     start = 0 if of == "head" else data.index(b"\r\n\r\n") + 9
+    began = time.monotonic()
     with (
         caplog.at_level(logging.WARNING),
         socket.create_connection(server.server_address) as line,
     ):
         line.sendall(data[:start])
-        found, seconds = trickle(line, data[start:], 0.05)
-    assert SECONDS * 0.8 < seconds < 3 * SECONDS
+        found = trickle(line, data[start:], 0.05)
+    # All bytes would take half a minute.
+    assert SECONDS < time.monotonic() - began < 12 * SECONDS
     assert found.startswith(b"HTTP/1.0 408 ")
     error = loads(found.split(b"\r\n\r\n", 1)[1])["error"]
     assert error["code"] == "timeout" and error["message"].startswith("[request] did not arrive in")
@@ -82,7 +84,7 @@ def test_a_large_body_over_a_slow_line_has_its_time(server, monkeypatch):
 def test_streams_and_lines_that_wait_have_their_time(server, monkeypatch):
     """Replies may take longer than requests; a line may be opened before it is used."""
     with socket.create_connection(server.server_address) as waits:
-        time.sleep(0.6 * SECONDS)
+        time.sleep(0.1 * SECONDS)
         waits.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n")
         assert waits.recv(12) == b"HTTP/1.0 200"
     plain = Batches.next
@@ -118,6 +120,7 @@ def test_requests_that_never_arrive_take_nobodys_place(server, caplog):
 
 def test_whoever_has_arrived_keeps_the_place(monkeypatch):
     monkeypatch.setattr(arrival, "GRACE", 0.05)
+    monkeypatch.setattr(arrival, "LEAVE", 0.01)
     door = arrival.Door(2)
     pairs = [socket.socketpair() for _ in range(4)]
     try:

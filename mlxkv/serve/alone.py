@@ -11,11 +11,13 @@ from mlx_lm import server
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
 
+ENDING = 2  # says more than that the client has left
+
 
 class Alone:
     """Its line. mlx-lm looks up between the tokens of a reply; here also between the parts of a prompt,
-    which is read no further when nobody waits for it. With several processes rank 0 alone would see
-    that: all ask it. given_up: whether that is known."""
+    which is read no further when nobody waits for it, and when the server ends. One process alone may
+    know of either: all agree. given_up: whether it is known that nobody waits."""
 
     def __init__(self, line: Queue, given_up: Callable[[], bool], ranks: Ranks):
         self._line, self._given_up, self._ranks = line, given_up, ranks
@@ -26,9 +28,23 @@ class Alone:
         if isinstance(item, server.GenerationContext):
             self._context = item
             item.stop = self._stopped.set  # called by the thread that serves the client
-        gone = self._stopped.is_set() or self._given_up()
-        if isinstance(item, tuple | server.Response) and self._ranks.most(gone):
-            if isinstance(item, tuple):  # tokens of the prompt so far
-                raise Refused(504, "[serve] given up while its prompt was read", "timeout")
-            self._context._should_stop = True  # one of several processes keeps no part of a session
+        if isinstance(
+            item, tuple | server.Response
+        ):  # tokens of the prompt so far; one of the reply
+            self._look_up(isinstance(item, tuple))
         self._line.put(item)
+        fault = isinstance(item, Exception) and not isinstance(item, Refused)
+        if fault and self._context is not None and self._ranks.many:
+            raise item  # mlx-lm would go on with the next request, out of step with the others
+
+    def _look_up(self, reading: bool) -> None:
+        gone = self._stopped.is_set() or self._given_up()
+        found = self._ranks.most(ENDING if self._ranks.ending else gone)
+        if found == ENDING:  # a reply that just stopped would pass for a whole one
+            raise Refused(503, "[serve] is ending", "ending")
+        if found and (
+            reading or self._ranks.many
+        ):  # mlx-lm cannot stop a reply of several processes
+            raise Refused(504, "[serve] given up under way", "timeout")
+        if found:
+            self._context._should_stop = True  # and what was written is kept

@@ -14,6 +14,7 @@ from mlxkv.serve.refusals import Refused
 PACE = 16 << 10  # bytes; each so many give a request another second
 DRAIN = 64 << 20  # bytes of a refused body that are read, so that the client hears why
 GRACE = 1.0  # seconds in which no request has to make room
+LEAVE = 1.0  # seconds in which one that has to is gone
 
 
 class Arriving(io.RawIOBase):
@@ -85,7 +86,7 @@ class Door:
                 "take the place of requests that are slow to arrive"
             )
         self._full = not entered
-        if not entered and not (self._close_oldest() and self._room.acquire(timeout=GRACE)):
+        if not entered and not (self._close_oldest() and self._room.acquire(timeout=LEAVE)):
             return False
         with self._lock:
             self._arriving[line] = time.monotonic()

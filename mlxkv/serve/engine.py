@@ -124,10 +124,10 @@ class Engine(server.ResponseGenerator):
         return obj
 
     def stop_and_join(self) -> None:
+        self.ranks.end()
         if not self.ranks.many:
             super().stop_and_join()
             return
-        self.ranks.end()
         while self._generation_thread.is_alive():
             self._generation_thread.join(0.1)
             self.ranks.watch(self.options.timeout)
@@ -224,19 +224,17 @@ class Engine(server.ResponseGenerator):
         self._ticket = None
         line, asked, args = request
         ticket = getattr(asked, "ticket", None) or Ticket()
-        line = Alone(line, lambda: ticket.given_up or self.ranks.ending, self.ranks)
+        line = Alone(line, lambda: ticket.given_up, self.ranks)
         serve = _with_names(
             self, "_serve_single", _make_sampler=self.ranks.sampler(server._make_sampler)
         )
-        try:
-            serve((line, asked, args), *more)
-        finally:
-            if args.seed is not None:
-                mx.random.seed(time.time_ns())  # mlx-lm has seeded everybody's draws
-            if self._ticket is not None:
-                self.memory.release(id(self._ticket))
-                self._ticket = None
-                self.sessions.shrink()
+        serve((line, asked, args), *more)  # what it raises, `_fail` clears up
+        if args.seed is not None:
+            mx.random.seed(time.time_ns())  # mlx-lm has seeded everybody's draws
+        if self._ticket is not None:
+            self.memory.release(id(self._ticket))
+            self._ticket = None
+            self.sessions.shrink()
 
     def taken_up(self, uid: int) -> None:
         """The batch has given the request that was tokenized last a number."""
@@ -278,7 +276,7 @@ class Engine(server.ResponseGenerator):
             try:
                 return response_queue.get(timeout=WAIT_SECONDS)
             except Empty:
-                if not self.generation_available():
+                if not self.generation_available() and response_queue.empty():
                     raise MachineError("[serve] the generation thread has ended") from None
                 getattr(self.waiting, "check", lambda: None)()
 

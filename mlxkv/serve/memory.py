@@ -116,9 +116,7 @@ class Memory:
         alike = [batched and s.full > 0 and s.config is None for s in shapes]
         self._alike = [s for s, padded in zip(shapes, alike, strict=True) if padded]
         self._own = [s for s, padded in zip(shapes, alike, strict=True) if not padded]
-        self._promised: dict[
-            int, tuple[int, int]
-        ] = {}  # bytes of its own, and of those that are alike
+        self._promised: dict[int, tuple[int, int]] = {}  # bytes: its own, of those that are alike
 
     def need(self, tokens: int) -> int:
         """Bytes of one sequence of so many tokens that runs alone, at most."""

@@ -24,7 +24,7 @@ from mlxkv.console import note
 from mlxkv.errors import MachineError
 
 T = TypeVar("T")
-PATIENCE = 30.0  # seconds of silence, after which the end is not one in good order
+PATIENCE = 30.0  # seconds that a part of a prompt may take, in which nothing is heard
 
 
 class Ranks:
@@ -102,8 +102,9 @@ class Ranks:
 
     def watch(self, seconds: float) -> None:
         """For the main thread: end this process, when for so long nothing came from the others: one may
-        be lost, and not every backend says so at every time. Less time, once the end was asked for."""
-        limit = min(seconds, PATIENCE) if self.ending else seconds
+        be lost, and not every backend says so at every time. No longer than it must be, once the end
+        was asked for."""
+        limit = PATIENCE if self.ending else max(seconds, PATIENCE)
         if self.many and time.monotonic() - self.heard > limit:
             note(
                 f"[serve] nothing came from the other processes for {limit:g} s; this one ends alone"
