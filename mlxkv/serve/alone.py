@@ -28,10 +28,9 @@ class Alone:
         if isinstance(item, server.GenerationContext):
             self._context = item
             item.stop = self._stopped.set  # called by the thread that serves the client
-        if isinstance(
-            item, tuple | server.Response
-        ):  # tokens of the prompt so far; one of the reply
-            self._look_up(isinstance(item, tuple))
+        reading = isinstance(item, tuple)  # tokens of the prompt so far
+        if reading or isinstance(item, server.Response):
+            self._look_up(reading)
         self._line.put(item)
         fault = isinstance(item, Exception) and not isinstance(item, Refused)
         if fault and self._context is not None and self._ranks.many:
@@ -42,9 +41,7 @@ class Alone:
         found = self._ranks.most(ENDING if self._ranks.ending else gone)
         if found == ENDING:  # a reply that just stopped would pass for a whole one
             raise Refused(503, "[serve] is ending", "ending")
-        if found and (
-            reading or self._ranks.many
-        ):  # mlx-lm cannot stop a reply of several processes
+        if found and (reading or self._ranks.many):  # of many mlx-lm cannot stop a reply
             raise Refused(504, "[serve] given up under way", "timeout")
         if found:
             self._context._should_stop = True  # and what was written is kept
