@@ -172,6 +172,15 @@ def test_a_model_that_one_process_cannot_load():
     assert both_do(*[lambda r: r.start(lambda: "a")] * 2) == [None, None]
 
 
+def test_a_folder_that_one_process_cannot_open(tmp_path, loaded):
+    (tmp_path / "2-of-2").write_text("a file")
+    errors = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    assert isinstance(errors[0], MachineError) and "--kv-disk" in str(errors[1])
+    (tmp_path / "2-of-2").unlink()
+    disks = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    assert [disk.entries for disk in disks] == [[], []]
+
+
 def test_rank_0_decides_and_refuses_for_all():
     def refuse():
         raise Refused(400, "[prompt] no", "invalid_value")

@@ -146,7 +146,8 @@ class Engine(server.ResponseGenerator):
         folder = self.options.disk_folder
         disk = None
         if folder and self.options.reuse:
-            disk = open_disk(folder, self.options.disk_bytes, loaded, self.ranks)
+            limit = self.options.disk_bytes
+            disk = self.ranks.together(lambda: open_disk(folder, limit, loaded, self.ranks))
         self.memory = Memory(
             *(self.ranks.least(bound), shapes_of(caches), self.cli_args.prefill_step_size),
             batched=self.model_provider.is_batchable,

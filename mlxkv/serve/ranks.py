@@ -69,6 +69,20 @@ class Ranks:
             raise error
         return found
 
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` returns in each process; what it raises in one is the end of all."""
+        made, error = None, None
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+        fine = self.least(error is None)
+        if error is not None:
+            raise error
+        if not fine:
+            raise MachineError("[serve] another process could not begin, and says why")
+        return made
+
     def most(self, number: int) -> int:
         """The largest of all processes' numbers."""
         return max(self._all(number))
