@@ -358,8 +358,8 @@ def test_the_table_of_the_benchmark():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
 def test_kernels_compile_for_hopper(tmp_path):
-    """No GPU is needed for it. Stacks are registers that were spilled: a few may be, by some compilers
-    (56 bytes by Triton 3.9 for keys per channel, none by 3.6)."""
+    """No GPU is needed for it. Stacks would be registers that were spilled: two may be, around a loop,
+    and with keys per channel some more (56 bytes by Triton 3.9, none by 3.6)."""
     script = Path(__file__).parent / "triton_compile.py"
     root = str(script.parent.parent)
     env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
@@ -369,5 +369,6 @@ def test_kernels_compile_for_hopper(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert len(lines) == 14
-    stacks = [int(re.search(r"(\d+) stack", line)[1]) for line in lines]
-    assert max(stacks) <= 64 and sum(stacks) <= 96, lines
+    stacks = {line.split(":")[0]: int(re.search(r"(\d+) stack", line)[1]) for line in lines}
+    channels = [stacks.pop(f"attend int{bits} channels") for bits in (4, 2)]
+    assert max(channels) <= 64 and sum(stacks.values()) <= 8, lines

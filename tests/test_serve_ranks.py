@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -22,6 +21,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import GenerationContext, Response
 from random_model import write_model
+from ring import environments
 from serving import complete, refused, serving, text_of
 from test_serve import settled, until
 
@@ -43,16 +43,9 @@ ENDLESS = {"prompt": LONG, "max_tokens": 1500, "logit_bias": {"257": -100}}
 @contextmanager
 def two_processes(folder: Path, *options: str):
     """Rank 0's address, and both processes."""
-    with ExitStack() as stack:
-        lines = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for line in lines:
-            line.bind(("127.0.0.1", 0))
-        hosts = [[f"127.0.0.1:{line.getsockname()[1]}"] for line in lines]
-    (folder / "hosts.json").write_text(json.dumps(hosts))
     command = (sys.executable, "-m", "mlxkv", "serve", "--model", str(folder), "--port", "0")
     running = []
-    for i in range(2):
-        env = os.environ | {"MLX_RANK": str(i), "MLX_HOSTFILE": str(folder / "hosts.json")}
+    for i, env in enumerate(environments(folder)):
         with (folder / f"{i}.txt").open("w") as said:
             running.append(subprocess.Popen([*command, *options], env=env, stderr=said))
 

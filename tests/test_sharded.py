@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from random_model import write_model
+from ring import environments
 
 SCRIPT = Path(__file__).parent / "sharded.py"
 
 
 def processes(folder: Path, *command: str) -> list[tuple[int, str, str]]:
     """Code, stdout and stderr of two processes of one ring."""
-    with ExitStack() as stack:
-        lines = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for line in lines:
-            line.bind(("127.0.0.1", 0))
-        hosts = [[f"127.0.0.1:{line.getsockname()[1]}"] for line in lines]
-    (folder / "hosts.json").write_text(json.dumps(hosts))
     running = [
         subprocess.Popen(
             [sys.executable, *command],
-            env=os.environ | {"MLX_RANK": str(i), "MLX_HOSTFILE": str(folder / "hosts.json")},
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for i in range(2)
+        for env in environments(folder)
     ]
     try:
         said = [one.communicate(timeout=240) for one in running]
