@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -359,7 +360,7 @@ def test_the_table_of_the_benchmark():
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
 def test_kernels_compile_for_hopper(tmp_path):
     """No GPU is needed for it. Stacks would be registers that were spilled: two may be, around a loop,
-    and with keys per channel some more (56 bytes by Triton 3.9, none by 3.6)."""
+    and from Triton 3.9 on some more with keys per channel (56 bytes; none by 3.6)."""
     script = Path(__file__).parent / "triton_compile.py"
     root = str(script.parent.parent)
     env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
@@ -370,5 +371,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == 14
     stacks = {line.split(":")[0]: int(re.search(r"(\d+) stack", line)[1]) for line in lines}
-    channels = [stacks.pop(f"attend int{bits} channels") for bits in (4, 2)]
-    assert max(channels) <= 64 and sum(stacks.values()) <= 8, lines
+    if tuple(map(int, version("triton").split(".")[:2])) >= (3, 9):
+        channels = [stacks.pop(f"attend int{bits} channels") for bits in (4, 2)]
+        assert max(channels) <= 64, lines
+    assert sum(stacks.values()) <= 8, lines
