@@ -1,0 +1,269 @@
+"""Parse texts as C++ for OpenCL behind Metal's words and MLX's own preamble, and name what breaks a rule.
+
+C++ for OpenCL has real address spaces, like Metal: pointers and references into different ones do not mix, and a
+variable at program scope outside `constant` is refused in the words of Apple's compiler. The parser is libclang, a wheel.
+Many texts share one translation unit: those with the same header, each behind the one before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from metal import mlx_preamble
+from metal.signature import VERSIONS, Kernel
+
+HERE = Path(__file__).parent
+LEVELS = (310, 320, 400)  # macOS 14, 15 and 26
+LINES = 30000  # of a translation unit
+SHARED_BYTES = 32 << 10
+EXTENSIONS = "-all,+cl_khr_fp16,+__opencl_c_generic_address_space"
+FLAGS = [
+    *("-cl-std=clc++2021", "-target", "spir64", "-cl-no-stdinc", "-ferror-limit=0"),
+    *("-Xclang", f"-cl-ext={EXTENSIONS}"),
+]
+WARNINGS = [  # what is a breach besides errors, and of which rule
+    *("-Wall", "-Wpre-c++17-compat", "-Wvla", "-Wuninitialized", "-Wsometimes-uninitialized"),
+    *("-Wreturn-type", "-Winfinite-recursion", "-Wdeprecated-declarations", "-Wc++17-extensions"),
+    *("-Wimplicit-float-conversion", "-Wno-unknown-attributes", "-Wno-unused", "-Wno-constant-logical-operand", "-Wno-ignored-attributes"),
+    *("-Wno-unknown-pragmas", "-Wno-pass-failed", "-Wno-array-bounds", "-Wno-division-by-zero"),
+]
+OF_RULE = {
+    "-Wpre-c++17-compat": "wording",
+    "-Wc++17-extensions": "wording",
+}
+SCOPE = re.compile("(program scope|static local) variable must reside in constant address space")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A text to parse. mlx: behind MLX's preamble. header, tail: the text in two parts."""
+
+    name: str
+    header: str
+    tail: str
+    mlx: bool = True
+
+    @staticmethod
+    def of(kernel: Kernel, version: str = VERSIONS[-1]) -> Unit:
+        return Unit(kernel.function(version), kernel.header, kernel.tail(version))
+
+
+@dataclass(frozen=True)
+class Breach:
+    """rule: "type", "program scope", "wording", "address space" or "threadgroup memory". where: "header" or
+    "body", the line in it."""
+
+    rule: str
+    where: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}:{self.line}: {self.rule}: {self.message}"
+
+
+def why_not() -> str | None:
+    """Why nothing is parsed here, or None."""
+    try:
+        index()
+    except Exception as error:  # the wheel is there without its library, or for another machine
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+@cache
+def index():
+    from clang.cindex import Index
+
+    return Index.create(excludeDecls=True)
+
+
+@cache
+def folder() -> Path:
+    """Where the preambles lie that were parsed once, for the time of this process."""
+    out = Path(tempfile.mkdtemp(prefix="mlxkv-metal-"))
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    return out
+
+
+def words(level: int, mlx: bool) -> str:
+    """What stands before every text."""
+    before = (HERE / "words.h").read_text()
+    after = (HERE / "vectors.h").read_text()
+    return f"#define METAL_LEVEL {level}\n{before}\n{mlx_preamble.digestible() if mlx else ''}\n{after}"
+
+
+class PreambleError(Exception):
+    """MLX's preamble is not read without errors."""
+
+
+@cache
+def _preamble(level: int, mlx: bool) -> Path:
+    """The words, parsed once."""
+    out = folder() / f"words-{level}-{int(mlx)}.pch"
+    name = str(out.with_suffix(".clcpp"))
+    Path(name).write_text(words(level, mlx), encoding="utf-8")
+    args = ["-x", "clcpp", *FLAGS, *WARNINGS]
+    # Incomplete: more follows. 0x10: to be written.
+    unit = index().parse(name, args=args, options=0x2 | 0x10)
+    errors = [x for x in unit.diagnostics if x.severity >= 3]
+    if errors:
+        raise PreambleError("; ".join(f"{x.location.line}: {x.spelling}" for x in errors))
+    unit.save(str(out))
+    return out
+
+
+def translate(text: str) -> str:
+    """What is spelled otherwise in C++ for OpenCL, line by line."""
+    text = re.sub(r"^#include <metal_stdlib>$", "", text, flags=re.M)
+    return text.replace("[[kernel]] void ", "__kernel void ")
+
+
+def batches(units: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """Those with the same header together, so many as make LINES."""
+    same: dict[tuple[str, bool], list[Unit]] = {}
+    for unit in units:
+        same.setdefault((unit.header, unit.mlx), []).append(unit)
+    for group in same.values():
+        out, lines = [], 0
+        for unit in group:
+            out.append(unit)
+            lines += unit.tail.count("\n")
+            if lines > LINES:
+                yield out
+                out, lines = [], 0
+        if out:
+            yield out
+
+
+def parse(units: Sequence[Unit], level: int) -> dict[str, list[Breach]]:
+    """The breaches of each by its name, of those that have any."""
+    found: dict[str, list[Breach]] = {}
+    for batch in batches(units):
+        for name, breach in _parse(batch, level):
+            kept = found.setdefault(name, [])
+            if breach not in kept:
+                kept.append(breach)
+    return found
+
+
+def _parse(batch: list[Unit], level: int) -> Iterator[tuple[str, Breach]]:
+    header = translate(batch[0].header)
+    lines = header.count("\n")
+    parts, starts = [header], []
+    for unit in batch:
+        tail = translate(unit.tail)
+        undo = "".join(f"#undef {x}\n" for x in re.findall(r"^\s*#\s*define\s+(\w+)", tail, re.M))
+        parts.append(tail + undo)
+        starts.append(lines)
+        lines += parts[-1].count("\n")
+    name, texts = str(folder() / "text.clcpp"), "".join(parts).split("\n")
+    args = ["-x", "clcpp", *FLAGS, *WARNINGS, "-include-pch", str(_preamble(level, batch[0].mlx))]
+    tree = index().parse(name, args=args, unsaved_files=[(name, "".join(parts))])
+
+    def place(line: int) -> tuple[int | None, int]:
+        """(which of the batch, or None for the header; the line there), from 1 on."""
+        at = sum(start < line for start in starts) - 1
+        return (None, line) if at < 0 else (at, line - starts[at])
+
+    for one in tree.diagnostics:
+        if one.severity < 2:
+            continue
+        at, line = place(one.location.line)
+        where = "header" if at is None else "body"
+        users = range(len(batch)) if at is None else [at]
+        if at is None:  # a template of the header: blame who asked for it
+            asked = {place(note.location.line)[0] for note in one.children} - {None}
+            users = sorted(asked) or users
+        rule = "program scope" if SCOPE.match(one.spelling) else OF_RULE.get(one.option, "type")
+        message = one.spelling
+        if rule == "program scope":  # which does not name the variable
+            message += f": {texts[one.location.line - 1].strip()}"
+        for user in users:
+            yield batch[user].name, Breach(rule, where, line, message)
+    walked = _walked.setdefault(shape(header), set())
+    by_name = {unit.name: i for i, unit in enumerate(batch)}
+    for cursor in tree.cursor.get_children():
+        at = by_name.get(cursor.spelling)
+        if at is None:
+            if not walked:  # the header, once
+                for line, message in _bare(cursor):
+                    for unit in batch:
+                        yield unit.name, Breach("address space", "header", line, message)
+                yield from _scope(cursor, batch)
+            continue
+        size = sum(_shared(cursor))
+        if size > SHARED_BYTES:
+            message = f"{size} bytes of threadgroup memory, of {SHARED_BYTES}"
+            yield batch[at].name, Breach("threadgroup memory", "body", 1, message)
+        kind = shape(batch[at].tail)
+        if kind not in walked:
+            walked.add(kind)
+            for line, message in _bare(cursor):
+                yield batch[at].name, Breach("address space", "body", line - starts[at], message)
+    walked.add("")
+
+
+_walked: dict[str, set[str]] = {}
+_CONSTANT = re.compile(
+    r"^(?:#define (\w+) [-\w]+|(?:constant )?constexpr \w+ (\w+)(?:\[\d+\])? = [^\n]*;|typedef \w+ (\w+);)\n", re.M
+)
+
+
+def shape(text: str) -> str:
+    """A text without the values of its constants, but for those that `#if` asks about, and without types of buffers:
+    trees of equal shape have the same pointers."""
+    asked = set(re.findall(r"\w+", " ".join(re.findall(r"^#\s*(?:if|elif).*", text, re.M))))
+    text = _CONSTANT.sub(lambda m: m[0] if asked & set(m.groups()) else "", text)
+    return re.sub(r"^(?:__kernel|\[\[kernel\]\]) void \w+|\b(?:float|bfloat16_t|float16_t)\* ", "", text, flags=re.M)
+
+
+def forget() -> None:
+    """Walk all trees anew: those of equal texts but for numbers are walked once in a process."""
+    _walked.clear()
+
+
+def _shared(kernel) -> Iterator[int]:
+    """Bytes of each variable in threadgroup memory, which stand in the outermost scope alone."""
+    from clang.cindex import CursorKind
+
+    for body in kernel.get_children():
+        if body.kind == CursorKind.COMPOUND_STMT:
+            for statement in body.get_children():
+                if statement.kind == CursorKind.DECL_STMT:
+                    for one in statement.get_children():
+                        if one.kind == CursorKind.VAR_DECL and "__local" in one.type.spelling:
+                            yield one.type.get_size()
+
+
+def _scope(cursor, batch: list[Unit]) -> Iterator[tuple[str, Breach]]:
+    """A variable at program scope that is not `constant`, as the tree has it."""
+    from clang.cindex import CursorKind
+
+    if cursor.kind == CursorKind.VAR_DECL and "__constant" not in cursor.type.spelling:
+        message = f"{cursor.spelling} is {cursor.type.spelling}"
+        for unit in batch:
+            yield unit.name, Breach("program scope", "header", cursor.location.line, message)
+
+
+def _bare(cursor) -> Iterator[tuple[int, str]]:
+    """Pointers and references without an address space: Metal refuses them, C++ for OpenCL calls them generic."""
+    for one in cursor.walk_preorder():
+        if one.kind.is_declaration() or one.kind.is_expression():
+            if not one.kind.is_declaration() and "CAST" not in one.kind.name:
+                continue
+            if "CONSTRUCTOR" in one.kind.name or "FUNCTION" in one.kind.name:
+                kind = one.result_type.spelling
+            elif "METHOD" in one.kind.name:
+                kind = one.result_type.spelling
+            else:
+                kind = one.type.spelling
+            if re.search(r"__generic", kind):
+                yield one.location.line, f"{one.spelling or 'a cast'} has the type {kind}"
