@@ -239,11 +239,14 @@ template <typename T, int C, int R> simdgroup_matrix<T, C, R> make_filled_simdgr
   template <typename T, int C, int R> \
   void simdgroup_store(simdgroup_matrix<T, C, R>, space T*, ulong = C, ulong2 = 0, bool = false);
 MATRIX(device) MATRIX(threadgroup)
+template <typename D, typename A, typename B, typename C> D metal_multiply(A, B, C) __attribute__((convergent));
 template <typename D, typename A, typename B, int N>
 void simdgroup_multiply(thread simdgroup_matrix<D, N, N>&, simdgroup_matrix<A, N, N>, simdgroup_matrix<B, N, N>);
 template <typename D, typename A, typename B, typename C, int N>
-void simdgroup_multiply_accumulate(
-    thread simdgroup_matrix<D, N, N>&, simdgroup_matrix<A, N, N>, simdgroup_matrix<B, N, N>, simdgroup_matrix<C, N, N>);
+inline void simdgroup_multiply_accumulate(
+    thread simdgroup_matrix<D, N, N>& d, simdgroup_matrix<A, N, N> a, simdgroup_matrix<B, N, N> b, simdgroup_matrix<C, N, N> c) {
+  d.held = metal_multiply<vec<D, N * N / 32>>(a.held, b.held, c.held);
+}
 
 struct os_log {
   constexpr os_log(constant char*, constant char*) constant {}
