@@ -28,10 +28,14 @@ def pytest_report_header() -> list[str]:
     import emulator
     from emulator import nvrtc, strict
 
+    from metal import codegen, parse
+
     checks = {
         "kernel emulator": emulator.why_not(),
         "watch over memory": None if emulator.can_check() else "needs g++ on Linux x86-64",
         "strict type check": strict.why_not(),
+        "Metal texts read by libclang": parse.why_not(),
+        "registers and private arrays": codegen.why_not(),
         "CUDA build": nvrtc.why_not(),
     }
     lacking = [f"{name} ({reason})" for name, reason in checks.items() if reason]

@@ -126,8 +126,13 @@ def translate(text: str) -> str:
     return text.replace("[[kernel]] void ", "__kernel void ")
 
 
-def batches(units: Iterable[Unit]) -> Iterator[list[Unit]]:
-    """Those with the same header together, so many as make LINES."""
+def alone(tail: str) -> str:
+    """A text that leaves no macro to the next."""
+    return tail + "".join(f"#undef {x}\n" for x in re.findall(r"^\s*#\s*define\s+(\w+)", tail, re.M))
+
+
+def batches(units: Iterable[Unit], most: int = LINES) -> Iterator[list[Unit]]:
+    """Those with the same header together, so many as make `most` lines."""
     same: dict[tuple[str, bool], list[Unit]] = {}
     for unit in units:
         same.setdefault((unit.header, unit.mlx), []).append(unit)
@@ -136,7 +141,7 @@ def batches(units: Iterable[Unit]) -> Iterator[list[Unit]]:
         for unit in group:
             out.append(unit)
             lines += unit.tail.count("\n")
-            if lines > LINES:
+            if lines > most:
                 yield out
                 out, lines = [], 0
         if out:
@@ -159,9 +164,7 @@ def _parse(batch: list[Unit], level: int) -> Iterator[tuple[str, Breach]]:
     lines = header.count("\n")
     parts, starts = [header], []
     for unit in batch:
-        tail = translate(unit.tail)
-        undo = "".join(f"#undef {x}\n" for x in re.findall(r"^\s*#\s*define\s+(\w+)", tail, re.M))
-        parts.append(tail + undo)
+        parts.append(alone(translate(unit.tail)))
         starts.append(lines)
         lines += parts[-1].count("\n")
     name, texts = str(folder() / "text.clcpp"), "".join(parts).split("\n")

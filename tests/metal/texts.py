@@ -152,13 +152,15 @@ def record(
             store.transported(store.codecs) if layout.sealed_by_kernel else None
             runs[" of two runs"] = Parts((store.read(0, 1), store.read(1, store.count)))
         if not tiled:
-            step("unseal")
             q = mx.zeros((1, KV_HEADS * groups[0], 16, dims), kind)
             for sink in (None, window):
+                usual = (sink is None) == (config.sink == 0)
+                step("unseal" if usual else "unseal, with other windows")
                 attend(q, View(window, sink, pages), 1.0, "causal")
-                for run in runs.values():
-                    for side in range(2):
-                        run.decode(side, kind)
+            step("decode")
+            for run in runs.values():
+                for side in range(2):
+                    run.decode(side, kind)
             step("read by plain ops")
             pages.scorer()(mx.zeros((1, KV_HEADS, 4, dims)))
         for each in groups:
