@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from emulator.lint import lint
 
@@ -13,16 +13,16 @@ BUFFERS = 31  # of Metal's argument table for buffers
 THREADS = 1024  # of a threadgroup
 
 
-def counted(kernel: Kernel, threads: int = 0) -> Iterator[Breach]:
+def counted(kernel: Kernel, threads: int = 0, short: Container[str] = ()) -> Iterator[Breach]:
     """Breaches of the rules "buffers", "threads" and "small input": the dialect reads no input of fewer
-    than 8 elements, which MLX would put into `constant`."""
+    than 8 elements, which MLX would put into `constant`, but for those named in `short`."""
     if len(kernel.buffers) > BUFFERS:
         yield Breach("buffers", "body", 1, f"{len(kernel.buffers)} buffers, of {BUFFERS}")
     if threads > THREADS or threads % 32:
         message = f"{threads} threads: a multiple of 32 up to {THREADS}"
         yield Breach("threads", "body", 1, message)
     for x in kernel.inputs:
-        if x.small or x.scalar:
+        if x.scalar or (x.small and x.name not in short):
             message = f"{x.name} has fewer than 8 elements, so it lies in constant memory"
             yield Breach("small input", "body", 1, message)
 

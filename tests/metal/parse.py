@@ -82,6 +82,8 @@ def why_not() -> str | None:
 def index():
     from clang.cindex import Index
 
+    # Closed before the modules that close it are gone.
+    atexit.register(index.cache_clear)
     return Index.create(excludeDecls=True)
 
 
@@ -225,7 +227,7 @@ def shape(text: str) -> str:
     trees of equal shape have the same pointers."""
     asked = set(re.findall(r"\w+", " ".join(re.findall(r"^#\s*(?:if|elif).*", text, re.M))))
     text = _CONSTANT.sub(lambda m: m[0] if asked & set(m.groups()) else "", text)
-    return re.sub(r"^(?:__kernel|\[\[kernel\]\]) void \w+|\b(?:float|bfloat16_t|float16_t)\* ", "", text, flags=re.M)
+    return re.sub(r"^(?:__kernel|kernel|\[\[kernel\]\]) void \w+|\b(?:float|half|bfloat|bfloat16_t|float16_t)\* ", "", text, flags=re.M)
 
 
 def forget() -> None:

@@ -15,6 +15,7 @@ from metal import limits, parse, texts
 from mlxkv.presets import PRESETS
 
 pytestmark = pytest.mark.skipif(parse.why_not() is not None, reason=str(parse.why_not()))
+SHORT = {"sinks"}  # inputs that may have fewer than 8 elements: a logit for each head of a small model
 SEEN: set[object] = set()  # texts that this process has read
 
 
@@ -37,7 +38,7 @@ def breaches(found: list[texts.Text]) -> list[str]:
             for breach in those:
                 wrong.setdefault(f"{names[name].name} at {level}: {breach}", []).append(names[name])
     for text in new:
-        for breach in limits.counted(text.kernel, text.threads):
+        for breach in limits.counted(text.kernel, text.threads, SHORT):
             wrong.setdefault(f"{text.name}: {breach}", []).append(text)
         shape = parse.shape(text.kernel.source), parse.shape(text.kernel.header)
         if shape not in SEEN:
