@@ -13,7 +13,7 @@ ARRAYS = {
     "B": 8,
     "C": 8,
 }  # of constants; a list is no value of a template
-ARRAYS = {f"{name}{side}": n for name, n in ARRAYS.items() for side in ("", "_K", "_V")}
+ARRAYS = {f"{name}{side}": n for name, n in ARRAYS.items() for side in ("_K", "_V")}
 SIDE = {
     "SIGNS": 0,
     "TREE": 0,

@@ -131,8 +131,8 @@ def test_the_golden_tensors_hold_with_kernels():
     ("good", "bad"),
     [
         pytest.param(  # which half of eight dims
-            "of_eight * metal::sin(three)",
-            "of_eight * metal::cos(three)",
+            "of_eight * metal::fast::sin(three)",
+            "of_eight * metal::fast::cos(three)",
             marks=pytest.mark.slow,
         ),
         ("kv_tree_two(high, 16 + 2 * h)", "kv_tree_two(high, 16)"),

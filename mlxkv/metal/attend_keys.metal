@@ -125,7 +125,9 @@
             const int i = 4 * h + p;
             const uint whole = kv_code<BITS_K>(word, high, j, r, p, h);
             const float code = kv_one_plus<LEVEL_BITS_K>(whole & ((1u << LEVEL_BITS_K) - 1u));
-            k[8 * r + i] = metal::fma(steps[i], code, biases[i] - steps[i]);
+            if (!CODEBOOK_K && !RAW_K) {
+              k[8 * r + i] = metal::fma(steps[i], code, biases[i] - steps[i]);
+            }
 #if WITH_CODEBOOK
             if (CODEBOOK_K) {
               k[8 * r + i] = steps[i] * kv_level<LEVEL_BITS_K>(code, levels_k);

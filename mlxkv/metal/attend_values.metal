@@ -131,7 +131,10 @@
 #endif
           const uint high = BITS_V == 3 ? words[kv_high_word(j)] : 0u;
           const float code = kv_one_plus<BITS_V>(kv_code<BITS_V>(word, high, j, r, p, h));
-          float value = metal::fma(steps[p], code, biases[p] - steps[p]);
+          float value = 0.0f;
+          if (!CODEBOOK_V && !RAW_V && !TREE_V) {
+            value = metal::fma(steps[p], code, biases[p] - steps[p]);
+          }
 #if WITH_CODEBOOK
           if (CODEBOOK_V) {
             value = steps[p] * kv_level<BITS_V>(code, levels_v);

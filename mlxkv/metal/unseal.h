@@ -140,8 +140,11 @@ inline void kv_unseal_side(
           const uint word = words[kv_slot_word<BITS>(j, r, p % 4)];
           const uint high = words[BITS == 3 ? kv_high_word(j) : 0];
           const float code = kv_one_plus<BITS>(kv_code<BITS>(word, high, j, r, p % 4, p / 4));
-          float value = CHANNEL ? metal::fma(dim_scales[i], code, dim_biases[i])
-                                : metal::fma(scales[at], code, biases[at]);
+          float value = 0.0f;
+          if (!CODEBOOK && BITS != 16) {
+            value = CHANNEL ? metal::fma(dim_scales[i], code, dim_biases[i])
+                            : metal::fma(scales[at], code, biases[at]);
+          }
 #if WITH_CODEBOOK
           if (CODEBOOK) {
             value = scales[at] * kv_level<BITS>(code, levels);
