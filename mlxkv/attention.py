@@ -7,12 +7,16 @@ pages of this one layer are decoded into a scratch, then `mx.fast` SDPA.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
 
 import mlx.core as mx
 
 from mlxkv import kernels, tiles
 from mlxkv.cache import View
+from mlxkv.metal.launch import backend
 from mlxkv.quantizers import codebook
 from mlxkv.records import TOKENS
 from mlxkv.sealed import RecordPages
@@ -20,9 +24,17 @@ from mlxkv.transform import Transform
 
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
-FUSED_DIMS = (64, 72, 80, 96, 128, 192, 256)  # head dims of the fused prefill of `mx.fast`
+# Head dims that `mx.fast` SDPA prefills without a score matrix, by backend and MLX from that version on, from
+# `use_fallback` in MLX's scaled_dot_product_attention.cpp. 192 and 256 have kernels since 0.32.2, which MLX
+# chooses on newer GPUs alone; CUDA's are cuDNN's, for 16-bit types.
+FUSED_DIMS = {
+    "metal": {(0, 0, 0): {64, 80, 128}, (0, 32, 1): {64, 72, 80, 96, 128}},
+    "cuda": {(0, 0, 0): set(range(8, 129, 8))},
+    "cpu": {(0, 0, 0): set()},
+}
 RUNS = 2  # of pages, each with a basis of its own, that the kernel reads in one pass
-SCORE_BYTES = 1 << 22  # largest score matrix where MLX has no fused kernel
+# Largest score matrix where MLX has no fused kernel: a CPU gains nothing by more, a GPU needs rows to work on.
+SCORE_BYTES, SCORE_BYTES_GPU = 1 << 22, 1 << 26
 
 
 def attend(
@@ -161,14 +173,11 @@ def _prefill(queries, view, scale, mask, sinks):
         keys, values = _whole(view, queries.dtype)
         turns = [None, None]
     else:
-        keys, values = (
-            view.pages.between(
-                i,
-                None if view.sink is None else _turned(turn, view.sink[i], queries.dtype),
-                _turned(turn, view.live[i], queries.dtype),
-            )
-            for i, turn in enumerate(turns)
+        sink, live = (
+            window and tuple(map(_turned, turns, window, (queries.dtype,) * 2))
+            for window in (view.sink, view.live)
         )
+        keys, values = view.pages.between(sink, live)
     batch, heads, new, dims = queries.shape
     q = queries
     if turns[0] is not None:
@@ -204,15 +213,27 @@ def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
 
 
 def _is_fused(queries: mx.array, values: mx.array) -> bool:
-    """Whether `mx.fast` SDPA runs without a score matrix: the CPU never does."""
-    dims, on_gpu = queries.shape[-1], mx.default_device() == mx.Device(mx.gpu)
-    return on_gpu and dims in FUSED_DIMS and values.shape[-1] == dims
+    """Whether `mx.fast` SDPA prefills without a score matrix here."""
+    dims, where = queries.shape[-1], backend()
+    if values.shape[-1] != dims or (where == "cuda" and queries.dtype == mx.float32):
+        return False
+    return dims in fused_dims(where)
+
+
+@cache
+def fused_dims(where: str, mlx: str | None = None) -> set[int]:
+    """Head dims of the fused prefill on this backend in a version of MLX, by default the installed one."""
+    mlx = mlx or version("mlx")
+    number = tuple(int(n) for n in re.findall(r"\d+", mlx)[:3])
+    table = FUSED_DIMS[where]
+    return table[max(since for since in table if since <= number)]
 
 
 def _blocked(queries, keys, values, scale, mask, sinks):
     """SDPA by blocks of query rows, so that the score matrix stays below SCORE_BYTES."""
     heads, new, total = queries.shape[1], queries.shape[2], keys.shape[2]
-    rows = max(DECODE_TOKENS, SCORE_BYTES // (4 * queries.shape[0] * heads * total))
+    most = SCORE_BYTES if backend() == "cpu" else SCORE_BYTES_GPU
+    rows = max(DECODE_TOKENS, most // (4 * queries.shape[0] * heads * total))
     out = []
     for start in range(0, new, rows):
         stop = min(start + rows, new)

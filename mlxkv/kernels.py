@@ -13,7 +13,7 @@ from math import e, log2
 import mlx.core as mx
 import numpy as np
 
-from mlxkv import levels, records
+from mlxkv import levels, machine, records
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.quantizers import affine
 from mlxkv.records import BLOCK, TOKENS, SideLayout
@@ -21,7 +21,14 @@ from mlxkv.transform import Transform
 
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
+FEW_RECORDS = 2 * SIMDGROUPS  # the same where the number of cores decides
+PER_CORE = (
+    4  # threadgroups wanted: an Apple core holds some 24 simdgroups of 128 registers, 6 of them
+)
 MAX_SPLITS = 128
+# Floats of the outputs that a lane holds, 4 per query row and block of 32 dims: more do not leave room in
+# the 128 registers of an Apple GPU. NVIDIA has 255.
+HELD, HELD_CUDA = 32, 128
 TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or one tile
 # Threadgroups that a multiprocessor of an NVIDIA GPU is to hold, by pairs of a tile: enough simdgroups
 # to wait for memory, with few registers spilled (counted by the compiler, not tuned by timing).
@@ -75,7 +82,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"SIGNS{suffix}": int(at.signs),
         f"TREE{suffix}": at.tree,
         f"BOOKS{suffix}": at.books,
-        **_constants(f"C{suffix}", terms, MAX_TERMS),
+        f"C{suffix}": _constants(terms),
     }
 
 
@@ -83,15 +90,14 @@ def sealing_template(at: SideLayout, suffix: str) -> dict[str, object]:
     """What sealing has to know besides; B: the boundaries above 0 between levels."""
     table = levels.sphere(at.dims, at.bits) if at.codebook else np.zeros(2)
     middles = (table[1:] + table[:-1])[len(table) // 2 :] / 2
-    constants = _constants(f"B{suffix}", middles, MAX_TERMS - 1)
-    return {f"CORRECTED{suffix}": int(at.corrected), **constants}
+    return {f"CORRECTED{suffix}": int(at.corrected), f"B{suffix}": _constants(middles)}
 
 
-def _constants(name: str, values: Sequence[float], count: int) -> dict[str, object]:
-    """NAME0 .. of float32 values, as the integers of their bits; zeros fill up."""
-    bits = np.zeros(count, np.float32)
+def _constants(values: Sequence[float]) -> tuple[int, ...]:
+    """Float32 values as the integers of their bits; zeros fill up to `MAX_TERMS`."""
+    bits = np.zeros(MAX_TERMS, np.float32)
     bits[: len(values)] = values
-    return {f"{name}{i}": int(x) for i, x in enumerate(bits.view(np.int32))}
+    return tuple(int(x) for x in bits.view(np.int32))
 
 
 def seal(
@@ -167,6 +173,31 @@ def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None
     return kind
 
 
+def unseal(
+    buffer: mx.array,
+    count: int,
+    layout: RecordLayout,
+    dtype: mx.Dtype,
+    make: Factory,
+    sink: Pair | None = None,
+    live: Pair | None = None,
+    headers: mx.array | None = None,
+) -> Pair:
+    """(keys, values): sink, then the first `count` records of [B, G, capacity, words], then live, in
+    one dispatch.
+
+    sink, live: (keys, values), [B, G, tokens, R] in `dtype`, or None. headers: [B, G, pages, header
+    words], for formats that have them. Returns [B, G, all tokens, R] each, in `dtype`.
+    """
+    batch, heads = buffer.shape[:2]
+    windows = [None if x is None else x[0].shape[2] for x in (sink, live)]
+    tokens = count * TOKENS + sum(n or 0 for n in windows)
+    rest = buffer, count, layout, dtype, make, sink, live, headers
+    if batch * heads * tokens * layout.keys.dims % 8:  # values would lie where no wide store goes
+        return _unseal(*rest, 0, 1)[0], _unseal(*rest, 1, 1)[0]
+    return tuple(_unseal(*rest, 0, 2))
+
+
 def unseal_side(
     buffer: mx.array,
     count: int,
@@ -174,38 +205,53 @@ def unseal_side(
     keys: bool,
     dtype: mx.Dtype,
     make: Factory,
-    sink: mx.array | None = None,
-    live: mx.array | None = None,
     headers: mx.array | None = None,
 ) -> mx.array:
-    """sink, then the first `count` records of [B, G, capacity, words], then live, in one dispatch.
+    """Keys or values of the first `count` records: [B, G, 16 count, R]. As `unseal`, one side."""
+    return _unseal(buffer, count, layout, dtype, make, None, None, headers, int(not keys), 1)[0]
 
-    sink, live: [B, G, tokens, R] in `dtype` or None. headers: [B, G, pages, header words], for
-    formats that have them. Returns [B, G, all tokens, R] in `dtype`.
-    """
-    at = layout.keys if keys else layout.values
+
+def _unseal(
+    buffer: mx.array,
+    count: int,
+    layout: RecordLayout,
+    dtype: mx.Dtype,
+    make: Factory,
+    sink: Pair | None,
+    live: Pair | None,
+    headers: mx.array | None,
+    first: int,
+    sides: int,
+) -> list[mx.array]:
+    """`sides` sides from side `first` on, 0: keys, 1: values."""
     batch, heads, capacity, words = buffer.shape
-    first, shared = (0, 0) if keys else (layout.keys.words, layout.keys.header_words)
-    around = [0 if x is None else x.shape[2] for x in (sink, live)]
-    units = batch * heads * (count + sum(-(-n // TOKENS) for n in around))
-    windows = [nothing(dtype) if x is None else x for x in (sink, live)]
+    n_sink, n_live = (0 if x is None else x[0].shape[2] for x in (sink, live))
+    tokens = n_sink + count * TOKENS + n_live
+    units = batch * heads * (count + sum(-(-n // TOKENS) for n in (n_sink, n_live)))
+    empty = nothing(dtype), nothing(dtype)
+    ranks = (layout.keys.dims, layout.values.dims)[first : first + sides]
+    sizes = [batch * heads * tokens * rank for rank in ranks]
     (out,) = launch(
         "unseal",
         [
-            *(buffer, nothing(mx.uint32) if headers is None else headers, *windows),
-            ints(count, capacity, batch * heads, first, *around, shared, 0),
+            *(buffer, nothing(mx.uint32) if headers is None else headers),
+            *(*(sink or empty), *(live or empty)),
+            ints(count, capacity, batch * heads, n_sink, n_live, first, 0, 0),
         ],
         {
-            **side_template(at),
-            **{"T": dtype, "DIMS": at.dims, "KEYS": int(keys), "RECORD": words},
-            **{"PAGE": layout.page, "HEADER": layout.header_words},
+            **{"T": dtype, "RECORD": words, "PAGE": layout.page, "HEADER": layout.header_words},
+            **{"SIDE_K": layout.keys.words, "HEADER_K": layout.keys.header_words},
+            **{"DIMS_K": layout.keys.dims, "DIMS_V": layout.values.dims},
+            **side_template(layout.keys, "_K"),
+            **side_template(layout.values, "_V"),
         },
-        (32 * SIMDGROUPS * -(-units // SIMDGROUPS), 1, 1),
+        (32 * SIMDGROUPS * -(-units // SIMDGROUPS), sides, 1),
         (32 * SIMDGROUPS, 1, 1),
-        [((batch, heads, count * TOKENS + sum(around), at.dims), dtype)],
+        [((sum(sizes),), dtype)],
         make,
     )
-    return out
+    parts = [out] if sides == 1 else mx.split(out, [sizes[0]])
+    return [x.reshape(batch, heads, tokens, rank) for x, rank in zip(parts, ranks, strict=True)]
 
 
 @lru_cache(maxsize=256)
@@ -272,18 +318,23 @@ def attend(
     batch, heads, rows, dims = q_window.shape
     capacity = buffer.shape[2]
     sink = sink or live  # never read: its length is 0
-    tile = min(4, rows)
+    tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
+    tiles = -(-rows // tile)
     most = max(records for records, _, _ in lengths)
     starts = starts or own_starts(batch, heads, capacity)
     more, runs = (second.records, 2) if second else (0, 1)
-    page_splits = min(MAX_SPLITS, max(runs, -(-(most + more) // SPLIT_RECORDS)))
+    window_units = max(-(-s // TOKENS) + -(-n // TOKENS) for _, s, n in lengths)
+    page_splits, window_splits = splits_for(
+        most + more, window_units, batch * heads * tiles, machine.cores(make)
+    )
+    page_splits = max(runs, page_splits)
     first = page_splits
     if second:
         first = min(page_splits - 1, max(1, round(page_splits * most / (most + more))))
         q_pages = mx.stack([q_pages, second.q_pages], axis=2)
         up = _both_up(up, second.up, batch, heads)
     after = second or Run(q_pages, nothing(mx.uint32), 0)
-    splits = page_splits + 1
+    splits = page_splits + window_splits
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
     tokens = (sink[0].shape[2], live[0].shape[2])
     numbers = _scales(scale)
@@ -321,7 +372,7 @@ def attend(
             **side_template(layout.keys, "_K"),
             **side_template(layout.values, "_V"),
         },
-        (32 * SIMDGROUPS, splits, batch * heads * -(-rows // tile)),
+        (32 * SIMDGROUPS * tiles, splits, batch * heads),
         (32 * SIMDGROUPS, 1, 1),
         [
             ((batch * heads * rows, splits, width), mx.float32),
@@ -363,6 +414,27 @@ def attend(
         make,
     )
     return merged
+
+
+def rows_of_tile(dims: int, rows: int, make: Factory) -> int:
+    """Query rows of a threadgroup of `attend`, 4 at most. dims: the largest of D and the stored dims."""
+    held = HELD_CUDA if make is mx.fast.cuda_kernel else HELD
+    return max(1, min(4, rows, held // (4 * -(-dims // BLOCK))))
+
+
+def splits_for(records: int, windows: int, others: int, cores: int | None) -> tuple[int, int]:
+    """How many threadgroups share the records of a head, and how many its windows.
+
+    windows: units of 16 tokens. others: heads times tiles of rows. cores: of the GPU; None: enough for
+    splits of `SPLIT_RECORDS`.
+    """
+    if cores is None:
+        return min(MAX_SPLITS, max(1, -(-records // SPLIT_RECORDS))), 1
+    wanted = max(2, round(PER_CORE * cores / others))
+    share = min(max(1, round(wanted * windows / (records + windows))), -(-windows // SIMDGROUPS))
+    share = max(1, share)
+    most = -(-records // FEW_RECORDS)
+    return max(1, min(MAX_SPLITS - share, wanted - share, most)), share
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ Each restores what the other saved, so that a cache saved on one machine is read
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 
@@ -44,10 +44,14 @@ class CodePages:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
         return self.codecs[side].decode(self.stored[side], dtype)
 
-    def between(self, side: int, sink: mx.array | None, live: mx.array) -> mx.array:
-        """sink, these pages in the stored domain, live: [B, G, T, R] in the dtype of live."""
-        pages = self.codecs[side].decode_stored(self.stored[side], live.dtype)
-        return mx.concatenate([pages, live] if sink is None else [sink, pages, live], axis=2)
+    def between(self, sink: Pair | None, live: Pair) -> Pair:
+        """Keys and values: sink, these pages in the stored domain, live: [B, G, T, R] in the dtype of
+        live."""
+        pages = (
+            code.decode_stored(stored, x.dtype)
+            for code, stored, x in zip(self.codecs, self.stored, live, strict=True)
+        )
+        return _joined(sink, pages, live)
 
 
 @dataclass(frozen=True)
@@ -92,16 +96,16 @@ class RecordPages:
         )
         return code.restore(x, dtype)
 
-    def between(self, side: int, sink: mx.array | None, live: mx.array) -> mx.array:
-        """sink, these pages in the stored domain, live: [B, G, T, R] in the dtype of live."""
+    def between(self, sink: Pair | None, live: Pair) -> Pair:
+        """Keys and values: sink, these pages in the stored domain, live: [B, G, T, R] in the dtype of
+        live."""
         count = self.tokens // records.TOKENS
-        if self._has_signs(side):
-            pages = self.codecs[side].decode_stored(self._codes(side), live.dtype)
-            return mx.concatenate([pages, live] if sink is None else [sink, pages, live], axis=2)
-        return kernels.unseal_side(
-            *(self.buffer, count, self.layout, side == 0, live.dtype, self.make, sink, live),
-            headers=self.headers,
-        )
+        if self._has_signs(0):
+            keys = self.codecs[0].decode_stored(self._codes(0), live[0].dtype)
+            rest = self.layout, False, live[1].dtype, self.make, self.headers
+            return _joined(sink, (keys, kernels.unseal_side(self.buffer, count, *rest)), live)
+        rest = self.layout, live[0].dtype, self.make, sink, live, self.headers
+        return kernels.unseal(self.buffer, count, *rest)
 
     def _has_signs(self, side: int) -> bool:
         """What the signs of a residual stage stand for takes products, which unseal has not."""
@@ -112,6 +116,11 @@ class RecordPages:
         if self.headers is not None:
             used["headers"] = self.headers[:, :, : self.tokens // self.codecs[0].page]
         return exchange.to_codes(used, self.codecs, self.layout)[NAMES[side]]
+
+
+def _joined(sink: Pair | None, pages: Iterable[mx.array], live: Pair) -> Pair:
+    parts = zip(pages, live, strict=True) if sink is None else zip(sink, pages, live, strict=True)
+    return tuple(mx.concatenate(part, axis=2) for part in parts)
 
 
 class _Store:

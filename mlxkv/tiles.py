@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from mlxkv import levels, trust
+from mlxkv import levels, machine, trust
 from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, own_starts, side_template
 from mlxkv.metal.launch import Factory, build
 from mlxkv.records import BLOCK, SideLayout
@@ -23,7 +23,10 @@ from mlxkv.transform import Transform
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
 ROWS = 8  # query rows of a threadgroup
-SIMDGROUPS_WANTED = 2048  # in all: nearly 16 for each core of a large GPU
+SIMDGROUPS_WANTED = 2048  # in all: nearly 16 for each core of an H200
+PER_CORE = (
+    3 * SIMDGROUPS
+)  # on Apple: by registers and threadgroup memory a core holds two or three threadgroups
 MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
 RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
 RING_MOST = 196 << 10  # with what a threadgroup has besides
@@ -58,7 +61,7 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
             None if _capability() in RING_CAPABILITIES else "tiles need an H100 or its successors"
         )
     if make is mx.fast.metal_kernel:
-        return trust.why_not()
+        return machine.why_no_tiles() or trust.why_not()
     return None if getattr(make, "tiles", False) else "this backend has no tiles"
 
 
@@ -159,15 +162,23 @@ def _is_wide(layout: RecordLayout, dims: int) -> bool:
 
 def _simdgroups(words: int, wide: bool, merges: int, make: Factory) -> int:
     """Of a threadgroup. Many on CUDA, so that few have to be merged, unless heads are many."""
-    few = merges * SIMDGROUPS_CUDA * 4 <= SIMDGROUPS_WANTED
+    few = merges * SIMDGROUPS_CUDA * 4 <= SIMDGROUPS_WANTED  # on CUDA alone
     fits = not wide and SIMDGROUPS_CUDA * 4 * words * 4 <= RING_BYTES
     return SIMDGROUPS_CUDA if make is mx.fast.cuda_kernel and few and fits else SIMDGROUPS
 
 
-def splits_for(records: int, merges: int, simdgroups: int, wide: bool) -> tuple[int, int]:
+def wanted(make: Factory) -> int:
+    """Simdgroups that fill the GPU."""
+    cores = machine.cores(make)
+    return SIMDGROUPS_WANTED if cores is None else PER_CORE * cores
+
+
+def splits_for(
+    records: int, merges: int, simdgroups: int, wide: bool, all_: int = SIMDGROUPS_WANTED
+) -> tuple[int, int]:
     """How many threadgroups share the records of a head, and how many its windows. merges: heads
-    times tiles of rows."""
-    room = SIMDGROUPS_WANTED // simdgroups // merges
+    times tiles of rows; all_: `wanted`."""
+    room = all_ // simdgroups // merges
     if wide:  # a core holds half as many, and each leaves more to merge
         room = min(room // 2 if merges > 1 else room, MAX_SPLITS // 2)
     windows = 2 if room >= 16 and simdgroups < SIMDGROUPS_CUDA else 1
@@ -275,7 +286,7 @@ def _plan(
     wide = _is_wide(layout, dims)
     busy = _busy(lengths, merges)
     simdgroups = _simdgroups(layout.words, wide, busy, make)
-    splits = splits or splits_for(most + more, busy, simdgroups, wide)
+    splits = splits or splits_for(most + more, busy, simdgroups, wide, wanted(make))
     if second:
         splits = max(2, splits[0]), splits[1]
     first = splits[0]

@@ -5,10 +5,15 @@ import numpy as np
 import pytest
 from emulator import metal_kernel, nvrtc, strict
 
-from mlxkv.metal.launch import SIGNATURES, body, constants, header, read
+from mlxkv.metal.launch import SIGNATURES, body, constants, features, header, read
 
-ARRAYS = {"LEVELS": 5, "BOOKS": 28}  # of constants; a list is no value of a template
-ARRAYS = {f"{name}{side}": n for name, n in ARRAYS.items() for side in ("", "_K", "_V")}
+ARRAYS = {
+    "LEVELS": 5,
+    "BOOKS": 28,
+    "B": 8,
+    "C": 8,
+}  # of constants; a list is no value of a template
+ARRAYS = {f"{name}{side}": n for name, n in ARRAYS.items() for side in ("_K", "_V")}
 SIDE = {
     "SIGNS": 0,
     "TREE": 0,
@@ -20,8 +25,6 @@ SIDE = {
     "PAIRS": 0,
 }
 SIDES = {f"{name}_{side}": value for side in "KV" for name, value in SIDE.items()}
-SIDE |= {f"C{i}": 0 for i in range(8)}
-SIDES |= {f"{name}_{side}{i}": -1 for side in "KV" for name in "BC" for i in range(8)}
 SIDES |= {"CODEBOOK_K": 1, "CORRECTED_K": 1, "CORRECTED_V": 0}
 FLOATS = dict.fromkeys(
     (
@@ -38,9 +41,7 @@ FLOATS = dict.fromkeys(
         "rows",
     )
 )
-HALVES = dict.fromkeys(
-    ("keys", "values", "sink", "live", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v")
-)
+HALVES = dict.fromkeys(("keys", "values", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v"))
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
 WORDS = ("records", "headers", "map_k", "map_v")
 TYPES |= dict.fromkeys((*WORDS, *(f"{name}_2" for name in WORDS), "counter"), np.uint32)
@@ -67,9 +68,10 @@ KERNELS = {
     ),
     "unseal": (
         {
-            **SIDE,
-            **{"CHANNEL": 1, "OUTER": 1, "PAGE": 64, "HEADER": 96},
-            **{"T": np.float16, "BITS": 3, "DIMS": 80, "KEYS": 0, "RECORD": 600},
+            **SIDES,
+            **{"CHANNEL_K": 1, "OUTER_K": 1, "PAGE": 64, "HEADER": 96, "HEADER_K": 96},
+            **{"T": np.float16, "BITS_K": 3, "BITS_V": 3, "DIMS_K": 80, "DIMS_V": 80},
+            **{"RECORD": 600, "SIDE_K": 300},
         },
         [np.float16],
     ),
@@ -104,7 +106,10 @@ KERNELS = {
 
 RAW = {  # values of templates besides, for records of float16 numbers
     "seal": {"BITS_K": 16, "BITS_V": 16, "CODEBOOK_K": 0, "RANK_K": 1, "RANK_V": 1},
-    "unseal": {"BITS": 16, "CHANNEL": 0, "OUTER": 0, "SYMMETRIC": 1, "RECORD": 1792},
+    "unseal": {
+        **{"BITS_K": 16, "BITS_V": 16, "CHANNEL_K": 0, "OUTER_K": 0, "CODEBOOK_K": 0},
+        **{"SYMMETRIC_K": 1, "SYMMETRIC_V": 1, "RECORD": 1792},
+    },
     "attend": {
         **{"BITS_K": 16, "BITS_V": 16, "CHANNEL_K": 0, "OUTER_K": 0, "OUTER_V": 0, "CODEBOOK_K": 0},
         **{"SYMMETRIC_K": 1, "SYMMETRIC_V": 1, "RECORD": 2048},
@@ -117,13 +122,13 @@ RAW = {  # values of templates besides, for records of float16 numbers
 CASES = [(name, {}) for name in KERNELS] + list(RAW.items())
 
 
-def kernel(name, before):
+def kernel(name, before, wanted):
     inputs, outputs = SIGNATURES[name]
     return metal_kernel(
         name=f"mlxkv_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
-        source=constants(tuple((word, (0,) * n) for word, n in ARRAYS.items())) + body(name),
+        source=constants(tuple((word, (0,) * n) for word, n in ARRAYS.items())) + body(name, wanted),
         header=before,
         any_lane=True,
     )
@@ -150,7 +155,8 @@ def test_the_text_is_ascii_without_comments(name):
 def test_the_dialect_is_kept(name, more):
     template, outputs = KERNELS[name]
     template = template | more
-    made = kernel(name, header(name))
+    wanted = features(template)
+    made = kernel(name, header(name, wanted=wanted), wanted)
     assert strict.check(made, inputs_of(name), outputs, list(template.items())) == []
 
 
@@ -159,5 +165,6 @@ def test_the_dialect_is_kept(name, more):
 def test_the_cuda_form_builds(name, more):
     template, outputs = KERNELS[name]
     template = template | more
-    made = kernel(name, header(name, on_cuda=True))
+    wanted = features(template)
+    made = kernel(name, header(name, True, wanted), wanted)
     assert nvrtc.compile_cuda(made, inputs_of(name), outputs, list(template.items()))

@@ -17,6 +17,7 @@ from mlxkv import levels
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least
 MAX_SPLITS = 128
+HELD = 32  # floats of the outputs that a lane holds: an Apple GPU has 128 registers
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,7 +41,8 @@ def attend(
     keys, values = pages.layouts
     up = pages.codecs[1].transform and pages.codecs[1].transform.up
     count, capacity = pages.tokens // TOKENS, pages.buffer.shape[2]
-    tile = min(4, rows)
+    held = max(dims, keys.dims, values.dims)
+    tile = max(1, min(4, rows, HELD // (4 * -(-held // BLOCK))))
     page_splits = min(MAX_SPLITS, max(1, -(-count // SPLIT_RECORDS)))
     splits = page_splits + 1
     width = BLOCK * max(values.blocks, -(-dims // BLOCK))
@@ -74,7 +76,7 @@ def attend(
             **_side(keys, "_K"),
             **_side(values, "_V"),
         },
-        (32 * SIMDGROUPS, splits, batch * heads * -(-rows // tile)),
+        (32 * SIMDGROUPS * -(-rows // tile), splits, batch * heads),
         (32 * SIMDGROUPS, 1, 1),
         [
             ((batch * heads * rows, splits, width), torch.float32),
@@ -114,7 +116,7 @@ def _side(at: SideLayout, suffix: str) -> dict[str, object]:
         **{f"OUTER{suffix}": int(at.outer), f"PAIRS{suffix}": int(at.pairs)},
         **{f"CODEBOOK{suffix}": int(at.codebook), f"SIGNS{suffix}": 0, f"TREE{suffix}": 0},
         f"BOOKS{suffix}": (0,),
-        **{f"C{suffix}{i}": int(x) for i, x in enumerate(terms.view(np.int32))},
+        f"C{suffix}": tuple(int(x) for x in terms.view(np.int32)),
     }
 
 

@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from mlxkv.metal.sources import SIGNATURES, body, header
+from mlxkv.metal.sources import SIGNATURES, body, features, header
 
 TYPES = {
     torch.float32: "float",
@@ -56,7 +56,8 @@ def compiler() -> Compile | None:
 def text(name: str, types: tuple[torch.dtype, ...], template: Template) -> str:
     """The whole text of the kernel `name`. types: of inputs, then of outputs."""
     inputs, outputs = SIGNATURES[name]
-    source, parameters = body(name), []
+    wanted = features(dict(template))
+    source, parameters = body(name, wanted), []
     for i, (one, kind) in enumerate(zip((*inputs, *outputs), types, strict=True)):
         space = "const device" if i < len(inputs) else "device"
         written = "uint" if one in WORDS else TYPES[kind]
@@ -66,7 +67,9 @@ def text(name: str, types: tuple[torch.dtype, ...], template: Template) -> str:
             parameters.append(f"{kind} {one} [[{one}]]")
     lines = ",\n".join(parameters)
     inside = constants(template) + source
-    return f"{BEFORE}{header(name)}kernel void mlxkv_{name}(\n{lines}) {{\n{inside}}}\n"
+    return (
+        f"{BEFORE}{header(name, wanted=wanted)}kernel void mlxkv_{name}(\n{lines}) {{\n{inside}}}\n"
+    )
 
 
 def constants(template: Template) -> str:

@@ -1,7 +1,8 @@
 // Decode attention over sealed pages and full-precision windows, in base-2 exponents.
-// Threadgroup: S simdgroups; grid: (32 S, splits, kv heads of the batch x tiles of QT query rows).
-// The first size[1] splits share the records, the others the windows (sink, then live). Codes are
-// read once for the QT query rows of a tile. Each split leaves (maximum, sum, output) per row.
+// Threadgroup: S simdgroups; grid: (32 S x tiles of QT query rows, splits, kv heads of the batch):
+// threadgroups that read the same records are neighbours. The first size[1] splits share the records,
+// the others the windows (sink, then live). Codes are read once for the QT query rows of a tile. Each
+// split leaves (maximum, sum, output) per row.
 //
 // q_pages  [heads, runs, rows, RK]  queries in the stored domain, float (with SIGNS behind them what the
 // signs multiply, as many again); q_window [heads, rows, D], of
@@ -29,7 +30,7 @@ constexpr int SIDE_K =
     32 * WORDS_K + kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
-    ? KV_TREE_HEADER
+    ? 16
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
 constexpr bool RAW_K = BITS_K == 16;  // float16 numbers, no codes
@@ -38,25 +39,28 @@ constexpr float STEPS_K = float(1 << LEVEL_BITS_K);
 constexpr float STEPS_V = float(1 << BITS_V);
 constexpr float LAZY = 8.0f;  // the running maximum follows when it is exceeded by this much
 constexpr float NOTHING = -1.0e30f;
+#if WITH_PAIRS
 constexpr int ANGLES = PAIRS_K ? 1 << BITS_K : 1;
 constexpr int PAIRS = PAIRS_K ? RK / 2 : 1;
+#endif
 
 threadgroup float q_tile[QT * QB * 32];
 threadgroup float tile_out[QT * OB * 32];
 threadgroup float tile_max[S * QT];
 threadgroup float tile_sum[S * QT];
+#if WITH_PAIRS
 threadgroup float turns[2 * PAIRS * ANGLES];  // cosine and sine of each angle that a pair can have
+#endif
 
-const float levels_k[8] = {
-    as_type<float>(uint(C_K0)), as_type<float>(uint(C_K1)),
-    as_type<float>(uint(C_K2)), as_type<float>(uint(C_K3)),
-    as_type<float>(uint(C_K4)), as_type<float>(uint(C_K5)),
-    as_type<float>(uint(C_K6)), as_type<float>(uint(C_K7))};
-const float levels_v[8] = {
-    as_type<float>(uint(C_V0)), as_type<float>(uint(C_V1)),
-    as_type<float>(uint(C_V2)), as_type<float>(uint(C_V3)),
-    as_type<float>(uint(C_V4)), as_type<float>(uint(C_V5)),
-    as_type<float>(uint(C_V6)), as_type<float>(uint(C_V7))};
+#if WITH_CODEBOOK
+float levels_k[8];
+float levels_v[8];
+#pragma unroll
+for (int i = 0; i < 8; i++) {
+  levels_k[i] = as_type<float>(C_K[i]);
+  levels_v[i] = as_type<float>(C_V[i]);
+}
+#endif
 
 const int lane = thread_index_in_simdgroup;
 const int group = simdgroup_index_in_threadgroup;
@@ -65,9 +69,8 @@ const int g = lane / 4;
 const int t = lane % 4;
 const int rows = size[0];
 const int page_splits = size[1];
-const int tiles = (rows + QT - 1) / QT;
-const int head = threadgroup_position_in_grid.z / tiles;
-const int first_row = (threadgroup_position_in_grid.z % tiles) * QT;
+const int head = threadgroup_position_in_grid.z;
+const int first_row = threadgroup_position_in_grid.x * QT;
 const int split = threadgroup_position_in_grid.y;
 const bool paged = split < page_splits;
 const int splits = threads_per_grid.y;
@@ -107,26 +110,32 @@ float top[QT];
 float sum[QT];
 int first_seen[QT];  // first position that the row's sliding window shows
 int last_seen[QT];
+#pragma unroll
 for (int q = 0; q < QT; q++) {
   top[q] = NOTHING;
   sum[q] = 0.0f;
   last_seen[q] = total - new_tokens + (first_row + q) % new_tokens;
   first_seen[q] = window > 0 ? last_seen[q] - window + 1 : 0;
 }
+#pragma unroll
 for (int i = 0; i < QT * OB * 4; i++) {
   o[i] = 0.0f;
 }
 
+#if WITH_TREE
 int books_k[TREE_K == 1 ? 28 : 1];
+#pragma unroll
 for (int i = 0; i < (TREE_K == 1 ? 28 : 1); i++) {
   books_k[i] = BOOKS_K[i];
 }
 int books_v[TREE_V == 1 ? 28 : 1];
+#pragma unroll
 for (int i = 0; i < (TREE_V == 1 ? 28 : 1); i++) {
   books_v[i] = BOOKS_V[i];
 }
 KvTree tree_k = kv_tree<1, TREE_K == 1 ? 28 : 1>(books_k, (const device half*)headers, lane);
 KvTree tree_v = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
+#endif
 
 const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
@@ -148,6 +157,7 @@ for (int unit = part * each + group; unit < stop; unit += S) {
   const int position0 = paged ? n_sink + 16 * (n_before + unit) : (in_sink ? token0 : total - n_live + token0);
   const size_t at_window = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
 
+#if WITH_PAIRS
   if (PAIRS_K && paged && (unit - group) % PAGE_RECORDS == 0) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const device half* angles = (const device half*)header + PAIRS;
@@ -155,15 +165,18 @@ for (int unit = part * each + group; unit < stop; unit += S) {
       const float step = float(angles[i / ANGLES]);
       const float low = float(angles[i / ANGLES + 2 * PAIRS]);
       const float angle = metal::fma(float(i % ANGLES) + 0.5f, step, low) - KV_PI;
-      turns[2 * i] = -metal::cos(angle);
-      turns[2 * i + 1] = -metal::sin(angle);
+      turns[2 * i] = -metal::fast::cos(angle);
+      turns[2 * i + 1] = -metal::fast::sin(angle);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
+#endif
 
+#if WITH_TREE
   if (TREE_K == 2 && paged) {
     tree_k = kv_tree<2, 1>(books_k, (const device half*)header, lane);
   }
   if (TREE_V == 2 && paged) {
     tree_v = kv_tree<2, 1>(books_v, (const device half*)(header + HEADER_K), lane);
   }
+#endif

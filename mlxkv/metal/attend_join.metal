@@ -1,9 +1,11 @@
 // The end of attend: what the lanes hold becomes one output per query row and split.
 // The lanes of a simdgroup, then its neighbours.
+#pragma unroll
 for (int i = 0; i < QT * OB * 4; i++) {
   o[i] += simd_shuffle_xor(o[i], ushort(1));
   o[i] += simd_shuffle_xor(o[i], ushort(2));
 }
+#pragma unroll
 for (int q = 0; q < QT; q++) {
   sum[q] += simd_shuffle_xor(sum[q], ushort(4));
   sum[q] += simd_shuffle_xor(sum[q], ushort(8));
@@ -15,6 +17,7 @@ for (int q = 0; q < QT; q++) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 float peaks[QT];
+#pragma unroll
 for (int q = 0; q < QT; q++) {
   peaks[q] = NOTHING;
   for (int n = 0; n < S; n++) {
@@ -23,10 +26,13 @@ for (int q = 0; q < QT; q++) {
 }
 for (int n = 0; n < S; n++) {
   if (n == group) {
+#pragma unroll
     for (int q = 0; q < QT; q++) {
-      const float shrink = metal::exp2(top[q] - peaks[q]);
+      const float shrink = metal::fast::exp2(top[q] - peaks[q]);
+#pragma unroll
       for (int j = 0; j < OB; j++) {
         if (j % 4 == t) {  // the four lanes of a g hold the same sums: each keeps some blocks
+#pragma unroll
           for (int p = 0; p < 4; p++) {
             const int at = (q * OB + j) * 32 + 4 * g + p;
             const float value = shrink * o[q * OB * 4 + 4 * j + p];
@@ -38,6 +44,7 @@ for (int n = 0; n < S; n++) {
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
+#pragma unroll
 for (int q = 0; q < QT; q++) {
   const int row = first_row + q;
   if (row < rows) {
@@ -48,7 +55,7 @@ for (int q = 0; q < QT; q++) {
     if (thread_id == 0) {
       float all = 0.0f;
       for (int n = 0; n < S; n++) {
-        all += tile_sum[n * QT + q] * metal::exp2(tile_max[n * QT + q] - peaks[q]);
+        all += tile_sum[n * QT + q] * metal::fast::exp2(tile_max[n * QT + q] - peaks[q]);
       }
       partial_stats[2 * slot] = peaks[q];
       partial_stats[2 * slot + 1] = all;

@@ -28,7 +28,7 @@ constexpr int HELD_K = SLOTS_K > 0 ? SLOTS_K : 1;
 constexpr int SLOT_TILES = (HELD_K + 7) / 8;
 constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
-    ? KV_TREE_HEADER
+    ? 16
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
 constexpr bool RAW_K = BITS_K == 16;  // float16 numbers: words of a record are words of a tile
@@ -99,6 +99,7 @@ const int stop = metal::min(units, metal::min((part + 1) * each, runs ? unit + r
 // Queries first: behind the records they would wait for all of them.
 constexpr int MINE = (8 * 32 * QB + 32 * S - 1) / (32 * S);
 float mine[MINE];
+#pragma unroll
 for (int n = 0; n < MINE; n++) {
   const int row = (thread_id + n * 32 * S) / (32 * QB);
   const int dim = (thread_id + n * 32 * S) % (32 * QB);
@@ -112,6 +113,7 @@ const device uint* map = (later ? map_k_2 : map_k) +
 constexpr int AHEAD_K = 8;
 uint4 ahead[AHEAD_K];
 if (turns && group < 2 * BQ) {
+#pragma unroll
   for (int k = 0; k < AHEAD_K && k < 2 * BD; k++) {
     ahead[k] = *(const device uint4*)(map + (group * 2 * BD + k) * 128);
   }
@@ -119,6 +121,7 @@ if (turns && group < 2 * BQ) {
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
     (later ? records_2 : records) + (first_record + unit) * RECORD, paged ? stop - unit : 0, group,
     lane);
+#pragma unroll
 for (int n = 0; n < MINE; n++) {
   const int i = thread_id + n * 32 * S;
   if (i < 8 * 32 * QB) {
@@ -130,8 +133,10 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 if (turns) {
   constexpr int MOST = (2 * BQ + S - 1) / S;
   TileC turned[MOST];
+#pragma unroll
   for (int n = 0; n < MOST; n++) {
     const int m = group + n * S;
+#pragma unroll
     for (int i = 0; i < 4; i++) {
       turned[n].v[i] = 0.0f;
     }
@@ -147,6 +152,7 @@ if (turns) {
         a.w[2] = x.z;
         a.w[3] = x.w;
         TileB b;
+#pragma unroll
         for (int r = 0; r < 2; r++) {
           const int dim = 16 * k + 8 * r;
           b.w[r] = kv_halves(
@@ -158,9 +164,11 @@ if (turns) {
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
   for (int n = 0; n < MOST; n++) {
     const int m = group + n * S;
     if (m < 2 * BQ) {
+#pragma unroll
       for (int i = 0; i < 4; i++) {
         tile_rows[(2 * t + i % 2) * ROW + 16 * m + g + 8 * (i / 2)] = turned[n].v[i];
       }
@@ -172,9 +180,12 @@ if (turns) {
 // Queries as the right factor: k-tile u of block j, word r holds dims 32 j + 8 t + 4 i + 2 u + r. Trees
 // give neighbours together: dims 32 j + 8 t + 4 u + 2 r + i.
 TileB q_tile[2 * QB];
+#pragma unroll
 for (int n = 0; n < 2 * QB; n++) {
+#pragma unroll
   for (int r = 0; r < 2; r++) {
     float pair[2];
+#pragma unroll
     for (int i = 0; i < 2; i++) {
       const int k = tile_b_row(lane, i);
       const int dim = 32 * (n / 2) + 8 * (k / 2) +
@@ -192,13 +203,16 @@ float top[2];
 float sum[2];
 int first_seen[2];
 int last_seen[2];
+#pragma unroll
 for (int i = 0; i < 2; i++) {
   top[i] = NOTHING;
   sum[i] = 0.0f;
   last_seen[i] = total - new_tokens + (first_row + 2 * t + i) % new_tokens;
   first_seen[i] = WINDOW ? last_seen[i] - window + 1 : 0;
 }
+#pragma unroll
 for (int n = 0; n < 2 * OB + EXTRA; n++) {
+#pragma unroll
   for (int i = 0; i < 4; i++) {
     o[n].v[i] = 0.0f;
   }

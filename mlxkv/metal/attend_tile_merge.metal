@@ -1,5 +1,6 @@
 // Fifth part of attend_tile: simdgroups are added up; the last threadgroup merges the splits.
 // The simdgroups of a threadgroup: to a common maximum, then added up, halving their number.
+#pragma unroll
 for (int i = 0; i < 2; i++) {
   sum[i] = tile_column_sum(sum[i]);
   if (g == 0) {
@@ -8,12 +9,14 @@ for (int i = 0; i < 2; i++) {
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
 for (int i = 0; i < 2; i++) {
   float peak = NOTHING;
   for (int n = 0; n < S; n++) {
     peak = metal::max(peak, tile_max[n * 8 + 2 * t + i]);
   }
-  const float shrink = metal::exp2(top[i] - peak);
+  const float shrink = metal::fast::exp2(top[i] - peak);
+#pragma unroll
   for (int n = 0; n < 2 * OB; n++) {
     o[n].v[i] *= shrink;
     o[n].v[2 + i] *= shrink;
@@ -56,7 +59,7 @@ if (thread_id < tile_height) {
   }
   float all = 0.0f;
   for (int n = 0; n < S; n++) {
-    all += tile_sum[n * 8 + thread_id] * metal::exp2(tile_max[n * 8 + thread_id] - peak);
+    all += tile_sum[n * 8 + thread_id] * metal::fast::exp2(tile_max[n * 8 + thread_id] - peak);
   }
   const size_t at = (slot0 + thread_id * splits + split) * STRIDE + WIDTH;
   partials[at] = peak;
@@ -85,6 +88,7 @@ if (arrived[0] + 1u == uint(splits)) {
     float counts[4];
     float all = 0.0f;
     float peak = NOTHING;
+#pragma unroll
     for (int i = 0; i < 4; i++) {
       peaks[i] = lane + 32 * i < splits ? partials[at + (lane + 32 * i) * STRIDE] : NOTHING;
       counts[i] = lane + 32 * i < splits ? partials[at + (lane + 32 * i) * STRIDE + 1] : 0.0f;
@@ -99,10 +103,11 @@ if (arrived[0] + 1u == uint(splits)) {
       logit = sinks[kv_head * (rows / new_tokens) + q_row / new_tokens] * as_type<float>(size[11]);
       peak = metal::max(peak, logit);
     }
+#pragma unroll
     for (int i = 0; i < 4; i++) {
       const int n = lane + 32 * i;
       if (n < splits) {
-        const float weight = metal::exp2(peaks[i] - peak);
+        const float weight = metal::fast::exp2(peaks[i] - peak);
         pool[row * splits + n] = weight;
         all += weight * counts[i];
       }
@@ -111,7 +116,7 @@ if (arrived[0] + 1u == uint(splits)) {
       all += simd_shuffle_xor(all, step);
     }
     if (HAS_SINKS) {
-      all += metal::exp2(logit - peak);
+      all += metal::fast::exp2(logit - peak);
     }
     const float share = all > 0.0f ? 1.0f / all : 0.0f;
     for (int n = lane; n < splits; n += 32) {
@@ -135,15 +140,18 @@ if (arrived[0] + 1u == uint(splits)) {
         const coherent(device) device float* from =
             partials + (slot0 + row * splits) * STRIDE + 4 * quad;
         float a[8];
+#pragma unroll
         for (int i = 0; i < 8; i++) {
           a[i] = 0.0f;
         }
         for (int first = low + job / tile_height; first < last; first += AHEAD * ways) {
           float4 x[AHEAD];
+#pragma unroll
           for (int n = 0; n < AHEAD; n++) {
             const int at = metal::min(first + n * ways, splits - 1);
             x[n] = *(const coherent(device) device float4*)(from + size_t(at) * STRIDE);
           }
+#pragma unroll
           for (int n = 0; n < AHEAD; n++) {
             const int at = first + n * ways;
             const float weight = at < last ? pool[row * splits + at] : 0.0f;
@@ -159,6 +167,7 @@ if (arrived[0] + 1u == uint(splits)) {
             a[7] = metal::fma(of_windows, x[n].w, a[7]);
           }
         }
+#pragma unroll
         for (int i = 0; i < (r == 0 ? 8 : 4); i++) {
           pool[1024 + (S * (i / 4) + job) * WIDTH + 4 * quad + i % 4] = a[i];
         }
@@ -187,6 +196,7 @@ if (arrived[0] + 1u == uint(splits)) {
         const device uint* map = (r == 1 ? map_v_2 : map_v) +
             size_t(size[23] & 2 ? head : kv_head) * size[9] + (m * 2 * BV * 32 + 4 * g + t) * 4;
         TileC c;
+#pragma unroll
         for (int i = 0; i < 4; i++) {
           c.v[i] = 0.0f;
         }
@@ -199,6 +209,7 @@ if (arrived[0] + 1u == uint(splits)) {
           a.w[2] = x.z;
           a.w[3] = x.w;
           TileB b;
+#pragma unroll
           for (int half_ = 0; half_ < 2; half_++) {
             const int dim = 16 * k + 8 * half_;
             b.w[half_] = kv_halves(
@@ -207,6 +218,7 @@ if (arrived[0] + 1u == uint(splits)) {
           }
           tile_multiply(c, a, b);
         }
+#pragma unroll
         for (int i = 0; i < 4; i++) {
           const int row = 2 * t + i % 2;
           if (row < tile_height) {

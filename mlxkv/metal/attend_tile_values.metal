@@ -33,12 +33,15 @@
       const int at = both ? unit + e : unit;
       const device uint* outers =
           page_numbers + size_t(at / PAGE_RECORDS) * HEADER + HEADER_K + 2 * g;
+#if WITH_TREE
       if (TREE_V == 2) {
         tree = kv_tree<2, 1>(books_v, (const device half*)(outers - 2 * g), lane);
         tree_v = kv_half_tree(tree);
       }
+#pragma unroll
       for (int j = 0; j < (TREE_V ? BV : 0); j++) {
         uint run[8];
+#pragma unroll
         for (int r = 0; r < 2; r++) {
           const int of = 2 * j + g / 4;
           const int number = kv_value_number(2 * t + 8 * r, of, 0, GROUPS_V);
@@ -49,47 +52,64 @@
           const uint other = simd_shuffle(high, ushort(tile_lane(g ^ 1, 2 * t)));
           kv_tree_value_pairs(tree_v, radii, low, high, other, g, run + 4 * r);
         }
+#pragma unroll
         for (int u = 0; u < 2; u++) {
           TileA a;
+#pragma unroll
           for (int m = 0; m < 4; m++) {
             a.w[m] = run[4 * (m / 2) + 2 * u + m % 2];
           }
           tile_multiply(o[2 * j + u], a, p[e]);
         }
       }
+#endif
+#if WITH_HALVES
+#pragma unroll
       for (int j = 0; j < (RAW_V ? BV : 0); j++) {
         kv_read_words<8, 32>(words, record[e], v_lane + 256 * j);
+#pragma unroll
         for (int u = 0; u < 2; u++) {
           TileA a;
+#pragma unroll
           for (int m = 0; m < 4; m++) {
             a.w[m] = words[kv_slot_word<16>(0, m / 2, 2 * u + m % 2)];
           }
           tile_multiply(o[2 * j + u], a, p[e]);
         }
       }
+#endif
+#pragma unroll
       for (int n = 0; n < (TREE_V || RAW_V ? 0 : GROUPS_V); n++) {
         TileB scaled;
+#pragma unroll
         for (int r = 0; r < 2; r++) {
           scaled.w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scales[2 * n + r], lane));
         }
+#pragma unroll
         for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
           uint2 outer;
           if (OUTER_V) {
             outer = *(const device uint2*)(outers + 16 * j);
           }
+#pragma unroll
           for (int u = 0; u < 2; u++) {
             TileA a;
+#pragma unroll
             for (int m = 0; m < 4; m++) {
               const int r = m / 2;
               const int slot = 2 * u + m % 2;
               const uint word = words[kv_slot_word<BITS_V>(j, r, slot)];
               const uint high = words[BITS_V == 3 ? kv_high_word(j) : 0];
-              a.w[m] = CODEBOOK_V
-                  ? kv_level_pair<BITS_V, BITS_V>(word, high, masks_v, levels_v, j, r, slot)
-                  : kv_centred_pair<BITS_V>(word, high, masks_v, j, r, slot);
+              a.w[m] = kv_centred_pair<BITS_V>(word, high, masks_v, j, r, slot);
+#if WITH_CODEBOOK
+              if (CODEBOOK_V) {
+                a.w[m] = kv_level_pair<BITS_V, BITS_V>(word, high, masks_v, levels_v, j, r, slot);
+              }
+#endif
             }
             if (OUTER_V) {
               const TileC c = tile_product(middles, a, scaled);
+#pragma unroll
               for (int i = 0; i < 4; i++) {
                 const float of = kv_half(u ? outer.y : outer.x, i / 2);
                 o[2 * j + u].v[i] = metal::fma(of, c.v[i], o[2 * j + u].v[i]);
@@ -109,10 +129,14 @@
     }
   }
   if (!SYMMETRIC_V && !OUTER_V) {
+#pragma unroll
     for (int n = 0; n < GROUPS_V; n++) {
+#pragma unroll
       for (int i = 0; i < 2; i++) {
         const float middle = simd_shuffle(o[2 * OB].v[i], ushort(tile_lane(n, 2 * t)));
+#pragma unroll
         for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
+#pragma unroll
           for (int u = 0; u < 2; u++) {
             o[2 * j + u].v[i] += middle;
             o[2 * j + u].v[2 + i] += middle;

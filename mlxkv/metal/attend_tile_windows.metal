@@ -9,14 +9,18 @@
     const device uint* keys = (const device uint*)((in_sink ? sink_k : live_k) + base);
     const device uint* values = (const device uint*)((in_sink ? sink_v : live_v) + base);
     TileC s[1];
+#pragma unroll
     for (int i = 0; i < 4; i++) {
       s[0].v[i] = 0.0f;
     }
+#pragma unroll
     for (int j = 0; j < BD; j++) {
       uint x[8];
+#pragma unroll
       for (int i = 0; i < 8; i++) {
         x[i] = 0u;
       }
+#pragma unroll
       for (int r = 0; r < 2; r++) {
         if (g + 8 * r < tokens && 32 * j + 8 * t < D) {
           const uint4 w =
@@ -27,8 +31,10 @@
           x[4 * r + 3] = w.w;
         }
       }
+#pragma unroll
       for (int u = 0; u < 2; u++) {
         TileA a;
+#pragma unroll
         for (int m = 0; m < 4; m++) {
           const int r = m % 2;
           const int at = 4 * r + u;
@@ -38,6 +44,7 @@
         tile_multiply(s[0], a, q_tile[2 * j + u]);
       }
     }
+#pragma unroll
     for (int i = 0; i < 4; i++) {
       const int token = g + 8 * (i / 2);
       const int position = position0 + token;
@@ -47,11 +54,14 @@
     }
     TileB p[1];
     kv_probabilities<2 * OB + EXTRA, 1>(s, p, top, sum, o, KV_SCORE);
+#pragma unroll
     for (int j = 0; j < BD; j++) {
       uint x[8];
+#pragma unroll
       for (int i = 0; i < 8; i++) {
         x[i] = 0u;
       }
+#pragma unroll
       for (int n = 0; n < 4; n++) {
         const int token = 2 * t + 8 * (n / 2) + n % 2;
         if (token < tokens && 32 * j + 4 * g < D) {
@@ -60,8 +70,10 @@
           x[2 * n + 1] = w.y;
         }
       }
+#pragma unroll
       for (int u = 0; u < 2; u++) {
         TileA a;
+#pragma unroll
         for (int m = 0; m < 4; m++) {
           const int at = 4 * (m / 2) + u;
           a.w[m] = m % 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))

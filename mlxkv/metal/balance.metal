@@ -19,7 +19,9 @@ const int tile = threadgroup_position_in_grid.x;
 const device float* from = x + size_t(tile) * TOKENS * DIMS;
 
 float v[K * C];
+#pragma unroll
 for (int k = 0; k < K; k++) {
+#pragma unroll
   for (int c = 0; c < C; c++) {
     v[k * C + c] = from[(group + S * k) * DIMS + lane + 32 * c];
   }
@@ -28,6 +30,7 @@ if (UNIT) {
   float mean = 0.0f;
   for (int pass = 0; pass < 2; pass++) {
     float sum = 0.0f;
+#pragma unroll
     for (int i = 0; i < K * C; i++) {
       sum += pass == 0 ? v[i] : (v[i] - mean) * (v[i] - mean);
     }
@@ -46,6 +49,7 @@ if (UNIT) {
       mean = sum / float(TOKENS * DIMS);
     } else {
       const float deviation = metal::sqrt(sum / float(TOKENS * DIMS - 1));
+#pragma unroll
       for (int i = 0; i < K * C; i++) {
         v[i] /= deviation > 0.0f ? deviation : 1.0f;
       }
@@ -60,9 +64,11 @@ float best_t[K];
 float best_c[C];
 float spread_t[K];
 float spread_c[C];
+#pragma unroll
 for (int k = 0; k < K; k++) {
   log_t[k] = best_t[k] = 0.0f;
 }
+#pragma unroll
 for (int c = 0; c < C; c++) {
   log_c[c] = best_c[c] = 0.0f;
 }
@@ -75,39 +81,46 @@ for (int n = 0; n <= ROUNDS; n++) {
     const bool over_tokens = (turn == 0) == (CHANNEL == 1);  // deviations of channels
     for (int when = 0; when < 2; when++) {
       if (n > 0 && turn == 0 && (when == 0) == (CHANNEL == 1)) {
+#pragma unroll
         for (int k = 0; k < K; k++) {
           const float step = metal::log2(metal::max(metal::min(spread_t[k], numbers[3]), numbers[2]));
           const float next = metal::max(metal::min(log_t[k] + step, numbers[1]), numbers[0]);
-          spread_t[k] *= metal::exp2(log_t[k] - next);
+          spread_t[k] *= metal::fast::exp2(log_t[k] - next);
           log_t[k] = next;
         }
       } else if (n > 0 && turn == 0) {
+#pragma unroll
         for (int c = 0; c < C; c++) {
           const float step = metal::log2(metal::max(metal::min(spread_c[c], numbers[3]), numbers[2]));
           const float next = metal::max(metal::min(log_c[c] + step, numbers[1]), numbers[0]);
-          spread_c[c] *= metal::exp2(log_c[c] - next);
+          spread_c[c] *= metal::fast::exp2(log_c[c] - next);
           log_c[c] = next;
         }
       }
       if (when == 0) {
         float down_c[C];
+#pragma unroll
         for (int c = 0; c < C; c++) {
-          down_c[c] = metal::exp2(-log_c[c]);
+          down_c[c] = metal::fast::exp2(-log_c[c]);
         }
         if (over_tokens) {
           float center[C];
           for (int pass = 0; pass < 2; pass++) {
             float sum[C];
+#pragma unroll
             for (int c = 0; c < C; c++) {
               sum[c] = 0.0f;
             }
+#pragma unroll
             for (int k = 0; k < K; k++) {
-              const float down = metal::exp2(-log_t[k]);
+              const float down = metal::fast::exp2(-log_t[k]);
+#pragma unroll
               for (int c = 0; c < C; c++) {
                 const float y = v[k * C + c] * down * down_c[c];
                 sum[c] += pass == 0 ? y : (y - center[c]) * (y - center[c]);
               }
             }
+#pragma unroll
             for (int c = 0; c < C; c++) {
               sums[group * DIMS + lane + 32 * c] = sum[c];
             }
@@ -120,17 +133,20 @@ for (int n = 0; n <= ROUNDS; n++) {
               means[i] = pass == 0 ? all / float(TOKENS) : metal::sqrt(all / float(TOKENS - 1));
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
             for (int c = 0; c < C; c++) {
               center[c] = means[lane + 32 * c];
               spread_c[c] = center[c];
             }
           }
         } else {
+#pragma unroll
           for (int k = 0; k < K; k++) {
-            const float down = metal::exp2(-log_t[k]);
+            const float down = metal::fast::exp2(-log_t[k]);
             float center = 0.0f;
             for (int pass = 0; pass < 2; pass++) {
               float sum = 0.0f;
+#pragma unroll
               for (int c = 0; c < C; c++) {
                 const float y = v[k * C + c] * down * down_c[c];
                 sum += pass == 0 ? y : (y - center) * (y - center);
@@ -153,11 +169,13 @@ for (int n = 0; n <= ROUNDS; n++) {
   end[2] = spread_c[0];
   end[3] = spread_c[0];
   end[4] = 0.0f;  // what is no number shows in a sum alone
+#pragma unroll
   for (int k = 0; k < K; k++) {
     end[0] = metal::max(end[0], spread_t[k]);
     end[1] = metal::min(end[1], spread_t[k]);
     end[4] += spread_t[k];
   }
+#pragma unroll
   for (int c = 0; c < C; c++) {
     end[2] = metal::max(end[2], spread_c[c]);
     end[3] = metal::min(end[3], spread_c[c]);
@@ -167,6 +185,7 @@ for (int n = 0; n <= ROUNDS; n++) {
     end[3] = metal::min(end[3], simd_shuffle_xor(end[3], step));
   }
   if (lane == 0) {
+#pragma unroll
     for (int i = 0; i < 5; i++) {
       ends[5 * group + i] = end[i];
     }
@@ -184,21 +203,25 @@ for (int n = 0; n <= ROUNDS; n++) {
     lowest = reached;
   } else if (reached < lowest * numbers[5]) {
     lowest = reached;
+#pragma unroll
     for (int k = 0; k < K; k++) {
       best_t[k] = log_t[k];
     }
+#pragma unroll
     for (int c = 0; c < C; c++) {
       best_c[c] = log_c[c];
     }
   }
 }
+#pragma unroll
 for (int k = 0; k < K; k++) {
   if (lane == 0) {
-    tokens[size_t(tile) * TOKENS + group + S * k] = metal::exp2(best_t[k]);
+    tokens[size_t(tile) * TOKENS + group + S * k] = metal::fast::exp2(best_t[k]);
   }
 }
+#pragma unroll
 for (int c = 0; c < C; c++) {
   if (group == 0) {
-    channels[size_t(tile) * DIMS + lane + 32 * c] = metal::exp2(best_c[c]);
+    channels[size_t(tile) * DIMS + lane + 32 * c] = metal::fast::exp2(best_c[c]);
   }
 }

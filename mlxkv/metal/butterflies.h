@@ -1,69 +1,10 @@
-// Wide loads, and the transforms: those with a fast form by butterflies in registers, twice over a
+// The transforms: those with a fast form by butterflies in registers, twice over a
 // tile of threadgroup memory, others as a product. A tile holds 8 pairs of tokens, z[n] = (x of one, x of the other)[n]: the
 // spectra of both come apart by additions alone. Keys: tokens q and q + 8; values: 2 q and 2 q + 1,
 // since one lane stores both (codes.h). Of the other token 1e-7 is left in each by rounding; a token
 // of zeros is told apart, so that it stays one.
 
-#ifndef KV_PAIRS // cuda.h has its own
-typedef threadgroup float2* kv_pairs;
-#endif
-
-template <typename T>
-inline float kv_half_word(uint word, int high) {
-  return float(as_type<T>(ushort(high ? word >> 16 : word & 0xFFFFu)));
-}
-
-// A bfloat is the upper half of a float.
-template <>
-inline float kv_half_word<bfloat16_t>(uint word, int high) {
-  return as_type<float>(high ? word & 0xFFFF0000u : word << 16);
-}
-
-// Value i of some that were loaded as words.
-template <typename T>
-inline float kv_value(const thread uint* words, int i) {
-  return kv_half_word<T>(words[i / 2], i % 2);
-}
-
-template <>
-inline float kv_value<float>(const thread uint* words, int i) {
-  return as_type<float>(words[i]);
-}
-
-// 1, 2 or 4 words by one load: `from` stands at a multiple of them.
-template <int WORDS, typename T>
-inline void kv_load_words(const device T* from, thread uint* words) {
-  if (WORDS == 4) {
-    const uint4 four = *(const device uint4*)from;
-    words[0] = four.x;
-    words[1] = four.y;
-    words[2] = four.z;
-    words[3] = four.w;
-  } else if (WORDS == 2) {
-    const uint2 two = *(const device uint2*)from;
-    words[0] = two.x;
-    words[1] = two.y;
-  } else {
-    words[0] = *(const device uint*)from;
-  }
-}
-
-// COUNT values, 4 or 8, by wide loads: `from` stands at a multiple of COUNT.
-template <int COUNT, typename T>
-inline void kv_load(const device T* from, thread float* v) {
-  constexpr int LOADED = sizeof(T) == 4 ? 4 : COUNT;
-  constexpr int WORDS = LOADED * int(sizeof(T)) / 4;
-#pragma unroll
-  for (int i = 0; i < COUNT; i += LOADED) {
-    uint words[4];
-    kv_load_words<WORDS>(from + i, words);
-#pragma unroll
-    for (int n = 0; n < LOADED; n++) {
-      v[i + n] = kv_value<T>(words, n);
-    }
-  }
-}
-
+#if WITH_TURN
 // The bits of i < R <= 32 in reverse.
 template <int R>
 constexpr int kv_reversed(int i) {
@@ -338,3 +279,4 @@ inline void kv_stored(
     }
   }
 }
+#endif

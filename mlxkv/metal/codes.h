@@ -29,7 +29,7 @@
 // PAIRS (PolarQuant's keys): as CHANNEL, the codes of dim i < R/2 being those of a radius and those of
 // dim i + R/2 of the angle, in steps of that width from the bias on; codes stand for their middle.
 
-constexpr float KV_PI = 3.14159265f;  // taken off angles: fast cosines are good to +-pi
+constant constexpr float KV_PI = 3.14159265f;  // taken off angles: fast cosines are good to +-pi
 
 // Words of codes that a lane holds for `blocks` blocks.
 template <int BITS>
@@ -106,115 +106,8 @@ constexpr int kv_number(int token, int group, int bias, int groups, int symmetri
               : kv_value_number(token, group, bias, groups);
 }
 
-inline uint kv_pack(half a, half b) {
-  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
-}
-inline uint kv_pack(bfloat16_t a, bfloat16_t b) {
-  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
-}
-inline uint kv_pack(float a, float b) {
-  return 0u;
-}
-
-// Four values to dims first .. first + 3 of a row of `dims`, at once where every row allows it.
-template <typename T, int WHOLE>
-inline void kv_store4(device T* row, int first, int dims, const thread T* values) {
-  if (WHOLE) {
-    if (first < dims) {
-      if (sizeof(T) == 4) {
-        float4 x;
-        x.x = float(values[0]);
-        x.y = float(values[1]);
-        x.z = float(values[2]);
-        x.w = float(values[3]);
-        *(device float4*)(row + first) = x;
-      } else {
-        uint2 x;
-        x.x = kv_pack(values[0], values[1]);
-        x.y = kv_pack(values[2], values[3]);
-        *(device uint2*)(row + first) = x;
-      }
-    }
-  } else {
-    for (int i = 0; i < 4; i++) {
-      if (first + i < dims) {
-        row[first + i] = values[i];
-      }
-    }
-  }
-}
-
-// Eight values likewise.
-template <typename T, int WHOLE>
-inline void kv_store8(device T* row, int first, int dims, const thread T* values) {
-  if (WHOLE && sizeof(T) == 2) {
-    if (first < dims) {
-      uint4 x;
-      x.x = kv_pack(values[0], values[1]);
-      x.y = kv_pack(values[2], values[3]);
-      x.z = kv_pack(values[4], values[5]);
-      x.w = kv_pack(values[6], values[7]);
-      *(device uint4*)(row + first) = x;
-    }
-  } else {
-    kv_store4<T, WHOLE>(row, first, dims, values);
-    kv_store4<T, WHOLE>(row, first + 4, dims, values + 4);
-  }
-}
-
 inline float kv_half_of(uint word, int high) {
   return float(as_type<half>(ushort(high ? word >> 16 : word & 0xFFFFu)));
-}
-
-// COUNT halves (4 or 8) of a header from a multiple of COUNT on, by one load.
-template <int COUNT>
-inline void kv_load_numbers(const device half* from, thread float* to) {
-  if (COUNT == 8) {
-    const uint4 x = *(const device uint4*)from;
-    to[0] = kv_half_of(x.x, 0);
-    to[1] = kv_half_of(x.x, 1);
-    to[2] = kv_half_of(x.y, 0);
-    to[3] = kv_half_of(x.y, 1);
-    to[COUNT - 4] = kv_half_of(x.z, 0);
-    to[COUNT - 3] = kv_half_of(x.z, 1);
-    to[COUNT - 2] = kv_half_of(x.w, 0);
-    to[COUNT - 1] = kv_half_of(x.w, 1);
-  } else {
-    const uint2 x = *(const device uint2*)from;
-    to[0] = kv_half_of(x.x, 0);
-    to[1] = kv_half_of(x.x, 1);
-    to[2] = kv_half_of(x.y, 0);
-    to[3] = kv_half_of(x.y, 1);
-  }
-}
-
-// A simdgroup copies up to 16 rows of DIMS values, with many loads on their way at once.
-template <typename T, int DIMS>
-inline void kv_copy(device T* to, const device T* from, int rows, int lane) {
-  constexpr int BYTES = DIMS * sizeof(T);
-  if (BYTES % 16 == 0) {
-    constexpr int MOST = 8;
-    const int all = rows * (BYTES / 16);
-    for (int start = 0; start < all; start += 32 * MOST) {
-      uint4 run[MOST];
-      for (int m = 0; m < MOST; m++) {
-        const int i = start + 32 * m + lane;
-        if (i < all) {
-          run[m] = ((const device uint4*)from)[i];
-        }
-      }
-      for (int m = 0; m < MOST; m++) {
-        const int i = start + 32 * m + lane;
-        if (i < all) {
-          ((device uint4*)to)[i] = run[m];
-        }
-      }
-    }
-  } else {
-    for (int i = lane; i < rows * DIMS; i += 32) {
-      to[i] = from[i];
-    }
-  }
 }
 
 // The code at a bit of a word as a float 1 + code / 2^BITS: no conversion, the code becomes the top
@@ -224,6 +117,7 @@ inline float kv_one_plus(uint code) {
   return as_type<float>(0x3F800000u | (code << (23 - BITS)));
 }
 
+#if WITH_CODEBOOK
 // A level of a codebook from such a float: the odd polynomial of the code around its middle that goes
 // through all levels, with coefficients of `levels.polynomial` times 2^-BITS.
 template <int BITS>
@@ -238,6 +132,7 @@ inline float kv_level(float code, const thread float* c) {
   }
   return u * sum;
 }
+#endif
 
 template <int BITS>
 inline uint kv_code(uint word, uint high, int j, int r, int p, int half_) {

@@ -96,13 +96,14 @@ inline float sqrt(float a) {
 inline float rint(float a) {
   return rintf(a);
 }
+inline float log2(float a) {
+  return log2f(a);
+}
+namespace fast {
 inline float exp2(float a) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
   return out;
-}
-inline float log2(float a) {
-  return log2f(a);
 }
 inline float cos(float a) {
   return __cosf(a);
@@ -110,6 +111,7 @@ inline float cos(float a) {
 inline float sin(float a) {
   return __sinf(a);
 }
+} // namespace fast
 } // namespace metal
 
 // 1 / a to the last bits, for seal.h: no branch for what is out of range.

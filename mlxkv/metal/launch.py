@@ -16,7 +16,16 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlxkv.metal.sources import SIGNATURES, bodies, body, header, headers, read
+from mlxkv.metal.sources import (
+    FEATURES,
+    SIGNATURES,
+    bodies,
+    body,
+    features,
+    header,
+    headers,
+    read,
+)
 
 Template = tuple[tuple[str, object], ...]
 TYPES = {  # on Metal, on CUDA
@@ -91,14 +100,15 @@ def build(name: str, template: Template, make: Factory, shared_memory: int = 0, 
     For CUDA alone: bytes of dynamic shared memory, and launch bounds, which MLX does not write.
     """
     on_cuda = make is mx.fast.cuda_kernel
-    source, head = constants(template, on_cuda) + body(name), header(name, on_cuda)
+    wanted = features(dict(template))
+    source = constants(template, on_cuda) + body(name, wanted)
+    head = header(name, on_cuda, wanted)
     # MLX keeps what it compiled by name.
     digest = sha256(f"{head}{source}{bounds}".encode()).hexdigest()[:12]
     if on_cuda:
-        source, head = (
-            constants(template, on_cuda) + "".join(map(include, bodies(name))),
-            "".join(map(include, headers(name, on_cuda))),
-        )
+        switches = "".join(f"#define {one} {int(one in wanted)}\n" for one in FEATURES)
+        source = constants(template, on_cuda) + "".join(map(include, bodies(name)))
+        head = switches + "".join(map(include, headers(name, on_cuda)))
     options = {"shared_memory": shared_memory} if on_cuda else {}
     if on_cuda and bounds:
         head += f"#define __global__ __attribute__((global)) __launch_bounds__({bounds})\n"

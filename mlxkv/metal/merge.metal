@@ -27,11 +27,11 @@ if (HAS_SINKS) {
   const int head = kv_head * (size[2] / size[4]) + (row % size[2]) / size[4];
   const float logit = sinks[head] * scale[1];
   peak = metal::max(peak, logit);
-  all = metal::exp2(logit - peak);
+  all = metal::fast::exp2(logit - peak);
 }
 for (int n = 0; n < splits; n++) {
   const size_t at = 2 * (first + n);
-  all += partial_stats[at + 1] * metal::exp2(partial_stats[at] - peak);
+  all += partial_stats[at + 1] * metal::fast::exp2(partial_stats[at] - peak);
 }
 const float share = all > 0.0f ? 1.0f / all : 0.0f;
 
@@ -43,7 +43,7 @@ for (int i = thread_id; i < runs * RV; i += threads) {
   float total = 0.0f;
   for (int n = run > 0 ? size[6] : 0; n < stop; n++) {
     const size_t slot = first + n;
-    total += partial_out[slot * WIDTH + dim] * metal::exp2(partial_stats[2 * slot] - peak);
+    total += partial_out[slot * WIDTH + dim] * metal::fast::exp2(partial_stats[2 * slot] - peak);
   }
   stored[run * WIDTH + dim] = total;
 }
@@ -64,7 +64,7 @@ for (int dim = thread_id; dim < D; dim += threads) {
   }
   for (int n = page_splits; n < splits; n++) {
     const size_t slot = first + n;
-    total += partial_out[slot * WIDTH + dim] * metal::exp2(partial_stats[2 * slot] - peak);
+    total += partial_out[slot * WIDTH + dim] * metal::fast::exp2(partial_stats[2 * slot] - peak);
   }
   out[size_t(row) * D + dim] = T(total * share);
 }

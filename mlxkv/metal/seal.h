@@ -88,6 +88,7 @@ inline bool kv_turn(
   const int pair = KEYS ? g : t;
   bool empty = false;
   zero[0] = 0;
+#if WITH_TURN
   if (KIND > 0) {
     uint any = 0u;
     if (KIND == 3) {
@@ -103,35 +104,39 @@ inline bool kv_turn(
     kv_places<DIMS>(tile, pair, entry, at);
     kv_places<DIMS>(tile, pair, (KEYS ? 12 : 14) ^ entry, back);
     zero[0] = kv_place<DIMS>(pair, (16 - entry) % 16);
-  } else {
+    return empty;
+  }
+#endif
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      at[i] = back[i] = tile; // never read
-    }
+  for (int i = 0; i < 4; i++) {
+    at[i] = back[i] = tile; // never read
   }
   return empty;
 }
 
-// The words of a lane to their places.
-template <int WORDS>
-inline void kv_put(device uint* out, const thread uint* code_words, int lane) {
+// COUNT of the WORDS words of a lane to their places, from word `first` on, a multiple of COUNT.
+template <int WORDS, int COUNT>
+inline void kv_put(device uint* out, const thread uint* words, int lane, int first) {
+  constexpr int STEP = kv_vector(WORDS) < kv_vector(COUNT) ? kv_vector(WORDS) : kv_vector(COUNT);
 #pragma unroll
-  for (int m = 0; m < WORDS; m += kv_vector(WORDS)) {
-    device uint* at = out + kv_word_at(m, lane, WORDS);
-    if (WORDS % 4 == 0) {
-      uint4 four;
-      four.x = code_words[m];
-      four.y = code_words[m + 1 < WORDS ? m + 1 : m];
-      four.z = code_words[m + 2 < WORDS ? m + 2 : m];
-      four.w = code_words[m + 3 < WORDS ? m + 3 : m];
-      *(device uint4*)at = four;
-    } else if (WORDS % 2 == 0) {
-      uint2 two;
-      two.x = code_words[m];
-      two.y = code_words[m + 1 < WORDS ? m + 1 : m];
-      *(device uint2*)at = two;
-    } else {
-      at[0] = code_words[m];
+  for (int m = 0; m < COUNT; m += STEP) {
+    if (first + m < WORDS) {
+      device uint* at = out + kv_word_at(first + m, lane, WORDS);
+      if (STEP == 4) {
+        uint4 four;
+        four.x = words[m];
+        four.y = words[m + 1 < COUNT ? m + 1 : m];
+        four.z = words[m + 2 < COUNT ? m + 2 : m];
+        four.w = words[m + 3 < COUNT ? m + 3 : m];
+        *(device uint4*)at = four;
+      } else if (STEP == 2) {
+        uint2 two;
+        two.x = words[m];
+        two.y = words[m + 1 < COUNT ? m + 1 : m];
+        *(device uint2*)at = two;
+      } else {
+        at[0] = words[m];
+      }
     }
   }
 }
@@ -141,17 +146,21 @@ template <typename T, int DIMS, int KEYS, int KIND>
 inline void kv_block(
     const device T* x, kv_pairs tile, const thread kv_pairs* at, const thread kv_pairs* back,
     int zero, int lane, int j, thread float* v) {
-  if (KIND == 0) {
-    kv_sixteen<T, DIMS, KEYS>(x, lane, j, v);
-  } else if (KEYS) {
+#if WITH_TURN
+  if (KIND > 0 && KEYS) {
     kv_stored<DIMS, KIND == 2, 8>(tile, at, back, zero, lane % 4, j, 0, v, v + 8);
-  } else {
+  } else if (KIND > 0) {
     kv_stored<DIMS, KIND == 2, 4>(tile, at, back, zero, lane / 4, j, 0, v, v + 4);
     kv_stored<DIMS, KIND == 2, 4>(
         tile, at, back, zero, lane / 4, j, 4 * DIMS, v + 8, v + 12);
   }
+#endif
+  if (KIND == 0) {
+    kv_sixteen<T, DIMS, KEYS>(x, lane, j, v);
+  }
 }
 
+#if WITH_CLIP
 // The RANK-th largest absolute value of the token that a lane ranges, as in `kv_together`. Two tokens
 // at a time, so that few lists are held.
 template <typename T, int DIMS, int KEYS, int KIND, int RANK>
@@ -206,6 +215,7 @@ inline float kv_limit(
   }
   return kv_ranked<RANK>(lists, KEYS ? 2 : 16);
 }
+#endif
 
 // One side of one record by one simdgroup: x [16, DIMS] -> codes and numbers at `out`.
 // KIND: 0 as they come, 1 Hadamard, 2 real Fourier, 3 any matrix. RANK: where a token is clipped,
@@ -231,6 +241,7 @@ inline void kv_seal_side(
   const bool empty = kv_turn<T, DIMS, KEYS, KIND>(x, table, tile, at, back, found_zero, lane);
   const int zero = found_zero[0];
   float limits[HELD];
+#if WITH_CLIP
   if (RANK > 1) {
     const float limit =
         kv_limit<T, DIMS, KEYS, KIND, RANK>(x, tile, at, back, zero, lane);
@@ -239,6 +250,7 @@ inline void kv_seal_side(
       limits[n] = simd_shuffle(limit, ushort(KEYS ? 4 * g + n : 4 * n + t));
     }
   }
+#endif
   uint code_words[WORDS];
 #pragma unroll
   for (int m = 0; m < WORDS; m++) {
@@ -346,5 +358,5 @@ inline void kv_seal_side(
       }
     }
   }
-  kv_put<WORDS>(out, code_words, lane);
+  kv_put<WORDS, WORDS>(out, code_words, lane, 0);
 }

@@ -14,24 +14,19 @@ constexpr int GROUPS_V = (D_V + GROUP_V - 1) / GROUP_V;
 constexpr int SIDE_K = kv_side_words<BITS_K>((D_K + 31) / 32, GROUPS_K, SYMMETRIC_K);
 constexpr int SIDE_V = kv_side_words<BITS_V>((D_V + 31) / 32, GROUPS_V, SYMMETRIC_V);
 
-const float levels_k[8] = {
-    as_type<float>(uint(C_K0)), as_type<float>(uint(C_K1)),
-    as_type<float>(uint(C_K2)), as_type<float>(uint(C_K3)),
-    as_type<float>(uint(C_K4)), as_type<float>(uint(C_K5)),
-    as_type<float>(uint(C_K6)), as_type<float>(uint(C_K7))};
-const float levels_v[8] = {
-    as_type<float>(uint(C_V0)), as_type<float>(uint(C_V1)),
-    as_type<float>(uint(C_V2)), as_type<float>(uint(C_V3)),
-    as_type<float>(uint(C_V4)), as_type<float>(uint(C_V5)),
-    as_type<float>(uint(C_V6)), as_type<float>(uint(C_V7))};
-const float boundaries_k[7] = {
-    as_type<float>(uint(B_K0)), as_type<float>(uint(B_K1)), as_type<float>(uint(B_K2)),
-    as_type<float>(uint(B_K3)), as_type<float>(uint(B_K4)), as_type<float>(uint(B_K5)),
-    as_type<float>(uint(B_K6))};
-const float boundaries_v[7] = {
-    as_type<float>(uint(B_V0)), as_type<float>(uint(B_V1)), as_type<float>(uint(B_V2)),
-    as_type<float>(uint(B_V3)), as_type<float>(uint(B_V4)), as_type<float>(uint(B_V5)),
-    as_type<float>(uint(B_V6))};
+#if WITH_CODEBOOK
+float levels_k[8];
+float levels_v[8];
+float boundaries_k[8];
+float boundaries_v[8];
+#pragma unroll
+for (int i = 0; i < 8; i++) {
+  levels_k[i] = as_type<float>(C_K[i]);
+  levels_v[i] = as_type<float>(C_V[i]);
+  boundaries_k[i] = as_type<float>(B_K[i]);
+  boundaries_v[i] = as_type<float>(B_V[i]);
+}
+#endif
 
 threadgroup float2 tiles[S * TILE];
 
@@ -46,24 +41,36 @@ if (unit < size[0] * size[1]) {
   if (threadgroup_position_in_grid.y == 0) {
     const device T_K* from = keys + (size_t(head) * size[3] + size[2] + token) * D_K;
     const device float* table = table_k + (KIND_K == 3 ? size_t(head % size[6]) * (D_K * D_K) : 0);
+#if WITH_HALVES
     if (BITS_K == 16) {
       kv_seal_half<T_K, D_K, 1, KIND_K>(from, table, tiles + simdgroup * TILE, out, lane);
-    } else if (CODEBOOK_K) {
+    }
+#endif
+#if WITH_CODEBOOK
+    if (CODEBOOK_K) {
       kv_seal_codebook<T_K, BITS_K, D_K, 1, KIND_K, CORRECTED_K>(
           from, table, tiles + simdgroup * TILE, boundaries_k, levels_k, out, lane);
-    } else {
+    }
+#endif
+    if (BITS_K != 16 && !CODEBOOK_K) {
       kv_seal_side<T_K, BITS_K, D_K, GROUP_K, SYMMETRIC_K, 1, KIND_K, RANK_K>(
           from, table, tiles + simdgroup * TILE, out, lane);
     }
   } else {
     const device T_V* from = values + (size_t(head) * size[5] + size[4] + token) * D_V;
     const device float* table = table_v + (KIND_V == 3 ? size_t(head % size[7]) * (D_V * D_V) : 0);
+#if WITH_HALVES
     if (BITS_V == 16) {
       kv_seal_half<T_V, D_V, 0, KIND_V>(from, table, tiles + simdgroup * TILE, out + SIDE_K, lane);
-    } else if (CODEBOOK_V) {
+    }
+#endif
+#if WITH_CODEBOOK
+    if (CODEBOOK_V) {
       kv_seal_codebook<T_V, BITS_V, D_V, 0, KIND_V, CORRECTED_V>(
           from, table, tiles + simdgroup * TILE, boundaries_v, levels_v, out + SIDE_K, lane);
-    } else {
+    }
+#endif
+    if (BITS_V != 16 && !CODEBOOK_V) {
       kv_seal_side<T_V, BITS_V, D_V, GROUP_V, SYMMETRIC_V, 0, KIND_V, RANK_V>(
           from, table, tiles + simdgroup * TILE, out + SIDE_K, lane);
     }

@@ -8,6 +8,8 @@
 // RANK_V (`Affine.clip_rank`).
 constexpr int BLOCKS = (D_K + 31) / 32;
 constexpr int WORDS = kv_lane_words<BITS_K>(BLOCKS);
+constexpr int CHUNKS = (BLOCKS + 1) / 2;  // of two blocks, of COUNT words
+constexpr int COUNT = kv_lane_words<BITS_K>(2);
 constexpr int SIDE_K = 32 * WORDS;
 constexpr int SIDE_V =
     kv_side_words<BITS_V>((D_V + 31) / 32, (D_V + GROUP_V - 1) / GROUP_V, SYMMETRIC_V);
@@ -28,6 +30,7 @@ const int heads = size[1];
 if (threadgroup_position_in_grid.y == 0 && place < groups * heads) {
   const int token0 = size[2] + place % groups * GROUP_K;
   const device T_K* from = keys + (size_t(place / groups) * size[3] + token0) * D_K;
+#pragma unroll
   for (int j = 0; j < BLOCKS; j++) {
     const int dim = metal::min(32 * j + lane, D_K - 1);
     float least = 3.4e38f;
@@ -71,23 +74,32 @@ if (threadgroup_position_in_grid.y == 0 && place < groups * heads) {
     }
     low[dim] = start;
     high[dim] = step;
+    high[32 * BLOCKS + dim] = 1.0f / step;  // the second simdgroup's largest, which was read
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int record = simdgroup; record < GROUP_K / 16; record += S) {
-    uint words[WORDS];
-    for (int m = 0; m < WORDS; m++) {
+  // A simdgroup packs two blocks of a record at a time: all of them would not fit in registers.
+  for (int n = simdgroup; n < GROUP_K / 16 * CHUNKS; n += S) {
+    const int record = n / CHUNKS;
+    const int chunk = n % CHUNKS;
+    uint words[COUNT];
+#pragma unroll
+    for (int m = 0; m < COUNT; m++) {
       words[m] = 0u;
     }
 #pragma unroll
-    for (int j = 0; j < BLOCKS; j++) {
+    for (int i = 0; i < 2; i++) {
+      const int j = 2 * chunk + i;
       float v[16];
-      kv_sixteen<T_K, D_K, 1>(from + 16 * record * D_K, lane, j, v);
+      if (j < BLOCKS) {
+        kv_sixteen<T_K, D_K, 1>(from + 16 * record * D_K, lane, j, v);
+      }
 #pragma unroll
       for (int s = 0; s < 8; s++) {
         const int dim = 32 * j + 8 * (lane % 4) + s;
-        const float start = low[dim];
-        const float step = high[dim];
-        const float inverse = 1.0f / step;
+        const int at = j < BLOCKS ? dim : 0;
+        const float start = low[at];
+        const float step = high[at];
+        const float inverse = high[32 * BLOCKS + at];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           // Adding 2^23 rounds half to even and leaves the integer in the last bits.
@@ -96,16 +108,16 @@ if (threadgroup_position_in_grid.y == 0 && place < groups * heads) {
           const uint bits = dim < D_K ? as_type<uint>(kept + 8388608.0f) & uint(TOP) : 0u;
           const int shift = kv_slot_bit<BITS_K>(r, s % 4, s / 4);
           if (BITS_K == 3) {
-            words[kv_slot_word<BITS_K>(j, r, s % 4)] |= (bits & 3u) << shift;
-            words[kv_high_word(j)] |= (bits >> 2) << kv_high_bit(j, r, s % 4, s / 4);
+            words[kv_slot_word<BITS_K>(i, r, s % 4)] |= (bits & 3u) << shift;
+            words[kv_high_word(i)] |= (bits >> 2) << kv_high_bit(i, r, s % 4, s / 4);
           } else {
-            words[kv_slot_word<BITS_K>(j, r, s % 4)] |= bits << shift;
+            words[kv_slot_word<BITS_K>(i, r, s % 4)] |= bits << shift;
           }
         }
       }
     }
     const size_t at = size_t(place) * (GROUP_K / 16) + record;
-    kv_put<WORDS>(records + at * (SIDE_K + SIDE_V), words, lane);
+    kv_put<WORDS, COUNT>(records + at * (SIDE_K + SIDE_V), words, lane, chunk * COUNT);
   }
 }
 const int unit = place * S + simdgroup;

@@ -1,6 +1,7 @@
 // One side of a record in codes of a codebook by one simdgroup, for seal.metal: x [16, DIMS] -> codes
 // and norms at `out`. boundaries: those between levels above 0, for vectors of norm 1; levels: as in
 // `kv_level`. KIND as in `kv_seal_side`.
+#if WITH_CODEBOOK
 template <typename T, int BITS, int DIMS, int KEYS, int KIND, int CORRECTED>
 inline void kv_seal_codebook(
     const device T* x, const device float* table, kv_pairs tile, const thread float* boundaries,
@@ -78,7 +79,7 @@ inline void kv_seal_codebook(
       }
     }
   }
-  kv_put<WORDS>(out, code_words, lane);
+  kv_put<WORDS, WORDS>(out, code_words, lane, 0);
   float length = norm;
   if (CORRECTED) {
     length = norm / (float(1 << BITS) * metal::sqrt(kv_together<KEYS, 1>(chosen, lane)));
@@ -90,3 +91,4 @@ inline void kv_seal_codebook(
     numbers[kv_number<KEYS>(kv_ranged<KEYS>(lane), 0, 0, 1, 1)] = as_type<ushort>(scale);
   }
 }
+#endif

@@ -1,5 +1,6 @@
 // One side of a record in float16 numbers by one simdgroup, for seal.metal: x [16, DIMS] -> the words at
 // `out`, which saturate, and are zero beyond the last dim. KIND as in `kv_seal_side`.
+#if WITH_HALVES
 template <typename T, int DIMS, int KEYS, int KIND>
 inline void kv_seal_half(
     const device T* x, const device float* table, kv_pairs tile, device uint* out, int lane) {
@@ -30,5 +31,6 @@ inline void kv_seal_half(
       }
     }
   }
-  kv_put<WORDS>(out, words, lane);
+  kv_put<WORDS, WORDS>(out, words, lane, 0);
 }
+#endif

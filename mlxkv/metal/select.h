@@ -2,6 +2,7 @@
 // of seal.h. By networks on sorted lists: the same instructions whatever the values, and ties need
 // no care.
 
+#if WITH_CLIP
 // Length of the lists: what a lane brings of two blocks at least, `rank` at least.
 constexpr int kv_list(int rank) {
   return rank <= 8 ? 8 : (rank <= 16 ? 16 : (rank <= 32 ? 32 : 64));
@@ -82,3 +83,4 @@ inline float kv_ranked(const thread float* v, int distance) {
   }
   return found;
 }
+#endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.resources import files
 
 # name: (inputs, outputs), in the order in which the body names them
@@ -11,7 +12,10 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seal_channel": (("keys", "values", "size"), ("records", "headers")),
     "balance": (("x", "numbers"), ("tokens", "channels")),
     "whiten": (("rows", "numbers"), ("out",)),
-    "unseal": (("records", "headers", "sink", "live", "size"), ("out",)),
+    "unseal": (
+        ("records", "headers", "sink_k", "sink_v", "live_k", "live_v", "size"),
+        ("out",),
+    ),
     "attend": (
         (
             *("q_pages", "q_window", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
@@ -29,14 +33,18 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
-HEADERS = {  # before the others stands codes.h alone; tile.h stands for that of the machine too
+HEADERS = {  # what stands before a body; tile.h stands for the tiles of the machine too
     "seal": (
-        *("codes.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h", "seal_half.h"),
+        *("codes.h", "loads.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
+        "seal_half.h",
     ),
-    "seal_channel": ("codes.h", "butterflies.h", "select.h", "seal.h"),
-    "attend": ("codes.h", "tree.h"),
-    "unseal": ("codes.h", "tree.h"),
+    "seal_channel": ("codes.h", "loads.h", "select.h", "seal.h"),
+    "attend": ("codes.h", "loads.h", "tree.h"),
+    "unseal": ("codes.h", "loads.h", "tree.h", "unseal.h"),
     "attend_tile": ("codes.h", "tree.h", "tile.h", "tile_codes.h"),
+    "balance": (),
+    "whiten": (),
+    "merge": (),
 }
 BODIES = {  # where a body is more than one file
     "attend": ("attend.metal", "attend_keys.metal", "attend_values.metal", "attend_join.metal"),
@@ -44,6 +52,30 @@ BODIES = {  # where a body is more than one file
         f"attend_tile{part}.metal" for part in ("", "_read", "_values", "_windows", "_merge")
     ),
 }
+# Parts of the texts between `#if WITH_NAME` and `#endif`, and the template values that ask for them.
+# What a format does not use would only make a Mac's compiler slower.
+FEATURES = {
+    "WITH_TREE": ("TREE", 1),
+    "WITH_PAIRS": ("PAIRS", 1),
+    "WITH_CODEBOOK": ("CODEBOOK", 1),
+    "WITH_SIGNS": ("SIGNS", 1),
+    "WITH_CHANNEL": ("CHANNEL", 1),
+    "WITH_OUTER": ("OUTER", 1),
+    "WITH_HALVES": ("BITS", 16),
+    "WITH_TURN": ("KIND", 1),
+    "WITH_CLIP": ("RANK", 2),
+}
+Features = frozenset[str]
+ALL: Features = frozenset(FEATURES)
+
+
+def features(template: Mapping[str, object]) -> Features:
+    """The parts of the texts that these template values use: a value of either side asks for one."""
+    return frozenset(
+        name
+        for name, (word, least) in FEATURES.items()
+        if any(template.get(word + side, 0) >= least for side in ("", "_K", "_V"))
+    )
 
 
 def read(name: str) -> str:
@@ -54,9 +86,29 @@ def read(name: str) -> str:
     return "\n".join(line.strip() for line in text.splitlines() if line.strip()) + "\n"
 
 
+def chosen(text: str, wanted: Features) -> str:
+    """The text with its `#if WITH_NAME`, also `#if WITH_A || WITH_B`, decided."""
+    out, open_ = [], []  # of each open condition: None for another's, else whether its lines stay
+    for line in text.splitlines(keepends=True):
+        word, _, rest = line.strip().partition(" ")
+        if word == "#if" and rest.startswith("WITH_"):
+            open_.append(any(name.strip() in wanted for name in rest.split("||")))
+            continue
+        if word in ("#if", "#ifdef", "#ifndef"):
+            open_.append(None)
+        elif word == "#else" and open_[-1] is not None:
+            open_[-1] = not open_[-1]
+            continue
+        elif word == "#endif" and open_.pop() is not None:
+            continue
+        if False not in open_:
+            out.append(line)
+    return "".join(out)
+
+
 def headers(name: str, on_cuda: bool = False) -> list[str]:
     """The files that stand before the body `name`."""
-    names = list(HEADERS.get(name, ("codes.h",)))
+    names = list(HEADERS[name])
     if "tile.h" in names:
         names.insert(0, "tile_cuda.h" if on_cuda else "tile_metal.h")
     return ["cuda.h", *names] if on_cuda else names
@@ -67,11 +119,11 @@ def bodies(name: str) -> tuple[str, ...]:
     return BODIES.get(name, (f"{name}.metal",))
 
 
-def body(name: str) -> str:
+def body(name: str, wanted: Features = ALL) -> str:
     """The text of the body `name`."""
-    return "".join(map(read, bodies(name)))
+    return chosen("".join(map(read, bodies(name))), wanted)
 
 
-def header(name: str, on_cuda: bool = False) -> str:
+def header(name: str, on_cuda: bool = False, wanted: Features = ALL) -> str:
     """What stands before the body `name`."""
-    return "".join(map(read, headers(name, on_cuda)))
+    return chosen("".join(map(read, headers(name, on_cuda))), wanted)

@@ -35,6 +35,7 @@ inline uint kv_pair(uint word, uint high, const thread uint* masks, int j, int r
 template <int WORDS, int LANES>
 inline void kv_read_words(thread uint* to, KvRecord from, int first) {
   constexpr int V = kv_vector(WORDS);
+#pragma unroll
   for (int m = 0; m < WORDS; m += V) {
     if (V == 4) {
       const uint4 x = kv_read4(from, first + m * LANES);
@@ -70,6 +71,7 @@ inline uint kv_centred_pair(uint word, uint high, const thread uint* masks, int 
 template <int SLOTS>
 inline TileA kv_read_slots(KvRecord from, int first, int m, int g, int t) {
   TileA a;
+#pragma unroll
   for (int r = 0; r < 2; r++) {
     const int slot = 8 * m + 2 * t;
     uint x = 0u;
@@ -78,6 +80,7 @@ inline TileA kv_read_slots(KvRecord from, int first, int m, int g, int t) {
         x = kv_read1(from, first + ((2 * g + r) * SLOTS + slot) / 2);
       }
     } else {
+#pragma unroll
       for (int i = 0; i < 2; i++) {
         const int at = (2 * g + r) * SLOTS + slot + i;
         if (slot + i < SLOTS) {
@@ -112,14 +115,16 @@ inline float kv_high(uint word) {
 // Scores of M times 16 tokens and 8 queries, in parts of 1 / unit -> probabilities, as right factors of the next
 // products. The running maximum follows only when it is exceeded by 2^4; then the N tiles of o
 // follow, too.
-constexpr float KV_SCORE = 32.0f;  // keeps queries in the range of a half
+constant constexpr float KV_SCORE = 32.0f;  // keeps queries in the range of a half
 template <int N, int M>
 inline void kv_probabilities(
     thread TileC* s, thread TileB* p, thread float* top, thread float* sum, thread TileC* o,
     float unit) {
   TileC above[M];
   bool exceeds = false;
+#pragma unroll
   for (int m = 0; m < M; m++) {
+#pragma unroll
     for (int i = 0; i < 4; i++) {
       above[m].v[i] = metal::fma(s[m].v[i], unit, -top[i % 2]);
       exceeds = exceeds | (above[m].v[i] > 4.0f);
@@ -127,30 +132,38 @@ inline void kv_probabilities(
   }
   if (simd_any(exceeds)) {
     float shrink[2];
+#pragma unroll
     for (int i = 0; i < 2; i++) {
       float peak = metal::max(s[0].v[i], s[0].v[2 + i]);
+#pragma unroll
       for (int m = 1; m < M; m++) {
         peak = metal::max(peak, metal::max(s[m].v[i], s[m].v[2 + i]));
       }
       peak = metal::max(tile_column_max(peak) * unit, top[i]);
-      shrink[i] = metal::exp2(top[i] - peak);
+      shrink[i] = metal::fast::exp2(top[i] - peak);
       top[i] = peak;
       sum[i] *= shrink[i];
     }
+#pragma unroll
     for (int m = 0; m < M; m++) {
+#pragma unroll
       for (int i = 0; i < 4; i++) {
         above[m].v[i] = metal::fma(s[m].v[i], unit, -top[i % 2]);
       }
     }
+#pragma unroll
     for (int n = 0; n < N; n++) {
+#pragma unroll
       for (int i = 0; i < 4; i++) {
         o[n].v[i] *= shrink[i % 2];
       }
     }
   }
+#pragma unroll
   for (int m = 0; m < M; m++) {
+#pragma unroll
     for (int i = 0; i < 4; i++) {
-      above[m].v[i] = metal::exp2(above[m].v[i]);
+      above[m].v[i] = metal::fast::exp2(above[m].v[i]);
       sum[i % 2] += above[m].v[i];
     }
     p[m] = tile_b_of(above[m]);

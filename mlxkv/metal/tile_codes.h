@@ -1,6 +1,7 @@
 // What the codes of the other formats stand for, as halves in the places of a tile. Stands behind
 // tile.h. kv_pair and the order of slots: there and in codes.h.
 
+#if WITH_CODEBOOK
 constexpr int kv_level_terms(int bits) {
   return bits == 2 ? 2 : (bits == 3 ? 4 : 5);
 }
@@ -26,6 +27,7 @@ inline uint kv_level_pair(
   }
   return kv_multiply_halves(v, sum);
 }
+#endif
 
 // The low or the high half of a word, twice.
 inline uint kv_twice(uint pair, int high) {
@@ -37,6 +39,7 @@ inline uint kv_eighth(uint4 x, int u, int r) {
   return kv_both(u ? x.y : x.x, u ? x.w : x.z, r);
 }
 
+#if WITH_CHANNEL
 // Multiplies queries by the scales of the channels. Returns what all their scores have in common, a
 // tile whose rows are alike: queries times middle values, without what kv_pair adds to codes around the
 // middle one; what rounding the products does is multiplied by small codes so.
@@ -44,6 +47,7 @@ inline uint kv_eighth(uint4 x, int u, int r) {
 template <int BK, int BITS, int SYMMETRIC>
 inline TileC kv_fold(const device uint4* numbers, thread TileB* q, int lane) {
   TileC sum;
+#pragma unroll
   for (int i = 0; i < 4; i++) {
     sum.v[i] = 0.0f;
   }
@@ -61,6 +65,7 @@ inline TileC kv_fold(const device uint4* numbers, thread TileB* q, int lane) {
     for (int u = 0; u < 2; u++) {
       TileA a;
       TileA offset;
+#pragma unroll
       for (int m = 0; m < 4; m++) {
         const float taken = -kv_offset<BITS>(2 * u + m / 2) - kv_middle<BITS>();
         a.w[m] = kv_add_multiplied_halves(
@@ -70,6 +75,7 @@ inline TileC kv_fold(const device uint4* numbers, thread TileB* q, int lane) {
       if (!SYMMETRIC) {
         tile_multiply(sum, a, q[2 * j + u]);
       }
+#pragma unroll
       for (int r = 0; r < 2; r++) {
         q[2 * j + u].w[r] = kv_multiply_halves(
             q[2 * j + u].w[r], tile_b_numbers(kv_eighth(scale, u, r), lane));
@@ -79,7 +85,9 @@ inline TileC kv_fold(const device uint4* numbers, thread TileB* q, int lane) {
   }
   return sum;
 }
+#endif
 
+#if WITH_PAIRS
 // Keys as radius and angle, tokens r, slots (p, half 0 and 1) of one block: their first and second
 // dims. numbers: steps of radius and angle, then their lowest values, eight each.
 template <int BITS>
@@ -89,8 +97,10 @@ inline void kv_polar_pair(
   constexpr float STEPS = float(1 << BITS);
   float x[2];
   float y[2];
+#pragma unroll
   for (int h = 0; h < 2; h++) {
     float of[4];
+#pragma unroll
     for (int n = 0; n < 4; n++) {
       of[n] = kv_half(kv_eighth(numbers[n], p / 2, p % 2), h);
     }
@@ -103,20 +113,24 @@ inline void kv_polar_pair(
     const float radius = metal::fma(of[0] * STEPS, one, metal::fma(0.5f - STEPS, of[0], of[2]));
     const float angle =
         metal::fma(of[1] * STEPS, two, metal::fma(0.5f - STEPS, of[1], of[3] - KV_PI));
-    x[h] = -radius * metal::cos(angle);
-    y[h] = -radius * metal::sin(angle);
+    x[h] = -radius * metal::fast::cos(angle);
+    y[h] = -radius * metal::fast::sin(angle);
   }
   first = kv_halves(x[0], x[1]);
   second = kv_halves(y[0], y[1]);
 }
+#endif
 
+#if WITH_SIGNS
 // Signs of a residual stage, the highest bit of slots of WIDTH bits, as halves -1 and 1.
 template <int WIDTH>
 inline uint kv_sign_pair(uint word, uint high, int j, int r, int p) {
   const uint x = WIDTH == 3 ? high << (15 - kv_high_bit(j, r, p, 0)) : word << (12 - 4 * p);
   return (x & 0x80008000u) ^ 0xBC00BC00u;
 }
+#endif
 
+#if WITH_TREE
 // What the lanes of a tree share, in halves.
 struct KvHalfTree {
   uint turn;   // cosine, sine
@@ -134,9 +148,11 @@ inline void kv_tree_key_pairs(
     KvHalfTree tree, uint radius, uint low, uint high, int t, thread uint* pairs) {
   const uint of_four =
       kv_multiply_halves(radius, simd_shuffle(tree.above, kv_tree_above(high, 0, t % 2)));
+#pragma unroll
   for (int h = 0; h < 2; h++) {
     const uint turn = simd_shuffle(tree.turn, kv_tree_two(high, 16 + 2 * h));
     const uint of_two = kv_multiply_halves(kv_twice(of_four, h), turn);
+#pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint last = simd_shuffle(tree.turn, kv_tree_one(low, 16 * h + 4 * i));
       pairs[2 * h + i] = kv_multiply_halves(kv_twice(of_two, i), last);
@@ -151,6 +167,7 @@ inline void kv_tree_value_pairs(
   const uint upper = g % 2 ? other : high;
   const uint middle = g % 2 ? high >> 2 : other;
   uint of[2][4];  // of each token: the levels above, level 2, and both of level 1
+#pragma unroll
   for (int h = 0; h < 2; h++) {
     of[h][0] = simd_shuffle(tree.above, kv_tree_above(upper, 16 * h, g % 4 / 2));
     of[h][1] = simd_shuffle(tree.turn, kv_tree_two(middle, 16 * h));
@@ -158,10 +175,13 @@ inline void kv_tree_value_pairs(
     of[h][3] = simd_shuffle(tree.turn, kv_tree_one(low, 16 * h + 4));
   }
   const uint radius = kv_multiply_halves(radii, kv_both(of[0][0], of[1][0], g % 2));
+#pragma unroll
   for (int i = 0; i < 2; i++) {
     const uint of_two = kv_multiply_halves(radius, kv_both(of[0][1], of[1][1], i));
+#pragma unroll
     for (int n = 0; n < 2; n++) {
       pairs[2 * i + n] = kv_multiply_halves(of_two, kv_both(of[0][2 + i], of[1][2 + i], n));
     }
   }
 }
+#endif

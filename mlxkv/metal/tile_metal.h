@@ -30,10 +30,12 @@ inline uint tile_b_column(uint lane, uint i) {
 }
 
 inline void tile_multiply(thread TileC& c, TileA a, TileB b) {
+#pragma unroll
   for (uint h = 0; h < 2; h++) {
     simdgroup_float8x8 sum;
     sum.thread_elements()[0] = c.v[2 * h];
     sum.thread_elements()[1] = c.v[2 * h + 1];
+#pragma unroll
     for (uint k = 0; k < 2; k++) {
       simdgroup_half8x8 left, right;
       half2 pair = as_type<half2>(a.w[2 * k + h]);
@@ -85,7 +87,7 @@ inline uint kv_add_halves(uint a, uint b) {
   return as_type<uint>(as_type<half2>(a) + as_type<half2>(b));
 }
 inline uint kv_add_multiplied_halves(uint a, uint b, uint c) {
-  return as_type<uint>(as_type<half2>(a) + as_type<half2>(b) * as_type<half2>(c));
+  return as_type<uint>(metal::fma(as_type<half2>(b), as_type<half2>(c), as_type<half2>(a)));
 }
 
 // C, 16 x 8, as the right factor of the next product.

@@ -3,10 +3,10 @@
 // lane i < 20 holds cosine and sine of angle i, of levels 1 and 2; lane 16 far + 4 a + b holds, for
 // angle a of level 4 and b of level 3, what a radius is times in the first and in the last four of
 // the first (far: of the last) eight dims.
-// TREE 1: codebooks of the format, as the bits of floats; 2: those of the page, halves in its header.
+// TREE 1: codebooks of the format, as the bits of floats; 2: those of the page, halves in its header, which
+// has 16 words then.
 
-constexpr int KV_TREE_HEADER = 16; // words: 28 halves, padded
-
+#if WITH_TREE
 struct KvTree {
   float cosine;
   float sine;
@@ -25,11 +25,11 @@ inline KvTree kv_tree(const thread int* books, const device half* page, int lane
   const float three = kv_tree_angle<TREE, COUNT>(books, page, 20 + lane % 4);
   const float four = kv_tree_angle<TREE, COUNT>(books, page, 24 + lane / 4 % 4);
   KvTree tree;
-  tree.cosine = -metal::cos(own);
-  tree.sine = -metal::sin(own);
-  const float of_eight = lane < 16 ? metal::cos(four) : metal::sin(four);
-  tree.first = of_eight * metal::cos(three);
-  tree.last = of_eight * metal::sin(three);
+  tree.cosine = -metal::fast::cos(own);
+  tree.sine = -metal::fast::sin(own);
+  const float of_eight = lane < 16 ? metal::fast::cos(four) : metal::fast::sin(four);
+  tree.first = of_eight * metal::fast::cos(three);
+  tree.last = of_eight * metal::fast::sin(three);
   return tree;
 }
 
@@ -51,11 +51,13 @@ inline void kv_tree_key(KvTree tree, float radius, uint low, uint high, int t, t
   float of_four[2];
   of_four[0] = radius * simd_shuffle(tree.first, above);
   of_four[1] = radius * simd_shuffle(tree.last, above);
+#pragma unroll
   for (int h = 0; h < 2; h++) {
     const ushort two = kv_tree_two(high, 16 + 2 * h);
     float of_two[2];
     of_two[0] = of_four[h] * simd_shuffle(tree.cosine, two);
     of_two[1] = of_four[h] * simd_shuffle(tree.sine, two);
+#pragma unroll
     for (int i = 0; i < 2; i++) {
       const ushort one = kv_tree_one(low, 16 * h + 4 * i);
       k[4 * h + 2 * i] = of_two[i] * simd_shuffle(tree.cosine, one);
@@ -75,6 +77,7 @@ inline void kv_tree_value(
   float of_two[2];
   of_two[0] = radius * simd_shuffle(tree.cosine, two);
   of_two[1] = radius * simd_shuffle(tree.sine, two);
+#pragma unroll
   for (int i = 0; i < 2; i++) {
     const ushort one = kv_tree_one(low, 4 * i);
     v[2 * i] = of_two[i] * simd_shuffle(tree.cosine, one);
@@ -86,3 +89,4 @@ inline void kv_tree_value(
 inline float kv_number_at(const device half* numbers, int i, bool there) {
   return there ? float(numbers[i]) : 0.0f;
 }
+#endif

@@ -1,183 +1,74 @@
-// Decodes one side of records into T between copies of the windows: the scratch of a prefill, one
-// layer at a time. A simdgroup per 16 tokens.
+// Decodes one or both sides of records into T between copies of the windows: the scratch of a prefill,
+// one layer at a time. A simdgroup per 16 tokens of a side; grid: (32 x units, sides).
 // records [heads, capacity, RECORD words]; headers [heads, capacity / records of a page, HEADER words];
-// sink, live [heads, tokens, DIMS] of type T;
-// out [heads, sink tokens + 16 records + live tokens, DIMS].
-// size: [records per head, capacity, heads, first word of the side, sink tokens, live tokens, first
-// word of the side in a header].
-// Template: T, BITS (16: float16 numbers), DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, CHANNEL, OUTER, PAIRS,
-// TREE and its BOOKS, KEYS, RECORD, PAGE, HEADER.
+// sink_k, live_k [heads, tokens, DIMS_K], sink_v, live_v [heads, tokens, DIMS_V] of type T;
+// out: keys [heads, sink tokens + 16 records + live tokens, DIMS_K], then values likewise.
+// size: [records per head, capacity, heads, sink tokens, live tokens, first side (1: values alone), 0, 0]
+// Template: T, RECORD, PAGE, HEADER, SIDE_K and HEADER_K (words of the keys in both); per side BITS (16:
+// float16 numbers), DIMS, GROUP, SYMMETRIC, CODEBOOK and the C of its levels, CHANNEL, OUTER, PAIRS, TREE
+// and its BOOKS.
+constexpr int PAGE_RECORDS = PAGE / 16;
+constexpr int BOOK_K = TREE_K == 1 ? 28 : 1;
+constexpr int BOOK_V = TREE_V == 1 ? 28 : 1;
+float levels_k[8];
+float levels_v[8];
+#pragma unroll
+for (int i = 0; i < 8; i++) {
+  levels_k[i] = as_type<float>(C_K[i]);
+  levels_v[i] = as_type<float>(C_V[i]);
+}
+int books_k[BOOK_K];
+#pragma unroll
+for (int i = 0; i < BOOK_K; i++) {
+  books_k[i] = BOOKS_K[i];
+}
+int books_v[BOOK_V];
+#pragma unroll
+for (int i = 0; i < BOOK_V; i++) {
+  books_v[i] = BOOKS_V[i];
+}
+
 const int lane = thread_index_in_simdgroup;
 const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 32) +
     simdgroup_index_in_threadgroup;
-constexpr int BLOCKS = (DIMS + 31) / 32;
-constexpr int GROUPS = CHANNEL ? 1 : (DIMS + GROUP - 1) / GROUP;
-constexpr int GROUP_BLOCKS = CHANNEL ? BLOCKS : (GROUP + 31) / 32;
-constexpr int RUN = KEYS ? 8 : 4;  // neighbouring dims of a lane in a block
-constexpr int PAGE_RECORDS = PAGE / 16;
-constexpr int WORDS = kv_lane_words<BITS>(BLOCKS);
-constexpr float STEPS = float(1 << BITS);
-const float levels[8] = {
-    as_type<float>(uint(C0)), as_type<float>(uint(C1)),
-    as_type<float>(uint(C2)), as_type<float>(uint(C3)),
-    as_type<float>(uint(C4)), as_type<float>(uint(C5)),
-    as_type<float>(uint(C6)), as_type<float>(uint(C7))};
-
-const int n_sink = size[4];
-const int n_live = size[5];
+const bool values = int(threadgroup_position_in_grid.y) + size[5] == 1;
+const int n_sink = size[3];
+const int n_live = size[4];
 const int sink_units = (n_sink + 15) / 16;
 const int units = sink_units + size[0] + (n_live + 15) / 16;
+const size_t tokens = size_t(n_sink) + 16 * size[0] + n_live;
 const int head = unit / units;
 const int part = unit % units;
-device T* rows = out + size_t(head) * (n_sink + 16 * size[0] + n_live) * DIMS;
-if (head < size[2] && (part < sink_units || part >= sink_units + size[0])) {
-  const bool in_sink = part < sink_units;
-  const int first = 16 * (in_sink ? part : part - sink_units - size[0]);
-  const int tokens = metal::min(16, (in_sink ? n_sink : n_live) - first);
-  const device T* from = in_sink ? sink + (size_t(head) * n_sink + first) * DIMS
-                                 : live + (size_t(head) * n_live + first) * DIMS;
-  rows += (in_sink ? first : n_sink + 16 * size[0] + first) * DIMS;
-  kv_copy<T, DIMS>(rows, from, tokens, lane);
-} else if (head < size[2]) {
-  const int g = lane / 4;
-  const int t = lane % 4;
-  const int record = part - sink_units;
-  const device uint* side = records + (size_t(head) * size[1] + record) * RECORD + size[3];
-  const device half* numbers = (const device half*)(side + 32 * WORDS);
-  const device uint* header =
-      headers + (size_t(head) * (size[1] / PAGE_RECORDS) + record / PAGE_RECORDS) * HEADER + size[6];
-  const device half* page_numbers = (const device half*)header +
-      (CHANNEL ? 16 * (record % PAGE_RECORDS) / GROUP * (SYMMETRIC ? 1 : 2) * 32 * BLOCKS : 0);
-  rows += (size_t(n_sink) + 16 * record) * DIMS;
-  uint words[WORDS];
-  for (int m = 0; m < WORDS; m++) {
-    words[m] = side[kv_word_at(m, lane, WORDS)];
-  }
-  // Radius and angle of pairs of key dims: the other half stands BLOCKS / 2 blocks further.
-  for (int j = 0; j < (PAIRS ? BLOCKS / 2 : 0); j++) {
-    const int pair = 32 * j + 8 * t;
-    const int other = j + BLOCKS / 2;
-    for (int r = 0; r < 2; r++) {
-      T first[8];
-      T second[8];
-      for (int p = 0; p < 8; p++) {
-        float numbers_of[2];  // radius, angle
-        for (int half_ = 0; half_ < 2; half_++) {
-          const int block = half_ ? other : j;
-          const uint word = words[kv_slot_word<BITS>(block, r, p % 4)];
-          const uint high = words[BITS == 3 ? kv_high_word(block) : 0];
-          const float code = float(kv_code<BITS>(word, high, block, r, p % 4, p / 4));
-          const int at = half_ * DIMS / 2 + pair + p;
-          numbers_of[half_] = metal::fma(
-              code + 0.5f, float(page_numbers[at]), float(page_numbers[DIMS + at]));
-        }
-        first[p] = T(-numbers_of[0] * metal::cos(numbers_of[1] - KV_PI));
-        second[p] = T(-numbers_of[0] * metal::sin(numbers_of[1] - KV_PI));
-      }
-      device T* row = rows + (g + 8 * r) * DIMS;
-      kv_store8<T, DIMS % 8 == 0>(row, pair, DIMS, first);
-      kv_store8<T, DIMS % 8 == 0>(row, DIMS / 2 + pair, DIMS, second);
-    }
-  }
-  int books[TREE == 1 ? 28 : 1];
-  for (int i = 0; i < (TREE == 1 ? 28 : 1); i++) {
-    books[i] = BOOKS[i];
-  }
-  KvTree tree = kv_tree<1, TREE == 1 ? 28 : 1>(books, page_numbers, lane);
-  if (TREE == 2) {
-    tree = kv_tree<2, 1>(books, page_numbers, lane);
-  }
-  for (int n = 0; n < (TREE ? 2 * BLOCKS : 0); n++) {
-    const int j = n / 2;
-    const int r = n % 2;
-    const uint low = words[kv_slot_word<BITS>(j, r, 0)] >> (8 * r);
-    const uint high = words[BITS == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
-    const int of = 2 * j + (KEYS ? t / 2 : g / 4);
-    float x[8];
-    if (KEYS) {
-      const int at = kv_key_number(g + 8 * r, of, 0, GROUPS, 1);
-      kv_tree_key(tree, kv_number_at(numbers, at, of < GROUPS), low, high, t, x);
+const int record = part - sink_units;
+if (head < size[2]) {
+  const bool paged = record >= 0 && record < size[0];
+  const bool in_sink = record < 0;
+  const int first = 16 * (in_sink ? part : record - size[0]);  // of the window
+  const int many = metal::min(16, (in_sink ? n_sink : n_live) - first);
+  const size_t row = size_t(head) * tokens +
+      (paged ? n_sink + 16 * record : in_sink ? first : n_sink + 16 * size[0] + first);
+  const size_t from = size_t(head) * (in_sink ? n_sink : n_live) + first;
+  const device uint* at = records + (size_t(head) * size[1] + (paged ? record : 0)) * RECORD;
+  const device uint* header = headers +
+      (size_t(head) * (size[1] / PAGE_RECORDS) + (paged ? record / PAGE_RECORDS : 0)) * HEADER;
+  const int place = record % PAGE_RECORDS;
+  if (!values) {
+    device T* rows = out + row * DIMS_K;
+    if (paged) {
+      kv_unseal_side<
+          T, BITS_K, DIMS_K, GROUP_K, SYMMETRIC_K, CODEBOOK_K, CHANNEL_K, OUTER_K, PAIRS_K, TREE_K,
+          BOOK_K, 1>(at, header, place, rows, levels_k, books_k, lane);
     } else {
-      for (int h = 0; h < 2; h++) {
-        const int at = kv_value_number(2 * t + 8 * r + h, of, 0, GROUPS);
-        const uint other = simd_shuffle_xor(high, ushort(4)) >> (16 * h);
-        kv_tree_value(
-            tree, kv_number_at(numbers, at, of < GROUPS), low >> (16 * h), high >> (16 * h), other,
-            g, x + 4 * h);
-      }
+      kv_copy<T, DIMS_K>(rows, (in_sink ? sink_k : live_k) + from * DIMS_K, many, lane);
     }
-    T run[8];
-    for (int i = 0; i < 8; i++) {
-      run[i] = T(x[i]);
-    }
-    const int dim = 32 * j + RUN * (KEYS ? t : g);
-    device T* row = rows + (KEYS ? g + 8 * r : 2 * t + 8 * r) * DIMS;
-    if (KEYS) {
-      kv_store8<T, DIMS % 8 == 0>(row, dim, DIMS, run);
+  } else {
+    device T* rows = out + (size[5] ? 0 : size_t(size[2]) * tokens * DIMS_K) + row * DIMS_V;
+    if (paged) {
+      kv_unseal_side<
+          T, BITS_V, DIMS_V, GROUP_V, SYMMETRIC_V, CODEBOOK_V, CHANNEL_V, OUTER_V, PAIRS_V, TREE_V,
+          BOOK_V, 0>(at + SIDE_K, header + HEADER_K, place, rows, levels_v, books_v, lane);
     } else {
-      kv_store4<T, DIMS % 4 == 0>(row, dim, DIMS, run);
-      kv_store4<T, DIMS % 4 == 0>(row + DIMS, dim, DIMS, run + 4);
-    }
-  }
-  for (int group = 0; group < (PAIRS || TREE ? 0 : GROUPS); group++) {
-    // All of a group before its first store: no load passes a store that may alias it.
-    float scales[4];
-    float biases[4];
-    float outer[4];
-    for (int at = 0; at < 4; at++) {
-      const int token = KEYS ? g + 4 * (at & 2) : 2 * t + 4 * (at & 2) + at % 2;
-      if (!CHANNEL && BITS != 16) {
-        const float scale = float(numbers[kv_number<KEYS>(token, group, 0, GROUPS, SYMMETRIC)]);
-        const float bias = SYMMETRIC
-            ? scale * -0.5f * STEPS
-            : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)]);
-        scales[at] = scale * STEPS;
-        biases[at] = bias - scale * STEPS;
-      } else if (OUTER) {
-        outer[at] = float(numbers[kv_number<KEYS>(token, 0, 0, 1, 1)]);
-      }
-    }
-    for (int j = group * GROUP_BLOCKS; j < metal::min(BLOCKS, (group + 1) * GROUP_BLOCKS); j++) {
-      const int dim = 32 * j + RUN * (KEYS ? t : g);
-      float dim_scales[RUN];
-      float dim_biases[RUN];
-      if (CHANNEL || OUTER) {
-        kv_load_numbers<RUN>(page_numbers + dim, dim_scales);
-      }
-      if (CHANNEL) {
-        if (!SYMMETRIC) {
-          kv_load_numbers<RUN>(page_numbers + 32 * BLOCKS + dim, dim_biases);
-        }
-        for (int i = 0; i < RUN; i++) {
-          dim_scales[i] *= STEPS;
-          dim_biases[i] = (SYMMETRIC ? -0.5f * dim_scales[i] : dim_biases[i]) - dim_scales[i];
-        }
-      }
-      for (int r = 0; r < 2; r++) {
-        T run[8];
-        for (int p = 0; p < 8; p++) {
-          const int at = 2 * r + p / 4;
-          const int i = p % RUN;
-          const uint word = words[kv_slot_word<BITS>(j, r, p % 4)];
-          const uint high = words[BITS == 3 ? kv_high_word(j) : 0];
-          const float code = kv_one_plus<BITS>(kv_code<BITS>(word, high, j, r, p % 4, p / 4));
-          float value = BITS == 16 ? kv_half_of(word, p / 4)
-              : CODEBOOK          ? scales[at] * kv_level<BITS>(code, levels)
-              : CHANNEL           ? metal::fma(dim_scales[i], code, dim_biases[i])
-                                  : metal::fma(scales[at], code, biases[at]);
-          if (OUTER) {
-            value *= CHANNEL ? outer[at] : dim_scales[i];
-          }
-          run[p] = T(value);
-        }
-        device T* row = rows + (KEYS ? g + 8 * r : 2 * t + 8 * r) * DIMS;
-        if (KEYS) {
-          kv_store8<T, DIMS % 8 == 0>(row, dim, DIMS, run);
-        } else {
-          kv_store4<T, DIMS % 4 == 0>(row, dim, DIMS, run);
-          kv_store4<T, DIMS % 4 == 0>(row + DIMS, dim, DIMS, run + 4);
-        }
-      }
+      kv_copy<T, DIMS_V>(rows, (in_sink ? sink_v : live_v) + from * DIMS_V, many, lane);
     }
   }
 }

@@ -1,0 +1,51 @@
+"""The GPU of this machine: how many cores it has, which macOS drives it. What decides how work is split."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from functools import cache
+
+import mlx.core as mx
+
+from mlxkv.metal.launch import Factory
+
+# Cores where macOS does not say, by the last letter of MLX's architecture name (applegpu_g13s): phone,
+# base, Max (MLX's own kernels choose by it, too) and Ultra, the smallest of each kind.
+CORES = {"p": 5, "g": 8, "s": 14, "c": 24, "d": 48}
+FEWEST = 8
+TILES_SINCE = 15  # macOS: Metal 3.2, with `coherent` and `atomic_thread_fence`
+
+
+@cache
+def cores(make: Factory | None) -> int | None:
+    """GPU cores of this Mac for kernels built by `make`, None elsewhere."""
+    return _apple_cores() if make is mx.fast.metal_kernel else None
+
+
+@cache
+def _apple_cores() -> int:
+    command = ["ioreg", "-r", "-d", "1", "-c", "AGXAccelerator"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        text = ""
+    if found := re.search(r'"gpu-core-count"\s*=\s*(\d+)', text):
+        return max(1, int(found[1]))
+    return CORES.get(str(mx.device_info().get("architecture", ""))[-1:], FEWEST)
+
+
+@cache
+def macos() -> int | None:
+    """The major version of macOS, or None on other systems."""
+    major = platform.mac_ver()[0].partition(".")[0]
+    return int(major) if major.isdigit() else None
+
+
+def why_no_tiles() -> str | None:
+    """Why Metal on this Mac cannot build tile kernels, or None."""
+    version = macos()
+    if version is None or version >= TILES_SINCE:
+        return None
+    return f"tiles need macOS {TILES_SINCE} (Metal 3.2), this is macOS {version}"

@@ -1,0 +1,182 @@
+// Wide loads and stores: of values, of the words of a record, of the numbers of a page. Stands behind
+// codes.h.
+
+#ifndef KV_PAIRS // cuda.h has its own
+typedef threadgroup float2* kv_pairs;
+#endif
+
+template <typename T>
+inline float kv_half_word(uint word, int high) {
+  return float(as_type<T>(ushort(high ? word >> 16 : word & 0xFFFFu)));
+}
+
+// A bfloat is the upper half of a float.
+template <>
+inline float kv_half_word<bfloat16_t>(uint word, int high) {
+  return as_type<float>(high ? word & 0xFFFF0000u : word << 16);
+}
+
+// Value i of some that were loaded as words.
+template <typename T>
+inline float kv_value(const thread uint* words, int i) {
+  return kv_half_word<T>(words[i / 2], i % 2);
+}
+
+template <>
+inline float kv_value<float>(const thread uint* words, int i) {
+  return as_type<float>(words[i]);
+}
+
+// 1, 2 or 4 words by one load: `from` stands at a multiple of them.
+template <int WORDS, typename T>
+inline void kv_load_words(const device T* from, thread uint* words) {
+  if (WORDS == 4) {
+    const uint4 four = *(const device uint4*)from;
+    words[0] = four.x;
+    words[1] = four.y;
+    words[2] = four.z;
+    words[3] = four.w;
+  } else if (WORDS == 2) {
+    const uint2 two = *(const device uint2*)from;
+    words[0] = two.x;
+    words[1] = two.y;
+  } else {
+    words[0] = *(const device uint*)from;
+  }
+}
+
+// COUNT values, 4 or 8, by wide loads: `from` stands at a multiple of COUNT.
+template <int COUNT, typename T>
+inline void kv_load(const device T* from, thread float* v) {
+  constexpr int LOADED = sizeof(T) == 4 ? 4 : COUNT;
+  constexpr int WORDS = LOADED * int(sizeof(T)) / 4;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += LOADED) {
+    uint words[4];
+    kv_load_words<WORDS>(from + i, words);
+#pragma unroll
+    for (int n = 0; n < LOADED; n++) {
+      v[i + n] = kv_value<T>(words, n);
+    }
+  }
+}
+
+// The words of a lane, WORDS of a side of a record (`kv_word_at`), by the widest loads.
+template <int WORDS>
+inline void kv_load_lane(const device uint* side, int lane, thread uint* words) {
+#pragma unroll
+  for (int m = 0; m < WORDS; m += kv_vector(WORDS)) {
+    const device uint* from = side + kv_word_at(m, lane, WORDS);
+    kv_load_words<kv_vector(WORDS)>(from, words + m);
+  }
+}
+
+inline uint kv_pack(half a, half b) {
+  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
+}
+inline uint kv_pack(bfloat16_t a, bfloat16_t b) {
+  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
+}
+inline uint kv_pack(float a, float b) {
+  return 0u;
+}
+
+// Four values to dims first .. first + 3 of a row of `dims`, at once where every row allows it.
+template <typename T, int WHOLE>
+inline void kv_store4(device T* row, int first, int dims, const thread T* values) {
+  if (WHOLE) {
+    if (first < dims) {
+      if (sizeof(T) == 4) {
+        float4 x;
+        x.x = float(values[0]);
+        x.y = float(values[1]);
+        x.z = float(values[2]);
+        x.w = float(values[3]);
+        *(device float4*)(row + first) = x;
+      } else {
+        uint2 x;
+        x.x = kv_pack(values[0], values[1]);
+        x.y = kv_pack(values[2], values[3]);
+        *(device uint2*)(row + first) = x;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (first + i < dims) {
+        row[first + i] = values[i];
+      }
+    }
+  }
+}
+
+// Eight values likewise.
+template <typename T, int WHOLE>
+inline void kv_store8(device T* row, int first, int dims, const thread T* values) {
+  if (WHOLE && sizeof(T) == 2) {
+    if (first < dims) {
+      uint4 x;
+      x.x = kv_pack(values[0], values[1]);
+      x.y = kv_pack(values[2], values[3]);
+      x.z = kv_pack(values[4], values[5]);
+      x.w = kv_pack(values[6], values[7]);
+      *(device uint4*)(row + first) = x;
+    }
+  } else {
+    kv_store4<T, WHOLE>(row, first, dims, values);
+    kv_store4<T, WHOLE>(row, first + 4, dims, values + 4);
+  }
+}
+
+// COUNT halves (4 or 8) of a header from a multiple of COUNT on, by one load.
+template <int COUNT>
+inline void kv_load_numbers(const device half* from, thread float* to) {
+  if (COUNT == 8) {
+    const uint4 x = *(const device uint4*)from;
+    to[0] = kv_half_of(x.x, 0);
+    to[1] = kv_half_of(x.x, 1);
+    to[2] = kv_half_of(x.y, 0);
+    to[3] = kv_half_of(x.y, 1);
+    to[COUNT - 4] = kv_half_of(x.z, 0);
+    to[COUNT - 3] = kv_half_of(x.z, 1);
+    to[COUNT - 2] = kv_half_of(x.w, 0);
+    to[COUNT - 1] = kv_half_of(x.w, 1);
+  } else {
+    const uint2 x = *(const device uint2*)from;
+    to[0] = kv_half_of(x.x, 0);
+    to[1] = kv_half_of(x.x, 1);
+    to[2] = kv_half_of(x.y, 0);
+    to[3] = kv_half_of(x.y, 1);
+  }
+}
+
+// A simdgroup copies up to 16 rows of DIMS values, with many loads on their way at once.
+template <typename T, int DIMS>
+inline void kv_copy(device T* to, const device T* from, int rows, int lane) {
+  constexpr int BYTES = DIMS * sizeof(T);
+  if (BYTES % 16 == 0) {
+    constexpr int MOST = 8;
+    const int all = rows * (BYTES / 16);
+    for (int start = 0; start < all; start += 32 * MOST) {
+      uint4 run[MOST];
+#pragma unroll
+      for (int m = 0; m < MOST; m++) {
+        const int i = start + 32 * m + lane;
+        if (i < all) {
+          run[m] = ((const device uint4*)from)[i];
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < MOST; m++) {
+        const int i = start + 32 * m + lane;
+        if (i < all) {
+          ((device uint4*)to)[i] = run[m];
+        }
+      }
+    }
+  } else {
+    for (int i = lane; i < rows * DIMS; i += 32) {
+      to[i] = from[i];
+    }
+  }
+}
