@@ -27,7 +27,6 @@ def pytest_report_header() -> list[str]:
     missing = [name for name, there in found.items() if not there]
     import emulator
     from emulator import nvrtc, strict
-
     from metal import codegen, parse
 
     checks = {

@@ -60,7 +60,9 @@ def why_not() -> str | None:
     """Why nothing is compiled here, or None."""
     if os.environ.get(SWITCH) and not shutil.which(os.environ[SWITCH]):
         return f"{SWITCH}={os.environ[SWITCH]} is no program"
-    return None if clang() else f"no clang-{OLDEST} or newer with AMD's GPUs; {SWITCH}=... names one"
+    return (
+        None if clang() else f"no clang-{OLDEST} or newer with AMD's GPUs; {SWITCH}=... names one"
+    )
 
 
 class CompileError(Exception):
@@ -137,16 +139,20 @@ class Registers:
     code: int
 
 
-def registers(kernel: Kernel, threads: int, timeout: int = 300) -> Registers:
-    """What the kernel takes with threadgroups of `threads`."""
+def registers(
+    kernel: Kernel, threads: int, limit: int = REGISTERS, timeout: int = 300
+) -> Registers:
+    """What the kernel takes with threadgroups of `threads` and at most `limit` registers a thread."""
     values = {"threads": threads, "group": GROUP}
     given = "".join(
         f"const {ATTRIBUTES[name]} {name} = {SOURCES[name].format(**values)};\n"
         for name in kernel.attributes
     )
     parameters = ",\n".join(re.sub(r" \[\[.*\]\]", "", x) for x in kernel.buffers)
+    # So many simdgroups share a core's 1024: the scheduler works towards it, the limit is kept.
     held = (
-        f"amdgpu_flat_work_group_size({threads}, {threads}), amdgpu_num_vgpr({REGISTERS})"
+        f"amdgpu_flat_work_group_size({threads}, {threads}), amdgpu_num_vgpr({limit}), "
+        f"amdgpu_waves_per_eu({1024 // limit}, {1024 // limit})"
     )
     text = (
         _before("words.h", "bodies.h", "amd.h", "vectors.h")

@@ -1,7 +1,8 @@
 """Write every text that a Mac would build, and what it is for.
 
 From the project's root: PYTHONPATH=tests .venv/bin/python -m metal.dump FOLDER [--presets A,B] [--dims 64,128]
-[--dtypes bfloat16]. FOLDER gets NAME.metal for each text, without MLX's preamble, which goes into mlx_utils.h; and index.json.
+[--dtypes bfloat16]. FOLDER gets NAME.metal for each text, without MLX's preamble, which goes into
+mlx_utils.h; and index.json.
 """
 
 from __future__ import annotations

@@ -10,7 +10,17 @@ from collections.abc import Iterator, Sequence
 
 from metal import texts
 
-PRESETS = ("int8", "int4", "int3", "int2", "srft-int4", "oscar-int2", "kivi-int2", "turbo-int3", "polar")
+PRESETS = (
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "srft-int4",
+    "oscar-int2",
+    "kivi-int2",
+    "turbo-int3",
+    "polar",
+)
 STEPS = ("prefill seal", "seal", "unseal", "attend 1")  # of a chat whose prompts come in chunks
 
 

@@ -1,7 +1,8 @@
 """Parse texts as C++ for OpenCL behind Metal's words and MLX's own preamble, and name what breaks a rule.
 
-C++ for OpenCL has real address spaces, like Metal: pointers and references into different ones do not mix, and a
-variable at program scope outside `constant` is refused in the words of Apple's compiler. The parser is libclang, a wheel.
+C++ for OpenCL has real address spaces, like Metal: pointers and references into different ones do not
+mix, and a variable at program scope outside `constant` is refused in the words of Apple's compiler. The
+parser is libclang, a wheel.
 Many texts share one translation unit: those with the same header, each behind the one before.
 """
 
@@ -31,7 +32,13 @@ FLAGS = [
 WARNINGS = [  # what is a breach besides errors, and of which rule
     *("-Wall", "-Wpre-c++17-compat", "-Wvla", "-Wuninitialized", "-Wsometimes-uninitialized"),
     *("-Wreturn-type", "-Winfinite-recursion", "-Wdeprecated-declarations", "-Wc++17-extensions"),
-    *("-Wimplicit-float-conversion", "-Wno-unknown-attributes", "-Wno-unused", "-Wno-constant-logical-operand", "-Wno-ignored-attributes"),
+    *(
+        "-Wimplicit-float-conversion",
+        "-Wno-unknown-attributes",
+        "-Wno-unused",
+        "-Wno-constant-logical-operand",
+        "-Wno-ignored-attributes",
+    ),
     *("-Wno-unknown-pragmas", "-Wno-pass-failed", "-Wno-array-bounds", "-Wno-division-by-zero"),
 ]
 OF_RULE = {
@@ -130,7 +137,9 @@ def translate(text: str) -> str:
 
 def alone(tail: str) -> str:
     """A text that leaves no macro to the next."""
-    return tail + "".join(f"#undef {x}\n" for x in re.findall(r"^\s*#\s*define\s+(\w+)", tail, re.M))
+    return tail + "".join(
+        f"#undef {x}\n" for x in re.findall(r"^\s*#\s*define\s+(\w+)", tail, re.M)
+    )
 
 
 def batches(units: Iterable[Unit], most: int = LINES) -> Iterator[list[Unit]]:
@@ -218,7 +227,8 @@ def _parse(batch: list[Unit], level: int) -> Iterator[tuple[str, Breach]]:
 
 _walked: dict[str, set[str]] = {}
 _CONSTANT = re.compile(
-    r"^(?:#define (\w+) [-\w]+|(?:constant )?constexpr \w+ (\w+)(?:\[\d+\])? = [^\n]*;|typedef \w+ (\w+);)\n", re.M
+    r"^(?:#define (\w+) [-\w]+|(?:constant )?constexpr \w+ (\w+)(?:\[\d+\])? = [^\n]*;|typedef \w+ (\w+);)\n",
+    re.M,
 )
 
 
@@ -227,7 +237,12 @@ def shape(text: str) -> str:
     trees of equal shape have the same pointers."""
     asked = set(re.findall(r"\w+", " ".join(re.findall(r"^#\s*(?:if|elif).*", text, re.M))))
     text = _CONSTANT.sub(lambda m: m[0] if asked & set(m.groups()) else "", text)
-    return re.sub(r"^(?:__kernel|kernel|\[\[kernel\]\]) void \w+|\b(?:float|half|bfloat|bfloat16_t|float16_t)\* ", "", text, flags=re.M)
+    return re.sub(
+        r"^(?:__kernel|kernel|\[\[kernel\]\]) void \w+|\b(?:float|half|bfloat|bfloat16_t|float16_t)\* ",
+        "",
+        text,
+        flags=re.M,
+    )
 
 
 def forget() -> None:
@@ -264,11 +279,7 @@ def _bare(cursor) -> Iterator[tuple[int, str]]:
         if one.kind.is_declaration() or one.kind.is_expression():
             if not one.kind.is_declaration() and "CAST" not in one.kind.name:
                 continue
-            if "CONSTRUCTOR" in one.kind.name or "FUNCTION" in one.kind.name:
-                kind = one.result_type.spelling
-            elif "METHOD" in one.kind.name:
-                kind = one.result_type.spelling
-            else:
-                kind = one.type.spelling
+            called = re.search("CONSTRUCTOR|FUNCTION|METHOD", one.kind.name)
+            kind = (one.result_type if called else one.type).spelling
             if re.search(r"__generic", kind):
                 yield one.location.line, f"{one.spelling or 'a cast'} has the type {kind}"

@@ -1,8 +1,8 @@
-"""What a compiler makes of the texts: no private array that stays in memory, no register that is spilled. By clang, as a
-stand-in for Apple's compiler: `codegen.py` says what is approximated.
+"""What a compiler makes of the texts: no private array that stays in memory, no register that is spilled.
+By clang, as a stand-in for Apple's compiler: `codegen.py` says what is approximated.
 
-For four presets in bfloat16 with four query heads to a kv head: every text of a seal, of a prefill's unseal and of decode
-attention with one new token, portable and by tiles.
+For four presets in bfloat16 with four query heads to a kv head: every text of a seal, of a prefill's
+unseal and of decode attention with one new token, portable and by tiles.
 """
 
 from __future__ import annotations

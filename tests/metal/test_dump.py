@@ -59,7 +59,12 @@ def test_texts_are_written_with_an_index(tmp_path, capsys):
     dump.main([str(tmp_path / "out"), *FEW, "--mlx", "0.31.2"])
     index = json.loads((tmp_path / "out" / "index.json").read_text())
     assert capsys.readouterr().out.startswith(f"{len(index)} texts in ")
-    assert {x["body"] for x in index.values()} >= {"seal_channel", "unseal", "attend", "attend_tile"}
+    assert {x["body"] for x in index.values()} >= {
+        "seal_channel",
+        "unseal",
+        "attend",
+        "attend_tile",
+    }
     for name, one in index.items():
         text = (tmp_path / "out" / f"{name}.metal").read_text()
         old = re.sub(r"_(?:float|bfloat16_t|u?int32_t).*", "", one["function"])
@@ -92,7 +97,9 @@ def test_a_level_that_the_compiler_does_not_know_is_left_out_and_said(fake, caps
     fake(unknown=["metal4.0"])
     assert xcrun.main(FEW) == 0
     said = capsys.readouterr().out
-    assert "metal4.0: not compiled, the compiler here does not know it: error: invalid value" in said
+    assert (
+        "metal4.0: not compiled, the compiler here does not know it: error: invalid value" in said
+    )
     assert "metal3.2: " in said and "metal4.0: 1" not in said
 
 
@@ -114,7 +121,9 @@ def test_a_text_that_fails_is_named(fake, capsys):
 
 def test_what_the_compiler_says_of_no_text_is_said_of_the_file():
     names = ["a-1", "b-2"]
-    assert xcrun.blamed("/tmp/b-2:3:4: error: x\nb-2:5:6: error: y", names) == {"b-2": "b-2:3: error: x"}
+    assert xcrun.blamed("/tmp/b-2:3:4: error: x\nb-2:5:6: error: y", names) == {
+        "b-2": "b-2:3: error: x"
+    }
     assert xcrun.blamed("header:3:4: error: x", names) == {"a-1 and 1 more": "header:3: error: x"}
     assert xcrun.blamed("crashed", names) == {"a-1 and 1 more": "crashed"}
     assert xcrun.blamed("", names) == {"a-1 and 1 more": "no message"}

@@ -11,7 +11,11 @@ from metal.signature import ATTRIBUTES, VERSIONS, kernel
 
 HEADER = "constant constexpr int KV_THREE = 3;\n"
 PARTS = {  # body, inputs, dtypes of outputs
-    "every attribute": ("".join(f"// {x}\n" for x in ATTRIBUTES), {"x": mx.zeros(8)}, {"o": mx.float32}),
+    "every attribute": (
+        "".join(f"// {x}\n" for x in ATTRIBUTES),
+        {"x": mx.zeros(8)},
+        {"o": mx.float32},
+    ),
     "no attribute": ("o[0] = x[0];", {"x": mx.zeros(8)}, {"o": mx.float32}),
     "every type": (
         "uint i = thread_position_in_grid.x;",

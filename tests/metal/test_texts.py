@@ -1,8 +1,8 @@
 """Every text that a Mac would build is read as C++ for OpenCL behind MLX's own preamble: all presets, head dims,
 dtypes and both bodies, portable ones as Metal 3.1 has its words and tiles as 3.2.
 
-What 3.1 reads, 3.2 and 4.0 read too, since `words.h` only adds to them: a text is read at every level where it asks for the
-version. Trees are walked once for texts that differ in constants alone, as is the lint; all else is for every text.
+What 3.1 reads, 3.2 and 4.0 read too, since `words.h` only adds to them: a text is read at every level
+where it asks for the version. Trees are walked once for texts that differ in constants alone, as is the lint; all else is for every text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from metal import limits, parse, texts
 from mlxkv.presets import PRESETS
 
 pytestmark = pytest.mark.skipif(parse.why_not() is not None, reason=str(parse.why_not()))
-SHORT = {"sinks"}  # inputs that may have fewer than 8 elements: a logit for each head of a small model
+SHORT = {
+    "sinks"
+}  # inputs that may have fewer than 8 elements: a logit for each head of a small model
 # Full precision has nothing to compress, and outliers are chosen by page.
 NO_KERNELS = {"fp16", "turbo-3.5", "turbo-2.5"}
 SEEN: set[object] = set()  # texts that this process has read
@@ -47,7 +49,9 @@ def breaches(found: list[texts.Text]) -> list[str]:
             SEEN.add(shape)
             for breach in limits.linted(text.kernel):
                 wrong.setdefault(f"{text.name}: {breach}", []).append(text)
-    return [f"{line} ({len(those)} texts: {next(iter(those[0].uses))})" for line, those in wrong.items()]
+    return [
+        f"{line} ({len(those)} texts: {next(iter(those[0].uses))})" for line, those in wrong.items()
+    ]
 
 
 @pytest.mark.parametrize("family", texts.families())

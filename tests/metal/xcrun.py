@@ -2,8 +2,8 @@
 
 On a Mac with Xcode, from the project's root: PYTHONPATH=tests .venv/bin/python -m metal.xcrun [--parse] [--presets A,B]
 [--dims 64,128] [--dtypes bfloat16]. --parse: no code is made, which is quick. Portable texts are compiled as Metal 3.1,
-3.2 and 4.0, tiles from 3.2 on. Texts with the same header share a file, since MLX's preamble takes longer than a text. Exits
-with 1 where a text fails, or no level is known to the compiler here.
+3.2 and 4.0, tiles from 3.2 on. Texts with the same header share a file, since MLX's preamble takes longer
+than a text. Exits with 1 where a text fails, or no level is known to the compiler here.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def compile_all(found: Sequence[texts.Text], makes_code: bool = True) -> int:
         levels = known(Path(folder))
         for level, reason in levels.items():
             if reason:
-                print(f"{LEVELS[level]}: not compiled, the compiler here does not know it: {reason}")
+                print(
+                    f"{LEVELS[level]}: not compiled, the compiler here does not know it: {reason}"
+                )
         if all(levels.values()):
             print("no level was compiled")
             return 1
