@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from metal import mlx_preamble
@@ -29,17 +29,15 @@ FLAGS = [
     *("-cl-std=clc++2021", "-target", "spir64", "-cl-no-stdinc", "-ferror-limit=0"),
     *("-Xclang", f"-cl-ext={EXTENSIONS}"),
 ]
-WARNINGS = [  # what is a breach besides errors, and of which rule
-    *("-Wall", "-Wpre-c++17-compat", "-Wvla", "-Wuninitialized", "-Wsometimes-uninitialized"),
-    *("-Wreturn-type", "-Winfinite-recursion", "-Wdeprecated-declarations", "-Wc++17-extensions"),
-    *(
-        "-Wimplicit-float-conversion",
-        "-Wno-unknown-attributes",
-        "-Wno-unused",
-        "-Wno-constant-logical-operand",
-        "-Wno-ignored-attributes",
-    ),
-    *("-Wno-unknown-pragmas", "-Wno-pass-failed", "-Wno-array-bounds", "-Wno-division-by-zero"),
+FEW = [  # what is a breach besides errors, in every text
+    *("-Wvla", "-Wdeprecated-declarations", "-Wc++17-extensions", "-Wimplicit-float-conversion"),
+    *("-Wno-unknown-attributes", "-Wno-unused", "-Wno-ignored-attributes"),
+    *("-Wno-unknown-pragmas", "-Wno-pass-failed", "-Wno-division-by-zero", "-Wno-array-bounds"),
+    "-Wno-constant-logical-operand",
+]
+WARNINGS = [  # and in the first text of each shape: these take as long as all the rest
+    *("-Wall", *FEW, "-Wpre-c++17-compat", "-Wuninitialized", "-Wsometimes-uninitialized"),
+    *("-Wreturn-type", "-Winfinite-recursion"),
 ]
 OF_RULE = {
     "-Wpre-c++17-compat": "wording",
@@ -162,15 +160,22 @@ def batches(units: Iterable[Unit], most: int = LINES) -> Iterator[list[Unit]]:
 def parse(units: Sequence[Unit], level: int) -> dict[str, list[Breach]]:
     """The breaches of each by its name, of those that have any."""
     found: dict[str, list[Breach]] = {}
-    for batch in batches(units):
-        for name, breach in _parse(batch, level):
-            kept = found.setdefault(name, [])
-            if breach not in kept:
-                kept.append(breach)
+    new, others = [], []
+    for unit in units:
+        kind = shape(unit.header), shape(unit.tail)
+        (others if kind in _told else new).append(unit)
+        _told.add(kind)
+    for group, whole in ((new, True), (others, False)):
+        for batch in batches(group):
+            for name, breach in _parse(batch, level, whole):
+                kept = found.setdefault(name, [])
+                if breach not in kept:
+                    kept.append(breach)
     return found
 
 
-def _parse(batch: list[Unit], level: int) -> Iterator[tuple[str, Breach]]:
+def _parse(batch: list[Unit], level: int, whole: bool) -> Iterator[tuple[str, Breach]]:
+    """whole: with all warnings, and the trees walked."""
     header = translate(batch[0].header)
     lines = header.count("\n")
     parts, starts = [header], []
@@ -179,7 +184,8 @@ def _parse(batch: list[Unit], level: int) -> Iterator[tuple[str, Breach]]:
         starts.append(lines)
         lines += parts[-1].count("\n")
     name, texts = str(folder() / "text.clcpp"), "".join(parts).split("\n")
-    args = ["-x", "clcpp", *FLAGS, *WARNINGS, "-include-pch", str(_preamble(level, batch[0].mlx))]
+    args = ["-x", "clcpp", *FLAGS, *(WARNINGS if whole else FEW)]
+    args += ["-include-pch", str(_preamble(level, batch[0].mlx))]
     tree = index().parse(name, args=args, unsaved_files=[(name, "".join(parts))])
 
     def place(line: int) -> tuple[int | None, int]:
@@ -202,36 +208,34 @@ def _parse(batch: list[Unit], level: int) -> Iterator[tuple[str, Breach]]:
             message += f": {texts[one.location.line - 1].strip()}"
         for user in users:
             yield batch[user].name, Breach(rule, where, line, message)
-    walked = _walked.setdefault(shape(header), set())
     by_name = {unit.name: i for i, unit in enumerate(batch)}
     for cursor in tree.cursor.get_children():
         at = by_name.get(cursor.spelling)
-        if at is None:
-            if not walked:  # the header, once
-                for line, message in _bare(cursor):
-                    for unit in batch:
-                        yield unit.name, Breach("address space", "header", line, message)
-                yield from _scope(cursor, batch)
+        if at is not None:
+            size = sum(_shared(cursor))
+            if size > SHARED_BYTES:
+                message = f"{size} bytes of threadgroup memory, of {SHARED_BYTES}"
+                yield batch[at].name, Breach("threadgroup memory", "body", 1, message)
+        if not whole:
             continue
-        size = sum(_shared(cursor))
-        if size > SHARED_BYTES:
-            message = f"{size} bytes of threadgroup memory, of {SHARED_BYTES}"
-            yield batch[at].name, Breach("threadgroup memory", "body", 1, message)
-        kind = shape(batch[at].tail)
-        if kind not in walked:
-            walked.add(kind)
-            for line, message in _bare(cursor):
-                yield batch[at].name, Breach("address space", "body", line - starts[at], message)
-    walked.add("")
+        users = batch if at is None else [batch[at]]
+        where, start = ("header", 0) if at is None else ("body", starts[at])
+        found = [("address space", *x) for x in _bare(cursor)]
+        if at is None:
+            found += [("program scope", *x) for x in _scope(cursor)]
+        for rule, line, message in found:
+            for unit in users:
+                yield unit.name, Breach(rule, where, line - start, message)
 
 
-_walked: dict[str, set[str]] = {}
+_told: set[tuple[str, str]] = set()  # shapes of (header, tail) that were parsed with all warnings
 _CONSTANT = re.compile(
     r"^(?:#define (\w+) [-\w]+|(?:constant )?constexpr \w+ (\w+)(?:\[\d+\])? = [^\n]*;|typedef \w+ (\w+);)\n",
     re.M,
 )
 
 
+@lru_cache(maxsize=64)
 def shape(text: str) -> str:
     """A text without the values of its constants, but for those that `#if` asks about, and without types of buffers:
     trees of equal shape have the same pointers."""
@@ -246,8 +250,8 @@ def shape(text: str) -> str:
 
 
 def forget() -> None:
-    """Walk all trees anew: those of equal texts but for numbers are walked once in a process."""
-    _walked.clear()
+    """Look at every shape anew: texts that differ in constants alone are looked at once in a process."""
+    _told.clear()
 
 
 def _shared(kernel) -> Iterator[int]:
@@ -263,14 +267,12 @@ def _shared(kernel) -> Iterator[int]:
                             yield one.type.get_size()
 
 
-def _scope(cursor, batch: list[Unit]) -> Iterator[tuple[str, Breach]]:
+def _scope(cursor) -> Iterator[tuple[int, str]]:
     """A variable at program scope that is not `constant`, as the tree has it."""
     from clang.cindex import CursorKind
 
     if cursor.kind == CursorKind.VAR_DECL and "__constant" not in cursor.type.spelling:
-        message = f"{cursor.spelling} is {cursor.type.spelling}"
-        for unit in batch:
-            yield unit.name, Breach("program scope", "header", cursor.location.line, message)
+        yield cursor.location.line, f"{cursor.spelling} is {cursor.type.spelling}"
 
 
 def _bare(cursor) -> Iterator[tuple[int, str]]:

@@ -1,8 +1,9 @@
-"""Every text that a Mac would build is read as C++ for OpenCL behind MLX's own preamble: all presets, head dims,
-dtypes and both bodies, portable ones as Metal 3.1 has its words and tiles as 3.2.
+"""Every text that a Mac would build is read as C++ for OpenCL behind MLX's own preamble: all presets, head
+dims, dtypes and both bodies, portable ones as Metal 3.1 has its words and tiles as 3.2.
 
 What 3.1 reads, 3.2 and 4.0 read too, since `words.h` only adds to them: a text is read at every level
-where it asks for the version. Trees are walked once for texts that differ in constants alone, as is the lint; all else is for every text.
+where it asks for the version. Trees are walked once for texts that differ in constants alone, as is the
+lint; all else is for every text.
 """
 
 from __future__ import annotations
