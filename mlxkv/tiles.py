@@ -58,7 +58,7 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
             None if _capability() in RING_CAPABILITIES else "tiles need an H100 or its successors"
         )
     if make is mx.fast.metal_kernel:
-        return trust.why_not()
+        return trust.why_not(layout, dims, dtype)
     return None if getattr(make, "tiles", False) else "this backend has no tiles"
 
 
@@ -326,6 +326,11 @@ class _Counters:
 @lru_cache(maxsize=1)
 def _counters() -> _Counters:
     return _Counters()
+
+
+def forget_counters() -> None:
+    """After an error a kernel may have been cut short: what it counted on is not zero for good."""
+    _counters.cache_clear()
 
 
 def attend(
