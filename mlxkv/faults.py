@@ -10,7 +10,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # MLX's first line says only that a library was not built; the compiler's own lines come behind it.
 _SAID = re.compile(r"\berror:", re.IGNORECASE)
 _NOT_BUILT = re.compile(
-    r"unable to (build|load)|failed to (compile|load)|nvrtc|program_source:", re.IGNORECASE
+    r"unable to (build|load)|(failed to|cannot) (compile|load)|nvrtc|program_source:", re.IGNORECASE
 )
 _MEMORY = re.compile(
     r"insufficient memory|out ?of ?memory|malloc\b|(failed|unable) to allocate|maximum allowed buffer",

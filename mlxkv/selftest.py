@@ -36,7 +36,9 @@ class Case:
     def small(self) -> Case:
         """The same with few heads."""
         kv_heads = min(MOST_HEADS, self.kv_heads)
-        return replace(self, heads=max(1, self.heads // self.kv_heads) * kv_heads, kv_heads=kv_heads)
+        return replace(
+            self, heads=max(1, self.heads // self.kv_heads) * kv_heads, kv_heads=kv_heads
+        )
 
     @property
     def steps(self) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ LAYERS = [
     {"reference_oscar", "reference_codebook", "reference_polar_tree", "reference_learned"},
     {"reference_dual_scale", "reference_polar", "reference_oja"},
     {"reference", "formats", "formats_codebook", "formats_tile", "formats_lowrank"} | {"levels"},
-    {"errors", ""},
+    {"errors", "faults", "versions", ""},
 ]
 RANK = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
 # `models` is the only code that touches the insides of mlx-lm; these use its public functions.
@@ -83,6 +83,7 @@ MAY_IMPORT_MLX_LM_FILES = {"mlxkv/eval/harness.py"}
 # Plants outliers in weights of either framework: training uses it on torch, loading on MLX.
 MAY_IMPORT_TORCH = {"mlxkv/models/plant.py"}
 NO_FRAMEWORK = {
+    *("faults", "versions"),
     *("", "config", "errors", "console", "shapes", "reference", "fit", "locate", "listing"),
     *("cli", "__main__", "corpus", "artifact", "balance", "rotation", "learned"),
     *("formats", "formats_codebook", "formats_tile", "formats_lowrank", "levels", "naming"),

@@ -36,7 +36,7 @@ def backend() -> str:
 
 
 _given: list[Factory | None] = []
-TILES, KERNELS = "tiles", "kernels"
+TILES, KERNELS, OFF = "tiles", "kernels", "switched off after an error"
 _off: dict[str, str] = {}  # which of them failed under way, and why
 
 
@@ -47,7 +47,7 @@ def switch_off(what: str, reason: str) -> None:
 
 def switched_off(what: str) -> str | None:
     """Why they are switched off, or None."""
-    return f"switched off after an error: {_off[what]}" if what in _off else None
+    return f"{OFF}: {_off[what]}" if what in _off else None
 
 
 def factory() -> Factory | None:
