@@ -51,7 +51,7 @@ LAYERS = [
     {"cli", "__main__"},
     {"serve"},
     {"chat", "chat_ui", "listing", "fit", "doctor", "eval", "bench", "calibrating", "publishing"}
-    | {"learning"},
+    | {"learning", "checks", "machines"},
     {"session", "prompt_cache", "locate", "golden"},
     {"generate"},
     {"clips"},
