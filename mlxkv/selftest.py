@@ -121,11 +121,6 @@ def test(
     return known[case]
 
 
-def forget() -> None:
-    """Try all kernels again when asked next."""
-    _found.clear()
-
-
 def _test(
     config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, tiled: bool, case: Case
 ) -> Outcome:

@@ -103,7 +103,11 @@ def _write(key: str, row: dict | None) -> None:
 
 def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
     """PASSED, FAILED, DIED (a process that tried them), BUSY (one is at it), None: not tried here."""
-    row = _rows().get(_key(layout, dims, dtype, tiled))
+    key = _key(layout, dims, dtype, tiled)
+    row = _rows().get(key)
+    if row is not None and row["state"] == TRYING and row.get("process") != os.getpid():
+        row = _file().get(key)  # the other process may be done by now
+        _known.update({} if row is None else {key: row})
     if row is None or row["state"] != TRYING:
         return row and row["state"]
     owner = row.get("process")

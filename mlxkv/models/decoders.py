@@ -70,7 +70,7 @@ def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
     if launch.factory() is None and not launch.switched_off(launch.KERNELS):
         return None
     slow = [r.kernel for r in reports if r.compressed and r.kernel.startswith(OPS)]
-    whys = [kernel.removeprefix(OPS).strip(" ()") for kernel in slow]
+    whys = [kernel.removeprefix(f"{OPS} (").removesuffix(")") for kernel in slow]
     failed = [why for why in whys if sealed.FAILED in why or launch.OFF in why]
     if failed:
         return f"! kernels are not used on this GPU: {failed[0]}; decoding is slow. {WHY}", True
