@@ -418,9 +418,11 @@ def attend(
 
 
 def rows_of_tile(dims: int, rows: int, make: Factory) -> int:
-    """Query rows of a threadgroup of `attend`, 4 at most. dims: the largest of D and the stored dims."""
+    """Query rows of a threadgroup of `attend`: 1, 2 or 4, so that few kernels are built. dims: the largest
+    of D and the stored dims."""
     held = HELD_CUDA if make is mx.fast.cuda_kernel else HELD
-    return max(1, min(4, rows, held // (4 * -(-dims // BLOCK))))
+    most = max(1, min(4, held // (4 * -(-dims // BLOCK))))
+    return next((n for n in (1, 2) if rows <= n <= most), 4 if most == 4 else min(most, 2))
 
 
 def splits_for(records: int, windows: int, others: int, cores: int | None) -> tuple[int, int]:
