@@ -23,7 +23,7 @@ from mlxkv.sealed import RecordPages
 from mlxkv.transform import Transform
 
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
-DECODE_TOKENS = 8
+DECODE_TOKENS = kernels.MOST_NEW
 # Head dims that `mx.fast` SDPA prefills without a score matrix, by backend and MLX from that version on, from
 # `use_fallback` in MLX's scaled_dot_product_attention.cpp. 192 and 256 have kernels since 0.32.2, which MLX
 # chooses on newer GPUs alone; CUDA's are cuDNN's, for 16-bit types.

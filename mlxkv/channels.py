@@ -12,6 +12,7 @@ from mlxkv.quantizers import affine
 from mlxkv.transform import Transform
 
 SIMDGROUPS = 8
+CHUNK = 2  # blocks of dims that fit in an Apple GPU's 128 registers; on NVIDIA all do, at 30 % more speed
 MAX_DIMS = 256  # of keys: ranges of all channels, from every simdgroup, fit in threadgroup memory
 
 
@@ -62,6 +63,7 @@ def seal(
         {
             **{"T_K": keys.dtype, "D_K": at.dims, "T_V": values.dtype, "D_V": layout.values.dims},
             **{"S": SIMDGROUPS, "RANK_V": ranks[1] if ranks[1] <= MAX_RANK else 1},
+            "CHUNK": CHUNK if make is not mx.fast.cuda_kernel else at.blocks + at.blocks % 2,
             **side_template(at, "_K"),
             **side_template(layout.values, "_V"),
         },

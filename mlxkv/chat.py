@@ -70,8 +70,7 @@ def _talk(options: Options, prompt: str | None, sampler: Callable) -> None:
     )
     session = Session(loaded, options.system, options.raw, sampler, options.max_tokens)
     note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")
-    for line in loaded.report():
-        note(f"  {line}")
+    loaded.tell()
     if options.load is not None:
         session.load(options.load)
         note(f"  goes on from {options.load}: {len(session.tokens)} tokens")

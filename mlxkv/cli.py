@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from mlxkv import __version__
-from mlxkv.bench.commands import BenchGroup, bench
+from mlxkv.bench.commands import SHARE, BenchGroup, ShareCommand, bench
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.commands import evaluate
 from mlxkv.serve.command import serve
@@ -246,12 +246,26 @@ def fit(
     run(model, config, context, memory, kv or [], json)
 
 
-@app.command()
-def doctor(json: Json = False) -> None:
-    """Check this machine: versions, backends, the golden table."""
+@app.command(cls=ShareCommand)
+def doctor(
+    every: Annotated[
+        bool, typer.Option("--all", help="Try every kernel, however long that takes.")
+    ] = False,
+    share: Annotated[
+        str | None,
+        typer.Option(
+            SHARE,
+            metavar="[FILE]",
+            help="Write a JSON file for an issue: no names, no paths. Default: "
+            "mlxkv-doctor-<chip>-<date>.json here.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check this machine: versions, backends, the golden table, kernels. Exit code 1: not all is right."""
     from mlxkv.doctor import run
 
-    raise typer.Exit(run(json))
+    raise typer.Exit(run(json, every, share))
 
 
 app.command("eval")(evaluate)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +19,34 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 def note(text: str) -> None:
     """One line for the reader, on stderr, so that stdout holds only results."""
     print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """One line that is not to be missed, on stderr: bold and red in a terminal."""
+    from rich.console import Console
+
+    out = Console(stderr=True, highlight=False, soft_wrap=True)
+    out.print(text, style="bold red", markup=False)
+
+
+@contextmanager
+def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Gives a `step()` to call before each of `total` things that take their time: a bar on stderr in a
+    terminal, else one line. Of nothing: silence."""
+    from rich.console import Console
+
+    out = Console(stderr=True)
+    if not total or not out.is_terminal:
+        if total:
+            note(f"{what}: {total} to go, once")
+        yield lambda: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=out, transient=True) as bars:
+        bar, begun = bars.add_task(what, total=total), count(1)
+        yield lambda: bars.update(bar, completed=next(begun))
 
 
 def run_tool(main: Callable[[], int | None]) -> NoReturn:

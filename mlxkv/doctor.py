@@ -7,60 +7,17 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mlxkv import __version__
-from mlxkv.console import human_bytes, print_json, print_table
+from mlxkv.console import human_bytes, note, print_json, print_table
 from mlxkv.fit import machine_memory
+from mlxkv.versions import out_of_range, versions
 
-PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingface-hub")
-OUTPUTS = ("attend", "keys", "values")
-KERNEL_PRESETS = ("int8", "int4", "srft-int4+g64", "int3", "int2", "oscar-int2")
-KERNEL_DIMS = (64, 128, 256)
-METHOD_PRESETS, METHOD_DIMS = (  # the other methods, at one head dim: building takes its time
-    ("turbo-int3", "turbo-int3+qjl", "polar-tree+online", "kivi-int2", "kvarn-int4", "polar")
-    + ("static-0.75", "oja-0.75+int4"),  # the second: two bases in one pass
-    (128,),
-)
-_KERNEL_CASES = ((KERNEL_PRESETS, KERNEL_DIMS), (METHOD_PRESETS, METHOD_DIMS))
+OUTPUTS = ("attend", "keys", "values", "prefill")
 Step = Callable[[str], None]  # told what is being computed
-OPTIONAL = ("mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "triton")
-
-
-def versions() -> dict[str, str | None]:
-    """Installed versions; an optional package that is missing is left out."""
-    found = {"mlxkv": __version__}
-    found |= {name: _version(name) for name in PACKAGES + OPTIONAL}
-    return {name: text for name, text in found.items() if text or name in PACKAGES}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def out_of_range() -> list[str]:
-    """Dependencies whose installed version lies outside the range that mlxkv was tested with."""
-    from packaging.requirements import Requirement
-
-    try:
-        wanted = [Requirement(text) for text in requires("mlxkv") or []]
-    except PackageNotFoundError:
-        return []  # a source tree on the path, not installed
-    wrong = []
-    for need in wanted:
-        if need.marker and not need.marker.evaluate({"extra": ""}):
-            continue
-        found = _version(need.name)
-        if found is None or not need.specifier.contains(found, prereleases=True):
-            wrong.append(f"{need.name} {found or 'missing'}, wanted {need.specifier}")
-    return wrong
 
 
 def machine() -> dict[str, object]:
@@ -115,51 +72,15 @@ def golden_rows(step: Step) -> list[dict]:
     return rows
 
 
-def kernel_rows(step: Step) -> list[dict]:
-    """Both bodies of the kernels for each preset and the usual head dims, and for a preset of every
-    other method, built and compared with plain ops here. Tiles that pass on a Mac are used there from now on.
+def run(as_json: bool, every: bool = False, share: str | None = None) -> int:
+    """The command. Returns 1 when something is wrong with this machine's results or versions, or when
+    a kernel that should run here does not.
 
-    `reason` is None for kernels that are right, else why they are not used.
+    every: all kernels, however long that takes. share: a file to write for an issue, "" for one that is
+    named after this machine.
     """
-    import mlx.core as mx
+    from mlxkv import checks, machines
 
-    from mlxkv import kernels, records, selftest, tiles, trust
-    from mlxkv.config import parse_kv
-    from mlxkv.metal import launch
-
-    make, rows = launch.factory(), []
-    if make is None:
-        return [
-            {"preset": p, "head_dim": d, "body": "", "reason": launch.absent()}
-            for presets, dims in _KERNEL_CASES
-            for p in presets
-            for d in dims
-        ]
-    cases = [(preset, dims) for presets, dims in _KERNEL_CASES for preset in presets]
-    for preset, head_dims in cases:
-        config = parse_kv(preset)
-        for dims in head_dims:
-            stored = config.dims(dims, dims)
-            for body in ("portable", "tiles"):
-                row = {"preset": preset, "head_dim": dims, "body": body, "reason": None}
-                rows.append(row)
-                step(f"kernels: {preset}, head dim {dims}, {body}")
-                row["reason"] = records.why_not(config.keys.quantizer, stored[0], config.page)
-                if row["reason"] is None and body == "tiles":
-                    layout = kernels.record_layout(config, *stored)
-                    row["reason"] = tiles.why_not(layout, dims, mx.float16, make)
-                    if row["reason"] == trust.UNTRIED:
-                        row["reason"] = None
-                if row["reason"] is None:
-                    found = selftest.test(config, dims, mx.float16, make, body == "tiles")
-                    row |= {"errors": found.errors, "ties": found.ties, "reason": found.reason}
-    if make is mx.fast.metal_kernel:
-        trust.note(all(row["reason"] is None for row in rows if row["body"] == "tiles"))
-    return rows
-
-
-def run(as_json: bool) -> int:
-    """The command. Returns 1 when something is wrong with this machine's results or versions."""
     # The table checks float32: a GPU's shortened products would only show themselves.
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
     wrong = out_of_range()
@@ -169,7 +90,6 @@ def run(as_json: bool) -> int:
         "out_of_range": wrong,
         "backends": backends(),
     }
-    # Minutes on a GPU: every case builds kernels of its own.
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -182,13 +102,18 @@ def run(as_json: bool) -> int:
         def step(what: str) -> None:
             bars.update(bar, description=what)
 
-        data |= {"golden": golden_rows(step), "kernels": kernel_rows(step)}
+        data["golden"] = golden_rows(step)
+        data["kernels"] = checks.rows(step, every)
+    data["kernels_left"] = checks.left(data["kernels"])
     failed = [row for row in data["golden"] if not row["ok"]]
+    not_running = checks.failures(data["kernels"])
+    if share is not None:
+        note(f"written: {machines.write(data, share)}")
     if as_json:
         print_json(data)
     else:
         _show(data)
-    return 1 if failed or wrong else 0
+    return 1 if failed or wrong or not_running else 0
 
 
 def _show(data: dict) -> None:
@@ -224,21 +149,50 @@ def _show(data: dict) -> None:
     if len(reasons) == 1 and not any(row["body"] for row in data["kernels"]):
         print(f"kernels: not used: {reasons.pop()}")
     else:
-        rows = [
-            [
-                *(row[key] for key in ("preset", "head_dim", "body")),
-                *(f"{row['errors'][n]:.1e}" if row.get("errors") else "" for n in OUTPUTS),
-                f"{row['ties']:.1e}" if row.get("errors") else "",
-                row["reason"] or "right",
-            ]
-            for row in data["kernels"]
-        ]
-        heads = [f"rms {name}" for name in OUTPUTS]
-        print_table(["kernels of", "head dim", "body", *heads, "ties", "here"], rows)
+        _show_kernels(data["kernels"], data["kernels_left"])
     print("ties: codes one step off where the spec's value lies at a rounding boundary")
     print(
         f"golden table: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}"
     )
+
+
+def _show_kernels(kernels: list[dict], left: dict | None) -> None:
+    rows = [
+        [
+            *(row[key] for key in ("preset", "head_dim", "body")),
+            row["state"] if row["state"] != "none" else "-",
+            *(f"{row['errors'][n]:.1e}" if row.get("errors") else "" for n in OUTPUTS),
+            f"{row['ties']:.1e}" if row.get("errors") else "",
+            *(f"{row[n]:.0f}" if row[n] else "" for n in ("attend_us", "plain_us")),
+            f"{row['speedup']:.1f}x" if row["speedup"] else "",
+            f"{row['seconds']:.1f}" if row["seconds"] is not None else "",
+        ]
+        for row in kernels
+        if row["state"] != "not tried"
+    ]
+    heads = [f"rms {name}" for name in OUTPUTS]
+    print_table(
+        [
+            *("kernels of", "head dim", "body", "here", *heads, "ties"),
+            *("us", "plain ops us", "faster", "build s"),
+        ],
+        rows,
+    )
+    whys: dict[str, list[str]] = {}
+    for row in kernels:
+        if row["reason"] and row["state"] != "not tried":
+            mark = "WRONG: " if row["should_run"] else ""
+            name = f"{row['preset']} {row['head_dim']} {row['body']}"
+            whys.setdefault(f"{mark}{{}}: {row['reason']}", []).append(name)
+    for why, names in whys.items():
+        print(why.replace("{}", ", ".join(names), 1))
+    right = sum(row["state"] == "right" for row in kernels)
+    tried = [row for row in kernels if row["should_run"] and row["state"] != "not tried"]
+    print(f"kernels: {right} of {len(tried)} that should run here are right")
+    if left:
+        names = f" ({'; '.join(left['names'])}, and other methods)" if left["names"] else ""
+        more = f", about {left['seconds']:.0f} s" if left["seconds"] else ""
+        print(f"not tried: {left['rows']} more{names}{more}: mlxkv doctor --all")
 
 
 def _by_table(golden: list[dict]) -> list[list[object]]:

@@ -13,7 +13,7 @@ from math import e, log2
 import mlx.core as mx
 import numpy as np
 
-from mlxkv import levels, machine, records
+from mlxkv import gpu, levels, records
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.quantizers import affine
 from mlxkv.records import BLOCK, TOKENS, SideLayout
@@ -26,6 +26,7 @@ PER_CORE = (
     4  # threadgroups wanted: an Apple core holds some 24 simdgroups of 128 registers, 6 of them
 )
 MAX_SPLITS = 128
+MOST_NEW = 8  # tokens that `attend` takes at once: more are a prefill
 # Floats of the outputs that a lane holds, 4 per query row and block of 32 dims: more do not leave room in
 # the 128 registers of an Apple GPU. NVIDIA has 255.
 HELD, HELD_CUDA = 32, 128
@@ -325,7 +326,7 @@ def attend(
     more, runs = (second.records, 2) if second else (0, 1)
     window_units = max(-(-s // TOKENS) + -(-n // TOKENS) for _, s, n in lengths)
     page_splits, window_splits = splits_for(
-        most + more, window_units, batch * heads * tiles, machine.cores(make)
+        most + more, window_units, batch * heads * tiles, gpu.cores(make)
     )
     page_splits = max(runs, page_splits)
     first = page_splits
@@ -417,9 +418,11 @@ def attend(
 
 
 def rows_of_tile(dims: int, rows: int, make: Factory) -> int:
-    """Query rows of a threadgroup of `attend`, 4 at most. dims: the largest of D and the stored dims."""
+    """Query rows of a threadgroup of `attend`: 1, 2 or 4, so that few kernels are built. dims: the largest
+    of D and the stored dims."""
     held = HELD_CUDA if make is mx.fast.cuda_kernel else HELD
-    return max(1, min(4, rows, held // (4 * -(-dims // BLOCK))))
+    most = max(1, min(4, held // (4 * -(-dims // BLOCK))))
+    return next((n for n in (1, 2) if rows <= n <= most), 4 if most == 4 else min(most, 2))
 
 
 def splits_for(records: int, windows: int, others: int, cores: int | None) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv import balancing, channels, encoding, exchange, kernels, records, selftest, tiles
+from mlxkv import balancing, channels, encoding, exchange, kernels, records, selftest, tiles, trust
 from mlxkv.calibrated import Rotations
 from mlxkv.codec import Codec, Stored, codec
 from mlxkv.config import CacheConfig
@@ -300,11 +300,33 @@ def codes_of(store: Codes | Records) -> dict[str, Stored]:
     return exchange.to_codes(state, store.codecs, _layout(store)) if "records" in state else state
 
 
-def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
+FAILED = "its kernels failed their test here"  # or were switched off: what should run and does not
+
+
+def why_not(
+    config: CacheConfig,
+    dims: tuple[int, int],
+    dtype: mx.Dtype,
+    case: selftest.Case | None = None,
+) -> str | None:
     """Why no kernel runs on such pages, windows of `dtype`, here, or None. The first question for
-    a format builds its kernels and tries them."""
-    if launch.factory() is None:
+    a format builds its kernels and tries them. case: how the model attends, where that is known."""
+    make = launch.factory()
+    if make is None:
         return launch.absent()
+    if reason := why_none(config, dims):
+        return reason
+    if why_no_tiles(config, dims, dtype, case) is None:
+        return None  # the portable body would be built in vain
+    layout = kernels.record_layout(config, *config.dims(*dims))
+    reason = make is mx.fast.metal_kernel and trust.why_not(layout, dims[0], dtype, tiled=False)
+    if reason := reason or selftest.fault(config, dims[0], dtype, make, case=case):
+        return f"{FAILED}: {reason}"
+    return None
+
+
+def why_none(config: CacheConfig, dims: tuple[int, int]) -> str | None:
+    """Why no machine has kernels for such pages, or None."""
     for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
         stored = side.dims(dim)
         if reason := records.why_not(side.quantizer, stored, config.page, keys=i == 0):
@@ -313,24 +335,34 @@ def why_not(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str 
             return f"{stored} float16 dims would take the room of {dim} in records"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"
-    if reason := selftest.fault(config, dims[0], dtype, launch.factory()):
-        return f"its kernels failed their test here: {reason}"
     return None
 
 
-def why_no_tiles(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
+def why_no_tiles(
+    config: CacheConfig,
+    dims: tuple[int, int],
+    dtype: mx.Dtype,
+    case: selftest.Case | None = None,
+) -> str | None:
     """Why the portable kernels decode such pages here and not the tiles, or None. For pages that
     have kernels."""
+    if off := launch.switched_off(launch.TILES):
+        return off
     make, layout = launch.factory(), kernels.record_layout(config, *config.dims(*dims))
     reason = tiles.why_not(layout, dims[0], dtype, make)
-    return reason or selftest.fault(config, dims[0], dtype, make, tiled=True)
+    return reason or selftest.fault(config, dims[0], dtype, make, tiled=True, case=case)
 
 
-def decoder(config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str:
+def decoder(
+    config: CacheConfig,
+    dims: tuple[int, int],
+    dtype: mx.Dtype,
+    case: selftest.Case | None = None,
+) -> str:
     """What decodes such pages here, for reports: tile kernels, kernels, or plain ops and why."""
-    if reason := why_not(config, dims, dtype):
+    if reason := why_not(config, dims, dtype, case):
         return f"plain ops ({reason})"
-    return "kernels" if why_no_tiles(config, dims, dtype) else "tile kernels"
+    return "kernels" if why_no_tiles(config, dims, dtype, case) else "tile kernels"
 
 
 def store(

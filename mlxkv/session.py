@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from mlxkv import prompt_cache
-from mlxkv.errors import UserError
+from mlxkv import console, faults, prompt_cache
+from mlxkv.errors import MachineError, UserError
 from mlxkv.generate import Stats, new_cache, stream
+from mlxkv.models.decoders import step_down
 from mlxkv.shapes import layers_of
 
 
@@ -87,33 +88,69 @@ class Session:
             )
         room = self.limit - len(tokens) if self.limit else self.max_tokens
         reused = self._reuse(tokens)
-        self.stats, reply = Stats(), ""
-        fed = tokens[reused:]
+        self.stats, reply, asked, earlier = Stats(), "", len(tokens), []
         clean = False
         try:
-            for piece in stream(
-                self.loaded,
-                fed,
-                self.cache,
-                self.sampler,
-                min(self.max_tokens, room),
-                progress,
-                stop,
-                self.stats,
-            ):
-                tokens.append(piece.token)
-                reply += piece.text
-                clean = True
-                yield piece.text
-                clean = False
-            clean = True
+            while not clean:
+                try:
+                    for piece in stream(
+                        self.loaded,
+                        tokens[reused:],
+                        self.cache,
+                        self.sampler,
+                        max(1, min(self.max_tokens, room) - len(tokens) + asked),
+                        None if earlier else progress,
+                        stop,
+                        self.stats,
+                    ):
+                        tokens.append(piece.token)
+                        new = piece.text
+                        if earlier:
+                            new = self._rest(reply, tokens[asked:], self.stats.finish_reason, new)
+                        reply += new
+                        clean = True
+                        yield new
+                        clean = False
+                    clean = True
+                except RuntimeError as error:
+                    instead = self._instead(error)
+                    console.warn(f"\n{instead}" if reply else instead)
+                    earlier.append(self.stats)
+                    self.stats, reused = Stats(), 0  # what was read is read again
+                    self._forget_cache()
         except GeneratorExit:
             pass  # the reader has enough; everything so far counts
         finally:
-            self._close(clean, messages, text, tokens, reused, reply)
+            self._close(clean, messages, text, tokens, reused, reply, earlier)
 
-    def _close(self, clean, messages, text, tokens, reused, reply) -> None:
-        """Brings messages, tokens and cache in step after a reply, a stop or a failure."""
+    def _instead(self, error: RuntimeError) -> str:
+        """What runs from now on instead of what failed. Raises what the error is, where nothing does."""
+        if isinstance(error, MachineError):
+            raise error
+        if instead := step_down(self.loaded, error):
+            return instead
+        raise MachineError(
+            f"[generate] {faults.reason(error)}; the conversation is kept, its cache is made anew"
+        ) from error
+
+    def _rest(self, reply: str, written: list[int], finish: str, new: str) -> str:
+        """What follows `reply` in the text of all tokens of a reply that was taken up again: the piece
+        alone would lack what was held back when it broke off."""
+        whole = self._decode(written[:-1] if finish == "stop" else written)
+        if not whole.startswith(reply):
+            whole = whole.lstrip()  # of which a reply is shown without
+        if not whole.startswith(reply):
+            return new
+        return whole[len(reply) :] if finish or not whole.endswith("\ufffd") else ""
+
+    def _close(self, clean, messages, text, tokens, reused, reply, earlier) -> None:
+        """Brings messages, tokens and cache in step after a reply, a stop or a failure. earlier: stats
+        of parts of the reply that ended in a failure that was made good."""
+        for part in earlier:
+            self.stats.generated_tokens += part.generated_tokens
+            self.stats.decode_seconds += part.decode_seconds
+            self.stats.prefill_seconds += part.prefill_seconds
+            self.stats.read_tokens += part.read_tokens
         self.stats.prompt_tokens = len(tokens) - self.stats.generated_tokens
         if not clean:
             self._forget_cache()  # some layers may be ahead of others, or hold NaN
@@ -122,11 +159,14 @@ class Session:
         if not self.stats.generated_tokens:  # stopped while the prompt was read
             self.text = ""
             return
-        written = self.tokens[-self.stats.generated_tokens :]
+        written = tokens[-self.stats.generated_tokens :]
+        whole = len(self.tokens) == len(tokens)  # or stopped while a reply was taken up again
         self.text = text + self._decode(written)
         if self.stats.finish_reason == "stop":
             written = written[:-1]  # the token that ends a turn is the template's to write
         self.messages = self._with_reply(messages, reply, self._decode(written))
+        if not whole:
+            self.text = ""
 
     def _decode(self, tokens: list[int]) -> str:
         return self.loaded.tokenizer.decode(tokens, skip_special_tokens=False)

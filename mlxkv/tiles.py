@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from mlxkv import levels, machine, trust
+from mlxkv import gpu, levels, trust
 from mlxkv.kernels import LOG2E, Pair, RecordLayout, nothing, own_starts, side_template
 from mlxkv.metal.launch import Factory, build
 from mlxkv.records import BLOCK, SideLayout
@@ -61,7 +61,7 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
             None if _capability() in RING_CAPABILITIES else "tiles need an H100 or its successors"
         )
     if make is mx.fast.metal_kernel:
-        return machine.why_no_tiles() or trust.why_not()
+        return gpu.why_no_tiles() or trust.why_not(layout, dims, dtype)
     return None if getattr(make, "tiles", False) else "this backend has no tiles"
 
 
@@ -169,7 +169,7 @@ def _simdgroups(words: int, wide: bool, merges: int, make: Factory) -> int:
 
 def wanted(make: Factory) -> int:
     """Simdgroups that fill the GPU."""
-    cores = machine.cores(make)
+    cores = gpu.cores(make)
     return SIMDGROUPS_WANTED if cores is None else PER_CORE * cores
 
 
@@ -337,6 +337,11 @@ class _Counters:
 @lru_cache(maxsize=1)
 def _counters() -> _Counters:
     return _Counters()
+
+
+def forget_counters() -> None:
+    """After an error a kernel may have been cut short: what it counted on is not zero for good."""
+    _counters.cache_clear()
 
 
 def attend(

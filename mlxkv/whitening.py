@@ -10,6 +10,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
+from mlxkv import faults
 from mlxkv.metal.launch import Factory, launch
 
 SIMDGROUPS = 16
@@ -75,7 +76,7 @@ def _fault(dims: int, rank: int, make: Factory) -> str | None:
         made, both = whiten(near, make), whiten(near, make, RIDGE)
         mx.eval(made, both)
     except Exception as error:  # a compiler or a driver may raise anything at all
-        return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        return faults.reason(error)
     apart = [off_orthonormal(made), mx.abs(made - orthonormal(near)).max().item()]
     worst = np.max([*apart, _off_inverse(near, both)])  # which is NaN where one is
     return None if worst <= BOUND else f"columns are off by {worst:.2g}"

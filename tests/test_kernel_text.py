@@ -62,7 +62,7 @@ KERNELS = {
         {
             **SIDES,
             **{"T_K": np.float16, "D_K": 80, "BITS_K": 3, "T_V": np.float16, "D_V": 80},
-            **{"BITS_V": 3, "S": 8, "RANK_V": 7},
+            **{"BITS_V": 3, "S": 8, "RANK_V": 7, "CHUNK": 2},
         },
         [np.uint32, np.uint32],
     ),
@@ -128,7 +128,8 @@ def kernel(name, before, wanted):
         name=f"mlxkv_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
-        source=constants(tuple((word, (0,) * n) for word, n in ARRAYS.items())) + body(name, wanted),
+        source=constants(tuple((word, (0,) * n) for word, n in ARRAYS.items()))
+        + body(name, wanted),
         header=before,
         any_lane=True,
     )

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mlxkv import doctor
+from mlxkv import checks
 from mlxkv.bench import kernels, sweep
 from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
@@ -72,7 +72,7 @@ def test_workers_build_side_by_side_and_take_turns():
 
 
 def test_doctor_judges_a_preset_of_every_method():
-    judged = {row["preset"] for row in doctor.kernel_rows(lambda what: None)}
+    judged = {row["preset"] for row in checks.rows(lambda what: None)}
     methods = {type(parse_kv(name).keys.quantizer) for name in judged}
     every = {type(c.keys.quantizer) for c in PRESETS.values() if c.compresses}
     assert methods == every

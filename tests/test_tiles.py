@@ -9,7 +9,7 @@ from on_emulator import make, make_mma, make_tiles
 from random_models import random_model
 from test_kernels import SMALL, TIES, data, layout, rms, softmax, walk
 
-from mlxkv import attention, kernels, selftest, tiles, trust
+from mlxkv import attention, kernels, selftest, tiles
 from mlxkv.cache import CompressedKVCache
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
@@ -181,22 +181,6 @@ def test_the_reason_why_not():
     assert "multiple of 8" in tiles.why_not(both, 100, mx.float16, make_tiles)
     assert "256 dims" in tiles.why_not(wide, 512, mx.float16, make_tiles)
     assert tiles.why_not(many, 288, mx.float16, make_tiles) is not None
-
-
-def test_a_mac_has_to_pass_first(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    trust.why_not.cache_clear()
-    both = kernels.RecordLayout(*(layout(4, 64, False, 128, side) for side in (True, False)))
-    why = lambda: tiles.why_not(both, 128, mx.float16, mx.fast.metal_kernel)  # noqa: E731
-    assert "mlxkv doctor" in why()
-    trust.note(True)
-    assert why() is None
-    (tmp_path / "mlxkv" / "tiles.json").write_text("{")
-    trust.why_not.cache_clear()
-    assert "mlxkv doctor" in why()
-    trust.note(True)
-    trust.note(False)
-    assert "mlxkv doctor" in why()
 
 
 def test_a_long_sequence_among_short_ones_is_split_as_if_alone():

@@ -42,7 +42,8 @@ def attend(
     up = pages.codecs[1].transform and pages.codecs[1].transform.up
     count, capacity = pages.tokens // TOKENS, pages.buffer.shape[2]
     held = max(dims, keys.dims, values.dims)
-    tile = max(1, min(4, rows, HELD // (4 * -(-held // BLOCK))))
+    most = max(1, min(4, HELD // (4 * -(-held // BLOCK))))
+    tile = next((n for n in (1, 2) if rows <= n <= most), 4 if most == 4 else min(most, 2))
     page_splits = min(MAX_SPLITS, max(1, -(-count // SPLIT_RECORDS)))
     splits = page_splits + 1
     width = BLOCK * max(values.blocks, -(-dims // BLOCK))

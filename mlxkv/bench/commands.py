@@ -7,7 +7,7 @@ import sys
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
@@ -31,8 +31,8 @@ Json = Annotated[bool, typer.Option("--json", help="Add one JSON document as the
 SHARE = "--share"
 
 
-class BenchGroup(TyperGroup):
-    """A group whose --share may stand without a file."""
+class _Shares:
+    """Whose --share may stand without a file."""
 
     def parse_args(self, ctx, args):
         args = list(args)
@@ -40,6 +40,14 @@ class BenchGroup(TyperGroup):
             if args[i + 1 : i + 2] == [] or args[i + 1].startswith("-"):
                 args.insert(i + 1, "")
         return super().parse_args(ctx, args)
+
+
+class BenchGroup(_Shares, TyperGroup):
+    """Those of `mlxkv bench`."""
+
+
+class ShareCommand(_Shares, TyperCommand):
+    """A command that writes a file for an issue."""
 
 
 bench = typer.Typer(

@@ -45,10 +45,25 @@ def backend() -> str:
 
 
 _given: list[Factory | None] = []
+TILES, KERNELS, OFF = "tiles", "kernels", "switched off after an error"
+_off: dict[str, str] = {}  # which of them failed under way, and why
+
+
+def switch_off(what: str, reason: str) -> None:
+    """From now on this process uses no TILES, or no KERNELS at all."""
+    _off[what] = reason
+
+
+def switched_off(what: str) -> str | None:
+    """Why they are switched off, or None."""
+    return f"{OFF}: {_off[what]}" if what in _off else None
 
 
 def factory() -> Factory | None:
-    """What builds kernels on this machine, or None: it has none, or MLXKV_KERNELS=0 forbids them."""
+    """What builds kernels on this machine, or None: it has none, MLXKV_KERNELS=0 forbids them, or they
+    are switched off."""
+    if KERNELS in _off:
+        return None
     if _given:
         return _given[-1]
     if os.environ.get(SWITCH) == "0":
@@ -58,17 +73,24 @@ def factory() -> Factory | None:
 
 def absent() -> str:
     """Why there is no factory."""
+    if off := switched_off(KERNELS):
+        return off
     return f"{SWITCH}=0" if not _given and os.environ.get(SWITCH) == "0" else "no GPU here"
 
 
 @contextmanager
 def using(make: Factory | None) -> Iterator[None]:
-    """Kernels built by `make` (None: plain ops) for caches made inside, whatever the machine."""
+    """Kernels built by `make` (None: plain ops) for caches made inside, whatever the machine. What is
+    switched off inside is on again afterwards."""
+    before = dict(_off)
+    _off.clear()
     _given.append(make)
     try:
         yield
     finally:
         _given.pop()
+        _off.clear()
+        _off.update(before)
 
 
 def include(name: str) -> str:

@@ -5,11 +5,11 @@
 // records [heads, records per head, words]; headers [heads, groups of tokens, scales and biases]
 // size: [records per head, heads, first token of the keys, their capacity, the same of the values]
 // Template: S simdgroups of a threadgroup; per side T, D, BITS, GROUP (of keys: tokens), SYMMETRIC;
-// RANK_V (`Affine.clip_rank`).
+// RANK_V (`Affine.clip_rank`); CHUNK (blocks of keys that a simdgroup packs at a time, even).
 constexpr int BLOCKS = (D_K + 31) / 32;
 constexpr int WORDS = kv_lane_words<BITS_K>(BLOCKS);
-constexpr int CHUNKS = (BLOCKS + 1) / 2;  // of two blocks, of COUNT words
-constexpr int COUNT = kv_lane_words<BITS_K>(2);
+constexpr int CHUNKS = (BLOCKS + CHUNK - 1) / CHUNK;
+constexpr int COUNT = kv_lane_words<BITS_K>(CHUNK);  // words of a chunk
 constexpr int SIDE_K = 32 * WORDS;
 constexpr int SIDE_V =
     kv_side_words<BITS_V>((D_V + 31) / 32, (D_V + GROUP_V - 1) / GROUP_V, SYMMETRIC_V);
@@ -77,7 +77,7 @@ if (threadgroup_position_in_grid.y == 0 && place < groups * heads) {
     high[32 * BLOCKS + dim] = 1.0f / step;  // the second simdgroup's largest, which was read
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  // A simdgroup packs two blocks of a record at a time: all of them would not fit in registers.
+  // A simdgroup packs CHUNK blocks of a record at a time: as many as fit in registers.
   for (int n = simdgroup; n < GROUP_K / 16 * CHUNKS; n += S) {
     const int record = n / CHUNKS;
     const int chunk = n % CHUNKS;
@@ -87,8 +87,8 @@ if (threadgroup_position_in_grid.y == 0 && place < groups * heads) {
       words[m] = 0u;
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int j = 2 * chunk + i;
+    for (int i = 0; i < CHUNK; i++) {
+      const int j = CHUNK * chunk + i;
       float v[16];
       if (j < BLOCKS) {
         kv_sixteen<T_K, D_K, 1>(from + 16 * record * D_K, lane, j, v);

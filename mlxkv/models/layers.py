@@ -9,16 +9,14 @@ from itertools import groupby
 import mlx.nn as nn
 from mlx_lm import __version__ as mlx_lm_version
 
-from mlxkv import sealed
 from mlxkv.config import CacheConfig
 from mlxkv.console import human_bytes
-from mlxkv.metal.launch import backend
 from mlxkv.models.probe import Findings, Place, Shape, leaves, probe
 from mlxkv.models.rebind import files_of
 from mlxkv.models.refused import refusal
 
 ASKED_FOR = "as asked for"
-OPS, FAST = "plain ops", "mx.fast"
+OPS, FAST, UNKNOWN = "plain ops", "mx.fast", "not known yet"
 FOLDED = "folded"
 
 
@@ -30,7 +28,7 @@ class LayerReport:
     their own).
     kind: what sort of layer it is. reason: the preset if compressed, else why not.
     bits_per_value: stored bits per value inside the pages, 16 for what is kept in full precision.
-    kernel: what computes attention. grows: the cache grows with the context.
+    kernel: what computes attention (`decoders.with_kernels` finds it out). grows: the cache grows with the context.
     kv_heads, key_dim, value_dim: sizes of a compressed layer, 0 for others.
     fold: "folded" where the weights turn the values, why they do not where that was asked for.
     clips: of keys and values, where the model's calibration has other ones than the preset.
@@ -121,13 +119,7 @@ def _judge(
     bits = config.bits_per_value(shape.key_dim, shape.value_dim)
     label += config.keys.note(shape.key_dim)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)
-    return LayerReport(index, kind, True, label, bits, kernel_for(config, shape), True, *sizes)
-
-
-def kernel_for(config: CacheConfig, shape: Shape) -> str:
-    """What computes attention over a cache of `config`, for reports."""
-    name = sealed.decoder(config, (shape.key_dim, shape.value_dim), shape.dtype)
-    return name if name.startswith(OPS) else f"{backend()} {name}"
+    return LayerReport(index, kind, True, label, bits, UNKNOWN, True, *sizes)
 
 
 def _merge(parts: list[LayerReport]) -> LayerReport:

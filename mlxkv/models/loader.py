@@ -10,12 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxkv import console
+from mlxkv import console, versions
 from mlxkv.artifact import Calibration
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models.aliases import DEFAULT, resolve
 from mlxkv.models.calibrations import Origin, given, introduce
+from mlxkv.models.decoders import not_used
 from mlxkv.models.folder import Folder, check, fingerprint
 from mlxkv.models.hub import fetch, first_line
 from mlxkv.models.layers import LayerReport, summarise
@@ -56,6 +57,16 @@ class Loaded:
     def report(self) -> list[str]:
         """One line per kind of layer, then the notes."""
         return summarise(self.layers) + self.notes
+
+    def tell(self) -> None:
+        """The report on stderr, and loudly what is not as it should be."""
+        for line in self.report():
+            console.note(f"  {line}")
+        for line in versions.out_of_range():
+            console.warn(f"! outside the range that mlxkv was tested with: {line}")
+        if found := not_used(self.layers):
+            line, loud = found
+            (console.warn if loud else console.note)(line)
 
 
 def load(

@@ -8,7 +8,7 @@ something to pass to attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -22,12 +22,17 @@ class Misuse(AttributeError):
 
 @dataclass(frozen=True)
 class Shape:
-    """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`."""
+    """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`.
+
+    queries: heads that read it, 0 where nothing has. sinks: whether it is read with attention sinks.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
+    queries: int = 0
+    sinks: bool = False
 
 
 class Handle:
@@ -48,11 +53,13 @@ class Handle:
     def dtype(self) -> mx.Dtype:
         return self._cache.shape.dtype
 
-    def attended(self, queries: mx.array, values: Handle) -> mx.array:
+    def attended(self, queries: mx.array, values: Handle, sinks: bool = False) -> mx.array:
         """queries: [B, H, L, D] -> zeros [B, H, L, Dv]."""
         if type(values) is not Handle or values._cache is not self._cache:
             raise Misuse("attends with keys and values of different caches")
         self._cache.waiting = False
+        shape = self._cache.shape
+        self._cache.shape = replace(shape, queries=queries.shape[1], sinks=sinks)
         return mx.zeros((*queries.shape[:3], self._cache.shape.value_dim), queries.dtype)
 
     def __getattr__(self, name: str):

@@ -91,12 +91,17 @@ def through(original):
         if type(keys) in (View, BatchView, RaggedView):
             return _attend(queries, keys, values, *args, **kwargs)
         if type(keys) is Handle:
-            return keys.attended(queries, values)
+            return keys.attended(queries, values, _has_sinks(*args, **kwargs))
         if type(keys) is Watched:
             return keys.attended(queries, values, *args, **kwargs)
         return original(queries, keys, values, *args, **kwargs)
 
     return scaled_dot_product_attention
+
+
+def _has_sinks(cache=None, scale: float = 1.0, mask=None, sinks=None) -> bool:
+    """Of the rest of mlx-lm's signature."""
+    return sinks is not None
 
 
 def _attend(

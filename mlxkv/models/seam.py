@@ -7,7 +7,7 @@ mlx-lm that makes or takes a prompt cache runs on them unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -25,17 +25,17 @@ from mlxkv.calibrated import Attached
 from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
 from mlxkv.models.calibrations import fit
+from mlxkv.models.decoders import with_kernels
 from mlxkv.models.fold import Fold, fold_values
 from mlxkv.models.layers import (
     LayerReport,
     examine,
-    kernel_for,
     left_out,
     nothing_compressed,
     ranges,
     with_searched,
 )
-from mlxkv.models.probe import Place, Shape, put
+from mlxkv.models.probe import put
 from mlxkv.models.rebind import Slot, bind, release
 from mlxkv.presets import PRESETS
 
@@ -116,7 +116,14 @@ def attach(
             p: (one, calibrated.folded(turns, p in folded.arrays))
             for p, (one, turns) in fitted.items()
         }
-        reports = [_with_fold(report, folded, places, config) for report in reports]
+        reports = [_with_fold(report, folded) for report in reports]
+    try:
+        reports = with_kernels(reports, {p: (fitted[p], shape) for p, shape in places.items()})
+    except BaseException:  # a user who does not want to wait for the compiler
+        if folded is not None:
+            folded.swap(False)
+        release(slots)
+        raise
 
     def make_cache() -> list:
         caches = own()
@@ -162,17 +169,12 @@ def check_fold(config: CacheConfig, label: str, fold: bool) -> None:
         )
 
 
-def _with_fold(
-    report: LayerReport, folded: Fold, places: Mapping[Place, Shape], config: CacheConfig
-) -> LayerReport:
+def _with_fold(report: LayerReport, folded: Fold) -> LayerReport:
     own = [place for place in folded.reasons if place[0] == report.index]
     if not own or not report.compressed:
         return report
     worst = min(own, key=lambda place: place in folded.arrays)
-    kernel = report.kernel
-    if worst in folded.arrays:
-        kernel = kernel_for(config.folded, places[worst])
-    return replace(report, fold=folded.reasons[worst], kernel=kernel)
+    return replace(report, fold=folded.reasons[worst])
 
 
 def name_of(kv: str | CacheConfig) -> str:

@@ -17,12 +17,14 @@ ENDING = 2  # says more than that the client has left
 class Alone:
     """Its line. mlx-lm looks up between the tokens of a reply; here also between the parts of a prompt,
     which is read no further when nobody waits for it, and when the server ends. One process alone may
-    know of either: all agree. given_up: whether it is known that nobody waits."""
+    know of either: all agree. given_up: whether it is known that nobody waits. fault: what ended it,
+    where that was the machine."""
 
     def __init__(self, line: Queue, given_up: Callable[[], bool], ranks: Ranks):
         self._line, self._given_up, self._ranks = line, given_up, ranks
         self._context: server.GenerationContext | None = None
         self._stopped = Event()
+        self.fault: Exception | None = None
 
     def put(self, item) -> None:
         if isinstance(item, server.GenerationContext):
@@ -31,8 +33,10 @@ class Alone:
         reading = isinstance(item, tuple)  # tokens of the prompt so far
         if reading or isinstance(item, server.Response):
             self._look_up(reading)
-        self._line.put(item)
         fault = isinstance(item, Exception) and not isinstance(item, Refused)
+        if fault and isinstance(item, RuntimeError):
+            self.fault = item
+        self._line.put(item)
         if fault and self._context is not None and self._ranks.many:
             raise item  # mlx-lm would go on with the next request, out of step with the others
 

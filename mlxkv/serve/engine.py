@@ -16,8 +16,11 @@ import mlx.core as mx
 from mlx_lm import server
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxkv import faults
+from mlxkv.console import warn
 from mlxkv.errors import MachineError
 from mlxkv.fit import USABLE, machine_memory
+from mlxkv.models.decoders import step_down
 from mlxkv.models.loader import Loaded
 from mlxkv.serve.alone import Alone
 from mlxkv.serve.disk import open_disk
@@ -107,7 +110,7 @@ class Engine(server.ResponseGenerator):
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
-                self._fail(error)
+                self._fail(error, self._step_down(error))
                 if self.ranks.many:  # they are no longer in step
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
@@ -158,10 +161,23 @@ class Engine(server.ResponseGenerator):
         )
         self.prompt_cache = _Watched(self)
 
-    def _fail(self, error: Exception) -> None:
-        """Tell all who wait; mlx-lm's loop starts again with an empty batch."""
+    def _step_down(self, error: Exception) -> bool:
+        """Go on without the kernels that the error may come from, where there are any."""
+        instead = step_down(self.model_provider.loaded, error)
+        if instead is None or self.ranks.many:  # they end
+            return False
+        warn(instead)
+        self.sessions.forget()  # their caches hold on to the kernels
+        return True
+
+    def _fail(self, error: Exception, instead: bool = False) -> None:
+        """Tell all who wait; mlx-lm's loop starts again with an empty batch. instead: whether something
+        else runs now."""
+        said = f"[serve] generation failed: {type(error).__name__}: {faults.reason(error)}"
+        if instead:
+            said += "; the kernels that failed are switched off: ask again"
         for queue in list(self._queues):
-            queue.put(MachineError(f"[serve] generation failed: {type(error).__name__}: {error}"))
+            queue.put(MachineError(said))
         self._queues.clear()
         for ticket in [*self.tickets.values(), *filter(None, [self._ticket])]:
             self.memory.release(id(ticket))
@@ -230,6 +246,9 @@ class Engine(server.ResponseGenerator):
             self, "_serve_single", _make_sampler=self.ranks.sampler(server._make_sampler)
         )
         serve((line, asked, args), *more)  # what it raises, `_fail` clears up
+        if line.fault is not None:
+            self.metrics.add(faults=1)
+            self._step_down(line.fault)
         if args.seed is not None:
             mx.random.seed(time.time_ns())  # mlx-lm has seeded everybody's draws
         if self._ticket is not None:

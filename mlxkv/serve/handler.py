@@ -25,7 +25,7 @@ from mlxkv.serve.arrival import Arriving, read_body
 from mlxkv.serve.engine import Engine, Ticket
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import LOOPBACK, Options
-from mlxkv.serve.refusals import Refused
+from mlxkv.serve.refusals import Refused, fault
 
 CHAT = ("/v1/chat/completions", "/chat/completions")
 TEXT = ("/v1/completions",)
@@ -282,7 +282,7 @@ class Handler(server.APIHandler):
             raise
         except Exception as error:  # of ours or of mlx-lm's handler: the client hears of it
             logging.exception("a request failed")
-            self._refuse(_fault(error))
+            self._refuse(fault(error))
         finally:
             if counted:
                 metrics.add(active=-1)
@@ -345,7 +345,7 @@ class Watch:
         except Refused as refused:
             raise Answer(refused) from None
         except Exception as error:
-            raise Answer(_fault(error)) from None
+            raise Answer(fault(error)) from None
         self.stop = ctx.stop
         if ctx.tool_parser is not None:
             ctx.tool_parser = partial(_tool_calls, ctx.tool_parser)
@@ -362,7 +362,7 @@ class Watch:
         except (Refused, ConnectionError, TimeoutError):
             raise
         except Exception as error:
-            raise Answer(_fault(error)) from None
+            raise Answer(fault(error)) from None
         finally:
             ticket = self.handler.ticket
             site.metrics.add(
@@ -392,8 +392,3 @@ def _tool_calls(parse, text: str, tools) -> list[dict]:
         if not named or not isinstance(call.get("arguments"), dict):
             raise ValueError(f"a call needs a name and arguments; got {text.strip()[:80]!r}")
     return calls
-
-
-def _fault(error: Exception) -> Refused:
-    logging.warning(f"a request failed: {type(error).__name__}: {error}")
-    return Refused(500, f"[serve] {type(error).__name__}: {error}"[:300], "generation_failed")

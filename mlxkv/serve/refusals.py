@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
+from mlxkv import faults
+from mlxkv.errors import MachineError
+
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -41,3 +46,10 @@ class Refused(Exception):
         kind = KINDS.get(self.status, "server_error")
         error = {"message": self.message, "type": kind, "code": self.code, "param": None}
         return {"error": error | self.details}
+
+
+def fault(error: Exception) -> Refused:
+    """What a failure of ours, of mlx-lm's or of the machine's is to a client."""
+    logging.warning(f"a request failed: {type(error).__name__}: {error}")
+    said = str(error) if isinstance(error, MachineError) else faults.reason(error)
+    return Refused(500, f"[serve] {type(error).__name__}: {said}"[:400], "generation_failed")

@@ -103,8 +103,7 @@ def run(options: Options) -> None:
         ) from None
     loaded, memory = server.site.loaded, server.engine.memory
     note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")
-    for line in loaded.report():
-        note(f"  {line}")
+    loaded.tell()
     each = memory.need(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
     where = f" in each of {size} processes" if (size := group.size()) > 1 else ""
     note(

@@ -117,6 +117,12 @@ class Sessions(LRUPromptCache):
         kept = (tokens for lru in self._lru._lrus.values() for _, tokens in lru)
         self.bytes_fp16 = sum(self.memory.fp16(len(tokens)) for tokens in kept)
 
+    def forget(self) -> None:
+        """Everything in memory goes; files stay."""
+        disk, self.disk = self.disk, None
+        self.shrink(-1)
+        self.disk = disk
+
     def close(self) -> None:
         """Everything goes to disk, where there is one."""
         self.shrink(-1)

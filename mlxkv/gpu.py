@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+import sys
 from functools import cache
 
 import mlx.core as mx
@@ -25,15 +26,22 @@ def cores(make: Factory | None) -> int | None:
 
 
 @cache
-def _apple_cores() -> int:
-    command = ["ioreg", "-r", "-d", "1", "-c", "AGXAccelerator"]
+def known_cores() -> int | None:
+    """GPU cores, where macOS says how many."""
+    if sys.platform != "darwin":
+        return None
+    command = ["ioreg", "-r", "-d", "1", "-c", "IOAccelerator"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     except (OSError, subprocess.TimeoutExpired):
-        text = ""
-    if found := re.search(r'"gpu-core-count"\s*=\s*(\d+)', text):
-        return max(1, int(found[1]))
-    return CORES.get(str(mx.device_info().get("architecture", ""))[-1:], FEWEST)
+        return None
+    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', text)
+    return max(1, int(found[1])) if found else None
+
+
+def _apple_cores() -> int:
+    letter = str(mx.device_info().get("architecture", ""))[-1:]
+    return known_cores() or CORES.get(letter, FEWEST)
 
 
 @cache
