@@ -27,9 +27,9 @@ PER_CORE = (
 )
 MAX_SPLITS = 128
 MOST_NEW = 8  # tokens that `attend` takes at once: more are a prefill
-# Floats of the outputs that a lane holds, 4 per query row and block of 32 dims: more do not leave room in
-# the 128 registers of an Apple GPU. NVIDIA has 255.
-HELD, HELD_CUDA = 32, 128
+# Query rows of a threadgroup at most: of each a lane holds an eighth of the outputs, and an Apple GPU has 128
+# registers. By the largest of its dims; more of them leave one row. NVIDIA has 255 registers.
+TILE_ROWS, TILE_DIMS, TILE_ROWS_CUDA = 2, 128, 4
 TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or one tile
 # Threadgroups that a multiprocessor of an NVIDIA GPU is to hold, by pairs of a tile: enough simdgroups
 # to wait for memory, with few registers spilled (counted by the compiler, not tuned by timing).
@@ -420,9 +420,10 @@ def attend(
 def rows_of_tile(dims: int, rows: int, make: Factory) -> int:
     """Query rows of a threadgroup of `attend`: 1, 2 or 4, so that few kernels are built. dims: the largest
     of D and the stored dims."""
-    held = HELD_CUDA if make is mx.fast.cuda_kernel else HELD
-    most = max(1, min(4, held // (4 * -(-dims // BLOCK))))
-    return next((n for n in (1, 2) if rows <= n <= most), 4 if most == 4 else min(most, 2))
+    most = TILE_ROWS if dims <= TILE_DIMS else 1
+    if make is mx.fast.cuda_kernel:
+        most = TILE_ROWS_CUDA
+    return next(n for n in (1, 2, 4) if rows <= n or n == most)
 
 
 def splits_for(records: int, windows: int, others: int, cores: int | None) -> tuple[int, int]:

@@ -27,6 +27,8 @@ SIMDGROUPS_WANTED = 2048  # in all: nearly 16 for each core of an H200
 PER_CORE = (
     3 * SIMDGROUPS
 )  # on Apple: by registers and threadgroup memory a core holds two or three threadgroups
+# Loads of four floats that a lane has under way as it merges splits: more do not fit in 128 registers.
+AHEAD, AHEAD_CUDA = 8, 16
 MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
 RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
 RING_MOST = 196 << 10  # with what a threadgroup has besides
@@ -229,6 +231,7 @@ def _kernel(
         "BF16": int(dtype == mx.bfloat16),
         "S": simdgroups,
         "STAGES": stages,
+        "AHEAD": AHEAD_CUDA if make is mx.fast.cuda_kernel and simdgroups == SIMDGROUPS else AHEAD,
         "RUNS": runs,
         "D": dims,
         "RK": layout.keys.dims,

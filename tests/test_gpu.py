@@ -76,13 +76,12 @@ def test_attention_is_the_same_however_it_is_split(monkeypatch, factory, dtype, 
 
 
 @pytest.mark.parametrize(
-    ("dims", "rows"), ((64, 4), (80, 2), (96, 2), (128, 2), (192, 1), (256, 1), (512, 1))
+    ("dims", "rows"), ((64, 2), (80, 2), (96, 2), (128, 2), (192, 1), (256, 1), (512, 1))
 )
 def test_outputs_of_a_lane_fit_in_128_registers(dims, rows):
     for wanted in (1, 2, 3, 4, 5, 7, 12, 32):
         tile = kernels.rows_of_tile(dims, wanted, make)
-        assert tile <= rows and tile in (1, 2, 4) and tile < 2 * wanted
-        assert tile == 1 or 4 * tile * -(-dims // 32) <= kernels.HELD
+        assert tile == min(rows, wanted)
 
 
 IOREG = (

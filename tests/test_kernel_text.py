@@ -87,7 +87,16 @@ KERNELS = {
     "attend_tile": (
         {
             **SIDES,
-            **{"T": np.float16, "BF16": 0, "S": 8, "STAGES": 2, "D": 128, "RK": 128, "RV": 128},
+            **{
+                "T": np.float16,
+                "BF16": 0,
+                "S": 8,
+                "STAGES": 2,
+                "AHEAD": 8,
+                "D": 128,
+                "RK": 128,
+                "RV": 128,
+            },
             **{"RECORD": 544, "BITS_K": 4, "BITS_V": 3, "HAS_K": 1, "HAS_V": 1},
             **{"WINDOW": 1, "HAS_SINKS": 1, "PAGE": 64, "HEADER": 0, "RUNS": 1},
         },

@@ -17,7 +17,10 @@ from mlxkv import levels
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least
 MAX_SPLITS = 128
-HELD = 32  # floats of the outputs that a lane holds: an Apple GPU has 128 registers
+TILE_ROWS, TILE_DIMS = (
+    2,
+    128,
+)  # query rows of a threadgroup, up to so many dims: an Apple GPU has 128 registers
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,9 +44,7 @@ def attend(
     keys, values = pages.layouts
     up = pages.codecs[1].transform and pages.codecs[1].transform.up
     count, capacity = pages.tokens // TOKENS, pages.buffer.shape[2]
-    held = max(dims, keys.dims, values.dims)
-    most = max(1, min(4, HELD // (4 * -(-held // BLOCK))))
-    tile = next((n for n in (1, 2) if rows <= n <= most), 4 if most == 4 else min(most, 2))
+    tile = min(rows, TILE_ROWS if max(dims, keys.dims, values.dims) <= TILE_DIMS else 1)
     page_splits = min(MAX_SPLITS, max(1, -(-count // SPLIT_RECORDS)))
     splits = page_splits + 1
     width = BLOCK * max(values.blocks, -(-dims // BLOCK))

@@ -26,6 +26,7 @@ constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = CHANNEL_V ? 1 : (RV + GROUP_V - 1) / GROUP_V;
 constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
+constexpr int PAIR_WORDS_K = kv_lane_words<BITS_K>(2);  // of two blocks
 constexpr int SIDE_K =
     32 * WORDS_K + kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
 constexpr int PAGE_RECORDS = PAGE / 16;
@@ -146,37 +147,3 @@ const int part = split - (paged ? (second ? size[8] : 0) : page_splits);
 const int unit_of_parts = PAIRS_K && paged ? PAGE_RECORDS : 1;
 const int each = ((units + parts - 1) / parts + unit_of_parts - 1) / unit_of_parts * unit_of_parts;
 const int stop = metal::min(units, (part + 1) * each);
-for (int unit = part * each + group; unit < stop; unit += S) {
-  const device uint* record = run + (first_record + (paged ? unit : 0)) * RECORD;
-  const device uint* header =
-      run_headers + (first_record / PAGE_RECORDS + (paged ? unit / PAGE_RECORDS : 0)) * HEADER;
-  const int token_of_page = 16 * (unit % PAGE_RECORDS);  // the record's first
-  const bool in_sink = unit < sink_units;
-  const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);  // windows only
-  const int tokens = paged ? 16 : (in_sink ? n_sink : n_live) - token0;
-  const int position0 = paged ? n_sink + 16 * (n_before + unit) : (in_sink ? token0 : total - n_live + token0);
-  const size_t at_window = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
-
-#if WITH_PAIRS
-  if (PAIRS_K && paged && (unit - group) % PAGE_RECORDS == 0) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const device half* angles = (const device half*)header + PAIRS;
-    for (int i = thread_id; i < PAIRS * ANGLES; i += 32 * S) {
-      const float step = float(angles[i / ANGLES]);
-      const float low = float(angles[i / ANGLES + 2 * PAIRS]);
-      const float angle = metal::fma(float(i % ANGLES) + 0.5f, step, low) - KV_PI;
-      turns[2 * i] = -metal::fast::cos(angle);
-      turns[2 * i + 1] = -metal::fast::sin(angle);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
-#endif
-
-#if WITH_TREE
-  if (TREE_K == 2 && paged) {
-    tree_k = kv_tree<2, 1>(books_k, (const device half*)header, lane);
-  }
-  if (TREE_V == 2 && paged) {
-    tree_v = kv_tree<2, 1>(books_v, (const device half*)(header + HEADER_K), lane);
-  }
-#endif

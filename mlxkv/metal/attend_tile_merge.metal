@@ -127,7 +127,6 @@ if (arrived[0] + 1u == uint(splits)) {
   // Four dims a lane, AHEAD loads under way. Where simdgroups are left over, several share the
   // splits of a row. What the windows give stays apart, row S + job, and gathers what the runs of
   // pages give, each led back by a map of its own.
-  constexpr int AHEAD = S > 8 ? 8 : 16;
   const int ways = metal::max(1, S / tile_height);
 #pragma unroll 1
   for (int r = 0; r < RUNS; r++) {

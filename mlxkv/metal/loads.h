@@ -61,14 +61,28 @@ inline void kv_load(const device T* from, thread float* v) {
   }
 }
 
-// The words of a lane, WORDS of a side of a record (`kv_word_at`), by the widest loads.
+// COUNT of the WORDS words of a lane (`kv_word_at`) from word `first` on, a multiple of COUNT, by the widest
+// loads; zeros behind the last.
+template <int WORDS, int COUNT>
+inline void kv_load_some(const device uint* side, int lane, int first, thread uint* words) {
+  constexpr int STEP = kv_vector(WORDS) < kv_vector(COUNT) ? kv_vector(WORDS) : kv_vector(COUNT);
+#pragma unroll
+  for (int m = 0; m < COUNT; m += STEP) {
+    if (first + m < WORDS) {
+      kv_load_words<STEP>(side + kv_word_at(first + m, lane, WORDS), words + m);
+    } else {
+#pragma unroll
+      for (int n = 0; n < STEP; n++) {
+        words[m + n] = 0u;
+      }
+    }
+  }
+}
+
+// All of them.
 template <int WORDS>
 inline void kv_load_lane(const device uint* side, int lane, thread uint* words) {
-#pragma unroll
-  for (int m = 0; m < WORDS; m += kv_vector(WORDS)) {
-    const device uint* from = side + kv_word_at(m, lane, WORDS);
-    kv_load_words<kv_vector(WORDS)>(from, words + m);
-  }
+  kv_load_some<WORDS, WORDS>(side, lane, 0, words);
 }
 
 inline uint kv_pack(half a, half b) {

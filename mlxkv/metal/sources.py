@@ -39,7 +39,7 @@ HEADERS = {  # what stands before a body; tile.h stands for the tiles of the mac
         "seal_half.h",
     ),
     "seal_channel": ("codes.h", "loads.h", "select.h", "seal.h"),
-    "attend": ("codes.h", "loads.h", "tree.h"),
+    "attend": ("codes.h", "loads.h", "tree.h", "attend.h"),
     "unseal": ("codes.h", "loads.h", "tree.h", "unseal.h"),
     "attend_tile": ("codes.h", "tree.h", "tile.h", "tile_codes.h"),
     "balance": (),
@@ -47,7 +47,9 @@ HEADERS = {  # what stands before a body; tile.h stands for the tiles of the mac
     "merge": (),
 }
 BODIES = {  # where a body is more than one file
-    "attend": ("attend.metal", "attend_keys.metal", "attend_values.metal", "attend_join.metal"),
+    "attend": tuple(
+        f"attend{part}.metal" for part in ("", "_keys", "_values", "_windows", "_join")
+    ),
     "attend_tile": tuple(
         f"attend_tile{part}.metal" for part in ("", "_read", "_values", "_windows", "_merge")
     ),
