@@ -31,7 +31,7 @@ def few(monkeypatch, tmp_path):
     monkeypatch.setattr(checks, "METHODS", ("turbo-2.5",))
     monkeypatch.setattr(checks, "METHOD_DIMS", (64,))
     monkeypatch.setattr(checks, "FOLLOWING", ("oja-0.75+int4", 32, 16))
-    monkeypatch.setattr("mlxkv.doctor.golden_rows", lambda step: [GOLDEN])
+    monkeypatch.setattr("mlxkv.doctor.golden_rows", lambda step, every=False: [GOLDEN])
     monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     trust.forget()
