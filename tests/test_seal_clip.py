@@ -9,7 +9,7 @@ from test_seal import data, layout, orthogonal, seal_and_check
 
 from mlxkv import kernels, packing, records, transform
 from mlxkv.config import Affine
-from mlxkv.metal.launch import read
+from mlxkv.metal.sources import ALL, chosen, read
 from mlxkv.quantizers import affine
 from mlxkv.transform import Transform
 
@@ -35,7 +35,7 @@ for (int i = 0; i < N; i++) {
 
 
 def network(x, y=None):
-    kernel = metal_kernel("network", ["x", "y"], ["out"], SORT, read("select.h"))
+    kernel = metal_kernel("network", ["x", "y"], ["out"], SORT, chosen(read("select.h"), ALL))
     merge = int(y is not None)
     (out,) = kernel(
         inputs=[x, y if merge else x],
