@@ -78,6 +78,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"SYMMETRIC{suffix}": int(at.symmetric),
         f"CHANNEL{suffix}": int(at.channel),
         f"OUTER{suffix}": int(at.outer),
+        f"PER_TOKEN{suffix}": int(not (at.channel or at.tree or at.bits == 16)),
         f"PAIRS{suffix}": int(at.pairs),
         f"CODEBOOK{suffix}": int(at.codebook),
         f"SIGNS{suffix}": int(at.signs),

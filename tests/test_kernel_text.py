@@ -23,6 +23,7 @@ SIDE = {
     "CHANNEL": 0,
     "OUTER": 0,
     "PAIRS": 0,
+    "PER_TOKEN": 1,
 }
 SIDES = {f"{name}_{side}": value for side in "KV" for name, value in SIDE.items()}
 SIDES |= {"CODEBOOK_K": 1, "CORRECTED_K": 1, "CORRECTED_V": 0}

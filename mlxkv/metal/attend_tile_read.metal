@@ -7,6 +7,7 @@ if (paged) {
     masks_k[i] = uint(size[12 + i]);
     masks_v[i] = uint(size[16 + i]);
   }
+#if WITH_PER_TOKEN
   if (OFFSETS_K) {
     // Sums over the dims of a group: of queries (row 1), which biases of keys multiply, and of queries
     // times offset (row 0), which scales multiply to take the offsets out again.
@@ -40,6 +41,7 @@ if (paged) {
       }
     }
   }
+#endif
   if (FOLDED && group == 0) {  // every simdgroup reads them there when scales change
 #pragma unroll
     for (int n = 0; n < 4 * BK; n++) {
@@ -47,6 +49,7 @@ if (paged) {
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+#if WITH_PER_TOKEN
   constexpr float SLOT = 64.0f;  // sums of 1024 times queries have to fit into halves
   TileB q_slots[SLOT_TILES];  // rows 0..7: slots, rows 8..15: what halves of them leave
 #pragma unroll
@@ -64,6 +67,7 @@ if (paged) {
     q_slots[m].w[0] = kv_halves(whole[0], whole[1]);
     q_slots[m].w[1] = kv_halves(rest[0], rest[1]);
   }
+#endif
 
   TileC zero;
 #pragma unroll
@@ -150,6 +154,7 @@ if (paged) {
       const int at = both ? unit + e : unit;  // the record's place
       const device uint* header = page_numbers + size_t(at / PAGE_RECORDS) * HEADER;
       s[e] = zero;
+#if WITH_PER_TOKEN
       if (OFFSETS_K) {
 #pragma unroll
         for (int m = 0; m < SLOT_TILES; m++) {
@@ -162,6 +167,7 @@ if (paged) {
           s[e].v[i] *= SLOT;
         }
       }
+#endif
 #if WITH_TREE
       if (TREE_K == 2) {
         tree = kv_tree<2, 1>(books_k, (const device half*)header, lane);
@@ -256,6 +262,7 @@ if (paged) {
         }
       }
 #endif
+#if WITH_PER_TOKEN
 #pragma unroll
       for (int n = 0; n < (CHANNEL_K || TREE_K || RAW_K ? 0 : GROUPS_K); n++) {
         TileC c;
@@ -304,6 +311,7 @@ if (paged) {
           }
         }
       }
+#endif
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int position = n_sink + 16 * (n_before + unit + e) + g + 8 * (i / 2);

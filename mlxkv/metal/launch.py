@@ -34,6 +34,7 @@ TYPES = {  # on Metal, on CUDA
     mx.bfloat16: ("bfloat16_t", "__nv_bfloat16"),
 }
 Factory = Callable[..., Callable[..., list[mx.array]]]
+PER_LINE = 6  # constants in a line of text
 SWITCH = "MLXKV_KERNELS"  # an environment variable; 0: plain ops alone
 
 
@@ -103,15 +104,16 @@ def include(name: str) -> str:
 
 def constants(template: Template, on_cuda: bool = False) -> str:
     """Template values as text. Baked in, they cost nothing at a call."""
-    lines = []
+    lines, numbers = [], []
     for name, value in template:
         if isinstance(value, mx.Dtype):
             lines.append(f"typedef {TYPES[value][on_cuda]} {name};\n")
         elif isinstance(value, tuple):
-            numbers = ", ".join(map(str, value))
-            lines.append(f"constexpr int {name}[{len(value)}] = {{{numbers}}};\n")
+            numbers.append(f"{name}[{len(value)}] = {{{', '.join(map(str, value))}}}")
         else:
-            lines.append(f"constexpr int {name} = {value};\n")
+            numbers.append(f"{name} = {value}")
+    for i in range(0, len(numbers), PER_LINE):
+        lines.append(f"constexpr int {', '.join(numbers[i : i + PER_LINE])};\n")
     return "".join(lines)
 
 

@@ -1,5 +1,4 @@
-// Wide loads and stores: of values, of the words of a record, of the numbers of a page. Stands behind
-// codes.h.
+// Wide loads: of values, of the words of a record, of the numbers of a page. Stands behind codes.h.
 
 #ifndef KV_PAIRS // cuda.h has its own
 typedef threadgroup float2* kv_pairs;
@@ -85,63 +84,6 @@ inline void kv_load_lane(const device uint* side, int lane, thread uint* words) 
   kv_load_some<WORDS, WORDS>(side, lane, 0, words);
 }
 
-inline uint kv_pack(half a, half b) {
-  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
-}
-inline uint kv_pack(bfloat16_t a, bfloat16_t b) {
-  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
-}
-inline uint kv_pack(float a, float b) {
-  return 0u;
-}
-
-// Four values to dims first .. first + 3 of a row of `dims`, at once where every row allows it.
-template <typename T, int WHOLE>
-inline void kv_store4(device T* row, int first, int dims, const thread T* values) {
-  if (WHOLE) {
-    if (first < dims) {
-      if (sizeof(T) == 4) {
-        float4 x;
-        x.x = float(values[0]);
-        x.y = float(values[1]);
-        x.z = float(values[2]);
-        x.w = float(values[3]);
-        *(device float4*)(row + first) = x;
-      } else {
-        uint2 x;
-        x.x = kv_pack(values[0], values[1]);
-        x.y = kv_pack(values[2], values[3]);
-        *(device uint2*)(row + first) = x;
-      }
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (first + i < dims) {
-        row[first + i] = values[i];
-      }
-    }
-  }
-}
-
-// Eight values likewise.
-template <typename T, int WHOLE>
-inline void kv_store8(device T* row, int first, int dims, const thread T* values) {
-  if (WHOLE && sizeof(T) == 2) {
-    if (first < dims) {
-      uint4 x;
-      x.x = kv_pack(values[0], values[1]);
-      x.y = kv_pack(values[2], values[3]);
-      x.z = kv_pack(values[4], values[5]);
-      x.w = kv_pack(values[6], values[7]);
-      *(device uint4*)(row + first) = x;
-    }
-  } else {
-    kv_store4<T, WHOLE>(row, first, dims, values);
-    kv_store4<T, WHOLE>(row, first + 4, dims, values + 4);
-  }
-}
-
 // COUNT halves (4 or 8) of a header from a multiple of COUNT on, by one load.
 template <int COUNT>
 inline void kv_load_numbers(const device half* from, thread float* to) {
@@ -161,36 +103,5 @@ inline void kv_load_numbers(const device half* from, thread float* to) {
     to[1] = kv_half_of(x.x, 1);
     to[2] = kv_half_of(x.y, 0);
     to[3] = kv_half_of(x.y, 1);
-  }
-}
-
-// A simdgroup copies up to 16 rows of DIMS values, with many loads on their way at once.
-template <typename T, int DIMS>
-inline void kv_copy(device T* to, const device T* from, int rows, int lane) {
-  constexpr int BYTES = DIMS * sizeof(T);
-  if (BYTES % 16 == 0) {
-    constexpr int MOST = 8;
-    const int all = rows * (BYTES / 16);
-    for (int start = 0; start < all; start += 32 * MOST) {
-      uint4 run[MOST];
-#pragma unroll
-      for (int m = 0; m < MOST; m++) {
-        const int i = start + 32 * m + lane;
-        if (i < all) {
-          run[m] = ((const device uint4*)from)[i];
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < MOST; m++) {
-        const int i = start + 32 * m + lane;
-        if (i < all) {
-          ((device uint4*)to)[i] = run[m];
-        }
-      }
-    }
-  } else {
-    for (int i = lane; i < rows * DIMS; i += 32) {
-      to[i] = from[i];
-    }
   }
 }

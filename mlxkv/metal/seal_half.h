@@ -1,6 +1,10 @@
 // One side of a record in float16 numbers by one simdgroup, for seal.metal: x [16, DIMS] -> the words at
 // `out`, which saturate, and are zero beyond the last dim. KIND as in `kv_seal_side`.
 #if WITH_HALVES
+inline uint kv_halves_word(float low, float high) {
+  return uint(as_type<ushort>(half(low))) | (uint(as_type<ushort>(half(high))) << 16);
+}
+
 template <typename T, int DIMS, int KEYS, int KIND>
 inline void kv_seal_half(
     const device T* x, const device float* table, kv_pairs tile, device uint* out, int lane) {
@@ -27,7 +31,7 @@ inline void kv_seal_half(
     for (int r = 0; r < 2; r++) {
 #pragma unroll
       for (int p = 0; p < 4; p++) {
-        words[kv_slot_word<16>(j, r, p)] = kv_pack(half(v[8 * r + p]), half(v[8 * r + 4 + p]));
+        words[kv_slot_word<16>(j, r, p)] = kv_halves_word(v[8 * r + p], v[8 * r + 4 + p]);
       }
     }
   }

@@ -63,6 +63,7 @@ FEATURES = {
     "WITH_SIGNS": ("SIGNS", 1),
     "WITH_CHANNEL": ("CHANNEL", 1),
     "WITH_OUTER": ("OUTER", 1),
+    "WITH_PER_TOKEN": ("PER_TOKEN_K", 1),
     "WITH_HALVES": ("BITS", 16),
     "WITH_TURN": ("KIND", 1),
     "WITH_CLIP": ("RANK", 2),

@@ -66,6 +66,7 @@ inline uint kv_centred_pair(uint word, uint high, const thread uint* masks, int 
   return kv_add_halves(kv_pair<BITS>(word, high, masks, j, r, p), kv_halves(shift, shift));
 }
 
+#if WITH_PER_TOKEN
 // Numbers of the keys as a left factor: tokens g and g + 8, slots 8 m + 2 t and the next of SLOTS
 // (scales of all groups, biases of all groups), twice.
 template <int SLOTS>
@@ -94,6 +95,7 @@ inline TileA kv_read_slots(KvRecord from, int first, int m, int g, int t) {
   }
   return a;
 }
+#endif
 
 inline float kv_half(uint word, int high) {
   const half2 pair = as_type<half2>(word);

@@ -1,3 +1,93 @@
+// What unseal.metal does, and its wide stores.
+
+inline uint kv_pack(half a, half b) {
+  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
+}
+inline uint kv_pack(bfloat16_t a, bfloat16_t b) {
+  return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
+}
+inline uint kv_pack(float a, float b) {
+  return 0u;
+}
+
+// Four values to dims first .. first + 3 of a row of `dims`, at once where every row allows it.
+template <typename T, int WHOLE>
+inline void kv_store4(device T* row, int first, int dims, const thread T* values) {
+  if (WHOLE) {
+    if (first < dims) {
+      if (sizeof(T) == 4) {
+        float4 x;
+        x.x = float(values[0]);
+        x.y = float(values[1]);
+        x.z = float(values[2]);
+        x.w = float(values[3]);
+        *(device float4*)(row + first) = x;
+      } else {
+        uint2 x;
+        x.x = kv_pack(values[0], values[1]);
+        x.y = kv_pack(values[2], values[3]);
+        *(device uint2*)(row + first) = x;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (first + i < dims) {
+        row[first + i] = values[i];
+      }
+    }
+  }
+}
+
+// Eight values likewise.
+template <typename T, int WHOLE>
+inline void kv_store8(device T* row, int first, int dims, const thread T* values) {
+  if (WHOLE && sizeof(T) == 2) {
+    if (first < dims) {
+      uint4 x;
+      x.x = kv_pack(values[0], values[1]);
+      x.y = kv_pack(values[2], values[3]);
+      x.z = kv_pack(values[4], values[5]);
+      x.w = kv_pack(values[6], values[7]);
+      *(device uint4*)(row + first) = x;
+    }
+  } else {
+    kv_store4<T, WHOLE>(row, first, dims, values);
+    kv_store4<T, WHOLE>(row, first + 4, dims, values + 4);
+  }
+}
+
+// A simdgroup copies up to 16 rows of DIMS values, with many loads on their way at once.
+template <typename T, int DIMS>
+inline void kv_copy(device T* to, const device T* from, int rows, int lane) {
+  constexpr int BYTES = DIMS * sizeof(T);
+  if (BYTES % 16 == 0) {
+    constexpr int MOST = 8;
+    const int all = rows * (BYTES / 16);
+    for (int start = 0; start < all; start += 32 * MOST) {
+      uint4 run[MOST];
+#pragma unroll
+      for (int m = 0; m < MOST; m++) {
+        const int i = start + 32 * m + lane;
+        if (i < all) {
+          run[m] = ((const device uint4*)from)[i];
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < MOST; m++) {
+        const int i = start + 32 * m + lane;
+        if (i < all) {
+          ((device uint4*)to)[i] = run[m];
+        }
+      }
+    }
+  } else {
+    for (int i = lane; i < rows * DIMS; i += 32) {
+      to[i] = from[i];
+    }
+  }
+}
+
 // 16 tokens of one side of a record by one simdgroup, for unseal.metal: codes and numbers at `side`, what
 // their page shares at `header` -> rows [16, DIMS]. place: the record's in its page.
 template <
