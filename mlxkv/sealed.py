@@ -6,6 +6,7 @@ Each restores what the other saved, so that a cache saved on one machine is read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -346,6 +347,8 @@ def why_no_tiles(
 ) -> str | None:
     """Why the portable kernels decode such pages here and not the tiles, or None. For pages that
     have kernels."""
+    if os.environ.get(launch.TILES_SWITCH) == "0":
+        return f"{launch.TILES_SWITCH}=0"
     if off := launch.switched_off(launch.TILES):
         return off
     make, layout = launch.factory(), kernels.record_layout(config, *config.dims(*dims))

@@ -169,3 +169,14 @@ def test_where_mlx_is_not_fused_no_score_matrix_is_whole(monkeypatch, where, dim
     most = 1 << (16 if where == "cpu" else 19)
     assert len(seen) == blocks and (blocks == 1 or max(seen) <= most)
     assert out.shape == q.shape
+
+
+@needs_emulator
+def test_tiles_can_be_switched_off(monkeypatch):
+    from mlxkv import sealed
+
+    with launch.using(make_tiles):
+        assert sealed.why_no_tiles(SMALL, (64, 64), mx.float16) is None
+        monkeypatch.setenv("MLXKV_TILES", "0")
+        assert sealed.why_no_tiles(SMALL, (64, 64), mx.float16) == "MLXKV_TILES=0"
+        assert sealed.decoder(SMALL, (64, 64), mx.float16) == "kernels"

@@ -36,6 +36,7 @@ TYPES = {  # on Metal, on CUDA
 Factory = Callable[..., Callable[..., list[mx.array]]]
 PER_LINE = 6  # constants in a line of text
 SWITCH = "MLXKV_KERNELS"  # an environment variable; 0: plain ops alone
+TILES_SWITCH = "MLXKV_TILES"  # 0: the portable body decodes
 
 
 def backend() -> str:
