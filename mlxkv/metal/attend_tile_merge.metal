@@ -167,8 +167,10 @@ if (arrived[0] + 1u == uint(splits)) {
           }
         }
 #pragma unroll
-        for (int i = 0; i < (r == 0 ? 8 : 4); i++) {
-          pool[1024 + (S * (i / 4) + job) * WIDTH + 4 * quad + i % 4] = a[i];
+        for (int i = 0; i < 8; i++) {
+          if (i < 4 || r == 0) {
+            pool[1024 + (S * (i / 4) + job) * WIDTH + 4 * quad + i % 4] = a[i];
+          }
         }
       }
     }
