@@ -7,7 +7,11 @@ import pytest
 from metal import libraries, texts
 
 # (libraries, lines) at most of a chat at 128 dims in bfloat16.
-BOUNDS = {("int4", "portable"): (4, 2000), ("int4", "tiles"): (4, 2000), ("int8", "tiles"): (4, 2000)}
+BOUNDS = {
+    ("int4", "portable"): (4, 2000),
+    ("int4", "tiles"): (4, 2000),
+    ("int8", "tiles"): (4, 2000),
+}
 
 
 @pytest.mark.parametrize(("preset", "body"), BOUNDS)
