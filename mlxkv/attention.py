@@ -230,7 +230,8 @@ def fused_dims(where: str, mlx: str | None = None) -> set[int]:
 
 
 def _blocked(queries, keys, values, scale, mask, sinks):
-    """SDPA by blocks of query rows, so that the score matrix stays below SCORE_BYTES."""
+    """SDPA by blocks of query rows, so that the score matrix stays below SCORE_BYTES, or has DECODE_TOKENS
+    rows."""
     heads, new, total = queries.shape[1], queries.shape[2], keys.shape[2]
     most = SCORE_BYTES if backend() == "cpu" else SCORE_BYTES_GPU
     rows = max(DECODE_TOKENS, most // (4 * queries.shape[0] * heads * total))
@@ -239,7 +240,7 @@ def _blocked(queries, keys, values, scale, mask, sinks):
         stop = min(start + rows, new)
         end = total - new + stop if isinstance(mask, str) else total  # causal: the rest is masked
         part = mask
-        if isinstance(mask, mx.array) and mask.shape[-2] > 1:
+        if isinstance(mask, mx.array) and mask.ndim > 1 and mask.shape[-2] > 1:
             part = mask[..., start:stop, :]
         q, k, v = queries[:, :, start:stop], keys[:, :, :end], values[:, :, :end]
         if out:  # one block after the other, or all score matrices are alive at once

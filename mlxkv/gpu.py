@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from mlxkv.metal.launch import Factory
 
-# Cores where macOS does not say, by the last letter of MLX's architecture name (applegpu_g13s): phone,
-# base, Max (MLX's own kernels choose by it, too) and Ultra, the smallest of each kind.
+# Cores where macOS does not say, by the last letter of MLX's architecture name (applegpu_g13s): phone, base,
+# Pro, Max and Ultra, the fewest of each kind.
 CORES = {"p": 5, "g": 8, "s": 14, "c": 24, "d": 48}
 FEWEST = 8
 TILES_SINCE = 15  # macOS: Metal 3.2, with `coherent` and `atomic_thread_fence`

@@ -22,9 +22,8 @@ from mlxkv.transform import Transform
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
 FEW_RECORDS = 2 * SIMDGROUPS  # the same where the number of cores decides
-PER_CORE = (
-    4  # threadgroups wanted: an Apple core holds some 24 simdgroups of 128 registers, 6 of them
-)
+# Threadgroups wanted of the six, of 4 simdgroups with 128 registers, that an Apple core holds.
+PER_CORE = 4
 MAX_SPLITS = 128
 MOST_NEW = 8  # tokens that `attend` takes at once: more are a prefill
 # Query rows of a threadgroup at most: of each a lane holds an eighth of the outputs, and an Apple GPU has 128
@@ -195,7 +194,12 @@ def unseal(
     windows = [None if x is None else x[0].shape[2] for x in (sink, live)]
     tokens = count * TOKENS + sum(n or 0 for n in windows)
     rest = buffer, count, layout, dtype, make, sink, live, headers
-    if batch * heads * tokens * layout.keys.dims % 8:  # values would lie where no wide store goes
+    keys, all_ = (
+        batch * heads * tokens * n
+        for n in (layout.keys.dims, layout.keys.dims + layout.values.dims)
+    )
+    # Values would lie where no wide store goes, or the array would be longer than MLX allows.
+    if keys % 8 or all_ >= 1 << 31:
         return _unseal(*rest, 0, 1)[0], _unseal(*rest, 1, 1)[0]
     return tuple(_unseal(*rest, 0, 2))
 
@@ -435,11 +439,11 @@ def splits_for(records: int, windows: int, others: int, cores: int | None) -> tu
     """
     if cores is None:
         return min(MAX_SPLITS, max(1, -(-records // SPLIT_RECORDS))), 1
-    wanted = max(2, round(PER_CORE * cores / others))
-    share = min(max(1, round(wanted * windows / (records + windows))), -(-windows // SIMDGROUPS))
-    share = max(1, share)
-    most = -(-records // FEW_RECORDS)
-    return max(1, min(MAX_SPLITS - share, wanted - share, most)), share
+    most = MAX_SPLITS // 2  # of each, so that the merge can take both
+    pages = max(1, min(most, round(PER_CORE * cores / others), -(-records // FEW_RECORDS)))
+    # Windows come besides: they end early, and have as many units each as a split of the records at least.
+    each = max(SIMDGROUPS, -(-records // pages))
+    return pages, max(1, min(most, -(-windows // each)))
 
 
 @lru_cache(maxsize=64)

@@ -24,9 +24,8 @@ from mlxkv.transform import Transform
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
 ROWS = 8  # query rows of a threadgroup
 SIMDGROUPS_WANTED = 2048  # in all: nearly 16 for each core of an H200
-PER_CORE = (
-    3 * SIMDGROUPS
-)  # on Apple: by registers and threadgroup memory a core holds two or three threadgroups
+# Threadgroups wanted on Apple: by registers and threadgroup memory a core holds two or three of them.
+PER_CORE = 2.5
 # Loads of four floats that a lane has under way as it merges splits: more do not fit in 128 registers.
 AHEAD, AHEAD_CUDA = 8, 16
 MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
@@ -169,23 +168,20 @@ def _simdgroups(words: int, wide: bool, merges: int, make: Factory) -> int:
     return SIMDGROUPS_CUDA if make is mx.fast.cuda_kernel and few and fits else SIMDGROUPS
 
 
-def wanted(make: Factory) -> int:
-    """Simdgroups that fill the GPU."""
-    cores = gpu.cores(make)
-    return SIMDGROUPS_WANTED if cores is None else PER_CORE * cores
-
-
 def splits_for(
-    records: int, merges: int, simdgroups: int, wide: bool, all_: int = SIMDGROUPS_WANTED
+    records: int, merges: int, simdgroups: int, wide: bool, cores: int | None = None
 ) -> tuple[int, int]:
     """How many threadgroups share the records of a head, and how many its windows. merges: heads
-    times tiles of rows; all_: `wanted`."""
-    room = all_ // simdgroups // merges
+    times tiles of rows; cores: of an Apple GPU, None elsewhere."""
+    few = -(-records // (2 * simdgroups))
+    if cores is not None:  # windows come besides: they end early
+        room = max(1, round(PER_CORE * cores / merges))
+        return max(1, min(MAX_SPLITS // 2, room, few)), 1
+    room = SIMDGROUPS_WANTED // simdgroups // merges
     if wide:  # a core holds half as many, and each leaves more to merge
         room = min(room // 2 if merges > 1 else room, MAX_SPLITS // 2)
     windows = 2 if room >= 16 and simdgroups < SIMDGROUPS_CUDA else 1
-    records = -(-records // (2 * simdgroups))
-    return max(1, min(MAX_SPLITS - windows, room - windows, records)), windows
+    return max(1, min(MAX_SPLITS - windows, room - windows, few)), windows
 
 
 def _busy(lengths: tuple[tuple[int, int, int], ...], merges: int) -> int:
@@ -289,7 +285,7 @@ def _plan(
     wide = _is_wide(layout, dims)
     busy = _busy(lengths, merges)
     simdgroups = _simdgroups(layout.words, wide, busy, make)
-    splits = splits or splits_for(most + more, busy, simdgroups, wide, wanted(make))
+    splits = splits or splits_for(most + more, busy, simdgroups, wide, gpu.cores(make))
     if second:
         splits = max(2, splits[0]), splits[1]
     first = splits[0]

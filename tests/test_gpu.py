@@ -27,20 +27,19 @@ def _fresh():
         known.cache_clear()
 
 
-@pytest.mark.parametrize("cores", (7, 8, 10, 20, 40, 80))
+@pytest.mark.parametrize("cores", (7, 8, 10, 14, 20, 40, 80))
 @pytest.mark.parametrize(("heads", "tiles_"), ((1, 4), (1, 1), (2, 2), (8, 2), (8, 1), (32, 1)))
 @pytest.mark.parametrize("tokens", (1024, 4096, 32768, 131072))
-def test_a_core_gets_two_to_four_threadgroups(cores, heads, tiles_, tokens):
-    """As far as there are records for them, and never more than the merge can take."""
+def test_records_give_a_core_two_to_five_threadgroups(cores, heads, tiles_, tokens):
+    """As far as there are records for them; windows come besides and have no more units each."""
     records, windows = tokens // 16, 20
     pages, window = kernels.splits_for(records, windows, heads * tiles_, cores)
-    assert 1 <= pages <= -(-records // kernels.FEW_RECORDS) and 1 <= window <= windows
-    assert pages + window <= kernels.MAX_SPLITS
-    each = (pages + window) * heads * tiles_ / cores
-    enough_work = pages == -(-records // kernels.FEW_RECORDS)
-    at_most = pages + window == kernels.MAX_SPLITS
-    fewest = pages + window == 2  # a head has no fewer
-    assert 2 <= each <= 5 or (each < 2 and (enough_work or at_most)) or fewest, each
+    most = -(-records // kernels.FEW_RECORDS)
+    assert 1 <= pages <= most and pages + window <= kernels.MAX_SPLITS
+    assert -(-windows // window) <= max(kernels.SIMDGROUPS, -(-records // pages), windows)
+    each = pages * heads * tiles_ / cores
+    assert each >= 2 or pages in (most, kernels.MAX_SPLITS // 2)
+    assert each <= 6 or pages == 1
 
 
 def test_without_a_known_number_of_cores_splits_are_of_records():
@@ -48,13 +47,18 @@ def test_without_a_known_number_of_cores_splits_are_of_records():
     assert kernels.splits_for(100, 20, 8, None) == (7, 1)
 
 
-@pytest.mark.parametrize("cores", (8, 10, 40))
-def test_tiles_fill_an_apple_gpu_and_no_more(cores):
-    all_ = tiles.PER_CORE * cores
-    for merges in (1, 8, 32):
-        pages, windows = tiles.splits_for(2048, merges, tiles.SIMDGROUPS, False, all_)
-        each = (pages + windows) * merges / cores
-        assert 1.5 <= each <= 3 or pages + windows == 2 or pages + windows == tiles.MAX_SPLITS
+@pytest.mark.parametrize("cores", (7, 8, 10, 14, 40))
+@pytest.mark.parametrize("merges", (1, 4, 8, 32))
+def test_tiles_fill_an_apple_gpu_and_no_more(cores, merges):
+    pages, windows = tiles.splits_for(2048, merges, tiles.SIMDGROUPS, False, cores)
+    each = pages * merges / cores
+    assert windows == 1 and (each >= 1.7 or pages == tiles.MAX_SPLITS // 2)
+    assert each <= 4 or pages == 1
+
+
+def test_elsewhere_tiles_are_split_as_on_the_gpu_they_were_timed_on():
+    assert tiles.splits_for(8192, 8, tiles.SIMDGROUPS_CUDA, False) == (15, 1)
+    assert tiles.splits_for(8192, 1, tiles.SIMDGROUPS, True) == (62, 2)
 
 
 @needs_emulator
@@ -180,3 +184,19 @@ def test_tiles_can_be_switched_off(monkeypatch):
         monkeypatch.setenv("MLXKV_TILES", "0")
         assert sealed.why_no_tiles(SMALL, (64, 64), mx.float16) == "MLXKV_TILES=0"
         assert sealed.decoder(SMALL, (64, 64), mx.float16) == "kernels"
+
+
+def test_a_long_prefill_is_unsealed_a_side_at_a_time(monkeypatch):
+    """MLX's arrays have fewer than 2^31 elements along a dim."""
+    sides = []
+
+    def one(buffer, count, layout, dtype, make, sink, live, headers, first, number):
+        sides.append(number)
+        return [None] * number
+
+    monkeypatch.setattr(kernels, "_unseal", one)
+    layout = kernels.record_layout(SMALL, 128, 128)
+    for tokens in (1 << 16, 1 << 20):
+        buffer = mx.zeros((1, 8, tokens // 16, 0), mx.uint32)
+        kernels.unseal(buffer, tokens // 16, layout, mx.bfloat16, make)
+    assert sides == [2, 1, 1]

@@ -21,6 +21,15 @@ pytestmark = pytest.mark.skipif(codegen.why_not() is not None, reason=str(codege
 ARRAY_BYTES: dict[tuple[str, int], int] = {}
 # The same of (registers spilled, bytes of scratch memory).
 SPILLS: dict[tuple[str, int], tuple[int, int]] = {}
+# The other methods, in which balance and the clips of trees are heavier: at most (registers spilled, bytes of
+# scratch memory) at 128 dims, none where nothing is said.
+OTHERS = {
+    "turbo-int3": {},
+    "polar": {"attend": (9, 40)},
+    "kvarn-int4": {"balance": (100, 316)},
+    "polar-tree+online": {"attend": (143, 512)},
+    "srft-int4": {"seal": (45, 184)},
+}
 CASES = [(preset, dims) for preset in measured.PRESETS for dims in (64, 128, 256)]
 
 
@@ -42,6 +51,18 @@ def test_no_register_is_spilled(preset, dims):
         spilled, scratch = SPILLS.get((text.name, dims), (0, 0))
         if found.spilled > spilled or found.scratch > scratch:
             wrong[label] = found
+    assert not wrong
+
+
+@pytest.mark.parametrize("preset", OTHERS)
+def test_other_methods_keep_their_arrays_in_registers_and_spill_no_more_than_they_did(preset):
+    wrong = {}
+    for label, text in measured.measured(preset, 128):
+        found = codegen.registers(text.kernel, text.threads)
+        spilled, scratch = OTHERS[preset].get(text.name, (0, 0))
+        arrays = codegen.private_arrays(text.kernel)
+        if found.spilled > spilled or found.scratch > scratch or arrays:
+            wrong[label] = found, arrays
     assert not wrong
 
 
