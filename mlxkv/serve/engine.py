@@ -163,8 +163,10 @@ class Engine(server.ResponseGenerator):
 
     def _step_down(self, error: Exception) -> bool:
         """Go on without the kernels that the error may come from, where there are any."""
+        if self.ranks.many:  # they end, and others may never come to what is under way here
+            return False
         instead = step_down(self.model_provider.loaded, error)
-        if instead is None or self.ranks.many:  # they end
+        if instead is None:
             return False
         warn(instead)
         self.sessions.forget()  # their caches hold on to the kernels
