@@ -313,3 +313,21 @@ def test_a_test_that_fails_leaves_nothing_under_way(monkeypatch):
     lost.left = 0
     assert selftest.test(PRESETS["int4"], 64, mx.float16, lost).reason == LOST
     assert asked == [mx.default_stream(mx.default_device())] * 2
+
+
+def test_clients_hear_of_a_fault_even_if_nothing_takes_over(folder, monkeypatch):
+    """What fails while kernels are switched off keeps no client waiting, nor ends the server."""
+    lost = Failing("merge")
+    with launch.using(lost), serving(folder) as server:
+        want = text_of(complete(server, LONG, 8))
+
+        def fails(loaded, error):
+            raise ValueError("while switching off")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("mlxkv.serve.engine.step_down", fails)
+            lost.left = 2
+            message = refused(server, 500, prompt=LONG + "!", max_tokens=8)["message"]
+        assert "Command buffer execution failed" in message and "switched off" not in message
+        lost.left = None
+        assert text_of(complete(server, LONG, 8)) == want

@@ -110,7 +110,14 @@ class Engine(server.ResponseGenerator):
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
-                self._fail(error, self._step_down(error))
+                instead = False
+                try:
+                    instead = self._step_down(error)
+                except (
+                    Exception
+                ):  # the GPU may raise again; who waits has to hear of it all the same
+                    logging.exception("kernels were not switched off")
+                self._fail(error, instead)
                 if self.ranks.many:  # they are no longer in step
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
