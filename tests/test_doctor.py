@@ -267,3 +267,9 @@ def test_the_page_in_the_repository_is_what_its_files_render_to(capsys):
     assert capsys.readouterr().out == (results / "machines.md").read_text(encoding="utf-8")
     if not list((results / "machines").glob("*.json")):
         assert "No Mac has reported yet" in machines.page([])
+
+
+def test_a_user_named_like_a_chip_keeps_the_chip(monkeypatch):
+    monkeypatch.setenv("LOGNAME", "max")
+    found = {"chip": "Apple M4 Max", "device": {"device_name": "Apple M4 Max"}, "reason": "Max: no"}
+    assert machines._scrubbed(found) == found | {"reason": "USER: no"}
