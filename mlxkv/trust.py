@@ -220,8 +220,8 @@ def note(
 
 @contextmanager
 def trial(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> Iterator[None]:
-    """While inside, the note says that this process is trying them; afterwards it says again what it said
-    before, if that was an outcome, or what another process has found meanwhile."""
+    """Marks them as being tried by this process. At the end the mark goes: the outcome that was known before
+    stands again, or the one that another process has written meanwhile."""
     key, before = _key(layout, dims, dtype, tiled), None
     mark = {"state": TRYING, "process": os.getpid(), "since": time.time()}
 
