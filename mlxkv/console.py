@@ -32,7 +32,7 @@ def warn(text: str) -> None:
 @contextmanager
 def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
     """Gives a `step()` to call before each of `total` things that take their time: a bar on stderr in a
-    terminal, else one line. Of nothing: silence."""
+    terminal, else one line; prints nothing when `total` is 0."""
     from rich.console import Console
 
     out = Console(stderr=True)

@@ -24,6 +24,7 @@ DEVICE = (
     *("architecture", "device_name", "memory_size", "total_memory", "max_buffer_length"),
     *("max_recommended_working_set_size", "compute_capability_major", "compute_capability_minor"),
 )
+PRODUCTS = ("chip", "device_name", "format")  # "Max" may be a user, too
 TITLE = "# Machines that mlxkv has been tried on"
 ABOUT = """Written from the files in [machines/](machines), which users sent, by `python -m mlxkv.machines`. A file
 holds no host name, user name or path. To send yours, attach what this writes to an issue (`--all` takes
@@ -75,7 +76,7 @@ def document(data: dict) -> dict:
 def _scrubbed(value):
     """Every text in it without names and paths."""
     if isinstance(value, dict):
-        return {key: _scrubbed(x) for key, x in value.items()}
+        return {key: x if key in PRODUCTS else _scrubbed(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
         return [_scrubbed(x) for x in value]
     return clean(value) if isinstance(value, str) else value

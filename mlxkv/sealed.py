@@ -320,7 +320,10 @@ def why_not(
     if why_no_tiles(config, dims, dtype, case) is None:
         return None  # the portable body would be built in vain
     layout = kernels.record_layout(config, *config.dims(*dims))
-    reason = make is mx.fast.metal_kernel and trust.why_not(layout, dims[0], dtype, tiled=False)
+    reason = None
+    if make is mx.fast.metal_kernel:
+        trust.wait(layout, dims[0], dtype, tiled=False)
+        reason = trust.why_not(layout, dims[0], dtype, tiled=False)
     if reason := reason or selftest.fault(config, dims[0], dtype, make, case=case):
         return f"{FAILED}: {reason}"
     return None
@@ -352,6 +355,8 @@ def why_no_tiles(
     if off := launch.switched_off(launch.TILES):
         return off
     make, layout = launch.factory(), kernels.record_layout(config, *config.dims(*dims))
+    if make is mx.fast.metal_kernel:
+        trust.wait(layout, dims[0], dtype)
     reason = tiles.why_not(layout, dims[0], dtype, make)
     return reason or selftest.fault(config, dims[0], dtype, make, tiled=True, case=case)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -186,6 +186,7 @@ def _test(
     except Exception as error:  # a compiler or a driver may raise anything at all
         tiles.forget_counters()
         spent = time.perf_counter() - start
+        drain()
         built = not faults.is_of_build(error)
         return Outcome({}, 0.0, faults.reason(error), built, spent, faults.text(error))
     names = ("attend", "keys", "values", "prefill")
@@ -207,6 +208,15 @@ def _test(
     wrong = next((name for name, off in errors.items() if not off <= bounds[name]), None)
     reason = None if wrong is None else f"{wrong} is off by {errors[wrong]:.2g}"
     return Outcome(errors, ties, reason, True, seconds)
+
+
+def drain(*streams: mx.Stream) -> None:
+    """Wait for what is under way on the default stream and on `streams`, whatever comes of it. After an
+    error of the GPU buffers in flight set the error again, and the next thing computed would raise it."""
+    for stream in (*streams, mx.default_stream(mx.default_device())):
+        for _ in range(2):  # the first may raise before it has waited
+            with suppress(RuntimeError):
+                mx.synchronize(stream)
 
 
 def _off(ours: mx.array, plain: mx.array) -> float:

@@ -2,17 +2,20 @@
 
 A process tries the kernels of a format before it uses them. On a Mac it says so first in a note in the
 user's cache folder, and what came of it afterwards. What failed as tiles is not built again at every
-start, and what ended a process (a GPU that hangs may) is not tried again until the user asks for it.
-One note for each layout, head dim and type, so that what fails distrusts nothing but itself.
+start, and what ended two processes in a row (a GPU that hangs may) is not tried again until the user
+asks for it; one death says little: a terminal that is closed ends a process, too. One note for each
+layout, head dim and type, so that what fails distrusts nothing but itself.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
@@ -26,7 +29,14 @@ from mlxkv.metal.launch import SIGNATURES, body, header
 
 PASSED, FAILED, TRYING, DIED, BUSY = "passed", "failed", "trying", "died", "busy"
 LONGEST = 1 << 20  # bytes of a file that is read
+DEATHS = 2  # in a row, before what a process died of is not tried again
+OLDEST = (
+    600.0  # seconds of a mark; behind an older one is another process of the same number, or a hang
+)
+WAIT, NAP = 120.0, 0.2  # seconds that a start waits for another process, and between two looks
 _known: dict[str, dict] = {}  # rows by their key, as this process knows them
+_tried: set[str] = set()  # keys that this process is trying
+_waited: set[str] = set()  # keys that it has waited for
 _read = False
 
 
@@ -75,45 +85,97 @@ def forget() -> None:
     """Look at the file again when asked next."""
     global _read
     _known.clear()
+    _waited.clear()
     _read = False
 
 
-def _write(key: str, row: dict | None) -> None:
-    """Put a row, or take it away (None). A folder that cannot be written is no fault."""
-    _rows()
-    rows = _file()  # other processes may have written
-    for into in (_known, rows):
-        into.pop(key, None)
-        if row is not None:
-            into[key] = row
-    path, name = _path(), None
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other process changes the file meanwhile. Where there can be no lock, there is none."""
+    number, path = None, _path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(prefix=".kernels-", dir=path.parent)  # mode 0600
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            json.dump({"here": _here(), "rows": rows}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
+        number = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(number, fcntl.LOCK_EX)
     except OSError:
-        if name is not None:
-            with suppress(OSError):
-                os.unlink(name)
+        pass
+    try:
+        yield
+    finally:
+        if number is not None:
+            os.close(number)
+
+
+def _change(key: str, change: Callable[[dict | None], dict | None]) -> None:
+    """Put what `change` makes of the row, None for no row. A folder that cannot be written is no fault."""
+    own = _rows().get(key)
+    with _alone():
+        rows = _file()  # other processes may have written
+        row = change(rows.get(key) or (own if own and own["state"] in (PASSED, FAILED) else None))
+        for into in (_known, rows):
+            into.pop(key, None)
+            if row is not None:
+                into[key] = row
+        path, name = _path(), None
+        try:
+            number, name = tempfile.mkstemp(prefix=".kernels-", dir=path.parent)  # mode 0600
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                json.dump({"here": _here(), "rows": rows}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except OSError:
+            if name is not None:
+                with suppress(OSError):
+                    os.unlink(name)
 
 
 def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
-    """PASSED, FAILED, DIED (a process that tried them), BUSY (one is at it), None: not tried here."""
+    """PASSED, FAILED, DIED (processes that tried them), BUSY (another one is at it), None: to be tried."""
     key = _key(layout, dims, dtype, tiled)
     row = _rows().get(key)
-    if row is not None and row["state"] == TRYING and row.get("process") != os.getpid():
+    if row is not None and row["state"] == TRYING and key not in _tried:
+        _known.pop(key)
         row = _file().get(key)  # the other process may be done by now
         _known.update({} if row is None else {key: row})
     if row is None or row["state"] != TRYING:
         return row and row["state"]
-    owner = row.get("process")
-    if owner == os.getpid():
+    if key in _tried:
         return None
-    return BUSY if isinstance(owner, int) and _is_alive(owner) else DIED
+    if not _is_left(row):
+        return BUSY
+    return DIED if _deaths(row) >= DEATHS else None
+
+
+def wait(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> None:
+    """Return when no other process is trying them, after WAIT seconds at the latest. Once in a process:
+    it is for starts, not for the middle of a reply."""
+    key = _key(layout, dims, dtype, tiled)
+    if key in _waited or state(layout, dims, dtype, tiled) != BUSY:
+        return
+    _waited.add(key)
+    console.note("another process is trying these kernels: waiting for it")
+    end = time.monotonic() + WAIT
+    while time.monotonic() < end and state(layout, dims, dtype, tiled) == BUSY:
+        time.sleep(NAP)
+
+
+def _is_left(row: dict) -> bool:
+    """Whether the process of a mark, not this one's, is gone, and the mark is left of it."""
+    since, owner = row.get("since"), row.get("process")
+    if not isinstance(since, float) or not abs(time.time() - since) <= OLDEST:
+        return True
+    if not isinstance(owner, int) or owner == os.getpid():  # its number is ours now
+        return True
+    return not _is_alive(owner)
+
+
+def _deaths(row: dict | None) -> int:
+    """How many processes in a row have died while they tried, as a row tells."""
+    if row is None or row["state"] != TRYING:
+        return 0
+    before = row.get("deaths")
+    return (before if isinstance(before, int) else 0) + _is_left(row)
 
 
 def _is_alive(process: int) -> bool:
@@ -131,7 +193,10 @@ def why_not(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> s
     all there is besides."""
     what, found = "tiles" if tiled else "kernels", state(layout, dims, dtype, tiled)
     if found == DIED:
-        return f"a process ended while it tried these {what}; mlxkv doctor --all tries them again"
+        return (
+            f"processes ended while they tried these {what}, {DEATHS} in a row; "
+            "mlxkv doctor --all tries them again"
+        )
     if found == BUSY:
         return f"another process is trying these {what}"
     if found == FAILED and tiled:
@@ -149,18 +214,30 @@ def note(
     reason: str | None = None,
 ) -> None:
     """Keep the outcome of a test on this GPU."""
-    row = {"state": PASSED if passed else FAILED}
-    _write(_key(layout, dims, dtype, tiled), row | ({"reason": reason} if reason else {}))
+    row = {"state": PASSED if passed else FAILED} | ({"reason": reason} if reason else {})
+    _change(_key(layout, dims, dtype, tiled), lambda _: row)
 
 
 @contextmanager
 def trial(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> Iterator[None]:
-    """While inside, the note says that this process is trying them; afterwards what it said before."""
-    key = _key(layout, dims, dtype, tiled)
-    before = _rows().get(key)
-    _write(key, {"state": TRYING, "process": os.getpid()})
+    """Marks them as being tried by this process. At the end the mark goes: the outcome that was known before
+    stands again, or the one that another process has written meanwhile."""
+    key, before = _key(layout, dims, dtype, tiled), None
+    mark = {"state": TRYING, "process": os.getpid(), "since": time.time()}
+
+    def begin(row: dict | None) -> dict:
+        nonlocal before
+        before = row if row is not None and row["state"] in (PASSED, FAILED) else None
+        return mark | {"deaths": _deaths(row)}
+
+    def end(row: dict | None) -> dict | None:
+        ours = row is not None and {**row, "deaths": 0} == mark | {"deaths": 0}
+        return before if ours or row is None else row
+
+    _change(key, begin)
+    _tried.add(key)
     try:
         yield
     finally:
-        kept = before if before and before["state"] in (PASSED, FAILED) else None
-        _write(key, kept)
+        _tried.discard(key)
+        _change(key, end)

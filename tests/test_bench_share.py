@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import platform
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_shared_file_names_nobody(capsys, workers, monkeypatch, tmp_path):
     monkeypatch.setattr(platform, "node", lambda: "analytical.local")
     assert getpass.getuser() == "ada.lovelace"
     name = str(home / "my-model")
-    error = f"OSError: ada.lovelace at analytical: '{name}/x.bin' and /opt/secret/lib.so, ~/key 4/8"
+    error = f"OSError 4/8: ada.lovelace at analytical: '{name}/x.bin' and /opt/secret/lib.so, ~/key"
     workers.answers["about"] = lambda r: ABOUT | {"model": ABOUT["model"] | {"name": name}}
     workers.answers["gate"] = lambda r: {"preset": "int4", "ok": False, "reason": error}
     workers.answers["run"] = lambda r: {"error": error}
@@ -40,7 +41,51 @@ def test_a_shared_file_names_nobody(capsys, workers, monkeypatch, tmp_path):
     for word in ("ada", "lovelace", "analytical", "home", "opt", "secret", str(tmp_path)):
         assert word not in text
     assert data["model"]["name"] == "my-model" and data["machine"]["system"] == "Linux 6.1.0 x86_64"
-    assert data["rows"][0]["error"] == "OSError: USER at HOST: 'x.bin' and lib.so, key 4/8"
+    assert data["rows"][0]["error"] == "OSError 4/8: USER at HOST: 'x.bin' and lib.so, key"
+
+
+@pytest.mark.parametrize(
+    ("text", "shared"),
+    [
+        ("/Volumes/Acme Corp/data: error", "data: error"),
+        ("/Volumes/Acme Corp: error", "PATH: error"),
+        ("in '/Users/John Smith/proj/foo.h' and '/opt/key'", "in 'foo.h' and 'key'"),
+        ("in '/Volumes/John's Disk/foo.h', line 3", "in 'foo.h', line 3"),
+        ('in "/opt/John\'s key/foo.h"', 'in "foo.h"'),
+        ("in \u201c/Users/John Smith/foo.h\u201d", "in \u201cfoo.h\u201d"),
+        ("'/Users/John Smith' is no file", "'PATH' is no file"),
+        ("/Users/john/Library/My Secret Folder/x.metal:3:1: error", "x.metal:3:1: error"),
+        ("/users/john/x y.metal:3\n/HOME/Jo Li/z\nrest 1/2", "x y.metal:3\nz\nrest 1/2"),
+        ("/System/Volumes/Data/Users/Jo Li/z: no", "z: no"),
+        ("-I/Users/Jo Li/include", "include"),
+        ("file:///Users/Jo Li/z: no", "file:z: no"),
+        ("(/private/var/folders/x y/z.metal:3)", "(z.metal:3)"),
+        ("~/My Secret Folder/x.metal:3: error", "x.metal:3: error"),
+        ("@HOME@/My Secret Folder/x.metal:3: error", "x.metal:3: error"),
+        ("/home/ada lovelace/x.metal:3: error", "x.metal:3: error"),
+        ("/home/adam/x.metal:3: error", "x.metal:3: error"),
+        ("/home/ada/x.metal:3: error and ~/key", "x.metal:3: error and key"),
+        ("ADA.Lovelace at Analytical and ANALYTICAL.LOCAL", "USER at HOST and HOST"),
+        ("couldn't build 'x' at 4/8", "couldn't build 'x' at 4/8"),
+        ("'/' and / and ~", "'/' and / and ~"),
+    ],
+)
+def test_paths_with_spaces_and_names_in_capitals(text, shared, monkeypatch, tmp_path):
+    home = str(tmp_path / "Ada Love")
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("LOGNAME", "ada.lovelace")
+    monkeypatch.setattr(platform, "node", lambda: "analytical.local")
+    assert share.clean(text.replace("@HOME@", home)) == shared
+    monkeypatch.setenv("HOME", "/home/ada")
+    if "@HOME@" not in text:
+        assert share.clean(text) == shared
+
+
+def test_long_texts_are_cleaned_in_time():
+    begun = time.monotonic()
+    for part in ("/a", "/Users", "'/", "x", "/Users/a ", "~/", "\u201c/", "'/x'y", "'/x "):
+        share.clean(part * 20_000)
+    assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from queue import Queue
 
 import mlx.core as mx
 import pytest
 from faulty import LOST, NOT_BUILT, Failing, counting, unbuildable
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_tiles
 from random_model import write_model
@@ -22,6 +23,8 @@ from mlxkv.models import attach, detach, load
 from mlxkv.models.decoders import not_used, step_down
 from mlxkv.presets import PRESETS
 from mlxkv.sealed import Codes, Records
+from mlxkv.serve.alone import Alone
+from mlxkv.serve.ranks import Ranks
 from mlxkv.session import Session
 
 
@@ -264,3 +267,67 @@ def test_cases_keep_what_kernels_are_built_for():
         assert selftest.Case(1, 1).small.steps(dims, make) == one
     assert replace(big, heads=16).small.steps(64, make) == [1]
     assert replace(big, heads=16).small.steps(64, mx.fast.cuda_kernel) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", (NotImplementedError, RecursionError, MachineError))
+def test_errors_of_python_switch_nothing_off(folder, kind):
+    """What MLX raises is a plain RuntimeError; these are others that Python counts among them."""
+    with launch.using(make):
+        loaded = load(str(folder), "int4")
+        assert step_down(loaded, kind("x")) is None
+        assert launch.factory() is make
+        line = Alone(Queue(), lambda: False, Ranks())
+        line.put(kind("x"))
+        assert (line.fault is not None) == (kind is MachineError)  # which is counted
+        line.put(error := RuntimeError(LOST))
+        assert line.fault is error
+
+
+def test_what_is_under_way_is_waited_for_after_an_error(folder, monkeypatch, capsys):
+    """Buffers in flight may set the error again: it is raised by the streams' next waits, and one fault
+    would pass for two."""
+    asked, wait = [], mx.synchronize
+
+    def synchronize(stream):
+        asked.append(stream)
+        wait(stream)
+        if len(asked) < 4:
+            raise RuntimeError(LOST)
+
+    lost = Failing("", tiles=True)
+    with launch.using(lost):
+        session = session_of(load(str(folder), "int4", dtype="float16"), 8)
+        monkeypatch.setattr(mx, "synchronize", synchronize)
+        lost.part, lost.left = "attend_tile", 3
+        assert talk(session, LONG)
+        assert launch.factory() is lost and launch.switched_off(launch.TILES)
+    streams = generation_stream, mx.default_stream(mx.default_device())
+    assert [asked.count(stream) for stream in streams] == [2, 2] and len(asked) == 4
+
+
+def test_a_test_that_fails_leaves_nothing_under_way(monkeypatch):
+    asked = []
+    monkeypatch.setattr(mx, "synchronize", asked.append)
+    monkeypatch.setattr(selftest, "_found", {})
+    lost = Failing("unseal")
+    lost.left = 0
+    assert selftest.test(PRESETS["int4"], 64, mx.float16, lost).reason == LOST
+    assert asked == [mx.default_stream(mx.default_device())] * 2
+
+
+def test_clients_hear_of_a_fault_even_if_nothing_takes_over(folder, monkeypatch):
+    """What fails while kernels are switched off keeps no client waiting, nor ends the server."""
+    lost = Failing("merge")
+    with launch.using(lost), serving(folder) as server:
+        want = text_of(complete(server, LONG, 8))
+
+        def fails(loaded, error):
+            raise ValueError("while switching off")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("mlxkv.serve.engine.step_down", fails)
+            lost.left = 2
+            message = refused(server, 500, prompt=LONG + "!", max_tokens=8)["message"]
+        assert "Command buffer execution failed" in message and "switched off" not in message
+        lost.left = None
+        assert text_of(complete(server, LONG, 8)) == want

@@ -139,11 +139,12 @@ def test_on_a_mac_what_failed_is_tried_again_and_what_killed_only_if_asked_to(as
     code, data, shown = ask(factory)
     assert code == 0 and states(data)["int4", "tiles"] == "right" and "3.0x" in shown
     assert trust.state(layout, 64, mx.float16) == trust.PASSED
-    trust._write(trust._key(layout, 64, mx.float16, True), {"state": "trying", "process": 1 << 30})
+    dead = {"state": "trying", "process": 1 << 30, "deaths": 1}
+    trust._change(trust._key(layout, 64, mx.float16, True), lambda _: dead)
     monkeypatch.setattr(selftest, "_found", {})
     code, data, shown = ask(factory)
     assert code == 1 and states(data)["int4", "tiles"] == "did not run"
-    assert "WRONG: int4 64 tiles: a process ended while it tried these tiles" in shown
+    assert "WRONG: int4 64 tiles: processes ended while they tried these tiles" in shown
     assert ask(factory, "--all")[0] == 0
     assert trust.state(layout, 64, mx.float16) == trust.PASSED
 
@@ -266,3 +267,9 @@ def test_the_page_in_the_repository_is_what_its_files_render_to(capsys):
     assert capsys.readouterr().out == (results / "machines.md").read_text(encoding="utf-8")
     if not list((results / "machines").glob("*.json")):
         assert "No Mac has reported yet" in machines.page([])
+
+
+def test_a_user_named_like_a_chip_keeps_the_chip(monkeypatch):
+    monkeypatch.setenv("LOGNAME", "max")
+    found = {"chip": "Apple M4 Max", "device": {"device_name": "Apple M4 Max"}, "reason": "Max: no"}
+    assert machines._scrubbed(found) == found | {"reason": "USER: no"}

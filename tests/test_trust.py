@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from threading import Thread
 
 import mlx.core as mx
 import pytest
@@ -52,8 +55,10 @@ def gone() -> int:
     return done.pid
 
 
-def mark(process: int, config=INT4, tiled: bool = True) -> None:
-    trust._write(trust._key(*place(config, tiled)), {"state": "trying", "process": process})
+def mark(process: int, config=INT4, tiled: bool = True, deaths: int = 1, age: float = 0) -> None:
+    """What a process leaves that is trying them; as many died of them before."""
+    row = {"state": "trying", "process": process, "since": time.time() - age, "deaths": deaths}
+    trust._change(trust._key(*place(config, tiled)), lambda _: row)
     trust.forget()
 
 
@@ -69,7 +74,10 @@ def test_a_format_that_fails_distrusts_itself_alone(folder):
         assert trust.state(*other) is None
     assert trust.state(*place(INT8, False)) is None
     file = folder / "kernels.json"
-    assert file.stat().st_mode & 0o777 == 0o600 and os.listdir(folder) == ["kernels.json"]
+    assert file.stat().st_mode & 0o777 == 0o600 and sorted(os.listdir(folder)) == [
+        "kernels.json",
+        "kernels.lock",
+    ]
 
 
 def test_portable_kernels_that_failed_are_tried_at_every_start(folder):
@@ -141,7 +149,7 @@ def test_what_a_process_died_of_is_not_tried_again(mac):
     with mac(counting(built, tiles=True)):
         mark(gone())
         assert trust.state(*place(INT4)) == trust.DIED
-        assert "a process ended while it tried these tiles" in sealed.why_no_tiles(
+        assert "processes ended while they tried these tiles, 2 in a row" in sealed.why_no_tiles(
             INT4, DIMS, mx.float16
         )
         assert sealed.decoder(INT4, DIMS, mx.float16) == "kernels"
@@ -151,8 +159,9 @@ def test_what_a_process_died_of_is_not_tried_again(mac):
         assert why.startswith(sealed.FAILED) and "mlxkv doctor --all" in why
 
 
-def test_what_another_process_tries_is_left_to_it(mac):
+def test_what_another_process_tries_is_left_to_it(mac, monkeypatch):
     built = []
+    monkeypatch.setattr(trust, "WAIT", 0.0)
     with mac(counting(built, tiles=True)):
         mark(os.getppid())
         assert trust.state(*place(INT4)) == trust.BUSY
@@ -180,3 +189,126 @@ def test_a_mac_tries_tiles_as_a_model_is_loaded(mac):
         assert sealed.decoder(INT4, DIMS, mx.float16) == "kernels"
         assert not any("tile" in name for name in built)
         assert sealed.decoder(INT8, DIMS, mx.float16) == "tile kernels"
+
+
+# -- several processes
+
+TRIES = """
+import sys, time
+from pathlib import Path
+import mlx.core as mx
+from mlxkv import console, trust
+console.cache_dir = lambda: Path(sys.argv[1])
+layout, tasks = sys.argv[2], int(sys.argv[3])
+if tasks:
+    for i in range(tasks):
+        trust.note(f"{layout} {i}", 64, mx.float16, True)
+    sys.exit()
+with trust.trial(layout, 64, mx.float16):
+    print("trying", flush=True)
+    time.sleep(60)
+"""
+
+
+def started(folder, layout: str, tasks: int = 0) -> subprocess.Popen:
+    """A process that tries kernels until it is ended, or that notes the outcome of `tasks`."""
+    line = [sys.executable, "-c", TRIES, str(folder), layout, str(tasks)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("by", (signal.SIGHUP, signal.SIGTERM, signal.SIGKILL))
+def test_the_second_death_in_a_row_counts(folder, by):
+    """A terminal that is closed while kernels are tried says nothing against them."""
+
+    def dies() -> None:
+        with started(folder, "x") as process:
+            assert process.stdout.readline() == b"trying\n"
+            process.send_signal(by)
+        trust.forget()
+
+    asked = "x", 64, mx.float16
+    dies()
+    assert trust.state(*asked) is None and trust.why_not(*asked) is None
+    trust.note(*asked, True)  # it was tried again, and all was well
+    dies()
+    assert trust.state(*asked) is None
+    dies()
+    assert trust.state(*asked) == trust.DIED and "2 in a row" in trust.why_not(*asked)
+    with trust.trial(*asked):  # as doctor --all does
+        assert trust.state(*asked) is None
+    assert trust.state(*asked) is None
+
+
+def test_no_note_is_lost_between_processes(folder):
+    many, count = 4, 12
+    for process in [started(folder, f"x{i}", count) for i in range(many)]:
+        with process:
+            assert process.wait(60) == 0
+    trust.forget()
+    for i in range(many):
+        for j in range(count):
+            assert trust.state(f"x{i} {j}", 64, mx.float16) == trust.PASSED
+
+
+def test_a_trial_leaves_what_another_process_found_meanwhile(folder):
+    asked = "x 0", 64, mx.float16
+    with trust.trial(*asked):
+        with started(folder, "x", 1) as process:
+            assert process.wait(60) == 0
+    assert trust.state(*asked) == trust.PASSED
+    trust.forget()
+    assert trust.state(*asked) == trust.PASSED
+
+
+def test_a_start_waits_for_another_process(mac, monkeypatch, capsys):
+    monkeypatch.setattr(trust, "NAP", 0.01)
+    with mac(counting([], tiles=True)):
+        mark(os.getppid())
+        path, shown = trust._path(), trust._path().read_text()
+        rows = {trust._key(*place(INT4)): {"state": trust.PASSED}}
+
+        def found() -> None:
+            time.sleep(0.2)
+            path.write_text(json.dumps(json.loads(shown) | {"rows": rows}))
+
+        (other := Thread(target=found)).start()
+        assert sealed.decoder(INT4, DIMS, mx.float16) == "tile kernels"
+        other.join()
+    assert capsys.readouterr().err.count("another process is trying these kernels") == 1
+
+
+def test_a_start_waits_once_and_not_for_ever(mac, monkeypatch):
+    naps = []
+    monkeypatch.setattr(trust, "WAIT", 0.05)
+    monkeypatch.setattr(trust, "NAP", 0.0123)
+    monkeypatch.setattr(trust.time, "sleep", lambda s, nap=time.sleep: (naps.append(s), nap(s)))
+    with mac(counting([], tiles=True)):
+        mark(os.getppid())
+        assert sealed.decoder(INT4, DIMS, mx.float16) == "kernels"
+        assert 0 < naps.count(trust.NAP) <= 6
+        naps.clear()
+        assert sealed.decoder(INT4, DIMS, mx.float16) == "kernels" and trust.NAP not in naps
+
+
+@pytest.mark.parametrize("age", (601, -601, 1e300, float("nan")))
+def test_an_old_mark_is_a_death(folder, age):
+    """Another process may have its number by now; and a clock may jump."""
+    mark(os.getppid(), deaths=0, age=age)
+    assert trust.state(*place(INT4)) is None
+    mark(os.getppid(), deaths=1, age=age)
+    assert trust.state(*place(INT4)) == trust.DIED
+
+
+def test_a_mark_with_the_number_of_this_process_is_a_death(folder):
+    mark(os.getpid(), deaths=1)
+    assert trust.state(*place(INT4)) == trust.DIED
+
+
+@pytest.mark.parametrize("row", [{}, {"since": 10**400}, {"since": "x", "deaths": "x"}])
+def test_marks_of_others_are_read_with_care(folder, row):
+    row = {"state": "trying", "process": 10**400} | row
+    trust._change(trust._key(*place(INT4)), lambda _: row)
+    trust.forget()
+    assert trust.state(*place(INT4)) is None
+    with trust.trial(*place(INT4)):
+        pass

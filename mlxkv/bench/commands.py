@@ -32,7 +32,7 @@ SHARE = "--share"
 
 
 class _Shares:
-    """Whose --share may stand without a file."""
+    """Lets --share stand alone: without the name of a file behind it, it is given an empty one."""
 
     def parse_args(self, ctx, args):
         args = list(args)

@@ -15,6 +15,23 @@ from mlxkv.errors import MachineError, UserError
 FORMAT, VERSION = "mlxkv-bench", 1
 LARGEST = 1 << 20  # bytes of a file that is read
 PATH = re.compile(r"(?<![\w.~])(?:~|\.{1,2})?(?:/[^\s/:'\"(),;]+)+/?")
+# Folders may have spaces in their names. In quotes a path ends where they do; below these folders, where
+# a line or a column is given, or what is wrong. An apostrophe inside of a word is no quote.
+_QUOTES = (("'", "'"), ('"', '"'), ("`", "`"), ("\u2018", "\u2019"), ("\u201c", "\u201d"))
+_INSIDE = r"(?:[^{0}{1}\n]|{1}(?=\w))*"
+QUOTED = re.compile(
+    "|".join(
+        rf"(?<={first})(?:~|\.{{1,2}})?/{_INSIDE.format(first, last)}(?={last}(?!\w))"
+        for first, last in _QUOTES
+    )
+)
+_END = r":(?=[\d\s]|\Z)|['\"`\u2019\u201d](?!\w)"
+PRIVATE = re.compile(
+    rf"(?<![^\s:'\"(=,])(?:~|[^\s:'\"(=,]*/(?:Users|Volumes|private|home))/(?:(?!{_END}).)*",
+    re.IGNORECASE,
+)
+# The folder of a user, or a disk: its last name is a name of somebody's.
+_OWN = re.compile(r"(?:.*/)?(?:Users|Volumes|home)/[^/]*", re.IGNORECASE)
 # What a row has to hold: name -> may it be missing (None).
 ROW_NUMBERS = {
     *("prefill_seconds", "tokens_per_second", "peak_bytes", "kv_bytes", "baseline_ratio"),
@@ -73,8 +90,10 @@ def public_name(model: str) -> str:
 
 def clean(text: str) -> str:
     """A text of somebody else's without paths, user name and host name."""
-    text = text.replace(str(Path.home()), "~")
-    text = PATH.sub(lambda match: match[0].rstrip("/").rsplit("/", 1)[-1], text)
+    if len(home := str(Path.home())) > 1:  # and no longer name that begins like it
+        text = re.sub(rf"{re.escape(home)}(?=[/'\":,;)\n]|\Z)", "~", text, flags=re.I)
+    for paths in (QUOTED, PRIVATE, PATH):
+        text = paths.sub(_last_name, text)
     try:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -85,8 +104,15 @@ def clean(text: str) -> str:
         *((host, "HOST") for host in sorted(hosts, key=len)[::-1]),
     ]:
         if name and name != "localhost":
-            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text, flags=re.I)
     return text
+
+
+def _last_name(match: re.Match) -> str:
+    path = match[0].rstrip("/ ")
+    if not path:
+        return match[0]
+    return "PATH" if _OWN.fullmatch(path) else path.rsplit("/", 1)[-1]
 
 
 def read(file: Path) -> dict:

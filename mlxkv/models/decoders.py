@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+from mlx_lm.generate import generation_stream
 
 from mlxkv import console, faults, sealed, selftest, tiles
 from mlxkv.calibrated import Rotations
 from mlxkv.config import CacheConfig
-from mlxkv.errors import MachineError, UserError
 from mlxkv.metal import launch
 from mlxkv.models.layers import OPS, LayerReport
 from mlxkv.models.probe import Place, Shape
@@ -65,8 +65,9 @@ def _named(decoder: str) -> str:
 
 
 def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
-    """The line to say where a GPU decodes a compressed layer without kernels, and whether they should
-    run there and do not; None where they run, where there is no GPU, or where they are not wanted."""
+    """The line to say where a GPU decodes a compressed layer without kernels. The bool says how loudly:
+    True where kernels should run there and do not, False where no kernel reads the format. None where
+    kernels run, where there is no GPU, or where they are not wanted."""
     if launch.factory() is None and not launch.switched_off(launch.KERNELS):
         return None
     slow = [r.kernel for r in reports if r.compressed and r.kernel.startswith(OPS)]
@@ -84,9 +85,13 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
     for this process. Returns a line that says why and what runs instead, or None where no kernel ran, or
     another one would not help. Caches that were made before have to go: they hold on to their kernels."""
     tiles.forget_counters()
+    if (
+        type(error) is not RuntimeError
+    ):  # MLX raises no other kind; Python's own are no fault of a GPU
+        return None
+    selftest.drain(generation_stream)
     kernels = [r.kernel for r in loaded.layers if r.compressed and not r.kernel.startswith(OPS)]
-    known = isinstance(error, UserError | MachineError) or not isinstance(error, RuntimeError)
-    if known or not kernels or launch.factory() is None or faults.is_of_memory(error):
+    if not kernels or launch.factory() is None or faults.is_of_memory(error):
         return None
     reason, tiled = faults.reason(error), any("tile" in kernel for kernel in kernels)
     first = launch.TILES if tiled else launch.KERNELS

@@ -8,6 +8,7 @@ from threading import Event
 
 from mlx_lm import server
 
+from mlxkv.errors import MachineError
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
 
@@ -34,7 +35,7 @@ class Alone:
         if reading or isinstance(item, server.Response):
             self._look_up(reading)
         fault = isinstance(item, Exception) and not isinstance(item, Refused)
-        if fault and isinstance(item, RuntimeError):
+        if fault and type(item) in (RuntimeError, MachineError):  # as MLX raises it, and mlxkv
             self.fault = item
         self._line.put(item)
         if fault and self._context is not None and self._ranks.many:

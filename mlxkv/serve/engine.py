@@ -110,7 +110,14 @@ class Engine(server.ResponseGenerator):
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
-                self._fail(error, self._step_down(error))
+                instead = False
+                try:
+                    instead = self._step_down(error)
+                except (
+                    Exception
+                ):  # the GPU may raise again; who waits has to hear of it all the same
+                    logging.exception("kernels were not switched off")
+                self._fail(error, instead)
                 if self.ranks.many:  # they are no longer in step
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
@@ -163,8 +170,10 @@ class Engine(server.ResponseGenerator):
 
     def _step_down(self, error: Exception) -> bool:
         """Go on without the kernels that the error may come from, where there are any."""
+        if self.ranks.many:  # they end, and others may never come to what is under way here
+            return False
         instead = step_down(self.model_provider.loaded, error)
-        if instead is None or self.ranks.many:  # they end
+        if instead is None:
             return False
         warn(instead)
         self.sessions.forget()  # their caches hold on to the kernels
