@@ -26,7 +26,7 @@ METHODS, METHOD_DIMS = (
 )
 FOLLOWING, WHITEN = ("oja-0.75+int4", 128, 96), "whiten"  # rank of its bases; a kernel of its own
 BODIES = ("portable", "tiles")
-BUDGET = 30.0  # seconds after which no new kernel is started, without --all
+BUDGET = 20.0  # seconds after which no new kernel is started, without --all
 RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN = "right", "wrong", "not built", "did not run"
 NOT_TRIED, NONE = "not tried", "none"
 FAILED = (WRONG, NOT_BUILT, DID_NOT_RUN)
