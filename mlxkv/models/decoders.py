@@ -85,9 +85,8 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
     for this process. Returns a line that says why and what runs instead, or None where no kernel ran, or
     another one would not help. Caches that were made before have to go: they hold on to their kernels."""
     tiles.forget_counters()
-    if (
-        type(error) is not RuntimeError
-    ):  # MLX raises no other kind; Python's own are no fault of a GPU
+    # MLX raises no other kind; Python's own subclasses are no fault of a GPU.
+    if type(error) is not RuntimeError:
         return None
     selftest.drain(generation_stream)
     kernels = [r.kernel for r in loaded.layers if r.compressed and not r.kernel.startswith(OPS)]

@@ -113,9 +113,8 @@ class Engine(server.ResponseGenerator):
                 instead = False
                 try:
                     instead = self._step_down(error)
-                except (
-                    Exception
-                ):  # the GPU may raise again; who waits has to hear of it all the same
+                # The GPU may raise again; who waits has to hear of it all the same.
+                except Exception:
                     logging.exception("kernels were not switched off")
                 self._fail(error, instead)
                 if self.ranks.many:  # they are no longer in step

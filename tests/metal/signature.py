@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
+from emulator.wrapper import ATTRIBUTES
 
 VERSIONS = ("0.31.2", "0.32")
 # "Include them in the kernel name so that a given name always maps to the same source": since 0.32.
@@ -25,28 +26,6 @@ TYPES = {  # `get_type_string`
     mx.bool_: "bool",
     **{getattr(mx, name): f"{name}_t" for name in ("int8", "int16", "int32", "int64")},
     **{getattr(mx, name): f"{name}_t" for name in ("uint8", "uint16", "uint32", "uint64")},
-}
-ATTRIBUTES = {  # `metal_attributes`, in their order
-    "dispatch_quadgroups_per_threadgroup": "uint",
-    "dispatch_simdgroups_per_threadgroup": "uint",
-    "dispatch_threads_per_threadgroup": "uint3",
-    "grid_origin": "uint3",
-    "grid_size": "uint3",
-    "quadgroup_index_in_threadgroup": "uint",
-    "quadgroups_per_threadgroup": "uint",
-    "simdgroup_index_in_threadgroup": "uint",
-    "simdgroups_per_threadgroup": "uint",
-    "thread_execution_width": "uint",
-    "thread_index_in_quadgroup": "uint",
-    "thread_index_in_simdgroup": "uint",
-    "thread_index_in_threadgroup": "uint",
-    "thread_position_in_grid": "uint3",
-    "thread_position_in_threadgroup": "uint3",
-    "threadgroup_position_in_grid": "uint3",
-    "threadgroups_per_grid": "uint3",
-    "threads_per_grid": "uint3",
-    "threads_per_simdgroup": "uint",
-    "threads_per_threadgroup": "uint3",
 }
 INFO = {"shape": "int*", "strides": "int64_t*", "ndim": "int&"}
 
