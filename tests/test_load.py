@@ -220,3 +220,19 @@ def test_mistakes_in_the_options_cost_no_loading(monkeypatch):
 )
 def test_context_limit(config, limit):
     assert context_limit(config) == limit
+
+
+def test_the_package_itself_gives_load_attach_and_detach():
+    import mlxkv
+    from mlxkv import attach, detach, load, models
+
+    assert (load, attach, detach) == (models.load, models.attach, models.detach)
+    assert {"load", "attach", "detach"} <= set(dir(mlxkv))
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = mlxkv.lode
+
+
+def test_importing_the_package_imports_no_framework():
+    code = "import sys, mlxkv; print([m for m in ('mlx', 'mlx_lm', 'torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
