@@ -191,8 +191,7 @@ def unseal(
     words], for formats that have them. Returns [B, G, all tokens, R] each, in `dtype`.
     """
     batch, heads = buffer.shape[:2]
-    windows = [None if x is None else x[0].shape[2] for x in (sink, live)]
-    tokens = count * TOKENS + sum(n or 0 for n in windows)
+    tokens = count * TOKENS + sum(x[0].shape[2] for x in (sink, live) if x is not None)
     rest = buffer, count, layout, dtype, make, sink, live, headers
     keys, all_ = (
         batch * heads * tokens * n

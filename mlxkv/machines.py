@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from mlxkv import console
-from mlxkv.bench.share import LARGEST, clean
-from mlxkv.errors import MachineError, UserError
+from mlxkv.bench.share import LARGEST, clean, put
+from mlxkv.errors import UserError
 
 FORMAT, VERSION = "mlxkv-doctor", 1
 FOLDER = "docs/results/machines"
@@ -84,24 +84,7 @@ def _scrubbed(value):
 
 def write(data: dict, name: str) -> Path:
     """Write what `doctor.run` has found to the file `name`, or for "" to a new one here. Returns the file."""
-    shared = document(data)
-    file = Path(name).expanduser() if name else _default_file(shared, Path())
-    try:
-        file.write_text(json.dumps(shared, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"[--share] cannot write {file}: {error.strerror}") from None
-    return file
-
-
-def _default_file(data: dict, folder: Path) -> Path:
-    """mlxkv-doctor-<chip>-<date>.json, with a number if there is one already."""
-    chip = re.sub(r"[^a-z0-9]+", "-", data["machine"]["chip"].lower()).strip("-") or "unknown"
-    stem = f"mlxkv-doctor-{chip}-{data['date']}"
-    file, count = folder / f"{stem}.json", 1
-    while file.exists():
-        count += 1
-        file = folder / f"{stem}-{count}.json"
-    return file
+    return put(document(data), name, "doctor")
 
 
 def read(file: Path) -> dict:

@@ -339,7 +339,7 @@ def _counters() -> _Counters:
 
 
 def forget_counters() -> None:
-    """After an error a kernel may have been cut short: what it counted on is not zero for good."""
+    """Make new counters: a kernel that an error cut short leaves one that is not zero."""
     _counters.cache_clear()
 
 

@@ -17,10 +17,8 @@ from mlxkv import levels
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least
 MAX_SPLITS = 128
-TILE_ROWS, TILE_DIMS = (
-    2,
-    128,
-)  # query rows of a threadgroup, up to so many dims: an Apple GPU has 128 registers
+# Query rows of a threadgroup, up to so many dims: an Apple GPU has 128 registers.
+TILE_ROWS, TILE_DIMS = 2, 128
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook
 Pair = tuple[torch.Tensor, torch.Tensor]
 

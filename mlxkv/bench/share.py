@@ -42,8 +42,13 @@ ROW_NUMBERS = {
 def write(data: dict, name: str) -> Path:
     """Write `data` (of `whole.document`), scrubbed, to the file `name`, or for "" to a new one in
     the current folder. Returns the file."""
-    shared = scrubbed(data)
-    file = Path(name).expanduser() if name else default_file(shared, Path())
+    return put(scrubbed(data), name)
+
+
+def put(shared: dict, name: str, kind: str = "bench") -> Path:
+    """Write what holds no names to the file `name`, or for "" to a new one of this kind in the current
+    folder. Returns the file."""
+    file = Path(name).expanduser() if name else default_file(shared, Path(), kind)
     try:
         file.write_text(json.dumps(shared, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -51,10 +56,10 @@ def write(data: dict, name: str) -> Path:
     return file
 
 
-def default_file(data: dict, folder: Path) -> Path:
-    """mlxkv-bench-<chip>-<date>.json, with a number if there is one already."""
+def default_file(data: dict, folder: Path, kind: str = "bench") -> Path:
+    """mlxkv-<kind>-<chip>-<date>.json, with a number if there is one already."""
     chip = re.sub(r"[^a-z0-9]+", "-", data["machine"]["chip"].lower()).strip("-") or "unknown"
-    stem = f"mlxkv-bench-{chip}-{data.get('date') or time.strftime('%Y-%m-%d')}"
+    stem = f"mlxkv-{kind}-{chip}-{data.get('date') or time.strftime('%Y-%m-%d')}"
     file, count = folder / f"{stem}.json", 1
     while file.exists():
         count += 1
