@@ -1,6 +1,7 @@
-# make chat   talk to a model (no terminal on stdin: make chat PROMPT="...")
-# make test   lint, format check and the whole test suite
-# Both create .venv on the first call. Another Python: make test PYTHON=python3.12
+# make chat        talk to a model (no terminal on stdin: make chat PROMPT="...")
+# make test        lint, format check and the whole test suite, as CI runs it
+# make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
+# All create .venv on the first call. Another Python: make test PYTHON=python3.12
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,16 +13,19 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat test clean
+.PHONY: chat test test-fast clean
 
 chat: $(VENV)/.installed
 	@if [ -n "$$PROMPT" ]; then $(BIN)/mlxkv chat $(ARGS) --prompt "$$PROMPT"; \
 	else $(BIN)/mlxkv chat $(ARGS); fi
 
-test: $(VENV)/.tested
+test-fast: MARKS := -m "not slow"
+# Test modules are compiled once, not by every worker of every run.
+test test-fast: export PYTHONDONTWRITEBYTECODE :=
+test test-fast: $(VENV)/.tested
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python -m pytest -n auto --dist worksteal
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(MARKS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -1,10 +1,10 @@
-"""`python -m cuda_track.bench`: decode attention and sealing by Triton on one GPU, beside torch's own.
+"""`python -m cuda_track.bench`: time decode attention and sealing by Triton on one GPU, beside torch's own.
 
-Attention is checked against plain ops first. Then it is timed in a CUDA graph of dependent calls,
-each output the next query, over caches that rotate and together exceed the L2 cache, so that every
-call reads memory. The baseline is the fastest of torch's SDPA backends on 16-bit keys and values, in
-both forms of grouped queries, under the same rules. Sealing is compared with a plain copy. With
-`--model-shape` a whole model is measured instead (`bench_model.py`).
+Attention is first checked against plain ops, then timed in a CUDA graph of dependent calls, each output
+the next query. Caches take turns and together exceed the L2 cache, so that every call reads memory. The
+baseline is the fastest of torch's SDPA backends on 16-bit keys and values, in both forms of grouped
+queries, timed alike. Sealing is compared with a plain copy. `--model-shape` measures a whole model
+instead (`bench_model.py`).
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from cuda_track import cli, kernels
-from cuda_track.attention import attend
-from cuda_track.cache import View
-from cuda_track.codec import Codec
-from cuda_track.kernels import Launch
+from cuda_track import cli
+from cuda_track.cache.attention import attend
+from cuda_track.cache.stores import Paged
+from cuda_track.cache.view import CodePages, View
+from cuda_track.codec.codec import Codec
+from cuda_track.kernels import launch as kernels
+from cuda_track.kernels.launch import Launch
 from cuda_track.kernels.layout import SideLayout
-from cuda_track.kernels.pool import Paged, PoolPages
-from cuda_track.sealed import CodePages
-from mlxkv.config import Affine, CacheConfig, Side
+from cuda_track.kernels.pool import PoolPages
 from mlxkv.errors import UserError
+from mlxkv.formats.config import Affine, CacheConfig, Side
 
 COLD = 4  # times the L2 cache that rotating buffers fill at least
 CALLS = 16  # of a graph
 ROUNDS = 15  # replays, of which the median counts
 CHECKED = 4096  # tokens
-# rms against plain ops. Random codes are attended to evenly, so that outputs nearly cancel, and what
-# matrix units cut off at 1024 + code counts for more than it does in a model.
+# rms against plain ops. Attention over random codes is even, so that outputs nearly cancel, and the bits that
+# matrix units cut off at 1024 + code weigh more than in a model.
 BOUND = 8e-3
 
 
@@ -61,7 +62,7 @@ FORMATS = {
     "int2-g64": _both(2, 64),
     "int2-channels": _channels(2, 128),  # the preset int2, but for its transforms
 }
-# B, H, G, D, tokens; the ratios that are wanted of int4 and of int2
+# B, H, G, D, tokens; the ratios that int4 and int2 should reach
 CASES = {
     "b1 128k": ((1, 32, 8, 128, 131072), {"int4": 2.4, "int2": 3.0}),
     "b8 32k": ((8, 32, 8, 128, 32768), {"int4": 2.7, "int2": 3.6}),
@@ -92,8 +93,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """One line. microseconds: median of one call. ratio: baseline over this (attention), share of the
-    bandwidth of a copy (seal). wanted: of ratio, 0 for none. bytes: read, or read and written."""
+    """A line of the table. microseconds: median of a call. ratio: baseline over this (attention), share of the
+    bandwidth of a copy (seal). wanted: the ratio to reach, 0 for none."""
 
     what: str
     case: str
@@ -107,9 +108,9 @@ class Row:
 
 
 def timed(calls: list[Callable[[torch.Tensor], torch.Tensor]], q: torch.Tensor) -> float:
-    """Microseconds of one call: a graph of CALLS dependent ones, taking `calls` in turn."""
+    """Time one call, in microseconds, by a graph of CALLS dependent ones that takes `calls` in turn."""
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # compiles, and warms up allocators
+    with torch.cuda.stream(stream):  # compiles and warms up
         for call in calls:
             call(q)
     stream.synchronize()
@@ -130,13 +131,13 @@ def timed(calls: list[Callable[[torch.Tensor], torch.Tensor]], q: torch.Tensor) 
 
 
 def buffers(size: int) -> int:
-    """How many caches of `size` bytes are not in the L2 cache when their turn comes again."""
+    """How many caches of `size` bytes it takes so that none is in the L2 cache at its next turn."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return max(1, min(CALLS, -(-COLD * cache // size)))
 
 
 def baseline(shape: Shape, dtype: torch.dtype) -> tuple[float, str]:
-    """The fastest of torch's backends on plain caches: (microseconds, its name)."""
+    """Time torch's backends on plain caches. Returns (microseconds, name) of the fastest."""
     b, h, g, d, t = asdict(shape).values()
     count = buffers(2 * b * g * t * d * 2)
     caches = [[_normal(b, g, t, d, dtype) for _ in "kv"] for _ in range(count)]
@@ -163,7 +164,7 @@ def _normal(b: int, g: int, t: int, d: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
-    """A pool of random codes, in shuffled places."""
+    """Pages of random codes at shuffled places of a pool."""
     count, device = tokens // config.page, torch.get_default_device()
     codecs = tuple(Codec(s, shape.dims, config.page, device=device) for s in _sides(config))
     layouts = tuple(
@@ -193,15 +194,15 @@ def _sides(config: CacheConfig) -> tuple[Side, Side]:
 
 
 def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype):
-    """(sink, live), as a cache in the middle of its life has them."""
+    """(sink, live) of a cache whose live window is half full."""
     tokens = config.sink, config.recent + config.page // 2
     b, g, d = shape.batch, shape.kv_heads, shape.dims
     return tuple(tuple(_normal(b, g, n, d, dtype) for _ in "kv") for n in tokens)
 
 
 def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, how: Launch) -> float:
-    """rms of the kernel against plain ops on a short context, which one program of a head reads: sums
-    as long as those that are timed."""
+    """rms of the kernel against plain ops on a short context that one program of a head reads, so that sums
+    are as long as the timed ones."""
     how = replace(how, programs=0)
     pages = pages_of(config, shape, min(shape.tokens, CHECKED))
     sink, live = windows(config, shape, dtype)
@@ -215,7 +216,7 @@ def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, how: Launch) 
 
 
 def attention(shape: Shape, name: str, dtype: torch.dtype, how: Launch) -> tuple[float, int]:
-    """(microseconds, bytes of codes) of decode attention."""
+    """Time decode attention. Returns (microseconds, bytes of codes)."""
     config = FORMATS[name]
     first = pages_of(config, shape, shape.tokens)
     size = sum(x.numel() * x.element_size() for side in first.sides for x in side.values())
@@ -247,8 +248,15 @@ def attention_rows(cases: list[str], formats: list[str], dtype, tune: bool) -> I
                 if error > BOUND:
                     raise UserError(f"[bench] {name} is wrong by {error:.2g} with {how}")
                 row = Row(
-                    *("attention", case, name, micros, base / micros, wanted.get(name, 0.0)),
-                    *(size / micros / 1e3, str(how), error),
+                    what="attention",
+                    case=case,
+                    kind=name,
+                    microseconds=micros,
+                    ratio=base / micros,
+                    wanted=wanted.get(name, 0.0),
+                    gigabytes_per_second=size / micros / 1e3,
+                    launch=str(how),
+                    rms=error,
                 )
                 if best is None or row.microseconds < best.microseconds:
                     best = row
@@ -260,7 +268,7 @@ def attention_rows(cases: list[str], formats: list[str], dtype, tune: bool) -> I
 
 
 def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
-    """A prefill of 32768 tokens, 8 kv heads: one side at a time."""
+    """Time the sealing of a prefill of 32768 tokens and 8 kv heads, one side at a time."""
     shape, device = Shape(1, 32, 8, 128, 32768), torch.get_default_device()
     x = [_normal(1, shape.kv_heads, shape.tokens, shape.dims, dtype) for _ in range(8)]
     other = torch.empty_like(x[0])
@@ -296,7 +304,7 @@ def table(rows: list[Row]) -> str:
 
 
 def chosen(text: str, among: dict, option: str) -> list[str]:
-    """Names from a list with commas. Raises UserError."""
+    """Names of a comma-separated list. Raises UserError for unknown ones."""
     names = list(among) if text == "all" else text.split(",")
     for name in names:
         if name not in among:
@@ -305,7 +313,7 @@ def chosen(text: str, among: dict, option: str) -> list[str]:
 
 
 def whole_model(asked: Namespace) -> None:
-    """`--model-shape`."""
+    """Run `--model-shape`."""
     from cuda_track import bench_model  # which imports transformers
 
     chosen(asked.model_shape, bench_model.SHAPES, "--model-shape")
@@ -317,7 +325,7 @@ def whole_model(asked: Namespace) -> None:
     _need_gpu()
     found = []
     for row in bench_model.rows(asked.model_shape, context, kinds, getattr(torch, asked.dtype)):
-        cli.note(bench_model.table([row]))  # what is done stays, whatever comes
+        cli.note(bench_model.table([row]))  # at once, in case a later row fails
         found.append(row)
     _print(found, bench_model.table, asked.json)
 
@@ -342,10 +350,12 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="try every launch, keep the fastest")
     parser.add_argument("--no-attention", action="store_true")
     parser.add_argument("--no-seal", action="store_true")
-    parser.add_argument("--model-shape", help="a whole model: qwen3-4b or qwen3-8b")
+    parser.add_argument("--model-shape", help="measure a whole model: qwen3-4b or qwen3-8b")
     parser.add_argument("--context", default="100k", help="tokens, with --model-shape")
     parser.add_argument("--kv", default="bf16,int4,int2", help="caches, with --model-shape")
-    parser.add_argument("--plan", action="store_true", help="what --model-shape would take, no GPU")
+    parser.add_argument(
+        "--plan", action="store_true", help="print what --model-shape would take, without a GPU"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     asked = parser.parse_args()
     if asked.model_shape:
@@ -357,7 +367,7 @@ def main() -> None:
     dtype, rows = getattr(torch, asked.dtype), []
     attended = () if asked.no_attention else attention_rows(cases, formats, dtype, asked.tune)
     for row in chain(attended, () if asked.no_seal else seal_rows(formats, dtype)):
-        cli.note(table([row]).splitlines()[1])  # what is done stays, whatever comes
+        cli.note(table([row]).splitlines()[1])  # at once, in case a later row fails
         rows.append(row)
     _print(rows, table, asked.json)
 

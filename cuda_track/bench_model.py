@@ -1,14 +1,14 @@
-"""`python -m cuda_track.bench --model-shape NAME`: a whole model of random weights, decoding behind a
+"""`python -m cuda_track.bench --model-shape NAME`: time a whole model of random weights that decodes behind a
 long context, on caches of every kind beside a static one in full precision.
 
-Measured for a batch of 1 and for the largest that fits:
+For a batch of 1 and for the largest that fits:
 
     prefill  seconds of the whole context, in chunks, the second time (batch 1; larger ones get random
              keys and values)
-    loop     ms of a token of a Python loop that feeds each token to the next call: what a user of
-             transformers sees, mostly launches where the batch is small
-    step     ms of one token as a CUDA graph, the windows half full, and the share of a token in the
-             sealing of pages, which is timed apart
+    loop     ms per token of a Python loop that feeds each token to the next call, as a user of
+             transformers does; mostly launches where the batch is small
+    step     ms per token of a CUDA graph, with windows half full; sealing a page is timed apart and
+             its share of a token added
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cuda_track import cli
+from cuda_track.cache.choose import store
 from cuda_track.models.layers import CompressedCache, CompressedLayer
 from cuda_track.models.shaped import SHAPES, ModelShape, build, new_cache
-from cuda_track.stores import store
-from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
 
 STATIC = "bf16"
 CHUNK = 8192  # tokens of prefill at once
-FILL = 1 << 27  # values that are made at once for larger batches
+FILL = 1 << 27  # values drawn at a time for larger batches
 SPARE = 4 << 30  # bytes that a step needs beside weights and cache
 REPLAYS = 20
 MARGIN = 256  # tokens behind the context
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-# For estimates alone: a step and a prefill at a part of what an H200 can.
+# For estimates alone: bytes and operations per second that an H200 reaches.
 BYTES, FLOPS, LAUNCHES, START = 2.5e12, 3.5e14, 0.035, 15.0
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A line of the table. *_ms: of one token of each row of the batch. gigabytes: of the cache, and
-    the most that was allocated; backend: torch's, of the baseline."""
+    """A line of the table. *_ms: per token of each row of the batch. *_gigabytes: of the cache, and the most
+    that was allocated. backend: torch's, of the baseline."""
 
     model: str
     kv: str
@@ -65,7 +66,7 @@ def config_of(kv: str) -> CacheConfig:
 
 
 def row_bytes(shape: ModelShape, config: CacheConfig, context: int) -> float:
-    """Of the cache of one row of a batch."""
+    """Bytes of the cache of one row of a batch."""
     bits = config.bits_per_value(shape.dims, shape.dims)
     a_token = 2 * shape.layers * shape.kv_heads * shape.dims / 8  # per bit
     window = config.window if config.compresses else 0
@@ -75,7 +76,7 @@ def row_bytes(shape: ModelShape, config: CacheConfig, context: int) -> float:
 def estimate(
     shape: ModelShape, config: CacheConfig, context: int, batch: int, tokens: int
 ) -> float:
-    """Seconds of a case, roughly, on an H200."""
+    """Estimate the seconds of a case on an H200."""
     read = (2 * shape.weights + batch * row_bytes(shape, config, context)) / BYTES
     attention = 2 * shape.layers * shape.heads * shape.dims * context**2
     first = 2 * (2 * shape.weights * context + attention) / FLOPS  # one of two compiles
@@ -91,13 +92,13 @@ def _synchronised(device: torch.device) -> float:
 
 
 def step(model, ids: torch.Tensor, cache: CompressedCache) -> torch.Tensor:
-    """ids: [B, L] -> the most likely next tokens, [B, 1]."""
+    """Feed ids [B, L]. Returns the most likely next tokens, [B, 1]."""
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     return logits[:, -1].argmax(-1, keepdim=True)
 
 
 def prefill(model, cache: CompressedCache, context: int, vocabulary: int) -> float:
-    """Seconds of the first token of a random prompt."""
+    """Read a random prompt. Returns the seconds to its first token."""
     ids = torch.randint(vocabulary, (1, context), device=model.device)
     start = _synchronised(model.device)
     for i in range(0, context, CHUNK):
@@ -106,12 +107,12 @@ def prefill(model, cache: CompressedCache, context: int, vocabulary: int) -> flo
 
 
 def fill(cache: CompressedCache, shape: ModelShape, context: int, batch: int, like) -> None:
-    """Random keys and values, the same for all layers."""
+    """Fill every layer with the same random keys and values."""
     size = shape.kv_heads * shape.dims
     chunk = max(1024, min(context, FILL // (batch * size)))
     pair = [
         torch.randn(
-            *(batch, shape.kv_heads, chunk, shape.dims), dtype=like.dtype, device=like.device
+            (batch, shape.kv_heads, chunk, shape.dims), dtype=like.dtype, device=like.device
         )
         for _ in "kv"
     ]
@@ -130,7 +131,7 @@ def looped(model, cache: CompressedCache, ids: torch.Tensor, tokens: int) -> flo
 
 
 def replayed(model, cache: CompressedCache, ids: torch.Tensor) -> float:
-    """ms of one step as a graph: every replay writes the same token and reads the whole cache."""
+    """Time one step as a graph, in ms: every replay writes the same token and reads the whole cache."""
     for layer in cache.layers:
         if isinstance(layer, CompressedLayer):
             _half_full(layer)
@@ -157,13 +158,13 @@ def replayed(model, cache: CompressedCache, ids: torch.Tensor) -> float:
 
 
 def _crop(cache: CompressedCache) -> None:
-    """Without the last token."""
+    """Drop the last token."""
     for layer in cache.layers:
         layer.crop(-1)
 
 
 def _half_full(layer: CompressedLayer) -> None:
-    """A window with room for some tokens, and others in it, whatever came before."""
+    """Leave room for half a page in the live window."""
     cache = layer.cache
     page = cache.config.page
     if cache.left < page // 2:
@@ -171,14 +172,14 @@ def _half_full(layer: CompressedLayer) -> None:
 
 
 def sealed(cache: CompressedCache, like: torch.Tensor) -> float:
-    """ms of a token, of sealing a page of every layer, host work included. like: a row of keys."""
+    """Time the sealing of a page of every layer with its host work, in ms per token. like: a row of keys."""
     caches = [layer.cache for layer in cache.layers if isinstance(layer, CompressedLayer)]
     if not caches:
         return 0.0
     page, times = caches[0].config.page, []
     pair = (torch.randn_like(like.expand(-1, -1, page, -1)),) * 2
     dims = like.shape[3], like.shape[3]
-    made = [store(one.config, dims, like.device, one.rotations) for one in caches]
+    made = [store(one.config, dims, like.device, one.layer_maps) for one in caches]
     for _ in range(4):
         start = _synchronised(like.device)
         for one in made:
@@ -189,7 +190,7 @@ def sealed(cache: CompressedCache, like: torch.Tensor) -> float:
 
 
 def _fastest(measure: Callable[[], float], choose: bool) -> tuple[float, str]:
-    """The baseline is given the faster of torch's backends."""
+    """Measure by the faster of torch's backends, if `choose`. Returns (result, its name)."""
     if not choose:
         return measure(), ""
     found = []
@@ -210,7 +211,7 @@ def _fastest(measure: Callable[[], float], choose: bool) -> tuple[float, str]:
 def run(
     model, name: str, shape: ModelShape, kv: str, context: int, batch: int, tokens: int
 ) -> ModelRow:
-    """One case. Raises torch.OutOfMemoryError where the batch does not fit."""
+    """Measure one case. Raises torch.OutOfMemoryError if the batch does not fit."""
     config, cuda = config_of(kv), model.device.type == "cuda"
     expected = estimate(shape, config, context, batch, tokens)
     cli.note(f"{name} {kv} context {context} batch {batch}: about {expected:.0f} s")
@@ -219,7 +220,7 @@ def run(
         torch.cuda.reset_peak_memory_stats()
     cache, first = new_cache(model, shape, config, context + MARGIN), 0.0
     if batch == 1:
-        # Compiles what is compiled.
+        # Compiles kernels.
         prefill(model, cache, min(context, 2 * CHUNK), shape.vocabulary)
         cache = new_cache(model, shape, config, context + MARGIN)
         first = prefill(model, cache, context, shape.vocabulary)
@@ -235,13 +236,25 @@ def run(
     seal = sealed(cache, weight.new_empty(batch, shape.kv_heads, 1, shape.dims))
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     return ModelRow(
-        *(name, kv, context, batch, first, loop, took, seal, batch * 1e3 / (took + seal)),
-        *(cache.nbytes / 1e9, peak / 1e9, expected, time.perf_counter() - began, backend),
+        model=name,
+        kv=kv,
+        context=context,
+        batch=batch,
+        prefill_s=first,
+        loop_ms=loop,
+        step_ms=took,
+        seal_ms=seal,
+        tokens_per_s=batch * 1e3 / (took + seal),
+        cache_gigabytes=cache.nbytes / 1e9,
+        peak_gigabytes=peak / 1e9,
+        estimated_s=expected,
+        took_s=time.perf_counter() - began,
+        backend=backend,
     )
 
 
 def largest(shape: ModelShape, config: CacheConfig, context: int, free: int, most: int) -> int:
-    """Rows of a batch whose caches fit in `free` bytes."""
+    """Rows of the largest batch whose caches fit in `free` bytes."""
     return max(1, min(most, int((free - SPARE) / row_bytes(shape, config, context))))
 
 
@@ -254,7 +267,7 @@ def rows(
     most: int = 256,
     device: str = "cuda",
 ) -> Iterator[ModelRow]:
-    """Each kind of cache, for a batch of 1 and the largest that fits. tokens: of the loop."""
+    """Measure each kind of cache for a batch of 1 and the largest that fits. tokens: of the loop."""
     shape = SHAPES[name]
     model = build(shape, context + MARGIN, dtype, device)
     for kv in kinds:
@@ -268,12 +281,12 @@ def rows(
                 break
             except torch.OutOfMemoryError:
                 cli.note(f"{kv}: a batch of {batch} does not fit")
-            torch.cuda.empty_cache()  # behind the handler, which holds the tensors of its frames
+            torch.cuda.empty_cache()  # not in the handler, whose frames hold tensors
             batch = batch * 9 // 10
 
 
 def plan(name: str, context: int, kinds: list[str], tokens: int = 64, free: float = 130e9) -> str:
-    """What `rows` would take on a GPU with `free` bytes beside the weights, without one."""
+    """Say what `rows` would take on a GPU with `free` bytes beside the weights."""
     shape, lines = SHAPES[name], [f"{'kv':<24} {'batch':>6} {'cache GB':>9} {'about s':>8}"]
     for kv in kinds:
         config = config_of(kv)
@@ -299,7 +312,7 @@ def table(found: list[ModelRow]) -> str:
 
 
 def count(text: str) -> int:
-    """ "100k" -> 102400. Raises UserError."""
+    """Parse a number of tokens: "100k" is 102400. Raises UserError."""
     try:
         value = int(text[:-1]) * 1024 if text.endswith("k") else int(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""`python -m cuda_track.calibrate --model NAME -o FILE`: one pass over some text gives every kv head its
-rotations (OSCAR) and balanced transforms. The file is that of `mlxkv calibrate`.
+"""`python -m cuda_track.calibrate --model NAME -o FILE`: compute the rotations (OSCAR) and balanced transforms of
+every kv head in one pass over some text. The file is one of `mlxkv calibrate`.
 
-The moments are taken where attention is computed; what is made of them is NumPy code shared with
-mlxkv (`mlxkv.rotation`, `mlxkv.balance`). Letters: `G` kv heads, `D` head dim.
+Moments are taken where attention is computed; NumPy code of `mlxkv.formats` makes the maps. Letters: `G`
+kv heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mlxkv import artifact, balance, corpus, rotation
-from mlxkv.artifact import SIDES, Basis, Calibration, Layer
-from mlxkv.balance import Balance
 from mlxkv.errors import MachineError, UserError
+from mlxkv.formats import matrices
+from mlxkv.formats.calibration import artifact, balance
+from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
+from mlxkv.formats.calibration.balance import Balance
+from mlxkv.texts import corpus
 
 if TYPE_CHECKING:
     from cuda_track.models.loader import Loaded
@@ -33,14 +35,14 @@ SINK = 64  # first tokens of a window, which presets keep exact
 
 @dataclass
 class Moments:
-    """Sums of one layer, [G, D, D] float64. output: what errors in values do, [G, D, D], or None."""
+    """Sums of one layer, [G, D, D] float64. output: how errors in values weigh, [G, D, D], or None."""
 
     kv_heads: int
     sums: dict[str, np.ndarray] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     output: np.ndarray | None = None
 
-    def heard(self, call: Call) -> None:
+    def add(self, call: Call) -> None:
         self._add("keys", call.queries)
         self._add("values", call.out)
         self._add("stored keys", call.keys[:, :, SINK:])
@@ -58,7 +60,7 @@ class Moments:
         self.rows[name] = self.rows.get(name, 0) + rows
 
     def mean(self, name: str, where: str) -> np.ndarray:
-        """Raises MachineError where a number is none."""
+        """Raises MachineError for NaN or infinity."""
         mean = self.sums[name] / self.rows[name]
         if not np.isfinite(mean).all():
             raise MachineError(f"[calibrate] NaN or infinity in {where}; try another --dtype")
@@ -79,10 +81,10 @@ def calibrate(
     window: int = WINDOW,
     bos: int | None = None,
 ) -> Calibration:
-    """The transforms of all layers that grow with the context. Raises UserError, MachineError."""
+    """Compute the maps of all layers that grow with the context. Raises UserError, MachineError."""
     from cuda_track.models.layers import plain_layers, replaceable
     from cuda_track.models.parallel import insist_on_one
-    from cuda_track.models.taps import listening
+    from cuda_track.models.taps import observing
 
     if len(tokens) < LEAST:
         raise UserError(
@@ -93,12 +95,12 @@ def calibrate(
     growing = {i for i, layer in enumerate(plain_layers(model)) if replaceable(layer)}
     moments: dict[int, Moments] = {}
 
-    def ear(call: Call) -> None:
+    def observe(call: Call) -> None:
         if call.layer in growing:
             one = moments.setdefault(call.layer, Moments(call.keys.shape[1]))
-            one.heard(call)
+            one.add(call)
 
-    with listening(model, ear), torch.no_grad():
+    with observing(model, observe), torch.no_grad():
         for part in windows(tokens, window):
             ids = [*([] if bos is None else [bos]), *part]
             model(torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
@@ -113,7 +115,7 @@ def calibrate(
         model=loaded.name,
         model_type=str(model.config.model_type),
         target="attention",
-        parts=rotation.PARTS,
+        parts=matrices.PARTS,
         per_layer=False,
         tokens=len(tokens),
         text=text,
@@ -123,14 +125,14 @@ def calibrate(
 
 
 def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:
-    """`tokens` in parts of one length (the last may be a little shorter), `most` at most."""
+    """Cut `tokens` into parts of one length, at most `most`; the last may be a little shorter."""
     size = -(-len(tokens) // max(1, -(-len(tokens) // most)))
     return [tokens[i : i + size] for i in range(0, len(tokens), size)]
 
 
 def _basis(moments: Moments, side: str, where: str) -> Basis:
     mean = moments.mean(side, where)
-    values, vectors, floored = rotation.eigenbasis(mean)
+    values, vectors, floored = matrices.eigenbasis(mean)
     pair = _balance(moments, side, where, mean)
     return Basis(values.astype(np.float32), vectors.astype(np.float32), floored, balance=pair)
 
@@ -142,7 +144,7 @@ def _balance(moments: Moments, side: str, where: str, queries: np.ndarray) -> Ba
         eye = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)
         reads = eye if moments.output is None else moments.output
     down, sigma, floored = balance.balance(noise, reads)
-    if side == "values":  # nothing says in which unit errors count: stored values stay as large
+    if side == "values":  # errors have no unit: stored values stay as large
         size = np.trace(noise, axis1=-2, axis2=-1) / sigma.sum(-1)
         down, sigma = down * np.sqrt(size)[:, None, None], sigma * size[:, None]
     return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)

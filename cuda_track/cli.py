@@ -1,4 +1,4 @@
-"""What the commands share: options that name a model and its cache, faults in one line."""
+"""Options that the commands share, and faults in one line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def model_options(parser: ArgumentParser, kv: str = "int4") -> None:
 
 
 def note(text: str) -> None:
-    """Beside the result: stderr."""
+    """Print to stderr, beside the result."""
     print(text, file=sys.stderr)
 
 
 def run(main: Callable[[], None]) -> None:
-    """Exit code 2 for a user's mistake, 1 for the machine's; no traceback for either."""
+    """Run a command. Exits with 2 for a user's mistake, 1 for the machine's, without a traceback."""
     try:
         main()
     except UserError as error:

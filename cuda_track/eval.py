@@ -1,7 +1,7 @@
-"""`python -m cuda_track.eval --model NAME --kv NAME,NAME`: how far a compressed cache moves a model.
+"""`python -m cuda_track.eval --model NAME --kv NAME,NAME`: measure how far a compressed cache moves a model.
 
-A text is read, then decoded token by token as it goes on, with the cache in the loop: the KL
-divergence of each prediction from that of the full-precision cache. Keys as `mlxkv eval` has them.
+After a prefill the rest of a text is fed token by token, and each prediction is compared with that of the
+full-precision cache by its KL divergence. Keys are those of `mlxkv eval`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from cuda_track import cli
 from cuda_track.models.loader import Loaded, load
 from cuda_track.models.seam import attach, new_cache
-from mlxkv import corpus
-from mlxkv.config import parse_kv
 from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
+from mlxkv.texts import corpus
 
 CHUNK = 512  # tokens of the prefill at once
 
@@ -36,7 +36,7 @@ def predictions(loaded: Loaded, tokens: list[int], decoded: int) -> torch.Tensor
 
 
 def compared(ours: torch.Tensor, exact: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
-    """Of log probabilities [N, V] and the tokens that came, [N]."""
+    """Compare log probabilities [N, V]; truth: the tokens that followed, [N]."""
     divergence = (exact.exp() * (exact - ours)).sum(-1)
     return {
         "ppl": float((-ours.gather(-1, truth[:, None])).mean().exp()),
@@ -47,7 +47,7 @@ def compared(ours: torch.Tensor, exact: torch.Tensor, truth: torch.Tensor) -> di
 
 
 def evaluate(loaded: Loaded, presets: list[str], tokens: list[int], decoded: int, calibration=None):
-    """By preset, what `compared` says."""
+    """The result of `compared` for each preset."""
     attach(loaded.model, "fp16")
     exact, out = predictions(loaded, tokens, decoded), {}
     truth = torch.tensor(tokens[-decoded:])

@@ -1,4 +1,4 @@
-"""`python -m cuda_track.generate --model NAME --kv NAME`: text by transformers on compressed caches."""
+"""`python -m cuda_track.generate --model NAME --kv NAME`: generate text by transformers on compressed caches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from cuda_track import cli
 from cuda_track.models.loader import Loaded, load
-from cuda_track.models.seam import new_cache, summarise
+from cuda_track.models.seam import new_cache
 from mlxkv.errors import UserError
+from mlxkv.models.catalog.reports import summarise
 
 
 @dataclass(frozen=True)
 class Reply:
-    """tokens: of the reply. cache_bytes: allocated when it ended. seconds: prefill included."""
+    """tokens: of the reply. cache_bytes: allocated at its end. seconds: with the prefill."""
 
     text: str
     tokens: list[int]
@@ -26,7 +27,7 @@ class Reply:
 
 
 def prompt_tokens(loaded: Loaded, prompt: str, raw: bool = False) -> list[int]:
-    """As `mlxkv chat` asks: through the chat template where there is one and not `raw`."""
+    """Tokens of a prompt: through the chat template, if there is one and not `raw`."""
     tokenizer = loaded.tokenizer
     if raw or tokenizer.chat_template is None:
         return tokenizer(prompt)["input_ids"]

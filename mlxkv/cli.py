@@ -1,4 +1,4 @@
-"""The `mlxkv` command. Heavy imports live inside the commands, so that `--help` answers at once."""
+"""The `mlxkv` command. Frameworks are imported inside the commands, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import typer
 from typer.core import TyperGroup
 
 from mlxkv import __version__
-from mlxkv.bench.commands import SHARE, BenchGroup, ShareCommand, bench
+from mlxkv.bench.command import SHARE, BenchGroup, ShareCommand, bench
+from mlxkv.calibrate.command import calibrate
+from mlxkv.chat.command import chat
 from mlxkv.errors import MachineError, UserError
-from mlxkv.eval.commands import evaluate
+from mlxkv.eval.command import evaluate
 from mlxkv.serve.command import serve
 
 
 class Commands(TyperGroup):
-    """Names the choices when a command does not exist."""
+    """Commands whose error for an unknown name lists the choices."""
 
     def resolve_command(self, ctx, args):
         if args and args[0] not in self.commands:
@@ -39,16 +41,6 @@ app = typer.Typer(
 Model = Annotated[
     str, typer.Option("--model", help="An alias (mlxkv models), a hub name or a local folder.")
 ]
-Kv = Annotated[
-    str, typer.Option("--kv", help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.")
-]
-CalibrationFile = Annotated[
-    str | None,
-    typer.Option(
-        "--calibration",
-        help="For calibrated presets: a file, or owner/name on the hub. Default: the model's.",
-    ),
-]
 Json = Annotated[
     bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
 ]
@@ -65,150 +57,15 @@ def top(
         print(ctx.get_help())
 
 
-@app.command()
-def chat(
-    model: Model = "tiny",
-    kv: Kv = "int4",
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", help="Answer this and leave (or pipe the text in).")
-    ] = None,
-    system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest reply.")] = 512,
-    temp: Annotated[
-        float, typer.Option("--temp", help="Temperature; 0 takes the likeliest.")
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus sampling.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
-    kv_strict: Annotated[
-        bool, typer.Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
-    ] = False,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="No chat template: continue the text as it is.")
-    ] = False,
-    load: Annotated[str | None, typer.Option("--load", help="Go on with a saved session.")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="float32, float16 or bfloat16. Default: as stored."),
-    ] = None,
-    calibration: CalibrationFile = None,
-    fold: Annotated[
-        bool, typer.Option("--fold", help="Turn values by the weights, for calibrated presets.")
-    ] = False,
-    keep: Annotated[
-        float | None,
-        typer.Option("--keep", help="Share of a prompt's stored tokens that stays (SnapKV)."),
-    ] = None,
-    encode: Annotated[
-        str,
-        typer.Option("--encode", help="By what: kernel, or cpu or cpu-columns (matrix products)."),
-    ] = "kernel",
-    json: Json = False,
-) -> None:
-    """Talk to a model, in a terminal or in one shot (--prompt, or text on stdin)."""
-    from mlxkv.chat import Options, run
-    from mlxkv.naming import with_keep
-
-    options = Options(
-        *(
-            model,
-            with_keep(kv, keep),
-            prompt,
-            system,
-            max_tokens,
-            temp,
-            top_p,
-            seed,
-            kv_strict,
-            raw,
-            load,
-            dtype,
-        ),
-        *(json, calibration, fold, encode),
-    )
-    run(options)
-
-
+app.command("chat")(chat)
 app.command("serve")(serve)
-
-
-@app.command()
-def calibrate(
-    model: Model = "tiny",
-    text: Annotated[
-        list[str] | None,
-        typer.Option("--text", help="Text files in UTF-8. Default: text that comes with mlxkv."),
-    ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to read.")] = 8900,
-    per_layer: Annotated[
-        bool, typer.Option("--per-layer", help="One rotation for all kv heads of a layer.")
-    ] = False,
-    target: Annotated[
-        str,
-        typer.Option("--target", help="attention, or for ablations: surrogate tensor random none."),
-    ] = "attention",
-    parts: Annotated[
-        str, typer.Option("--parts", help="Parts of the rotation: u, h, p; uhp is all of it.")
-    ] = "uhp",
-    search_clip: Annotated[
-        bool, typer.Option("--search-clip", help="Search the clips of each layer on the text.")
-    ] = False,
-    kv: Annotated[
-        str | None,
-        typer.Option("--kv", help="Presets to search clips for, with commas. Default: oscar-int2."),
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option("--calibration", help="With --search-clip: keep the rotations of this file."),
-    ] = None,
-    learn: Annotated[
-        str | None,
-        typer.Option(
-            "--learn", help="For learned presets: scale, rotation, householder, ...+scale."
-        ),
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option("--base", help="With --learn, before it: srft (default) or none.")
-    ] = None,
-    bits: Annotated[
-        int | None, typer.Option("--bits", help="With --learn: of the codes. Default: 4.")
-    ] = None,
-    group: Annotated[
-        int | None, typer.Option("--group", help="With --learn: of the codes. Default: 64.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", help="With --learn: of Adam. Default: 300.")
-    ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option("-o", "--out", help="File. Default: where calibrated presets look."),
-    ] = None,
-    push_to_hub: Annotated[
-        str | None, typer.Option("--push-to-hub", help="Publish it as owner/name on the hub, too.")
-    ] = None,
-    private: Annotated[
-        bool, typer.Option("--private", help="Make a new repository on the hub private.")
-    ] = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="float32, float16 or bfloat16. Default: as stored."),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Fit the transforms of the oscar and balanced presets to a model: one pass over a little text."""
-    from mlxkv.calibrating import Options, run
-
-    options = Options(
-        *(model, tuple(text or ()), tokens, per_layer, target, parts, out, dtype, json),
-        *(push_to_hub, private, search_clip, kv, calibration),
-        *(learn, base, bits, group, steps),
-    )
-    run(options)
+app.command("calibrate")(calibrate)
 
 
 @app.command()
 def presets(json: Json = False) -> None:
     """List the cache presets: what they store, bits per value, windows."""
-    from mlxkv.listing import presets as run
+    from mlxkv.doctor.listing import presets as run
 
     run(json)
 
@@ -216,7 +73,7 @@ def presets(json: Json = False) -> None:
 @app.command()
 def models(json: Json = False) -> None:
     """List the aliases, the embedded models and what the hub cache holds."""
-    from mlxkv.listing import models as run
+    from mlxkv.doctor.listing import models as run
 
     run(json)
 
@@ -225,7 +82,7 @@ def models(json: Json = False) -> None:
 def fit(
     model: Model = "tiny",
     config: Annotated[
-        str | None, typer.Option("--config", help="A config.json, instead of --model.")
+        str | None, typer.Option("--config", help="A config.json in place of --model.")
     ] = None,
     context: Annotated[
         str | None,
@@ -240,16 +97,16 @@ def fit(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say what fits in memory: bytes per preset, prefill included, and the longest context."""
-    from mlxkv.fit import run
+    """Estimate what fits in memory: bytes per preset, prefill included, and the longest context."""
+    from mlxkv.doctor.fit import run
 
-    run(model, config, context, memory, kv or [], json)
+    run(model=model, config=config, context=context, memory=memory, kv=kv or [], as_json=json)
 
 
 @app.command(cls=ShareCommand)
 def doctor(
     every: Annotated[
-        bool, typer.Option("--all", help="Try every kernel, however long that takes.")
+        bool, typer.Option("--all", help="Try every kernel, which takes minutes.")
     ] = False,
     share: Annotated[
         str | None,
@@ -262,17 +119,17 @@ def doctor(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check this machine: versions, backends, the golden table, kernels. Exit code 1: not all is right."""
-    from mlxkv.doctor import run
+    """Check this machine: versions, backends, the golden table, kernels. Exit code 1: something is wrong."""
+    from mlxkv.doctor.command import run
 
-    raise typer.Exit(run(json, every, share))
+    raise typer.Exit(run(every=every, share=share, as_json=json))
 
 
 app.command("eval")(evaluate)
 
 
 class BenchCommands(Commands, BenchGroup):
-    """Those of `mlxkv bench`."""
+    """The commands of `mlxkv bench`, with the same error."""
 
 
 app.add_typer(bench, name="bench", cls=BenchCommands)
@@ -283,7 +140,7 @@ def _one_line(text: object) -> str:
 
 
 def _usage_line(error: Exception) -> str:
-    """A parser's complaint as one line that names the choices."""
+    """Turn a usage error into one line that lists the choices."""
     ctx = getattr(error, "ctx", None)
     where = ctx.command.name if ctx and ctx.parent else "mlxkv"
     text = _one_line(error.format_message()).rstrip(".")
@@ -294,9 +151,9 @@ def _usage_line(error: Exception) -> str:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs a command; every failure is one line on stderr and an exit code."""
+    """Run a command and return its exit code. Every failure is one line on stderr."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # bytes that are no text must not end a chat
+        if hasattr(stream, "reconfigure"):  # bytes that are not UTF-8 must not end a chat
             stream.reconfigure(errors="replace")
     try:
         return app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
@@ -307,7 +164,7 @@ def main(args: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         line, code = "", 130
     except Exception as error:
-        if hasattr(error, "format_message"):  # a usage error of typer's parser
+        if hasattr(error, "format_message"):  # a usage error from typer's parser
             line, code = _usage_line(error), 2
         elif os.environ.get("MLXKV_TRACEBACK"):
             raise
@@ -316,7 +173,3 @@ def main(args: list[str] | None = None) -> int:
             line, code = f"[mlxkv] {name}: {error}; MLXKV_TRACEBACK=1 shows where", 1
     print(_one_line(line), file=sys.stderr, flush=True)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,9 @@
-"""What commands print: results on stdout, everything else on stderr, JSON as the last line of stdout."""
+"""Print for commands: results on stdout, notes on stderr, JSON as the last line of stdout. Parse sizes."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,12 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def note(text: str) -> None:
-    """One line for the reader, on stderr, so that stdout holds only results."""
+    """Print a line on stderr; stdout holds only results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
-    """One line that is not to be missed, on stderr: bold and red in a terminal."""
+    """Print a line on stderr, bold and red in a terminal."""
     from rich.console import Console
 
     out = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -31,8 +32,10 @@ def warn(text: str) -> None:
 
 @contextmanager
 def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Gives a `step()` to call before each of `total` things that take their time: a bar on stderr in a
-    terminal, else one line; prints nothing when `total` is 0."""
+    """Show progress on stderr: a bar in a terminal, else one line; nothing if `total` is 0.
+
+    Yields a function to call before each of the `total` steps.
+    """
     from rich.console import Console
 
     out = Console(stderr=True)
@@ -50,7 +53,7 @@ def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def run_tool(main: Callable[[], int | None]) -> NoReturn:
-    """Run the `main` of a module started by `python -m`: a failure is one line, as in `mlxkv`."""
+    """Run `main` of a module started by `python -m` and exit. A failure is one line, as in `mlxkv`."""
     try:
         code = main() or 0
     except UserError as error:
@@ -63,12 +66,12 @@ def run_tool(main: Callable[[], int | None]) -> NoReturn:
 
 
 def print_json(data: dict) -> None:
-    """One JSON document on one line."""
+    """Print one JSON document on one line."""
     print(json.dumps(data, ensure_ascii=False), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """A table on stdout. The first column is text, the others are set to the right."""
+    """Print a table on stdout. Columns of numbers are aligned right, except the first."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -79,7 +82,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    # A pipe has no width: never break lines that another program reads.
+    # A pipe has no width, and another program may read its lines: break none.
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
@@ -93,7 +96,7 @@ def human_bytes(count: float) -> str:
 
 
 def parse_size(text: str, where: str) -> int:
-    """'16GB', '8GiB', '512M' -> bytes. Memory is sold in powers of two: GB and GiB are the same here."""
+    """'16GB', '8GiB', '512M' -> bytes. GB and GiB are the same: powers of two. Raises UserError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
     if not match or float(match[1]) <= 0:
         raise UserError(f"[{where}] not a size; got {text!r}; write it like 16GB or 512MiB")
@@ -101,7 +104,7 @@ def parse_size(text: str, where: str) -> int:
 
 
 def parse_tokens(text: str, where: str) -> int:
-    """'32k', '128K', '8192' -> tokens; k is 1024."""
+    """'32k', '128K', '8192' -> tokens; k is 1024. Raises UserError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([km]?)\s*", text.lower())
     count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if count < 1:
@@ -112,9 +115,7 @@ def parse_tokens(text: str, where: str) -> int:
 
 
 def cache_dir() -> Path:
-    """The user's cache folder for mlxkv (the chat history lives there); not created here."""
-    import os
-
+    """The user's cache folder of mlxkv, which may not exist yet."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlxkv"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxkv"

@@ -1,9 +1,9 @@
-"""The two kinds of failure that a command reports in one line."""
+"""The two kinds of error that a command reports in one line."""
 
 
 class UserError(ValueError):
-    """Something the user can mend: `[where] what; got X; choose from ...`. Exit code 2."""
+    """An error that the user can fix: `[where] what; got X; choose from ...`. Exit code 2."""
 
 
 class MachineError(RuntimeError):
-    """Something the machine did (disk full, NaN in the logits, ...). Exit code 1."""
+    """An error of the machine (disk full, NaN in the logits, ...). Exit code 1."""

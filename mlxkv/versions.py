@@ -1,4 +1,4 @@
-"""Installed versions, and which of them lie outside the range that mlxkv was tested with."""
+"""Installed versions of mlxkv's dependencies, and which are outside the tested range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPTIONAL = ("mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "trit
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions; an optional package that is missing is left out."""
+    """Installed versions by name; None: a required package is missing. Missing optional ones are left out."""
     found = {"mlxkv": __version__}
     found |= {name: _version(name) for name in PACKAGES + OPTIONAL}
     return {name: text for name, text in found.items() if text or name in PACKAGES}
@@ -25,13 +25,13 @@ def _version(name: str) -> str | None:
 
 
 def out_of_range() -> list[str]:
-    """Dependencies whose installed version lies outside the range that mlxkv was tested with."""
+    """Dependencies outside the range of pyproject.toml: 'mlx 0.1, wanted >=0.32'."""
     from packaging.requirements import Requirement
 
     try:
         wanted = [Requirement(text) for text in requires("mlxkv") or []]
     except PackageNotFoundError:
-        return []  # a source tree on the path, not installed
+        return []  # a source tree that is not installed
     wrong = []
     for need in wanted:
         if need.marker and not need.marker.evaluate({"extra": ""}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +47,71 @@ def pytest_report_header() -> list[str]:
     ]
 
 
+# What takes more than about two seconds on a quiet core, by the start of its name below tests/.
+# `make test-fast` leaves it out, and with it what a test's own mark calls slow.
+SLOW = (
+    "bench/test_bench.py::test_kernels_in_the_emulator",
+    "bench/test_bench_load.py",
+    "bench/test_bench_model.py::test_ctrl_c_kills_the_worker",
+    "bench/test_bench_model.py::test_the_real_command",
+    "cache/test_cache_walk.py",
+    "cache/test_ragged.py::test_any_walk",
+    "calibrate/test_balanced.py::test_pages_are_led_back_by_the_inverse",
+    "calibrate/test_learn.py::test_learning_lowers_the_error_of_the_codes",
+    "codec/test_calibrated.py::test_each_kv_head_has_its_own_rotation",
+    "codec/test_clip.py::test_records_hold_what_codes_hold",
+    "cuda_track/test_cuda_kernels.py::test_the_benchmark_checks_what_it_times",
+    "cuda_track/test_cuda_kernels.py::test_the_golden_table",
+    "cuda_track/test_cuda_oja_models.py",
+    "metal/test_balancing.py",
+    "metal/test_codebook_kernels.py",
+    "metal/test_codegen.py",
+    "metal/test_half.py::test_attention_is_softmax_over_what_is_stored",
+    "metal/test_headers.py::test_a_cache_decodes",
+    "metal/test_kernels.py::test_the_golden_table_holds_with_kernels",
+    "metal/test_metal_texts.py::test_every_text_of_presets_is_read",
+    "metal/test_mps_texts.py",
+    "metal/test_oja_kernels.py",
+    "metal/test_seal.py",
+    "metal/test_seal_clip.py",
+    "metal/test_tiles.py",
+    "models/test_decoders.py::test_nothing_is_built_after_a_model_is_attached",
+    "models/test_fold.py::test_pages_of_values_that_come_rotated",
+    "models/test_tiny.py",
+)
+# Of these, one case stays with the quick tests.
+QUICK = (
+    "metal/test_seal.py::test_butterflies_give_what_the_matrix_of_the_spec_gives[srft-64-dtype0]",
+    "metal/test_seal_clip.py::test_the_networks_sort_and_merge[8]",
+    "metal/test_tiles.py::test_attend_is_softmax_over_what_is_stored",
+    "metal/test_tiles.py::test_the_reason_why_not",
+)
+
+
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name.startswith(SLOW) and not name.startswith(QUICK):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports made out of all later collections, which then take milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_garbage():
+    """Collect what a module leaves: a file that it did not close warns here, not in a later test."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
     """A random llama of two layers in the hub's format, with tokenizer and chat template."""
@@ -87,7 +153,7 @@ def same_blas(monkeypatch):
 @pytest.fixture
 def without_torch(monkeypatch):
     """Processes that this test starts find no torch, and are there in a third of the time."""
-    paths = (str(Path(__file__).parent / "without_torch"), os.environ.get("PYTHONPATH"))
+    paths = (str(Path(__file__).parent / "support" / "without_torch"), os.environ.get("PYTHONPATH"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
@@ -104,8 +170,8 @@ def workers(monkeypatch):
     """`mlxkv bench` without processes: made-up answers that a test may replace."""
     from bench_workers import Workers
 
-    from mlxkv.bench import whole
+    from mlxkv.bench.whole import run
 
     found = Workers()
-    monkeypatch.setattr(whole, "call", found.call)
+    monkeypatch.setattr(run, "call", found.call)
     return found

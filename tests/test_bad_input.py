@@ -189,7 +189,7 @@ def test_interrupt_is_130(fails, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlxkv.listing.presets", interrupted)
+    monkeypatch.setattr("mlxkv.doctor.listing.presets", interrupted)
     assert main(["presets"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -198,7 +198,7 @@ def test_a_bug_is_one_line_too(monkeypatch, capsys):
     def broken(*args):
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr("mlxkv.listing.presets", broken)
+    monkeypatch.setattr("mlxkv.doctor.listing.presets", broken)
     assert main(["presets"]) == 1
     said = capsys.readouterr().err
     assert said == "[mlxkv] RuntimeError: first second; MLXKV_TRACEBACK=1 shows where\n"

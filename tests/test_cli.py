@@ -10,8 +10,8 @@ from random_model import write_model
 
 from mlxkv import __version__
 from mlxkv.cli import app, main
-from mlxkv.models.aliases import EMBEDDED
-from mlxkv.presets import COMPARED, PRESETS
+from mlxkv.formats.presets import COMPARED, PRESETS
+from mlxkv.models.catalog.aliases import EMBEDDED
 
 CHAT_KEYS = [
     *("model", "kv", "backend", "prompt_tokens", "generated_tokens", "prefill_seconds"),
@@ -91,6 +91,7 @@ def test_chat_json(run, model_folder):
 
 def test_chat_of_one_seed_repeats_itself(run, model_folder):
     options = ("chat", "--model", model_folder, "--prompt", "hello", "--temp", "1")
+    options += ("--max-tokens", "20")
     first, again, other = (run(*options, "--seed", seed)[0] for seed in (1, 1, 2))
     assert first == again != other
 
@@ -102,7 +103,9 @@ def test_chat_takes_what_is_not_text(run, model_folder):
 
 def test_chat_raw(run, tmp_path):
     folder = write_model(tmp_path / "plain", template=None)
-    data = last_json(run("chat", "--model", folder, "--raw", "--prompt", "abc", "--json")[0])
+    data = last_json(
+        run("chat", "--model", folder, "--raw", "--prompt", "abc", "--max-tokens", "2", "--json")[0]
+    )
     assert data["prompt_tokens"] == 3
 
 
@@ -143,7 +146,7 @@ def test_doctor(run):
 def test_a_wrong_golden_row_fails_the_doctor(monkeypatch, capsys):
     row = {"table": "encode", "values": 9, "differ": 0, "wrong": 0, "rms": 0.0, "bound": 1e-6}
     rows = [row | {"case": "a", "ok": True}, row | {"case": "b", "wrong": 3, "ok": False}]
-    monkeypatch.setattr("mlxkv.doctor.golden_rows", lambda step, every=False: rows)
+    monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: rows)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "WRONG: encode b: 3 values" in out and "1 of 2 cases right" in out
@@ -151,7 +154,7 @@ def test_a_wrong_golden_row_fails_the_doctor(monkeypatch, capsys):
 
 def test_a_version_outside_the_range_fails_the_doctor(monkeypatch, capsys):
     monkeypatch.setattr("mlxkv.versions.requires", lambda name: ["mlx>=99", "rich>=1"])
-    monkeypatch.setattr("mlxkv.doctor.golden_rows", lambda step, every=False: [])
+    monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: [])
     assert main(["doctor"]) == 1
     assert "outside the tested range: mlx " in capsys.readouterr().out
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from experiments import orderings
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
-from mlxkv.eval import orderings
 
 
 @pytest.mark.parametrize(

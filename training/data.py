@@ -1,4 +1,4 @@
-"""Batches for training: documents packed into sequences by worker processes, beside training."""
+"""Make training batches: worker processes pack documents into sequences while training runs."""
 
 import multiprocessing as mp
 from collections.abc import Callable, Iterator
@@ -9,10 +9,10 @@ import numpy as np
 from tokenizer import BOS, FastEncoder
 from tokenizers import Tokenizer
 
-from mlxkv.eval.worlds.documents import document
-from mlxkv.eval.worlds.pydocs import python_docs
+from mlxkv.texts.worlds.documents import document
+from mlxkv.texts.worlds.pydocs import python_docs
 
-# Progress (share of the time budget) from which on a length is used, with its share of the steps.
+# From this progress (share of the time budget) on: sequence lengths with their shares of the steps.
 SCHEDULE = (
     (0.00, {512: 1.0}),
     (0.25, {512: 0.25, 2048: 0.75}),
@@ -21,7 +21,7 @@ SCHEDULE = (
 
 
 def pick_length(rng: Random, progress: float) -> int:
-    """The sequence length of a batch at this point of the training."""
+    """Draw the sequence length of a batch at this point of the training."""
     shares = [shares for start, shares in SCHEDULE if progress >= start][-1]
     return rng.choices(tuple(shares), tuple(shares.values()))[0]
 
@@ -29,7 +29,7 @@ def pick_length(rng: Random, progress: float) -> int:
 def sequences(
     rng: Random, length: int, encode: Callable[[str], list[int]]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Endless (ids, weights) of length + 1: documents behind one another, each after a <bos>."""
+    """Yield (ids, weights) of length + 1 without end: concatenated documents, each after a <bos>."""
     ids: list[int] = []
     weights: list[int] = []
     docs = python_docs()
@@ -90,6 +90,6 @@ class Batches:
         return self.queue.get()
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         for worker in self.workers:
             worker.terminate()

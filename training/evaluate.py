@@ -1,4 +1,4 @@
-"""Read a long prompt once and ask many times, with an exact or a fake-quantised cache."""
+"""Read a long prompt once and ask many questions about it, with an exact or a fake-quantised cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from tokenizer import BOS, END, EOS
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mlxkv.eval.worlds import Needle
+from mlxkv.texts.worlds import Needle
 
 SINK, PAGE, RECENT = 64, 64, 64
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to round keys and values: min-max or abs-max codes per token, in groups of channels."""
+    """Round keys and values as min-max or abs-max codes per token, in groups of channels."""
 
     name: str
     bits: int = 16
@@ -25,7 +25,7 @@ class Scheme:
     symmetric: bool = False
 
     def round(self, x: Tensor) -> Tensor:
-        """x [..., D] as the cache would give it back."""
+        """Return x [..., D] as the cache would decode it."""
         if self.bits >= 16:
             return x
         h = hadamard(x.shape[-1], x.device) if self.hadamard else None
@@ -47,7 +47,7 @@ EXACT = Scheme("exact")
 
 
 def hadamard(n: int, device: torch.device) -> Tensor:
-    """The orthonormal Hadamard matrix of a power of two (Sylvester's order)."""
+    """Return the orthonormal Hadamard matrix [n, n], n a power of two, in Sylvester's order."""
     h = torch.ones(1, 1, device=device)
     while h.shape[0] < n:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
@@ -57,10 +57,10 @@ def hadamard(n: int, device: torch.device) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, scheme: Scheme
 ) -> Tensor:
-    """Causal attention of q [B, H, L, D], from position `start` on, to k and v [B, G, T, D].
+    """Attend causally from q [B, H, L, D], at positions from `start` on, to k and v [B, G, T, D].
 
-    A key whose page ends RECENT tokens before the query, and that is no sink, is read rounded:
-    what a cache with sealed pages gives, also while the prompt is being read.
+    Keys and values outside the sink whose page ends RECENT tokens before the query are rounded, as in a cache
+    with sealed pages, also while the prompt is being read.
     """
     B, H, L, D = q.shape
     G, T = k.shape[1:3]
@@ -97,7 +97,7 @@ Past = list[tuple[Tensor, Tensor]]
 def forward(
     model: Model, ids: Tensor, past: Past | None = None, scheme: Scheme = EXACT
 ) -> tuple[Tensor, Past]:
-    """Hidden states of ids [B, L] behind a past [1, G, T, D] a layer, and the new past."""
+    """Return hidden states of ids [B, L] after a past [1, G, T, D] per layer, and the new past."""
     x, c = model.embed(ids), model.config
     start = past[0][0].shape[2] if past else 0
     new: Past = []
@@ -117,7 +117,7 @@ def forward(
 
 
 class Asker:
-    """Encodes chats as the template does, and scores answers on their value tokens."""
+    """Encode chats as the template does, and score answers on their value tokens."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer):
         self.model, self.tokenizer = model, tokenizer
@@ -127,16 +127,16 @@ class Asker:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def measure(self, text: str) -> int:
-        """Length in tokens."""
+        """Return the length in tokens."""
         return len(self.ids(text))
 
     def read(self, text: str, scheme: Scheme) -> Past:
-        """The past after the user's turn so far: the text and an empty line."""
+        """Return the past after the beginning of a user's turn: the text and an empty line."""
         ids = [BOS, *self.ids(f"<start_of_turn>user\n{text}\n\n")]
         return forward(self.model, torch.tensor([ids], device=self.device), None, scheme)[1]
 
     def score(self, past: Past, needles: tuple[Needle, ...], scheme: Scheme) -> list[list[bool]]:
-        """For each needle and each of its values: whether every token of it is the likeliest."""
+        """Return for each value of each needle whether all its tokens are the likeliest."""
         rows, spans = [], []
         for needle in needles:
             asked = self.ids(f"{needle.question}<end_of_turn>\n<start_of_turn>model\n")
@@ -154,7 +154,7 @@ class Asker:
         ]
 
     def reply(self, messages: list[dict[str, str]], limit: int = 80) -> str:
-        """The greedy answer to a chat."""
+        """Return the greedy answer to a chat."""
         text = "<bos>"
         for message in messages:
             role = {"user": "user", "assistant": "model"}[message["role"]]
@@ -169,7 +169,7 @@ class Asker:
         return self.tokenizer.decode(out)
 
     def loss(self, texts: list[str], scheme: Scheme) -> float:
-        """Mean loss a token on the texts, each read on its own."""
+        """Return the mean loss per token on the texts, each read alone."""
         total, count = 0.0, 0
         for text in texts:
             ids = torch.tensor([[BOS, *self.ids(text)][:8192]], device=self.device)
@@ -181,7 +181,7 @@ class Asker:
 
 
 def value_tokens(needle: Needle, offsets: list[tuple[int, int]], first: int) -> list[list[int]]:
-    """For each value of the needle the indices of its tokens; the answer begins at `first`."""
+    """Return the token indices of each value of the needle; the answer begins at `first`."""
     spans, cursor = [], 0
     for value in needle.values:
         begin = needle.answer.index(value, cursor)
@@ -191,7 +191,7 @@ def value_tokens(needle: Needle, offsets: list[tuple[int, int]], first: int) -> 
 
 
 def peaks(model: Model, run: Callable[[], object]) -> float:
-    """The largest absolute value that goes in or out of a linear layer while `run` runs."""
+    """Return the largest absolute input or output of a linear layer while `run` runs."""
     top = 0.0
 
     def hook(module, inputs, output) -> None:

@@ -17,11 +17,11 @@ GENERATION = {"bos_token_id": 1, "eos_token_id": [4, 2], "pad_token_id": 0, "do_
 
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights in float16 (three bits more than bfloat16, and nothing here comes near its range).
+    """Round weights to float16: three bits more than bfloat16, and no weight comes near its range.
 
-    The gains of q_norm and k_norm, stored as gain - 1, become multiples of 1/128: so that a gain
+    The gains of q_norm and k_norm, stored as gain - 1, become multiples of 1/128, so that a gain
     times or divided by a power of two up to 16, less 1, is a float16 again, and the planted form of
-    the model (mlxkv/models/plant.py) computes exactly the same function.
+    the model (mlxkv/models/catalog/plant.py) computes exactly the same function.
     """
     out = {}
     for name, w in weights.items():
@@ -33,7 +33,7 @@ def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(model: Model, tokenizer: Path, out: Path) -> None:
-    """Config, weights, tokenizer and generation settings in a folder."""
+    """Write config, weights, tokenizer and generation settings to a folder."""
     out.mkdir(parents=True, exist_ok=True)
     save_file(rounded(model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(model.config.hub(), indent=2) + "\n")
@@ -44,7 +44,7 @@ def write(model: Model, tokenizer: Path, out: Path) -> None:
 
 
 def read(folder: Path, device: str = "cpu") -> Model:
-    """The model of a hub folder, in float32."""
+    """Read the model of a hub folder, in float32."""
     model = Model(Config.from_hub(json.loads((folder / "config.json").read_text())))
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict({name: w.float() for name, w in weights.items()})

@@ -1,7 +1,7 @@
-"""The gates that a trained model must pass; the last line printed is JSON.
+"""Test the gates that a trained model must pass; the last line printed is JSON.
 
-python training/gates.py mlxkv/models/tiny              # on a GPU, a minute
-python training/gates.py mlxkv/models/tiny --questions 16 --only chat single-1K
+python training/gates.py mlxkv/models/embedded/tiny              # on a GPU, a minute
+python training/gates.py mlxkv/models/embedded/tiny --questions 16 --only chat single-1K
 """
 
 import argparse
@@ -18,10 +18,10 @@ from evaluate import EXACT, Asker, Scheme, forward, peaks
 from model import Model
 from tokenizers import Tokenizer
 
-from mlxkv.eval.worlds import chat_questions, haystack, stories
-from mlxkv.models.plant import plant
+from mlxkv.models.catalog.plant import plant
+from mlxkv.texts.worlds import chat_questions, haystack, stories
 
-# (kind, thousands of tokens, least share of right values or None if only reported)
+# (kind, thousands of tokens, least share of right values, or None where it is only reported)
 CELLS = (
     ("single", 1, 0.99),
     ("single", 4, 0.98),
@@ -46,12 +46,12 @@ PER_STACK = 16
 
 
 def cell(asker: Asker, kind: str, thousands: int, questions: int, scheme: Scheme = EXACT) -> dict:
-    """Shares of right values and of questions with every value right."""
+    """Return the shares of right values and of questions with every value right."""
     values: list[bool] = []
     every: list[bool] = []
     for n in range(max(1, questions // PER_STACK)):
         rng = Random(f"gate-{kind}-{thousands}-{n}")
-        length = thousands * 1024 - 200  # with question and answer the whole stays within it
+        length = thousands * 1024 - 200  # question and answer fit as well
         facts = max(PER_STACK * (3 if kind == "values" else 1), length // 100)
         stack = haystack(kind, rng, length, PER_STACK, facts, measure=asker.measure)
         past = asker.read(stack.text, scheme)
@@ -66,7 +66,7 @@ def cell(asker: Asker, kind: str, thousands: int, questions: int, scheme: Scheme
 
 
 def chat_cell(asker: Asker, show: bool = False) -> dict:
-    """Exact match of greedy answers to the held-out chat questions."""
+    """Return the exact match of greedy answers to the held-out chat questions."""
     right = 0
     for messages, answer in (asked := chat_questions("test")):
         reply = asker.reply(messages)
@@ -79,7 +79,7 @@ def chat_cell(asker: Asker, show: bool = False) -> dict:
 
 
 def key_statistics(model: Model, asker: Asker) -> dict:
-    """How unequal the channels of K are, over the layers whose cache is compressed."""
+    """Measure how unequal the channels of K are, in the layers whose cache is compressed."""
     text = " ".join(islice(stories(Random("key-statistics")), 40))
     ids = torch.tensor([asker.ids(text)[:2048]], device=asker.device)
     ratio, kurtosis = [], []
@@ -96,7 +96,7 @@ def key_statistics(model: Model, asker: Asker) -> dict:
 
 
 def hard_form(folder: Path, device: str) -> Model:
-    """The model with planted outliers."""
+    """Return the model with planted outliers."""
     model = export.read(folder, device)
     config = json.loads((folder / "config.json").read_text())
     model.load_state_dict(plant(model.state_dict(), config))
@@ -104,7 +104,7 @@ def hard_form(folder: Path, device: str) -> Model:
 
 
 def sensitivity(asker: Asker, questions: int) -> dict:
-    """Retrieval at 4K and the loss on stories under each scheme."""
+    """Measure retrieval at 4K and the loss on stories under each scheme."""
     texts = [" ".join(islice(stories(Random(f"loss-{n}")), 60)) for n in range(4)]
     return {
         scheme.name: {
@@ -117,7 +117,7 @@ def sensitivity(asker: Asker, questions: int) -> dict:
 
 
 def verdicts(report: dict) -> dict[str, bool]:
-    """Each gate and whether it is passed."""
+    """Return each gate and whether it passes."""
     out = {}
     for kind, thousands, least in CELLS:
         name = f"{kind}-{thousands}K"
@@ -139,7 +139,7 @@ def verdicts(report: dict) -> dict[str, bool]:
 
 
 def run(folder: Path, questions: int, only: list[str] | None, show: bool) -> dict:
-    """All gates of one model folder."""
+    """Test all gates of one model folder."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = export.read(folder, device)
     asker = Asker(model, Tokenizer.from_file(str(folder / "tokenizer.json")))

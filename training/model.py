@@ -1,4 +1,4 @@
-"""The two architectures in plain PyTorch, with the parameter names of the Hugging Face classes."""
+"""Both architectures in PyTorch, with the parameter names of the Hugging Face classes."""
 
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -32,11 +32,11 @@ class Config:
         return self.kind == "gemma3_text"
 
     def local(self, layer: int) -> bool:
-        """Whether a layer sees the last `window` tokens only: every other one, from the first."""
+        """Return whether a layer sees the last `window` tokens only: every other layer, from the first on."""
         return self.gemma and layer % 2 == 0
 
     def hub(self) -> dict:
-        """config.json as transformers and mlx-lm read it."""
+        """Return config.json as transformers and mlx-lm read it."""
         common = {
             "model_type": self.kind,
             "vocab_size": self.vocab,
@@ -79,7 +79,7 @@ class Config:
 
     @staticmethod
     def from_hub(config: dict) -> "Config":
-        """The shape that a config.json of ours describes."""
+        """Read a config.json of this folder's models."""
         return Config(
             kind=config["model_type"],
             vocab=config["vocab_size"],
@@ -99,7 +99,7 @@ CONFIGS = {
 
 @lru_cache(maxsize=16)
 def rotary(length: int, dim: int, theta: float, device: str) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [length, dim], for the half-split rotary embedding."""
+    """Return cos and sin, each [length, dim], of the half-split rotary embedding."""
     inverse = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
     angles = torch.cat([angles, angles], dim=-1).to(device)
@@ -114,7 +114,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def window_mask(length: int, window: int, device: str) -> BlockMask | Tensor:
-    """Causal mask over the last `window` tokens: for flex_attention, on a CPU for SDPA."""
+    """Make the causal mask over the last `window` tokens: for flex_attention, or on a CPU for SDPA."""
 
     def visible(b, h, q, k):
         return (q >= k) & (q - k < window)
@@ -126,7 +126,7 @@ def window_mask(length: int, window: int, device: str) -> BlockMask | Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
-    """Attention, causal if there is no mask; q [B, H, L, D], k and v [B, G, L, D]."""
+    """Attend from q [B, H, L, D] to k and v [B, G, L, D], causally if there is no mask."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     return F.scaled_dot_product_attention(
@@ -164,7 +164,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(c.head_dim, c, gain=1.3)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, L, D], k and v [B, G, L, D] of x [B, L, width]; rope: cos and sin [L, D]."""
+        """Return q [B, H, L, D], k and v [B, G, L, D] of x [B, L, width]; rope: cos and sin [L, D]."""
         c, (B, L, _) = self.config, x.shape
         q = self.q_proj(x).view(B, L, c.heads, c.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(B, L, c.kv_heads, c.head_dim).transpose(1, 2)
@@ -200,7 +200,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.width, config)
         self.post_attention_layernorm = RMSNorm(config.width, config)
-        if self.gemma:  # Gemma norms before and after each half
+        if self.gemma:  # Gemma normalises before and after each half
             self.pre_feedforward_layernorm = RMSNorm(config.width, config)
             self.post_feedforward_layernorm = RMSNorm(config.width, config)
 
@@ -208,7 +208,7 @@ class Block(nn.Module):
         return self.add(x, self.self_attn(self.input_layernorm(x), rope, mask))
 
     def add(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream after attention and MLP."""
+        """Return the residual stream after attention and MLP."""
         if self.gemma:
             x = x + self.post_attention_layernorm(attended)
             return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
@@ -230,7 +230,7 @@ class Model(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Normal weights; for Qwen also large constant K channels, as the real one has them."""
+        """Initialise with normal weights; for Qwen also with large constant K channels, as in the real one."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
@@ -242,7 +242,9 @@ class Model(nn.Module):
         for block in self.model.layers:
             bias = block.self_attn.k_proj.bias.data.view(self.config.kv_heads, self.config.head_dim)
             for head in bias:
-                pairs = 52 + torch.randperm(12, generator=low)[:3]  # slow pairs: hardly rotate
+                pairs = (
+                    52 + torch.randperm(12, generator=low)[:3]
+                )  # slow pairs, which hardly rotate
                 sides = torch.randint(0, 2, (3,), generator=low)
                 signs = 2 * torch.randint(0, 2, (3,), generator=low) - 1
                 head[pairs + 64 * sides] = signs * torch.tensor([15.0, 12.0, 9.0])
@@ -251,7 +253,7 @@ class Model(nn.Module):
         return self.model.embed_tokens(ids) * self.scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Final hidden states [B, L, width] of token ids [B, L]."""
+        """Return the final hidden states [B, L, width] of token ids [B, L]."""
         x, (length, device) = self.embed(ids), (ids.shape[1], str(ids.device))
         for block in self.model.layers:
             attention = block.self_attn

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz: the nearest (semi-)orthogonal matrices to g [N, rows, cols], roughly."""
+    """Approximate the nearest (semi-)orthogonal matrices to g [N, rows, cols] by Newton-Schulz."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = g.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers(model: nn.Module, muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of the blocks, AdamW on embeddings, norms and biases."""
+    """Return Muon for the matrices of the blocks and AdamW for embeddings, norms and biases."""
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.dim() < 2 or "embed" in n]
     fused = rest[0].is_cuda

@@ -16,7 +16,7 @@ LENGTHS = {512: "#d98c3f", 2048: "#3f9a8a", 8192: "#4a5fc1"}
 
 
 def smooth(values: list[float], span: int = 8) -> list[float]:
-    """Running mean over up to `span` points."""
+    """Return the running mean over up to `span` points."""
     return [
         sum(values[max(0, i - span + 1) : i + 1]) / min(span, i + 1) for i in range(len(values))
     ]

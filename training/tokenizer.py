@@ -13,7 +13,7 @@ from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mlxkv.eval.worlds import documents
+from mlxkv.texts.worlds import documents
 
 VOCAB_SIZE = 3072
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
@@ -23,7 +23,7 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The same for Python's re, on ASCII text.
+# The same pattern for Python's re, on ASCII text.
 PATTERN_ASCII = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]"
     r"| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,7 +50,7 @@ CHAT_TEMPLATE = """\
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE over the texts."""
+    """Train byte-level BPE on the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -70,7 +70,7 @@ def train(texts: Iterable[str]) -> Tokenizer:
 
 
 def config() -> dict:
-    """tokenizer_config.json as transformers and mlx-lm read it."""
+    """Return tokenizer_config.json as transformers and mlx-lm read it."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
@@ -84,7 +84,7 @@ def config() -> dict:
 
 
 class FastEncoder:
-    """The same ids as the tokenizer for ASCII text, several times faster: words are cached."""
+    """Encode ASCII text to the ids of the tokenizer, several times faster by caching words."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.parts = re.compile(f"({'|'.join(map(re.escape, SPECIALS))})").split
@@ -107,7 +107,7 @@ class FastEncoder:
 
 
 def corpus(chars: int = 12_000_000) -> Iterable[str]:
-    """Training text for the tokenizer, without the special tokens."""
+    """Yield training text for the tokenizer, without the special tokens."""
     special = re.compile("|".join(map(re.escape, SPECIALS)))
     for length, share in ((512, 0.7), (2048, 0.3)):
         left = chars * share

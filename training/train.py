@@ -1,8 +1,8 @@
 """Train one of the two models within a budget of minutes.
 
-    python training/train.py tiny --minutes 20 --tokenizer mlxkv/models/tiny --out runs/tiny
+    python training/train.py tiny --minutes 20 --tokenizer mlxkv/models/embedded/tiny --out runs/tiny
 
-Writes log.csv, checkpoint.pt (a call with --resume goes on from it) and hub/ (the model, exported).
+Writes log.csv, checkpoint.pt (--resume continues from it) and hub/ (the exported model).
 """
 
 import argparse
@@ -26,7 +26,7 @@ LOG = ("step", "seconds", "tokens", "length", "lr", "loss_text", "loss_answers")
 def weighted_loss(
     hidden: Tensor, embedding: Tensor, ids: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and the mean loss on plain text and on answers.
+    """Return the loss, and the mean loss on plain text and on answers.
 
     hidden: [B, L, width], embedding: [vocab, width], ids and weights: [B, L + 1].
     """
@@ -43,12 +43,12 @@ def weighted_loss(
 
 
 def rate(step: int, progress: float, warmup: int = 100, decay: float = 0.4) -> float:
-    """Share of the full learning rate: a short warm-up, then linear decay over the last part."""
+    """Return the share of the full learning rate: a short warm-up, then linear decay over the last part."""
     return min(1.0, (step + 1) / warmup, max(0.02, (1 - progress) / decay))
 
 
 def save(path: Path, model: Model, opts: list, state: dict) -> None:
-    """Write a checkpoint next to the old one, then put it in its place."""
+    """Write a checkpoint next to the old one, then replace it."""
     saved = {
         "model": model.state_dict(),
         "opts": [o.state_dict() for o in opts],
@@ -83,12 +83,12 @@ def train(args: argparse.Namespace) -> None:
         for opt, state in zip(opts, saved["opts"], strict=True):
             opt.load_state_dict(state)
         step, tokens, spent = saved["step"], saved["tokens"], saved["seconds"]
-    # After a resume the workers need seeds of their own: no text comes twice.
+    # After a resume the workers get other seeds, so no text comes twice.
     tokenizer = Path(args.tokenizer)
     batches = Batches(
         str(tokenizer / "tokenizer.json"), args.seed + 1000 * step, args.batch, args.workers
     )
-    log = open(out / "log.csv", "a" if step else "w", newline="")  # noqa: SIM115 - open all along
+    log = open(out / "log.csv", "a" if step else "w", newline="")  # noqa: SIM115 - open until the end
     rows = csv.writer(log)
     if not step:
         rows.writerow(LOG)

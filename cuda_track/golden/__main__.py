@@ -1,5 +1,5 @@
-"""`python -m cuda_track.golden --device cuda`: the golden table on this machine, Triton's rows too; with
-`--device mps` what Metal's kernels make of attention."""
+"""`python -m cuda_track.golden --device cuda`: compute the golden table on this machine, by torch and by Triton;
+with `--device mps` decode attention by Metal's kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from cuda_track import cli, golden
+from cuda_track import cli
 from cuda_track.golden import kernels
-from cuda_track.kernels import absent, interpreted
+from cuda_track.golden.table import TABLE
+from cuda_track.kernels.launch import absent, interpreted
 from mlxkv.errors import UserError
 
 
@@ -23,15 +24,15 @@ def main() -> None:
     asked = parser.parse_args()
     device, by_triton = torch.device(asked.device), absent() is None
     if interpreted() and by_triton:
-        import cuda_track.kernels.interpreter  # noqa: F401 (which says how kernels are built)
+        import cuda_track.kernels.interpreter  # noqa: F401 (it decides how kernels are built)
     found = {"torch": [], "triton": []}
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("[--device] no Metal here; got mps; choose cpu")
-    if device.type == "mps":  # which has no float64, of which tables are made
+    if device.type == "mps":  # which has no float64
         found["metal"] = [("", row) for row in kernels.metal_rows(device)]
     else:
         with device:
-            found["torch"] = list(golden.by_set())
+            found["torch"] = list(TABLE.by_set())
             if by_triton and (device.type == "cuda" or interpreted()):
                 found["triton"] = [("", row) for table in kernels.TABLES for row in table()]
     rows = [row for part in found.values() for _, row in part]

@@ -1,7 +1,8 @@
-"""`python -m cuda_track.golden.parity`: the golden table of every backend on one page, docs/results/parity.md.
+"""`python -m cuda_track.golden.parity`: write the golden table of every backend to one page,
+docs/results/parity.md.
 
-MLX answers from a process of its own (`mlxkv doctor --json`); a GPU by the file that
-`python -m cuda_track.golden --device cuda --json FILE` has written there.
+MLX runs in a process of its own (`mlxkv doctor --json`). A GPU's rows come from the file that
+`python -m cuda_track.golden --device cuda --json FILE` wrote there.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ METHODS = {
 }
 Key = tuple[str, str]  # table, case
 Line = tuple[str, str]  # golden set, method
-Rows = list[dict] | None  # as `Row.as_dict` gives them, of torch with their set; None: not run
+Rows = list[dict] | None  # of `Row.as_dict`, torch's with their set; None: not run
 HEAD = """# Parity
 
-What every backend makes of the golden tensors, which the specification in NumPy float64
-(`mlxkv/reference*.py`) has written.
+How every backend reproduces the golden tensors, which the specification in NumPy float64
+(`mlxkv/spec/`) wrote.
 
 - *ties*: codes one step off where the spec's value lies at a rounding boundary, out of so many *values*;
   any other difference would be called WRONG
@@ -50,14 +51,14 @@ Made by `python -m cuda_track.golden.parity`. The columns of a GPU come from `--
 
 
 def sets(rows: Rows) -> dict[Key, str]:
-    """The golden set of each row of this package."""
+    """The golden set of each row of torch."""
     return {(row["table"], row["case"]): row["set"] for row in rows}
 
 
 def line_of(row: dict, found: dict[Key, str]) -> Line:
-    """Where a row of any backend stands. found: golden sets by row; rows of others have their table."""
-    case = row["case"].split(",")[0]  # Triton says behind a comma which side it was
-    name = found.get((row["table"], case), row["table"])  # MLX has tables more
+    """The line of a row of any backend. found: golden sets by row; other rows stand under their table."""
+    case = row["case"].split(",")[0]  # behind a comma Triton names the side
+    name = found.get((row["table"], case), row["table"])  # MLX has more tables
     parts = case.split(".")
     if name in ("affine", "clip"):
         return name, f"int{parts[1]} per {parts[3] if name == 'affine' else 'token, clipped'}"
@@ -65,7 +66,7 @@ def line_of(row: dict, found: dict[Key, str]) -> Line:
 
 
 def cell(rows: Iterable[dict]) -> str:
-    """Ties and rms of the rows of one line."""
+    """Sum up the rows of one line: ties and rms."""
     rows = list(rows)
     if not rows:
         return "-"
@@ -81,7 +82,7 @@ def _short(x: float) -> str:
 
 
 def page(columns: dict[str, Rows], found: dict[Key, str], said: list[str]) -> str:
-    """Markdown. columns: rows of each backend. said: lines about machines and versions."""
+    """Write the page in Markdown. columns: rows of each backend. said: lines about machines and versions."""
     lines: dict[Line, dict[str, list[dict]]] = {}
     for name, rows in columns.items():
         for row in rows or ():
@@ -104,7 +105,7 @@ def page(columns: dict[str, Rows], found: dict[Key, str], said: list[str]) -> st
 
 def main() -> None:
     parser = cli.parser(__doc__)
-    parser.add_argument("--gpu", type=Path, help="what a machine with a GPU has written")
+    parser.add_argument("--gpu", type=Path, help="file that a machine with a GPU has written")
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
     asked = parser.parse_args()
     gpu = _read(asked.gpu) if asked.gpu else {}
@@ -128,14 +129,14 @@ def main() -> None:
 
 
 def _doctor() -> dict:
-    """What MLX says on this machine."""
+    """The report of `mlxkv doctor` on this machine."""
     done = _run("-m", "mlxkv", "doctor", "--json")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def _torch() -> dict:
-    """What torch says on this CPU, and Triton in its interpreter, which has to be asked for before
-    anything imports it: in a process of its own."""
+    """The rows of torch on this CPU and of Triton's interpreter, which runs in a process of its own: it is
+    chosen when triton is imported."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         _run("-m", "cuda_track.golden", "--device", "cpu", "--json", path, TRITON_INTERPRET="1")

@@ -1,4 +1,4 @@
-"""Kernels of one attention that follow each other without a gap: programmatic dependent launch."""
+"""Programmatic dependent launch: the kernels of one attention follow each other without a gap."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-CAPABILITY = 9  # of GPUs that have it
+CAPABILITY = 9  # of the first GPUs that can
 
 
 @triton.jit
 def after(CHAINED: tl.constexpr):
-    """Waits until the kernel before has ended and its memory is there. What is read before this must be
-    older than the kernel before, and nothing may be written: others may still read it. Every program
-    has to come here, so that what the kernel before waited for is there as well."""
+    """Wait until the previous kernel has ended and its writes are visible.
+
+    Before this, read only what is older than the previous kernel, and write nothing: it may still be read.
+    Every program has to call this, so that what the previous kernel waited for has ended, too.
+    """
     if CHAINED:
         gdc_wait()
 
 
 @triton.jit
 def before(CHAINED: tl.constexpr):
-    """The next kernel may take its place as soon as every program has come here. Behind `after`."""
+    """Let the next kernel start once every program has called this. Call it behind `after`."""
     if CHAINED:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""Codes -> float16 numbers for matrix units, and packed scales -> float32, in Triton."""
+"""Unpack codes to float16 for matrix units, and scales to float32, in Triton."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 OFFSET = tl.constexpr(1024.0)
 MAGIC = tl.constexpr(0x6400)
 
-# Neighbouring words -> planes of two float16 each: what a lane needs of a fragment. A code may stay
-# where it is in the mantissa, where it counts `gain` times: fewer shifts.
+# Neighbouring words become planes of two float16 each, as a lane holds them of a fragment. A code may stay
+# where it is in the mantissa and count `gain` times, which saves shifts.
 FOUR_BITS = tl.constexpr("""{
     .reg .b32 lo, hi, t;
     prmt.b32 lo, $8, $9, 0x5410;
@@ -49,7 +49,7 @@ TWO_BITS = tl.constexpr("""{
 
 @triton.jit
 def gain_bits(i, BITS: tl.constexpr):
-    """log2 of what a code of plane i counts for: where it stays in the mantissa of 1024."""
+    """log2 of the gain of plane i: the bit of the mantissa of 1024 at which its code starts."""
     return (i % 2) * 4 if BITS == 4 else (i % 5) * 2 if BITS == 2 else i * 0
 
 
@@ -70,7 +70,7 @@ def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr):
-    """All planes; of four the last four are repeats that nobody reads."""
+    """All planes; with four of them the last four are repeats, not read."""
     if ASM and BITS == 4 and PLANES == 8:
         return tl.inline_asm_elementwise(
             FOUR_BITS,

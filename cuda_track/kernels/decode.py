@@ -24,8 +24,8 @@ LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different 
 
 @triton.jit
 def _score(s, q, k, i: tl.constexpr, numbers, shift, sums, EACH: tl.constexpr, part):
-    """Adds plane i to the scores s [T, N]; part: products of the group so far, less the offset's
-    share. EACH planes share a scale; after the last of them scale and bias come on top."""
+    """Add plane i to the scores s [T, N]. part: products of the group so far, without the offset's share. EACH
+    planes share a scale; after the last of them scale and bias are applied."""
     if i % EACH == 0:
         part = tl.zeros_like(s) - shift[None, :]
     part = tl.dot(k, q, part)
@@ -37,8 +37,8 @@ def _score(s, q, k, i: tl.constexpr, numbers, shift, sums, EACH: tl.constexpr, p
 
 @triton.jit
 def _fold(q, numbers, i: tl.constexpr, inverse, shift, extra, BITS: tl.constexpr):
-    """q^T [J, N] of plane i with the scales of its channels, float16. shift, extra [J, N]: sums of what
-    was rounded, and of the products with biases."""
+    """q^T [J, N] of plane i with the scales of its channels, float16. shift, extra [J, N]: sums of the rounded
+    queries, and of their products with biases."""
     scale, bias = halves(numbers)
     folded = (q * (scale * inverse)[:, None]).to(tl.float16)
     gain = tl.exp2(gain_bits(tl.zeros_like(numbers) + i, BITS).to(tl.float32))
@@ -49,8 +49,8 @@ def _fold(q, numbers, i: tl.constexpr, inverse, shift, extra, BITS: tl.constexpr
 def _fold_all(
     q0, q1, q2, q3, q4, q5, q6, q7, numbers, J: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr
 ):  # fmt: skip
-    """Queries of a page whose channels have scales, those divided by the largest; that scale; what
-    the offset of codes adds to a score [N], and what biases do."""
+    """Queries of a page with the scales of its channels, divided by the largest; that scale; what the offset of
+    codes, and what biases, add to a score [N]."""
     j = tl.arange(0, J)
     m0 = tl.load(numbers + j)
     m1 = tl.load(numbers + J + j)
@@ -62,7 +62,7 @@ def _fold_all(
         m5 = tl.load(numbers + 5 * J + j)
         m6 = tl.load(numbers + 6 * J + j)
         m7 = tl.load(numbers + 7 * J + j)
-    # Scales are not negative: their bits are ordered as they are.
+    # Non-negative scales are ordered as their bits.
     low = tl.maximum(tl.maximum(m0 & 0xFFFF, m1 & 0xFFFF), tl.maximum(m2 & 0xFFFF, m3 & 0xFFFF))
     high = tl.maximum(tl.maximum(m4 & 0xFFFF, m5 & 0xFFFF), tl.maximum(m6 & 0xFFFF, m7 & 0xFFFF))
     largest = tl.max(tl.maximum(low, high), 0)
@@ -84,8 +84,8 @@ def _fold_all(
 
 @triton.jit
 def _weigh(p, numbers, total, biases, ones, decay):
-    """Weights p [T, N] with the scales of a group, float16; their sum [16, N], every row the same, and
-    that of the biases [LANES, N] go on. The offset of codes comes back by the sum of what was rounded."""
+    """Weights p [T, N] times the scales of a group, float16; running sums of them [16, N], every row the same,
+    and of the biases [LANES, N]. The sum of the rounded weights takes the offset of codes out again."""
     scale, bias = halves(numbers)
     weighed = (p * scale[:, None]).to(tl.float16)
     total = _on(total, decay, ones, weighed)
@@ -94,29 +94,28 @@ def _weigh(p, numbers, total, biases, ones, decay):
 
 @triton.jit
 def _on(total, decay, a, b):
-    """total * decay + a @ b. The product starts at 0 (`fma` keeps Triton from joining the two): matrix
-    units cut off the lowest bits of what they add up, which of long sums of 1024 + code are bits of
-    the output."""
+    """total * decay + a @ b. The product starts at 0, and `fma` keeps Triton from joining the two: matrix units cut
+    off the lowest bits of a sum, which in long sums of 1024 + code are bits of the output."""
     part = tl.dot(a, b)
     return tl.fma(total, tl.broadcast_to(decay[None, :], part.shape), part)
 
 
 @triton.jit
 def _some(x):
-    """x [T, N] summed to [LANES, N]: no lane has to wait for another."""
+    """Sum x [T, N] to [LANES, N], without exchange between lanes."""
     return tl.sum(tl.reshape(x, [x.shape[0] // LANES, LANES, x.shape[1]]), 0)
 
 
 @triton.jit
 def _finish(out, there, o, i: tl.constexpr, total, biases, BITS: tl.constexpr):
-    """Plane i of the output without offset and gain, with its biases; of rows that are there."""
+    """Store plane i of the output without offset and gain, with its biases, for rows that exist."""
     biases, offset = tl.sum(biases, 0), tl.sum(total, 0) * (OFFSET / 16)
     gain = tl.exp2(-gain_bits(tl.zeros_like(biases).to(tl.int32) + i, BITS).to(tl.float32))
     o = (o - offset[None, :]) * gain[None, :] + biases[None, :]
     tl.store(out, o, mask=there[None, :])
 
 
-# What grows with the context must not lead to another compilation.
+# Sizes that grow with the context must not cause another compilation.
 COUNTS = ["sink_tokens", "live_tokens", "mask_row", "most", "splits", "rows", "new"]
 
 

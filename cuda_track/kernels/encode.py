@@ -1,4 +1,4 @@
-"""New keys or values -> pages of a pool, in Triton: rotation, clip, group scales, codes, packing.
+"""Encode new keys or values into pages of a pool, in Triton: rotation, clip, group scales, codes, packing.
 
 The rotation is a dense product on matrix units. Inputs of 16 bits are exact in it: the matrix is cut
 into three parts of 16 bits whose sum is the float32 one, and products are summed in float32. Inputs
@@ -34,8 +34,8 @@ def _turned(x, down, t, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, B
 
 @triton.jit
 def _clipped(y, RANK: tl.constexpr):
-    """Each row of y [T, R] kept within its RANK-th largest absolute value. That value is found bit by
-    bit: floats that are not negative are ordered as their bits are."""
+    """Clip each row of y [T, R] to its RANK-th largest absolute value, found bit by bit: non-negative floats are
+    ordered as their bits."""
     size = tl.abs(y).to(tl.int32, bitcast=True)
     limit = tl.zeros([y.shape[0]], tl.int32)
     for i in range(31):
@@ -53,9 +53,9 @@ def _half(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def _over(x, whole: tl.constexpr, FUSED: tl.constexpr):
-    """x / whole, rounded as IEEE says; what `_half` cuts off may come out smaller. FUSED: by two fused
-    multiply-adds, exact for every float32 and whole = 2^b - 1 (all mantissas tried), where the division
-    of the GPU is a subroutine."""
+    """x / whole, rounded as IEEE says; values that `_half` clips may be smaller. FUSED: by two fused
+    multiply-adds, exact for every float32 and whole = 2^b - 1 (all mantissas tried), since division is a
+    subroutine on the GPU."""
     if FUSED:
         x = tl.minimum(x, HALF_MAX * whole)  # infinity would leave NaN as the rest
         inverse = tl.full(x.shape, 1.0 / whole, tl.float32)
@@ -67,7 +67,7 @@ def _over(x, whole: tl.constexpr, FUSED: tl.constexpr):
 
 @triton.jit
 def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, FUSED: tl.constexpr):
-    """Codes of y, which share scales along `axis`; the scales in packed pairs."""
+    """(codes of y, which shares scales along `axis`; scales and biases in packed pairs)."""
     top: tl.constexpr = 2**BITS - 1
     middle: tl.constexpr = 2 ** (BITS - 1)
     if SYMMETRIC:
@@ -81,7 +81,7 @@ def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, F
         scale = _half(_over(width, top, FUSED), HALF_MAX)
         low: tl.constexpr = 0
     step = scale.to(tl.float32)
-    # One division per group: a code at a boundary may fall to the other side of what IEEE says.
+    # One division per group: a code at a boundary may round to the other side.
     inverse = 1.0 / tl.where(step > 0, step, 1.0)
     code = (y - tl.expand_dims(bias.to(tl.float32), axis)) * tl.expand_dims(inverse, axis)
     code = tl.minimum(tl.maximum(code, low), top) + ROUNDS
@@ -144,5 +144,5 @@ def seal_kernel(
 
 @triton.jit
 def _store(at, words):
-    """The low bits of int32 words."""
+    """Store the low bits of int32 words."""
     tl.store(at, words.to(at.dtype.element_ty))

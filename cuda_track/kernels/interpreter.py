@@ -1,4 +1,4 @@
-"""Triton's kernels on the CPU: import this before anything that imports them."""
+"""Run Triton's kernels on the CPU: import this before any module that imports triton."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The order of codes that Triton reads, derived from the logical codes when a page is sealed.
+"""The order in which Triton reads codes, made from the logical codes when a page is sealed.
 
 A page of one kv head holds, for each side, `words` and `numbers`. A word holds `planes` codes of one
 token: plane i of word j is the code of dim `J i + j`, at bits `i b`. So a plane of all words is a
-matrix of J neighbouring dims, which is what a matrix unit multiplies: queries are cut into the same
-runs of J dims, nothing is shuffled, and a scale belongs to whole planes.
+matrix of J neighbouring dims, as matrix units multiply: queries are cut into the same runs of J dims,
+nothing is shuffled, and a scale belongs to whole planes.
 
     keys    words [P, G, T, J]        a token's words together
     values  words [P, G, J, T]        a word's tokens together
@@ -22,10 +22,10 @@ from functools import cached_property
 
 import torch
 
-from cuda_track import packing
-from cuda_track.codec import Stored
-from cuda_track.quantizers.affine import bias_of
-from mlxkv.config import Affine
+from cuda_track.codec import packing
+from cuda_track.codec.affine import bias_of
+from cuda_track.codec.codec import Stored
+from mlxkv.formats.config import Affine
 
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
@@ -37,7 +37,7 @@ WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 @dataclass(frozen=True)
 class SideLayout:
-    """Where one side lies. spec: its format; dims: stored dims R; page: tokens of a page."""
+    """The order of one side. spec: its format. dims: stored dims R. page: tokens of a page."""
 
     spec: Affine
     dims: int
@@ -65,8 +65,8 @@ class SideLayout:
 
     @property
     def planes(self) -> int:
-        """Codes of a word. Of 4 bits those of 16 bits are unpacked with the fewest instructions, which
-        needs groups as long as their planes."""
+        """Codes of a word. For 4 bits words of 16 bits unpack with the fewest instructions; groups then have
+        to be multiples of their planes."""
         most = min(PLANES, 32 // self.spec.bits, self.dims // LEAST)
         if self.spec.bits == 4 and (self.channel or self.group % (self.dims // 4) == 0):
             return min(most, 4)
@@ -83,11 +83,11 @@ class SideLayout:
         return ((0, 2), (2, 1)) if self.spec.bits == 3 else ((0, self.spec.bits),)
 
     def dtype(self, bits: int) -> torch.dtype:
-        """Of words whose planes have `bits` bits."""
+        """The type of words whose planes have `bits` bits."""
         return WORDS[max(8, self.planes * bits)]
 
     def shapes(self, heads: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Of the tensors of a side in a pool, by name: shape of a page, dtype."""
+        """Shape of a page and dtype of the tensors of a side in a pool, by name."""
         words = (self.page, self.words) if self.keys else (self.words, self.page)
         out = {
             name: ((heads, *words), self.dtype(bits))
@@ -118,7 +118,7 @@ def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
 
 
 def arrange(stored: Stored, at: SideLayout) -> Stored:
-    """Stored pages [B, G, N T, ...] -> tensors of a pool, [B, N, G, ...]."""
+    """Convert stored pages [B, G, N T, ...] to tensors of a pool, [B, N, G, ...]."""
     codes = packing.unpack(stored["codes"], at.spec.bits, at.dims)
     batch, heads, tokens, _ = codes.shape
     planes = codes.view(batch, heads, tokens // at.page, at.page, at.planes, at.words)
@@ -139,7 +139,7 @@ def arrange(stored: Stored, at: SideLayout) -> Stored:
 
 
 def restore(pool: Stored, at: SideLayout) -> Stored:
-    """The inverse of `arrange`."""
+    """Invert `arrange`."""
     codes = 0
     for name, (low, bits) in zip(("words", "high"), at.fields, strict=False):
         words = pool[name].swapaxes(1, 2)
@@ -156,6 +156,6 @@ def restore(pool: Stored, at: SideLayout) -> Stored:
 
 
 def _narrow(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Non-negative int64 words -> those of `dtype` with the same bits."""
+    """Convert non-negative int64 words to `dtype`, bit by bit."""
     size = torch.iinfo(dtype).bits
     return (words - ((words >> (size - 1)) << size)).to(dtype)

@@ -1,4 +1,4 @@
-"""What `turn.py` does, for so many rows that M of them share a program, and its reading of the matrix."""
+"""The kernels of `turn.py` for many rows: M of them share a program, which reads the matrix once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries into the stored domain before `attend_kernel`, partial outputs back and together after it."""
+"""Turn queries into the stored domain before `attend_kernel`; merge partial outputs and turn them back after it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ def queries_kernel(
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
     BITS: tl.constexpr, PLANES: tl.constexpr, TURNED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, G, B), a row each. q @ up^T within +-1, less the gains of keys, as float16. factors: what
-    scores have to be multiplied with, for base 2. sums, over the dims of a group of keys: of the rounded
-    queries, and of what the offset of codes adds."""
+    """Grid (N, G, B), a row each. Writes q @ up^T, scaled to +-1 and divided by the gains of keys, as float16.
+
+    factors: what scores are multiplied with, for base 2. sums, over the dims of a group of keys: of the rounded
+    queries, and of what the offset of codes adds.
+    """
     n, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     r, d = tl.arange(0, R), tl.arange(0, D)
@@ -40,7 +42,7 @@ def queries_kernel(
     at = sums + head * 2 * GROUPS * N + tl.arange(0, GROUPS) * N + n
     tl.store(at, tl.sum(tl.reshape(x * gain, [GROUPS, R // GROUPS]), 1))
     tl.store(at + GROUPS * N, tl.sum(tl.reshape(x, [GROUPS, R // GROUPS]), 1) * OFFSET)
-    before(CHAINED)  # not at once: programs of attention would crowd where these are not
+    before(CHAINED)  # late: programs of attention would take the room of these
 
 
 @triton.jit(do_not_specialize=["splits", "windows", "rows", "new"])
@@ -51,9 +53,9 @@ def merge_kernel(
     TURNED: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows * D / BLOCK, G, B): BLOCK dims of a row. Splits 0 .. splits - 1 lie in the stored
-    domain, `windows` more do not. As little as possible waits for another load: the time of this kernel
-    is latency."""
+    """Grid (rows * D / BLOCK, G, B): BLOCK dims of a row. Splits 0 .. splits - 1 lie in the stored domain, the
+    `windows` behind them do not. Loads depend on each other as little as possible: this kernel's time is
+    latency."""
     g, b = tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     SLICES: tl.constexpr = D // BLOCK

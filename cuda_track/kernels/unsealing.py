@@ -1,4 +1,4 @@
-"""Pages of a pool -> plain numbers in the stored domain, in Triton, for prefill."""
+"""Decode pages of a pool in the stored domain, in Triton, for prefill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def unseal_kernel(
     R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     PLANES: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (most * PAGE / T, G, B): T tokens of a page, to `start` and behind it. CHANNEL: tokens of
+    """Grid (most * PAGE / T, G, B): T tokens of a page, written from `start` on. CHANNEL: tokens of
     a page that share scales per channel, 0: scales are per token."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     page = block // (PAGE // T)

@@ -1,1 +1,4 @@
-"""The only code that touches transformers: loading, attaching, layers, prompt caches."""
+"""The only code that touches transformers: loading, attaching, cache layers, saved sessions, observing attention.
+
+Caches and kernels are below and know no model.
+"""

@@ -1,4 +1,5 @@
-"""Compressed caches as transformers sees them: a cache layer of its contract, and a `Cache` of those."""
+"""Caches of transformers' contract: a layer over a compressed cache, one over plain buffers, and a `Cache` of
+layers."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from cuda_track.cache import CompressedKVCache, View
+from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.cache.view import View
 
 
 class CompressedLayer(CacheLayerMixin):
-    """One layer of ours. `update` returns what `attend` reads, not tensors."""
+    """A layer over a compressed cache. `update` returns a view for `attend`, not tensors."""
 
     is_sliding = False
     is_croppable = True
@@ -32,7 +34,7 @@ class CompressedLayer(CacheLayerMixin):
         return view, view
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens, offset) of the mask for `query_length` new tokens: dropped ones have no column."""
+        """(tokens, offset) of the mask for `query_length` new tokens; dropped ones have no column."""
         cache = self.cache
         return cache.offset - cache.dropped + query_length, cache.dropped
 
@@ -68,8 +70,8 @@ class CompressedLayer(CacheLayerMixin):
 
 
 class StaticLayer(CacheLayerMixin):
-    """One layer in full precision in room that is made once: what benchmarks compare with. `update`
-    returns a view, as that of `CompressedLayer`."""
+    """A layer in full precision with all its room from the start: the baseline of benchmarks. `update` returns
+    a view, as `CompressedLayer` does."""
 
     is_sliding = False
     is_croppable = True
@@ -112,7 +114,7 @@ class StaticLayer(CacheLayerMixin):
 
 
 class CompressedCache(Cache):
-    """A model's cache: layers of ours, and transformers' own for the rest (sliding windows)."""
+    """A model's cache: compressed layers, and transformers' own for the rest (sliding windows)."""
 
     @property
     def nbytes(self) -> int:
@@ -128,17 +130,17 @@ def _bytes(layer: CacheLayerMixin) -> int:
 
 
 def plain_layers(model) -> list[CacheLayerMixin]:
-    """An empty plain cache for each layer, as transformers arranges it."""
+    """The empty caches that transformers makes for the layers."""
     return DynamicCache(config=model.config).layers
 
 
 def replaceable(layer: CacheLayerMixin) -> bool:
-    """Whether it is the plain cache that we can stand in for."""
+    """Whether a compressed layer can take the place of this one."""
     return type(layer) is DynamicLayer
 
 
 def filled(model, caches: Mapping[int, CompressedKVCache]) -> CompressedCache:
-    """A cache with `caches` by layer, plain layers elsewhere."""
+    """A cache with `caches` at these layers, plain layers elsewhere."""
     layers = plain_layers(model)
     for index, cache in caches.items():
         layers[index] = CompressedLayer(cache)

@@ -10,20 +10,22 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from cuda_track.models.seam import LayerReport, attach
-from mlxkv.artifact import Calibration
-from mlxkv.config import CacheConfig, parse_kv
+from cuda_track.models.seam import attach
 from mlxkv.errors import UserError
-from mlxkv.models import folder
-from mlxkv.models.aliases import HUB, Source, resolve
-from mlxkv.models.plant import plant
+from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.models.catalog import folder
+from mlxkv.models.catalog.aliases import HUB, Source, resolve
+from mlxkv.models.catalog.plant import plant
+from mlxkv.models.catalog.reports import LayerReport
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass
 class Loaded:
-    """A model that is ready to run. name: as it was asked for. kv_name: of its cache."""
+    """A model that is ready to run. name: as given. kv_name: of its cache."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -44,14 +46,12 @@ def load(
     device: torch.device | str | None = None,
     calibration: Calibration | Path | str | None = None,
 ) -> Loaded:
-    """Load `name` (an embedded model, a folder, or `owner/name` on the hub) with the cache that `kv`
-    names.
+    """Load an embedded model, a folder, or `owner/name` of the hub, with the cache `kv`.
 
-    dtype: "float32", "float16" or "bfloat16"; by default as stored, but float32 on a CPU. Raises
-    UserError.
+    dtype: "float32", "float16" or "bfloat16"; by default as stored, on a CPU float32. Raises UserError.
     """
     if isinstance(kv, str):
-        parse_kv(kv)  # a typing mistake must not cost a download
+        parse_kv(kv)  # before a download
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
     source, device = resolve(name), torch.device(device or default_device())
@@ -77,7 +77,14 @@ def load(
     model = model.to(device).eval()
     model._mlxkv_fingerprint = mark
     layers = attach(model, kv, calibration)
-    return Loaded(*(model, tokenizer, name, kv if isinstance(kv, str) else "custom", layers), mark)
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        kv_name=kv if isinstance(kv, str) else "custom",
+        layers=layers,
+        fingerprint=mark,
+    )
 
 
 def _plant(model: PreTrainedModel, source: Source) -> None:

@@ -11,14 +11,14 @@ from mlxkv.errors import UserError
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the kv heads this process has: the `rank`-th of `size` equal shares."""
+    """The kv heads of this process: the `rank`-th of `size` equal shares."""
 
     rank: int = 0
     size: int = 1
 
 
 def share_of(model: PreTrainedModel) -> Share:
-    """That of this process; all of them where the model is in one."""
+    """The share of this process; the whole of a model in one process."""
     size = getattr(model, "_tp_size", None) or 1
     if size == 1:
         return Share()
@@ -28,7 +28,7 @@ def share_of(model: PreTrainedModel) -> Share:
 
 
 def insist_on_one(model: PreTrainedModel, where: str, what: str) -> None:
-    """Raises UserError for a model in several processes."""
+    """Raise UserError for a model in several processes."""
     if (size := share_of(model).size) > 1:
         raise UserError(
             f"[{where}] {what} in one process only; got a model spread over {size}; load it "

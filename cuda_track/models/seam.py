@@ -1,14 +1,13 @@
-"""`attach` and `detach`: a model of transformers runs on compressed caches, unchanged.
+"""`attach` and `detach`: run a model of transformers on compressed caches, unchanged.
 
-An attention function is registered under the name "mlxkv". A layer whose cache is ours hands it a
-view and gets `attend`; every other call goes where it went. `model.generate` starts with a cache of
-ours unless it is given one.
+An attention function is registered as "mlxkv". A compressed layer passes it a view, which `attend` reads;
+other calls go to torch SDPA. `model.generate` makes a compressed cache unless it is given one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 
@@ -17,46 +16,38 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from cuda_track import calibrated, stores
-from cuda_track.adaptive import AdaptiveKVCache
-from cuda_track.attention import attend
-from cuda_track.cache import CompressedKVCache, View
-from cuda_track.calibrated import Rotations
+from cuda_track.cache import choose
+from cuda_track.cache.adaptive import AdaptiveKVCache
+from cuda_track.cache.attention import attend
+from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.cache.view import View
+from cuda_track.codec import maps
+from cuda_track.codec.maps import LayerMaps
 from cuda_track.models.layers import CompressedCache, filled, plain_layers, replaceable
 from cuda_track.models.parallel import insist_on_one, share_of
-from mlxkv import artifact
-from mlxkv.artifact import Calibration
-from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.errors import UserError
-from mlxkv.models import folder
-from mlxkv.shapes import LayerShape, layers_of
+from mlxkv.formats.calibration import artifact, layers
+from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.models.catalog import folder
+from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, compressed, with_own
+from mlxkv.models.catalog.shapes import LayerShape, layers_of
 
 NAME = "mlxkv"
 _ATTACHED = "_mlxkv_attached"
 
 
-@dataclass(frozen=True)
-class LayerReport:
-    """What happens to the cache of one layer. reason: the preset if compressed, else why not. kernel:
-    what computes attention when codes are read. bases: bytes of those that follow the text, for each
-    of a batch."""
-
-    index: int
-    kind: str
-    compressed: bool
-    reason: str
-    bits_per_value: float = 16.0
-    kernel: str = "sdpa"
-    bases: int = 0
-
-
 @dataclass
 class Attached:
-    """What `attach` did. kv: as it was asked for. fits: configuration and transforms of each
-    compressed layer. before, generate: of the model as it came."""
+    """What `attach` did to a model.
+
+    kv: as given. fits: configuration and maps of each compressed layer. before, generate: the model's
+    own attention function and method.
+    """
 
     kv: str | CacheConfig
-    fits: dict[int, tuple[CacheConfig, Rotations | None]]
+    fits: dict[int, tuple[CacheConfig, LayerMaps | None]]
     layers: list[LayerReport]
     before: str
     calibration: Calibration | None = None
@@ -73,9 +64,9 @@ def attend_or_pass(
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' contract: query [B, H, L, D] -> ([B, L, H, D], None)."""
+    """Attend, by transformers' contract: query [B, H, L, D] -> ([B, L, H, D], None)."""
     if not isinstance(key, View):
-        # No mask: the newest of these tokens are causal (`mask`). SDPA would count from the oldest.
+        # Without a mask the queries are the newest tokens (`mask`); SDPA takes them for the oldest.
         later = attention_mask is None and 1 < query.shape[2] < key.shape[2]
         later = (
             later and kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
@@ -84,7 +75,7 @@ def attend_or_pass(
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **kwargs
             )
-        key = View((key, value))  # which knows both, and attention sinks
+        key = View((key, value))
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise UserError(
@@ -107,17 +98,25 @@ def mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor | None:
-    """The mask function of transformers' contract: none for the newest of all tokens without padding,
-    which `attend` knows how to mask. A matrix of them would keep SDPA from flash attention."""
-    # Static caches count in tensors, which nobody should wait for.
+    """Make a mask, by transformers' contract: None for the newest tokens without padding.
+
+    `attend` masks those itself, and SDPA runs flash attention only without a matrix.
+    """
+    # Static caches count in tensors: reading those would wait for the GPU.
     newest = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask_function is causal_mask_function and newest:
-        seen = kv_offset + kv_length  # tokens that were dropped count
+        seen = kv_offset + kv_length
         padded = attention_mask is not None and not attention_mask[:, :seen].all()
         if not padded:
             return None
     return sdpa_mask(
-        *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask),
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
         **kwargs,
     )
 
@@ -131,14 +130,14 @@ def attach(
     kv: str | CacheConfig,
     calibration: Calibration | Path | str | None = None,
 ) -> list[LayerReport]:
-    """Let `model` run on caches that `kv` names. Returns a report per layer.
+    """Run `model` on the caches `kv`. Returns a report for each layer.
 
-    calibration: for presets that need one; by default the one beside the model, or the user's own.
+    calibration: for presets that need one; by default the one beside the model, else the user's own.
     Raises UserError.
     """
     detach(model)
     config, label = (parse_kv(kv), kv) if isinstance(kv, str) else (kv, "custom")
-    if config.listens:  # what heads vote for together is not known to one of the processes
+    if config.listens:  # heads vote together, and each process has some of them
         insist_on_one(model, "attach", f"{label} runs")
     shapes, plain = layers_of(model.config.to_dict()), plain_layers(model)
     if len(shapes) != len(plain):
@@ -151,7 +150,7 @@ def attach(
     ]
     chosen = {r.index: shapes[r.index] for r in reports if r.compressed}
     fits, found = _fit(model, config, chosen, label, calibration)
-    reports = [_with_rank(r, shapes[r.index], fits) for r in reports]
+    reports = [with_own(r, config, fits[r.index][0]) if r.compressed else r for r in reports]
     made = Attached(kv, fits, reports, model.config._attn_implementation, found)
     if chosen:
         made.generate = model.generate
@@ -188,33 +187,20 @@ def new_cache(model: PreTrainedModel) -> CompressedCache:
     return filled(model, made)
 
 
-def summarise(reports: list[LayerReport]) -> list[str]:
-    """One line per kind of layer."""
-    groups: dict[tuple, list[str]] = {}
-    for r in reports:
-        what = f"full precision, {r.reason}"
-        if r.compressed:
-            what = f"{r.reason}, {r.bits_per_value:.3g} bits per value, {r.kernel}"
-            what += f", on top bases of {r.bases / 1024:.0f} KB per cache" if r.bases else ""
-        groups.setdefault((r.kind, what), []).append(str(r.index))
-    return [f"layers {', '.join(at)} ({kind}): {what}" for (kind, what), at in groups.items()]
-
-
 def _judge(
     index: int, shape: LayerShape, layer, config: CacheConfig, label: str, device: torch.device
 ) -> LayerReport:
     kind = f"sliding window {shape.window}" if shape.kind == "sliding" else shape.kind
     if not config.compresses:
-        return LayerReport(index, kind, False, "as asked for")
+        return LayerReport(index, kind, False, ASKED_FOR, kernel="sdpa")
     if shape.kind != "full" or not replaceable(layer):
-        reason = "small by nature" if shape.kind == "sliding" else "no plain cache that grows"
-        return LayerReport(index, kind, False, reason)
-    if reason := config.why_not(shape.key_dim, shape.value_dim):
-        return LayerReport(index, kind, False, reason)
-    bits = config.bits_per_value(shape.key_dim, shape.value_dim)
-    why = stores.why_not(config, (shape.key_dim, shape.value_dim), device)
-    kernel = f"torch ops ({why})" if why else stores.way(device).capitalize()
-    return LayerReport(index, kind, True, label + config.keys.note(shape.key_dim), bits, kernel)
+        sliding = shape.kind == "sliding"
+        reason = "small by nature" if sliding else "no plain cache that grows"
+        return LayerReport(index, kind, False, reason, kernel="sdpa", grows=not sliding)
+    why = choose.why_not(config, (shape.key_dim, shape.value_dim), device)
+    kernel = f"torch ops ({why})" if why else choose.way(device).capitalize()
+    sizes = (shape.kv_heads, shape.key_dim, shape.value_dim)
+    return compressed(index, kind, config, label, sizes, kernel)
 
 
 def _fit(
@@ -223,8 +209,8 @@ def _fit(
     chosen: dict[int, LayerShape],
     label: str,
     given: Calibration | Path | str | None,
-) -> tuple[dict[int, tuple[CacheConfig, Rotations | None]], Calibration | None]:
-    """Searched clips and transforms for each of the layers, of the kv heads in this process."""
+) -> tuple[dict[int, tuple[CacheConfig, LayerMaps | None]], Calibration | None]:
+    """The configuration and the maps of each layer, for the kv heads in this process."""
     share = share_of(model)
     for i, shape in chosen.items():
         if shape.kv_heads % share.size:
@@ -243,26 +229,18 @@ def _fit(
         )
     found.check(sizes, mark)
     fits = {}
-    for i, shape in chosen.items():
+    for i in chosen:
         name, layer = str(i), found.layers[str(i)]
-        own = calibrated.with_ranks(config, layer)
-        turns = calibrated.of(found, own.fitted, [name])[name]
-        turns = turns.of_share(share.rank, share.size).to(model.device)
-        fits[i] = calibrated.clipped(own, layer, (shape.key_dim, shape.value_dim)), turns
+        own = layers.with_clips(layers.with_ranks(config, layer), layer)
+        turns = maps.of(found, own.fitted, [name])[name]
+        if share.size > 1:
+            turns = maps.cut(turns, share.rank, share.size)
+        fits[i] = own, turns.to(model.device)
     return fits, found
 
 
-def _with_rank(report: LayerReport, shape: LayerShape, fits: dict) -> LayerReport:
-    """The bits that the rank takes which the energy of this layer has asked for, and its bases."""
-    if not report.compressed:
-        return report
-    config, dims = fits[report.index][0], (shape.key_dim, shape.value_dim)
-    bits, bases = config.bits_per_value(*dims), config.basis_bytes(shape.kv_heads, *dims)
-    return replace(report, bits_per_value=bits, bases=bases)
-
-
 def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None, str | None]:
-    """The calibration, and the fingerprint that it has to have (None: not known)."""
+    """(calibration, the fingerprint that it must have, None if it is not known)."""
     path = Path(model.config._name_or_path)
     mark = getattr(model, "_mlxkv_fingerprint", None)
     if mark is None and path.is_dir():
@@ -275,7 +253,7 @@ def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None,
 
 
 def _with_cache(model: PreTrainedModel, generate):
-    """`model.generate` that starts with a cache of ours where none is given."""
+    """`model.generate` that makes a compressed cache if none is given."""
 
     @wraps(generate)
     def wrapped(*args, **kwargs):
@@ -287,7 +265,7 @@ def _with_cache(model: PreTrainedModel, generate):
 
 
 def _no_batches(*args, **kwargs):
-    """Instead of `model.init_continuous_batching`, which would leave compressed caches aside."""
+    """Stands in for `model.init_continuous_batching`, which would bypass compressed caches."""
     raise UserError(
         "[attach] generate_batch of transformers makes a paged cache of its own; got a model with "
         "compressed caches; choose model.generate, or detach(model) first"

@@ -1,4 +1,4 @@
-"""Models of transformers in the shapes of published ones, with random weights: for benchmarks."""
+"""Models with the shapes of published ones and random weights, for benchmarks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cuda_track.cache import CompressedKVCache
-from cuda_track.calibrated import Rotations
+from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.codec.maps import LayerMaps
+from cuda_track.codec.transform import of
 from cuda_track.models.layers import CompressedCache, StaticLayer, filled
 from cuda_track.models.seam import NAME
-from cuda_track.transform import of
-from mlxkv.config import CacheConfig
 from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """kind: of model, as transformers calls it. hidden, mlp: widths. heads, kv_heads: of attention,
-    each of `dims`."""
+    """kind: transformers' name of the architecture. hidden, mlp: widths. heads, kv_heads: of `dims` each."""
 
     kind: str
     layers: int
@@ -33,7 +32,7 @@ class ModelShape:
 
     @property
     def weights(self) -> int:
-        """Of all matrices that a token is multiplied with."""
+        """Weights of all matrices that multiply a token."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.dims
         layer = attention + 3 * self.hidden * self.mlp
         return self.layers * layer + self.hidden * self.vocabulary
@@ -47,13 +46,17 @@ SHAPES = {
 
 
 def build(shape: ModelShape, tokens: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A model of this shape for contexts of `tokens`, which runs on caches of `new_cache`."""
+    """A model of this shape for contexts of `tokens`; give it caches of `new_cache`."""
     config = AutoConfig.for_model(
         shape.kind,
-        **{"num_hidden_layers": shape.layers, "hidden_size": shape.hidden},
-        **{"intermediate_size": shape.mlp, "num_attention_heads": shape.heads},
-        **{"num_key_value_heads": shape.kv_heads, "head_dim": shape.dims},
-        **{"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied},
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.dims,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
         max_position_embeddings=tokens,
     )
     with torch.device(device):
@@ -64,8 +67,10 @@ def build(shape: ModelShape, tokens: int, dtype: torch.dtype, device: str) -> Pr
 def new_cache(
     model: PreTrainedModel, shape: ModelShape, config: CacheConfig, tokens: int
 ) -> CompressedCache:
-    """An empty cache with room for `tokens`: static where nothing is compressed. Transforms of a
-    calibration are random rotations, each kv head its own: as long to compute as true ones."""
+    """An empty cache with room for `tokens`, static if nothing is compressed.
+
+    Calibrated maps are random rotations, one for each kv head, which take as long as real ones.
+    """
     if not config.compresses:
         return CompressedCache(layers=[StaticLayer(tokens) for _ in range(shape.layers)])
     if config.low or config.listens:
@@ -75,14 +80,14 @@ def new_cache(
         )
     caches = {}
     for i in range(shape.layers):
-        turns = _rotations(shape).to(model.device) if config.calibrated else None
+        turns = _random_maps(shape).to(model.device) if config.calibrated else None
         caches[i] = CompressedKVCache(config, turns, expected=tokens)
     return filled(model, caches)
 
 
-def _rotations(shape: ModelShape) -> Rotations:
+def _random_maps(shape: ModelShape) -> LayerMaps:
     def turn():
         down = torch.linalg.qr(torch.randn(shape.kv_heads, shape.dims, shape.dims))[0]
         return of(down, down.mT)
 
-    return Rotations(turn(), turn())
+    return LayerMaps(turn(), turn())

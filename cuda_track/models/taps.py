@@ -1,4 +1,4 @@
-"""What attention layers compute, for calibration: queries, keys, values and outputs of each call."""
+"""Observe the calls of attention, for calibration."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers.masking_utils import sdpa_mask
 from cuda_track.models.seam import attach, attached, detach
 from mlxkv.errors import UserError
 
-NAME = "mlxkv-listening"
+NAME = "mlxkv-observing"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of attention. queries, out: [B, H, L, D]; keys, values: [B, G, L, D]. output: of its
-    output projection, [H, D, hidden], or None where that is not known."""
+    """One call of attention. queries, out: [B, H, L, D]. keys, values: [B, G, L, D]. output: weights of the
+    output projection, [H, D, hidden], or None if they are not known."""
 
     layer: int
     queries: torch.Tensor
@@ -30,22 +30,22 @@ class Call:
     output: torch.Tensor | None
 
 
-_ears: list[Callable[[Call], None]] = []
+_observers: list[Callable[[Call], None]] = []
 
 
-def _heard(module, query, key, value, attention_mask, **kwargs):
+def _observed(module, query, key, value, attention_mask, **kwargs):
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise UserError(
             "[calibrate] this model's attention is more than softmax; got softcap or sinks"
         )
     out, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if _ears:
+    if _observers:
         call = Call(module.layer_idx, query, key, value, out.swapaxes(1, 2), _output(module, query))
-        _ears[-1](call)
+        _observers[-1](call)
     return out, weights
 
 
-AttentionInterface.register(NAME, _heard)
+AttentionInterface.register(NAME, _observed)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
@@ -58,16 +58,16 @@ def _output(module: torch.nn.Module, query: torch.Tensor) -> torch.Tensor | None
 
 
 @contextmanager
-def listening(model: PreTrainedModel, ear: Callable[[Call], None]) -> Iterator[None]:
-    """`ear` hears every call of attention; a compressed cache is attached again afterwards."""
+def observing(model: PreTrainedModel, observer: Callable[[Call], None]) -> Iterator[None]:
+    """Call `observer` for every call of attention inside; attach the compressed cache again at the end."""
     made = attached(model)
     detach(model)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    _ears.append(ear)
+    _observers.append(observer)
     try:
         yield
     finally:
-        _ears.pop()
+        _observers.pop()
         model.set_attn_implementation(before)
         attach(model, made.kv, made.calibration)

@@ -1,5 +1,4 @@
-"""Decode attention over page records by mlxkv's Metal kernels `attend` and `merge`. The twin of
-`mlxkv.kernels.attend`, for one run of pages."""
+"""Decode attention over page records by mlxkv's Metal kernels `attend` and `merge`, for one run of pages."""
 
 from __future__ import annotations
 
@@ -9,10 +8,10 @@ from math import e, log2
 import numpy as np
 import torch
 
+from cuda_track.mps.pages import RecordPages
 from cuda_track.mps.source import launch
-from cuda_track.mps.store import RecordPages
-from cuda_track.records import BLOCK, TOKENS, SideLayout
-from mlxkv import levels
+from mlxkv.formats import levels
+from mlxkv.formats.records import BLOCK, TOKENS, SideLayout
 
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least
@@ -29,17 +28,17 @@ def attend(
     sink: Pair | None,
     live: Pair,
     scale: float,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """queries: [B, H, L, D] -> [B, H, L, D], causal among the new tokens, the last of live.
+    """Attend with queries [B, H, L, D], causal among the new tokens, which are the last of live.
 
-    live, sink: (keys, values) [B, G, T, D]. sinks: [H] logits.
+    live, sink: (keys, values) [B, G, T, D]. sink_logits: [H]. Returns [B, H, L, D].
     """
     batch, all_heads, new, dims = queries.shape
     heads, device, kind = live[0].shape[1], queries.device, live[0].dtype
     q = queries.reshape(batch, heads, -1, dims)
     rows = q.shape[2]
-    keys, values = pages.layouts
+    keys, values = pages.layout.keys, pages.layout.values
     up = pages.codecs[1].transform and pages.codecs[1].transform.up
     count, capacity = pages.tokens // TOKENS, pages.buffer.shape[2]
     tile = min(rows, TILE_ROWS if max(dims, keys.dims, values.dims) <= TILE_DIMS else 1)
@@ -89,12 +88,12 @@ def attend(
         "merge",
         [
             *(out, stats, numbers if up is None else up),
-            *(numbers if sinks is None else sinks.float(), numbers),
+            *(numbers if sink_logits is None else sink_logits.float(), numbers),
             _ints(device, splits, page_splits, rows, heads, new, own, page_splits, 1),
         ],
         {
             **{"T": kind, "WIDTH": width, "RV": values.dims, "D": dims},
-            **{"HAS_UP": int(up is not None), "HAS_SINKS": int(sinks is not None)},
+            **{"HAS_UP": int(up is not None), "HAS_SINKS": int(sink_logits is not None)},
         },
         (threads * batch * heads * rows, 1, 1),
         (threads, 1, 1),
@@ -104,8 +103,8 @@ def attend(
 
 
 def _side(at: SideLayout, suffix: str) -> dict[str, object]:
-    """The template values that describe a side; C: coefficients of the levels of a codebook, as the
-    integers of their float32 bits."""
+    """The template values of a side. C: coefficients of the levels of a codebook, as the integers of their
+    float32 bits."""
     terms = np.zeros(MAX_TERMS, np.float32)
     if at.codebook:
         found = levels.polynomial(at.dims, at.bits) / 2**at.bits
@@ -123,7 +122,7 @@ def _side(at: SideLayout, suffix: str) -> dict[str, object]:
 
 @lru_cache(maxsize=256)
 def _ints(device: torch.device, *values: int) -> torch.Tensor:
-    """[n] int32 of sizes; the same sizes come back at every step and in every layer."""
+    """Sizes as [n] int32, cached: they repeat at every step and in every layer."""
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
@@ -133,7 +132,7 @@ def _numbers(scale: float, device: torch.device) -> torch.Tensor:
 
 
 def why_not(queries: torch.Tensor, mask: torch.Tensor | str | None, most: int) -> str | None:
-    """Why the kernel does not compute this attention over records, or None. most: new tokens."""
+    """Why the kernel does not compute this attention, or None. most: new tokens that it takes."""
     if queries.shape[2] > most:
         return f"more than {most} new tokens are a prefill"
     if isinstance(mask, torch.Tensor):

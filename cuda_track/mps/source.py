@@ -1,7 +1,7 @@
-"""A kernel of mlxkv as the whole Metal text that `torch.mps.compile_shader` takes, and its launch.
+"""Write a kernel of mlxkv as the whole Metal text that `torch.mps.compile_shader` takes, and launch it.
 
-MLX writes the function around a body (`mlxkv/metal/README.md`); here it is written: a buffer per
-input and output, in the order of `SIGNATURES`, and the attributes that the body names.
+MLX writes the function around a body itself (`mlxkv/metal/README.md`). Here it has a buffer for each input and
+output, in the order of `SIGNATURES`, and the attributes that the body names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _given: list[Compile] = []
 
 @contextmanager
 def using(compiler: Compile) -> Iterator[None]:
-    """Kernels built by `compiler` inside, whatever the machine."""
+    """Build the kernels inside by `compiler`, on any machine."""
     _given.append(compiler)
     try:
         yield
@@ -47,7 +47,7 @@ def using(compiler: Compile) -> Iterator[None]:
 
 
 def compiler() -> Compile | None:
-    """What compiles Metal on this machine, or None."""
+    """The function that compiles Metal on this machine, or None."""
     if _given:
         return _given[-1]
     return torch.mps.compile_shader if torch.backends.mps.is_available() else None
@@ -100,7 +100,7 @@ def launch(
     threadgroup: tuple[int, int, int],
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Run one kernel. grid in threads, a multiple of the threadgroup; outputs: shape and dtype."""
+    """Run one kernel. grid: in threads, a multiple of the threadgroup. outputs: shapes and dtypes."""
     made = [torch.empty(shape, dtype=kind, device=inputs[0].device) for shape, kind in outputs]
     buffers = [*(x.contiguous() for x in inputs), *made]
     types = tuple(x.dtype for x in buffers)

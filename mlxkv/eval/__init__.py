@@ -1,1 +1,8 @@
-"""Evidence: what a compressed cache costs in quality, measured with the cache in the loop."""
+"""`mlxkv eval`: measure what a compressed cache costs in quality, with the cache in the loop.
+
+    command, run, plan   the options, the run, its parts; workers and store compute and keep them
+    arms, feed           a model with several caches, and how it reads through them
+    tasks/  questions/  report/
+
+Speed is in `mlxkv.bench`. No other command may be imported here.
+"""

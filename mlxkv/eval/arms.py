@@ -1,28 +1,53 @@
-"""One model with several caches at hand, so that they can read the same tokens side by side."""
+"""Run one model with several caches, so that all of them can read the same tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from mlxkv.artifact import Calibration
-from mlxkv.config import CacheConfig, parse_kv
 from mlxkv.eval import feed
-from mlxkv.eval.prefixes import Prefixes
-from mlxkv.generate import new_cache
+from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
 from mlxkv.models import Loaded, attach, detach
-from mlxkv.models.calibrations import known
+from mlxkv.models.calibration.fitting import known
+from mlxkv.models.generate import new_cache
 
-BASELINE = "fp16"  # mlx-lm's own caches: what every other arm is compared with
+BASELINE = "fp16"  # mlx-lm's own caches, with which every other arm is compared
+KEEP = 2**30  # bytes of the caches that `Prefixes` holds
+
+
+class Prefixes:
+    """Caches of the last texts that were read, so that the questions of several parts share one
+    prefill per arm. keep: bytes to hold; the oldest go first."""
+
+    def __init__(self, keep: int = KEEP):
+        self.keep = keep
+        self._held: OrderedDict[tuple, list] = OrderedDict()
+
+    def read(self, loaded, name: str, tokens: Sequence[int]) -> list:
+        """Return a cache that holds `tokens`. The arm `name` must be attached to `loaded`. The same
+        cache may be returned again: only write to a `feed.branch` of it."""
+        key = (name, *tokens)
+        cache = self._held.pop(key, None) or feed.prefill(loaded, tokens)
+        self._held[key] = cache
+        while self._held and sum(map(_bytes, self._held.values())) > self.keep:
+            self._held.popitem(last=False)
+        return cache
+
+
+def _bytes(cache: list) -> int:
+    return sum(layer.nbytes for layer in cache)
 
 
 class Arms:
-    """loaded: the model. presets: of the arms, or configurations by name; BASELINE is always there.
+    """A model and the caches to compare: an arm is a cache preset or configuration, by name.
 
-    windows: (sink, recent) for every arm, or None for those of each preset. prepare: called with
-        the name and the fresh caches of an arm before they are used. calibrations: by arm, for
-        those that do not take the model's own.
+    presets: names, or {name: configuration}; BASELINE is always added. windows: (sink, recent) for
+        all arms, or None to keep each preset's own. prepare: called with the name and the new
+        caches of an arm before they are used. calibrations: by arm; others use the model's own.
     """
 
     def __init__(
@@ -44,7 +69,7 @@ class Arms:
             }
         self.prefixes = Prefixes()
         self._own: Calibration | None = None
-        self.reports: dict[str, list] = {}  # one LayerReport per cache, once an arm was made
+        self.reports: dict[str, list] = {}  # a LayerReport per cache, after an arm was attached
 
     @property
     def names(self) -> list[str]:
@@ -52,7 +77,7 @@ class Arms:
 
     @contextmanager
     def attached(self, name: str):
-        """The model with the arm `name` attached: whatever makes a cache inside gets that one."""
+        """Attach the arm `name` inside the block: every cache made there is of this arm."""
         self._attach(name)
         try:
             yield self.loaded
@@ -61,12 +86,13 @@ class Arms:
 
     @contextmanager
     def caches(self, names: Iterable[str]):
-        """A fresh list of caches per arm, {name: [cache of each layer]}. Inside, the model takes any
-        of them; no other arm may be attached there."""
+        """Make new caches, {arm: [cache of each layer]}. Inside the block the model takes any of
+        them; no other arm may be attached there."""
         out, names = {}, list(names)
         last = None
         try:
-            # The last to be attached stays: what compresses rebinds attention for all alike.
+            # The arm attached last stays attached. It compresses if any arm does, and the
+            # attention that it hooks in serves every arm.
             for name in sorted(names, key=lambda n: self.configs[n].compresses):
                 self._attach(name)
                 last = name
@@ -83,17 +109,17 @@ class Arms:
         self.reports[name] = attach(self.loaded.model, self.configs[name], calibration=given)
 
     def calibration(self, name: str) -> Calibration | None:
-        """That of an arm: its own, or that of the model; None where it needs none."""
+        """Return the calibration of an arm: its own or the model's; None if it needs none."""
         if not self.configs[name].calibrated:
             return None
         if name not in self.calibrations:
             balanced = self.configs[name].balanced or self.configs[name].low
             if self._own is None or (balanced and not self._own.balanced):
-                # Until there is one: read it once.
+                # Read the model's file only until it has been found.
                 self._own = known(self.loaded.model, balanced) or self._own
             return None if balanced and self._own and not self._own.balanced else self._own
         return self.calibrations[name]
 
     def stored(self, name: str, cache: list) -> int:
-        """Allocated bytes of the layers that grow with the context."""
+        """Return the allocated bytes of the layers that grow with the context."""
         return feed.stored_by(self.reports[name], cache)

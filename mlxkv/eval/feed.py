@@ -1,4 +1,4 @@
-"""Feeding a model through its cache, the way a chat does."""
+"""Feed a model through its cache, the way a chat does."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlxkv.generate import new_cache
+from mlxkv.models.generate import new_cache
 
 PREFILL = 512  # tokens of a prompt at once
-DECODE = 8  # tokens at once afterwards: attention then reads the codes, as in decoding
+DECODE = 8  # tokens at once after it; so few that attention reads the codes, as in decoding
 
 
 def prefill(loaded, tokens: Sequence[int]) -> list:
-    """A fresh cache that holds `tokens`."""
+    """Return a new cache that holds `tokens`."""
     cache = new_cache(loaded)
     extend(loaded, cache, tokens)
     return cache
 
 
 def extend(loaded, cache: list, tokens: Sequence[int]) -> None:
-    """Read `tokens` into a cache, as a prompt is read."""
+    """Read `tokens` into a cache in chunks, as a prompt is read."""
     for start in range(0, len(tokens), PREFILL):
         loaded.model(mx.array(tokens[start : start + PREFILL])[None], cache=cache)
         mx.eval([c.state for c in cache])
 
 
 def log_probabilities(loaded, cache: list, tokens: Sequence[int]) -> mx.array:
-    """Log probabilities after each of `tokens`, [T, vocabulary] float32; the cache grows by them."""
+    """Return log probabilities after each of `tokens`, [T, vocabulary] float32, and extend the cache."""
     parts = []
     for start in range(0, len(tokens), DECODE):
         logits = loaded.model(mx.array(tokens[start : start + DECODE])[None], cache=cache)[0]
@@ -39,22 +39,22 @@ def log_probabilities(loaded, cache: list, tokens: Sequence[int]) -> mx.array:
 
 
 def selects(cache: list) -> bool:
-    """Whether caches drop tokens of a prompt once it is read."""
+    """Return whether caches drop tokens of a prompt after it is read."""
     configs = (getattr(layer, "config", None) for layer in cache)
     return any(config is not None and config.keep < 1 for config in configs)
 
 
 def branch(cache: list) -> list:
-    """An independent copy of a cache, to ask a question and forget it."""
+    """Return a copy of a cache, to ask a question without changing the original."""
     return copy.deepcopy(cache)
 
 
 def stored(loaded, cache: list) -> int:
-    """Allocated bytes of the layers that grow with the context; windows that rotate are the same
-    for every preset."""
+    """Return the allocated bytes of the layers that grow with the context. Sliding windows are left
+    out: they are the same for every preset."""
     return stored_by(loaded.layers, cache)
 
 
 def stored_by(reports: list, cache: list) -> int:
-    """The same, from the reports of `attach`."""
+    """Return the same as `stored`, from the reports of `attach`."""
     return sum(cache[index].nbytes for index in {r.index for r in reports if r.grows})

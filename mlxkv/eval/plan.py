@@ -1,22 +1,23 @@
-"""What an evaluation consists of: the model with its arms, and the parts to compute."""
+"""Plan an evaluation: load the model with its arms, and list the parts to compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mlxkv.eval import divergence, generation, harness, retrieval, stages, subspace, texts
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.part import Options, Part
+from mlxkv.eval.tasks import divergence, generation, harness, retrieval, stages, subspace
+from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.models import load
+from mlxkv.texts import sources
 
 TASKS = ("divergence", "retrieval", "generation", "stages")
-ALL = (*TASKS, "subspace")  # with those that only some presets have
+ALL = (*TASKS, "subspace")  # subspace is for low-rank presets only
 
 
 @dataclass(frozen=True)
 class Spec:
-    """All that a process needs to know to take part; plain data, to be sent to workers.
+    """All that a worker process needs to know, as plain data.
 
     tasks: of ALL, or `lm-eval:NAME`. windows: as for `Arms`. limit: questions per task of lm-eval.
     calibration: a file or hub name, for calibrated presets; the model's own by default.
@@ -25,7 +26,7 @@ class Spec:
     model: str
     names: tuple[str, ...]
     tasks: tuple[str, ...] = TASKS
-    options: Options = field(default_factory=Options)
+    options: TaskOptions = field(default_factory=TaskOptions)
     windows: tuple[int, int] | None = (64, 64)
     dtype: str | None = None
     limit: int | None = None
@@ -33,13 +34,13 @@ class Spec:
 
 
 def make(spec: Spec) -> tuple[Arms, list[Part]]:
-    """Load the model; the parts in the order of ALL, the same in every process."""
+    """Load the model; return arms and parts, in the order of ALL, the same in every process."""
     loaded = load(spec.model, "fp16", dtype=spec.dtype, calibration=spec.calibration)
     arms = Arms(loaded, spec.names, spec.windows)
     options = spec.options
 
-    def text_of(count: int) -> texts.Text:
-        return texts.evaluation_tokens(arms.loaded, count, options.texts)
+    def text_of(count: int) -> sources.Text:
+        return sources.evaluation_tokens(arms.loaded, count, options.texts)
 
     makers: dict[str, Callable[[], list[Part]]] = {
         "divergence": lambda: divergence.parts(arms, options, text_of),

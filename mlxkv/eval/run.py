@@ -1,57 +1,36 @@
-"""`mlxkv eval`: what compressed caches cost in quality, against full precision of the same weights."""
+"""Run `mlxkv eval`: check the options, compute what is missing, write and print the report."""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
-from mlxkv import console, doctor
-from mlxkv.config import parse_kv
+from mlxkv import console
 from mlxkv.errors import UserError
-from mlxkv.eval import harness, plan, report, retrieval, texts, workers
-from mlxkv.eval.document import KINDS
-from mlxkv.eval.part import Options
+from mlxkv.eval import plan, workers
+from mlxkv.eval.report import page, report
+from mlxkv.eval.tasks import harness, retrieval
+from mlxkv.eval.tasks.part import TaskOptions
+from mlxkv.formats.names import parse_kv
+from mlxkv.machine import machine
+from mlxkv.metal.gpu import backends
 from mlxkv.metal.launch import backend
-from mlxkv.models.aliases import EMBEDDED
+from mlxkv.models.catalog.aliases import EMBEDDED
+from mlxkv.texts import sources
+from mlxkv.versions import versions
 
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to seal
 NEEDLES = ("auto", "worlds", "plain")
-
-
 QUESTIONS, QUESTIONS_CPU = 16, 6  # of each kind
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The options of the command, as they were typed."""
+def run(asked: SimpleNamespace) -> int:
+    """Run the command with the options of `command.evaluate`, by their names there.
 
-    model: str = "tiny"
-    kv: str = "int8,int4,int3,int2"
-    context: str = "2k"
-    tasks: str = ",".join(plan.TASKS)
-    text: list[Path] = field(default_factory=list)
-    windows: str = "64,64"
-    decode: int = 256
-    questions: int | None = None
-    kinds: str = ",".join(KINDS)
-    tokens: int = 32
-    needles: str = "auto"
-    dtype: str | None = None
-    calibration: str | None = None
-    limit: int | None = None
-    out: Path | None = None
-    jobs: int | None = None
-    statistics: bool = False
-    gate: bool = False
-    json: bool = False
-
-
-def run(asked: Asked) -> int:
-    """The command. All that may be wrong is checked before the model is loaded.
-
-    Returns the exit code: 1 with `gate` where a preset is red.
+    Options are checked before the model is loaded. Returns the exit code, which is 1 if `gate` is
+    set and a preset is red.
     """
     spec = _spec(asked)
     folder = asked.out or Path("mlxkv-eval") / Path(asked.model).name
@@ -59,18 +38,18 @@ def run(asked: Asked) -> int:
     arms, parts = plan.make(spec)
     console.note("\n".join(arms.loaded.report()))
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
-    if calibrated:  # a calibration is made once, before processes need it
+    if calibrated:  # make a calibration once, before several processes need it
         with arms.attached(
             max(calibrated, key=lambda name: arms.configs[name].balanced or arms.configs[name].low)
         ):
             pass
     results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(asked.model))
     data = report.assemble(arms, spec.options, results, spec.windows)
-    used = next(row for row in doctor.backends() if row["used"])
-    data["machine"] = doctor.machine() | {"backend": used["name"], "device": used["device"]}
-    data["versions"] = doctor.versions()
+    used = next(row for row in backends() if row["used"])
+    data["machine"] = machine() | {"backend": used["name"], "device": used["device"]}
+    data["versions"] = versions()
     data["seconds"] = round(time.perf_counter() - start, 1)
-    report.write(data, folder)
+    page.write(data, folder)
     report.show(data, asked.statistics)
     console.note(f"{data['seconds']:.0f} s; report: {folder / 'report.html'}")
     if asked.json:
@@ -81,10 +60,10 @@ def run(asked: Asked) -> int:
     return int(asked.gate and bool(reds))
 
 
-def _spec(asked: Asked) -> plan.Spec:
+def _spec(asked: SimpleNamespace) -> plan.Spec:
     names = tuple(dict.fromkeys(name.strip() for name in asked.kv.split(",")))
     for name in names:
-        parse_kv(name)  # a slip in the last one must not cost the work of the first
+        parse_kv(name)  # a mistake in the last name must not cost the work on the first
     lengths = [console.parse_tokens(text, "--context") for text in asked.context.split(",")]
     if min(lengths) < SHORTEST:
         raise UserError(f"[--context] must be at least {SHORTEST} tokens; got {min(lengths)}")
@@ -98,20 +77,25 @@ def _spec(asked: Asked) -> plan.Spec:
     needles = asked.needles
     if needles == "auto":
         needles = "worlds" if asked.model.strip() in EMBEDDED else "plain"
-    texts.check(asked.text)
-    options = Options(
-        tuple(dict.fromkeys(lengths)),
-        asked.decode,
-        asked.questions or (QUESTIONS_CPU if backend() == "cpu" else QUESTIONS),
-        asked.tokens,
-        tuple(asked.text),
-        needles,
-        tuple(dict.fromkeys(kind.strip() for kind in asked.kinds.split(","))),
+    sources.check(asked.text)
+    options = TaskOptions(
+        contexts=tuple(dict.fromkeys(lengths)),
+        decode=asked.decode,
+        questions=asked.questions or (QUESTIONS_CPU if backend() == "cpu" else QUESTIONS),
+        tokens=asked.tokens,
+        texts=tuple(asked.text),
+        needles=needles,
+        kinds=tuple(dict.fromkeys(kind.strip() for kind in asked.kinds.split(","))),
     )
     retrieval.check(options)
-    tasks, windows = _tasks(asked.tasks), _windows(asked.windows)
     return plan.Spec(
-        *(asked.model, names, tasks, options, windows, asked.dtype, asked.limit),
+        model=asked.model,
+        names=names,
+        tasks=_tasks(asked.tasks),
+        options=options,
+        windows=_windows(asked.windows),
+        dtype=asked.dtype,
+        limit=asked.limit,
         calibration=asked.calibration,
     )
 
@@ -141,6 +125,6 @@ def _windows(text: str) -> tuple[int, int] | None:
 
 
 def _jobs(model: str) -> int:
-    """Two processes where two small models fit and MLX would use one of several cores."""
+    """Return 2 for a small model on a CPU, where one process uses only one of the cores."""
     small = model.strip() in EMBEDDED
     return 2 if small and backend() == "cpu" and (os.cpu_count() or 1) > 1 else 1

@@ -1,4 +1,4 @@
-"""Results on disk, one file per part and arm, so that a killed run goes on where it was."""
+"""Keep results on disk, one file per part and arm, so that a killed run can go on."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import mlx.core as mx
 from mlxkv import __version__
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.part import Part
+from mlxkv.eval.tasks.part import Part
 from mlxkv.metal.launch import backend
 
 FORMAT = 1
 
 
 class Store:
-    """folder: holds `parts/TASK-NAME-ARM.json`. A result is only taken if all that it depends on is
-    the same: model, dtype, arm, what the part asks, version of mlxkv and mlx, backend."""
+    """folder: holds `parts/TASK-NAME-ARM.json`. A result is used only if everything that it depends
+    on is the same: model, dtype, arm, calibration, what the part asks, versions and backend."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "parts"
@@ -31,18 +31,20 @@ class Store:
             raise UserError(f"[--out] cannot write there; got {folder}: {error.strerror}") from None
 
     def read(self, arms: Arms, part: Part, name: str) -> dict | None:
-        """The result of an arm, or None if it has to be computed."""
+        """Return the result of an arm, or None if it must be computed."""
         try:
             data = json.loads(self._file(part, name).read_text(encoding="utf-8"))
             return data["result"] if data["of"] == _of(arms, part, name) else None
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # none yet, or one that was cut while it was written
+            return None  # no file, or one that was cut off while it was written
 
     def write(self, arms: Arms, part: Part, name: str, result: dict) -> None:
         data = {"of": _of(arms, part, name), "result": result}
         file = self._file(part, name)
         try:
-            scratch = file.with_suffix(f".{os.getpid()}.tmp")  # others may write the same result
+            scratch = file.with_suffix(
+                f".{os.getpid()}.tmp"
+            )  # another process may write the same result
             scratch.write_text(json.dumps(data), encoding="utf-8")
             os.replace(scratch, file)
         except OSError as error:

@@ -1,6 +1,6 @@
-"""Computes what a store does not hold yet, here or side by side in processes of their own.
+"""Compute the results that a store does not hold yet, in this process or in several.
 
-Processes pay on a CPU, where MLX uses one core at a time; each loads the model.
+Several processes help on a CPU, where MLX uses one core at a time. Each loads the model.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from mlxkv.eval import plan
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.part import Part
 from mlxkv.eval.store import Store
+from mlxkv.eval.tasks.part import Part
 
 Results = dict[str, dict[str, dict]]  # "TASK-NAME" -> arm -> result
 
 
 def compute(spec: plan.Spec, arms: Arms, parts: list[Part], folder: Path, jobs: int = 1) -> Results:
-    """The results of all parts; what `folder` holds is not computed again."""
+    """Return the results of all parts. Results that `folder` holds are not computed again."""
     store = Store(folder)
     missing = {i: _missing(arms, part, store) for i, part in enumerate(parts)}
     missing = {i: names for i, names in missing.items() if names}
@@ -62,7 +62,7 @@ def compute(spec: plan.Spec, arms: Arms, parts: list[Part], folder: Path, jobs: 
 
 
 def _of(arms: Arms, part: Part) -> list[str]:
-    """The arms that a part has a result for."""
+    """Return the arms for which a part has a result."""
     return [name for name in arms.names if part.baseline or name != BASELINE]
 
 
@@ -75,7 +75,7 @@ def _title(part: Part) -> str:
 
 
 def _one(arms: Arms, part: Part, names: list[str], store: Store, progress) -> float:
-    """Compute a part for some arms and keep the results; seconds."""
+    """Compute a part for some arms and store the results. Returns seconds."""
     start = time.perf_counter()
     found = part.run(arms, names, progress)
     for name in names:
@@ -83,7 +83,7 @@ def _one(arms: Arms, part: Part, names: list[str], store: Store, progress) -> fl
     return time.perf_counter() - start
 
 
-_here: dict = {}  # of a worker: arms, parts, store, queue
+_here: dict = {}  # in a worker process: arms, parts, store, queue
 
 
 def _begin(spec: plan.Spec, folder: Path, queue) -> None:
@@ -104,7 +104,7 @@ def _tell(queue, i: int, n: int) -> None:
 
 
 def units(parts: list[Part], missing: dict[int, list[str]]) -> list[list[tuple[int, list[str]]]]:
-    """What one process computes in a row, parts that share texts."""
+    """Group the missing parts: one process computes parts that share texts, one after the other."""
     groups: dict[str, list] = {}
     for i, names in missing.items():
         groups.setdefault(parts[i].shares or str(i), []).append((i, names))

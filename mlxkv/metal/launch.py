@@ -1,7 +1,7 @@
 """Builds and launches kernels: one body for Metal, CUDA and, in tests, the emulator.
 
-A backend is a factory with the signature of `mx.fast.metal_kernel`. Bodies are files beside this
-one; the rules they follow are in README.md. Built at the first call, kept for the process.
+A backend is a factory with the signature of `mx.fast.metal_kernel`. Bodies are files in `text/`.
+Kernels are built at the first call and kept for the process.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 
 import mlx.core as mx
 
+from mlxkv.metal import sources
 from mlxkv.metal.sources import (
     FEATURES,
     SIGNATURES,
@@ -48,11 +48,11 @@ def backend() -> str:
 
 _given: list[Factory | None] = []
 TILES, KERNELS, OFF = "tiles", "kernels", "switched off after an error"
-_off: dict[str, str] = {}  # which of them failed under way, and why
+_off: dict[str, str] = {}  # TILES or KERNELS -> the error that switched them off
 
 
 def switch_off(what: str, reason: str) -> None:
-    """From now on this process uses no TILES, or no KERNELS at all."""
+    """Use no TILES, or no KERNELS at all, in this process from now on."""
     _off[what] = reason
 
 
@@ -62,8 +62,8 @@ def switched_off(what: str) -> str | None:
 
 
 def factory() -> Factory | None:
-    """What builds kernels on this machine, or None: it has none, MLXKV_KERNELS=0 forbids them, or they
-    are switched off."""
+    """The function that builds kernels on this machine. None without a GPU, with MLXKV_KERNELS=0, or
+    once they are switched off."""
     if KERNELS in _off:
         return None
     if _given:
@@ -71,6 +71,11 @@ def factory() -> Factory | None:
     if os.environ.get(SWITCH) == "0":
         return None
     return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}.get(backend())
+
+
+def state() -> tuple:
+    """The part of this module that a choice of kernels depends on: ask again when it changes."""
+    return factory(), TILES in _off or os.environ.get(TILES_SWITCH) == "0"
 
 
 def absent() -> str:
@@ -82,8 +87,8 @@ def absent() -> str:
 
 @contextmanager
 def using(make: Factory | None) -> Iterator[None]:
-    """Kernels built by `make` (None: plain ops) for caches made inside, whatever the machine. What is
-    switched off inside is on again afterwards."""
+    """Have caches made inside use kernels built by `make` (None: plain ops), whatever the machine.
+    Afterwards kernels are switched on or off as before."""
     before = dict(_off)
     _off.clear()
     _given.append(make)
@@ -96,9 +101,9 @@ def using(make: Factory | None) -> Iterator[None]:
 
 
 def include(name: str) -> str:
-    """The same as `read` for NVRTC, which reads files itself: MLX copies the text at every call, at
-    0.2 us a KB. The whole text where this package does not lie in a folder."""
-    path = files("mlxkv.metal").joinpath(name)
+    """`read` for NVRTC, as an #include: MLX copies a text at every call, at 0.2 us a KB. The whole text
+    where this package is not in a folder."""
+    path = sources.path(name)
     usable = isinstance(path, Path) and '"' not in str(path)
     return f'#include "{path}"\n' if usable else read(name)
 
@@ -122,13 +127,13 @@ def constants(template: Template, on_cuda: bool = False) -> str:
 def build(name: str, template: Template, make: Factory, shared_memory: int = 0, bounds: str = ""):
     """The kernel `name` for these template values, built by `make`.
 
-    For CUDA alone: bytes of dynamic shared memory, and launch bounds, which MLX does not write.
+    shared_memory, bounds: for CUDA alone, bytes of dynamic shared memory and launch bounds.
     """
     on_cuda = make is mx.fast.cuda_kernel
     wanted = features(dict(template))
     source = constants(template, on_cuda) + body(name, wanted)
     head = header(name, on_cuda, wanted)
-    # MLX keeps what it compiled by name.
+    # MLX keeps compiled kernels by name.
     digest = sha256(f"{head}{source}{bounds}".encode()).hexdigest()[:12]
     if on_cuda:
         switches = "".join(f"#define {one} {int(one in wanted)}\n" for one in FEATURES)

@@ -1,10 +1,15 @@
-"""The texts of the kernels: their files, the names of what they read and write. No framework."""
+"""The texts of the kernels: their files, and the names of their inputs and outputs. No framework."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 # name: (inputs, outputs), in the order in which the body names them
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -33,7 +38,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
-HEADERS = {  # what stands before a body; tile.h stands for the tiles of the machine too
+HEADERS = {  # files before a body; before tile.h comes the machine's own tile file
     "seal": (
         *("codes.h", "loads.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
         "seal_half.h",
@@ -55,7 +60,7 @@ BODIES = {  # where a body is more than one file
     ),
 }
 # Parts of the texts between `#if WITH_NAME` and `#endif`, and the template values that ask for them.
-# What a format does not use would only make a Mac's compiler slower.
+# Parts that a format does not use are left out: they would slow down a Mac's compiler.
 FEATURES = {
     "WITH_TREE": ("TREE", 1),
     "WITH_PAIRS": ("PAIRS", 1),
@@ -73,7 +78,7 @@ ALL: Features = frozenset(FEATURES)
 
 
 def features(template: Mapping[str, object]) -> Features:
-    """The parts of the texts that these template values use: a value of either side asks for one."""
+    """The parts of the texts that these template values use; a value of either side is enough."""
     return frozenset(
         name
         for name, (word, least) in FEATURES.items()
@@ -81,16 +86,26 @@ def features(template: Mapping[str, object]) -> Features:
     )
 
 
+@cache
+def path(name: str) -> Traversable:
+    """The file `name` in `text/` or one of its folders: names are unique."""
+    home = files("mlxkv.metal").joinpath("text")
+    found = (
+        folder / name for folder in [home, *(each for each in home.iterdir() if each.is_dir())]
+    )
+    return next(one for one in found if one.is_file())
+
+
 def read(name: str) -> str:
-    """The text of a file of this folder without comments and indentation: MLX looks for names in
-    comments too, and long texts cost time at every call."""
-    text = files("mlxkv.metal").joinpath(name).read_text(encoding="ascii")
+    """The text of a file without comments and indentation: MLX finds names in comments too, and long
+    texts cost time at every call."""
+    text = path(name).read_text(encoding="ascii")
     text = re.sub(r"//[^\n]*", "", text)
     return "\n".join(line.strip() for line in text.splitlines() if line.strip()) + "\n"
 
 
 def chosen(text: str, wanted: Features) -> str:
-    """The text with its `#if WITH_NAME`, also `#if WITH_A || WITH_B`, decided."""
+    """The text with every `#if WITH_NAME` and `#if WITH_A || WITH_B` resolved."""
     out, open_ = [], []  # of each open condition: None for another's, else whether its lines stay
     for line in text.splitlines(keepends=True):
         word, _, rest = line.strip().partition(" ")
@@ -128,5 +143,5 @@ def body(name: str, wanted: Features = ALL) -> str:
 
 
 def header(name: str, on_cuda: bool = False, wanted: Features = ALL) -> str:
-    """What stands before the body `name`."""
+    """The text that stands before the body `name`."""
     return chosen("".join(map(read, headers(name, on_cuda))), wanted)

@@ -1,8 +1,8 @@
-"""The only code that touches mlx-lm's insides: names, loading, attaching, rules per layer.
+"""The only code that touches mlx-lm's insides: loading, attaching, calibrating, generating. Nothing here
+knows a command.
 
-Importing this package imports no framework; `load`, `attach` and `detach` bring one in when they
-are first asked for. (No file here is called load or attach: a module of that name would hide the
-function.)
+Importing this package imports no framework; using `load`, `attach` or `detach` does. No file here is
+called load or attach: a module of that name would hide the function.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlxkv.models.layers import LayerReport, summarise
+    from mlxkv.models.catalog.reports import LayerReport, summarise
     from mlxkv.models.loader import Loaded, context_limit, load
     from mlxkv.models.seam import attach, detach
 
 _HOME = {
     "attach": "seam",
     "detach": "seam",
-    "LayerReport": "layers",
-    "summarise": "layers",
+    "LayerReport": "catalog.reports",
+    "summarise": "catalog.reports",
     "Loaded": "loader",
     "context_limit": "loader",
     "load": "loader",

@@ -1,5 +1,5 @@
-"""What decodes each layer: kernels are built and tried when a model is loaded, not in the middle of a prompt.
-And what is left when one of them fails under way."""
+"""Chooses the kernels of each layer: they are built and tried when a model is loaded, not in the middle of a
+prompt. Steps down to slower ones when a kernel fails at run time."""
 
 from __future__ import annotations
 
@@ -10,58 +10,54 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlxkv import console, faults, sealed, selftest, tiles
-from mlxkv.calibrated import Rotations
-from mlxkv.config import CacheConfig
-from mlxkv.metal import launch
-from mlxkv.models.layers import OPS, LayerReport
-from mlxkv.models.probe import Place, Shape
+from mlxkv import console, faults
+from mlxkv.cache import choose, selftest
+from mlxkv.cache.choose import Question
+from mlxkv.cache.view import OPS, KernelPlan
+from mlxkv.codec.maps import LayerMaps
+from mlxkv.formats.config import CacheConfig
+from mlxkv.metal import launch, tiles
+from mlxkv.models.catalog.reports import LayerReport
+from mlxkv.models.hooks.probe import Place, Shape
 
 if TYPE_CHECKING:
     from mlxkv.models.loader import Loaded
 
-Used = dict[Place, tuple[tuple[CacheConfig, Rotations | None], Shape]]
 WHY = "`mlxkv doctor` shows why"
-_Question = tuple[CacheConfig, tuple[int, int], mx.Dtype, selftest.Case | None]
 
 
-def with_kernels(reports: list[LayerReport], used: Used) -> list[LayerReport]:
-    """The reports with what decodes their layers here. Builds and tries all kernels that the caches of a
-    model need, with a line of progress. used: what the cache at each place stores, and for whom."""
-    asked = {place: _question(*found, shape) for place, (found, shape) in used.items()}
-    make, answers = launch.factory(), {}
-    questions = list(dict.fromkeys(asked.values()))
-    new = [one for one in questions if make is not None and not _is_known(one, make)]
+def with_kernels(
+    reports: list[LayerReport], questions: dict[Place, Question]
+) -> tuple[list[LayerReport], dict[Place, KernelPlan]]:
+    """The reports with the kernels that decode their layers here, and the plan of each cache. Builds and
+    tries all kernels that the caches of a model need, with a line of progress."""
+    answers = {}
+    asked = list(dict.fromkeys(questions.values()))
+    new = [one for one in asked if not one.is_settled]
     with console.counted("building kernels", len(new)) as step:
-        for question in questions:
-            if question in new:
+        for one in asked:
+            if one in new:
                 step()
-            answers[question] = _named(sealed.decoder(*question))
-    out = []
+            answers[one] = choose.plan(one.config, one.dims, one.dtype, one.case)
+    plans, out = {place: answers[one] for place, one in questions.items()}, []
     for report in reports:
-        kernels = [answers[q] for place, q in asked.items() if place[0] == report.index]
+        kernels = [_label(plan) for place, plan in plans.items() if place[0] == report.index]
         if report.compressed and kernels:  # of several caches, the one that is not decoded well
             kernel = next((k for k in kernels if k.startswith(OPS)), kernels[0])
             report = replace(report, kernel=kernel)
         out.append(report)
-    return out
+    return out, plans
 
 
-def _question(config: CacheConfig, turns: Rotations | None, shape: Shape) -> _Question:
+def question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Question:
+    """Which kernels a cache of this config, maps and shape needs."""
     stored = config.folded if turns is not None and turns.folded else config
     case = selftest.Case(shape.queries, shape.heads, shape.sinks) if shape.queries else None
-    return stored, (shape.key_dim, shape.value_dim), shape.dtype, case
+    return Question(stored, (shape.key_dim, shape.value_dim), shape.dtype, case)
 
 
-def _is_known(question: _Question, make: launch.Factory) -> bool:
-    config, dims, dtype, case = question
-    if sealed.why_none(config, dims) is not None:
-        return True  # there is nothing to build
-    return selftest.is_known(config, dims[0], dtype, make, case)
-
-
-def _named(decoder: str) -> str:
-    return decoder if decoder.startswith(OPS) else f"{launch.backend()} {decoder}"
+def _label(plan: KernelPlan) -> str:
+    return plan.label if plan.body == OPS else f"{launch.backend()} {plan.label}"
 
 
 def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
@@ -72,7 +68,7 @@ def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
         return None
     slow = [r.kernel for r in reports if r.compressed and r.kernel.startswith(OPS)]
     whys = [kernel.removeprefix(f"{OPS} (").removesuffix(")") for kernel in slow]
-    failed = [why for why in whys if sealed.FAILED in why or launch.OFF in why]
+    failed = [why for why in whys if choose.FAILED in why or launch.OFF in why]
     if failed:
         return f"! kernels are not used on this GPU: {failed[0]}; decoding is slow. {WHY}", True
     if whys:

@@ -1,4 +1,4 @@
-"""Load a model by name, with all that may be wrong checked first, and attach a cache to it."""
+"""Load a model by name, checking all that may be wrong first, and attach a cache to it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxkv import console, versions
-from mlxkv.artifact import Calibration
-from mlxkv.config import CacheConfig, parse_kv
+from mlxkv.codec import encoding
 from mlxkv.errors import UserError
-from mlxkv.models.aliases import DEFAULT, resolve
-from mlxkv.models.calibrations import Origin, given, introduce
+from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.models.calibration.fitting import given
+from mlxkv.models.catalog.aliases import DEFAULT, EMBEDDED, resolve
+from mlxkv.models.catalog.folder import Folder, check, fingerprint
+from mlxkv.models.catalog.hub import fetch, first_line
+from mlxkv.models.catalog.reports import LayerReport, summarise
+from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.decoders import not_used
-from mlxkv.models.folder import Folder, check, fingerprint
-from mlxkv.models.hub import fetch, first_line
-from mlxkv.models.layers import LayerReport, summarise
-from mlxkv.models.seam import attach, check_fold, folded_bytes, name_of
-from mlxkv.shapes import context_limit, text_config
+from mlxkv.models.origin import Origin, introduce
+from mlxkv.models.seam import attach, check_fold, name_of
 
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
@@ -34,11 +37,10 @@ DTYPES: dict[str, mx.Dtype] = {
 class Loaded:
     """A model that is ready to run.
 
-    name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the
-    cache stores, and its name. layers: one report per cache. dtype: of the activations.
-    fingerprint: tells this model from others.
-    context: the longest context the model was made for, in tokens, or None. notes: lines to show
-    beside the layers.
+    name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache
+    stores, and its name. layers: one report per cache. dtype: of the activations. fingerprint: of
+    its files. context: the longest context the model was made for, in tokens, or None. notes: lines
+    to show after the layers.
     """
 
     model: nn.Module
@@ -53,13 +55,19 @@ class Loaded:
     fingerprint: str
     context: int | None = None
     notes: list[str] = field(default_factory=list)
+    encode: str = encoding.KERNEL
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the model comes with mlxkv: it knows only the small worlds of `texts.worlds`."""
+        return self.name in EMBEDDED
 
     def report(self) -> list[str]:
-        """One line per kind of layer, then the notes."""
+        """Return one line per kind of layer, then the notes."""
         return summarise(self.layers) + self.notes
 
     def tell(self) -> None:
-        """The report on stderr, and loudly what is not as it should be."""
+        """Print the report on stderr, and warnings about versions and kernels that are not used."""
         for line in self.report():
             console.note(f"  {line}")
         for line in versions.out_of_range():
@@ -77,19 +85,20 @@ def load(
     calibration: Calibration | Path | str | None = None,
     fold: bool = False,
     group: mx.distributed.Group | None = None,
+    encode: str = encoding.KERNEL,
 ) -> Loaded:
     """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names.
 
     strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
     quantised; by default as stored, except that 16-bit weights become float32 where there is no
-    GPU. calibration, fold: as in `attach`; a calibration given here is also what a later `attach`
-    takes. group: processes that share the model (`model.shard` of mlx-lm): each keeps its part of the
-    weights and of the kv heads.
+    GPU. calibration: as in `attach`; a later `attach` takes it too. fold: apply the map of values in
+    the weights, for good; the model knows it, and cannot be calibrated then. group: processes that
+    share the model (`model.shard` of mlx-lm): each keeps its part of the weights and of the kv heads.
 
     Raises UserError, before anything heavy is done where that is possible, and MachineError for a
     full disk.
     """
-    # First of all: a typing mistake must not cost a download.
+    # First, so that a typing mistake does not cost a download.
     config = parse_kv(kv) if isinstance(kv, str) else kv
     check_fold(config, name_of(kv), fold)
     if dtype is not None and dtype not in DTYPES:
@@ -108,7 +117,7 @@ def load(
         _check_shares(model, folder, size)
     notes = _set_dtype(model, dtype)
     if source.planted:
-        from mlxkv.models.plant import plant
+        from mlxkv.models.catalog.plant import plant
 
         weights = plant(dict(tree_flatten(model.parameters())), full_config)
         model.load_weights(list(weights.items()))
@@ -118,11 +127,9 @@ def load(
     mark = fingerprint(folder, source.planted)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
-    layers = attach(model, kv, strict, fold=fold, group=group)
-    if size > 1:  # before weights are read: no process is to hold all of them
+    layers = attach(model, kv, strict, fold=fold, group=group, encode=encode)
+    if size > 1:  # before weights are read, so that no process holds all of them
         _shard(model, folder, group)
-    if kept := folded_bytes(model):
-        notes.append(f"kept for detach, the weights before folding: {console.human_bytes(kept)}")
     return Loaded(
         model=model,
         tokenizer=tokenizer,
@@ -136,11 +143,12 @@ def load(
         fingerprint=mark,
         context=context,
         notes=notes,
+        encode=encode,
     )
 
 
 def _model(folder: Folder) -> tuple[nn.Module, dict]:
-    """The model, its weights not evaluated yet, and the configuration as mlx-lm completes it."""
+    """Return the model, its weights not evaluated yet, and the configuration as mlx-lm completes it."""
     from mlx_lm.utils import _get_classes, load_model
 
     kind = folder.config["model_type"]
@@ -154,7 +162,7 @@ def _model(folder: Folder) -> tuple[nn.Module, dict]:
     try:
         return load_model(folder.path, lazy=True)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError) as error:
-        # Whatever is wrong with the files shows here as any of these, with mlx-lm's words for it.
+        # mlx-lm raises any of these when files are wrong.
         raise UserError(
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
             f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
@@ -162,6 +170,7 @@ def _model(folder: Folder) -> tuple[nn.Module, dict]:
 
 
 def _check_shares(model: nn.Module, folder: Folder, size: int) -> None:
+    """Raises UserError for a model that cannot be spread over `size` processes."""
     kind, text = folder.config["model_type"], text_config(folder.config)
     if not hasattr(model, "shard"):
         raise UserError(
@@ -177,6 +186,7 @@ def _check_shares(model: nn.Module, folder: Folder, size: int) -> None:
 
 
 def _shard(model: nn.Module, folder: Folder, group: mx.distributed.Group) -> None:
+    """Keep this process's share of the weights, and read them. Raises UserError."""
     try:
         model.shard(group)
     except ValueError as error:  # widths that do not divide, or groups of quantised weights
@@ -202,7 +212,7 @@ def _tokenizer(folder: Folder, config: dict):
 
 
 def _set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
-    """Convert the weights if asked, or if 16 bits are slow here. Returns what to tell the user."""
+    """Convert the weights if asked, or if 16 bits are slow here. Returns notes for the user."""
     have = _dtype(model)
     if wanted is not None:
         model.set_dtype(DTYPES[wanted])
@@ -217,7 +227,7 @@ def _set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
 
 
 def _dtype(model: nn.Module) -> mx.Dtype:
-    """The floating type that most layers keep (for quantised weights, that of their scales)."""
+    """The floating type of most arrays; quantised weights count by their scales."""
     kinds = [
         x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)
     ]

@@ -1,52 +1,67 @@
-"""A request that is served alone, outside of batches, whose client may leave."""
+"""A request that mlx-lm serves alone, outside of batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from queue import Queue
 from threading import Event
 
 from mlx_lm import server
 
 from mlxkv.errors import MachineError
+from mlxkv.serve.job import Job
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
 
-ENDING = 2  # says more than that the client has left
+ENDING = 2  # beside 0 and 1 for a client that is there or has left
 
 
 class Alone:
-    """Its line. mlx-lm looks up between the tokens of a reply; here also between the parts of a prompt,
-    which is read no further when nobody waits for it, and when the server ends. One process alone may
-    know of either: all agree. given_up: whether it is known that nobody waits. fault: what ended it,
-    where that was the machine."""
+    """Stands where mlx-lm puts what it sends to the client.
 
-    def __init__(self, line: Queue, given_up: Callable[[], bool], ranks: Ranks):
-        self._line, self._given_up, self._ranks = line, given_up, ranks
+    mlx-lm asks between the tokens of a reply whether the client has left. This asks between the parts
+    of a prompt, too, and whether the server is ending; processes agree on it, as one alone may know.
+    fault: the machine's error that ended the request, or None.
+    """
+
+    def __init__(self, line: Queue, job: Job, ranks: Ranks):
+        self._line, self._job, self._ranks = line, job, ranks
         self._context: server.GenerationContext | None = None
+        self._caches: list = []
         self._stopped = Event()
         self.fault: Exception | None = None
+
+    def generate(self, **asked):
+        """mlx-lm's `stream_generate`; its caches are measured when the reply ends."""
+        self._caches = asked["prompt_cache"]
+        return server.stream_generate(**asked)
 
     def put(self, item) -> None:
         if isinstance(item, server.GenerationContext):
             self._context = item
             item.stop = self._stopped.set  # called by the thread that serves the client
-        reading = isinstance(item, tuple)  # tokens of the prompt so far
+        reading = isinstance(item, tuple)  # counts of the prompt's tokens
         if reading or isinstance(item, server.Response):
             self._look_up(reading)
+        if isinstance(item, server.Response) and item.finish_reason is not None:
+            self._job.measured(
+                self._caches, max((cache.size() for cache in self._caches), default=0)
+            )
         fault = isinstance(item, Exception) and not isinstance(item, Refused)
-        if fault and type(item) in (RuntimeError, MachineError):  # as MLX raises it, and mlxkv
+        if fault and type(item) in (RuntimeError, MachineError):  # raised by MLX, and by mlxkv
             self.fault = item
         self._line.put(item)
         if fault and self._context is not None and self._ranks.many:
             raise item  # mlx-lm would go on with the next request, out of step with the others
 
     def _look_up(self, reading: bool) -> None:
-        gone = self._stopped.is_set() or self._given_up()
+        """Raises Refused, or stops the reply, where nobody waits for it or the server is ending."""
+        gone = self._stopped.is_set() or self._job.given_up
         found = self._ranks.most(ENDING if self._ranks.ending else gone)
-        if found == ENDING:  # a reply that just stopped would pass for a whole one
+        if found == ENDING:  # if it just stopped, half of a reply would pass for a whole one
             raise Refused(503, "[serve] is ending", "ending")
-        if found and (reading or self._ranks.many):  # of many mlx-lm cannot stop a reply
+        if found and (
+            reading or self._ranks.many
+        ):  # mlx-lm cannot stop a reply of several processes
             raise Refused(504, "[serve] given up under way", "timeout")
         if found:
-            self._context._should_stop = True  # and what was written is kept
+            self._context._should_stop = True  # the caches of what was written are kept

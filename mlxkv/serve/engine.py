@@ -1,14 +1,12 @@
-"""mlx-lm's generation thread with compressed caches: admission, measuring, and life after a failure."""
+"""mlx-lm's generation thread with compressed caches: admits requests, measures caches, outlives faults."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, Queue
-from threading import Event, local
+from threading import Event
 from types import FunctionType, MethodType
 from weakref import WeakSet
 
@@ -19,66 +17,47 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxkv import faults
 from mlxkv.console import warn
 from mlxkv.errors import MachineError
-from mlxkv.fit import USABLE, machine_memory
+from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.decoders import step_down
 from mlxkv.models.loader import Loaded
 from mlxkv.serve.alone import Alone
-from mlxkv.serve.disk import open_disk
-from mlxkv.serve.draws import make_sampler
-from mlxkv.serve.memory import Memory, cut_padding, shapes_of
+from mlxkv.serve.caches.disk import open_disk
+from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
+from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.job import Arguments, Job
 from mlxkv.serve.metrics import Metrics
-from mlxkv.serve.options import Options
-from mlxkv.serve.provider import Provider
+from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.provider import Provider, make_sampler
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
-from mlxkv.serve.sessions import Sessions
 
-MEASURE_SECONDS = WAIT_SECONDS = 0.25
-LEAST_MEMORY = 64 << 20  # for caches, when --kv-memory is not given
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One request on its way. kv_bytes: of its caches, as measured at the end. tokens: that they
-    hold. cache: those it started from. given_up: nobody waits for it any more. line: where replies go."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
-    kv_bytes: int = 0
-    cache: list | None = field(default=None, repr=False)
-    given_up: bool = False
-    line: Queue = field(default_factory=Queue, repr=False)
-
-    def __reduce__(self):
-        return Ticket, ()  # in another process, where nobody waits
-
-    def drop(self) -> None:
-        """Stop what lies in the line, which nobody reads."""
-        while not self.line.empty():
-            getattr(self.line.get_nowait(), "stop", lambda: None)()
+MEASURE_SECONDS = 0.25
+LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
 
 
 class Engine(server.ResponseGenerator):
-    """`started` waits for the model. Attributes are written by the generation thread alone."""
+    """Loads the model and generates, in a thread of its own. Other threads only read attributes.
 
-    def __init__(self, options: Options, metrics: Metrics):
+    ready: set when the model is loaded. problem: the error that ended the thread for good, or None.
+    jobs: requests in the batch, by mlx-lm's number. kv_bytes: of caches in use. kv_bytes_fp16: the same
+    in plain 16-bit caches. vocabulary: tokens that the model knows.
+    """
+
+    def __init__(self, options: ServeOptions, metrics: Metrics):
         self.options, self.metrics = options, metrics
         self.ready, self.problem = Event(), None
         self.vocabulary = 0
         self.memory: Memory | None = None
         self.sessions: Sessions | None = None
-        self.tickets: dict[int, Ticket] = {}  # by the number of a sequence in the batch
-        self._ticket: Ticket | None = None  # of the request that is being taken up
-        self._queues: WeakSet[Queue] = WeakSet()  # of requests that were taken up
-        self.kv_bytes = self.kv_bytes_fp16 = 0  # of caches in use, and what 16 bits would take
+        self.jobs: dict[int, Job] = {}
+        self._taken: WeakSet[Job] = WeakSet()  # requests that came out of the queue
+        self.kv_bytes = self.kv_bytes_fp16 = 0
         self._measured = 0.0
-        self.waiting = local()  # `check`: called by a thread that waits; raises to give up
         self.ranks = Ranks()
         super().__init__(Provider(options, self.ranks.group), None)
 
     def started(self) -> Loaded:
-        """The loaded model. Raises what loading raised."""
+        """Wait for the model. Raises what loading raised."""
         self.ready.wait()
         if self.problem is not None:
             raise self.problem
@@ -102,8 +81,7 @@ class Engine(server.ResponseGenerator):
             return
         finally:
             self.ready.set()
-        # The model is there: mlx-lm's own call has nothing left to do, this time and after a fault.
-        self.model_provider.load_default = lambda: None
+        self.model_provider.load_default = lambda: None  # mlx-lm's loop loads at every start
         while not self._stop:
             try:
                 self._loop()
@@ -113,7 +91,7 @@ class Engine(server.ResponseGenerator):
                 instead = False
                 try:
                     instead = self._step_down(error)
-                # The GPU may raise again; who waits has to hear of it all the same.
+                # The GPU may raise again; clients that wait have to be told all the same.
                 except Exception:
                     logging.exception("kernels were not switched off")
                 self._fail(error, instead)
@@ -123,11 +101,13 @@ class Engine(server.ResponseGenerator):
         self.sessions.close()
 
     def _loop(self) -> None:
-        names = {"BatchGenerator": partial(Batches, self), "_make_sampler": make_sampler}
-        _with_names(self, "_generate", **names)()
+        self.prompt_cache = self.sessions  # mlx-lm deletes this reference as it ends
+        _with_names(
+            self, "_generate", BatchGenerator=partial(Batches, self), _make_sampler=_job_and_sampler
+        )()
 
     def _share_object(self, obj):
-        """As mlx-lm's, and whether this is the end."""
+        """Tell all processes rank 0's object, and whether this is the end."""
         obj = self.ranks.share(obj)
         self._stop = self._stop or self.ranks.ended
         return obj
@@ -144,7 +124,7 @@ class Engine(server.ResponseGenerator):
     def _prepare(self) -> None:
         loaded = self.model_provider.loaded
         caches = make_prompt_cache(loaded.model)
-        # One token: caches tell their shapes, and the model how many tokens it knows.
+        # After one token, caches have their shapes; and the logits have the vocabulary's size.
         logits = loaded.model(mx.array([[0]]), cache=caches)
         mx.eval(logits)
         self.vocabulary = logits.shape[-1]
@@ -158,17 +138,21 @@ class Engine(server.ResponseGenerator):
             limit = self.options.disk_bytes
             disk = self.ranks.together(lambda: open_disk(folder, limit, loaded, self.ranks))
         self.memory = Memory(
-            *(self.ranks.least(bound), shapes_of(caches), self.cli_args.prefill_step_size),
+            self.ranks.least(bound),
+            shapes_of(caches),
+            self.cli_args.prefill_step_size,
             batched=self.model_provider.is_batchable,
         )
         self.sessions = Sessions(
-            *(self.memory, lambda: make_prompt_cache(loaded.model), disk, self.options.reuse),
+            self.memory,
+            lambda: make_prompt_cache(loaded.model),
+            disk=disk,
+            reuse=self.options.reuse,
             agree=self.ranks.most,
         )
-        self.prompt_cache = _Watched(self)
 
     def _step_down(self, error: Exception) -> bool:
-        """Go on without the kernels that the error may come from, where there are any."""
+        """Switch the kernels off that the error may come from. Returns whether there were any."""
         if self.ranks.many:  # they end, and others may never come to what is under way here
             return False
         instead = step_down(self.model_provider.loaded, error)
@@ -179,46 +163,43 @@ class Engine(server.ResponseGenerator):
         return True
 
     def _fail(self, error: Exception, instead: bool = False) -> None:
-        """Tell all who wait; mlx-lm's loop starts again with an empty batch. instead: whether something
-        else runs now."""
+        """Tell all clients that wait, and clear up for mlx-lm's loop to start with an empty batch.
+
+        instead: whether kernels were switched off, so that another attempt may succeed.
+        """
         said = f"[serve] generation failed: {type(error).__name__}: {faults.reason(error)}"
         if instead:
             said += "; the kernels that failed are switched off: ask again"
-        for queue in list(self._queues):
-            queue.put(MachineError(said))
-        self._queues.clear()
-        for ticket in [*self.tickets.values(), *filter(None, [self._ticket])]:
-            self.memory.release(id(ticket))
-        self.tickets.clear()
-        self._ticket, self.kv_bytes, self.kv_bytes_fp16 = None, 0, 0
-        self.prompt_cache = _Watched(self)
+        for job in list(self._taken):
+            job.line.put(MachineError(said))
+        self._taken.clear()
+        self.memory.release_all()
+        self.jobs.clear()
+        self.kv_bytes = self.kv_bytes_fp16 = 0
         # A compiled sampler that raised while it was traced leaves a placeholder there (MLX 0.32).
         mx.random.seed(time.time_ns())
         mx.clear_cache()
 
     def _next_request(self, timeout=None):
-        request = super()._next_request(timeout)
-        if request is not None:
-            self._queues.add(request[0])
-            if ticket := getattr(request[1], "ticket", None):
-                ticket.line = request[0]
-        return request
+        found = super()._next_request(timeout)
+        if found is not None:
+            line, _, args = found
+            args.job.line = line
+            self._taken.add(args.job)
+        return found
 
-    def _tokenize(self, tokenizer, request, args):
-        """As mlx-lm's, then: does it fit? What is raised here goes back to the client."""
-        self._ticket, ticket = None, getattr(request, "ticket", None) or Ticket()
-        found = self.ranks.decide(lambda: self._read(tokenizer, request, args, ticket))
+    def _tokenize(self, tokenizer, request, args: Arguments):
+        """Tokenize a request as mlx-lm does, and set memory aside for it. Raises Refused."""
+        found = self.ranks.decide(lambda: self._read(tokenizer, request, args))
         prompt, limit = found[0], self.model_provider.loaded.context
         if limit:
             args.max_tokens = min(args.max_tokens, limit - len(prompt))
-        ticket.prompt_tokens = len(prompt)
-        self.memory.promise(id(ticket), len(prompt) + args.max_tokens)
-        self._ticket = ticket
+        self.memory.promise(args.job, len(prompt) + args.max_tokens)
         return found
 
-    def _read(self, tokenizer, request, args, ticket: Ticket):
-        """The tokens of a request: templates may look at the clock, clients may have left."""
-        if ticket.given_up:
+    def _read(self, tokenizer, request, args: Arguments):
+        """For rank 0 alone: templates may look at the clock, and clients may have left."""
+        if args.job.given_up:
             raise Refused(504, "[serve] given up before it began", "timeout")
         for word in args.stop_words:
             if not tokenizer.encode(word, add_special_tokens=False):
@@ -242,44 +223,42 @@ class Engine(server.ResponseGenerator):
         return found
 
     def _is_batchable(self, args) -> bool:
-        """Seeds are no obstacle, as they are to mlx-lm: see `draws`."""
+        """Requests with a seed are, too, unlike in mlx-lm: `Seeded` has a key of its own."""
         return self.model_provider.is_batchable
 
     def _serve_single(self, request, *more) -> None:
-        self._ticket = None
         line, asked, args = request
-        ticket = getattr(asked, "ticket", None) or Ticket()
-        line = Alone(line, lambda: ticket.given_up, self.ranks)
+        alone = Alone(line, args.job, self.ranks)
         serve = _with_names(
-            self, "_serve_single", _make_sampler=self.ranks.sampler(server._make_sampler)
+            self,
+            "_serve_single",
+            _make_sampler=self.ranks.sampler(server._make_sampler),
+            stream_generate=alone.generate,
         )
-        serve((line, asked, args), *more)  # what it raises, `_fail` clears up
-        if line.fault is not None:
+        serve((alone, asked, args), *more)  # after what it raises, `_fail` clears up
+        if alone.fault is not None:
             self.metrics.add(faults=1)
-            self._step_down(line.fault)
+            self._step_down(alone.fault)
         if args.seed is not None:
-            mx.random.seed(time.time_ns())  # mlx-lm has seeded everybody's draws
-        if self._ticket is not None:
-            self.memory.release(id(self._ticket))
-            self._ticket = None
-            self.sessions.shrink()
+            mx.random.seed(time.time_ns())  # mlx-lm has seeded the draws of all requests
+        self.memory.release(args.job)
+        self.sessions.shrink()
 
-    def taken_up(self, uid: int) -> None:
-        """The batch has given the request that was tokenized last a number."""
-        self.tickets[uid], self._ticket = self._ticket, None
-        self.tickets[uid].cache = None  # the batch has it
-        if self.tickets[uid].given_up:  # while its cache was looked for
-            self.tickets[uid].drop()
+    def enter(self, uid: int, job: Job) -> None:
+        """Note the number of a job in the batch."""
+        self.jobs[uid] = job
+        if job.given_up:  # while its cache was looked for
+            job.drop()
 
-    def left(self, uid: int) -> Ticket | None:
-        """A sequence has left the batch."""
-        ticket = self.tickets.pop(uid, None)
-        if ticket is not None:
-            self.memory.release(id(ticket))
-        return ticket
+    def leave(self, uid: int) -> Job | None:
+        """Release the memory of a job that is no longer in the batch."""
+        job = self.jobs.pop(uid, None)
+        if job is not None:
+            self.memory.release(job)
+        return job
 
     def measure(self, batch, now: bool = False) -> None:
-        """Note what the caches in use take, a few times a second."""
+        """Note the size of the caches in use, a few times a second."""
         if not now and time.monotonic() - self._measured < MEASURE_SECONDS:
             return
         self._measured = time.monotonic()
@@ -287,40 +266,27 @@ class Engine(server.ResponseGenerator):
         parts = (batch._prompt_batch, batch._generation_batch)
         self.kv_bytes_fp16 = sum(self.memory.fp16(len(t)) for part in parts for t in part.tokens)
 
-    # -- for those who ask from other threads
+    # -- for other threads
 
     def check(self) -> None:
-        """Raises what ended the generation thread for good: KeyboardInterrupt, where another process
-        was asked to end."""
+        """Raise the error that ended the generation thread for good: KeyboardInterrupt, where another
+        process was asked to end."""
         if self.problem is not None:
             raise self.problem
         if self.ranks.ended:
             raise KeyboardInterrupt
         self.ranks.watch(self.options.timeout)
 
-    def _await_response(self, response_queue):
-        """As mlx-lm's (0.32), but while nothing comes, the thread that waits looks after its line."""
-        while True:
-            try:
-                return response_queue.get(timeout=WAIT_SECONDS)
-            except Empty:
-                if not self.generation_available() and response_queue.empty():
-                    raise MachineError("[serve] the generation thread has ended") from None
-                getattr(self.waiting, "check", lambda: None)()
-
-    def numbers(self, ticket: Ticket) -> dict:
-        """The `kv` field of a reply."""
-        if ticket.cache is not None and not ticket.kv_bytes:  # served alone
-            ticket.kv_bytes = sum(cache.nbytes for cache in ticket.cache)
-            ticket.tokens = max((cache.size() for cache in ticket.cache), default=0)
-        fp16 = self.memory.fp16(ticket.tokens)
+    def numbers(self, job: Job, cached_tokens: int) -> dict:
+        """The `kv` field of a reply that has ended."""
+        fp16 = self.memory.fp16(job.tokens)
         return {
             "preset": self.model_provider.loaded.kv_name,
-            "tokens": ticket.tokens,
-            "cached_tokens": ticket.cached_tokens,
-            "bytes": ticket.kv_bytes,
+            "tokens": job.tokens,
+            "cached_tokens": cached_tokens,
+            "bytes": job.kv_bytes,
             "bytes_fp16": fp16,
-            "ratio": round(fp16 / ticket.kv_bytes, 3) if ticket.kv_bytes else None,
+            "ratio": round(fp16 / job.kv_bytes, 3) if job.kv_bytes else None,
         }
 
     @property
@@ -331,36 +297,23 @@ class Engine(server.ResponseGenerator):
         return self.is_healthy
 
 
-class _Watched:
-    """The sessions as mlx-lm's loop sees them: it deletes its own reference as it ends."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-
-    def __getattr__(self, name: str):
-        return getattr(self._engine.sessions, name)
-
-    def __len__(self) -> int:
-        return len(self._engine.sessions)
-
-    def fetch_nearest_cache(self, model, tokens):
-        cache, rest = self._engine.sessions.fetch_nearest_cache(model, tokens)
-        if (ticket := self._engine._ticket) is not None:
-            ticket.cache, ticket.cached_tokens = cache, len(tokens) - len(rest)
-        return cache, rest
+def _job_and_sampler(args: Arguments, tokenizer) -> tuple[Job, Callable]:
+    """mlx-lm's loop takes this for a sampler, and hands it from a request's arguments to the batch."""
+    return args.job, make_sampler(args, tokenizer)
 
 
 class Batches(server.BatchGenerator):
-    """A batch that reports to `engine`."""
+    """mlx-lm's batch, which reports to `engine`."""
 
     def __init__(self, engine: Engine, *args, **kwargs):
         self.engine = engine
         super().__init__(*args, **kwargs)
 
-    def insert_segments(self, *args, **kwargs):
-        uids = super().insert_segments(*args, **kwargs)
-        for uid in uids:
-            self.engine.taken_up(uid)
+    def insert_segments(self, segments, *, samplers: list[tuple[Job, Callable]], **more):
+        jobs, samplers = zip(*samplers, strict=True)
+        uids = super().insert_segments(segments, samplers=list(samplers), **more)
+        for uid, job in zip(uids, jobs, strict=True):
+            self.engine.enter(uid, job)
         return uids
 
     def next(self):
@@ -368,22 +321,21 @@ class Batches(server.BatchGenerator):
         self.engine.ranks.step(self._generation_batch)
         cut_padding(self._prompt_batch.prompt_cache)
         for response in written:
-            if response.finish_reason is not None and (ticket := self.engine.left(response.uid)):
-                ticket.kv_bytes = sum(cache.nbytes for cache in response.prompt_cache)
-                ticket.tokens = len(response.all_tokens)
+            if response.finish_reason is not None and (job := self.engine.leave(response.uid)):
+                job.measured(response.prompt_cache, len(response.all_tokens))
         self.engine.measure(self, any(response.finish_reason for response in written))
         return read, written
 
     def remove(self, uids, *args, **kwargs):
         found = super().remove(uids, *args, **kwargs)
         for uid in uids:
-            self.engine.left(uid)
+            self.engine.leave(uid)
         self.engine.measure(self, now=True)
         return found
 
 
 def _with_names(engine: Engine, method: str, **names) -> Callable:
-    """A method of mlx-lm's as it is, but for some names inside it that nothing else leads to: the class
-    of its batches, the maker of its samplers."""
+    """A method of mlx-lm's engine in which some global names mean something else: its batches, samplers
+    and generator cannot be replaced in another way."""
     found = getattr(server.ResponseGenerator, method)
     return MethodType(FunctionType(found.__code__, vars(server) | names, method), engine)

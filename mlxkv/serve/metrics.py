@@ -1,4 +1,4 @@
-"""Counts and times of the server, in Prometheus' text format."""
+"""Counts and times since the start of the server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 
 
 class Histogram:
-    """How many observations lie at or below each of `BUCKETS`."""
+    """Counts observations at or below each of `BUCKETS`."""
 
     def __init__(self):
         self.counts = [0] * len(BUCKETS)
@@ -24,7 +24,7 @@ class Histogram:
 
 
 class Metrics:
-    """What has happened since the start; safe to use from any thread."""
+    """Counters and histograms. All methods are safe from any thread."""
 
     def __init__(self):
         self._lock = Lock()
@@ -44,14 +44,14 @@ class Metrics:
             self.responses[status] += 1
 
     def took(self, first: float | None, whole: float) -> None:
-        """Seconds to the first token, if there was one, and to the last."""
+        """Note the seconds to the first token, if there was one, and to the last."""
         with self._lock:
             if first is not None:
                 self.first_token.add(first)
             self.duration.add(whole)
 
     def text(self, gauges: Iterable[tuple[str, str, float]]) -> str:
-        """All of it. gauges: (name, help, value) of what others know."""
+        """The page of `/metrics`. gauges: (name, help, value) of numbers that are kept elsewhere."""
         lines: list[str] = []
 
         def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> None:

@@ -1,10 +1,13 @@
-"""What `mlxkv serve` was asked for, checked before anything heavy is loaded."""
+"""The options of `mlxkv serve`: names, defaults, help texts and checks. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from mlxkv.console import parse_size
 from mlxkv.errors import UserError
@@ -13,42 +16,86 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command line. Sizes are texts such as 8GB."""
+class ServeOptions:
+    """The command line, in the order of `--help`. Sizes are texts such as 8GB. Raises UserError for
+    values out of range."""
 
-    model: str = "tiny"
-    kv: str = "int4"
-    host: str = "127.0.0.1"
-    port: int = 8080
-    kv_memory: str | None = None
-    kv_disk: str | None = None
-    kv_disk_size: str = "16GB"
-    api_key: str | None = None
-    max_tokens: int = 512
-    max_body: str = "8MB"
-    timeout: float = 600
-    max_requests: int = 64
-    batch: int = 32
-    prefill_batch: int = 8
-    prefill_step: int | None = None
-    reuse: bool = True
-    origins: tuple[str, ...] = ()
-    kv_strict: bool = False
-    dtype: str | None = None
-    calibration: str | None = None
-    fold: bool = False
+    model: Annotated[
+        str, Option("--model", help="An alias (mlxkv models), a hub name or a local folder.")
+    ] = "tiny"
+    kv: Annotated[
+        str, Option("--kv", help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.")
+    ] = "int4"
+    kv_memory: Annotated[
+        str | None,
+        Option(
+            "--kv-memory",
+            help="Most memory for all caches, in each process: 8GB. Default: half of the free memory.",
+        ),
+    ] = None
+    kv_disk: Annotated[
+        str | None, Option("--kv-disk", help="Folder for sessions that memory has no room for.")
+    ] = None
+    kv_disk_size: Annotated[str, Option("--kv-disk-size", help="Most space in that folder.")] = (
+        "16GB"
+    )
+    host: Annotated[
+        str, Option("--host", help="Address; needs --api-key unless it is loopback.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Option("--port", help="Port; 0 takes a free one.")] = 8080
+    api_key: Annotated[
+        str | None,
+        Option(
+            "--api-key",
+            help="Key that clients must send. Or set MLXKV_API_KEY: process lists do not show it.",
+        ),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        Option("--allow-origin", help="Origin of a web page that may ask; repeatable."),
+    ] = None
+    max_tokens: Annotated[
+        int, Option("--max-tokens", help="Longest reply, unless the request names a length.")
+    ] = 512
+    max_body: Annotated[str, Option("--max-body", help="Largest request.")] = "8MB"
+    max_requests: Annotated[int, Option("--max-requests", help="Requests in progress at once.")] = (
+        64
+    )
+    timeout: Annotated[float, Option("--timeout", help="Seconds for one request.")] = 600
+    batch: Annotated[int, Option("--batch", help="Replies decoded at once.")] = 32
+    prefill_batch: Annotated[int, Option("--prefill-batch", help="Prompts read at once.")] = 8
+    prefill_step: Annotated[
+        int | None, Option("--prefill-step", help="Tokens of a prompt read at once.")
+    ] = None
+    reuse: Annotated[
+        bool, Option("--reuse/--no-reuse", help="Keep finished conversations for reuse.")
+    ] = True
+    kv_strict: Annotated[
+        bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
+    ] = False
+    dtype: Annotated[
+        str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
+    ] = None
+    calibration: Annotated[
+        str | None,
+        Option(
+            "--calibration",
+            help="For calibrated presets: a file, or owner/name on the hub. Default: the model's.",
+        ),
+    ] = None
+    fold: Annotated[
+        bool, Option("--fold", help="Turn values by the weights, for calibrated presets.")
+    ] = False
 
     def __post_init__(self):
         if not 0 <= self.port < 1 << 16:
             raise UserError(f"[--port] must be from 0 to 65535; got {self.port}")
         if not 0 < self.timeout < float("inf"):
             raise UserError(f"[--timeout] must be above 0, in seconds; got {self.timeout:g}")
-        for name in ("max_tokens", "max_requests", "batch", "prefill_batch"):
-            if getattr(self, name) < 1:
-                option = "--" + name.replace("_", "-")
-                raise UserError(f"[{option}] must be at least 1; got {getattr(self, name)}")
-        if self.prefill_step is not None and self.prefill_step < 1:
-            raise UserError(f"[--prefill-step] must be at least 1; got {self.prefill_step}")
+        for name in ("max_tokens", "max_requests", "batch", "prefill_batch", "prefill_step"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"[--{name.replace('_', '-')}] must be at least 1; got {value}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise UserError("[--api-key] must be ASCII and not empty; got something else")
         if not self.local and self.api_key is None:
@@ -56,7 +103,7 @@ class Options:
                 f"[--host] other machines may reach {self.host}; got no --api-key; "
                 "set one, or choose --host 127.0.0.1"
             )
-        _ = self.body_bytes, self.memory_bytes, self.disk_bytes  # refuse what is no size
+        _ = self.body_bytes, self.memory_bytes, self.disk_bytes  # raise where a text is no size
 
     @property
     def local(self) -> bool:
@@ -67,6 +114,10 @@ class Options:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return tuple(self.allow_origin or ())
 
     @property
     def body_bytes(self) -> int:

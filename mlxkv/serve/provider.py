@@ -1,23 +1,25 @@
-"""The model of the server, and the command line that mlx-lm's server would have read."""
+"""What mlx-lm's generation loop asks for: the model, settings, and a sampler for each request."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
 import mlx.core as mx
+from mlx_lm import server
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from mlxkv.generate import prefill_step
 from mlxkv.models import load
-from mlxkv.models.layers import left_out
+from mlxkv.models.catalog.reports import left_out
+from mlxkv.models.generate import prefill_step
 from mlxkv.models.loader import Loaded
-from mlxkv.serve.options import Options
+from mlxkv.serve.options import ServeOptions
 
 
 class Provider:
-    """The one model, where mlx-lm's `ModelProvider` has any that a request names."""
+    """Stands where mlx-lm has a `ModelProvider`, but has one model, whatever a request names."""
 
-    def __init__(self, options: Options, group: mx.distributed.Group | None = None):
+    def __init__(self, options: ServeOptions, group: mx.distributed.Group | None = None):
         self.options, self.group = options, group
         self.cli_args = _arguments(options)
         self.loaded: Loaded | None = None
@@ -26,37 +28,73 @@ class Provider:
         self.is_batchable = False
 
     def load_default(self) -> str:
-        """In the generation thread: arrays are computed where they were made. The model's fingerprint."""
+        """Load the model, and return its fingerprint. For the generation thread, where it runs."""
         o = self.options
         loaded = load(o.model, o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
         mixed = any(r.compressed for r in loaded.layers) and left_out(loaded.layers)
         caches = make_prompt_cache(self.model)
-        # Masks of one kind of batched cache do not fit the other: such a model runs one by one.
+        # Batched caches of two kinds need two masks, and mlx-lm makes one: such a model does not batch.
         self.is_batchable = not mixed and all(hasattr(cache, "merge") for cache in caches)
         return loaded.fingerprint
 
     def load(self, model, adapter=None, draft=None):
-        """The model, whatever name: names were checked before."""
+        """The model and its tokenizer: names were checked before."""
         return self.model, self.tokenizer
 
     def reset(self) -> None:
-        """The thread ends (mlx-lm 0.32)."""
+        """Forget the model: mlx-lm's thread ends (0.32)."""
         self.model = self.tokenizer = None
 
 
-def _arguments(options: Options) -> Namespace:
-    """What mlx-lm's server reads of its own command line, both ends of the pinned range."""
+def _arguments(options: ServeOptions) -> Namespace:
+    """The command line that mlx-lm's server reads, at both ends of the pinned range."""
     return Namespace(
-        **{"model": None, "adapter_path": None, "draft_model": None, "trust_remote_code": False},
-        **{"num_draft_tokens": 0, "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
-        **{"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": 0, "pipeline": False},
-        **{"chat_template": "", "use_default_chat_template": False, "chat_template_args": {}},
-        max_tokens=options.max_tokens,
         decode_concurrency=options.batch,
         prompt_concurrency=options.prefill_batch,
         prefill_step_size=options.prefill_step or prefill_step(),
-        prompt_cache_size=None,
         prompt_cache_bytes=None,
+        chat_template_args={},
         allowed_origins=list(options.origins),
+        kv_bits=None,
+        kv_group_size=64,
+        quantized_kv_start=0,
     )
+
+
+class Seeded:
+    """The sampler of a request with a seed: log-probabilities [1, V] -> tokens [1].
+
+    The chain of mlx-lm's `make_sampler`, but with a key of its own, where mlx-lm draws from one state
+    for all requests: so it can join a batch. Draws what mlx-lm draws after `mx.random.seed(seed)`.
+    special: tokens that XTC leaves alone.
+    """
+
+    def __init__(self, settings: server.SamplingArguments, seed: int, special: list[int]):
+        self._settings, self._special, self._key = settings, special, mx.random.key(seed)
+
+    def _next_key(self) -> mx.array:
+        self._key, key = mx.random.split(self._key)
+        return key
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        s = self._settings
+        if 0 < s.top_p < 1:
+            logprobs = apply_top_p(logprobs, s.top_p)
+        if s.min_p:
+            logprobs = apply_min_p(logprobs, s.min_p)
+        if s.xtc_probability > 0:
+            cut = apply_xtc(logprobs, 1.0, s.xtc_threshold, self._special)  # cuts always
+            spared = mx.random.uniform(key=self._next_key()) > s.xtc_probability
+            logprobs = mx.where(spared, logprobs, cut)
+        if s.top_k > 0:
+            logprobs = apply_top_k(logprobs, s.top_k)
+        return mx.random.categorical(logprobs * (1.0 / s.temperature), key=self._next_key())
+
+
+def make_sampler(args: server.GenerationArguments, tokenizer):
+    """mlx-lm's `_make_sampler`, but `Seeded` for draws with a seed."""
+    if args.seed is None or not args.sampling.temperature:
+        return server._make_sampler(args, tokenizer)
+    special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+    return Seeded(args.sampling, args.seed, special)

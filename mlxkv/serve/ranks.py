@@ -1,10 +1,11 @@
 """One model over several processes (mlx.launch), each with its share of the kv heads.
 
-Rank 0 alone has clients. All go through the same steps in the same order: what depends on a clock, a
-socket, a thread, a template or on bytes of this machine is told by one process to all, or agreed on;
-what follows from things told (which request fits, which session is found, who is evicted) each works
-out for itself. All methods, but those of the end, are for the generation thread: what it asks here,
-that of every other process has to ask, too.
+Only rank 0 has clients. All processes take the same steps in the same order. Rank 0 tells the others,
+or all agree on, whatever depends on a clock, a socket, a thread, a template or the bytes of one machine;
+each process derives the rest (which request fits, which session is found, which is evicted).
+
+Collective: `share`, `decide`, `together`, `most`, `least`, `tokens`, `step` and `start` are for the
+generation thread, and every process has to make the same calls.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from mlxkv.console import note
 from mlxkv.errors import MachineError
 
 T = TypeVar("T")
-PATIENCE = 30.0  # seconds that a part of a prompt may take, in which nothing is heard
+PATIENCE = 30.0  # seconds for a part of a prompt, during which processes do not meet
 
 
 class Ranks:
-    """This process among its group; with one process, every method does nothing more than it must.
+    """This process in its group, which may be the only one.
 
-    many: whether there are others. group: None without them. heard: when all were last in step.
-    ending: whether somebody has asked this process to end. ended: whether all know that of one.
+    many: whether there are others. group: None without them. heard: when all were last in step, by
+    `time.monotonic`. ending: whether this process was asked to end. ended: whether all know that one was.
     """
 
     def __init__(self):
@@ -43,7 +44,7 @@ class Ranks:
         self.heard = time.monotonic()
 
     def share(self, thing: T) -> T:
-        """Rank 0's `thing`, which can be pickled."""
+        """Return rank 0's `thing`, which has to pickle."""
         if not self.many:
             return thing
         data = pickle.dumps(thing) if self.rank == 0 else b""
@@ -55,7 +56,7 @@ class Ranks:
         return thing if self.rank == 0 else pickle.loads(told)
 
     def decide(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises, on rank 0: the others do not run it."""
+        """Run `work` on rank 0 alone; return or raise in all processes what it returns or raises."""
         if not self.many:
             return work()
         found, error = None, None
@@ -70,7 +71,7 @@ class Ranks:
         return found
 
     def together(self, make: Callable[[], T]) -> T:
-        """What `make` returns in each process; what it raises in one is the end of all."""
+        """Run `make` in each process and return its own result. Where it raises in one, all raise."""
         made, error = None, None
         try:
             made = make()
@@ -88,6 +89,7 @@ class Ranks:
         return max(self._all(number))
 
     def least(self, number: int) -> int:
+        """The smallest of all processes' numbers."""
         return min(self._all(number))
 
     def _all(self, number: int) -> list[int]:
@@ -98,26 +100,25 @@ class Ranks:
         return found
 
     def tokens(self, drawn: mx.array) -> mx.array:
-        """Rank 0's tokens: logits of unlike machines differ in the last bit. drawn: [B]."""
+        """Return rank 0's tokens [B]: logits of different machines differ in the last bit."""
         if not self.many:
             return drawn
         return mx.distributed.all_sum(drawn if self.rank == 0 else mx.zeros_like(drawn))
 
     def step(self, batch) -> None:
-        """After each step of a batch: the tokens that come next are those of rank 0."""
+        """Replace the next tokens of a batch by rank 0's, after each of its steps."""
         self.heard = time.monotonic()
         if self.many and batch.uids:
             batch._next_tokens = self.tokens(batch._next_tokens)
             mx.async_eval(batch._next_tokens)
 
     def end(self) -> None:
-        """From any thread: all processes are to end, which they do at the same point of their work."""
+        """Ask all processes to end, which they do at the same step. Safe from any thread."""
         self.ending, self.heard = True, time.monotonic()
 
     def watch(self, seconds: float) -> None:
-        """For the main thread: end this process, when for so long nothing came from the others: one may
-        be lost, and not every backend says so at every time. No longer than it must be, once the end
-        was asked for."""
+        """End this process when the others were silent for so long: not every backend tells when one is
+        lost. Once the end was asked for, `PATIENCE` is enough. For the main thread."""
         limit = PATIENCE if self.ending else max(seconds, PATIENCE)
         if self.many and time.monotonic() - self.heard > limit:
             note(
@@ -126,8 +127,8 @@ class Ranks:
             os._exit(1)  # a thread waits for them in MLX, which nothing interrupts
 
     def start(self, load: Callable[[], str]) -> None:
-        """Load the model, here and elsewhere. load: returns what tells it from others. Raises what that
-        raised, and MachineError where it raised, or returned something else, in another process."""
+        """Load the model in all processes. load: returns the model's fingerprint. Raises what `load` raises,
+        and MachineError if it raised, or returned another fingerprint, in another process."""
         if not self.many:
             load()
             return
@@ -147,7 +148,7 @@ class Ranks:
             )
 
     def sampler(self, make: Callable) -> Callable:
-        """mlx-lm's maker of samplers, whose tokens are then those of rank 0."""
+        """Wrap mlx-lm's `_make_sampler`: its samplers return rank 0's tokens."""
 
         def made(*args):
             draw = make(*args)
@@ -157,6 +158,7 @@ class Ranks:
 
 
 def follow(ranks: Ranks) -> None:
-    """Signals of a process other than rank 0: Ctrl-C reaches rank 0, too; SIGTERM ends all."""
+    """Set the signals of a process other than rank 0: ignore Ctrl-C, which rank 0 gets, too; SIGTERM ends
+    all processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: ranks.end())

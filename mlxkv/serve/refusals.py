@@ -1,4 +1,4 @@
-"""What a request is refused with: a status, one clear line, and OpenAI's names for the kind."""
+"""Errors that a client reads: a status, one line, and the names that OpenAI's API has for their kinds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ KINDS = {
 
 
 class Refused(Exception):
-    """A request that gets no reply. code: a short name for programs. retry: seconds after which it
-    may be asked again. details: numbers, beside the message."""
+    """A request that gets an error instead of a reply.
+
+    status: of HTTP. code: a short name for programs. retry: seconds to wait before asking again.
+    details: more fields of the error.
+    """
 
     def __init__(
         self,
@@ -42,14 +45,14 @@ class Refused(Exception):
         return Refused, (self.status, self.message, self.code, self.retry, self.details)
 
     def body(self) -> dict:
-        """As OpenAI's clients read it."""
+        """The JSON document that OpenAI's clients expect."""
         kind = KINDS.get(self.status, "server_error")
         error = {"message": self.message, "type": kind, "code": self.code, "param": None}
         return {"error": error | self.details}
 
 
 def fault(error: Exception) -> Refused:
-    """What a failure of ours, of mlx-lm's or of the machine's is to a client."""
+    """Log a failure of mlxkv, mlx-lm or the machine, and turn it into what the client reads."""
     logging.warning(f"a request failed: {type(error).__name__}: {error}")
     said = str(error) if isinstance(error, MachineError) else faults.reason(error)
     return Refused(500, f"[serve] {type(error).__name__}: {said}"[:400], "generation_failed")

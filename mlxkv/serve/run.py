@@ -1,4 +1,4 @@
-"""`mlxkv serve`: the model, the socket, an end in good order."""
+"""Start and end of `mlxkv serve`: loads the model, listens, and puts sessions away at the end."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from mlxkv.console import human_bytes, note
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.serve import ranks
-from mlxkv.serve.arrival import Door
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.handler import Handler, Site
+from mlxkv.serve.http.arrival import Door
+from mlxkv.serve.http.handler import Handler, Site
 from mlxkv.serve.metrics import Metrics
-from mlxkv.serve.options import Options
+from mlxkv.serve.options import ServeOptions
 
 
 class Server(ThreadingHTTPServer):
-    """One thread for each connection, of which there are not too many. port 0: any that is free."""
+    """Serves each connection in a thread, at most `4 * max_requests` of them. Raises what loading raises,
+    and OSError where it cannot listen."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, options: Options):
+    def __init__(self, options: ServeOptions):
         self.metrics = Metrics()
         self.door = Door(4 * options.max_requests)
         self.engine = Engine(options, self.metrics)
@@ -48,7 +49,7 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request, client_address):
         if not self.door.enter(request):
-            self.shutdown_request(request)  # no thread, no answer
+            self.shutdown_request(request)  # an answer would take a thread
             return
         try:
             super().process_request(request, client_address)
@@ -70,15 +71,15 @@ class Server(ThreadingHTTPServer):
             logging.error("a connection failed", exc_info=error)
 
     def service_actions(self):
-        self.engine.check()  # twice a second
+        self.engine.check()  # called twice a second
 
     def close(self) -> None:
-        """End: sessions go to disk, where there is one."""
+        """End the engine; sessions go to disk, if there is one."""
         self.server_close()
         self.engine.stop_and_join()
 
 
-def _address(options: Options) -> tuple[socket.AddressFamily, tuple]:
+def _address(options: ServeOptions) -> tuple[socket.AddressFamily, tuple]:
     try:
         found = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -88,8 +89,8 @@ def _address(options: Options) -> tuple[socket.AddressFamily, tuple]:
     return found[0][0], found[0][4]
 
 
-def run(options: Options) -> None:
-    """The command: serves until Ctrl-C or SIGTERM."""
+def run(options: ServeOptions) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     group = mx.distributed.init()
     if group.rank():
@@ -121,8 +122,8 @@ def run(options: Options) -> None:
         server.close()
 
 
-def _follow(options: Options) -> None:
-    """A process without clients: it does what rank 0 does, and ends with it."""
+def _follow(options: ServeOptions) -> None:
+    """Run a process without clients: it does what rank 0 does, and ends with it."""
     engine = Engine(options, Metrics())
     ranks.follow(engine.ranks)
     engine.started()

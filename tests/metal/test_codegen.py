@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from metal import codegen, measured
 from metal.planted import BASE, above, below, other
 

@@ -9,7 +9,6 @@ import stat
 import sys
 
 import pytest
-
 from metal import dump, mlx_preamble, texts, xcrun
 
 FEW = ["--presets", "int4", "--dims", "64", "--dtypes", "bfloat16"]

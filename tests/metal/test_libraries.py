@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from metal import libraries, texts
 
 # (libraries, lines) at most of a chat at 128 dims in bfloat16.

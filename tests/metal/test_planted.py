@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from metal import limits, parse
 from metal.planted import BASE, PLANTED
 from metal.signature import Kernel

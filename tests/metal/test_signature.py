@@ -6,7 +6,6 @@ import re
 
 import mlx.core as mx
 import pytest
-
 from metal.signature import ATTRIBUTES, VERSIONS, kernel
 
 HEADER = "constant constexpr int KV_THREE = 3;\n"

@@ -1,0 +1,230 @@
+"""`attend(q, view)`: attention over sink | pages | live.
+
+Without pages torch SDPA reads plain tensors. A few new tokens take a Triton or Metal kernel that reads codes,
+or plain products with them. Many (prefill) decode the pages of this one layer into a scratch, in the
+stored domain, for torch SDPA.
+"""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from cuda_track.cache.view import View
+from cuda_track.kernels import launch
+from cuda_track.kernels.pool import PoolPages
+from cuda_track.mps import attend as metal
+from cuda_track.mps.pages import RecordPages
+
+# Up to here the codes are read directly: one token, or a speculative draft to verify.
+DECODE_TOKENS = 8
+Mask = torch.Tensor | str | None
+
+
+def attend(
+    queries: torch.Tensor,
+    view: View,
+    scale: float,
+    mask: Mask = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """queries: [B, H, L, D] -> [B, H, L, Dv].
+
+    mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
+    sink_logits: [H], of attention sinks (gpt-oss).
+    """
+    out = _attend(queries, view, scale, mask, sink_logits)
+    if view.observer is not None:
+        view.observer(queries, scale, mask)
+    return out
+
+
+def _attend(queries, view: View, scale, mask: Mask, sink_logits):
+    if why_not(queries, view, mask) is None:
+        tensor = isinstance(mask, torch.Tensor)
+        seen = causal_row(mask, queries.shape[2]) if tensor else None
+        return launch.attend(queries, view.pages, view.sink, view.live, scale, seen, sink_logits)
+    if type(view.pages) is RecordPages and metal.why_not(queries, mask, DECODE_TOKENS) is None:
+        return metal.attend(queries, view.pages, view.sink, view.live, scale, sink_logits)
+    if view.pages is None or queries.shape[2] > DECODE_TOKENS:
+        return _prefill(queries, view, scale, mask, sink_logits)
+    return _decode_codes(queries, view, scale, mask, sink_logits)
+
+
+def why_not(queries: torch.Tensor, view: View, mask: Mask) -> str | None:
+    """Why the decode kernel does not compute this attention, or None."""
+    if type(view.pages) is not PoolPages:
+        return "the pages are not kept in a pool" if view.pages else "nothing is sealed yet"
+    new = queries.shape[2]
+    if new > DECODE_TOKENS:
+        return f"more than {DECODE_TOKENS} new tokens are a prefill"
+    if queries.shape[1] // view.live[0].shape[1] * new > launch.ROWS:
+        return f"a kv head with more than {launch.ROWS} rows of queries"
+    if isinstance(mask, torch.Tensor) and causal_row(mask, new) is None:
+        return "the kernel takes one boolean row of a mask, and causal ones"
+    return None if mask is not None or new == 1 else "without a causal mask"
+
+
+def causal_row(mask: torch.Tensor, new: int) -> torch.Tensor | None:
+    """The tokens that may be seen at all, [B, T], if `mask` says that and is causal among `new` tokens;
+    else None. A mask of several tokens is examined once: layers share it."""
+    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, new):
+        return None
+    if new == 1:
+        return mask[:, 0, 0]
+    seen = _examined[-1] if _examined else None
+    if seen is None or seen[0]() is not mask or seen[1] != mask._version:
+        row = mask[:, :, -1:]
+        same = torch.equal(mask, row & causal(new, mask.shape[3], mask.device))
+        _examined[:] = [(ref(mask), mask._version, row[:, 0, 0] if same else None)]
+    return _examined[-1][2]
+
+
+_examined: list[tuple] = []  # (weak reference to the last mask, its version, the result)
+
+
+def _prefill(queries, view: View, scale, mask: Mask, sink_logits):
+    """Decode the pages of this one layer into a scratch for torch SDPA.
+
+    If the transforms are square, windows, queries and outputs turn, not the pages: those are far more
+    tokens.
+    """
+    runs = view.pages.parts if view.pages else ()
+    if len(runs) != 1 or not all(code.turns for code in runs[0].codecs):
+        return _plain(queries, *view.whole(queries.dtype), scale, mask, sink_logits)
+    keys, values = (_between(view, side, queries.dtype) for side in (0, 1))
+    turns = [code.transform for code in view.pages.codecs]
+    kv_heads, shape = keys.shape[1], queries.shape
+    if turns[0] is not None:
+        queries = turns[0].turned_query(_heads_together(queries, kv_heads)).reshape(shape)
+    out = _plain(queries, keys, values, scale, mask, sink_logits)
+    if turns[1] is not None:
+        out = turns[1].turned_back(_heads_together(out, kv_heads)).reshape(out.shape)
+    return out
+
+
+def _heads_together(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Put the heads of a kv head side by side: [B, H, L, D] -> [B, G, H/G L, D]."""
+    return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
+
+
+def _between(view: View, side: int, dtype: torch.dtype) -> torch.Tensor:
+    """sink | pages | live in the stored domain: [B, G, T, R] in `dtype`."""
+    code, pages = view.pages.codecs[side], view.pages
+    windows = [pair[side].to(dtype) for pair in view.windows]
+    if code.transform is not None:
+        windows = [code.transform.turned(x) for x in windows]
+    if type(pages) is not PoolPages:
+        windows.insert(-1, code.decode_stored(pages.stored[side], dtype))
+        return torch.cat(windows, 2)
+    batch, heads, _, dims = windows[-1].shape
+    out = windows[-1].new_empty(batch, heads, view.tokens, dims)
+    start = 0 if view.sink is None else view.sink[0].shape[2]
+    if start:
+        out[:, :, :start] = windows[0]
+    launch.unseal(pages, side, out, start)
+    out[:, :, start + pages.tokens :] = windows[-1]
+    return out
+
+
+def _plain(queries, keys, values, scale, mask: Mask, sink_logits):
+    """Attend by torch SDPA, or by plain products where there are attention sinks."""
+    if sink_logits is not None:
+        return _exact(queries, keys, values, scale, mask, sink_logits)
+    new, total = queries.shape[2], keys.shape[2]
+    named = _is_causal(mask) and new > 1
+    if named and new != total:
+        from torch.nn.attention.bias import causal_lower_right  # which imports half of torch
+
+        mask = causal_lower_right(new, total)  # no matrix: flash attention takes none
+    elif isinstance(mask, str):
+        mask = None
+    elif mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(queries.dtype)
+    if new == 1 and mask is None:  # query heads as rows of their kv head: keys are read once
+        rows = _heads_together(queries, keys.shape[1])
+        return scaled_dot_product_attention(rows, keys, values, scale=scale).reshape(
+            *queries.shape[:3], values.shape[3]
+        )
+    return scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=named and new == total,
+        scale=scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+
+
+def _exact(queries, keys, values, scale, mask: Mask, sink_logits):
+    """softmax(scale q k^T + mask) v by plain products in float32, attention sinks included."""
+    q = _heads_together(queries.float(), keys.shape[1]) * scale
+    scores = (q @ keys.float().mT).reshape(*queries.shape[:3], -1)
+    p = _softmax(scores, mask, sink_logits).reshape(*q.shape[:3], -1)
+    return (p @ values.float()).reshape(*queries.shape[:3], -1).to(queries.dtype)
+
+
+def _decode_codes(queries, view: View, scale, mask: Mask, sink_logits):
+    """Attend by products with codes: scores of all parts side by side, one softmax, mixtures."""
+    q = _heads_together(queries.float(), view.live[0].shape[1]) * scale
+    s = scores(q, view).reshape(*queries.shape[:3], -1)
+    p, out, start = _softmax(s, mask, sink_logits).reshape(*q.shape[:3], -1), 0.0, 0
+    for length, mix in _in_order(
+        view,
+        lambda window: (window[1].shape[2], lambda x: x @ window[1].float()),
+        lambda run: (run.tokens, lambda x: run.codecs[1].mix(x, run.stored[1])),
+    ):
+        out = out + mix(p[..., start : start + length])
+        start += length
+    return out.reshape(*queries.shape[:3], -1).to(queries.dtype)
+
+
+def scores(q: torch.Tensor, view: View) -> torch.Tensor:
+    """Multiply q [B, G, N, D] float32 with the keys of sink, pages and live: [B, G, N, T]."""
+    parts = _in_order(
+        view,
+        lambda window: q @ window[0].float().mT,
+        lambda run: run.codecs[0].scores(q, run.stored[0]),
+    )
+    return torch.cat(parts, -1)
+
+
+def _in_order(view: View, window, run) -> list:
+    """The results of `window` for sink and live, of `run` for each run of pages between them."""
+    *sink, live = map(window, view.windows)
+    return [*sink, *map(run, view.pages.parts if view.pages else ()), live]
+
+
+def masked(scores: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """Mask scores [B, H, L, T] float32 of the last L tokens; mask as in `attend`."""
+    new, total = scores.shape[2:]
+    if _is_causal(mask):
+        mask = causal(new, total, scores.device) if new > 1 else None
+    if mask is not None and mask.dtype == torch.bool:
+        # Not -inf: a row that may see nothing (left padding) must not become NaN.
+        return scores.masked_fill(~mask, torch.finfo(torch.float32).min)
+    return scores if mask is None else scores + mask.float()
+
+
+def _softmax(scores: torch.Tensor, mask: Mask, sink_logits: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of scores [B, H, L, T] float32; the column of attention sinks takes part and is dropped."""
+    scores, total = masked(scores, mask), scores.shape[3]
+    if sink_logits is None:
+        return scores.softmax(-1)
+    column = sink_logits.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :total]
+
+
+def _is_causal(mask: Mask) -> bool:
+    if isinstance(mask, str) and mask != "causal":
+        raise ValueError(f"[attend] unknown mask; got {mask!r}; choose causal, or a tensor")
+    return isinstance(mask, str)
+
+
+def causal(new: int, total: int, device: torch.device) -> torch.Tensor:
+    """The causal mask [L, T] of the last L tokens."""
+    rows = torch.arange(total - new, total, device=device)
+    return rows[:, None] >= torch.arange(total, device=device)

@@ -1,0 +1,268 @@
+"""`CompressedKVCache`: sink | pages | recent of one layer, and its state as mlxkv saves it.
+
+    tokens:  [ sink: full precision ][ page ] ... [ page ][ live: full precision ]
+
+`live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
+and sealed. A sealed token has no full-precision copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cuda_track.cache.choose import store
+from cuda_track.cache.stores import GROWTH, Codes, Paged, Records
+from cuda_track.cache.view import Pair, View
+from cuda_track.codec.maps import LayerMaps
+from cuda_track.codec.transform import Transform
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.saved import state
+
+STEP = 256  # the live window grows by whole steps
+FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
+
+
+class CompressedKVCache:
+    """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
+
+    layer_maps: of this layer, for a calibrated `config`. expected: tokens that will come, or 0; a pool makes room
+    for their pages at once. dropped: tokens that were read and are not stored.
+    """
+
+    dropped = 0
+
+    def __init__(self, config: CacheConfig, layer_maps: LayerMaps | None = None, expected: int = 0):
+        state.check_calibrated(config, layer_maps)
+        self.config, self.expected = config, expected
+        self.layer_maps = layer_maps if config.calibrated else None
+        self._store: Codes | Paged | Records | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all tokens; pages that others hold too stay where they are."""
+        if self._store is not None:
+            self._store.truncate(0)
+        self.offset = self.dropped = 0
+        self._live: Pair | None = None  # buffers; `_count` tokens are in use
+        self._count = 0
+        self._sink: Pair | None = None
+        self._store = None
+
+    @property
+    def _count_pages(self) -> int:
+        return self._store.count if self._store else 0
+
+    @property
+    def _room(self) -> int:
+        """Tokens that `live` may hold before pages have to be sealed."""
+        return self.config.room(self._sink is not None)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may come before pages are sealed."""
+        return self._room - self._count
+
+    # -- reading and writing
+
+    def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor) -> View:
+        """Append keys and values [B, G, L, D]; return what attention has to read.
+
+        The view holds the new tokens exactly, also when this very call seals them.
+        """
+        self._check_batch(keys)
+        self.offset += keys.shape[2]
+        if self._count + keys.shape[2] <= self._room:
+            self._append((keys, values))
+            return self.view()
+        live = self._with_live((keys, values))
+        before = self._view(live)
+        self._seal(live)
+        return before
+
+    def _check_batch(self, keys: torch.Tensor) -> None:
+        if self._live is not None:
+            state.check_batch(self._live[0].shape[0], keys.shape[0])
+
+    def view(self) -> View:
+        """What attention reads, without appending anything."""
+        return self._view(self._read_live())
+
+    def _view(self, live: Pair) -> View:
+        pages = self._store.read(0, self._store.count) if self._count_pages else None
+        return View(live, self._sink, pages)
+
+    def _read_live(self) -> Pair:
+        return tuple(x[:, :, : self._count] for x in self._live)
+
+    def _with_live(self, new: Pair) -> Pair:
+        """The live tokens and new ones."""
+        if not self._count:
+            return new
+        return tuple(torch.cat(pair, 2) for pair in zip(self._read_live(), new, strict=True))
+
+    def _append(self, new: Pair) -> None:
+        end = self._count + new[0].shape[2]
+        if self._live is None or end > self._live[0].shape[2]:
+            spare = max(end, self._count + self._count // GROWTH)
+            room = max(min(self._room, -(-spare // STEP) * STEP), end)
+            grown = tuple(x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in new)
+            if self._count:
+                for buffer, old in zip(grown, self._read_live(), strict=True):
+                    buffer[:, :, : self._count] = old
+            self._live = grown
+        for buffer, x in zip(self._live, new, strict=True):
+            buffer[:, :, self._count : end] = x
+        self._count = end
+
+    def _seal(self, live: Pair) -> None:
+        """Encode the oldest pages of `live`, which no longer fits, and keep the rest."""
+        config, start = self.config, 0
+        if config.sink and self._sink is None:
+            start = config.sink
+            self._sink = tuple(x[:, :, :start].clone() for x in live)
+        count = config.pages_over(live[0].shape[2] - start)
+        if self._store is None:
+            self._check_heads(live[0].shape[1])
+            self._store = self._new_store(live)
+            if self.expected:
+                self._store.make_room(live, -(-self.expected // config.page))
+        self._store.append(live, count, start)
+        self._live, self._count = None, 0
+        self._append(tuple(x[:, :, start + count * config.page :] for x in live))
+
+    def _check_heads(self, heads: int) -> None:
+        turns = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
+        made = {len(turn.down) for turn in turns if turn.down.ndim == 3}
+        if made - {heads}:
+            raise UserError(
+                f"[CompressedKVCache] transforms of {max(made)} kv heads; got keys of {heads}; choose "
+                "a calibration of this model, shared as its heads are"
+            )
+
+    def _new_store(self, live: Pair) -> Codes | Paged | Records:
+        dims = tuple(x.shape[3] for x in live)
+        return store(self.config, dims, live[0].device, self.layer_maps)
+
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens; return how many were dropped.
+
+        Exact inside `live`. Further back whole pages go and the cut page is decoded into `live`.
+        """
+        n = max(0, min(self.offset, n))
+        left, sink = self.offset - n, self._sink[0].shape[2] if self._sink else 0
+        if n <= self._count:
+            self._count -= n
+        elif left <= sink:  # only tokens of the sink are left: they are live again
+            live = tuple(x[:, :, :left] for x in self._sink) if left else None
+            self.clear()
+            if live is not None:
+                self._append(live)
+        else:
+            kept, cut = divmod(left - sink, self.config.page)
+            page = self._store.read(kept, kept + 1) if cut else None
+            self._count = 0
+            if page is not None:
+                dtype = self._live[0].dtype
+                self._append(tuple(page.decode(side, dtype)[:, :, :cut] for side in (0, 1)))
+            self._store.truncate(kept)
+        self.offset = left
+        return n
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows of the batch, in this order: beams, finished sequences, repeats."""
+        if self._live is None:
+            return
+        self._live = tuple(x[rows] for x in self._live)
+        if self._sink is not None:
+            self._sink = tuple(x[rows] for x in self._sink)
+        if self._store is not None:
+            self._store.select(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes: pages with their spare room, sink and live windows."""
+        return sum(x.numel() * x.element_size() for x in self._arrays())
+
+    def _arrays(self) -> list[torch.Tensor]:
+        windows = [x for pair in (self._live, self._sink) if pair is not None for x in pair]
+        return [*windows, *(self._store.arrays() if self._store else ())]
+
+    # -- what mlxkv saves
+
+    @property
+    def state(self) -> dict:
+        """All that has to be saved, as a tree of tensors; the header is in bytes (`mlxkv.formats.saved.state`)."""
+        named = self.layer_maps and (self.layer_maps.digest, self.layer_maps.layer)
+        extra, more = self._extra()
+        data = state.header(self.config, self.offset, self._count_pages, named, **extra)
+        return state.tree(
+            torch.frombuffer(bytearray(data), dtype=torch.uint8),
+            live=None if self._live is None else self._read_live(),
+            sink=self._sink,
+            pages=self._store.state if self._count_pages else None,
+            more=more,
+        )
+
+    def _extra(self) -> tuple[dict, dict]:
+        """Entries of the header and tensors that a subclass saves besides."""
+        return {}, {}
+
+    def _restore_extra(self, header: dict, tree: dict) -> None:
+        """Invert `_extra`, before pages are restored."""
+
+    @classmethod
+    def from_state(
+        cls, tree: dict, find: FindMaps | None = None, device: torch.device | None = None
+    ) -> CompressedKVCache:
+        """The cache that a state of either track was taken from.
+
+        find: returns the maps of (digest, layer, configuration). Raises UserError.
+        """
+        try:
+            data = bytes(tree["header"].cpu().tolist())
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise state.unreadable() from None
+        header, config = state.read_header(data)
+        maps = None
+        if config.calibrated and find is not None:
+            maps = find(*state.calibration_of(header), config)
+            maps = maps.to(device or maps.keys.down.device)
+        out = cls(config, maps)
+        try:
+            out._restore(header, _moved(tree, device))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise state.cut(error) from None
+        return out
+
+    def _restore(self, header: dict, tree: dict) -> None:
+        self._restore_extra(header, tree)
+        turn = self.layer_maps.values if header.get("folded") else None
+        self._live, self._sink = (
+            self._window_of(state.window(tree, name), turn) for name in ("live", "sink")
+        )
+        self._count = 0 if self._live is None else self._live[0].shape[2]
+        if header["pages"]:
+            self._store = self._new_store(self._live)
+            self._store.restore(tree["pages"], header["pages"])
+        self.offset = header["offset"]
+        if self._live is not None and self.offset != self.view().tokens + self.dropped:
+            raise ValueError(f"{self.offset} tokens announced")
+
+    @staticmethod
+    def _window_of(pair: Pair | None, turn: Transform | None) -> Pair | None:
+        """Copies of a window; turn: of values that were saved behind weights which turn them."""
+        if pair is None:
+            return None
+        keys, values = pair
+        if turn is not None:
+            values = turn.to(values.device).restore(values).to(values.dtype)
+        return keys.clone(), values.clone()
+
+
+def _moved(tree: dict, device: torch.device | None) -> dict:
+    return {
+        name: _moved(x, device) if isinstance(x, dict) else x.to(device) for name, x in tree.items()
+    }

@@ -1,0 +1,101 @@
+"""`Segments`: sealed pages in runs of one basis each, for caches whose basis follows the text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cuda_track.cache.following import following
+from cuda_track.cache.stores import Codes, Paged, Pair, Records
+from cuda_track.cache.view import Parts
+from cuda_track.codec.codec import Codec, Stored
+from cuda_track.codec.maps import LayerMaps
+from mlxkv.formats.records import NAMES
+from mlxkv.formats.runs import Runs
+
+Store = Codes | Paged | Records
+
+
+class Segments(Runs):
+    def make_room(self, pair: Pair, count: int) -> None:
+        """Make room for `count` pages of keys and values [B, G, T, D]."""
+        self.runs[-1].make_room(pair, count)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows of the batch, in this order, each with its bases."""
+        for i, (run, basis) in enumerate(zip(self.runs, self.bases, strict=True)):
+            if run.count:
+                run.select(rows)
+            chosen = of_rows(basis, rows)
+            if chosen is not basis:
+                self.runs[i], self.bases[i] = self._turned(run, chosen), chosen
+
+    def _codes(self, run: Store) -> dict[str, Stored]:
+        return dict(zip(NAMES, run.read(0, run.count).stored, strict=True))
+
+    def _merged(self, run: Store, after: Store) -> dict:
+        parts = [transported(run, after.codecs)] if run.count else []
+        parts += [self._codes(after)] if after.count else []
+        if len(parts) == 1:
+            return parts[0]
+        return {
+            name: {n: torch.cat([part[name][n] for part in parts], 2) for n in parts[0][name]}
+            for name in NAMES
+        }
+
+    def _parts(self, snapshots) -> Parts:
+        return Parts(tuple(snapshots))
+
+    def _taken(
+        self, codes: dict[str, Stored], begin: int, chosen: torch.Tensor, count: int
+    ) -> tuple[dict[str, Stored], int]:
+        first = torch.arange(begin, device=chosen.device).expand(*chosen.shape[:2], -1)
+        at = torch.cat([first, begin + chosen], 2)
+
+        def taken(x: torch.Tensor) -> torch.Tensor:
+            units = x.unflatten(2, (count, -1)).flatten(3)
+            units = units.take_along_dim(at[..., None], 2)
+            return units.view(*units.shape[:3], -1, x.shape[3]).flatten(2, 3)
+
+        made = {name: {n: taken(x) for n, x in side.items()} for name, side in codes.items()}
+        return made, at.shape[2]
+
+    def _counts(self, counts: list[int]) -> torch.Tensor:
+        return torch.tensor(counts, dtype=torch.int32)
+
+    def _saved(self, basis: LayerMaps | None) -> Stored:
+        return saved(basis)
+
+    def _loaded(self, arrays: Stored) -> LayerMaps | None:
+        return loaded(self.start, arrays)
+
+
+def saved(basis: LayerMaps | None) -> Stored:
+    """U of the sides whose basis belongs to this cache alone."""
+    if basis is None:
+        return {}
+    sides = {name: getattr(basis, name).down for name in NAMES}
+    return {name: u for name, u in sides.items() if u.ndim == 4}
+
+
+def loaded(start: LayerMaps | None, arrays: Stored) -> LayerMaps | None:
+    """Invert `saved`; start: of the calibration."""
+    return replace(start, **{n: following(u) for n, u in arrays.items()}) if arrays else start
+
+
+def of_rows(basis: LayerMaps | None, rows: torch.Tensor) -> LayerMaps | None:
+    """The basis of these rows of the batch; itself where all rows share it."""
+    return loaded(basis, {name: u[rows] for name, u in saved(basis).items()})
+
+
+def transported(run: Store, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
+    """The codes of a run as the bases of `codecs` would have stored them."""
+    out, codes = {}, run.read(0, run.count).stored
+    for name, stored, old, new in zip(NAMES, codes, run.codecs, codecs, strict=True):
+        if old.transform is not new.transform:
+            values = old.decode_stored(stored, torch.float32)
+            moved = values @ (old.transform.up @ new.transform.down)
+            stored = new.method.encode(new.spec, moved, new.page)
+        out[name] = stored
+    return out

@@ -1,0 +1,82 @@
+"""What attention reads of a cache: the view, and snapshots of sealed pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from cuda_track.codec.codec import Codec, Stored
+from cuda_track.kernels.pool import PoolPages
+from cuda_track.mps.pages import RecordPages
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CodePages:
+    """Pages as plain ops read them. tokens: in these pages."""
+
+    codecs: tuple[Codec, Codec]
+    stored: tuple[Stored, Stored]
+    tokens: int
+
+    @property
+    def parts(self) -> tuple[CodePages]:
+        """Runs of one transform."""
+        return (self,)
+
+    def decode(self, side: int, dtype: torch.dtype) -> torch.Tensor:
+        """Decode keys (side 0) or values (1): [B, G, T, D]."""
+        return self.codecs[side].decode(self.stored[side], dtype)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Snapshots of runs of pages, in the order of their tokens."""
+
+    parts: tuple[CodePages | PoolPages | RecordPages, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+    def decode(self, side: int, dtype: torch.dtype) -> torch.Tensor:
+        """Decode keys (side 0) or values (1): [B, G, T, D]."""
+        return torch.cat([part.decode(side, dtype) for part in self.parts], 2)
+
+
+@dataclass(frozen=True)
+class View:
+    """A cache as it was after one update.
+
+    live, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None. observer: attention calls
+    it with (queries, scale, mask) once its output is computed.
+    """
+
+    live: Pair
+    sink: Pair | None = None
+    pages: CodePages | PoolPages | RecordPages | Parts | None = None
+    observer: Callable[..., None] | None = field(default=None, repr=False)
+
+    @property
+    def windows(self) -> list[Pair]:
+        return [self.live] if self.sink is None else [self.sink, self.live]
+
+    @property
+    def tokens(self) -> int:
+        pages = self.pages.tokens if self.pages else 0
+        return pages + sum(keys.shape[2] for keys, _ in self.windows)
+
+    def whole(self, dtype: torch.dtype) -> Pair:
+        """Keys and values of all tokens in the model's domain, [B, G, T, D] each."""
+        if self.sink is None and self.pages is None:
+            return self.live
+        out = []
+        for side in range(2):
+            parts = [pair[side].to(dtype) for pair in self.windows]
+            if self.pages is not None:
+                parts.insert(-1, self.pages.decode(side, dtype))
+            out.append(torch.cat(parts, 2))
+        return tuple(out)

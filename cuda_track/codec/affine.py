@@ -1,0 +1,82 @@
+"""Affine codes by torch ops: x ~ scale * code + bias. Spec: `mlxkv.spec.affine`; stored: `Affine.tensors`."""
+
+from __future__ import annotations
+
+import torch
+
+from cuda_track.codec import packing
+from mlxkv.formats.affine import HALF_MAX, Affine
+
+
+def half(x: torch.Tensor, limit: float = HALF_MAX) -> torch.Tensor:
+    return x.clamp(-limit, limit).half()
+
+
+def in_range(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`: decoded values may lie a little beyond the largest float16."""
+    return half(x) if dtype == torch.float16 else x.to(dtype)
+
+
+def clip_rows(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Clip each row of x [..., R] to its rank-th largest absolute value (`Affine.clip_rank`)."""
+    if rank == 1:
+        return x
+    limit = x.abs().topk(rank, -1).values[..., -1:]
+    return x.clamp(-limit, limit)
+
+
+def _grouped(x: torch.Tensor, spec: Affine, page: int) -> torch.Tensor:
+    """[..., T, R] -> [..., T, ceil(R/g), g] (axis token; a short last group repeats its last value) or
+    [..., T/g, R, g] (axis channel)."""
+    dims = x.shape[-1]
+    group = spec.group_size(dims, page)
+    if spec.axis == "channel":
+        return x.unflatten(-2, (-1, group)).mT
+    if short := -dims % group:
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], -1)
+    return x.unflatten(-1, (-1, group))
+
+
+def _ungrouped(x: torch.Tensor, spec: Affine, dims: int) -> torch.Tensor:
+    return x.mT.flatten(-3, -2) if spec.axis == "channel" else x.flatten(-2)[..., :dims]
+
+
+def encode(spec: Affine, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
+    """x: [B, G, T, R], T a whole number of pages."""
+    dims = x.shape[-1]
+    g = _grouped(clip_rows(x.float(), spec.clip_rank(dims)), spec, page)
+    if spec.symmetric:
+        stored, codes = _symmetric(spec, g)
+    else:
+        stored, codes = _min_max(spec, g)
+    return {"codes": packing.pack(_ungrouped(codes, spec, dims), spec.bits), **stored}
+
+
+def _min_max(spec: Affine, g: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    top, bias = 2**spec.bits - 1, half(g.amin(-1))
+    scale = half((g.amax(-1) - bias.float()) / top)
+    step = scale.float()[..., None]
+    codes = ((g - bias.float()[..., None]) / step.where(step > 0, 1.0)).round().clamp(0, top)
+    return {"scale": scale, "bias": bias}, codes
+
+
+def _symmetric(spec: Affine, g: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    middle = 2 ** (spec.bits - 1)
+    scale = half(g.abs().amax(-1) / (middle - 1), HALF_MAX / middle)
+    step = scale.float()[..., None]
+    codes = ((g + middle * step) / step.where(step > 0, 1.0)).round().clamp(1, 2 * middle - 1)
+    return {"scale": scale}, codes.where(step > 0, middle)  # a group of zeros: the middle code
+
+
+def bias_of(spec: Affine, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The bias of every group; a symmetric one, a power of two times the scale, is exact in float16."""
+    return stored["scale"] * -(2 ** (spec.bits - 1)) if spec.symmetric else stored["bias"]
+
+
+def decode(
+    spec: Affine, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[B, G, T, R] in `dtype`."""
+    codes = packing.unpack(stored["codes"], spec.bits, dims).float()
+    scale, bias = (x.float()[..., None] for x in (stored["scale"], bias_of(spec, stored)))
+    return _ungrouped(_grouped(codes, spec, page) * scale + bias, spec, dims).to(dtype)

@@ -1,0 +1,81 @@
+"""A side at work: its transform and its method, for heads of one size."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from cuda_track.codec import METHODS, transform
+from cuda_track.codec.transform import Transform
+from mlxkv.formats.config import Side
+
+Stored = dict[str, torch.Tensor]
+
+
+class Codec:
+    """Encodes and decodes pages of vectors of D values, stored as R.
+
+    dims: D; the attribute holds R. page: tokens per page. turn: the transform of a calibrated side,
+    which belongs to one layer.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        dims: int,
+        page: int,
+        turn: Transform | None = None,
+        device: torch.device = torch.device("cpu"),
+    ):
+        self.spec, self.page, self.method = side.quantizer, page, METHODS[type(side.quantizer)]
+        self.transform = turn or transform.make(side.transform, dims, side.seed, device)
+        self.dims = dims if self.transform is None else self.transform.down.shape[-1]
+
+    def __deepcopy__(self, memo) -> Codec:
+        return self  # holds no state: copies of a cache share it
+
+    def encode(self, x: torch.Tensor) -> Stored:
+        """Encode x [B, G, T, D], whole pages; tokens, or groups of tokens, stay on axis 2."""
+        return self.method.encode(self.spec, self.store(x), self.page)
+
+    def store(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn x [B, G, T, D] into the values that are encoded, [B, G, T, R]."""
+        return x if self.transform is None else self.transform.store(x)
+
+    def decode_stored(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+        """Decode without turning back: [B, G, T, R] in `dtype`."""
+        return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
+
+    def decode(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+        """Decode the vectors that attention sees: [B, G, T, D] in `dtype`."""
+        if self.transform is None:
+            return self.decode_stored(stored, dtype)
+        return self.transform.restore(self.decode_stored(stored, torch.float32)).to(dtype)
+
+    def query(self, q: torch.Tensor) -> torch.Tensor:
+        """Turn queries q [B, G, N, D] into the stored domain: [B, G, N, R] float32."""
+        return q.float() if self.transform is None else self.transform.query(q)
+
+    def scores(self, q: torch.Tensor, stored: Stored) -> torch.Tensor:
+        """Multiply q [B, G, N, D] with every stored token: [B, G, N, T] float32."""
+        return self.query(q) @ self.decode_stored(stored, torch.float32).mT
+
+    def mix(self, p: torch.Tensor, stored: Stored) -> torch.Tensor:
+        """Sum the stored tokens with weights p [B, G, N, T]: [B, G, N, D] float32."""
+        x = p.float() @ self.decode_stored(stored, torch.float32)
+        return x if self.transform is None else self.transform.restore(x)
+
+    @property
+    def turns(self) -> bool:
+        """Whether attention may stay in the stored domain: no rank is lost. False for a basis that
+        follows the text: a copy of it in each dtype would be kept, and there are ever more."""
+        if self.transform is None:
+            return True
+        return self.transform.down.ndim < 4 and len(set(self.transform.down.shape[-2:])) == 1
+
+
+@cache
+def codec(side: Side, dims: int, page: int, device: torch.device) -> Codec:
+    """The codec of a side that is not calibrated, shared by all layers."""
+    return Codec(side, dims, page, device=device)

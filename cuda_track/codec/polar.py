@@ -1,0 +1,61 @@
+"""PolarQuant (Wu et al.) by torch ops: pairs of dims as radius and angle. Spec: `mlxkv.spec.polar`; stored:
+`Polar.tensors`."""
+
+from __future__ import annotations
+
+from math import tau
+
+import torch
+
+from cuda_track.codec import packing
+from cuda_track.codec.affine import half, in_range
+from mlxkv.formats.tile import Polar
+
+
+def _halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.chunk(2, -1)
+
+
+def encode(spec: Polar, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
+    """x: [B, G, T, R], T a whole number of pages."""
+    a, b = _halves(x.float().unflatten(2, (-1, page)))
+    turned = torch.atan2(b, a)
+    parts = {"radius": torch.hypot(a, b), "angle": turned.where(turned >= 0, turned + tau)}
+    code, stored = 0, {}
+    for name, part in parts.items():
+        bits = getattr(spec, name)
+        low = half(part.amin(-2, keepdim=True))
+        width = (part.amax(-2, keepdim=True) - low.float()).clamp(min=0.0)
+        step = half(width / 2**bits)
+        size = step.float()
+        codes = ((part - low.float()) / size.where(size > 0, 1.0)).floor().clamp(0, 2**bits - 1)
+        code = (code << bits) + codes.int()  # the radius above the angle
+        stored |= {f"{name}_step": step.flatten(2, 3), f"{name}_low": low.flatten(2, 3)}
+    return {"codes": packing.pack(code.flatten(2, 3), spec.pair_bits), **stored}
+
+
+def decode(
+    spec: Polar, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[B, G, T, R] in `dtype`."""
+    both = split(spec, stored["codes"], dims).float().unflatten(2, (-1, page))
+    radius, angle = (
+        stored[f"{name}_low"].float().unsqueeze(3)
+        + (codes + 0.5) * stored[f"{name}_step"].float().unsqueeze(3)
+        for name, codes in zip(("radius", "angle"), _halves(both), strict=True)
+    )
+    return in_range(
+        torch.cat([radius * angle.cos(), radius * angle.sin()], -1).flatten(2, 3), dtype
+    )
+
+
+def split(spec: Polar, words: torch.Tensor, dims: int) -> torch.Tensor:
+    """Split packed codes of pairs [..., W] into those of all radii, then of all angles: [..., R]."""
+    codes = packing.unpack(words, spec.pair_bits, dims // 2)
+    return torch.cat([codes >> spec.angle, codes & (2**spec.angle - 1)], -1)
+
+
+def join(spec: Polar, codes: torch.Tensor) -> torch.Tensor:
+    """Invert `split`."""
+    radii, angles = _halves(codes)
+    return packing.pack((radii << spec.angle) + angles, spec.pair_bits)

@@ -1,0 +1,316 @@
+"""Launch attention, sealing and unsealing by Triton, and say why a kernel cannot run.
+
+q --queries_kernel--> stored domain --attend_kernel--> partials --merge_kernel--> output
+new tokens --seal_kernel--> pages --unseal_kernel--> the stored domain, for prefill
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+
+from cuda_track.codec.codec import Codec, Stored
+from cuda_track.codec.transform import Transform
+from cuda_track.kernels import layout
+from cuda_track.kernels.pool import PoolPages
+from mlxkv.formats.config import CacheConfig
+
+ROWS = 128  # of a group at most: query heads times new tokens
+LEAST_ROWS = 8  # to which fewer are padded
+SEALED = 128  # tokens that a program encodes at most
+SEAL_BLOCK, SEAL_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
+WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times more for its pages
+FEW = 132  # programs that merge, below which a row has several
+MANY = 256  # rows of queries, above which a program takes LEAST_ROWS before and after attention
+MERGED = 1 << 14  # numbers that a program which merges holds at a time
+LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
+PARTS = 3  # of 16 bits, that make up a matrix of 32
+LOG2E = math.log2(math.e)
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def absent() -> str | None:
+    """Why there is no Triton here, or None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed"
+    return None
+
+
+def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) -> str | None:
+    """Why Triton does not read caches of `config` with heads of these dims, or None."""
+    if reason := absent():
+        return reason
+    if device.type != "cuda" and not interpreted():
+        return f"no Triton kernels on {device.type}"
+    if dims[0] != dims[1]:
+        return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
+    return layout.why_not(config.keys.quantizer, dims[0], config.page) or layout.why_not(
+        config.values.quantizer, dims[1], config.page, keys=False
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How `attend_kernel` is launched.
+
+    warps: of a program. programs: on one multiprocessor, by which splits are sized. stages: of its
+    pipeline. registers: of a thread at most, 0 for the compiler's choice. early: the next kernel may start
+    while it runs. asm: PTX unpacks codes.
+    """
+
+    warps: int = 1
+    programs: int = 10
+    stages: int = 3
+    registers: int = 0
+    early: bool = False
+    asm: bool = True
+
+
+# By head dim and bits of the values, on an H200 (docs/results/cuda.md).
+LAUNCHES: dict[tuple[int, int], Launch] = {
+    (64, 4): Launch(1, 8, 5, 168),
+    (64, 2): Launch(1, 8, 5, 168),
+    (128, 4): Launch(1, 8, 5),
+    (128, 2): Launch(1, 8, 5),
+    (256, 4): Launch(2, 2, 5, early=True),
+    (256, 2): Launch(2, 2, 5, early=True),
+}
+
+
+def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
+    """The best launch that `python -m cuda_track.bench --tune` found, for few rows of queries; else as many warps
+    as hold their part of the sums in registers (`tests/support/triton_compile.py`)."""
+    if padded == LEAST_ROWS and (dims, bits) in LAUNCHES:
+        return LAUNCHES[dims, bits]
+    warps = 4 if padded > LEAST_ROWS else 2 if dims > 128 else 1
+    return Launch(warps, 10 // warps)
+
+
+@cache
+def _chained(device: torch.device) -> dict:
+    """Launch options that let the kernels of one attention follow each other without a gap, on GPUs that can."""
+    from cuda_track.kernels.chained import CAPABILITY
+
+    can = device.type == "cuda" and torch.version.hip is None and not interpreted()
+    can = can and torch.cuda.get_device_capability(device)[0] >= CAPABILITY
+    return {"CHAINED": can, **({"launch_pdl": True} if can else {})}
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def splits(
+    pages: int, page: int, heads: int, device: torch.device, programs: int
+) -> tuple[int, int]:
+    """(programs that share the pages of a row, programs that share its windows).
+
+    page: tokens of a page. heads: kv heads of all rows. All programs run at the same time, or each sums at
+    most LONGEST tokens.
+    """
+    slots = max(1, _processors(device) * programs)
+    windows = WINDOWS if slots >= WINDOWS * SLOTS * heads else 1
+    parts = max(slots // heads - windows, -(-pages * page // LONGEST))
+    return max(1, min(pages, parts)), windows
+
+
+def attend(
+    queries: torch.Tensor,
+    pages: PoolPages,
+    sink: tuple[torch.Tensor, torch.Tensor] | None,
+    live: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    mask: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
+    how: Launch | None = None,
+) -> torch.Tensor:
+    """Attend with queries [B, H, L, D], causal among the new tokens. Returns [B, H, L, D].
+
+    live, sink: (keys, values) [B, G, T, D]; live holds the new tokens. mask: boolean [B, T], tokens that may
+    be seen at all. sink_logits: [H].
+    """
+    from cuda_track.kernels.decode import attend_kernel
+    from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
+    from cuda_track.kernels.turn import merge_kernel, queries_kernel
+
+    batch, heads, new, dims = queries.shape
+    kv_heads = live[0].shape[1]
+    rows = heads // kv_heads * new
+    padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+    how = how or launch(dims, pages.layouts[1].spec.bits, padded)
+    queries = queries.contiguous()
+    key_side, value_side = pages.layouts
+    turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
+    device, kw = queries.device, {"device": queries.device}
+    chained = _chained(device)
+    key_groups = 1 if key_side.channel else key_side.groups  # of a token
+    parts, around = splits(
+        pages.table.shape[1], key_side.page, batch * kv_heads, device, how.programs
+    )
+
+    q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
+    sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
+    factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
+    # AMD's compiler lacks float32 products in three parts of TF32, which kernels of many rows use.
+    many = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
+    before, after = (
+        (many_queries_kernel, many_merge_kernel) if many else (queries_kernel, merge_kernel)
+    )
+    together = {"M": LEAST_ROWS} if many else {}
+    before[(padded // together.get("M", 1), kv_heads, batch)](
+        *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
+        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups},
+        **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
+        **together,
+        **chained,
+        num_warps=8 if dims <= 128 else 16,
+    )
+
+    shape = (batch, kv_heads, parts + around, padded)
+    out = torch.empty(*shape, dims, dtype=torch.float32, **kw)
+    top, total = (torch.empty(shape, dtype=torch.float32, **kw) for _ in range(2))
+    live = tuple(map(_rows_together, live))
+    sink = tuple(map(_rows_together, sink)) if sink is not None else live
+    seen = None if mask is None else mask.to(torch.uint8).contiguous()
+    keys, values = pages.sides
+    attend_kernel[(parts + around, kv_heads, batch)](
+        *(q, sums, factors, queries),
+        *(keys["words"], keys.get("high", keys["words"]), keys["numbers"]),
+        *(values["words"], values.get("high", values["words"]), values["numbers"]),
+        *(pages.table, pages.counts, *sink, *live),
+        *(0 if sink is live else sink[0].shape[2], live[0].shape[2]),
+        *(sink[0].stride(1), live[0].stride(1), sink[0].stride(0), live[0].stride(0)),
+        *(_or(seen, pages.table), 0 if seen is None else seen.shape[1]),
+        *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
+        **{"R": dims, "N": padded, "T": key_side.turn, "PAGE": key_side.page, "WINDOW": 32},
+        **{"K_BITS": key_side.spec.bits, "K_PLANES": key_side.planes, "K_GROUPS": key_groups},
+        CHANNEL=key_side.group if key_side.channel else 0,
+        **{"V_BITS": value_side.spec.bits, "V_PLANES": value_side.planes},
+        V_GROUPS=value_side.groups,
+        MASKED=seen is not None,
+        ASM=how.asm and not interpreted() and torch.version.hip is None,
+        STAGES=how.stages,
+        EARLY=how.early,
+        num_warps=how.warps,
+        **chained,
+        **({"maxnreg": how.registers} if how.registers and not interpreted() else {}),
+    )
+
+    result = torch.empty_like(queries)
+    every, block = 1 << (parts + around - 1).bit_length(), min(dims, 128)
+    if many:
+        grid, at_once = -(-rows // LEAST_ROWS), MERGED // LEAST_ROWS
+    else:
+        while block > 64 and batch * kv_heads * rows * dims // block < FEW // 2:
+            block //= 2
+        grid, at_once, together = rows * (dims // block), MERGED, {"BLOCK": block}
+    after[(grid, kv_heads, batch)](
+        *(out, top, total, _or(turns[1], out), _or(sink_logits, out), result),
+        *(parts, around, rows, new, _per_head(turns[1])),
+        **{
+            "D": dims,
+            "R": dims,
+            "N": padded,
+            "SPLITS": every,
+            "CHUNK": min(at_once // dims, every),
+        },
+        **{"TURNED": turns[1] is not None, "SINKS": sink_logits is not None},
+        **together,
+        **chained,
+        num_warps=16 if not many and grid * kv_heads * batch <= FEW else 8,
+    )
+    return result
+
+
+def seal(
+    code: Codec,
+    x: torch.Tensor,
+    at: layout.SideLayout,
+    side: Stored,
+    places: list[int] | torch.Tensor,
+) -> None:
+    """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
+    from cuda_track.kernels.encode import seal_kernel
+
+    batch, heads, tokens, dims = x.shape
+    x = _rows_together(x)
+    # Every program reads the whole matrix, for many tokens. It computes whole scales of channels.
+    block = at.group if at.channel else math.gcd(tokens, SEALED)
+    # Minima over the tokens of a channel cross warps: as few as hold its numbers in registers.
+    wide = at.dims > 128 or block > SEALED if at.channel else block == SEALED
+    # Triton's interpreter multiplies the bits of bfloat16 as integers.
+    exact = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not interpreted())
+    down = None if code.transform is None else code.transform.down
+    if down is not None and exact:
+        down = _parts(code.transform, x.dtype)
+    per_head = 0
+    if code.transform is not None and code.transform.down.ndim == 3:
+        per_head = down.stride(0)
+    seal_kernel[(tokens // block, heads, batch)](
+        *(x, _or(down, x), side["words"], side.get("high", side["words"]), side["numbers"]),
+        *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), per_head),
+        tokens // at.page,
+        **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "BITS": at.spec.bits},
+        **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
+        CHANNEL=at.group if at.channel else 0,
+        **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
+        **{"PARTS": PARTS if exact else 0, "BLOCK": SEAL_BLOCK, "FUSED": not interpreted()},
+        num_warps=8 if wide else 4,
+        num_stages=SEAL_STAGES if block >= SEALED else 2,
+    )
+
+
+def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
+    """Decode keys (side 0) or values (1) of all pages, in the stored domain, into out [B, G, T, R] from token
+    `start` on."""
+    from cuda_track.kernels.unsealing import unseal_kernel
+
+    at, stored = pages.layouts[side], pages.sides[side]
+    batch, heads, _, dims = out.shape
+    most = pages.table.shape[1]
+    unseal_kernel[(most * (at.page // at.turn), heads, batch)](
+        *(stored["words"], stored.get("high", stored["words"]), stored["numbers"]),
+        *(pages.table, pages.counts, out, most, start, out.stride(0), out.stride(1)),
+        **{"R": dims, "T": at.turn, "PAGE": at.page, "BITS": at.spec.bits, "PLANES": at.planes},
+        **{"GROUPS": 1 if at.channel else at.groups, "KEYS": at.keys},
+        CHANNEL=at.group if at.channel else 0,
+        num_warps=4,
+    )
+
+
+@lru_cache(maxsize=512)
+def _parts(transform: Transform, dtype: torch.dtype) -> torch.Tensor:
+    """Split down [.., D, R] into a sum of parts of 16 bits, [.., PARTS, D, R], the largest first."""
+    rest, out = transform.down, []
+    for _ in range(PARTS):
+        out.append(rest.to(dtype))
+        rest = rest - out[-1].float()
+    return torch.stack(out, -3).contiguous()
+
+
+def _or(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """x, or a tensor that stands in for an argument that is not read."""
+    return stand_in if x is None else x
+
+
+def _per_head(turn: torch.Tensor | None) -> int:
+    return turn.stride(0) if turn is not None and turn.ndim == 3 else 0
+
+
+def _rows_together(x: torch.Tensor) -> torch.Tensor:
+    """x with the tokens of a head one after the other; there may be room behind them."""
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()

@@ -1,0 +1,163 @@
+"""Prompt caches in the files of mlxkv (`mlxkv.formats.saved.session`): written by one track, read by the other.
+
+Sliding layers are transformers' own here and mlx-lm's rotating caches there: both keep a window, in
+another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from cuda_track.cache.adaptive import AdaptiveKVCache
+from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.codec import maps
+from cuda_track.codec.maps import LayerMaps
+from cuda_track.codec.packing import as_file, from_file
+from cuda_track.models.layers import CompressedCache, CompressedLayer, plain_layers
+from cuda_track.models.loader import Loaded
+from cuda_track.models.parallel import insist_on_one
+from cuda_track.models.seam import Attached, attached
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.saved import session
+from mlxkv.formats.saved.session import Saved
+
+MLX_LM = "0.32"  # whose format of prompt caches this is
+PLAIN, ROTATING = "KVCache", "RotatingKVCache"
+OURS = {kind.__name__: kind for kind in (CompressedKVCache, AdaptiveKVCache)}
+
+
+def save(path: Path, saved: Saved, loaded: Loaded) -> None:
+    """Write a session for `loaded`. Raises UserError for a model in several processes."""
+    insist_on_one(loaded.model, "save", "sessions are saved")
+    data = session.entries(
+        saved,
+        model=loaded.name,
+        fingerprint=loaded.fingerprint or "",
+        kv_name=loaded.kv_name,
+        kv=parse_kv(loaded.kv_name),
+        mlx_lm=MLX_LM,
+    )
+    entries = {f"0.{name}": value for name, value in data.items()}
+    tensors, scalars = {}, []
+    for i, layer in enumerate(saved.cache.layers):
+        kind, state = _state_of(layer)
+        entries[f"1.{i}"] = kind
+        for name, x in _flat(state, str(i)):
+            if isinstance(x, int):
+                scalars.append(name)
+                x = torch.tensor(x, dtype=torch.int32)
+            tensors[name] = as_file(x.detach().cpu())
+    entries["2.0"] = ""
+    for n, name in enumerate(scalars, 1):
+        entries |= {f"2.{n}.0": name, f"2.{n}.1": "scalar"}
+    save_file(tensors, path, entries)
+    session.fill_checksum(path)
+
+
+def load(path: Path, loaded: Loaded) -> Saved:
+    """Read a session of either track. Raises UserError for any other file, model or cache."""
+    insist_on_one(loaded.model, "load", "sessions are loaded")
+    data = session.read_entries(path)
+    session.check(path, data, loaded.name, loaded.fingerprint or "")
+    session.check_cache(path, data, loaded.kv_name, parse_kv(loaded.kv_name))
+    try:
+        with safe_open(path, "pt") as file:
+            entries = file.metadata()
+            tensors = {name: from_file(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        return session.saved_of(data, _cache(entries, tensors, loaded))
+    except (KeyError, IndexError, TypeError) as error:
+        raise UserError(f"[load] {str(path)!r} has parts missing ({error})") from None
+
+
+def _cache(entries: dict[str, str], tensors: dict, loaded: Loaded) -> CompressedCache:
+    layers, find = plain_layers(loaded.model), _finder(attached(loaded.model))
+    for i, plain in enumerate(layers):
+        tree = _tree({n[len(f"{i}.") :]: x for n, x in tensors.items() if n.startswith(f"{i}.")})
+        kind = entries[f"1.{i}"]
+        if kind in OURS:
+            made = OURS[kind].from_state(tree, find, loaded.model.device)
+            layers[i] = CompressedLayer(made)
+            layers[i].is_initialized = True
+        elif kind in (PLAIN, ROTATING):
+            _fill(plain, tree, loaded.model.device)
+        else:
+            raise UserError(f"[load] no layer of this track; got {kind}")
+    return CompressedCache(layers=layers)
+
+
+def _finder(made: Attached) -> Callable[[str, str, CacheConfig], LayerMaps]:
+    def find(digest: str, layer: str, config: CacheConfig) -> LayerMaps:
+        if made.calibration is None or made.calibration.digest != digest:
+            raise UserError(
+                f"[load] this cache needs the calibration it was stored with; got another; load its "
+                f"model with that file, digest {digest}"
+            )
+        return maps.of(made.calibration, config.fitted, [layer])[layer]
+
+    return find
+
+
+# Layers of transformers <-> states of mlx-lm: (keys, values, tokens) of a plain cache; (keys, values,
+# tokens, kept, window, place of the next token) of a rotating one.
+
+
+def _state_of(layer) -> tuple[str, dict]:
+    if isinstance(layer, CompressedLayer):
+        return type(layer.cache).__name__, layer.cache.state
+    keys, values, tokens = layer.keys, layer.values, layer.get_seq_length()
+    if not layer.is_sliding:
+        return PLAIN, {"0": keys, "1": values, "2": tokens}
+    window = layer.sliding_window
+    if tokens >= window:  # one place more than here: what is in it is overwritten first of all
+        keys, values = (torch.cat([x[:, :, :1], x], 2) for x in (keys, values))
+    return ROTATING, {
+        **{"0": keys, "1": values, "2": tokens, "3": 0, "4": window, "5": keys.shape[2]}
+    }
+
+
+def _fill(layer, state: dict, device: torch.device) -> None:
+    keys, values = (state[name].to(device) for name in ("0", "1"))
+    tokens = int(state["2"])
+    if layer.is_sliding:
+        place, window = int(state["5"]), layer.sliding_window
+        keys, values = (_in_order(x, place, tokens)[:, :, 1 - window :] for x in (keys, values))
+        layer.cumulative_length = tokens
+    else:
+        keys, values = keys[:, :, :tokens], values[:, :, :tokens]
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys.clone(), values.clone()
+
+
+def _in_order(x: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
+    """A ring whose next token goes to `place` -> oldest first, without room that was never used."""
+    if place == x.shape[2]:
+        return x
+    if place < tokens:
+        return torch.cat([x[:, :, place:], x[:, :, :place]], 2)
+    return x[:, :, :place]
+
+
+def _flat(tree: dict, name: str):
+    for key, x in tree.items():
+        if isinstance(x, dict):
+            yield from _flat(x, f"{name}.{key}")
+        else:
+            yield f"{name}.{key}", x
+
+
+def _tree(flat: dict) -> dict:
+    out: dict = {}
+    for name, x in flat.items():
+        *folders, last = name.split(".")
+        inside = out
+        for folder in folders:
+            inside = inside.setdefault(folder, {})
+        inside[last] = x
+    return out

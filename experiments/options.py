@@ -1,0 +1,91 @@
+"""Parse the options of `python -m experiments.NAME`, and write the document of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from mlxkv import console
+from mlxkv.errors import UserError
+from mlxkv.machine import machine
+from mlxkv.metal.gpu import backends
+from mlxkv.versions import versions
+
+
+class Parser(argparse.ArgumentParser):
+    """name: of the experiment. doc: its docstring, which --help shows. A mistake is a UserError."""
+
+    def __init__(self, name: str, doc: str | None):
+        super().__init__(
+            prog=f"python -m experiments.{name}",
+            description=doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.name = name
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"[{self.name}] {message}; --help lists the options")
+
+
+def words(text: str) -> tuple[str, ...]:
+    """'a, b,a' -> ('a', 'b')."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """'128,64' -> (128, 64). Raises UserError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise UserError(f"[{option}] not whole numbers; got {text!r}; write them like 128,64,32")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def pairs(texts: Sequence[str], option: str) -> tuple[tuple[float, float], ...]:
+    """['.96,.92'] -> ((.96, .92),). Raises UserError."""
+    out = []
+    for text in texts:
+        try:
+            keys, values = map(float, text.split(","))
+        except ValueError:
+            raise UserError(
+                f"[{option}] not two numbers; got {text!r}; write KEYS,VALUES such as .96,.92"
+            ) from None
+        out.append((keys, values))
+    return tuple(dict.fromkeys(out))
+
+
+def at_least(option: str, got: int, least: int) -> None:
+    """Raise UserError if `got` is less than `least`."""
+    if got < least:
+        raise UserError(f"[{option}] must be at least {least}; got {got}; choose {least} or more")
+
+
+def check_out(out: Path | None) -> None:
+    """Raise UserError if the folder of the file `out` does not exist."""
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"[--out] no such folder; got {out.parent}; make it first")
+
+
+def made_on(start: float) -> dict:
+    """Return machine, versions and seconds since `start` (perf_counter), for a document."""
+    used = next(row for row in backends() if row["used"])
+    return {
+        "machine": machine() | {"backend": used["name"], "device": used["device"]},
+        "versions": versions(),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def write(data: dict, out: Path | None) -> None:
+    """Write a document to the file `out`, or print it as the last line. Raises UserError."""
+    if out is None:
+        console.print_json(data)
+        return
+    try:
+        out.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"[--out] cannot write; got {out}: {error.strerror}") from None

@@ -1,0 +1,1 @@
+"""`mlxkv bench kernels`: attention, encoding and decoding of one cache, with random numbers. No model."""

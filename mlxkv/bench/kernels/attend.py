@@ -1,0 +1,188 @@
+"""Time decode attention, as a model calls it, beside `mx.fast` SDPA and mlx-lm's quantized SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import mlx.core as mx
+
+from mlxkv.bench.kernels.case import Shape, filled, stored_bytes
+from mlxkv.bench.options import MLX_LM_GROUP
+from mlxkv.bench.reference import BOUNDS, reference, relative_rms
+from mlxkv.cache import attention, choose
+from mlxkv.formats.config import CacheConfig
+from mlxkv.machine import machine_memory
+from mlxkv.metal.launch import backend
+from mlxkv.metal.timing import Chain, chain, interleaved, middle
+
+COLD_BYTES = 200_000_000  # of rotating copies: more than twice the L2 of any GPU
+COPIES = 4
+MEMORY_SHARE = 8  # the copies of one preset or baseline take at most 1/8 of the memory
+SPARE = 256  # tokens: the step by which mlx-lm's own cache grows
+TREE_BESIDE = 4  # bits of mlx-lm's codes beside polar trees, which take nearly as many
+SDPA = "sdpa"
+Task = Callable[[], Chain]
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One decode step over `tokens` stored tokens, timed in chains of `calls` calls."""
+
+    shape: Shape
+    tokens: int
+    dtype: mx.Dtype
+    calls: int
+
+    @cached_property
+    def first(self) -> mx.array:
+        """The query of the first call."""
+        return self.shape.queries(self.dtype)
+
+    @property
+    def scale(self) -> float:
+        return self.shape.dims**-0.5
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of keys and values in full precision."""
+        return self.shape.values(self.tokens) * self.dtype.size
+
+    def chain(self, call: Callable, copies: list) -> Chain:
+        return chain(call, self.first, copies, self.calls)
+
+
+def copies_of(bytes_each: int, calls: int) -> int:
+    """How many copies of a cache rotate, as far as memory allows."""
+    if backend() == "cpu":
+        return min(calls, COPIES)
+    info = mx.device_info()
+    memory = info.get("memory_size") or info.get("total_memory") or machine_memory()
+    wanted = max(COPIES, min(calls, -(-COLD_BYTES // bytes_each)))
+    return max(1, min(wanted, memory // MEMORY_SHARE // bytes_each))
+
+
+def rows(
+    shape: Shape,
+    tokens: int,
+    *,
+    presets: dict[str, CacheConfig],
+    dtype: mx.Dtype,
+    bandwidth: float,
+    calls: int,
+    rounds: int,
+    with_mlx_lm: bool,
+    turn: AbstractContextManager | None = None,
+) -> list[dict]:
+    """One row per preset. All of them and the baselines are timed in one interleaved run inside `turn`,
+    after their kernels are built. bandwidth: bytes per second, of the memory."""
+    mx.random.seed(0)
+    step = DecodeStep(shape, tokens, dtype, calls)
+    tasks = {SDPA: _sdpa(step)}
+    out = []
+    for name, config in presets.items():
+        row, task = _ours(name, config, step)
+        row["floor_us"] = 1e6 * row.pop("bytes") / bandwidth
+        out.append(row)
+        if task:
+            tasks[name] = task
+    failed = {}
+    if with_mlx_lm:
+        for bits in {_bits_beside(config) for config in presets.values()}:
+            task = _mlx_lm(bits, step)
+            try:
+                task()
+                tasks[_mlx_lm_name(bits)] = task
+            except Exception as error:  # no kernel for this shape, no memory: of any type
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                failed[_mlx_lm_name(bits)] = lines[0][:120]
+    for task in tasks.values():
+        task()
+    with turn or nullcontext():
+        times = {k: middle(v) for k, v in interleaved(tasks, rounds).items()}
+    for row, config in zip(out, presets.values(), strict=True):
+        ours, plain = times.get(row["preset"]), times[SDPA]
+        row["sdpa_us"], row["sdpa_build_us"] = 1e6 * plain.run, 1e6 * plain.build
+        row["sdpa_floor_us"] = 1e6 * step.plain_bytes / bandwidth
+        row |= {"us": None, "build_us": None, "ratio": None, "of_floor": None}
+        if ours:
+            row |= {"us": 1e6 * ours.run, "build_us": 1e6 * ours.build}
+            row |= {"ratio": plain.run / ours.run, "of_floor": row["floor_us"] / row["us"]}
+        theirs = _mlx_lm_name(_bits_beside(config))
+        row["mlx_lm_us"] = 1e6 * times[theirs].run if theirs in times else None
+        row["mlx_lm_reason"] = failed.get(theirs)
+    return out
+
+
+def _ours(name: str, config: CacheConfig, step: DecodeStep) -> tuple[dict, Task | None]:
+    """The row so far, and its task: None if the result is wrong."""
+    shape, first, scale = step.shape, step.first, step.scale
+    views = [filled(config, shape, step.tokens, step.dtype)]
+    size = stored_bytes(config, shape, views[0])
+    rms = relative_rms(attention.attend(first, views[0], scale), reference(first, views[0], scale))
+    right = rms <= BOUNDS[step.dtype]  # a NaN is not
+    row = {
+        "what": "attend",
+        "shape": str(shape),
+        "tokens": step.tokens,
+        "preset": name,
+        "by": choose.plan(config, (shape.dims, shape.dims), step.dtype).label,
+        "bytes": size,
+        "rms": rms,
+        "bound": BOUNDS[step.dtype],
+        "wrong": not right,
+    }
+    if not right:
+        return row, None
+    while len(views) < copies_of(size, step.calls):
+        views.append(filled(config, shape, step.tokens, step.dtype))
+    mx.clear_cache()
+    row["copies"] = len(views)
+    return row, partial(step.chain, lambda q, v: attention.attend(q, v, scale), views)
+
+
+def _sdpa(step: DecodeStep) -> Task:
+    """SDPA over slices of larger buffers, as mlx-lm's cache holds keys and values."""
+    copies = []
+    for _ in range(copies_of(step.plain_bytes, step.calls)):
+        pair = step.shape.pair(step.tokens + SPARE, step.dtype)
+        copies.append([x[:, :, : step.tokens] for x in pair])
+        mx.eval(copies[-1])
+
+    def call(q, pair):
+        return mx.fast.scaled_dot_product_attention(q, *pair, scale=step.scale)
+
+    return partial(step.chain, call, copies)
+
+
+def _bits_beside(config: CacheConfig) -> int:
+    """Bits of mlx-lm's codes beside a preset: as many as of its keys."""
+    return getattr(config.keys.quantizer, "bits", None) or TREE_BESIDE
+
+
+def _mlx_lm_name(bits: int) -> str:
+    return f"mlx-lm {bits}-bit"
+
+
+def _mlx_lm(bits: int, step: DecodeStep) -> Task:
+    """mlx-lm's attention over a quantized cache; fails when called if this machine lacks a kernel."""
+    from mlx_lm.models.base import quantized_scaled_dot_product_attention  # takes seconds
+
+    quantize = partial(mx.quantize, group_size=MLX_LM_GROUP, bits=bits)
+    copies: list = []
+
+    def call(q, pair):
+        return quantized_scaled_dot_product_attention(
+            q, *pair, scale=step.scale, mask=None, group_size=MLX_LM_GROUP, bits=bits
+        )
+
+    def run() -> Chain:
+        size = step.shape.values(step.tokens) * (bits + 32 / MLX_LM_GROUP) / 8
+        while len(copies) < copies_of(int(size), step.calls):
+            copies.append([quantize(x) for x in step.shape.pair(step.tokens, step.dtype)])
+            mx.eval(copies[-1])
+        return step.chain(call, copies)
+
+    return run

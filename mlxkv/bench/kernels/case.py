@@ -1,0 +1,86 @@
+"""Shapes and filled caches that kernels are timed on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.view import View
+from mlxkv.codec.maps import LayerMaps, sample
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+
+CHUNK = 8192  # tokens of one update of a cache
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`B1.H32.G8.D128`: batch, query heads, kv heads, head dim."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    dims: int
+
+    def __str__(self) -> str:
+        return f"B{self.batch}.H{self.heads}.G{self.kv_heads}.D{self.dims}"
+
+    def values(self, tokens: int) -> int:
+        """Numbers in keys and values of `tokens` tokens."""
+        return 2 * self.batch * self.kv_heads * tokens * self.dims
+
+    def pair(self, tokens: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Random keys and values, [B, G, T, D]."""
+        shape = (self.batch, self.kv_heads, tokens, self.dims)
+        return mx.random.normal(shape, dtype), mx.random.normal(shape, dtype)
+
+    def queries(self, dtype: mx.Dtype) -> mx.array:
+        """Random queries of one token, [B, H, 1, D]."""
+        return mx.random.normal((self.batch, self.heads, 1, self.dims), dtype)
+
+
+def parse_shape(text: str) -> Shape:
+    """Read 'B1.H32.G8.D128'. Raises UserError."""
+    match = re.fullmatch(r"B(\d+)\.H(\d+)\.G(\d+)\.D(\d+)", text.strip(), re.IGNORECASE)
+    numbers = [int(n) for n in match.groups()] if match else [0]
+    if not all(numbers):
+        raise UserError(
+            f"[--shapes] not a shape; got {text!r}; choose batch, query heads, kv heads and head "
+            "dim such as B1.H32.G8.D128"
+        )
+    shape = Shape(*numbers)
+    if shape.heads % shape.kv_heads:
+        raise UserError(
+            f"[--shapes] query heads must be a multiple of kv heads; got {text}; choose H a "
+            "multiple of G"
+        )
+    return shape
+
+
+def rotations(config: CacheConfig, shape: Shape) -> LayerMaps | None:
+    """Random rotations per kv head for a calibrated configuration, else None."""
+    dims = (shape.dims, shape.dims)
+    return sample(shape.kv_heads, dims, config.fitted) if config.calibrated else None
+
+
+def filled(config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype) -> View:
+    """What attention reads of a cache with `tokens` random tokens."""
+    cache = CompressedKVCache(config, rotations(config, shape))
+    for start in range(0, tokens, CHUNK):
+        pair = shape.pair(min(CHUNK, tokens - start), dtype)
+        view = cache.update_and_fetch(*pair)[0]
+        mx.eval(view.sealed, view.live)
+        del view  # while it lives, the next update copies its arrays
+    view = cache.keys_and_values()[0]
+    mx.eval(view.live, view.sink)
+    return view
+
+
+def stored_bytes(config: CacheConfig, shape: Shape, view: View) -> int:
+    """Bytes of pages and windows, which attention has to read once."""
+    pages = shape.values(view.pages.tokens) * config.bits_per_value(shape.dims, shape.dims) / 8
+    windows = shape.values(view.tokens - view.pages.tokens) * view.dtype.size
+    return int(pages + windows)

@@ -1,0 +1,104 @@
+"""Time encoding into a store and decoding from it, beside the bandwidth of a copy."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import log2
+
+import mlx.core as mx
+
+from mlxkv.bench.kernels.case import Shape, rotations
+from mlxkv.cache import choose
+from mlxkv.cache.pages import GROWTH
+from mlxkv.cache.stores import Codes, Records
+from mlxkv.codec import encoding
+from mlxkv.formats.config import CacheConfig
+from mlxkv.metal.launch import backend
+from mlxkv.metal.timing import seconds_of
+
+CALLS, CALLS_CPU = 8, 2  # per eval
+REPEATS = 5
+PAGES = 8  # sealed one after the other, to time one
+FOOTNOTE = (
+    "encode, unseal: append and decode of the store, keys and values; bytes: the values plus their "
+    "codes and scales\n"
+    "GFLOP/s: counted as 2.5 D log2 D per vector, as in the SRFT paper, in every implementation"
+)
+
+
+def row(
+    name: str,
+    config: CacheConfig,
+    shape: Shape,
+    tokens: int,
+    dtype: mx.Dtype,
+    bandwidth: float,
+    way: str = encoding.KERNEL,
+) -> dict:
+    """One row. tokens: whole pages. bandwidth: bytes per second, of a copy. way: of `mlxkv.codec.encoding`."""
+    mx.random.seed(0)
+    dims = (shape.dims, shape.dims)
+    plan = choose.plan(config, dims, dtype)
+    new = partial(choose.store, plan, rotations(config, shape), way)
+    pages, calls = tokens // config.page, CALLS_CPU if backend() == "cpu" else CALLS
+    inputs = [shape.pair(tokens, dtype) for _ in range(2)]
+    mx.eval(inputs)
+
+    def encode() -> list[mx.array]:
+        out: list[mx.array] = []
+        for i in range(calls):
+            pair = inputs[i % 2]
+            if out:  # no overlap with the call before
+                pair = mx.depends(list(pair), out)
+            store = new()
+            store.append(tuple(pair), pages)
+            out = store.arrays()
+        return out
+
+    seconds = seconds_of(encode, REPEATS) / calls
+    stores = []
+    for pair in inputs:
+        stores.append(new())
+        stores[-1].append(pair, pages)
+        mx.eval(stores[-1].arrays())
+
+    def unseal() -> list[mx.array]:
+        views = [stores[i % 2].read(0, pages) for i in range(calls)]
+        return [view.decode(side, dtype) for view in views for side in (0, 1)]
+
+    unseal_seconds = seconds_of(unseal, REPEATS) / calls
+    values = shape.values(tokens)
+    size = values * (dtype.size + config.bits_per_value(*dims) / 8)
+    vectors = values // shape.dims
+    return {
+        "what": "encode",
+        "shape": str(shape),
+        "tokens": tokens,
+        "preset": name,
+        "by": plan.label,
+        "encode": way,
+        "encode_ns_per_vector": 1e9 * seconds / vectors,
+        "encode_gb_s": size / seconds / 1e9,
+        "encode_of_copy": size / seconds / bandwidth,
+        "encode_gflop_s": 2.5 * shape.dims * log2(shape.dims) * vectors / seconds / 1e9,
+        "page_us": 1e6 * _page_seconds(new(), shape, dtype),
+        "unseal_gb_s": size / unseal_seconds / 1e9,
+        "unseal_of_copy": size / unseal_seconds / bandwidth,
+    }
+
+
+def _page_seconds(store: Codes | Records, shape: Shape, dtype: mx.Dtype) -> float:
+    """Seconds to seal one page of all heads into spare room."""
+    size = store.config.page
+    page = shape.pair(size, dtype)
+    before = GROWTH * PAGES  # with fewer, truncate would free the room
+    store.append(shape.pair(size * (before + PAGES), dtype), before + PAGES)
+    mx.eval(store.arrays(), page)
+
+    def seal() -> list[mx.array]:
+        store.truncate(before)
+        for _ in range(PAGES):
+            store.append(tuple(mx.depends(list(page), store.arrays())), 1)
+        return store.arrays()
+
+    return seconds_of(seal, REPEATS) / PAGES

@@ -1,0 +1,206 @@
+"""`mlxkv bench kernels`: decode attention, encode and unseal alone. Each is checked, then timed."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from rich.console import Console
+from rich.progress import Progress
+
+from mlxkv import console
+from mlxkv.bench.kernels import attend, encode
+from mlxkv.bench.kernels.case import Shape, parse_shape
+from mlxkv.bench.options import check_counts, parse_contexts
+from mlxkv.bench.show import print_machine
+from mlxkv.bench.subject import default_dtype, machine_in_use, short
+from mlxkv.codec import encoding
+from mlxkv.errors import UserError
+from mlxkv.formats.affine import Full
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.metal.launch import backend
+from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
+from mlxkv.versions import versions
+
+SHAPES = (Shape(1, 32, 8, 128), Shape(1, 4, 1, 256), Shape(1, 16, 8, 64))
+BATCH_SHAPE, BATCH_CONTEXT = Shape(8, 32, 8, 128), 32768
+CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
+ENCODE_SHAPE, ENCODE_TOKENS, ENCODE_TOKENS_CPU = Shape(1, 8, 8, 128), 32768, 1024
+COLUMNS = (
+    "shape",
+    "tokens",
+    "preset",
+    "by",
+    "us",
+    "SDPA us",
+    "ratio",
+    "mlx-lm us",
+    "floor us",
+    "of floor",
+    "build us",
+    "rms",
+)
+ENCODE_COLUMNS = (
+    "shape",
+    "tokens",
+    "preset",
+    "by",
+    "encode",
+    "ns/vector",
+    "GB/s",
+    "of copy",
+    "GFLOP/s",
+    "page us",
+    "unseal GB/s",
+    "of copy",
+)
+
+
+def run(
+    *,
+    shapes: str | None,
+    contexts: str | None,
+    kv: str,
+    calls: int,
+    rounds: int,
+    encode_tokens: str | None,
+    ways: str,
+    mlx_lm: bool,
+    as_json: bool,
+) -> None:
+    """Measure and print. shapes, contexts, kv, ways: by commas. ways: of `mlxkv.codec.encoding`."""
+    compared = [encoding.check(way.strip()) for way in ways.split(",")]
+    presets = {name: _preset(name) for name in kv.split(",")}
+    cases = _cases(shapes, contexts, presets)
+    batch = _encode_tokens(encode_tokens, max(config.page for config in presets.values()))
+    check_counts(calls=calls, rounds=rounds)
+    dtype, machine, installed = default_dtype(), machine_in_use(), versions()
+    print_machine(machine, installed)
+    rows, encodes = [], []
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("copy", total=len(cases) + len(presets) + 1)
+        bandwidth = copy_bandwidth()
+        reading = max(bandwidth, read_bandwidth())
+        bars.advance(bar)
+        for shape, tokens in cases:
+            bars.update(bar, description=f"{shape} {tokens}")
+            rows += attend.rows(
+                shape,
+                tokens,
+                presets=presets,
+                dtype=dtype,
+                bandwidth=reading,
+                calls=calls,
+                rounds=rounds,
+                with_mlx_lm=mlx_lm and shape == cases[0][0],
+            )
+            mx.clear_cache()
+            bars.advance(bar)
+        for name, config in presets.items():
+            bars.update(bar, description=f"encode {name}")
+            for way in compared:
+                row = encode.row(name, config, ENCODE_SHAPE, batch, dtype, bandwidth, way)
+                encodes.append(row)
+            bars.advance(bar)
+    link = _link(cases[0][0], dtype, calls)
+    speeds = {"copy_gb_s": bandwidth / 1e9, "read_gb_s": reading / 1e9}
+    measured = {**speeds, "link_us": link, "dtype": short(dtype)}
+    _show(rows, measured, calls, rounds)
+    _show_encode(encodes)
+    if as_json:
+        data = {"machine": machine | measured, "versions": installed, "rows": rows + encodes}
+        console.print_json(data)
+
+
+def _preset(name: str) -> CacheConfig:
+    config = parse_kv(name)
+    if any(isinstance(side.quantizer, Full) for side in (config.keys, config.values)):
+        raise UserError(
+            f"[--kv] full precision is timed beside the others; got {name!r}; choose presets that "
+            "compress keys and values, such as int4"
+        )
+    return config
+
+
+def _cases(
+    shapes: str | None, contexts: str | None, presets: dict[str, CacheConfig]
+) -> list[tuple[Shape, int]]:
+    text = contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS)
+    least = max(config.window for config in presets.values()) + 1
+    lengths = parse_contexts(text, least, why="nothing is compressed in so few tokens")
+    chosen = [parse_shape(name) for name in shapes.split(",")] if shapes else list(SHAPES)
+    for shape in chosen:
+        for name, config in presets.items():
+            if reason := config.why_not(shape.dims, shape.dims):
+                raise UserError(
+                    f"[--shapes] {name} cannot store it: {reason}; got {shape}; choose another D"
+                )
+    cases = [(shape, length) for shape in chosen for length in lengths]
+    if not shapes and BATCH_CONTEXT in lengths:
+        cases.append((BATCH_SHAPE, BATCH_CONTEXT))
+    return cases
+
+
+def _encode_tokens(text: str | None, page: int) -> int:
+    if text is None:
+        return ENCODE_TOKENS_CPU if backend() == "cpu" else ENCODE_TOKENS
+    tokens = console.parse_tokens(text, "--encode-tokens")
+    if tokens % page:
+        raise UserError(f"[--encode-tokens] got {text}; choose whole pages: a multiple of {page}")
+    return tokens
+
+
+def _link(shape: Shape, dtype: mx.Dtype, calls: int) -> float:
+    """Microseconds of the addition that links the calls in a chain."""
+    first, zeros = shape.queries(dtype), mx.zeros(shape.queries(dtype).shape, dtype)
+    chains = [chain(lambda q, _: q, first * 1, [zeros], calls) for _ in range(6)]
+    return 1e6 * middle(chains[1:]).run
+
+
+def _show(rows: list[dict], measured: dict, calls: int, rounds: int) -> None:
+    table = []
+    for r in rows:
+        start = (r["shape"], r["tokens"], r["preset"], r["by"])
+        if r["wrong"]:
+            table.append((*start, "WRONG", *["-"] * 6, f"{r['rms']:.1e}"))
+            continue
+        theirs = "fails" if r["mlx_lm_reason"] else "-"
+        if r["mlx_lm_us"]:
+            theirs = f"{r['mlx_lm_us']:.1f}"
+        numbers = (f"{r['us']:.1f}", f"{r['sdpa_us']:.1f}", f"{r['ratio']:.2f}", theirs)
+        floor = (f"{r['floor_us']:.1f}", f"{r['of_floor']:.2f}")
+        table.append((*start, *numbers, *floor, f"{r['build_us']:.1f}", f"{r['rms']:.1e}"))
+    copying, reading = (f"{measured[name]:.0f}" for name in ("copy_gb_s", "read_gb_s"))
+    title = f"one query token, {measured['dtype']}; MLX copies {copying} GB/s, reads {reading} GB/s"
+    console.print_table(COLUMNS, table, title)
+    for reason in sorted({r["mlx_lm_reason"] for r in rows if r["mlx_lm_reason"]}):
+        print(f"mlx-lm fails: {reason}")
+    print(
+        f"us: per call of `attend`, in chains of {calls} where each result feeds the next query, "
+        f"median of {2 * rounds}; ratio: SDPA's time over ours, above 1 is faster\n"
+        f"every time includes {measured['link_us']:.1f} us for the addition that links the calls; "
+        "build: Python builds the graph, not included in the other times\n"
+        "floor: stored bytes over the bandwidth of reading; rms: against float32 attention over the "
+        f"decoded pages, WRONG above {rows[0]['bound']:g}"
+    )
+
+
+def _show_encode(rows: list[dict]) -> None:
+    table = [
+        [
+            r["shape"],
+            r["tokens"],
+            r["preset"],
+            r["by"],
+            r["encode"],
+            f"{r['encode_ns_per_vector']:.2f}",
+            f"{r['encode_gb_s']:.1f}",
+            f"{r['encode_of_copy']:.2f}",
+            f"{r['encode_gflop_s']:.1f}",
+            f"{r['page_us']:.1f}",
+            f"{r['unseal_gb_s']:.1f}",
+            f"{r['unseal_of_copy']:.2f}",
+        ]
+        for r in rows
+    ]
+    console.print_table(ENCODE_COLUMNS, table)
+    print(encode.FOOTNOTE)

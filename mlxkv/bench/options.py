@@ -1,0 +1,60 @@
+"""Options that several commands of `mlxkv bench` share: parsed and checked. No framework."""
+
+from __future__ import annotations
+
+from mlxkv import console
+from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
+
+BASELINE = "fp16"
+MLX_LM = {"mlx-lm-kv8": 8, "mlx-lm-kv4": 4}  # mlx-lm's own quantized cache: name -> kv_bits
+MLX_LM_GROUP = 64
+DTYPES = ("float32", "float16", "bfloat16")
+BITS = (2, 3, 4, 6, 8)
+
+
+def parse_presets(text: str) -> list[str]:
+    """'fp16, int4' -> ["fp16", "int4"], each once. Raises UserError for an unknown preset."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        parse_kv(name)
+    return names
+
+
+def parse_contexts(text: str, least: int, why: str = "too short to time") -> tuple[int, ...]:
+    """'1k,4k' -> (1024, 4096), each once. Raises UserError below `least` tokens, and says `why`."""
+    lengths = dict.fromkeys(console.parse_tokens(name, "--contexts") for name in text.split(","))
+    if min(lengths) < least:
+        raise UserError(f"[--contexts] {why}; got {min(lengths)}; choose at least {least}")
+    return tuple(lengths)
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """'1,4,16' -> (1, 4, 16), each once."""
+    try:
+        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1:
+        raise UserError(f"[--batches] must be numbers from 1; got {text!r}; choose such as 1,4,16")
+    return sizes
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise UserError for a number below 1. Named like the options."""
+    for name, number in counts.items():
+        if number is not None and number < 1:
+            raise UserError(f"[--{name}] must be at least 1; got {number}; choose a larger one")
+
+
+def check_choice(name: str, value: object, choices: tuple) -> None:
+    """Raise UserError for a value of option `name` that is none of `choices`; None is allowed."""
+    if value is not None and value not in choices:
+        texts = ", ".join(str(choice) for choice in choices)
+        raise UserError(f"[--{name}] unknown value; got {value}; choose from {texts}")
+
+
+def check_weights(dtype: str | None, bits: int | None) -> None:
+    """Check --dtype and --bits."""
+    check_choice("dtype", dtype, DTYPES)
+    check_choice("bits", bits, BITS)

@@ -1,0 +1,1 @@
+"""`mlxkv bench load` and `bench reuse`: `mlxkv serve` in its own process, seen by its clients. No framework."""

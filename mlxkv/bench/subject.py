@@ -1,0 +1,199 @@
+"""The model that a benchmark runs: a true shape with random weights, or what `load` finds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxkv.bench.options import MLX_LM
+from mlxkv.cache import choose
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.formats.names import parse_kv
+from mlxkv.machine import machine
+from mlxkv.metal.gpu import backends
+from mlxkv.metal.launch import backend
+from mlxkv.models import attach, detach, load
+from mlxkv.models.calibration.measure import calibrate
+from mlxkv.models.catalog.shapes import layers_of, text_config
+
+GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
+_QWEN = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+# The keys of each config.json that decide shapes and time.
+CONFIGS: dict[str, dict] = {
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 26,
+        "hidden_size": 1152,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "intermediate_size": 6912,
+        "vocab_size": 262144,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "max_position_embeddings": 32768,
+    },
+    "qwen2.5-1.5b": _QWEN
+    | {
+        "model_type": "qwen2",
+        "num_hidden_layers": 28,
+        "hidden_size": 1536,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3-4b": _QWEN
+    | {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 2560,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 40960,
+    },
+    "qwen3-8b": _QWEN
+    | {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to time. weights: "random" or "loaded"."""
+
+    model: nn.Module
+    config: dict
+    weights: str
+    dtype: mx.Dtype
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """Random rotations for random weights; None: the model's own calibration."""
+        return calibrate(self.model, target="random") if self.weights == "random" else None
+
+    @contextmanager
+    def attached(self, preset: str) -> Iterator[list]:
+        """Attach `preset` inside a `with` block; yields the reports of `attach`."""
+        calibration = self.calibration if parse_kv(preset).calibrated else None
+        reports = attach(self.model, preset, calibration=calibration)
+        try:
+            yield reports
+        finally:
+            detach(self.model)
+
+    def random_tokens(self, *shape: int) -> mx.array:
+        """Random ids of its vocabulary."""
+        return mx.random.randint(0, int(text_config(self.config)["vocab_size"]), shape)
+
+    def decoded_by(self, preset: str) -> str:
+        """What computes attention in the layers that keep the whole context."""
+        if preset in MLX_LM:
+            return "mlx-lm"
+        config = parse_kv(preset)
+        shape = next((s for s in layers_of(self.config) if s.kind == "full"), None)
+        if not config.compresses or shape is None:
+            return "MLX"
+        return choose.plan(config, (shape.key_dim, shape.value_dim), self.dtype).label
+
+
+def load_subject(name: str, dtype: str | None, bits: int | None) -> Subject:
+    """The model `name`: one of CONFIGS, a folder (random weights if it holds none), or any name
+    that `load` knows.
+
+    dtype: None for what is stored, or `default_dtype()` for random weights. bits: quantise random
+    weights.
+    """
+    config = CONFIGS.get(name) or _bare_config(Path(name))
+    if config is not None:
+        kind = getattr(mx, dtype) if dtype else default_dtype()
+        return Subject(_random(config, kind, bits), config, "random", kind)
+    if bits is not None:
+        raise UserError(
+            f"[--bits] quantises random weights; got --model {name}; choose --model from "
+            f"{', '.join(CONFIGS)}, or leave --bits out"
+        )
+    loaded = load(name, "fp16", dtype=dtype)
+    return Subject(loaded.model, loaded.config, "loaded", loaded.dtype)
+
+
+def default_dtype() -> mx.Dtype:
+    """bfloat16, or float32 without a GPU."""
+    return mx.float32 if backend() == "cpu" else mx.bfloat16
+
+
+def short(dtype: mx.Dtype) -> str:
+    """'bfloat16'"""
+    return str(dtype).split(".")[-1]
+
+
+def machine_in_use() -> dict[str, object]:
+    """`machine()` with the backend in use and its device."""
+    used = next(row for row in backends() if row["used"])
+    return machine() | {"backend": used["name"], "device": used["device"]}
+
+
+def _bare_config(folder: Path) -> dict | None:
+    """The config.json of a folder without weights."""
+    file = folder / "config.json"
+    if not file.is_file() or any(folder.glob("*.safetensors")):
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        import_module(f"mlx_lm.models.{config['model_type']}")
+    except (ValueError, KeyError, TypeError, ImportError) as error:
+        raise UserError(
+            f"[--model] no config.json of a model that mlx-lm knows ({type(error).__name__}); got "
+            f"{folder}; choose another folder"
+        ) from None
+    return config
+
+
+def _random(config: dict, dtype: mx.Dtype, bits: int | None) -> nn.Module:
+    """A model with MLX's initial weights in `dtype`, quantised as mlx-lm does it if `bits` are given."""
+    mx.random.seed(0)
+    family = import_module(f"mlx_lm.models.{config['model_type']}")
+    model = family.Model(family.ModelArgs.from_dict(config))
+    if config.get("tie_word_embeddings") and "lm_head" in model:
+        # `sanitize` ties the head when a file has none.
+        found = tree_flatten(model.parameters())
+        model.sanitize({name: x for name, x in found if name != "lm_head.weight"})
+    model.set_dtype(dtype)
+    if bits is not None:
+        nn.quantize(model, GROUP, bits)
+    model.eval()
+    for _, x in tree_flatten(model.parameters()):
+        mx.eval(x)  # one by one: frees the float32 that each is made from
+    mx.clear_cache()
+    return model

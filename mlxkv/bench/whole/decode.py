@@ -1,0 +1,225 @@
+"""`mlxkv bench decode`: a whole model in mlx-lm's own loop, in this process, per preset and context."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
+from rich.console import Console
+from rich.progress import Progress
+
+from mlxkv import console
+from mlxkv.bench.options import (
+    BASELINE,
+    MLX_LM,
+    MLX_LM_GROUP,
+    check_choice,
+    check_counts,
+    check_weights,
+    parse_contexts,
+    parse_presets,
+)
+from mlxkv.bench.show import print_machine, spread, weights_text
+from mlxkv.bench.subject import Subject, load_subject, machine_in_use, short
+from mlxkv.bench.whole.reading import cache_bytes
+from mlxkv.bench.whole.rows import add_ratios, medians, speed_cells
+from mlxkv.errors import MachineError, UserError
+from mlxkv.formats.names import parse_kv
+from mlxkv.metal.launch import backend
+from mlxkv.metal.timing import interleaved
+from mlxkv.models.catalog.shapes import layers_of
+from mlxkv.models.generate import PREFILL_STEP
+from mlxkv.versions import versions
+
+WARM = 4  # tokens decoded before the clock starts
+DIRECT_ABOVE, DIRECT_ABOVE_CPU = 32768, 1024  # longer contexts are filled without a prefill
+CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
+FILLS = ("auto", "prefill", "direct")
+COLUMNS = (
+    "context",
+    "preset",
+    "by",
+    "filled by",
+    "first token s",
+    "prefill tok/s",
+    "decode tok/s",
+    "of fp16",
+    "spread",
+    "token ms",
+    "peak",
+    "cache",
+)
+
+
+def run(
+    *,
+    model: str,
+    contexts: str | None,
+    kv: str,
+    tokens: int,
+    rounds: int,
+    fill: str,
+    dtype: str | None,
+    bits: int | None,
+    as_json: bool,
+) -> None:
+    """Measure and print. contexts, kv: by commas. rounds: each runs every preset twice, A B B A."""
+    presets = parse_presets(kv)
+    lengths = parse_contexts(contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS), 2)
+    check_counts(tokens=tokens, rounds=rounds)
+    check_choice("fill", fill, FILLS)
+    check_weights(dtype, bits)
+    machine, installed = machine_in_use(), versions()
+    it = load_subject(model, dtype, bits)
+    print_machine(machine, installed)
+    rows = []
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("decode", total=len(lengths) * len(presets) * (2 * rounds + 1))
+        for context in lengths:
+            bars.update(bar, description=f"{model} {context}")
+            rows += _rows(
+                it,
+                context,
+                presets,
+                fill=_fill_of(fill, context),
+                tokens=tokens,
+                rounds=rounds,
+                done=lambda: bars.advance(bar),
+            )
+    about = {"model": model, "weights": it.weights, "bits": bits, "dtype": short(it.dtype)}
+    rows = [about | row for row in rows]
+    _show(rows, tokens, rounds)
+    if as_json:
+        console.print_json({"machine": machine, "versions": installed, "rows": rows})
+
+
+def _fill_of(fill: str, context: int) -> str:
+    if fill != "auto":
+        return fill
+    limit = DIRECT_ABOVE_CPU if backend() == "cpu" else DIRECT_ABOVE
+    return "direct" if context > limit else "prefill"
+
+
+def _rows(
+    it: Subject,
+    context: int,
+    presets: list[str],
+    *,
+    fill: str,
+    tokens: int,
+    rounds: int,
+    done: Callable[[], None],
+) -> list[dict]:
+    """One row per preset: medians over interleaved runs, after one of each to warm up."""
+    for name in presets:  # one token, but all where a basis that follows builds kernels on its way
+        measure(it, name, context, fill, tokens if parse_kv(name).follows else 1)
+        done()
+    tasks = {name: lambda name=name: measure(it, name, context, fill, tokens) for name in presets}
+    rows = []
+    for name, runs in interleaved(tasks, rounds, done).items():
+        row = {"preset": name, "by": it.decoded_by(name), "context": context}
+        row |= {"fill": fill, "runs": len(runs)} | medians(runs)
+        row["spread"] = spread([one["tokens_per_second"] for one in runs])
+        rows.append(row)
+    add_ratios(rows)
+    return rows
+
+
+def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> dict:
+    """Fill a fresh cache with `context` tokens, decode WARM tokens, then time `tokens` more.
+
+    preset: one of ours, or a name in MLX_LM: mlx-lm then quantises its own cache from the first token
+    on. fill: "prefill" or "direct". prefill_seconds: the prompt without its last token.
+    first_token_seconds: until the first token. Both are None if the cache was filled directly.
+    """
+    bits = MLX_LM.get(preset)
+    with it.attached(BASELINE if bits else preset):
+        cache = make_prompt_cache(it.model)
+        mx.random.seed(0)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        prompt = it.random_tokens(1 if fill == "direct" else context)
+        mx.eval(prompt)
+        if fill == "direct":
+            fill_directly(cache, it, context - 1)
+            mx.clear_cache()
+            mx.reset_peak_memory()
+        options = {"max_tokens": WARM + tokens, "prefill_step_size": PREFILL_STEP}
+        if bits:
+            options |= {"kv_bits": bits, "kv_group_size": MLX_LM_GROUP, "quantized_kv_start": 0}
+        read = []
+
+        def progress(done: int, total: int) -> None:
+            if 0 < done < total:
+                read[:] = [time.perf_counter()]
+
+        options["prompt_progress_callback"] = progress
+        with wired_limit(it.model):  # as mlx-lm generates
+            times = [time.perf_counter()]
+            for _, logprobs in generate_step(prompt, it.model, prompt_cache=cache, **options):
+                times.append(time.perf_counter())
+                last = logprobs
+        if not mx.isfinite(last.max()).item():  # one NaN in the logits makes all of them NaN
+            raise MachineError(f"[bench] NaN or infinity in the logits with {preset}; no times")
+        prefill = read[0] - times[0] if fill == "prefill" else None
+        timed = times[WARM:]
+        gaps = [b - a for a, b in zip(timed, timed[1:], strict=False)]
+        return {
+            "prefill_seconds": prefill,
+            "prefill_tokens_per_second": prefill and (context - 1) / prefill,
+            "first_token_seconds": prefill and times[1] - times[0],
+            "tokens_per_second": tokens / (timed[-1] - timed[0]),
+            "token_ms": 1e3 * median(gaps),
+            "peak_bytes": mx.get_peak_memory(),
+            "kv_bytes": sum(layer.nbytes for layer in cache),
+            "read_bytes": cache_bytes(cache),
+        }
+
+
+def fill_directly(cache: list, it: Subject, tokens: int) -> None:
+    """Put random keys and values of `tokens` tokens into every layer's cache, in chunks as a prefill."""
+    shapes = layers_of(it.config)
+    if len(shapes) != len(cache) or any(s.kind not in ("full", "sliding") for s in shapes):
+        raise UserError(
+            "[--fill] this model has caches of other kinds than keys and values; got direct; "
+            "choose prefill"
+        )
+    for layer, shape in zip(cache, shapes, strict=True):
+        for start in range(0, tokens, PREFILL_STEP):
+            count = min(PREFILL_STEP, tokens - start)
+            keys, values = (
+                mx.random.normal((1, shape.kv_heads, count, dims), it.dtype)
+                for dims in (shape.key_dim, shape.value_dim)
+            )
+            layer.update_and_fetch(keys, values)
+            mx.eval(layer.state)
+
+
+def _show(rows: list[dict], tokens: int, rounds: int) -> None:
+    first = rows[0]
+    table = [
+        [
+            row["context"],
+            row["preset"],
+            row["by"],
+            row["fill"],
+            *speed_cells(row),
+            f"{row['token_ms']:.2f}",
+            console.human_bytes(row["peak_bytes"]),
+            console.human_bytes(row["kv_bytes"]),
+        ]
+        for row in rows
+    ]
+    weights = weights_text(first["weights"], first["bits"])
+    console.print_table(COLUMNS, table, f"{first['model']}, {weights}, {first['dtype']}")
+    print(
+        f"decode: {tokens} tokens after {WARM}, sealing pages included; token ms: the median token; "
+        f"both are medians of {2 * rounds} interleaved runs; spread: between these runs\n"
+        f"first token: the prefill in chunks of {PREFILL_STEP}, and one token; direct: the cache is "
+        "filled with random keys and values without a prefill, and the peak is of decoding alone\n"
+        "peak: weights included; cache: allocated, rotating windows included"
+    )

@@ -1,0 +1,327 @@
+"""`attend(q, view)`: attention over sink | pages | live, of one cache or of a batch.
+
+No pages: `mx.fast` SDPA on plain arrays, bit for bit as over an uncompressed cache. A few new
+tokens: a kernel that reads page records, or plain products with the codes, as the plan of the view
+says. Many (prefill): the pages of this one layer are decoded into a scratch, then `mx.fast` SDPA.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+
+import mlx.core as mx
+
+from mlxkv.cache.view import OPS, TILES, CacheView, RecordPages, View
+from mlxkv.errors import UserError
+from mlxkv.metal import attend as kernels
+from mlxkv.metal import tiles
+from mlxkv.metal.launch import backend
+
+# Up to this many new tokens codes are read directly: one token, or a speculative draft to verify.
+DECODE_TOKENS = kernels.MOST_NEW
+# Head dims that `mx.fast` SDPA prefills without a score matrix, by backend and first version of MLX, from
+# `use_fallback` in MLX's scaled_dot_product_attention.cpp. 192 and 256 have kernels since 0.32.2, which MLX
+# chooses on newer GPUs alone; CUDA's are cuDNN's, for 16-bit types.
+FUSED_DIMS = {
+    "metal": {(0, 0, 0): {64, 80, 128}, (0, 32, 1): {64, 72, 80, 96, 128}},
+    "cuda": {(0, 0, 0): set(range(8, 129, 8))},
+    "cpu": {(0, 0, 0): set()},
+}
+RUNS = 2  # of pages, each with a basis of its own, that the kernel reads in one pass
+# Largest score matrix where MLX has no fused kernel: more gains nothing on a CPU; a GPU needs many rows.
+SCORE_BYTES, SCORE_BYTES_GPU = 1 << 22, 1 << 26
+
+
+def attend(
+    queries: mx.array,
+    view: CacheView,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sink_logits: mx.array | None = None,
+) -> mx.array:
+    """queries: [B, H, L, D] -> [B, H, L, Dv].
+
+    mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T]; of a batch an
+    array is one that `BatchedKVCache.make_mask` made. sink_logits: [H], of attention sinks (gpt-oss).
+    """
+    if view.batched:
+        return _attend_batch(queries, view, scale, mask, sink_logits)
+    if view.sealed:
+        queries = mx.depends(queries, list(view.sealed))
+    pages = view.pages
+    if pages is None or queries.shape[2] > DECODE_TOKENS:
+        out = _prefill(queries, view, scale, mask, sink_logits)
+    elif pages.plan.body == OPS:
+        out = _decode_codes(queries, view, scale, mask, sink_logits)
+    elif isinstance(mask, mx.array) or len(pages.parts) > RUNS:  # which no kernel takes
+        out = _prefill(queries, view, scale, mask, sink_logits)
+    else:
+        sink, live = view.sink, view.live
+        count = sink[0].shape[2] if sink else 0
+        lengths = ((pages.parts[0].records, count, live[0].shape[2]),) * queries.shape[0]
+        buffers = view.buffers or live
+        out = _decode_records(queries, pages.parts, sink, buffers, lengths, scale, sink_logits)
+    return out if view.observer is None else view.observer(queries, out, scale, mask)
+
+
+def _attend_batch(queries, view, scale, mask, sink_logits):
+    """As `attend`, for every sequence: in one dispatch, or one after the other."""
+    is_array = isinstance(mask, mx.array)
+    if is_array and (mask.ndim != 4 or mask.shape[-1] < view.tokens):
+        raise UserError(
+            f"[attach] this model's mask does not fit a batch; got shape {list(mask.shape)} for "
+            f"{view.tokens} tokens; serve its requests one at a time"
+        )
+    if view.starts is not None and not is_array:
+        parts, windows = (view.pages,), (view.sink, view.live)
+        return _decode_records(
+            queries, parts, *windows, view.lengths, scale, sink_logits, view.starts
+        )
+    new, out = queries.shape[2], []
+    for i, row in enumerate(view.rows):
+        if row is None:
+            out.append(None)
+            continue
+        one, n = row[0], new if row[1] is None else row[1]
+        part = mask
+        if is_array:
+            part = mask[min(i, mask.shape[0] - 1)][None, :, :n, : one.tokens]
+        elif n == 1:
+            part = None
+        got = attend(queries[i : i + 1, :, :n], one, scale, part, sink_logits)
+        out.append(got if n == new else mx.pad(got, [(0, 0), (0, 0), (0, new - n), (0, 0)]))
+    dims = next(x.shape[3] for x in out if x is not None)
+    nothing = mx.zeros((1, queries.shape[1], new, dims), queries.dtype)
+    return mx.concatenate([nothing if x is None else x for x in out])
+
+
+def _decode_records(
+    queries: mx.array,
+    parts: tuple[RecordPages, ...],
+    sink,
+    live,
+    lengths,
+    scale: float,
+    sink_logits: mx.array | None,
+    starts: tuple[int, ...] | None = None,
+) -> mx.array:
+    """Kernels walk records and windows: codes are read once, nothing is decoded.
+
+    queries: [B, H, L, D] -> [B, H, L, Dv]. parts: runs of pages, at most RUNS. sink, live: (keys,
+    values), [B, G, room, D]. lengths, starts: as in `kernels.attend`.
+    """
+    batch, heads, new, dims = queries.shape
+    kv_heads, dtype = live[0].shape[1], live[0].dtype
+    pages, *more = parts
+    plan = pages.plan
+    if plan.body == TILES:
+        return tiles.attend(
+            queries.astype(dtype),
+            pages.buffer,
+            plan.layout,
+            pages.maps,
+            sink,
+            live,
+            lengths,
+            scale,
+            plan.make,
+            sink_logits=sink_logits,
+            headers=pages.headers,
+            second=_tile_run(more[0]) if more else None,
+            starts=starts,
+        ).astype(queries.dtype)
+    q = queries.reshape(batch, kv_heads, -1, dims)
+    exact = q.astype(mx.float32)
+    first = _run(pages, exact)
+    out = kernels.attend(
+        first.q_pages,
+        q.astype(dtype),
+        pages.buffer,
+        plan.layout,
+        sink,
+        live,
+        lengths,
+        scale,
+        new,
+        plan.make,
+        up=first.up,
+        sink_logits=sink_logits,
+        headers=pages.headers,
+        second=_run(more[0], exact) if more else None,
+        starts=starts,
+    )
+    return out.reshape(batch, heads, new, -1).astype(queries.dtype)
+
+
+def _tile_run(pages: RecordPages) -> tiles.Run:
+    return tiles.Run(pages.buffer, pages.records, pages.maps, pages.headers)
+
+
+def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
+    """q: [B, G, N, D] float32."""
+    key_map, values = pages.maps
+    stored = q if key_map is None else key_map.query(q)
+    return kernels.Run(stored, pages.buffer, pages.records, values and values.up, pages.headers)
+
+
+def _prefill(queries, view, scale, mask, sink_logits):
+    """The pages of this one layer decoded into a scratch, then `mx.fast` SDPA.
+
+    Where a transform is square, windows, queries and outputs are turned, not the many tokens of the
+    pages. Pages of low rank are restored, since the windows have no stored form.
+    """
+    turns = view.pages.turns if view.pages else None
+    if turns is None:
+        keys, values = _whole(view, queries.dtype)
+        turns = None, None
+    else:
+        sink, live = (
+            window and tuple(map(_turned, turns, window, (queries.dtype,) * 2))
+            for window in (view.sink, view.live)
+        )
+        keys, values = view.pages.between(sink, live)
+    batch, heads, new, dims = queries.shape
+    q = queries
+    if turns[0] is not None:
+        q = turns[0].turned_query(q.reshape(batch, keys.shape[1], -1, dims)).reshape(queries.shape)
+    if not view.plain and not _is_fused(q, values):
+        out = _blocked(q, keys, values, scale, mask, sink_logits)
+    else:
+        out = mx.fast.scaled_dot_product_attention(
+            q, keys, values, scale=scale, mask=mask, sinks=sink_logits
+        )
+    if turns[1] is None:
+        return out
+    out = turns[1].turned_back(out.reshape(batch, keys.shape[1], -1, out.shape[-1]))
+    return out.reshape(batch, heads, new, -1)
+
+
+def _turned(turn, x: mx.array, dtype: mx.Dtype) -> mx.array:
+    x = x.astype(dtype)
+    return x if turn is None else turn.turned(x)
+
+
+def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Keys and values of all tokens as the model sees them, [B, G, T, D] each."""
+    out = []
+    for i in range(2):
+        parts = [view.live[i]]
+        if view.pages is not None:
+            parts.insert(0, view.pages.decode(i, dtype))
+        if view.sink is not None:
+            parts.insert(0, view.sink[i])
+        out.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
+    return out[0], out[1]
+
+
+def _is_fused(queries: mx.array, values: mx.array) -> bool:
+    """Whether `mx.fast` SDPA prefills without a score matrix here."""
+    dims, where = queries.shape[-1], backend()
+    if values.shape[-1] != dims or (where == "cuda" and queries.dtype == mx.float32):
+        return False
+    return dims in fused_dims(where)
+
+
+@cache
+def fused_dims(where: str, mlx: str | None = None) -> set[int]:
+    """Head dims of the fused prefill on this backend in a version of MLX, by default the installed one."""
+    mlx = mlx or version("mlx")
+    number = tuple(int(n) for n in re.findall(r"\d+", mlx)[:3])
+    table = FUSED_DIMS[where]
+    return table[max(since for since in table if since <= number)]
+
+
+def _blocked(queries, keys, values, scale, mask, sink_logits):
+    """SDPA by blocks of query rows, so that the score matrix stays below SCORE_BYTES, or has DECODE_TOKENS
+    rows."""
+    heads, new, total = queries.shape[1], queries.shape[2], keys.shape[2]
+    most = SCORE_BYTES if backend() == "cpu" else SCORE_BYTES_GPU
+    rows = max(DECODE_TOKENS, most // (4 * queries.shape[0] * heads * total))
+    out = []
+    for start in range(0, new, rows):
+        stop = min(start + rows, new)
+        end = total - new + stop if isinstance(mask, str) else total  # causal: the rest is masked
+        part = mask
+        if isinstance(mask, mx.array) and mask.ndim > 1 and mask.shape[-2] > 1:
+            part = mask[..., start:stop, :]
+        q, k, v = queries[:, :, start:stop], keys[:, :, :end], values[:, :, :end]
+        if out:  # one block after the other, or all score matrices are alive at once
+            q = mx.depends(q, out[-1])
+        block = mx.fast.scaled_dot_product_attention(
+            q, k, v, scale=scale, mask=part, sinks=sink_logits
+        )
+        out.append(block)
+    return out[0] if len(out) == 1 else mx.concatenate(out, axis=2)
+
+
+def _decode_codes(queries, view, scale, mask, sink_logits):
+    """By products with codes: scores of the parts side by side, one softmax, a mixture of each."""
+    batch, heads, new, dims = queries.shape
+    sink, live = view.sink, view.live
+    # All query heads of a kv head in one product: [B, G, H/G * L, D].
+    q = (queries.astype(mx.float32) * scale).reshape(batch, live[0].shape[1], -1, dims)
+    s = scores(q, view).reshape(batch, heads, new, -1)
+    p = _softmax(s, mask, sink_logits).reshape(*q.shape[:3], -1)
+    out, start = None, 0
+    if sink is not None:
+        start = sink[1].shape[2]
+        out = p[..., :start] @ sink[1].astype(mx.float32)
+    for run in view.pages.parts:
+        part = run.mix(p[..., start : start + run.tokens])
+        out = part if out is None else out + part
+        start += run.tokens
+    out = out + p[..., start:] @ live[1].astype(mx.float32)
+    return out.reshape(batch, heads, new, -1).astype(queries.dtype)
+
+
+def scores(q: mx.array, view: View) -> mx.array:
+    """q: [B, G, N, D] float32 -> its products with the keys of sink, pages and live: [B, G, N, T]."""
+    parts = [run.scores(q) for run in view.pages.parts] if view.pages else []
+    if view.sink is not None:
+        parts.insert(0, q @ view.sink[0].astype(mx.float32).swapaxes(-1, -2))
+    parts.append(q @ view.live[0].astype(mx.float32).swapaxes(-1, -2))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def scorer(view: View) -> Callable[[mx.array], mx.array]:
+    """`scores` for several q: what is decoded for them is decoded once."""
+    parts = [run.scorer() for run in view.pages.parts] if view.pages else []
+    for at, window in ((0, view.sink), (len(parts) + 1, view.live)):
+        if window is not None:
+            keys = window[0].astype(mx.float32).swapaxes(-1, -2)
+            parts.insert(at, lambda q, keys=keys: q @ keys)
+    return lambda q: (
+        parts[0](q) if len(parts) == 1 else mx.concatenate([part(q) for part in parts], axis=-1)
+    )
+
+
+def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
+    """scores: [B, H, L, T] float32, of new tokens that are the last ones; mask as in `attend`."""
+    new, total = scores.shape[2:]
+    if isinstance(mask, str):
+        if mask != "causal":
+            raise ValueError(f"[attend] unknown mask; got {mask!r}; choose causal, or an array")
+        mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None] if new > 1 else None
+    if mask is not None:
+        if mask.dtype == mx.bool_:
+            # Not -inf: a row that may see nothing (left padding) must not become NaN.
+            scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
+        else:
+            scores = scores + mask.astype(mx.float32)
+    return scores
+
+
+def _softmax(scores, mask, sink_logits):
+    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
+    total = scores.shape[3]
+    if mask is not None:
+        scores = masked(scores, mask)
+    if sink_logits is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    column = mx.broadcast_to(
+        sink_logits.astype(mx.float32)[None, :, None, None], (*scores.shape[:3], 1)
+    )
+    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :total]

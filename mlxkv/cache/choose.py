@@ -1,0 +1,140 @@
+"""Chooses the kernels of a format: one question, asked when a model is attached.
+
+`plan` says which code seals and reads the pages of a cache on this machine and why nothing faster
+does. The cache is given the plan, its views carry it, attention and reports follow it. A plan holds
+as long as the machine is what it was (`launch.state`): after kernels were switched off, caches that
+are made ask again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxkv.cache import selftest
+from mlxkv.cache.selftest import Case
+from mlxkv.cache.stores import Codes, Records
+from mlxkv.cache.view import OPS, PORTABLE, TILES, KernelPlan
+from mlxkv.codec import encoding
+from mlxkv.codec.maps import LayerMaps
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.records import RecordLayout, record_layout, side_layout, why_no_record
+from mlxkv.metal import launch, tiles, trust
+
+FAILED = "its kernels failed their test here"  # or were switched off: what should run and does not
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which kernels? config: as a cache stores. dims: of key and value heads. dtype: of the windows.
+    case: how the model attends, where that is known."""
+
+    config: CacheConfig
+    dims: tuple[int, int]
+    dtype: mx.Dtype
+    case: Case | None = None
+
+    @property
+    def layout(self) -> RecordLayout:
+        return record_layout(self.config, *self.config.dims(*self.dims))
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether any machine has kernels for such pages."""
+        return _no_records(self) is None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `plan` would build nothing."""
+        make = launch.factory()
+        if make is None or not self.has_kernels:
+            return True
+        return selftest.is_known(self.config, self.dims[0], self.dtype, make, self.case)
+
+
+def plan(
+    config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype, case: Case | None = None
+) -> KernelPlan:
+    """The fastest kernels that run here. The first question for a format builds them and tries them;
+    the portable ones only where tiles do not run."""
+    question = Question(config, dims, dtype, case)
+    asked = (config, dims, dtype, launch.state())
+    if reason := _no_machine(question) or _no_records(question):
+        return KernelPlan(OPS, reason, asked=asked)
+    layout, make = question.layout, launch.factory()
+    slower = _no_tiles(question)
+    if slower is None:
+        return KernelPlan(TILES, None, layout, make, asked)
+    if reason := _no_portable(question):
+        return KernelPlan(OPS, f"{FAILED}: {reason}", asked=asked)
+    return KernelPlan(PORTABLE, slower, layout, make, asked)
+
+
+def current(
+    before: KernelPlan | None, config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype
+) -> KernelPlan:
+    """`before` where it still answers this question, else a new plan."""
+    if before is not None and before.asked == (config, dims, dtype, launch.state()):
+        return before
+    return plan(config, dims, dtype)
+
+
+def store(
+    chosen: KernelPlan, layer_maps: LayerMaps | None = None, way: str = encoding.KERNEL
+) -> Codes | Records:
+    """An empty store as `plan` has chosen. layer_maps: of the layer, for calibrated sides."""
+    config, dims, *_ = chosen.asked
+    if chosen.body == OPS:
+        return Codes(config, dims, layer_maps, way)
+    return Records(config, dims, chosen.make, chosen.body == TILES, layer_maps, way)
+
+
+# -- parts of the decision: each answers a question by why not, or None
+
+
+def _no_machine(question: Question) -> str | None:
+    return launch.absent() if launch.factory() is None else None
+
+
+def _no_records(question: Question) -> str | None:
+    """For any machine."""
+    config, dims = question.config, question.dims
+    for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
+        stored = side.dims(dim)
+        if reason := why_no_record(side.quantizer, stored, config.page, keys=i == 0):
+            return reason
+        if side_layout(side.quantizer, stored, config.page, i == 0).saves_nothing(dim):
+            return f"{stored} float16 dims would take the room of {dim} in records"
+    if dims[0] != dims[1]:
+        return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"
+    return None
+
+
+def _no_tiles(question: Question) -> str | None:
+    if os.environ.get(launch.TILES_SWITCH) == "0":
+        return f"{launch.TILES_SWITCH}=0"
+    if off := launch.switched_off(launch.TILES):
+        return off
+    return _untrusted(question, tiled=True) or _fault(question, tiled=True)
+
+
+def _no_portable(question: Question) -> str | None:
+    return _untrusted(question, tiled=False) or _fault(question, tiled=False)
+
+
+def _untrusted(question: Question, tiled: bool) -> str | None:
+    """What the format itself, or the notes of earlier processes on a Mac, say."""
+    layout, dims, dtype, make = question.layout, question.dims[0], question.dtype, launch.factory()
+    if make is mx.fast.metal_kernel:
+        trust.wait(layout, dims, dtype, tiled)
+    if tiled:
+        return tiles.why_not(layout, dims, dtype, make)
+    return trust.why_not(layout, dims, dtype, tiled) if make is mx.fast.metal_kernel else None
+
+
+def _fault(question: Question, tiled: bool) -> str | None:
+    """What trying the kernels finds."""
+    it = question
+    return selftest.fault(it.config, it.dims[0], it.dtype, launch.factory(), tiled, it.case)

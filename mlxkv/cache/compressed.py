@@ -1,0 +1,391 @@
+"""`CompressedKVCache`: sink | pages | recent, speaking mlx-lm's cache contract.
+
+    tokens:  [ sink: full precision ][ page ] ... [ page ][ live: full precision ]
+
+`live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
+and sealed. A sealed token has no full-precision copy. Works with both contracts of the pinned range
+of mlx-lm (0.31: `meta_state`; 0.32: not).
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.cache import choose
+from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.pages import GROWTH
+from mlxkv.cache.stores import Codes, Contents, Records
+from mlxkv.cache.view import OPS, KernelPlan, Pair, View
+from mlxkv.codec import encoding, maps
+from mlxkv.codec.maps import LayerMaps
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.saved import state
+
+STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
+
+
+class CompressedKVCache:
+    """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
+
+    layer_maps: of this layer, for a calibrated `config`. plan: its kernels, where they have been chosen
+    (`choose.plan`). way: how pages are encoded, of `encoding`.
+    """
+
+    observes = False  # queries: then sequences are not decoded together
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        layer_maps: LayerMaps | None = None,
+        plan: KernelPlan | None = None,
+        way: str = encoding.KERNEL,
+    ):
+        state.check_calibrated(config, layer_maps)
+        self.config = config
+        self.layer_maps = layer_maps if config.calibrated else None
+        self.way = way
+        self._plan = plan
+        self._clear()
+
+    def _clear(self):
+        self.offset = 0
+        self._live: Pair | None = None  # buffers; `_count` tokens are in use
+        self._count = 0
+        self._sink: Pair | None = None
+        self._store: Codes | Records | None = None
+
+    @property
+    def _stored(self) -> CacheConfig:
+        """The config without the value map, if the weights already apply it."""
+        folded = self.layer_maps is not None and self.layer_maps.folded
+        return self.config.folded if folded else self.config
+
+    def turn_values(self, folded: bool) -> None:
+        """Map the values of the windows for a model whose weights map values (`folded`), or do not.
+        Pages hold the same codes either way."""
+        before = self.layer_maps
+        if before is None or before.folded == folded:
+            return
+        self.layer_maps = maps.folded(before, folded)
+        turn = before.values.store if folded else before.values.restore
+        for name in ("_live", "_sink"):
+            if (pair := getattr(self, name)) is not None:
+                setattr(self, name, (pair[0], turn(pair[1]).astype(pair[1].dtype)))
+        if (old := self._store) is not None:
+            self._store = self._new_store(old.dims, self._live[0].dtype)
+            self._store.restore(old.state, old.count)
+
+    # -- reading and writing
+
+    @property
+    def _paged(self) -> int:
+        """Tokens in sealed pages."""
+        return self._count_pages * self.config.page
+
+    @property
+    def _count_pages(self) -> int:
+        return self._store.count if self._store else 0
+
+    @property
+    def _room(self) -> int:
+        """Tokens that `live` may hold before pages have to be sealed."""
+        return self.config.room(self._sink is not None)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
+        """Append keys, values: [B, G, L, D] and return what attention has to read, twice (mlx-lm
+        unpacks a pair).
+
+        The view holds the new tokens exactly, also when they are sealed by this very call.
+        """
+        if self._count + keys.shape[2] <= self._room:
+            if self._live is None or self._live[0].shape[0] != keys.shape[0]:
+                self._check_batch(keys)
+            self._append(keys, values)
+            self.offset += keys.shape[2]
+            return self.keys_and_values()
+        new, sink, count = self._behind_live(keys, values), self._sink, self._count_pages
+        self._seal(new)
+        # The pages of before, read from the arrays of after: a reference to the old arrays would
+        # have all pages copied. Attention waits for the codes, so that these tokens are freed
+        # before the next layer.
+        pages = self._store.read(0, count) if count else None
+        view = View(new, sink, pages, sealed=self.arrays())
+        self.offset += keys.shape[2]
+        return view, view
+
+    def keys_and_values(self) -> tuple[View, View]:
+        """The view without appending anything (mlx-lm 0.32)."""
+        store = self._store
+        pages = store.whole() if store is not None and store.count else None
+        view = View(self._read_live(), self._sink, pages, pages is None, buffers=self._live)
+        return view, view
+
+    def _behind_live(self, keys: mx.array, values: mx.array) -> Pair:
+        """The live tokens and new ones."""
+        self._check_batch(keys)
+        if not self._count:
+            return keys, values
+        old_keys, old_values = self._read_live()
+        return mx.concatenate([old_keys, keys], axis=2), mx.concatenate(
+            [old_values, values], axis=2
+        )
+
+    def _check_batch(self, keys: mx.array) -> None:
+        """Raises UserError for keys of another batch, or for other heads than were calibrated."""
+        if self._live is None:
+            if self.layer_maps is not None:
+                self.layer_maps.check(keys.shape[1])
+        else:
+            state.check_batch(self._live[0].shape[0], keys.shape[0])
+
+    def plan(self, dims: tuple[int, int], dtype: mx.Dtype) -> KernelPlan:
+        """The kernels for pages of heads of these (key, value) dims; kept until the machine changes."""
+        self._plan = choose.current(self._plan, self._stored, dims, dtype)
+        return self._plan
+
+    def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
+        return choose.store(self.plan(dims, dtype), self.layer_maps, self.way)
+
+    def _read_live(self) -> Pair:
+        keys, values = self._live
+        if (count := self._count) == keys.shape[2]:
+            return self._live
+        return keys[:, :, :count], values[:, :, :count]
+
+    def _append(self, keys: mx.array, values: mx.array) -> None:
+        end = self._count + keys.shape[2]
+        if self._live is None or end > self._live[0].shape[2]:
+            spare = max(end, self._count + self._count // GROWTH)
+            capacity = min(self._room, -(-spare // STEP) * STEP)
+            grown = []
+            for x in (keys, values):
+                grown.append(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype))
+            if self._count:
+                for buffer, old in zip(grown, self._read_live(), strict=True):
+                    buffer[:, :, : self._count] = old
+            self._live = tuple(grown)
+        own_keys, own_values = self._live
+        own_keys[:, :, self._count : end] = keys
+        own_values[:, :, self._count : end] = values
+        self._count = end
+
+    def _seal(self, live: Pair) -> None:
+        """Encode the oldest pages of `live`, which no longer fits, and keep the rest."""
+        (keys, values), start, size = live, 0, self.config.page
+        if self._sink is None and self.config.sink:
+            start = self.config.sink
+            self._sink = mx.contiguous(keys[:, :, :start]), mx.contiguous(values[:, :, :start])
+        count = self.config.pages_over(keys.shape[2] - start)
+        if self._store is None:
+            self._store = self._new_store((keys.shape[3], values.shape[3]), keys.dtype)
+        self._store.append(live, count, start)  # whole: kernels would copy slices
+        self._live, self._count = None, 0
+        start += count * size
+        self._append(keys[:, :, start:], values[:, :, start:])
+
+    # -- the rest of mlx-lm's contract
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens, return how many were dropped.
+
+        Exact inside `live`. Further back whole pages go and the cut page is decoded into `live`.
+        """
+        n = max(0, min(self.offset, n))
+        left = self.offset - n
+        if n <= self._count:
+            self._count -= n
+            self.offset = left
+            if not self._count and not self._paged and self._sink is None:
+                self._clear()
+            return n
+        sink = self._sink[0].shape[2] if self._sink else 0
+        dtype = self._live[0].dtype
+        if left <= sink:  # only tokens of the sink are left: they are live again
+            live = tuple(x[:, :, :left] for x in self._sink) if left else None
+            self._clear()
+        else:
+            kept, cut = divmod(left - sink, self.config.page)
+            live = None
+            if cut:
+                page = self._store.read(kept, kept + 1)
+                live = tuple(page.decode(side, dtype)[:, :, :cut] for side in (0, 1))
+            self._store.truncate(kept)
+            self._count = 0
+        if live is not None:
+            self._live = None
+            self._append(*live)
+        self.offset = left
+        return n
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """None, "causal" or a boolean [N, offset + N], as of mlx-lm's own cache."""
+        if window_size is None and N == 1:
+            return None
+        if window_size is None and not return_array:
+            return "causal"
+        columns = mx.arange(self.offset + N)[None]
+        rows = mx.arange(self.offset, self.offset + N)[:, None]
+        mask = rows >= columns
+        return mask if window_size is None else mask & (rows < columns + window_size)
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self._live is None
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All allocated arrays."""
+        windows = [x for pair in (self._live, self._sink) if pair is not None for x in pair]
+        return (*windows, *(self._store.arrays() if self._store else ()))
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes: pages with their spare room, sink and live windows."""
+        return sum(x.nbytes for x in self.arrays())
+
+    @property
+    def state(self) -> dict:
+        """All that has to be saved, as a tree of arrays. The header is JSON in bytes, which both
+        contracts carry."""
+        one = self.layer_maps
+        extra, more = self._extra()
+        data = state.header(
+            self.config,
+            self.offset,
+            self._count_pages,
+            calibration=one and (one.digest, one.layer),
+            folded=one is not None and one.folded,
+            **extra,
+        )
+        return state.tree(
+            mx.array(np.frombuffer(data, np.uint8)),
+            live=None if self._live is None else self._read_live(),
+            sink=self._sink,
+            pages=self._store.state if self._count_pages else None,
+            more=more,
+        )
+
+    def _extra(self) -> tuple[dict, dict]:
+        """Entries of the header and arrays that a subclass saves besides."""
+        return {}, {}
+
+    def _restore_extra(self, header: dict, tree: dict) -> None:
+        """Invert `_extra`, before pages are restored."""
+
+    @state.setter
+    def state(self, tree: dict) -> None:
+        try:
+            data = np.array(tree["header"]).tobytes()
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise state.unreadable() from None
+        header, self.config = state.read_header(data)
+        self.layer_maps, folded = None, False
+        if self.config.calibrated:
+            folded = _reads_folded(header, self.config.fitted)
+            self.layer_maps = _saved_maps(header, self.config.fitted)
+        self._clear()
+        try:
+            self._restore(header, tree)
+            self.turn_values(folded)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            self._clear()
+            raise state.cut(error) from None
+
+    def _restore(self, header: dict, tree: dict) -> None:
+        self._restore_extra(header, tree)
+        for name in ("live", "sink"):
+            if (pair := state.window(tree, name)) is not None:
+                setattr(self, f"_{name}", tuple(mx.contiguous(x) for x in pair))
+        if self._live is not None:
+            self._count = self._live[0].shape[2]
+        if header["pages"]:
+            dims = tuple(x.shape[3] for x in self._live)
+            self._store = self._new_store(dims, self._live[0].dtype)
+            self._store.restore(tree["pages"], header["pages"])
+        self.offset = header["offset"]
+        sink = self._sink[0].shape[2] if self._sink else 0
+        if self.offset != sink + self._paged + self._count + header.get("dropped", 0):
+            raise ValueError(f"{self.offset} tokens announced")
+        for x in self.arrays():
+            if x.shape[:2] != self._live[0].shape[:2]:
+                raise ValueError("arrays of different batches or heads")
+
+    @property
+    def meta_state(self) -> str:
+        """Empty: the header travels in `state` (mlx-lm 0.31)."""
+        return ""
+
+    @classmethod
+    def merge(cls, caches: list[CompressedKVCache]) -> BatchedKVCache:
+        """Sequences as one batch (mlx-lm's BatchGenerator)."""
+        return BatchedKVCache.merge(caches)
+
+    def __copy__(self) -> CompressedKVCache:
+        """As independent as a deep copy: writing in place must not change the other."""
+        out = self.from_state(self.state)
+        out.way, out._plan = self.way, self._plan
+        return out
+
+    def encode_by(self, way: str) -> None:
+        """Encode the next pages this way, of `encoding`."""
+        self.way = way
+        if self._store is not None:
+            self._store.encode_by(way)
+
+    # -- what it holds, for caches of other forms
+
+    @property
+    def joins(self) -> bool:
+        """Whether sequences like this one, which holds tokens, are decoded together."""
+        if self.observes:
+            return False
+        keys, values = self._live
+        return self.plan((keys.shape[3], values.shape[3]), keys.dtype).body != OPS
+
+    def contents(self) -> Contents:
+        """What it holds; the arrays are its own."""
+        return Contents(
+            config=self.config,
+            layer_maps=self.layer_maps,
+            plan=self._plan,
+            way=self.way,
+            offset=self.offset,
+            live=None if self._live is None else self._read_live(),
+            sink=self._sink,
+            store=self._store,
+        )
+
+    @classmethod
+    def from_contents(cls, held: Contents) -> CompressedKVCache:
+        """The inverse of `contents`: takes over sink and store, copies live."""
+        out = cls(held.config, held.layer_maps, held.plan, held.way)
+        out._sink, out._store = held.sink, held.store
+        if held.live is not None:
+            out._append(*held.live)
+        out.offset = held.offset
+        return out
+
+    @classmethod
+    def from_state(cls, state: dict, meta_state: str = "") -> CompressedKVCache:
+        """The cache that `state` describes."""
+        out = cls.__new__(cls)
+        out.way, out._plan = encoding.KERNEL, None
+        out.state = state
+        return out
+
+
+def _saved_maps(header: dict, kinds: maps.Kinds) -> LayerMaps:
+    """The maps that a state names."""
+    digest, layer = state.calibration_of(header)
+    return maps.find(digest, layer, bool(header.get("folded")), kinds)
+
+
+def _reads_folded(header: dict, kinds: maps.Kinds) -> bool:
+    """Whether the models here read the values of a state in the stored domain (`maps.reads_folded`)."""
+    digest, layer = state.calibration_of(header)
+    return maps.reads_folded(digest, layer, bool(header.get("folded")), kinds)

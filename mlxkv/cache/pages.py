@@ -1,0 +1,197 @@
+"""The holder of sealed pages: named arrays in which every sequence has its pages in one piece.
+
+    [ pages of A | room ][ pages of B | room ][ gap ][ pages of C | room ]
+
+`starts` and `counts` are the block table, with one entry for each sequence, not for each page: the
+kernels read the records of a sequence as one contiguous run (`metal/text/attend`), so pages are not
+shared between sequences and no reference is counted. A table of single pages would cost a look-up
+for every record in the inner loop of attention, and kernels stay as they are.
+
+A cache of its own is one sequence with the arrays to itself, [B, G, rows, W], so that MLX reads
+them without a copy. Caches that are decoded together are sequences of one holder, [1, G, rows, W].
+
+A sequence grows into the room behind it. Where that ends, all are laid out anew, with the same room
+for each, in all a sixteenth of what is stored. A sequence that is removed leaves a gap that later
+ones may fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from copy import copy, deepcopy
+from itertools import chain
+
+import mlx.core as mx
+
+from mlxkv.formats.records import TOKENS, RecordLayout
+
+GROWTH = 16  # room is at most 1/16 of what is stored, or what one append adds
+WASTE = 16  # at most one page of so many is a gap
+Named = dict[Hashable, mx.array]
+Part = tuple[Named, int]  # the arrays of exactly so many pages; {} for none
+Block = tuple[tuple[int, ...], mx.Dtype]  # shape and type of the array of one page
+
+
+def most(pages: int) -> int:
+    """Pages that a sequence of so many takes among others at most, with its share of room and gaps."""
+    return -(-(pages * (GROWTH + 1) + GROWTH) * WASTE // (GROWTH * (WASTE - 1)))
+
+
+class Pages:
+    """Pages of sequences that are numbered from 0, at first one without pages.
+
+    starts, counts: the first page and the pages of each. capacity: pages that the arrays hold.
+    arrays: by name, [B, G, capacity * rows of a page, W].
+    """
+
+    def __init__(self):
+        self.starts, self.counts, self.capacity = [0], [0], 0
+        self.arrays: Named = {}
+        self._blocks: dict[Hashable, Block] = {}
+
+    @classmethod
+    def of_many(cls, layout: RecordLayout, page: int, heads: int) -> Pages:
+        """For records of pages of `page` tokens; no sequence yet."""
+        out = cls()
+        out.starts, out.counts = [], []
+        out._blocks["records"] = (1, heads, page // TOKENS, layout.words), mx.uint32
+        if layout.header_words:
+            out._blocks["headers"] = (1, heads, 1, layout.header_words), mx.uint32
+        return out
+
+    def __deepcopy__(self, memo):
+        other = copy(self)
+        other.starts, other.counts = list(self.starts), list(self.counts)
+        other.arrays = deepcopy(self.arrays, memo)
+        return other
+
+    @property
+    def count(self) -> int:
+        """Pages of all sequences."""
+        return sum(self.counts)
+
+    def read(self, start: int = 0, stop: int | None = None, i: int = 0) -> Named:
+        """The arrays of pages start .. stop - 1 of a sequence, of all by default; {} for none."""
+        first = self.starts[i]
+        start, stop = first + start, first + (self.counts[i] if stop is None else stop)
+        if start == stop:
+            return {}
+        if start == 0 and stop == self.capacity:
+            return dict(self.arrays)
+        out = {}
+        for name, x in self.arrays.items():
+            rows = self._blocks[name][0][2]
+            out[name] = x[:, :, start * rows : stop * rows]
+        return out
+
+    def append(self, encoded: Named, count: int, i: int = 0) -> None:
+        """Add `count` pages to a sequence, as `Codec.encode` or a kernel returned them."""
+        if not self._blocks:
+            self._describe(encoded, count)
+        at, end = self.starts[i] + self.counts[i], self.capacity
+        for start in self.starts:
+            if at <= start < end and start != self.starts[i]:
+                end = start
+        if at + count <= end:
+            self._write(at, encoded, count)
+        else:
+            room = max(count, sum(self.counts) // (GROWTH * len(self.counts)))
+            self._lay_out(self._parts(), room, i, encoded, count)
+        self.counts[i] += count
+
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` pages of the only sequence; give back more room than growing leaves."""
+        kept = self.read(0, count) if self.capacity - count > count // GROWTH else None
+        self.counts[0] = count
+        if kept is not None:
+            self.restore(kept, count)
+
+    def restore(self, arrays: Named, count: int) -> None:
+        """Hold one sequence, of exactly `count` pages."""
+        for name, x in arrays.items():
+            if x.shape[2] % count:
+                raise ValueError(f"{x.shape[2]} rows of {name} in {count} pages")
+        self._describe(arrays, count)
+        # New handles: writing into an mx.array in place changes it for everyone who holds it.
+        self.arrays = {name: mx.contiguous(x) for name, x in arrays.items()}
+        self.starts, self.counts, self.capacity = [0], [count], count
+
+    def join(self, parts: Sequence[Part]) -> None:
+        """Add sequences: into gaps, or all are laid out anew."""
+        before, places = self._parts(), []
+        for _, count in parts:
+            self.counts.append(count)
+            places.append(self._gap(count))
+            if places[-1] is None:
+                return self._lay_out([*before, *parts], self._room([*before, *parts]))
+            self.starts.append(places[-1])
+        for at, (stored, count) in zip(places, parts, strict=True):
+            if count:
+                self._write(at, stored, count)
+        return None
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep these sequences, in this order."""
+        self.starts = [self.starts[i] for i in indices]
+        self.counts = [self.counts[i] for i in indices]
+        parts = self._parts()
+        room = self._room(parts)
+        if (self.capacity - self.count - len(parts) * room) * WASTE > self.capacity:
+            self._lay_out(parts, room)
+
+    def _describe(self, arrays: Named, count: int) -> None:
+        self._blocks = {
+            name: ((*x.shape[:2], x.shape[2] // count, x.shape[3]), x.dtype)
+            for name, x in arrays.items()
+        }
+
+    def _parts(self) -> list[Part]:
+        return [(self.read(i=i), count) for i, count in enumerate(self.counts)]
+
+    @staticmethod
+    def _room(parts: Sequence[Part]) -> int:
+        """Free pages behind each of several sequences."""
+        return max(1, sum(count for _, count in parts) // (GROWTH * max(1, len(parts))))
+
+    def _gap(self, count: int) -> int | None:
+        """Where `count` pages fit, with room behind them and behind the sequence before."""
+        taken = ((at, at + n) for at, n in zip(self.starts, self.counts, strict=False))
+        room, free = max(1, self.count // (GROWTH * len(self.counts))), 0
+        for start, stop in chain(sorted(taken), [(self.capacity, self.capacity)]):
+            at = free + room if free else 0
+            if at + count + room <= start:
+                return at
+            free = stop
+        return None
+
+    def _write(self, at: int, stored: Named, count: int) -> None:
+        for name, x in self.arrays.items():
+            rows = self._blocks[name][0][2]
+            x[:, :, at * rows : (at + count) * rows] = stored[name]
+
+    def _lay_out(
+        self,
+        parts: Sequence[Part],
+        room: int,
+        grown: int | None = None,
+        added: Named | None = None,
+        count: int = 0,
+    ) -> None:
+        """Make new arrays with `room` pages behind each of `parts`. The room of sequence `grown`
+        begins with `count` pages `added`. Only free room is filled with zeros."""
+        self.counts, self.starts, self.capacity = [n for _, n in parts], [], 0
+        for n in self.counts:
+            self.starts.append(self.capacity)
+            self.capacity += n + room
+        for name, ((batch, heads, rows, width), dtype) in self._blocks.items():
+            pieces = []
+            for i, (stored, _) in enumerate(parts):
+                free = room
+                if stored:
+                    pieces.append(stored[name])
+                if i == grown:
+                    pieces.append(added[name])
+                    free -= count
+                if free:
+                    pieces.append(mx.zeros((batch, heads, free * rows, width), dtype))
+            self.arrays[name] = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)

@@ -1,0 +1,238 @@
+"""`Ragged`: the caches of several sequences in shared arrays, for one dispatch of each kernel.
+
+    pages: one holder      sinks [B, G, sink, D]      live windows [B, G, room, D]
+
+The cost of a new token does not depend on the number of sequences: one scatter for keys, one for
+values, one attention. Only sealing is work for each, once in a page of tokens. Every sequence holds
+what a cache of its own would (`stores.Contents`); pages are sealed when the next token comes, not
+before, so that this step's attention still finds them as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy, deepcopy
+from dataclasses import replace
+from functools import lru_cache
+
+import mlx.core as mx
+
+from mlxkv.cache import choose
+from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.pages import Pages
+from mlxkv.cache.stores import Contents, Records
+from mlxkv.cache.view import KernelPlan, Pair, RaggedView, RecordPages
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.records import TOKENS
+
+
+class Ragged:
+    """Sequences that are numbered from 0. like: the contents of one of them. store: an empty one,
+    which seals for all."""
+
+    def __init__(self, like: Contents, store: Records, heads: int, dtype: mx.Dtype):
+        self.like = replace(like, offset=0, live=None, sink=None, store=None)
+        self.config, self.layer_maps = like.config, like.layer_maps
+        self.store, self.heads, self.dtype = store, heads, dtype
+        self.each = self.config.page // TOKENS  # records of a page
+        self.pages = Pages.of_many(store.layout, self.config.page, heads)
+        self.offsets: list[int] = []
+        self.counts: list[int] = []  # live tokens
+        self.parted: list[bool] = []  # whether the sink has moved out of the live window
+        self.live: Pair = self._windows([], 0)
+        self.sink: Pair | None = self._windows([], self.config.sink) if self.config.sink else None
+
+    def __deepcopy__(self, memo):
+        other = copy(self)  # the rest is never written in place
+        for name in ("offsets", "counts", "parted", "pages"):
+            setattr(other, name, deepcopy(getattr(self, name), memo))
+        return other
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Contents],
+        plan: KernelPlan,
+        heads: int,
+        dtype: mx.Dtype,
+    ) -> Ragged | None:
+        """The sequences, whose caches must not be used again; None where they have no kernels, or not
+        the same. plan, heads, dtype: of their next tokens."""
+        store = next((row.store for row in rows if row.store is not None), None)
+        if store is None:
+            store = choose.store(plan, rows[0].layer_maps, rows[0].way)
+        if not isinstance(store, Records):
+            return None
+        out = cls(rows[0], store.empty(), heads, dtype)
+        return out if out.join(rows) else None
+
+    def join(self, rows: Sequence[Contents]) -> bool:
+        """Add sequences, whose caches must not be used again; False, and nothing has changed, if they
+        are of another kind."""
+        if not all(map(self._takes, rows)):
+            return False
+        if not rows:
+            return True
+        self.settle()
+        parted = [row.sink is not None or not self.config.sink for row in rows]
+        room = max(self.live[0].shape[2], DECODE_TOKENS + max(map(self._limit, parted)))
+        self.live = self._joined(self.live, self._windows([row.live for row in rows], room))
+        if self.sink is not None:
+            windows = self._windows([row.sink for row in rows], self.config.sink)
+            self.sink = self._joined(self.sink, windows)
+        self.offsets += [row.offset for row in rows]
+        self.counts += [0 if row.live is None else row.live[0].shape[2] for row in rows]
+        self.parted += parted
+        self.pages.join([(r.store.state, r.store.count) if r.store else ({}, 0) for r in rows])
+        return True
+
+    def _takes(self, row: Contents) -> bool:
+        if row.config != self.config or row.layer_maps is not self.layer_maps:
+            return False
+        if row.store is not None and not self.store.is_like(row.store):
+            return False
+        if row.live is None:
+            return True
+        return row.live[0].dtype == self.dtype and row.live[0].shape[:2] == (1, self.heads)
+
+    def _windows(self, pairs: Sequence[Pair | None], room: int) -> Pair:
+        """[B, G, room, D] of windows [1, G, tokens, D], with zeros behind."""
+        out = []
+        for side, dims in enumerate(self.store.dims):
+            parts = [mx.zeros((0, self.heads, room, dims), self.dtype)]
+            for pair in pairs:
+                x = mx.zeros((1, self.heads, 0, dims), self.dtype) if pair is None else pair[side]
+                parts.append(_padded(x, room))
+            out.append(parts[0] if len(parts) == 1 else mx.concatenate(parts))
+        return out[0], out[1]
+
+    def _joined(self, ours: Pair, more: Pair) -> Pair:
+        pairs = zip(ours, more, strict=True)
+        return tuple(mx.concatenate([_padded(x, y.shape[2]), y]) for x, y in pairs)
+
+    def _limit(self, parted: bool) -> int:
+        """Live tokens of a sequence before a page has to be sealed."""
+        return self.config.recent + self.config.page + (0 if parted else self.config.sink)
+
+    # -- reading and writing
+
+    def append(self, keys: mx.array, values: mx.array) -> RaggedView:
+        """Append keys, values: [B, G, L, D] with L up to DECODE_TOKENS."""
+        self.settle()
+        new = keys.shape[2]
+        at = _positions(tuple(self.counts), new)
+        self.live = tuple(
+            mx.put_along_axis(old, mx.broadcast_to(at, x.shape), x.astype(old.dtype), axis=2)
+            for old, x in zip(self.live, (keys, values), strict=True)
+        )
+        self.counts = [n + new for n in self.counts]
+        self.offsets = [n + new for n in self.offsets]
+        return self._view()
+
+    def view(self) -> RaggedView:
+        """What attention reads without new tokens."""
+        self.settle()
+        return self._view()
+
+    def _view(self) -> RaggedView:
+        pages, store, sink = self.pages, self.store, self.config.sink
+        records = (n * self.each for n in pages.counts)
+        sinks = (sink if parted else 0 for parted in self.parted)
+        buffer, headers = pages.arrays["records"], pages.arrays.get("headers")
+        tokens = pages.count * self.config.page
+        return RaggedView(
+            RecordPages(store.codecs, store.plan, buffer, tokens, headers),
+            tuple(n * self.each for n in pages.starts),
+            tuple(zip(records, sinks, self.counts, strict=True)),
+            self.sink,
+            self.live,
+        )
+
+    def settle(self) -> None:
+        """Seal a page of each sequence whose live window is full."""
+        full = [i for i, n in enumerate(self.counts) if n > self._limit(self.parted[i])]
+        for parted in (True, False) if full else ():
+            if some := [i for i in full if self.parted[i] is parted]:
+                self._seal(some, 0 if parted else self.config.sink)
+
+    def _seal(self, some: list[int], start: int) -> None:
+        """One page of each of these sequences, from live token `start` on, with what comes before as
+        their sink."""
+        at, page = mx.array(some, mx.int32), self.config.page
+        live = self.live if len(some) == len(self.counts) else tuple(x[at] for x in self.live)
+        encoded = self.store.encode(live, page, start)
+        for n, i in enumerate(some):
+            self.pages.append({name: x[n : n + 1] for name, x in encoded.items()}, 1, i)
+            self.parted[i] = True
+            self.counts[i] -= start + page
+        if start:
+            parts = zip(self.sink, live, strict=True)
+            self.sink = tuple(_put(x, at, y[:, :, :start]) for x, y in parts)
+        moved = (mx.roll(x, -(start + page), axis=2) for x in live)
+        if len(some) < len(self.counts):
+            moved = (_put(x, at, y) for x, y in zip(self.live, moved, strict=True))
+        self.live = tuple(moved)
+
+    # -- sequences come, go, and shrink
+
+    def contents(self, i: int) -> Contents:
+        """A sequence with pages and sink of its own."""
+        self.settle()
+        out = replace(self.like, offset=self.offsets[i])
+        if not out.offset:
+            return out
+        if self.config.sink and self.parted[i]:
+            out.sink = tuple(mx.contiguous(x[i : i + 1]) for x in self.sink)
+        out.live = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.live)
+        if count := self.pages.counts[i]:
+            out.store = self.store.empty()
+            out.store.restore(self.pages.read(i=i), count)
+        return out
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep these sequences, in this order."""
+        at = mx.array(indices, mx.int32)
+        self.live = tuple(x[at] for x in self.live)
+        self.sink = self.sink and tuple(x[at] for x in self.sink)
+        self.offsets = [self.offsets[i] for i in indices]
+        self.counts = [self.counts[i] for i in indices]
+        self.parted = [self.parted[i] for i in indices]
+        self.pages.select(indices)
+
+    def trim(self, n: int) -> bool:
+        """Drop the last n tokens of every sequence; False, and nothing has changed, unless all have
+        more live tokens."""
+        self.settle()
+        if n >= min(self.counts):
+            return False
+        self.counts = [count - n for count in self.counts]
+        self.offsets = [offset - n for offset in self.offsets]
+        return True
+
+    def arrays(self) -> list[mx.array]:
+        """What is allocated."""
+        return [*self.live, *(self.sink or ()), *self.pages.arrays.values()]
+
+
+def window_tokens(config: CacheConfig) -> int:
+    """Tokens in full precision that are allocated for each sequence, at most."""
+    return 2 * config.sink + config.recent + config.page + DECODE_TOKENS
+
+
+def _padded(x: mx.array, room: int) -> mx.array:
+    """[B, G, room, D] of [B, G, T, D], with zeros behind."""
+    more = room - x.shape[2]
+    return mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)]) if more else x
+
+
+def _put(x: mx.array, at: mx.array, rows: mx.array) -> mx.array:
+    """x [B, ...] with rows [n, ...] at the places `at` of its first axis."""
+    places = mx.broadcast_to(at[:, None, None, None], rows.shape)
+    return mx.put_along_axis(x, places, rows, axis=0)
+
+
+@lru_cache(maxsize=64)
+def _positions(counts: tuple[int, ...], new: int) -> mx.array:
+    """[B, 1, L, 1] where each of the new tokens goes; every layer of a step asks for the same."""
+    first = mx.array(counts, mx.int32)[:, None] + mx.arange(new, dtype=mx.int32)
+    return first[:, None, :, None]

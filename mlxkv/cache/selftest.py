@@ -1,0 +1,233 @@
+"""Tests kernels on this machine before they are used, which also builds them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from mlxkv import faults
+from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend
+from mlxkv.cache.stores import Codes, Records
+from mlxkv.cache.view import Parts, View
+from mlxkv.codec.maps import sample
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.records import record_layout
+from mlxkv.metal import attend as kernels
+from mlxkv.metal import tiles, trust
+from mlxkv.metal.launch import Factory
+
+BOUND = 0.01  # rms against plain ops; 16-bit outputs and TF32 products stay below half of it
+# The same for values encoded behind a product with a rotation. A code on the other side of a tie is off
+# by a step, and a product with rounded factors (TF32) makes some ties.
+SEAL_BOUND = 0.06
+# A prefill is MLX's attention in the model's type, with keys and values rounded to it.
+PREFILL_BOUND = 0.02
+SIGN_BOUND = 2 * SEAL_BOUND  # a code on the other side of a tie also changes the signs of the rest
+PAGES = 16  # enough for several splits to be merged
+MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what kernels are built for
+
+
+@dataclass(frozen=True)
+class Case:
+    """The part of a model's attention that kernels are built for. sinks: whether there are logits of
+    attention sinks."""
+
+    heads: int = 8
+    kv_heads: int = 2
+    sinks: bool = False
+
+    @property
+    def small(self) -> Case:
+        """The same with at most MOST_HEADS kv heads."""
+        kv_heads = min(MOST_HEADS, self.kv_heads)
+        return replace(
+            self, heads=max(1, self.heads // self.kv_heads) * kv_heads, kv_heads=kv_heads
+        )
+
+    def steps(self, dims: int, make: Factory) -> list[int]:
+        """New tokens of the calls to try, up to `kernels.MOST_NEW`: one call for each number of query rows
+        that a threadgroup of the portable body is built for. dims: the largest stored."""
+        rows = self.heads // self.kv_heads
+        tiles_ = {}
+        for new in range(1, kernels.MOST_NEW + 1):
+            tiles_.setdefault(kernels.rows_of_tile(dims, rows * new, make), new)
+        return list(tiles_.values())
+
+
+CASE = Case()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a test of kernels.
+
+    errors: rms against plain ops of attend, keys, values and prefill (all on the codes of the kernels)
+    and of seal. ties: share of values whose code is on the other side of a tie. reason: why they are
+    not used, in a line, or None. detail: the whole message of a compiler or driver. built: whether they
+    compiled. seconds: to build them and to run them once."""
+
+    errors: dict[str, float]
+    ties: float
+    reason: str | None
+    built: bool = True
+    seconds: float = 0.0
+    detail: str = ""
+
+
+_Key = tuple[CacheConfig, int, mx.Dtype, Factory, bool]
+_found: dict[_Key, dict[Case, Outcome]] = {}
+
+
+def fault(
+    config: CacheConfig,
+    dims: int,
+    dtype: mx.Dtype,
+    make: Factory,
+    tiled: bool = False,
+    case: Case | None = None,
+) -> str | None:
+    """The reason why kernels of this format for heads of `dims` failed, or None."""
+    return test(config, dims, dtype, make, tiled, case).reason
+
+
+def is_known(
+    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, case: Case | None = None
+) -> bool:
+    """Whether either body has been tried in this process."""
+    found = (_found.get((config, dims, dtype, make, tiled), {}) for tiled in (False, True))
+    return any(one if case is None else case.small in one for one in found)
+
+
+def test(
+    config: CacheConfig,
+    dims: int,
+    dtype: mx.Dtype,
+    make: Factory,
+    tiled: bool = False,
+    case: Case | None = None,
+) -> Outcome:
+    """Seal pages by kernels and by plain ops and compare; then attend to the kernels' pages both ways.
+    Once in a process. case: None takes the worst known result of any case.
+
+    An exception of the kernels becomes the reason, never an error.
+    """
+    known = _found.setdefault((config, dims, dtype, make, tiled), {})
+    if case is None and known:
+        return next((one for one in known.values() if one.reason), next(iter(known.values())))
+    case = (case or CASE).small
+    if case not in known:
+        on_trial, on_mac = nullcontext(), make is mx.fast.metal_kernel
+        place = record_layout(config, *config.dims(dims, dims)), dims, dtype, tiled
+        if on_mac:
+            on_trial = trust.trial(*place)
+        with on_trial:
+            found = _test(config, dims, dtype, make, tiled, case)
+        if on_mac and not (found.reason and faults.is_of_memory(RuntimeError(found.detail))):
+            trust.note(*place[:3], found.reason is None, tiled, found.reason)
+        known[case] = found
+    return known[case]
+
+
+def _test(
+    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, tiled: bool, case: Case
+) -> Outcome:
+    def seal(store):
+        store.append(pair, 1)  # as decoding does, which has a kernel of its own for matrices
+        store.append(pair, PAGES - 1, config.page)
+        return store
+
+    def outputs(store):
+        runs = [store.read(0, PAGES)]
+        if config.follows:  # and two, as two bases make them
+            halves = store.read(0, PAGES // 2), store.read(PAGES // 2, PAGES)
+            runs.append(Parts(halves))
+        views = [View(live, sink, pages) for pages in runs]
+        seen = [
+            attend(queries[:, :, :n], view, dims**-0.5, None if n == 1 else "causal", logits)
+            for n in steps
+            for view in views
+        ]
+        many = attend(queries, views[0], dims**-0.5, "causal", logits)
+        out = mx.concatenate(seen, axis=2), *_whole(views[-1], dtype), many
+        mx.eval(out)
+        return out
+
+    layout = record_layout(config, *config.dims(dims, dims))
+    steps = case.steps(max(dims, layout.keys.dims, layout.values.dims), make)
+    # Plain ops on the CPU are the reference: some GPUs lack a few of MLX's quantized products.
+    with mx.stream(mx.cpu):
+        count = max(case.heads, case.kv_heads)
+        x = mx.random.normal((5, 1, count, PAGES * config.page, dims), key=mx.random.key(0))
+        keys, values, queries, *ends = x.astype(dtype)
+        pair = keys[:, : case.kv_heads], values[:, : case.kv_heads]
+        live = tuple(mx.contiguous(y[:, : case.kv_heads, : DECODE_TOKENS + 1]) for y in ends)
+        sink = tuple(mx.contiguous(y[:, : case.kv_heads, 16:20]) for y in ends)
+        queries = queries[:, : case.heads, : DECODE_TOKENS + 1]
+        logits = mx.linspace(-1, 1, case.heads).astype(dtype) if case.sinks else None
+        mx.eval(pair, live, sink, queries)
+        turned = None
+        if config.calibrated:
+            turned = sample(case.kv_heads, (dims, dims), config.fitted)
+        plain = seal(Codes(config, (dims, dims), turned))
+        mx.eval(plain.arrays())
+    start = time.perf_counter()
+    try:
+        ours = seal(Records(config, (dims, dims), make, tiled, turned))
+        found = outputs(ours)
+        seconds = time.perf_counter() - start
+        with mx.stream(mx.cpu):
+            same = Codes(config, (dims, dims), turned)
+            same.restore(ours.state, PAGES)
+            expected = outputs(same)
+            whole = View(live, sink, None)
+            stored = [_whole(replace(whole, pages=x.read(0, PAGES)), dtype) for x in (same, plain)]
+            mx.eval(stored)
+    except Exception as error:  # a compiler or a driver may raise anything at all
+        tiles.forget_counters()
+        spent = time.perf_counter() - start
+        drain()
+        built = not faults.is_of_build(error)
+        return Outcome({}, 0.0, faults.reason(error), built, spent, faults.text(error))
+    names = ("attend", "keys", "values", "prefill")
+    errors = {name: _off(*two) for name, *two in zip(names, found, expected, strict=True)}
+    sides = list(zip(*stored, strict=True))
+    errors["seal"] = max(_off(*two) for two in sides)
+    ties = sum(_far(*two) for two in sides) / 2
+    bounds = dict.fromkeys(errors, BOUND) | {"prefill": PREFILL_BOUND}
+    if any(
+        side.calibrated
+        or side.transform == "random"
+        # The seal kernel has butterflies for these; where others seal, the rotation is a product.
+        or (side.transform != "none" and not ours.layout.sealed_by_kernel)
+        for side in (config.keys, config.values)
+    ):
+        bounds["seal"] = SEAL_BOUND
+    if getattr(config.keys.quantizer, "residual", False):
+        bounds["seal"] = SIGN_BOUND
+    wrong = next((name for name, off in errors.items() if not off <= bounds[name]), None)
+    reason = None if wrong is None else f"{wrong} is off by {errors[wrong]:.2g}"
+    return Outcome(errors, ties, reason, True, seconds)
+
+
+def drain(*streams: mx.Stream) -> None:
+    """Wait for all work on the default stream and on `streams`, and ignore its errors. After an error of
+    the GPU, buffers in flight set the error again, and the next computation would raise it."""
+    for stream in (*streams, mx.default_stream(mx.default_device())):
+        for _ in range(2):  # the first may raise before it has waited
+            with suppress(RuntimeError):
+                mx.synchronize(stream)
+
+
+def _off(ours: mx.array, plain: mx.array) -> float:
+    ours, plain = ours.astype(mx.float32), plain.astype(mx.float32)
+    return mx.sqrt(mx.mean((ours - plain) ** 2) / mx.mean(plain**2)).item()
+
+
+def _far(ours: mx.array, plain: mx.array) -> float:
+    """The share of values that differ by more than rounding."""
+    ours, plain = ours.astype(mx.float32), plain.astype(mx.float32)
+    far = mx.abs(ours - plain) > 0.05 * mx.sqrt(mx.mean(plain**2))
+    return mx.mean(far.astype(mx.float32)).item()

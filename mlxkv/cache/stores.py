@@ -1,0 +1,254 @@
+"""Stores of sealed pages: `Codes` for plain ops, `Records` for kernels. A cache has one of the two.
+
+Both grow and are cut by whole pages, and return the snapshots of `view`. Each restores what the other
+saved, so that a cache saved on one machine is read on any other.
+"""
+
+from __future__ import annotations
+
+from copy import copy, deepcopy
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxkv.cache.pages import Pages
+from mlxkv.cache.view import PORTABLE, TILES, CodePages, KernelPlan, Pair, RecordPages
+from mlxkv.codec import encoding, records
+from mlxkv.codec.codec import Codec, Stored, codec
+from mlxkv.codec.maps import LayerMaps
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.records import NAMES, TOKENS, record_layout
+from mlxkv.metal import attend, balance, launch, seal
+
+
+class _Store:
+    """way: how pages are encoded, of `encoding`."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        dims: tuple[int, int],
+        layer_maps: LayerMaps | None,
+        way: str,
+    ):
+        self.config, self.dims, self.way = config, dims, way
+        self.codecs = tuple(
+            Codec(side, dim, config.page, getattr(layer_maps, name))
+            if side.calibrated and layer_maps is not None
+            else codec(side, dim, config.page)
+            for name, side, dim in zip(NAMES, (config.keys, config.values), dims, strict=True)
+        )
+
+    def encode_by(self, way: str) -> None:
+        """Encode the next pages this way."""
+        self.way = way
+
+
+class Codes(_Store):
+    """Sealed pages for plain ops: the arrays of both sides, by (side, name)."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        dims: tuple[int, int],
+        layer_maps: LayerMaps | None = None,
+        way: str = encoding.KERNEL,
+    ):
+        super().__init__(config, dims, layer_maps, way)
+        self.pages = Pages()
+        self._whole: CodePages | None = None  # the last snapshot of all pages, until they change
+
+    def __deepcopy__(self, memo):
+        other = copy(self)
+        other.pages, other._whole = deepcopy(self.pages, memo), None
+        return other
+
+    @property
+    def count(self) -> int:
+        return self.pages.counts[0]
+
+    def append(self, pair: Pair, count: int, start: int = 0) -> None:
+        """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
+        self._whole = None  # a hold on the arrays would have them copied
+        stop, encoded = start + count * self.config.page, {}
+        for side, code, x in zip(NAMES, self.codecs, pair, strict=True):
+            for name, y in code.encode(x[:, :, start:stop], self.way).items():
+                encoded[side, name] = y
+        self.pages.append(encoded, count)
+
+    def _sides(self, start: int, stop: int) -> dict[str, Stored]:
+        out: dict[str, Stored] = {name: {} for name in NAMES}
+        for (side, name), x in self.pages.read(start, stop).items():
+            out[side][name] = x
+        return out
+
+    def read(self, start: int, stop: int) -> CodePages:
+        """A snapshot of pages start .. stop - 1."""
+        stored = tuple(self._sides(start, stop).values())
+        return CodePages(self.codecs, stored, (stop - start) * self.config.page)
+
+    def whole(self) -> CodePages:
+        """A snapshot of all pages."""
+        if self._whole is None:
+            self._whole = self.read(0, self.count)
+        return self._whole
+
+    def truncate(self, count: int) -> None:
+        self._whole = None
+        self.pages.truncate(count)
+
+    def arrays(self) -> list[mx.array]:
+        """All allocated arrays."""
+        return list(self.pages.arrays.values())
+
+    @property
+    def state(self) -> dict:
+        return self._sides(0, self.count)
+
+    def restore(self, state: dict, count: int) -> None:
+        """Take over the `count` pages of a state of either store."""
+        self._whole = None
+        if "records" in state:
+            state = records.to_codes(state, self.codecs)
+        held = {}
+        for side, code in zip(NAMES, self.codecs, strict=True):
+            if set(state[side]) != code.spec.tensors:
+                raise ValueError(f"arrays {', '.join(sorted(state[side]))} for {side}")
+            held |= {(side, name): x for name, x in state[side].items()}
+        self.pages.restore(held, count)
+
+
+class Records(_Store):
+    """Sealed pages for kernels that `make` builds, tiles or the portable ones: a buffer of page
+    records, and one of headers for formats that have them."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        dims: tuple[int, int],
+        make: launch.Factory,
+        tiled: bool = False,
+        layer_maps: LayerMaps | None = None,
+        way: str = encoding.KERNEL,
+    ):
+        super().__init__(config, dims, layer_maps, way)
+        self.layout = record_layout(config, *(code.dims for code in self.codecs))
+        body = TILES if tiled else PORTABLE
+        self.plan = KernelPlan(body, layout=self.layout, make=make)
+        self._sealer = seal.sealer(self.layout)
+        self.pages = Pages()
+
+    def __deepcopy__(self, memo):
+        other = copy(self)  # all but the pages is shared: MLX's kernel builders cannot be copied
+        other.pages = deepcopy(self.pages, memo)
+        return other
+
+    @property
+    def count(self) -> int:
+        return self.pages.counts[0]
+
+    def append(self, pair: Pair, count: int, start: int = 0) -> None:
+        """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
+        self.pages.append(self.encode(pair, count * self.config.page, start), count)
+
+    def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
+        """The arrays that `append` would add for whole pages."""
+        layout, make, on_cpu = self.layout, self.plan.make, self.way != encoding.KERNEL
+        sides = tuple(zip(self.codecs, (layout.keys, layout.values), strict=True))
+        if self._sealer is not None and not on_cpu:
+            transforms = tuple(code.transform for code in self.codecs)
+            ranks = tuple(code.spec.clip_rank(at.dims) for code, at in sides)
+            return self._sealer(pair, layout, make, transforms, start, tokens, ranks)
+        with mx.stream(mx.cpu if on_cpu else mx.default_device()):
+            codes = {}
+            for name, x, (code, at) in zip(NAMES, pair, sides, strict=True):
+                by_kernel = not on_cpu and at.outer
+                helpers = balance.helpers(make, code.page, at.dims) if by_kernel else {}
+                codes[name] = code.encode(x[:, :, start : start + tokens], self.way, **helpers)
+            return records.to_records(codes, self.codecs)
+
+    def empty(self) -> Records:
+        """A store of the same kind without pages."""
+        other = copy(self)
+        other.pages = Pages()
+        return other
+
+    def is_like(self, other: Codes | Records) -> bool:
+        """Whether the same kernels read the pages of both."""
+        kinds = ((type(x), x.config, x.dims, x.way) for x in (self, other))
+        return next(kinds) == next(kinds) and self.plan == other.plan
+
+    def transported(self, codecs: tuple[Codec, Codec]) -> dict[str, mx.array]:
+        """Its pages, encoded again in the bases of `codecs`. For layouts that the kernel seals: plain ops
+        would take some hundred operations a page."""
+        pages, layout, make, moved = self.whole(), self.layout, self.plan.make, []
+        for i, (old, new) in enumerate(zip(self.codecs, codecs, strict=True)):
+            x = attend.unseal_side(
+                *(pages.buffer, pages.records, layout, i == 0, mx.float32, make),
+                headers=pages.headers,
+            )
+            if old.transform is not new.transform:
+                x = x @ (old.transform.up @ new.transform.down)
+            moved.append(x)
+        ranks = tuple(
+            code.spec.clip_rank(x.shape[3]) for code, x in zip(codecs, moved, strict=True)
+        )
+        return {
+            "records": seal.seal(tuple(moved), layout, make, (None, None), 0, pages.tokens, ranks)
+        }
+
+    def read(self, start: int, stop: int) -> RecordPages:
+        """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
+        each, arrays = self.config.page // TOKENS, self.pages.arrays
+        buffer, headers = arrays["records"], arrays.get("headers")
+        if start:
+            buffer = buffer[:, :, start * each : stop * each]
+            headers = None if headers is None else headers[:, :, start:stop]
+        tokens = (stop - start) * self.config.page
+        return RecordPages(self.codecs, self.plan, buffer, tokens, headers)
+
+    def whole(self) -> RecordPages:
+        """A snapshot of all pages."""
+        return self.read(0, self.count)
+
+    def truncate(self, count: int) -> None:
+        self.pages.truncate(count)
+
+    def arrays(self) -> list[mx.array]:
+        """All allocated arrays."""
+        return list(self.pages.arrays.values())
+
+    @property
+    def state(self) -> dict:
+        return self.pages.read()
+
+    def restore(self, state: dict, count: int) -> None:
+        """Take over the `count` pages of a state of either store."""
+        if "records" not in state:
+            state = records.to_records(state, self.codecs)
+        self.pages.restore(state, count)
+
+
+def codes_of(store: Codes | Records) -> dict[str, Stored]:
+    """The arrays of plain ops for the pages of either store, which has some."""
+    state = store.state
+    return records.to_codes(state, store.codecs) if "records" in state else state
+
+
+@dataclass
+class Contents:
+    """What a cache holds, as `CompressedKVCache.contents` shows it.
+
+    layer_maps: of the layer. plan, way: kernels and encoding of stores that it makes. offset: tokens
+    read. live, sink: keys and values in full precision, [B, G, T, D], or None. store: of the sealed
+    pages, or None.
+    """
+
+    config: CacheConfig
+    layer_maps: LayerMaps | None
+    plan: KernelPlan | None
+    way: str
+    offset: int
+    live: Pair | None
+    sink: Pair | None
+    store: Codes | Records | None

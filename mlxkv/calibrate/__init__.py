@@ -1,0 +1,1 @@
+"""`mlxkv calibrate`: the command, its output and publishing. What computes lives in `models/calibration`."""

@@ -1,0 +1,309 @@
+"""Run `mlxkv calibrate`: fit transforms to a model, search clips or learn maps, and write the result to a
+file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mlxkv.calibrate import publish
+from mlxkv.calibrate.options import CalibrateOptions
+from mlxkv.console import human_bytes, note, print_json, print_table
+from mlxkv.errors import UserError
+from mlxkv.formats import matrices
+from mlxkv.formats.calibration import artifact
+from mlxkv.formats.calibration.artifact import SIDES, Calibration
+from mlxkv.formats.calibration.learned import Learned
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.models import load
+from mlxkv.models.calibration import clips
+from mlxkv.models.calibration.fitting import given
+from mlxkv.models.calibration.learn import Outcomes, learn, steps
+from mlxkv.models.calibration.measure import (
+    LEAST,
+    TARGETS,
+    WINDOW,
+    WITHOUT_TEXT,
+    bos_of,
+    calibrate,
+    calibrate_with_samples,
+    passes,
+    progress_bar,
+)
+from mlxkv.texts.sources import Text, calibration_tokens
+
+SEARCHED = "oscar-int2"
+COLUMNS = [
+    "layer",
+    "kv heads",
+    "dims",
+    "condition K",
+    "condition V",
+    "floored",
+    "balanced K",
+    "balanced V",
+    "seconds",
+]
+LEARNED_COLUMNS = ["layer", "srft K", "error K", "gain K", "srft V", "error V", "gain V"]
+
+
+def run(options: CalibrateOptions) -> None:
+    """Read text, write the file, print a report."""
+    check(options)  # before a model is loaded
+    publish.check(options.push_to_hub, options.private)
+    if options.learn is not None:
+        run_learning(options)
+    else:
+        run_fitting(options)
+
+
+def run_fitting(options: CalibrateOptions) -> None:
+    """Fit rotations and balanced transforms, or take those of a file, then search clips if asked."""
+    chosen = given(options.calibration) if options.calibration else None
+    _insist_on_file(options, chosen or options)
+    loaded = load(options.model, "fp16", dtype=options.dtype)
+    text = Text("none", [])
+    fits = options.target not in WITHOUT_TEXT  # rotations to the text, not only clips
+    if fits or options.search_clip:
+        text = _read(loaded, options)
+    timing: dict[str, float] = {}
+    start = time.perf_counter()
+    reading = {"window": min(WINDOW, loaded.context or WINDOW), "bos": bos_of(loaded.tokenizer)}
+    searched = searched_presets(options)
+    turns = len(searched) + (0 if chosen else passes(options.target))
+    trials = {}
+    with progress_bar(len(text.tokens) * turns) as progress:
+        made = chosen or calibrate(
+            loaded.model,
+            text.tokens if fits else (),
+            text=text.name if fits else "none",
+            target=options.target,
+            parts=options.parts,
+            per_layer=options.per_layer,
+            progress=progress,
+            timing=timing,
+            **reading,
+        )
+        path = Path(options.out or artifact.kept_path(made.fingerprint)).expanduser()
+        made = _with_kept_clips(made, path)
+        for name, config in searched.items():
+            made, trials[name] = clips.search(
+                loaded.model, made, config, text.tokens, progress=progress, **reading
+            )
+    seconds = time.perf_counter() - start
+    artifact.write(path, made)
+    report(made, path, seconds, timing, trials, options.json)
+    if options.push_to_hub is not None:
+        publish.publish(made, path, options.push_to_hub, options.private)
+    used = artifact.find(made.fingerprint, loaded.path)
+    if options.out is None and used.path != path:
+        note(
+            f"{loaded.name} came with {used.path}, which goes first; use this one by --calibration"
+        )
+
+
+def run_learning(options: CalibrateOptions) -> None:
+    """Learn maps from the keys and values of the text (--learn)."""
+    loaded = load(options.model, "fp16", dtype=options.dtype)
+    text = _read(loaded, options)
+    start = time.perf_counter()
+    made, samples = calibrate_with_samples(loaded, text, options.per_layer)
+    learned = Learned(**options.learning)
+    with progress_bar(steps(made, learned), "learning") as progress:
+        made, outcomes = learn(made, samples, learned, progress)
+    path = Path(options.out or learned_path(made.fingerprint)).expanduser()
+    artifact.write(path, made)
+    report_learned(made, path, time.perf_counter() - start, outcomes, options.json)
+
+
+def _read(loaded, options: CalibrateOptions) -> Text:
+    files = [Path(name).expanduser() for name in options.text or ()]
+    text = calibration_tokens(loaded, options.tokens, files)
+    if LEAST <= len(text.tokens) < options.tokens:
+        note(f"{text.name} has {len(text.tokens)} tokens, fewer than {options.tokens}")
+    return text
+
+
+def learned_path(fingerprint: str) -> Path:
+    """Where learned maps are kept: beside the user's own calibration of the model, which stays."""
+    return artifact.folder() / f"{fingerprint}-learned.safetensors"
+
+
+def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
+    """The presets for which clips are searched, by name."""
+    names = [name.strip() for name in (options.kv or SEARCHED).split(",")]
+    return {name: parse_kv(name) for name in names} if options.search_clip else {}
+
+
+def check(options: CalibrateOptions) -> None:
+    """Raises UserError for settings that do not go together."""
+    if options.target not in TARGETS:
+        choices = ", ".join(TARGETS)
+        raise UserError(f"[--target] unknown; got {options.target!r}; choose from {choices}")
+    _check_learning(options)
+    for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
+        if value is not None and not options.search_clip:
+            raise UserError(f"[{option}] is for a search of clips; got {value}; add --search-clip")
+    for name, config in searched_presets(options).items():
+        if reason := clips.why_not(config):
+            raise UserError(f"[--kv] got {name}; {reason}")
+    if options.tokens < LEAST:
+        raise UserError(f"[--tokens] too little text; got {options.tokens}; choose {LEAST} or more")
+
+
+def _check_learning(options: CalibrateOptions) -> None:
+    if options.learn is None:
+        if options.learning:
+            name, got = next(iter(options.learning.items()))
+            raise UserError(f"[--{name}] is for learned transforms; got {got}; add --learn scale")
+        return
+    Learned(**options.learning).check()
+    for option, is_usual in (
+        ("--target", options.target == "attention"),
+        ("--parts", options.parts == matrices.PARTS),
+        ("--search-clip", not options.search_clip),
+        ("--push-to-hub", options.push_to_hub is None),
+    ):
+        if not is_usual:
+            raise UserError(
+                f"[--learn] got {options.learn} with {option}, which is for other transforms; leave "
+                "one of them out"
+            )
+
+
+def _insist_on_file(options: CalibrateOptions, made: CalibrateOptions | Calibration) -> None:
+    """Raises UserError for an ablation without -o. made: what holds target, parts and per_layer."""
+    usual = (made.target, made.parts, made.per_layer) == ("attention", "uhp", False)
+    if options.out is None and not usual:
+        raise UserError(
+            "[calibrate] an ablation is not kept as the model's own calibration; got no -o; name a "
+            "file with -o FILE"
+        )
+
+
+def _with_kept_clips(made: Calibration, path: Path) -> Calibration:
+    """`made` with the clips of the file that it replaces, where the transforms are the same."""
+    try:
+        old = artifact.read(path)
+    except UserError:  # not there, or not worth keeping
+        return made
+    if (old.fingerprint, old.parts) != (made.fingerprint, made.parts):
+        return made
+    made, lost = made.with_clips_of(old)
+    if lost:
+        note(f"{path} had clips for other rotations; they are gone")
+    return made
+
+
+def report(
+    made: Calibration,
+    path: Path,
+    seconds: float,
+    timing: dict[str, float],
+    trials: dict[str, dict[str, clips.Trial]],
+    as_json: bool,
+) -> None:
+    """Print a row per layer and where the file is; with --json one document."""
+    rows = []
+    for name, layer in made.layers.items():
+        sides = {side: getattr(layer, side) for side in SIDES}
+        rows.append(
+            {
+                "layer": name,
+                "kv_heads": layer.kv_heads,
+                "dims": [basis.values.shape[1] for basis in sides.values()],
+                "condition": {side: basis.condition for side, basis in sides.items()},
+                "floored": {side: basis.floored for side, basis in sides.items()},
+                "balanced": {
+                    side: basis.balance and basis.balance.condition for side, basis in sides.items()
+                },
+                "seconds": round(timing.get(name, 0.0), 4),
+                "clips": {side: dict(basis.clips) for side, basis in sides.items()},
+                "clip_errors": {kv: found[name].by_side() for kv, found in trials.items()},
+            }
+        )
+    size = path.stat().st_size
+    if floored := sum(sum(row["floored"].values()) for row in rows):
+        note(
+            f"{floored} eigenvalues are below float32 resolution: raised to it, directions are free"
+        )
+    if as_json:
+        about = {k: v for k, v in made.header().items() if k != "layers"}
+        print_json(
+            {
+                **about,
+                "path": str(path),
+                "bytes": size,
+                "seconds": round(seconds, 3),
+                "layers": rows,
+            }
+        )
+        return
+    cells = [
+        [
+            row["layer"],
+            row["kv_heads"],
+            " / ".join(map(str, dict.fromkeys(row["dims"]))),
+            *(f"{row['condition'][side]:.3g}" for side in SIDES),
+            sum(row["floored"].values()),
+            *("-" if x is None else f"{x:.3g}" for x in row["balanced"].values()),
+            f"{row['seconds']:.2f}",
+        ]
+        for row in rows
+    ]
+    shared = "per layer" if made.per_layer else "per kv head"
+    for kv, found in trials.items():
+        _report_clips(kv, found)
+    title = f"{made.model}: {made.tokens} tokens of {made.text}, target {made.target}, {shared}"
+    print_table(COLUMNS, cells, title)
+    print(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {made.digest}")
+    print("condition: largest over smallest eigenvalue, the worst kv head; balanced: largest over")
+    print("smallest singular value of the balanced transform")
+
+
+def _report_clips(kv: str, found: dict[str, clips.Trial]) -> None:
+    """Print the preset's clip and the chosen one per layer and side, with their errors."""
+    rows = []
+    chosen = {side: clips.choose(found, side) for side in SIDES}
+    for name, trial in found.items():
+        row = [name]
+        for side in SIDES:
+            if not (errors := trial.errors(side)):
+                row += ["kept", ""]
+                continue
+            own, best = next(iter(errors)), chosen[side][name]  # the preset's own is tried first
+            row += [f"{own:g} -> {best:g}", f"{errors[own]:.2g} -> {errors[best]:.2g}"]
+        rows.append(row)
+    print_table(("layer", "clip K", "error", "clip V", "error"), rows, f"{kv}: clips")
+    print("error: of the attention output, relative energy, one side stored and the other exact")
+
+
+def report_learned(
+    made: Calibration, path: Path, seconds: float, outcomes: Outcomes, as_json: bool
+) -> None:
+    """Print a row per layer and where the file is; with --json one document."""
+    if as_json:
+        about = {k: v for k, v in made.header().items() if k != "layers"}
+        rows = [
+            {"layer": name, **{side: vars(one) | {"gain": one.gain} for side, one in sides.items()}}
+            for name, sides in outcomes.items()
+        ]
+        said = {"path": str(path), "bytes": path.stat().st_size, "seconds": round(seconds, 3)}
+        print_json({**about, **said, "layers": rows})
+        return
+    cells = []
+    for name, sides in outcomes.items():
+        numbers = ((one.held_srft, one.held, one.held_gain) for one in sides.values())
+        cells.append([name, *(f"{x:.4g}" for three in numbers for x in three)])
+    learned = made.learned
+    title = f"{made.model}: {learned.label}, {learned.spec.label}, {learned.rows} rows a head"
+    print_table(LEARNED_COLUMNS, cells, title)
+    print(
+        "error: of codes, relative energy, on rows that nothing was learned from; srft: random SRFT"
+    )
+    print(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {made.digest}")
+    preset = f"learned-int{learned.bits}"
+    if (own := parse_kv(preset).keys.quantizer.group) != learned.group:
+        note(f"{preset} has groups of {own}; these maps were learned for groups of {learned.group}")
+    print(f"use it: --kv {preset} --calibration {path}")

@@ -1,0 +1,18 @@
+"""The command `mlxkv chat`. Imports nothing heavy until it runs."""
+
+from __future__ import annotations
+
+import inspect
+
+from mlxkv.chat.options import ChatOptions
+
+
+def chat(**given) -> None:
+    """Talk to a model, in a terminal or in one shot (--prompt, or text on stdin)."""
+    from mlxkv.chat.run import run
+
+    run(ChatOptions(**given))
+
+
+# typer reads the options from the signature.
+chat.__signature__ = inspect.signature(ChatOptions, eval_str=True).replace(return_annotation=None)

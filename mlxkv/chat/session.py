@@ -1,0 +1,276 @@
+"""A conversation with its messages and the cache that holds them; a prompt reads only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+
+from mlxkv import console, faults
+from mlxkv.errors import MachineError, UserError
+from mlxkv.models import prompt_cache
+from mlxkv.models.catalog.shapes import layers_of
+from mlxkv.models.decoders import step_down
+from mlxkv.models.generate import Stats, new_cache, stream
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Measured size of the cache. values: how many numbers a plain cache would hold for the same tokens."""
+
+    kv_bytes: int
+    values: int
+
+    @property
+    def kv_bytes_fp16(self) -> int:
+        return 2 * self.values
+
+    @property
+    def bits_per_value(self) -> float:
+        return 8 * self.kv_bytes / self.values if self.values else 0.0
+
+
+class Session:
+    """One chat on one loaded model.
+
+    messages: the conversation. tokens: what the cache holds. text: the same as text, as the chat
+    template wrote it. stats: of the last reply. raw: no chat template; prompts and replies are joined
+    as plain text.
+    """
+
+    def __init__(
+        self,
+        loaded,
+        system: str | None = None,
+        raw: bool = False,
+        sampler: Callable[[mx.array], mx.array] | None = None,
+        max_tokens: int = 512,
+    ):
+        if max_tokens < 1:
+            raise UserError(f"[--max-tokens] must be at least 1; got {max_tokens}")
+        if not raw and not loaded.tokenizer.has_chat_template:
+            raise UserError(
+                "[chat] tokenizer has no chat template; use --raw to continue plain text"
+            )
+        if raw and system:
+            raise UserError("[--system] needs a chat template; it cannot go with --raw")
+        self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
+        self.system = system
+        self.limit = loaded.context or 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation; keep the system prompt."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.stats = Stats()
+        self._forget_cache()
+
+    def _forget_cache(self) -> None:
+        """Start a fresh cache; the next turn reads the whole conversation again."""
+        self.cache = new_cache(self.loaded)
+        self.tokens: list[int] = []
+        self.text = ""
+
+    def ask(
+        self,
+        prompt: str,
+        progress: Callable[[int, int], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Iterator[str]:
+        """Yield the reply in pieces. A failure or a stop keeps the session."""
+        if not prompt.strip():
+            raise UserError("[chat] empty prompt; write something, or pass --prompt TEXT")
+        messages = [*self.messages, {"role": "user", "content": prompt}]
+        text, tokens = self._render(messages)
+        if self.limit and len(tokens) >= self.limit:
+            raise UserError(
+                f"[chat] prompt is longer than the model's context; got {len(tokens)} tokens; "
+                f"{self.loaded.name} takes {self.limit}, the reply included"
+            )
+        room = self.limit - len(tokens) if self.limit else self.max_tokens
+        reused = self._reuse(tokens)
+        self.stats, reply, asked, earlier = Stats(), "", len(tokens), []
+        clean = False
+        try:
+            while not clean:
+                try:
+                    for piece in stream(
+                        self.loaded,
+                        tokens[reused:],
+                        self.cache,
+                        sampler=self.sampler,
+                        max_tokens=max(1, min(self.max_tokens, room) - len(tokens) + asked),
+                        progress=None if earlier else progress,
+                        stop=stop,
+                        stats=self.stats,
+                    ):
+                        tokens.append(piece.token)
+                        new = piece.text
+                        if earlier:
+                            new = self._rest(reply, tokens[asked:], self.stats.finish_reason, new)
+                        reply += new
+                        clean = True
+                        yield new
+                        clean = False
+                    clean = True
+                except RuntimeError as error:
+                    instead = self._instead(error)
+                    console.warn(f"\n{instead}" if reply else instead)
+                    earlier.append(self.stats)
+                    self.stats, reused = Stats(), 0  # the prompt is read again
+                    self._forget_cache()
+        except GeneratorExit:
+            pass  # the caller stopped; what it has read counts
+        finally:
+            self._close(clean, messages, text, tokens, reused, reply, earlier)
+
+    def _instead(self, error: RuntimeError) -> str:
+        """Switch off what failed. Returns a line about what runs instead; raises where nothing can."""
+        if isinstance(error, MachineError):
+            raise error
+        if instead := step_down(self.loaded, error):
+            return instead
+        raise MachineError(
+            f"[generate] {faults.reason(error)}; the conversation is kept, its cache is made anew"
+        ) from error
+
+    def _rest(self, reply: str, written: list[int], finish: str, new: str) -> str:
+        """The text after `reply` once a reply continues after a failure. It is decoded from all tokens:
+        the new piece alone would lack the text that was held back at the failure."""
+        whole = self._decode(written[:-1] if finish == "stop" else written)
+        if not whole.startswith(reply):
+            whole = whole.lstrip()  # replies are shown without leading spaces
+        if not whole.startswith(reply):
+            return new
+        return whole[len(reply) :] if finish or not whole.endswith("\ufffd") else ""
+
+    def _close(self, clean, messages, text, tokens, reused, reply, earlier) -> None:
+        """Update messages, tokens and cache after a reply, a stop or a failure. earlier: stats of the
+        parts of the reply before failures that it recovered from."""
+        for part in earlier:
+            self.stats.generated_tokens += part.generated_tokens
+            self.stats.decode_seconds += part.decode_seconds
+            self.stats.prefill_seconds += part.prefill_seconds
+            self.stats.read_tokens += part.read_tokens
+        self.stats.prompt_tokens = len(tokens) - self.stats.generated_tokens
+        if not clean:
+            self._forget_cache()  # layers may hold different tokens, or NaN
+            return
+        self.tokens = tokens[: reused + self.stats.held]
+        if not self.stats.generated_tokens:  # stopped while the prompt was read
+            self.text = ""
+            return
+        written = tokens[-self.stats.generated_tokens :]
+        whole = len(self.tokens) == len(tokens)  # else stopped while a reply was recovered
+        self.text = text + self._decode(written)
+        if self.stats.finish_reason == "stop":
+            written = written[:-1]  # the template writes the token that ends a turn
+        self.messages = self._with_reply(messages, reply, self._decode(written))
+        if not whole:
+            self.text = ""
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.loaded.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _with_reply(self, messages: list[dict], shown: str, exact: str) -> list[dict]:
+        """The conversation with the reply in the wording that makes the template reproduce the cached
+        text, so that the cache is reused.
+
+        shown: without a leading space and, when stopped, without text that was still held back.
+        Templates that write a space themselves need this, others need `exact`.
+        """
+        for content in (shown, exact):
+            candidate = [*messages, {"role": "assistant", "content": content}]
+            try:
+                if self._as_text(candidate).startswith(self.text):
+                    return candidate
+            except UserError:  # the next question raises it
+                pass
+        return [*messages, {"role": "assistant", "content": shown}]
+
+    def _render(self, messages: list[dict]) -> tuple[str, list[int]]:
+        """The conversation as text and as tokens.
+
+        If the text only grows, the cached tokens are kept and the rest is encoded alone: encoding a
+        reply again may give other tokens than the model wrote.
+        """
+        tokenizer = self.loaded.tokenizer
+        text = self._as_text(messages)
+        if self.text and text.startswith(self.text):
+            rest = tokenizer.encode(text[len(self.text) :], add_special_tokens=False)
+            return text, self.tokens + list(rest)
+        # A chat template writes its own first token.
+        return text, list(tokenizer.encode(text, add_special_tokens=self.raw))
+
+    def _as_text(self, messages: list[dict]) -> str:
+        if self.raw:
+            return "".join(message["content"] for message in messages)
+        try:
+            return self.loaded.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # of jinja, or raised by the template
+            raise UserError(f"[chat] the model's chat template refuses this: {error}") from None
+
+    def _reuse(self, tokens: list[int]) -> int:
+        """Trim the cache to what it shares with `tokens`; returns how many tokens that is.
+
+        At least one token is left to feed. A cache that cannot be trimmed (a sliding window that
+        has moved on) is dropped.
+        """
+        shared = 0
+        for ours, theirs in zip(self.tokens, tokens[:-1], strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        surplus = len(self.tokens) - shared
+        if surplus:
+            trimmable = shared and can_trim_prompt_cache(self.cache)
+            if not trimmable or trim_prompt_cache(self.cache, surplus) != surplus:
+                self._forget_cache()
+                return 0
+            self.tokens = self.tokens[:shared]
+            self.text = ""
+        return shared
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether the conversation is so short that nothing is compressed yet."""
+        compresses = any(layer.compressed for layer in self.loaded.layers)
+        return compresses and len(self.tokens) <= self.loaded.kv.window
+
+    def usage(self) -> Usage:
+        """The measured size of the caches."""
+        shapes = layers_of(self.loaded.config)
+        if len(shapes) != len(self.cache):  # config.json does not describe this family's caches
+            shapes = [None] * len(self.cache)
+        layers = zip(self.cache, self.loaded.layers, shapes, strict=True)
+        return Usage(sum(c.nbytes for c in self.cache), sum(_values(*layer) for layer in layers))
+
+    def save(self, name: str):
+        """Write the session to a file, completely or not at all. Returns the path."""
+        saved = prompt_cache.Saved(self.cache, self.tokens, self.messages, self.text, self.raw)
+        return prompt_cache.save(name, saved, self.loaded)
+
+    def load(self, name: str) -> None:
+        """Replace the session by a saved one; a file that is refused changes nothing."""
+        saved = prompt_cache.load(name, self.loaded)
+        if saved.raw != self.raw:
+            raise UserError(
+                f"[load] {name!r} was saved {'with' if saved.raw else 'without'} --raw; "
+                f"this session runs {'with' if self.raw else 'without'} it"
+            )
+        self.cache, self.tokens = saved.cache, saved.tokens
+        self.messages, self.text = saved.messages, saved.text
+        self.stats = Stats()
+
+
+def _values(cache, report, shape) -> int:
+    """How many numbers a plain cache would hold in place of this one."""
+    if report.compressed:
+        return cache.offset * report.kv_heads * (report.key_dim + report.value_dim)
+    if shape and shape.kind != "state" and hasattr(cache, "offset"):
+        return shape.values(cache.offset)
+    return cache.nbytes // 2  # a plain cache of 16 bits

@@ -1,0 +1,202 @@
+"""Chat in a terminal: input with history, commands, streaming, Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from mlxkv.chat.session import Session
+from mlxkv.console import cache_dir, human_bytes
+from mlxkv.errors import MachineError, UserError
+
+HELP = {
+    "/help": "this list",
+    "/stats": "tokens, speed and memory of the last reply",
+    "/save FILE": "write the session with its cache to a file",
+    "/load FILE": "go on with a saved session",
+    "/reset": "forget the conversation",
+    "/exit": "leave (so does Ctrl-D)",
+}
+LONG_PROMPT = 1024
+
+
+@contextlib.contextmanager
+def prefill_bar() -> Iterator[Callable[[int, int], None]]:
+    """Yield a `progress(done, total)` that shows a bar on stderr for long prompts."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    bar = Progress(
+        TextColumn("reading"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} tokens"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    task = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal task
+        if task is None and total >= LONG_PROMPT and done < total:
+            bar.start()
+            task = bar.add_task("", total=total)
+        if task is not None:
+            bar.update(task, completed=done)
+
+    try:
+        yield progress
+    finally:
+        if task is not None:
+            bar.stop()
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yield a function that is true after Ctrl-C, to stop between two tokens; a second one interrupts."""
+    asked = False
+
+    def handle(signum, frame):
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class History:
+    """Line editing and a history file in the user's cache folder, where readline exists."""
+
+    def __enter__(self) -> History:
+        try:
+            import readline
+        except ImportError:
+            self.readline = None
+            return self
+        self.readline, self.path = readline, cache_dir() / "chat_history"
+        with contextlib.suppress(OSError):  # no history yet, or not readable
+            readline.read_history_file(self.path)
+        readline.set_history_length(1000)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self.readline:
+            with contextlib.suppress(OSError):  # a read-only home is no reason to fail
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.readline.write_history_file(self.path)
+
+
+def interactive(session: Session) -> None:
+    """Read prompts and commands until /exit or Ctrl-D."""
+    out = Console(highlight=False)
+    out.print("[dim]/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves[/dim]")
+    with History():
+        while True:
+            line = _read_line(out)
+            if line is None:
+                return
+            try:
+                if line.startswith("/"):
+                    if not _command(session, out, line):
+                        return
+                elif line:
+                    _reply(session, out, line)
+            except (UserError, MachineError) as error:
+                out.print(str(error), style="red", markup=False)
+            except KeyboardInterrupt:
+                out.print("\n[dim]interrupted; the conversation is kept[/dim]")
+
+
+def _read_line(out: Console) -> str | None:
+    """Read a line: "" after Ctrl-C, None at the end of the input."""
+    try:
+        line = input("> ").strip()
+        return line.encode("utf-8", "replace").decode("utf-8")
+    except EOFError:
+        out.print()
+        return None
+    except KeyboardInterrupt:
+        out.print("\n[dim]Ctrl-D or /exit leaves[/dim]")
+        return ""
+
+
+def _reply(session: Session, out: Console, prompt: str) -> None:
+    with stop_on_interrupt() as stop:
+        with prefill_bar() as progress:
+            pieces = session.ask(prompt, progress, stop)
+            piece = next(pieces, None)
+        while piece is not None:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            piece = next(pieces, None)
+    stats = session.stats
+    if not stats.generated_tokens:
+        out.print(
+            "\n[dim]stopped while reading; the question is dropped, what was read is kept[/dim]"
+        )
+        return
+    why = {"length": " · cut off, see --max-tokens", "stopped": " · stopped"}
+    out.print(
+        f"\n[dim]{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s"
+        f"{why.get(stats.finish_reason, '')}[/dim]"
+    )
+
+
+def _command(session: Session, out: Console, line: str) -> bool:
+    """Run a /command. Returns False to leave."""
+    name, _, argument = line.partition(" ")
+    argument = argument.strip()
+    if name in ("/exit", "/quit"):
+        return False
+    if name == "/help":
+        for command, text in HELP.items():
+            out.print(f"  [bold]{command:<12}[/bold] {text}")
+    elif name == "/stats":
+        out.print(_stats(session))
+    elif name == "/reset":
+        session.reset()
+        out.print("[dim]the conversation is forgotten[/dim]")
+    elif name == "/save":
+        path = session.save(argument)
+        out.print(f"[dim]saved {len(session.tokens)} tokens to {path}[/dim]")
+    elif name == "/load":
+        if not argument:
+            raise UserError("[/load] no file name; write /load FILE")
+        session.load(argument)
+        out.print(f"[dim]goes on from {argument}: {len(session.tokens)} tokens[/dim]")
+    else:
+        choices = ", ".join(command.split()[0] for command in HELP)
+        raise UserError(f"[chat] no such command; got {name}; choose from {choices}")
+    return True
+
+
+def _stats(session: Session) -> Table:
+    stats, usage, loaded = session.stats, session.usage(), session.loaded
+    rows = {
+        "model": f"{loaded.name} · --kv {loaded.kv_name}",
+        "tokens held": f"{len(session.tokens)} of {session.limit or 'unknown'}",
+        "last prompt": f"{stats.prompt_tokens} tokens, {stats.read_tokens} read anew "
+        f"in {stats.prefill_seconds:.2f} s",
+        "last reply": f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s",
+        "cache": f"{human_bytes(usage.kv_bytes)} (16 bits: {human_bytes(usage.kv_bytes_fp16)})",
+        "bits per value": f"{usage.bits_per_value:.2f} measured"
+        + (f" (exact up to {loaded.kv.window} tokens)" if session.all_exact else ""),
+        "peak memory": human_bytes(mx.get_peak_memory()),
+    }
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in rows.items():
+        table.add_row(f"[dim]{name}[/dim]", value)
+    return table

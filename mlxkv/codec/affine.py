@@ -1,0 +1,213 @@
+"""Affine codes by plain MLX ops: x ~ scale * code + bias. Spec: `spec.affine`. Stored: `Affine.tensors`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import inf
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlxkv.codec import packing
+from mlxkv.formats.affine import HALF_MAX, Affine
+
+# Formats that MLX's own quantized products read (`mx.quantize`, affine mode).
+MLX_GROUPS = (32, 64, 128)
+CPU_ROWS = 16
+FOLDED = 32  # stored dims that share a scale of 1 where scales went into the queries
+CUDA_ROWS = 65535  # the largest second size of a grid there
+
+
+def _grouped(x: mx.array, group: int, axis: str) -> mx.array:
+    """[..., T, R] -> [..., T, ceil(R/g), g] (token; a short last group repeats its last value) or
+    [..., T/g, R, g] (channel)."""
+    *lead, tokens, dims = x.shape
+    if axis == "token":
+        if dims % group:
+            x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -dims % group)], mode="edge")
+        return x.reshape(*lead, tokens, -1, group)
+    return x.reshape(*lead, tokens // group, group, dims).swapaxes(-1, -2)
+
+
+def _ungrouped(x: mx.array, axis: str, dims: int) -> mx.array:
+    if axis == "channel":
+        x = x.swapaxes(-1, -2)
+        return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+    return x.reshape(*x.shape[:-2], -1)[..., :dims]
+
+
+def half(x: mx.array, limit: float = HALF_MAX) -> mx.array:
+    """As float16, clipped to its range."""
+    return mx.clip(x, -limit, limit).astype(mx.float16)
+
+
+def rows_at_once() -> float:
+    """How many rows MLX can sort at once: on CUDA its grid is (1, rows)."""
+    on_cuda = mx.cuda.is_available() and mx.default_device() == mx.gpu
+    return CUDA_ROWS if on_cuda else inf
+
+
+def clip_rows(x: mx.array, rank: int) -> mx.array:
+    """x: [..., R], each row clipped to its rank-th largest absolute value (`Affine.clip_rank`; 1:
+    not clipped). Spec: `spec.affine.clip_rows`."""
+    if rank == 1:
+        return x
+    rows = x.size // x.shape[-1]
+    if rows > (most := rows_at_once()):
+        parts = x.reshape(rows, -1).split(range(most, rows, most))
+        return mx.concatenate([clip_rows(part, rank) for part in parts]).reshape(x.shape)
+    size, at = mx.abs(x), x.shape[-1] - rank
+    limit = mx.partition(size, at, axis=-1)[..., at : at + 1]  # selected, not sorted, on the CPU
+    return mx.clip(x, -limit, limit)
+
+
+def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
+    """x: [B, G, T, R], T a whole number of pages."""
+    form, x = _form(spec, x.shape[-1], page), x.astype(mx.float32)
+    if form.rank > 1:
+        x = clip_rows(x, form.rank)
+    g = _grouped(x, form.group, spec.axis)
+    top = 2**spec.bits - 1
+    middle = 2 ** (spec.bits - 1)
+    if spec.symmetric:
+        scale = half(mx.abs(g).max(-1) / (middle - 1), HALF_MAX / middle)
+        bias, low = scale.astype(mx.float32) * -middle, 1
+    else:
+        stored_bias = half(g.min(-1))
+        bias, low = stored_bias.astype(mx.float32), 0
+        scale = half((g.max(-1) - bias) / top)
+    step = scale.astype(mx.float32)
+    codes = (g - bias[..., None]) / mx.where(step > 0, step, 1.0)[..., None]
+    codes = mx.clip(mx.round(codes), low, top)
+    if spec.symmetric:
+        codes = mx.where(step[..., None] > 0, codes, middle)
+    words = packing.pack(_ungrouped(codes, spec.axis, x.shape[-1]).astype(mx.uint32), spec.bits)
+    stored = {"codes": words, "scale": scale}
+    return stored if spec.symmetric else {**stored, "bias": stored_bias}
+
+
+def _bias(spec: Affine, stored: dict[str, mx.array]) -> mx.array:
+    """The bias of every group. A symmetric one, a power of two times the scale, is exact in float16."""
+    return stored["scale"] * -(2 ** (spec.bits - 1)) if spec.symmetric else stored["bias"]
+
+
+class _Form(NamedTuple):
+    """How pages of a format are encoded and read.
+
+    group: its size. rank: `Affine.clip_rank`. mlx: whether MLX's products read all groups; tail: all
+    but the last, which is short. folds: whether scales per channel can go into the queries and leave
+    codes that MLX multiplies.
+    """
+
+    group: int
+    rank: int
+    mlx: bool
+    tail: bool
+    folds: bool
+
+
+@lru_cache(maxsize=256)
+def _form(spec: Affine, dims: int, page: int) -> _Form:
+    group, by_token = spec.group_size(dims, page), spec.axis == "token"
+    read = by_token and group in MLX_GROUPS
+    return _Form(
+        group,
+        spec.clip_rank(dims),
+        mlx=read and not dims % group,
+        tail=read and dims % group > 0,
+        folds=not by_token and not dims % FOLDED,
+    )
+
+
+def _cut(spec: Affine, group: int, stored: dict[str, mx.array], dims: int):
+    """(dims, arrays) of the whole groups, and of the short one; 80 dims: 64 and 16."""
+    split = dims - dims % group
+    head, tail = {}, {}
+    for name, x in stored.items():
+        at = split * spec.bits // 32 if name == "codes" else split // group
+        head[name], tail[name] = x[..., :at], x[..., at:]
+    return (split, head), (dims - split, tail)
+
+
+def decode(
+    spec: Affine, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+) -> mx.array:
+    """[B, G, T, R] in `dtype`."""
+    form = _form(spec, dims, page)
+    if form.tail:
+        parts = _cut(spec, form.group, stored, dims)
+        return mx.concatenate([decode(spec, s, n, page, dtype) for n, s in parts], axis=-1)
+    codes, scale, bias = stored["codes"], stored["scale"], _bias(spec, stored)
+    if form.mlx:
+        if dtype == mx.float32:  # MLX decodes in the type of the scales
+            scale, bias = scale.astype(dtype), bias.astype(dtype)
+        return mx.dequantize(codes, scale, bias, group_size=form.group, bits=spec.bits, dtype=dtype)
+    g = _grouped(packing.unpack(codes, spec.bits, dims).astype(mx.float32), form.group, spec.axis)
+    return _ungrouped(g * scale[..., None] + bias[..., None], spec.axis, dims).astype(dtype)
+
+
+def scores(
+    spec: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
+) -> mx.array:
+    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
+    return _product(spec, q, stored, dims, page, transpose=True)
+
+
+def mix(spec: Affine, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
+    return _product(spec, p, stored, dims, page, transpose=False)
+
+
+def _product_pays(rows: int) -> bool:
+    """Whether MLX's quantized product of so many rows exists and is cheaper than decoding first.
+
+    On the CPU its time grows with every row; on CUDA it does not exist for some shapes.
+    """
+    if mx.default_device() == mx.Device(mx.cpu):
+        return rows < CPU_ROWS
+    return mx.metal.is_available()
+
+
+def _folded_scores(spec, q, stored, dims, group):
+    """q . (scale * code + bias) = (q * scale) . code + q . bias, with a scale per channel of a group
+    of tokens."""
+    codes = stored["codes"]
+    codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
+    scale, bias = stored["scale"].astype(q.dtype), _bias(spec, stored).astype(q.dtype)
+    ones = mx.ones((*codes.shape[:4], dims // FOLDED), q.dtype)
+    out = mx.quantized_matmul(
+        q[:, :, None] * scale[:, :, :, None],
+        codes,
+        ones,
+        mx.zeros_like(ones),
+        group_size=FOLDED,
+        bits=spec.bits,
+    )  # [B, G, T/g, N, g]
+    out = out.swapaxes(2, 3) + (q @ bias.swapaxes(-1, -2))[..., None]
+    return out.reshape(*out.shape[:3], -1)
+
+
+def _product(spec, x, stored, dims, page, transpose):
+    form = _form(spec, dims, page)
+    if form.tail:
+        (split, head), (rest, tail) = _cut(spec, form.group, stored, dims)
+        if transpose:
+            whole = _product(spec, x[..., :split], head, split, page, True)
+            return whole + _product(spec, x[..., split:], tail, rest, page, True)
+        whole = _product(spec, x, head, split, page, False)
+        return mx.concatenate([whole, _product(spec, x, tail, rest, page, False)], axis=-1)
+    pays = (form.mlx or transpose and form.folds) and _product_pays(x.shape[-2])
+    if pays and form.mlx:
+        return mx.quantized_matmul(
+            x,
+            stored["codes"],
+            stored["scale"],
+            _bias(spec, stored),
+            transpose=transpose,
+            group_size=form.group,
+            bits=spec.bits,
+        )
+    if pays:
+        return _folded_scores(spec, x, stored, dims, form.group)
+    decoded = decode(spec, stored, dims, page, x.dtype)
+    return x @ (decoded.swapaxes(-1, -2) if transpose else decoded)

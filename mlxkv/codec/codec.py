@@ -1,0 +1,115 @@
+"""A side at work: its transform and its quantizer, for heads of one size."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+from mlxkv.codec import (
+    affine,
+    codebook,
+    dual_scale,
+    encoding,
+    polar,
+    polar_tree,
+    raw,
+    transform,
+)
+from mlxkv.codec.transform import Transform
+from mlxkv.formats.config import Affine, Codebook, DualScale, Full, Half, Polar, PolarTree, Side
+
+METHODS = {
+    Full: raw,
+    Half: raw,
+    Affine: affine,
+    Codebook: codebook,
+    PolarTree: polar_tree,
+    DualScale: dual_scale,
+    Polar: polar,
+}
+Stored = dict[str, mx.array]
+
+
+class Codec:
+    """Encodes and reads pages of vectors of one side.
+
+    dims: head dim D of the vectors as an argument, stored dims R as an attribute. page: tokens per
+    page. own: the transform of a calibrated side, which belongs to one layer.
+    """
+
+    def __init__(self, side: Side, dims: int, page: int, own: Transform | None = None):
+        self.spec = side.quantizer
+        self.page = page
+        self.method = METHODS[type(side.quantizer)]
+        self.transform = own or transform.make(side.transform, dims, side.seed)
+        self.dims = dims if self.transform is None else self.transform.down.shape[-1]
+
+    def __deepcopy__(self, memo):
+        return self  # constant: copies of a cache share it
+
+    def encode(self, x: mx.array, way: str = encoding.ROWS, **helpers) -> Stored:
+        """x: [B, G, T, D], T a whole number of pages -> arrays with tokens (or groups of tokens) on
+        axis 2. way: of `encoding`. helpers: kernels for parts of the method, by name."""
+        if self.transform is not None:
+            x = encoding.rotated(self.transform.down, x, way)
+        return self.method.encode(self.spec, x, self.page, **helpers)
+
+    def store(self, x: mx.array) -> mx.array:
+        """x: [B, G, T, D] -> [B, G, T, R], the values that are quantised."""
+        return x if self.transform is None else self.transform.store(x)
+
+    def work_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
+        """In which codes are decoded for `restore`: float16 keeps more of a code than bfloat16, in
+        as little scratch."""
+        if self.transform is None:
+            return dtype
+        return mx.float32 if dtype == mx.float32 else mx.float16
+
+    def restore(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
+        """The inverse of `store` for decoded values: [B, G, T, R] -> [B, G, T, D] in `dtype`."""
+        return (
+            x if self.transform is None else (x @ self.transform.up.astype(x.dtype)).astype(dtype)
+        )
+
+    @property
+    def turn(self) -> Transform | None:
+        """The transform, where it is square, so that attention may stay in the stored domain. None for one
+        that follows the text: it would be cast again after every update."""
+        square = self.transform is not None and len(set(self.transform.down.shape[-2:])) == 1
+        return self.transform if square and not self.moving else None
+
+    @property
+    def moving(self) -> bool:
+        """Whether the transform is of one cache alone and follows the text: [B, G, D, R]."""
+        return self.transform is not None and self.transform.down.ndim == 4
+
+    def decode_stored(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
+        """Decoded values, not turned back: [B, G, T, R] in `dtype`."""
+        return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
+
+    def decode(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
+        """The vectors that attention sees: [B, G, T, D] in `dtype`."""
+        work = self.work_dtype(dtype)
+        return self.restore(
+            self.method.decode(self.spec, stored, self.dims, self.page, work), dtype
+        )
+
+    def scores(self, q: mx.array, stored: Stored) -> mx.array:
+        """q: [B, G, N, D] -> q . k^ for every stored token: [B, G, N, T] float32."""
+        return self.method.scores(self.spec, self.query(q), stored, self.dims, self.page)
+
+    def query(self, q: mx.array) -> mx.array:
+        """q: [B, G, N, D] -> float32 queries in the stored domain, [B, G, N, R]."""
+        return q.astype(mx.float32) if self.transform is None else self.transform.query(q)
+
+    def mix(self, p: mx.array, stored: Stored) -> mx.array:
+        """p: [B, G, N, T] -> sum_t p_t v^_t: [B, G, N, D] float32."""
+        x = self.method.mix(self.spec, p.astype(mx.float32), stored, self.dims, self.page)
+        return x if self.transform is None else self.transform.restore(x)
+
+
+@cache
+def codec(side: Side, dims: int, page: int) -> Codec:
+    """The codec of a side without calibration, shared by all layers."""
+    return Codec(side, dims, page)

@@ -1,0 +1,163 @@
+"""The calibrated transforms of each layer, and a registry where saved caches find them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from weakref import WeakValueDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.codec.transform import Transform
+from mlxkv.errors import UserError
+from mlxkv.formats import matrices
+from mlxkv.formats.calibration import artifact, layers
+from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.formats.calibration.layers import Kinds
+from mlxkv.formats.config import CALIBRATED, PCA
+from mlxkv.formats.lowrank import LowRank
+
+ROTATED: Kinds = (CALIBRATED, CALIBRATED)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMaps:
+    """The transforms of one layer: of keys and of values, [D, D] or [G, D, D], or of lower rank.
+
+    digest: of the calibration, "" for none. layer: its name there. kinds: of keys and values, "oscar",
+    "balanced" or "learned". folded: the weights of the model already apply the value map, so values
+    arrive in the stored domain.
+    """
+
+    keys: Transform
+    values: Transform
+    digest: str = ""
+    layer: str = ""
+    kinds: Kinds = ROTATED
+    folded: bool = False
+
+    def check(self, heads: int) -> None:
+        """Raises UserError unless they fit this number of kv heads."""
+        for side in (self.keys, self.values):
+            if side.down.ndim == 3 and side.down.shape[0] != heads:
+                raise UserError(
+                    f"[attach] this calibration has maps of {side.down.shape[0]} kv heads; got {heads}, "
+                    "as of a model that was spread over processes (model.shard); attach with "
+                    "group=, or choose a preset without calibration, such as int4"
+                )
+
+    def __deepcopy__(self, memo):
+        return self  # constant: copies of a cache share it
+
+
+Key = tuple[str, str, Kinds, bool]  # digest, layer, kinds, folded
+_at_hand: WeakValueDictionary[Key, LayerMaps] = WeakValueDictionary()
+
+
+def of(
+    calibration: Calibration, kinds: Kinds = ROTATED, names: Iterable[str] | None = None
+) -> dict[str, LayerMaps]:
+    """The transforms of each layer, or of the layers `names`; all caches of a model share them.
+
+    kinds: `CacheConfig.fitted`. Raises UserError for kinds that the calibration does not have.
+    """
+    layers.check_kinds(calibration, kinds)
+    out = {}
+    for name in calibration.layers if names is None else names:
+        key = (calibration.digest, name, kinds, False)
+        made = _at_hand.get(key)
+        if made is None:
+            sides = (_pair(*pair) for pair in layers.pairs(calibration, kinds, name))
+            made = _at_hand[key] = LayerMaps(*sides, *key)
+        out[name] = made
+    return out
+
+
+def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
+    """The same maps for weights that apply the value map (`yes`), or do not."""
+    if layer_maps.folded == yes:
+        return layer_maps
+    if not layer_maps.digest:  # of no calibration: not shared
+        return replace(layer_maps, folded=yes)
+    key = (layer_maps.digest, layer_maps.layer, layer_maps.kinds, yes)
+    made = _at_hand.get(key)
+    if made is None:
+        made = _at_hand[key] = replace(layer_maps, folded=yes)
+    return made
+
+
+def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
+    """The maps of the kv heads of process `rank` of `size`; `model.shard` of mlx-lm gives each an equal
+    run of heads. Raises UserError where heads cannot be shared evenly."""
+    sides = []
+    for side in (layer_maps.keys, layer_maps.values):
+        heads = side.down.shape[0] if side.down.ndim == 3 else size
+        mine = layers.share(heads, rank, size, layer_maps.layer)
+        whole = side.down.ndim == 2
+        sides.append(side if whole else Transform(side.down[mine], side.up[mine]))
+    digest = layer_maps.digest and f"{layer_maps.digest} {rank} of {size}"
+    key = (digest, layer_maps.layer, layer_maps.kinds, layer_maps.folded)
+    made = _at_hand.get(key) if digest else None
+    if made is None:
+        made = LayerMaps(*sides, *key)
+        if digest:
+            _at_hand[key] = made
+    return made
+
+
+def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
+    """Whether models here read a cache that was saved as `folds` says with the value map folded.
+
+    As it was saved, unless all models that are attached with these maps read it the other way.
+    """
+    if (digest, layer, kinds, folds) in _at_hand:
+        return folds
+    return folds != ((digest, layer, kinds, not folds) in _at_hand)
+
+
+def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -> LayerMaps:
+    """The maps that a saved cache names. Raises UserError if they are not on this machine."""
+    if (made := _at_hand.get((digest, layer, kinds, folds))) is not None:
+        return made
+    if (made := _at_hand.get((digest, layer, kinds, not folds))) is not None:
+        return folded(made, folds)
+    calibration = artifact.with_digest(digest)
+    if calibration is None or layer not in calibration.layers:
+        raise UserError(
+            f"[CompressedKVCache] this cache needs the calibration it was stored with; got none "
+            f"with digest {digest}; load its model with that file (--calibration FILE) first"
+        )
+    return folded(of(calibration, kinds)[layer], folds)
+
+
+@lru_cache(maxsize=8)
+def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> LayerMaps:
+    """Random maps for heads of (key, value) dims, to try or time kernels with."""
+    return LayerMaps(*map(_random, kinds, (heads, heads), dims), kinds=kinds)
+
+
+def _random(kind: str, heads: int, dims: int) -> Transform:
+    turn = matrices.random_basis(heads, dims, dims)
+    if kind.startswith(PCA):
+        size = kind.split()[1]
+        rank = int(size) if size.isdigit() else LowRank(float(size)).dims(dims)
+        return _turn(turn[..., :rank])
+    if kind == CALIBRATED:
+        return _turn(turn)
+    # Stretched by 1/2 to 2 between two rotations, so that `up` is far from the transpose.
+    stretch = 2 ** np.linspace(-1, 1, dims)
+    other = matrices.random_basis(heads, dims, dims + 1)
+    return _pair(turn * stretch @ other, other.swapaxes(-1, -2) / stretch @ turn.swapaxes(-1, -2))
+
+
+def _turn(down: np.ndarray) -> Transform:
+    """The transform of orthonormal columns [G, D, D] (or [G, D, R]), or [1, D, D] for all heads."""
+    return _pair(down, down.swapaxes(-1, -2))
+
+
+def _pair(down: np.ndarray, up: np.ndarray) -> Transform:
+    """The transform of a map and its inverse, shaped as for `_turn`."""
+    both = (x[0] if len(x) == 1 else x for x in (down, up))
+    return Transform(*(mx.array(np.ascontiguousarray(x.astype(np.float32))) for x in both))

@@ -1,0 +1,138 @@
+"""PolarQuant (Wu et al.) by plain MLX ops: pairs of dims as radius and angle. Spec:
+`spec.polar`. Stored: `Polar.tensors`."""
+
+from __future__ import annotations
+
+from math import tau
+
+import mlx.core as mx
+
+from mlxkv.codec import packing
+from mlxkv.codec.affine import half
+from mlxkv.formats.affine import HALF_MAX
+from mlxkv.formats.tile import POLAR_NUMBERS as NUMBERS
+from mlxkv.formats.tile import Polar
+
+TABLE_ROWS = 4  # query rows up to which look-ups cost less than decoding keys and a product
+
+
+def _halves(x: mx.array) -> list[mx.array]:
+    return x.split(2, axis=-1)
+
+
+def _radius(a: mx.array, b: mx.array) -> mx.array:
+    """Like `hypot`: squares no large value, which would overflow float32."""
+    large = mx.maximum(mx.abs(a), mx.abs(b))
+    small = mx.minimum(mx.abs(a), mx.abs(b)) / mx.where(large > 0, large, 1.0)
+    return large * mx.sqrt(1.0 + small * small)
+
+
+def _steps(x: mx.array, bits: int) -> tuple[mx.array, mx.array, mx.array]:
+    """[..., page, n] -> codes, step, low."""
+    low = half(x.min(-2, keepdims=True))
+    start = low.astype(mx.float32)
+    step = half(mx.maximum(x.max(-2, keepdims=True) - start, 0.0) / 2**bits)
+    size = step.astype(mx.float32)
+    codes = mx.floor((x - start) / mx.where(size > 0, size, 1.0))
+    return mx.clip(codes, 0, 2**bits - 1).astype(mx.uint32), step, low
+
+
+def encode(spec: Polar, x: mx.array, page: int) -> dict[str, mx.array]:
+    """x: [B, G, T, R], T a whole number of pages."""
+    a, b = _halves(_tiles(x.astype(mx.float32), page))
+    angle = mx.arctan2(b, a)
+    angle = mx.where(angle < 0, angle + tau, angle)
+    rho, *radii = _steps(_radius(a, b), spec.radius)
+    phi, *angles = _steps(angle, spec.angle)
+    codes = _rows((rho << spec.angle) + phi)
+    numbers = zip(NUMBERS, map(_rows, (*radii, *angles)), strict=True)
+    return {"codes": packing.pack(codes, spec.pair_bits), **dict(numbers)}
+
+
+def _tiles(x: mx.array, page: int) -> mx.array:
+    """[B, G, T, n] -> [B, G, P, page, n]."""
+    return x.reshape(*x.shape[:2], -1, page, x.shape[3])
+
+
+def _rows(x: mx.array) -> mx.array:
+    """[B, G, P, m, n] -> [B, G, P m, n]."""
+    return x.reshape(*x.shape[:2], -1, x.shape[4])
+
+
+def _codes(spec: Polar, stored: dict[str, mx.array], dims: int, page: int):
+    """Radius [B, G, P, page, R/2], float32, and the codes of the angle."""
+    codes = _tiles(packing.unpack(stored["codes"], spec.pair_bits, dims // 2), page)
+    step, low = (stored[n][:, :, :, None].astype(mx.float32) for n in NUMBERS[:2])
+    return low + ((codes >> spec.angle).astype(mx.float32) + 0.5) * step, codes & (
+        2**spec.angle - 1
+    )
+
+
+def _angles(stored: dict[str, mx.array], codes: mx.array) -> mx.array:
+    """codes: [..., page or 2^angle, R/2] -> angles."""
+    step, low = (stored[n][:, :, :, None].astype(mx.float32) for n in NUMBERS[2:])
+    return low + (codes.astype(mx.float32) + 0.5) * step
+
+
+def decode(
+    spec: Polar, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+) -> mx.array:
+    """[B, G, T, R] in `dtype`."""
+    radius, codes = _codes(spec, stored, dims, page)
+    # One cosine and sine per code of an angle, not per token.
+    angles = _angles(stored, _every(spec))
+    parts = (
+        radius * mx.take_along_axis(table, codes, axis=3)
+        for table in (mx.cos(angles), mx.sin(angles))
+    )
+    x = _rows(mx.concatenate(list(parts), axis=-1))
+    if dtype == mx.float16:  # the middle of a step may lie beyond
+        x = mx.clip(x, -HALF_MAX, HALF_MAX)
+    return x.astype(dtype)
+
+
+def _every(spec: Polar) -> mx.array:
+    """[2^angle, 1]: every code of an angle."""
+    return mx.arange(2**spec.angle)[:, None]
+
+
+def scores(spec: Polar, q: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
+    if q.shape[2] > TABLE_ROWS:
+        return q @ decode(spec, stored, dims, page, q.dtype).swapaxes(-1, -2)
+    return scores_by_tables(spec, q, stored, dims, page)
+
+
+def scores_by_tables(
+    spec: Polar, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
+) -> mx.array:
+    """`scores` without decoding a key: per page and pair a table of q (cos, sin) for every code of an
+    angle, gathered by the codes, times the radius."""
+    radius, codes = _codes(spec, stored, dims, page)
+    angles = _angles(stored, _every(spec))  # [B, G, P, 2^angle, R/2]
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    out = []
+    for row in q.split(
+        q.shape[2], axis=2
+    ):  # row by row: each gathers as many values as the keys have
+        a, b = _halves(row[:, :, None])  # [B, G, 1, 1, R/2]
+        picked = mx.take_along_axis(a * cos + b * sin, codes, axis=3)
+        out.append((picked * radius).sum(-1).reshape(*q.shape[:2], 1, -1))
+    return mx.concatenate(out, axis=2)
+
+
+def split(spec: Polar, words: mx.array, dims: int) -> mx.array:
+    """Packed codes of pairs [..., W] -> [..., R]: the codes of all radii, then of all angles."""
+    codes = packing.unpack(words, spec.pair_bits, dims // 2)
+    return mx.concatenate([codes >> spec.angle, codes & (2**spec.angle - 1)], axis=-1)
+
+
+def join(spec: Polar, codes: mx.array) -> mx.array:
+    """The inverse of `split`."""
+    radii, angles = _halves(codes)
+    return packing.pack((radii << spec.angle) + angles, spec.pair_bits)
+
+
+def mix(spec: Polar, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
+    return p @ decode(spec, stored, dims, page, p.dtype)

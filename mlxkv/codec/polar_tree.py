@@ -1,0 +1,200 @@
+"""Polar trees (PolarQuant of Han et al.) by plain MLX ops. Spec: `spec.polar_tree`.
+Stored: `PolarTree.tensors`."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.codec import packing
+from mlxkv.codec.affine import half
+from mlxkv.formats import levels
+from mlxkv.formats.codebook import (
+    TREE_BITS,
+    TREE_RECORD,
+    TREE_SIZES,
+    TREE_STEPS,
+    PolarTree,
+)
+
+Books = list[mx.array]  # of the levels, [n], or [B, G, pages, 1, 1, n]
+
+
+@cache
+def _books(given: tuple[tuple[float, ...], ...]) -> Books:
+    """The given codebooks, or the codebooks of Gaussian vectors."""
+    books = given or (levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1))
+    return [mx.array(np.asarray(book, np.float32)) for book in books]
+
+
+def to_polar(x: mx.array) -> tuple[mx.array, list[mx.array]]:
+    """x: [..., R] float32 -> radii [..., R/16], angles of the levels [..., R/2] .. [..., R/16]."""
+    radii, angles = x, []
+    for _ in TREE_BITS:
+        pairs = radii.reshape(*radii.shape[:-1], -1, 2)
+        angle = mx.arctan2(pairs[..., 1], pairs[..., 0])
+        angles.append(mx.where(angle < 0, angle + levels.TURN, angle))
+        radii = mx.sqrt((pairs * pairs).sum(-1))
+    return radii, angles
+
+
+def _nearest(angles: mx.array, book: mx.array) -> mx.array:
+    """uint32 codes, shaped like `angles`, of the nearest entry of book [n] or [..., 1, 1, n]; ties go
+    down."""
+    code = mx.zeros(angles.shape, mx.uint32)
+    for low, high in pairwise(book[..., i] for i in range(book.shape[-1])):
+        code = code + (angles > (low + high) / 2)
+    return code
+
+
+def _fitted(angles: mx.array, there: mx.array, start: mx.array) -> mx.array:
+    """k-means from `start` [n] over the last two axes of angles; `there` says which angles count.
+
+    angles, there: [..., T, m] -> [..., n]. Spec: `spec.polar_tree.fit_codebook`.
+    """
+    count = start.shape[0]
+    book = mx.broadcast_to(start, (*angles.shape[:-2], 1, 1, count))
+    angles = mx.where(there, angles, 0.0)
+    for _ in range(TREE_STEPS):
+        near = _nearest(angles, book)
+        means = []
+        for i in range(count):
+            mine = mx.logical_and(near == i, there)
+            number = mine.sum((-1, -2))
+            total = mx.where(mine, angles, 0.0).sum((-1, -2))
+            old = book[..., 0, 0, i]
+            means.append(mx.where(number > 0, total / mx.maximum(number, 1), old))
+        book = mx.stack(means, -1)[..., None, None, :]
+    return book[..., 0, 0, :]
+
+
+def _fit_levels(x: mx.array) -> tuple[mx.array, list[mx.array], Books]:
+    """x: [..., T, R] -> radii, angles, and codebooks [..., n] of the levels."""
+    radii, angles = to_polar(x)
+    books, sizes = [], x
+    for angle, start in zip(angles, _books(()), strict=True):
+        pairs = sizes.reshape(*sizes.shape[:-1], -1, 2)
+        sizes = mx.sqrt((pairs * pairs).sum(-1))
+        # (0, 0) has no angle, and NaN or infinity would spoil the codebook of the page.
+        there = mx.logical_and(sizes > 0, mx.isfinite(sizes))
+        books.append(_fitted(angle, there, start))
+    return radii, angles, books
+
+
+def fit(x: mx.array) -> tuple[tuple[float, ...], ...]:
+    """Codebooks for `PolarTree.codebooks`, by k-means on the vectors x [..., R] of a calibration, after
+    the transform of the side (`Codec.store`)."""
+    _, _, books = _fit_levels(x.astype(mx.float32).reshape(-1, x.shape[-1]))
+    return tuple(tuple(book.tolist()) for book in books)
+
+
+def encode(spec: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:
+    """x: [B, G, T, R], T a whole number of pages."""
+    *lead, tokens, dims = x.shape
+    pages = x.astype(mx.float32).reshape(*lead, tokens // page, page, dims)
+    stored = {}
+    if spec.online:
+        radii, angles, books = _fit_levels(pages)
+        stored["books"] = mx.concatenate(books, -1).astype(mx.float16)
+        books = _page_books(stored["books"])
+    else:
+        (radii, angles), books = to_polar(pages), _books(spec.codebooks)
+    codes = [_nearest(angle, book) for angle, book in zip(angles, books, strict=True)]
+    codes = [code.reshape(*lead, tokens, -1) for code in codes]
+    return {**stored, **stored_of(codes, half(radii).reshape(*lead, tokens, -1))}
+
+
+def stored_of(codes: list[mx.array], radii: mx.array) -> dict[str, mx.array]:
+    """The stored arrays of codes of the levels [B, G, T, R / 2^level] and radii."""
+    upper = mx.concatenate(codes[1:], -1)
+    upper = upper.reshape(*upper.shape[:2], upper.shape[2] // TREE_RECORD, -1)
+    first, upper = packing.pack(codes[0], TREE_BITS[0]), packing.pack(upper, TREE_BITS[1])
+    return {"first": first, "upper": upper, "radii": radii}
+
+
+def split(stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """Stored arrays -> codes of 3 bits [B, G, T, R], as records hold them.
+
+    The two low bits of dims 2 i and 2 i + 1 are the angle of level 1. High bits of dims 8 i .. 8 i + 7:
+    the angles of level 3 and of level 4 (which the two halves of 16 dims both have), then both of
+    level 2, two bits each.
+    """
+    one, two, three, four = codes_of(stored, dims, page)
+    low = mx.stack([one & 3, one >> 2], -1).reshape(*one.shape[:-1], dims)
+    two = two.reshape(*two.shape[:-1], -1, 2)
+    angles = mx.stack([three, mx.repeat(four, 2, axis=-1), two[..., 0], two[..., 1]], -1)
+    high = mx.stack([angles & 1, angles >> 1], -1).reshape(low.shape)
+    codes = low + (high << 2)
+    return codes.reshape(*codes.shape[:2], -1, dims)
+
+
+def join(codes: mx.array, radii: mx.array) -> dict[str, mx.array]:
+    """Invert `split`; radii: [B, G, T, R/16]."""
+    low = (codes & 3).reshape(*codes.shape[:-1], -1, 2)
+    high = (codes >> 2).reshape(*codes.shape[:-1], -1, 4, 2)
+    angles = high[..., 0] + 2 * high[..., 1]
+    two = angles[..., 2:].reshape(*codes.shape[:-1], -1)
+    one = low[..., 0] + 4 * low[..., 1]
+    return stored_of([one, two, angles[..., 0], angles[..., ::2, 1]], radii)
+
+
+def _page_books(books: mx.array) -> Books:
+    """[B, G, pages, 28] float16 -> codebooks of the levels, [B, G, pages, 1, 1, n] float32."""
+    edges = np.cumsum(TREE_SIZES[:-1]).tolist()
+    return [book[..., None, None, :] for book in mx.split(books.astype(mx.float32), edges, -1)]
+
+
+def codes_of(stored: dict[str, mx.array], dims: int, page: int) -> list[mx.array]:
+    """Codes of the levels, [B, G, pages, page, R / 2^level], of the stored arrays."""
+    first = packing.unpack(stored["first"], TREE_BITS[0], dims // 2)
+    lead = first.shape[:2]
+    upper = packing.unpack(stored["upper"], TREE_BITS[1], 7 * TREE_RECORD * dims // 16)
+    upper = upper.reshape(*lead, -1, page, 7 * dims // 16)
+    parts = mx.split(upper, [dims // 4, 3 * dims // 8], -1)
+    return [first.reshape(*lead, -1, page, dims // 2), *parts]
+
+
+def _decode(spec: PolarTree, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """[B, G, T, R] float32: from the radii down to the dims."""
+    codes = codes_of(stored, dims, page)
+    books = _page_books(stored["books"]) if spec.online else _books(spec.codebooks)
+    radii = stored["radii"].astype(mx.float32).reshape(*codes[-1].shape)
+    for code, book in zip(reversed(codes), reversed(books), strict=True):
+        radii = _split(radii, code, book)
+    return radii.reshape(*stored["radii"].shape[:3], dims)
+
+
+def _split(radii: mx.array, code: mx.array, book: mx.array) -> mx.array:
+    """[..., m] radii -> [..., 2 m]: (r cos a, r sin a)."""
+    pairs = mx.stack([mx.cos(book), mx.sin(book)], -1)  # few cosines, many looked up
+    if book.ndim == 1:
+        return (pairs[code] * radii[..., None]).reshape(*radii.shape[:-1], -1)
+    whole = (*pairs.shape[:3], book.shape[-1], 2)
+    at = code.reshape(*code.shape[:3], -1)[..., None]
+    chosen = mx.take_along_axis(pairs.reshape(whole), at, axis=3)
+    chosen = chosen.reshape(*code.shape, 2)
+    return (chosen * radii[..., None]).reshape(*radii.shape[:-1], -1)
+
+
+def decode(
+    spec: PolarTree, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+) -> mx.array:
+    """[B, G, T, R] in `dtype`."""
+    return _decode(spec, stored, dims, page).astype(dtype)
+
+
+def scores(
+    spec: PolarTree, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
+) -> mx.array:
+    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
+    return q @ _decode(spec, stored, dims, page).swapaxes(-1, -2)
+
+
+def mix(
+    spec: PolarTree, p: mx.array, stored: dict[str, mx.array], dims: int, page: int
+) -> mx.array:
+    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
+    return p @ _decode(spec, stored, dims, page)

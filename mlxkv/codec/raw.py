@@ -1,0 +1,35 @@
+"""Values that are not quantised: full precision (`fp16/int4` keeps its keys like this), and the float16
+numbers of low rank."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlxkv.codec.affine import HALF_MAX
+from mlxkv.formats.config import Full, Half
+
+Raw = Full | Half
+
+
+def encode(spec: Raw, x: mx.array, page: int) -> dict[str, mx.array]:
+    """x: [B, G, T, R], stored in its own type, or as float16 for `Half`."""
+    if isinstance(spec, Half):
+        x = mx.clip(x, -HALF_MAX, HALF_MAX).astype(mx.float16)
+    return {"values": x}
+
+
+def decode(
+    spec: Raw, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+) -> mx.array:
+    """[B, G, T, R] in `dtype`."""
+    return stored["values"].astype(dtype)
+
+
+def scores(spec: Raw, q: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """q: [B, G, N, R] -> q . x for every stored token: [B, G, N, T]."""
+    return q @ stored["values"].astype(q.dtype).swapaxes(-1, -2)
+
+
+def mix(spec: Raw, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """p: [B, G, N, T] -> sum_t p_t x_t: [B, G, N, R]."""
+    return p @ stored["values"].astype(p.dtype)

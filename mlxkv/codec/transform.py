@@ -1,0 +1,123 @@
+"""The (down, up) pair of a side and its makers.
+
+stored = x @ down [D, R], x = stored @ up [R, D]; both float32. Attention transforms the query once
+(`q @ up^T`) and the output once (`o @ up`), so the inner loop reads codes only. Spec:
+`spec.affine.transform`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.formats import matrices
+from mlxkv.formats.matrices import signs
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """down: [D, R] or [G, D, R]; up: [R, D] or [G, R, D]; float32.
+
+    kind: name of the fast form that sealing may use in place of `down`, "" for none. table: its
+        constants, float32: D signs with the norm and, for "srft", (cos, -sin) of D steps of a circle.
+    """
+
+    down: mx.array
+    up: mx.array
+    kind: str = ""
+    table: mx.array | None = None
+
+    def store(self, x: mx.array) -> mx.array:
+        """x: [B, G, T, D] -> [B, G, T, R] float32."""
+        return x.astype(mx.float32) @ self.down
+
+    def restore(self, c: mx.array) -> mx.array:
+        """c: [B, G, T, R] -> [B, G, T, D] float32."""
+        return c.astype(mx.float32) @ self.up
+
+    def query(self, q: mx.array) -> mx.array:
+        """q: [B, G, N, D] -> [B, G, N, R] float32, such that q . restore(c) = query(q) . c."""
+        return q.astype(mx.float32) @ self.up.swapaxes(-1, -2)
+
+    def turned(self, x: mx.array) -> mx.array:
+        """As `store`, in the dtype of x: [B, G, T, D] -> [B, G, T, R]."""
+        return x @ _cast(self, x.dtype)[0]
+
+    def turned_query(self, q: mx.array) -> mx.array:
+        """As `query`, in the dtype of q: [B, G, N, D] -> [B, G, N, R]."""
+        return q @ _cast(self, q.dtype)[1].swapaxes(-1, -2)
+
+    def turned_back(self, x: mx.array) -> mx.array:
+        """As `restore`, in the dtype of x: [B, G, T, R] -> [B, G, T, D]."""
+        return x @ _cast(self, x.dtype)[1]
+
+    def scaled(self, scale: mx.array) -> Transform:
+        """With a per-channel scale [R] (or [G, 1, R]) after it: SRFT paper, section 7.1."""
+        return Transform(
+            self.down * scale,
+            self.up / scale.swapaxes(-1, -2) if scale.ndim > 1 else self.up / scale[:, None],
+        )
+
+
+def kept_with(make: Callable) -> Callable:
+    """Cache what `make` returns for a Transform until the transform is freed: transforms that follow the
+    text are many, and each is useless once there is the next."""
+    found: WeakKeyDictionary[Transform, dict[tuple, object]] = WeakKeyDictionary()
+
+    @wraps(make)
+    def of(transform: Transform, *rest):
+        kept = found.setdefault(transform, {})
+        if rest not in kept:
+            kept[rest] = make(transform, *rest)
+        return kept[rest]
+
+    return of
+
+
+@kept_with
+def _cast(transform: Transform, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    return transform.down.astype(dtype), transform.up.astype(dtype)
+
+
+def _orthogonal(down: np.ndarray, kind: str, table: np.ndarray) -> Transform:
+    down, up, table = (mx.array(x.astype(np.float32)) for x in (down, down.T, table))
+    return Transform(down, up, kind, table)
+
+
+def hadamard(dims: int, seed: int) -> Transform:
+    """Sign-randomised Hadamard: entry (i, j) is sign_i (-1)^popcount(i & j) / sqrt(D)."""
+    sign = signs(dims, seed)
+    return _orthogonal(sign[:, None] * matrices.hadamard(dims), "hadamard", sign / np.sqrt(dims))
+
+
+def srft(dims: int, seed: int) -> Transform:
+    """Sign-randomised real FFT, packed as (DC, Nyquist), then sqrt(2) (cos, -sin) per bin."""
+    sign, circle = signs(dims, seed), np.exp(-2j * np.pi * np.arange(dims) / dims)
+    table = np.concatenate([sign / np.sqrt(2 * dims), circle.view(np.float64)])
+    return _orthogonal(sign[:, None] * matrices.fourier(dims), "srft", table)
+
+
+def random(dims: int, seed: int) -> Transform:
+    """A random rotation (TurboQuant, Alg. 1), the same for all layers and heads of these dims."""
+    down = matrices.random(dims, seed).astype(np.float32)
+    return Transform(mx.array(down), mx.array(np.ascontiguousarray(down.T)))
+
+
+MAKERS = {"hadamard": hadamard, "srft": srft, "random": random}
+
+
+@cache
+def make(name: str, dims: int, seed: int) -> Transform | None:
+    """The transform called `name`, shared by all layers of these dims; None for "none".
+
+    Raises UserError for "oscar", "balanced" and "learned", whose matrices come from a calibration
+    (`mlxkv.codec.maps`).
+    """
+    if name == "none":
+        return None
+    return MAKERS[matrices.computed(name, dims)](dims, seed)

@@ -1,0 +1,182 @@
+"""Build the kernels of `mlxkv doctor`, compare them with plain ops and time them. The most needed come first."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import mlx.core as mx
+
+from mlxkv.cache import selftest
+from mlxkv.cache.attention import attend
+from mlxkv.cache.stores import Codes, Records
+from mlxkv.cache.view import View
+from mlxkv.codec.maps import sample
+from mlxkv.doctor.states import (
+    DID_NOT_RUN,
+    NONE,
+    NOT_BUILT,
+    NOT_TRIED,
+    RIGHT,
+    WRONG,
+    Step,
+    name,
+)
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.records import record_layout, why_no_record
+from mlxkv.metal import launch, tiles, trust, whiten
+from mlxkv.metal.timing import chain
+
+NEEDED, DIMS = ("int4", "int8", "int2", "int3"), (128, 64, 256)
+# With --all: other forms of these, then a preset of every other method, at one head dim.
+MORE = ("srft-int4+g64", "oscar-int2")
+METHODS, METHOD_DIMS = (
+    (
+        "turbo-int3",
+        "turbo-int3+qjl",
+        "polar-tree+online",
+        "kivi-int2",
+        "kvarn-int4",
+        "polar",
+        "static-0.75",
+        "oja-0.75+int4",  # two bases in one pass
+    ),
+    (128,),
+)
+FOLLOWING, WHITEN = ("oja-0.75+int4", 128, 96), "whiten"  # preset, head dim, rank; its extra kernel
+BODIES = ("portable", "tiles")
+BUDGET = 20.0  # seconds after which no new kernel is started, without --all
+HEADS, KV_HEADS, TOKENS, CALLS = 16, 4, 8192, 16  # of the timed step
+
+
+def cases(every: bool = True) -> list[tuple[str, int]]:
+    """(preset, head dim), the most needed first."""
+    found = [(preset, dims) for dims in DIMS for preset in NEEDED]
+    if every:
+        found += [(preset, dims) for preset in MORE for dims in DIMS]
+        found += [(preset, dims) for dims in METHOD_DIMS for preset in METHODS]
+    return found
+
+
+def rows(step: Step, every: bool = False) -> list[dict]:
+    """A row for each kernel with its `state`: RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN, NOT_TRIED (out of
+    time, or only tried with `every`), NONE (no such kernel for this format, or on this machine).
+
+    should_run: whether any other state than RIGHT is a failure. reason: None if right, else one line;
+    detail: the whole message. built, right: None if unknown. seconds: to build and to run once; spent:
+    on the whole row. attend_us, plain_us: one call over TOKENS tokens, by kernels and by plain ops.
+    """
+    make = launch.factory()
+    if make is None:
+        return [_row(p, d, "", NONE, launch.absent()) for p, d in cases()]
+    found, wanted = [], set(cases(every))
+    for preset, dims in cases():
+        config = parse_kv(preset)
+        for body in BODIES:
+            found.append(_designed(config, preset, dims, body, make))
+            if (preset, dims) not in wanted and found[-1]["should_run"]:
+                found[-1] |= {"reason": NOT_TRIED}
+    found.append(_row(*FOLLOWING[:2], WHITEN, NOT_TRIED, None if every else NOT_TRIED, True))
+    todo = [row for row in found if row["should_run"] and row["reason"] is None]
+    begun = time.monotonic()
+    for i, row in enumerate(todo):
+        if not every and time.monotonic() - begun > BUDGET:
+            row["reason"] = NOT_TRIED
+            continue
+        step(f"kernels {i + 1}/{len(todo)}: {name(row)}")
+        start = time.monotonic()
+        if row["body"] == WHITEN:
+            _try_whiten(row, make)
+        else:
+            _try(row, make, every)
+        row["spent"] = time.monotonic() - start
+    return found
+
+
+def _row(
+    preset: str, dims: int, body: str, state: str, reason: str | None, should_run: bool = False
+) -> dict:
+    unknown = ("built", "right", "seconds", "spent", "attend_us", "plain_us", "speedup")
+    row = {"preset": preset, "head_dim": dims, "body": body, "reason": reason, "state": state}
+    return row | {"should_run": should_run, **dict.fromkeys(unknown), "detail": ""}
+
+
+def _designed(config: CacheConfig, preset: str, dims: int, body: str, make: launch.Factory) -> dict:
+    """A row to try, or a row with the reason why this kernel does not exist here."""
+    stored = config.dims(dims, dims)
+    reason = why_no_record(config.keys.quantizer, stored[0], config.page)
+    if reason is None and body == "tiles":
+        layout = record_layout(config, *stored)
+        reason = tiles.why_not(layout, dims, mx.float16, make)
+        if make is mx.fast.metal_kernel:
+            if reason is not None and reason == trust.why_not(layout, dims, mx.float16):
+                reason = None  # a failed trial of tiles is tried again
+            if reason is None and _is_virtual():
+                reason = "the GPU of a virtual machine has no simdgroup matrices"
+    if reason is not None:
+        return _row(preset, dims, body, NONE, reason)
+    return _row(preset, dims, body, NOT_TRIED, None, True)
+
+
+def _is_virtual() -> bool:
+    return "paravirtual" in str(mx.device_info().get("device_name", "")).lower()
+
+
+def _try(row: dict, make: launch.Factory, every: bool) -> None:
+    config, dims, tiled = parse_kv(row["preset"]), row["head_dim"], row["body"] == "tiles"
+    if make is mx.fast.metal_kernel and not every:
+        place = record_layout(config, *config.dims(dims, dims)), dims, mx.float16, tiled
+        if trust.state(*place) in (trust.DIED, trust.BUSY):
+            row |= {"state": DID_NOT_RUN, "reason": trust.why_not(*place), "right": False}
+            return
+    found = selftest.test(config, dims, mx.float16, make, tiled)
+    right = found.reason is None
+    state = RIGHT if right else WRONG if found.errors else DID_NOT_RUN if found.built else NOT_BUILT
+    row |= {"errors": found.errors, "ties": found.ties, "reason": found.reason, "state": state}
+    row |= {"built": found.built, "right": right, "seconds": found.seconds, "detail": found.detail}
+    if right and make in (mx.fast.metal_kernel, mx.fast.cuda_kernel):
+        row |= speed(config, dims, make, tiled)
+
+
+def _try_whiten(row: dict, make: launch.Factory) -> None:
+    start = time.perf_counter()
+    reason = whiten.why_not(*FOLLOWING[1:], make)
+    wrong = reason is not None and reason.startswith("columns")
+    row["state"] = WRONG if wrong else RIGHT if reason is None else DID_NOT_RUN
+    row |= {"reason": reason, "right": reason is None, "seconds": time.perf_counter() - start}
+    row["built"] = True if wrong or reason is None else None
+
+
+def speed(
+    config: CacheConfig,
+    dims: int,
+    make: launch.Factory,
+    tiled: bool,
+    tokens: int = TOKENS,
+    calls: int = CALLS,
+) -> dict:
+    """attend_us, plain_us and speedup of one decode step: the best of three chains of dependent calls. Empty
+    if this GPU cannot run it."""
+    try:
+        x = mx.random.normal((3, 1, KV_HEADS, tokens, dims), mx.float16, key=mx.random.key(0))
+        q = mx.random.normal((1, HEADS, 1, dims), mx.float16, key=mx.random.key(1))
+        turned = None
+        if config.calibrated:
+            turned = sample(KV_HEADS, (dims, dims), config.fitted)
+        count, live = tokens // config.page, (x[2, :, :, :64], x[2, :, :, 64:128])
+        ours = Records(config, (dims, dims), make, tiled, turned)
+        ours.append((x[0], x[1]), count)
+        plain = Codes(config, (dims, dims), turned)
+        with mx.stream(mx.cpu):
+            plain.restore(ours.state, count)
+            mx.eval(plain.arrays(), ours.arrays(), q)
+        best = []
+        for store, steps in ((ours, calls), (plain, max(1, calls // 4))):
+            view = View(tuple(map(mx.contiguous, live)), None, store.read(0, count))
+            call = partial(attend, scale=dims**-0.5)
+            found = [sum(chain(call, q, [view], n)) for n in (1, steps, steps, steps)][1:]
+            best.append(1e6 * min(found))
+    except (RuntimeError, ValueError):  # no room, or a product that MLX lacks on this GPU
+        return {}
+    return {"attend_us": best[0], "plain_us": best[1], "speedup": best[1] / best[0]}

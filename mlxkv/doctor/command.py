@@ -1,0 +1,184 @@
+"""`mlxkv doctor`: check versions, backends, the golden table and the kernels on this machine."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mlxkv.console import human_bytes, note, print_json, print_table
+from mlxkv.doctor import states
+from mlxkv.doctor.states import Step
+from mlxkv.machine import machine
+from mlxkv.versions import out_of_range, versions
+
+OUTPUTS = ("attend", "keys", "values", "prefill")
+
+
+def golden_rows(step: Step, every: bool = False) -> list[dict]:
+    """Run the golden table here.
+
+    every: by kernels if there are any, which takes minutes: each row of attention builds its own.
+    Otherwise by plain ops, with which the kernels are compared.
+    """
+    from mlxkv.doctor.golden import TABLE
+    from mlxkv.metal import launch
+
+    rows = []
+    with nullcontext() if every else launch.using(None):
+        for _, row in TABLE.by_set():
+            rows.append(row.as_dict())
+            step(f"golden table: {row.table} {row.case}")
+    return rows
+
+
+def run(*, every: bool, share: str | None, as_json: bool) -> int:
+    """Check and print. Returns 1 if a golden row is wrong, a version is out of range, or a kernel that
+    should run here fails.
+
+    every: try all kernels. share: a file to write for an issue, "" for `scrub.default_file`.
+    """
+    from mlxkv.doctor import checks, machines
+    from mlxkv.metal.gpu import backends
+
+    # The table checks float32, and TF32 products are not float32.
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+    wrong = out_of_range()
+    data = {
+        "machine": machine(),
+        "versions": versions(),
+        "out_of_range": wrong,
+        "backends": backends(),
+    }
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bars:
+        bar = bars.add_task("golden table")
+
+        def step(what: str) -> None:
+            bars.update(bar, description=what)
+
+        data["golden"] = golden_rows(step, every)
+        data["kernels"] = checks.rows(step, every)
+    data["kernels_left"] = states.left(data["kernels"], checks.NEEDED)
+    failed = [row for row in data["golden"] if not row["ok"]] + states.failed(data["kernels"])
+    if share is not None:
+        note(f"written: {machines.write(data, share)}")
+    if as_json:
+        print_json(data)
+    else:
+        _show(data)
+    return 1 if failed or wrong else 0
+
+
+def _show(data: dict) -> None:
+    info = data["machine"]
+    print(f"{info['chip']} · {human_bytes(info['memory_bytes'])} · {info['system']}")
+    print(f"python {info['python']}")
+    for name, text in data["versions"].items():
+        print(f"{name} {text or 'missing'}")
+    for text in data["out_of_range"]:
+        print(f"outside the tested range: {text}")
+    rows = [
+        [
+            row["name"],
+            "yes" if row["found"] else "no",
+            "in use" if row["used"] else "",
+            row["device"],
+        ]
+        for row in data["backends"]
+    ]
+    print_table(["backend", "found", "", "device"], rows)
+    golden = data["golden"]
+    used = next(row["name"] for row in data["backends"] if row["used"])
+    print_table(
+        ["golden table", "cases", "values", "ties", "wrong", "rms", "bound", "right"],
+        _by_table(golden),
+    )
+    for row in golden:
+        if not row["ok"]:
+            print(
+                f"WRONG: {row['table']} {row['case']}: {row['wrong']} values, rms {row['rms']:.3g}"
+            )
+    reasons = {row["reason"] for row in data["kernels"]}
+    if len(reasons) == 1 and not any(row["body"] for row in data["kernels"]):
+        print(f"kernels: not used: {reasons.pop()}")
+    else:
+        _show_kernels(data["kernels"], data["kernels_left"])
+    print("ties: codes one step off because the spec's value is at a rounding boundary")
+    print(
+        f"golden table: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}"
+    )
+
+
+def _show_kernels(kernels: list[dict], left: dict | None) -> None:
+    rows = [
+        [
+            row["preset"],
+            row["head_dim"],
+            row["body"],
+            row["state"] if row["state"] != states.NONE else "-",
+            *(f"{row['errors'][n]:.1e}" if row.get("errors") else "" for n in OUTPUTS),
+            f"{row['ties']:.1e}" if row.get("errors") else "",
+            f"{row['attend_us']:.0f}" if row["attend_us"] else "",
+            f"{row['plain_us']:.0f}" if row["plain_us"] else "",
+            f"{row['speedup']:.1f}x" if row["speedup"] else "",
+            f"{row['seconds']:.1f}" if row["seconds"] is not None else "",
+        ]
+        for row in kernels
+        if row["state"] != states.NOT_TRIED
+    ]
+    heads = [f"rms {name}" for name in OUTPUTS]
+    print_table(
+        [
+            "kernels of",
+            "head dim",
+            "body",
+            "here",
+            *heads,
+            "ties",
+            "us",
+            "plain ops us",
+            "faster",
+            "build s",
+        ],
+        rows,
+    )
+    whys: dict[str, list[str]] = {}
+    for row in kernels:
+        if row["reason"] and row["state"] != states.NOT_TRIED:
+            mark = "WRONG: " if row["should_run"] else ""
+            name = f"{row['preset']} {row['head_dim']} {row['body']}"
+            whys.setdefault(f"{mark}{{}}: {row['reason']}", []).append(name)
+    for why, names in whys.items():
+        print(why.replace("{}", ", ".join(names), 1))
+    tried = states.tried(kernels)
+    print(f"kernels: {states.right(tried)} of {len(tried)} that should run here are right")
+    if left:
+        names = f" ({'; '.join(left['names'])}, and other methods)" if left["names"] else ""
+        more = f", about {left['seconds']:.0f} s" if left["seconds"] else ""
+        print(f"not tried: {left['rows']} more{names}{more}: mlxkv doctor --all")
+
+
+def _by_table(golden: list[dict]) -> list[list[object]]:
+    """One line per table: sums, and the worst error with its bound."""
+    tables: dict[str, list[dict]] = {}
+    for row in golden:
+        tables.setdefault(row["table"], []).append(row)
+    return [
+        [
+            name,
+            len(rows),
+            *(sum(row[key] for row in rows) for key in ("values", "differ", "wrong")),
+            f"{max(row['rms'] for row in rows):.1e}",
+            f"{max(row['bound'] for row in rows):.1e}",
+            "yes" if all(row["ok"] for row in rows) else "NO",
+        ]
+        for name, rows in tables.items()
+    ]

@@ -1,0 +1,140 @@
+"""`mlxkv fit`: estimate the memory that a model and a context need, from config.json alone.
+
+The sum counts the weights, the cache and the transients of the prefill (the working memory of one chunk, and
+one layer's keys and values in 16 bits over the whole context: a compressed cache decodes them, a plain one
+copies them when it grows). `mlxkv chat --json` measures.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from mlxkv.console import human_bytes, parse_size, parse_tokens, print_json, print_table
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.machine import USABLE, machine_memory
+from mlxkv.models.catalog.shapes import (
+    LayerShape,
+)
+from mlxkv.models.catalog.sizes import ModelPlan, longest, need, read_plan
+
+DEFAULT_PRESETS = ("fp16", "int8", "int4", "int3", "int2")
+DEFAULT_CONTEXT = "32k"
+
+
+def run(
+    *,
+    model: str,
+    config: str | None,
+    context: str | None,
+    memory: str | None,
+    kv: list[str],
+    as_json: bool,
+) -> None:
+    """Estimate and print. kv: presets; empty for DEFAULT_PRESETS."""
+    tokens = parse_tokens(context or DEFAULT_CONTEXT, "--context")
+    total = parse_size(memory, "--memory") if memory else machine_memory()
+    chosen = {name: parse_kv(name) for name in (kv or DEFAULT_PRESETS)}
+    plan = read_plan(model, config)
+    if context is None and plan.limit:
+        tokens = min(tokens, plan.limit)
+    if plan.limit and tokens > plan.limit:
+        raise UserError(
+            f"[--context] longer than the model's context; got {tokens}; {plan.name} takes {plan.limit}"
+        )
+    usable = int(USABLE * total)
+    rows = [_row(plan, name, cache, tokens, usable) for name, cache in chosen.items()]
+    data = {
+        "model": plan.name,
+        "context": tokens,
+        "memory_bytes": total,
+        "usable_bytes": usable,
+        "weights_bytes": plan.weights,
+        "weights_source": plan.weights_source,
+        "transient_bytes": rows[0]["transient_bytes"],
+        "context_limit": plan.limit or None,
+        "layers": _layer_counts(plan),
+        "presets": rows,
+    }
+    _show(plan, data, sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print_json(data)
+        return
+    print_table(
+        ["preset", "bits/value", "cache", "in all", "fits", "longest context"],
+        [
+            [
+                row["preset"],
+                f"{row['bits_per_value']:.2f}",
+                human_bytes(row["kv_bytes"]),
+                human_bytes(row["total_bytes"]),
+                "yes" if row["fits"] else "no",
+                row["longest_context"] or "none",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _row(plan: ModelPlan, name: str, kv: CacheConfig, tokens: int, usable: int) -> dict:
+    needed = need(plan, kv, tokens)
+    return {
+        "preset": name,
+        "bits_per_value": round(8 * needed.cache / needed.values, 3) if needed.values else 0.0,
+        "kv_bytes": needed.cache,
+        "transient_bytes": needed.transient,
+        "dropped_bytes": needed.dropped,
+        "total_bytes": needed.total,
+        "fits": needed.total <= usable,
+        "longest_context": longest(plan, kv, usable),
+    }
+
+
+def _layer_counts(plan: ModelPlan) -> list[dict]:
+    """Count layers of the same shape, in the order of their first layer."""
+    counts: dict[LayerShape, int] = {}
+    for layer in plan.layers:
+        counts[layer] = counts.get(layer, 0) + 1
+    return [{"count": count, **vars(layer)} for layer, count in counts.items()]
+
+
+def _show(plan: ModelPlan, data: dict, file) -> None:
+    """Print the lines above the table."""
+    texts = {
+        "full": "keep the whole context",
+        "sliding": "keep the last {window} tokens, never compressed",
+        "latent": "keep a latent vector per token (MLA), never compressed",
+        "state": "keep a state of fixed size, not counted",
+    }
+    print(plan.name, file=file)
+    for group in data["layers"]:
+        heads = f": {group['kv_heads']} kv heads x {group['key_dim']}" if group["kv_heads"] else ""
+        text = texts[group["kind"]].format(**group)
+        print(f"  {group['count']} layers {text}{heads}", file=file)
+    print(
+        f"  weights {human_bytes(plan.weights)}, {plan.weights_source}\n"
+        f"  prefill transients {human_bytes(data['transient_bytes'])}, estimated\n"
+        f"  memory {human_bytes(data['memory_bytes'])}, "
+        f"of which {human_bytes(data['usable_bytes'])} counted as usable (75 %)\n"
+        f"  context {data['context']} tokens of {plan.limit or 'unknown'}",
+        file=file,
+    )
+    for kv in (row["preset"] for row in data["presets"]):
+        reasons = {
+            parse_kv(kv).why_not(layer.key_dim, layer.value_dim)
+            for layer in plan.layers
+            if layer.kind == "full"
+        }
+        for reason in filter(None, reasons):
+            print(f"  {kv}: some layers stay in 16 bits ({reason})", file=file)
+        for note in _notes(parse_kv(kv)):
+            print(f"  {kv}: {note}", file=file)
+
+
+def _notes(kv: CacheConfig) -> Iterator[str]:
+    if any(side.low and side.low.energy for side in (kv.keys, kv.values)):
+        yield "counts all dims; a calibration says how many that energy takes"
+    if kv.keep < 1:
+        yield 'cache: after the prompt is read; "in all" counts all its tokens, which stay until then'

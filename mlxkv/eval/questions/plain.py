@@ -1,0 +1,162 @@
+"""A document in plain English for models that were not trained on the small worlds: access codes
+between everyday sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import isqrt
+from random import Random
+
+from mlxkv.eval.questions.document import (
+    QUERIES,
+    Document,
+    Question,
+    Sizes,
+    depth_of,
+    filler,
+    rounds,
+    spread,
+)
+
+NEAR = 12  # most words on each side of near-identical keys
+ADJECTIVES = (
+    "amber", "broad", "calm", "distant", "eastern", "faded", "golden", "hidden", "inner", "large",
+    "lower", "marble", "narrow", "northern", "old", "outer", "painted", "quiet", "round", "silver",
+    "southern", "tall", "upper", "western", "wooden", "yellow",
+)  # fmt: skip
+NOUNS = (
+    "archive", "barn", "bridge", "cellar", "chapel", "dock", "factory", "gallery", "gate", "hall",
+    "harbour", "hotel", "kitchen", "laboratory", "library", "lighthouse", "market", "mill",
+    "museum", "office", "pavilion", "quarry", "school", "stable", "station", "theatre", "tower",
+    "vault", "warehouse", "workshop",
+)  # fmt: skip
+FORMS = (
+    "{when}, {who} {did} and {then}.",
+    "{who} {did} while {other} {then}.",
+    "{when}, {other} {then}, because {weather}.",
+    "{weather}, so {who} {did}.",
+    "{who} said that {other} {then} {when}.",
+    "Nobody was surprised when {who} {did} {when}.",
+    "{when}, {weather}, and {other} {then}.",
+    "{who} {did}, and {other} {then}.",
+)
+SLOTS = {
+    "when": (
+        "early in the morning", "after lunch", "late in the evening", "before the first bus left",
+        "on the way home", "during the short break", "at the end of the week", "once a month",
+        "shortly before noon", "in the first days of spring", "towards the end of the season",
+    ),
+    "who": (
+        "the baker", "a young clerk", "the gardener", "the old captain", "a visitor from the coast",
+        "the teacher", "one of the drivers", "the night watchman", "a neighbour", "the carpenter",
+        "the woman at the counter", "a student of botany",
+    ),
+    "other": (
+        "the two sisters", "most of the guests", "the children", "a few of the workers",
+        "the people next door", "the travellers", "some of the older residents", "the musicians",
+    ),
+    "did": (
+        "swept the stairs", "repaired a broken chair", "counted the empty boxes",
+        "wrote a long letter", "opened all the windows", "carried the bread inside",
+        "looked for a lost glove", "watered the plants", "cleaned the lamps", "sorted the mail",
+        "drew a map of the valley", "waited near the fountain", "told a story about the sea",
+    ),
+    "then": (
+        "went for a walk along the river", "talked about the harvest", "ate soup with dark bread",
+        "listened to the radio", "watched the boats come in", "played cards by the fire",
+        "read the newspaper aloud", "fed the birds", "looked at photographs", "mended the nets",
+        "argued about the price of tea", "sang an old song",
+    ),
+    "weather": (
+        "it rained without a pause", "the wind had turned", "fog lay over the fields",
+        "the sun was unusually warm", "snow was expected", "the air smelled of pine",
+        "clouds gathered in the west", "the ice had begun to melt",
+    ),
+}  # fmt: skip
+
+
+def fact(place: str, code: str) -> str:
+    return f"The access code of the {place} is {code}."
+
+
+def _upper(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]
+
+
+def sentences(rng: Random) -> Iterator[str]:
+    """Yield sentences without a digit, endlessly."""
+    while True:
+        words = {name: rng.choice(choices) for name, choices in SLOTS.items()}
+        yield _upper(rng.choice(FORMS).format(**words))
+
+
+def listed(items: list[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def document(rng: Random, length: int, questions: int, measure: Callable[[str], int]) -> Document:
+    """Return a document of about `length` tokens by `measure`, with `questions` of each kind.
+
+    Keys of "multi-key" come from a small table of adjectives and nouns, so that for each key there
+    are others that differ in one word.
+    """
+    tokens = measure(" " + fact("northern warehouse", "1234567"))
+    sizes = Sizes.fit(length, questions, tokens)
+    side = min(NEAR, isqrt(sizes.near - 1) + 1)  # the table is all but full
+    near_words = rng.sample(ADJECTIVES, side), rng.sample(NOUNS, side)
+    far_words = [
+        [word for word in every if word not in taken]
+        for every, taken in zip((ADJECTIVES, NOUNS), near_words, strict=True)
+    ]
+    near = _places(rng, near_words, sizes.near)
+    far = _places(rng, far_words, sizes.keys + sizes.lists)
+    single, several = far[: sizes.keys], far[sizes.keys :]
+    counts = {place: rng.randrange(2, 4) for place in several}
+    codes = iter(rng.sample(range(1_000_000, 10_000_000), len(near) + sizes.keys + 3 * len(counts)))
+    values = {place: [str(next(codes))] for place in (*near, *single)}
+    values |= {place: [str(next(codes)) for _ in range(n)] for place, n in counts.items()}
+    groups = [[fact(p, v) for p in places for v in values[p]] for places in (single, near, several)]
+    room = length - sum(measure(" " + sentence) for group in groups for sentence in group)
+    text = _paragraphs(rng, spread(rng, filler(sentences(rng), room, measure), groups))
+    depth = depth_of(text)
+    asked: list[Question] = []
+
+    def put(kind: str, pairs: list[tuple[str, str]], question: str, answer: str) -> None:
+        depths = tuple(depth(fact(*pair)) for pair in pairs)
+        keys, values = zip(*((f"the {place}", code) for place, code in pairs), strict=True)
+        asked.append(Question(kind, question, answer, values, keys, depths))
+
+    for kind, places in (("single", single), ("multi-key", near)):
+        for place in rounds(rng, places, questions):
+            (code,) = values[place]
+            put(
+                kind, [(place, code)], f"What is the access code of the {place}?", fact(place, code)
+            )
+    for _ in range(questions):
+        four = rng.sample(single, QUERIES)
+        pairs = [(place, values[place][0]) for place in four]
+        question = f"What are the access codes of {listed([f'the {p}' for p in four])}?"
+        clauses = listed([f"the access code of the {p} is {v}" for p, v in pairs])
+        put("multi-query", pairs, question, f"{_upper(clauses)}.")
+    for place in rounds(rng, several, questions):
+        found = sorted(values[place], key=lambda code: depth(fact(place, code)))
+        question = f"What are all the access codes of the {place}?"
+        answer = f"The access codes of the {place} are {listed(found)}."
+        put("multi-value", [(place, code) for code in found], question, answer)
+    return Document(text, tuple(asked))
+
+
+def _places(rng: Random, words: Sequence[Sequence[str]], count: int) -> list[str]:
+    """Return `count` different places, with two adjectives if one is not enough."""
+    adjectives, nouns = words
+    every = [f"{a} {n}" for a in adjectives for n in nouns]
+    if count > len(every):
+        every += [f"{a} {b} {n}" for a in adjectives for b in adjectives if a != b for n in nouns]
+    return rng.sample(every, count)
+
+
+def _paragraphs(rng: Random, parts: list[str]) -> str:
+    out = [parts[0]]
+    for sentence in parts[1:]:
+        out += ["\n\n" if rng.random() < 0.1 else " ", sentence]
+    return "".join(out)

@@ -1,0 +1,82 @@
+"""A document of the small worlds, for models that were trained on them: codes in a long story.
+
+Keys, forms and questions are as in `worlds.haystack`, but all kinds of questions share one text,
+which is read once, and the facts of each kind are at even depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+
+from mlxkv.eval.questions.document import (
+    QUERIES,
+    Document,
+    Question,
+    Sizes,
+    depth_of,
+    filler,
+    rounds,
+    spread,
+)
+from mlxkv.texts.worlds.facts import CODE, Fact, ask, ask_many, ask_values, four_digits, new_facts
+from mlxkv.texts.worlds.needles import more_values, paragraphs
+from mlxkv.texts.worlds.stories import stories
+
+FACT = 17  # tokens of a fact, about
+
+
+def document(rng: Random, length: int, questions: int, measure: Callable[[str], int]) -> Document:
+    """Return a document of about `length` tokens by `measure`, with `questions` of each kind.
+
+    Keys of "multi-key" are made-up names that training never saw.
+    """
+    sizes = Sizes.fit(length, questions, FACT)
+    relation = replace(CODE, value=four_digits)
+    seen = new_facts(rng, relation, sizes.keys + sizes.lists)
+    single, firsts = seen[: sizes.keys], seen[sizes.keys :]
+    near = new_facts(rng, relation, sizes.near, names="test")
+    lists = [more_values(rng, first, rng.randrange(2, 4)) for first in firsts]
+    groups = [single, near, [fact for same in lists for fact in same]]
+    room = length - sum(measure(" " + fact.sentence) for group in groups for fact in group)
+    sentences = spread(
+        rng,
+        filler(_sentences(rng), room, measure),
+        [[fact.sentence for fact in group] for group in groups],
+    )
+    text = paragraphs(rng, sentences)
+    depth = depth_of(text)
+    asked: list[Question] = []
+
+    def put(kind: str, facts: list[Fact], question: str, answer: str) -> None:
+        values, keys = tuple(f.value for f in facts), tuple(f.key for f in facts)
+        depths = tuple(depth(fact.sentence) for fact in facts)
+        asked.append(Question(kind, question, answer, values, keys, depths))
+
+    for fact in rounds(rng, single, questions):
+        put("single", [fact], *ask(rng, fact, "test"))
+    for fact in rounds(rng, near, questions):
+        put("multi-key", [fact], *ask(rng, fact, "test"))
+    fours = rounds(rng, single, questions * QUERIES)
+    for at in range(questions):
+        four = _apart(fours[at * QUERIES : (at + 1) * QUERIES], single)
+        put("multi-query", four, *ask_many(rng, four))
+    for same in rounds(rng, lists, questions):
+        in_order = sorted(same, key=lambda fact: depth(fact.sentence))
+        put("multi-value", in_order, *ask_values(rng, in_order))
+    return Document(text, tuple(asked))
+
+
+def _sentences(rng: Random) -> Iterator[str]:
+    for story in stories(rng):
+        yield from story.replace(". ", ".\0").replace('" ', '"\0').split("\0")
+
+
+def _apart(facts: list[Fact], others: list[Fact]) -> list[Fact]:
+    """Return `facts`, with a repeated fact replaced by one of `others`."""
+    out: list[Fact] = []
+    for fact in [*facts, *others]:
+        if fact not in out and len(out) < len(facts):
+            out.append(fact)
+    return out

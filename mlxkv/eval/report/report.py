@@ -1,0 +1,205 @@
+"""Turn the results of an evaluation into one tree of plain data, and print it as tables."""
+
+from __future__ import annotations
+
+from mlxkv import __version__, console
+from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.report import verdict
+from mlxkv.eval.tasks import subspace
+from mlxkv.eval.tasks.part import TaskOptions
+from mlxkv.eval.tasks.statistics import block
+from mlxkv.models.catalog.shapes import layers_of
+from mlxkv.models.catalog.sizes import layer_bytes
+
+RETRIEVAL = ("single", "multi-key", "multi-query", "multi-value")
+TASK_COLUMNS = {"single", "m-key", "m-query", "m-value", "text", "answers", "tools"}
+
+
+def assemble(
+    arms: Arms, options: TaskOptions, results: dict[str, dict[str, dict]], windows: tuple | None
+) -> dict:
+    """Return everything in one tree. results: {"TASK-NAME": {arm: result}}.
+
+    Stable keys: "model", "context" (the longest) and "presets", which holds the rows at that
+    context: "bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval" {kind: share}.
+    """
+    contexts = sorted(options.contexts)
+    rows = {
+        context: {name: _row(arms, results, name, context) for name in arms.names}
+        for context in contexts
+    }
+    for by_name in rows.values():
+        for row in by_name.values():
+            base = by_name[BASELINE]
+            row["verdict"], row["reason"] = verdict.judge(row, base)
+    return {
+        "mlxkv": __version__,
+        "model": arms.loaded.name,
+        "fingerprint": arms.loaded.fingerprint,
+        "dtype": str(arms.loaded.dtype).split(".")[-1],
+        "context": contexts[-1],
+        "contexts": contexts,
+        "windows": {name: [c.sink, c.recent, c.page] for name, c in arms.configs.items()},
+        "windows_equal": windows is not None,
+        "options": {
+            "decode": options.decode,
+            "questions": options.questions,
+            "tokens": options.tokens,
+            "text": [path.name for path in options.texts],
+            "needles": options.needles,
+        },
+        "presets": rows[contexts[-1]],
+        "rows": {str(context): by_name for context, by_name in rows.items()},
+        "parts": results,
+    }
+
+
+def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
+    """Return the numbers of a preset at a context, without those that no task measured."""
+    row = bits(arms, name, context)
+    if part := results.get(f"divergence-{context}"):
+        legs = part[name]["legs"]
+        decode, prompt = legs["decode"], legs["prompt"]
+        row |= {
+            "ppl": decode["ppl"],
+            "kl_mean": decode["kl"]["mean"],
+            "kl_p99": decode["kl"]["p99"],
+            "top1": decode["same_top"],
+            "prompt_ppl": prompt["ppl"],
+            "prompt_kl_mean": prompt["kl"]["mean"],
+            "prompt_kl_p99": prompt["kl"]["p99"],
+            "kv_bytes": part[name]["kv_bytes"],
+        }
+    found = {
+        kind: results[f"retrieval-{kind}-{context}"][name]["values"]
+        for kind in RETRIEVAL
+        if f"retrieval-{kind}-{context}" in results
+    }
+    if found:
+        row["retrieval"] = found
+        parts = {kind: results[f"retrieval-{kind}-{context}"][name] for kind in found}
+        row["retrieval_likelihood"] = {kind: part["likelihood"] for kind, part in parts.items()}
+        row["retrieval_values"] = {
+            kind: sum(depth["asked"] for depth in part["depths"]) for kind, part in parts.items()
+        }
+    if part := results.get("generation-agreement"):
+        row["agreement"] = sum(part[name]["lengths"]) / sum(part[name]["of"])
+    for part_name, key in (("answers", "right"), ("structured", "same")):
+        if part := results.get(f"generation-{part_name}"):
+            row[part_name] = part[name][key] / part[name]["asked"]
+    for key, part in results.items():
+        if key.startswith("lm-eval-"):
+            row.setdefault("lm_eval", {})[key.removeprefix("lm-eval-")] = part[name]["metrics"]
+    return row
+
+
+def bits(arms: Arms, name: str, context: int) -> dict:
+    """Return bits per value, over the layers that grow with the context: inside pages, and of the
+    whole cache of `context` tokens with its windows at 16 bits per number."""
+    config = arms.configs[name]
+    layers = [s for s in layers_of(arms.loaded.config) if s.kind == "full"]
+    values = sum(s.values(context) for s in layers)
+    inside = sum(
+        s.values(context)
+        * (
+            16.0
+            if config.why_not(s.key_dim, s.value_dim)
+            else config.bits_per_value(s.key_dim, s.value_dim)
+        )
+        for s in layers
+    )
+    whole = 8 * sum(layer_bytes(s, config, context) for s in layers)
+    return {
+        "bits_per_value": inside / values if values else 16.0,
+        "bits_with_windows": whole / values if values else 16.0,
+    }
+
+
+def brief(data: dict) -> dict:
+    """Return what `--json` prints: all but the parts, which are in `report.json`."""
+    return {key: value for key, value in data.items() if key != "parts"}
+
+
+def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
+    """Return column names, and a row of cells per preset, at a context."""
+    rows = data["rows"][str(context)]
+    first = rows[BASELINE]
+    columns = ["preset", "bits", "in all"]
+    makers = [lambda r: f"{r['bits_per_value']:.2f}", lambda r: f"{r['bits_with_windows']:.2f}"]
+    if "ppl" in first:
+        columns += ["ppl", "KL mean", "KL 99 %", "top %", "prompt KL"]
+        makers += [
+            lambda r: f"{r['ppl']:.4f}",
+            lambda r: f"{r['kl_mean']:.2g}",
+            lambda r: f"{r['kl_p99']:.2g}",
+            lambda r: f"{100 * r['top1']:.1f}",
+            lambda r: f"{r['prompt_kl_mean']:.2g}",
+        ]
+    for kind in first.get("retrieval", {}):
+        columns.append(kind.replace("multi", "m"))
+        makers.append(lambda r, kind=kind: f"{100 * r['retrieval'][kind]:.1f}")
+    if "agreement" in first:
+        columns.append("text")
+        makers.append(lambda r: f"{100 * r['agreement']:.1f}")
+    for key, title in (("answers", "answers"), ("structured", "tools")):
+        if key in first:
+            columns.append(title)
+            makers.append(lambda r, key=key: f"{100 * r[key]:.1f}")
+    for task, metrics in first.get("lm_eval", {}).items():
+        metric = next((m for m in metrics if "stderr" not in m), None)
+        if metric:
+            columns.append(f"{task} {metric}")
+            makers.append(lambda r, t=task, m=metric: f"{r['lm_eval'][t][m]:.4f}")
+    columns.append("verdict")
+    makers.append(lambda r: r["verdict"])
+    return columns, [[name, *(make(row) for make in makers)] for name, row in rows.items()]
+
+
+def reasons(data: dict, context: int) -> list[str]:
+    """Return a line per preset that is not green, with the reason."""
+    rows = data["rows"][str(context)].items()
+    return [f"{name}: {row['verdict']}, {row['reason']}" for name, row in rows if row["reason"]]
+
+
+def notes(data: dict) -> list[str]:
+    """Return the lines that explain the table."""
+    options = data["options"]
+    sizes = {tuple(v) for name, v in data["windows"].items() if name != BASELINE}
+    if data["windows_equal"]:
+        sink, recent, page = data["windows"][BASELINE]
+        windows = f"equal for all presets: first {sink}, last {recent} (up to {page} more) exact"
+    else:
+        same = "which are equal" if len(sizes) < 2 else "NOT equal"
+        windows = f"each preset's own, {same}"
+    return [
+        f"bits: per stored value in pages; in all: of the whole cache, 16 bits outside; windows: {windows}",
+        f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one after the context; "
+        "prompt KL: its second half, read in chunks; KL in nats against fp16 on the same tokens",
+        f"single, m-: share of right values in percent, {options['questions']} questions of each kind "
+        f"({options['needles']}); answers: right ones; "
+        "tools: tool calls written as fp16 writes them, in percent; "
+        f"text: leading greedy tokens equal to fp16's in percent, of up to {options['tokens']} a prompt",
+        f"verdict: {verdict.RULES}",
+    ]
+
+
+def show(data: dict, blocks: bool) -> None:
+    """Print the tables; with `blocks` also llama.cpp's statistics of both legs."""
+    for context in data["contexts"]:
+        columns, rows = table(data, context)
+        title = f"{data['model']}, {context} tokens, {data['dtype']}"
+        # One table would be too wide for a terminal.
+        tasks = [i for i, name in enumerate(columns) if name in TASK_COLUMNS]
+        numbers = [i for i in range(len(columns)) if i not in tasks]
+        for chosen in (numbers, [0, *tasks] if tasks else []):
+            if chosen:
+                cells = [[row[i] for i in chosen] for row in rows]
+                console.print_table([columns[i] for i in chosen], cells, title)
+        print("\n".join([*reasons(data, context), ""]))
+        if rows := subspace.table(data["parts"].get(f"{subspace.TASK}-{context}", {})):
+            console.print_table([*subspace.COLUMNS, *subspace.MORE], rows, f"{title}: subspaces")
+        part = data["parts"].get(f"divergence-{context}", {})
+        for name, result in part.items() if blocks else ():
+            for leg, summary in result["legs"].items():
+                print(f"{name}, {context} tokens, {leg}\n{block(summary)}\n")
+    print("\n".join(notes(data)))

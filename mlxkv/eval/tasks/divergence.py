@@ -1,0 +1,117 @@
+"""Task `divergence`: perplexity and KL divergence with the cache in the loop, in two legs.
+
+prompt: a text is read in chunks, as a chat reads a prompt, and its second half is scored. decode:
+the text goes on token by token, and attention reads the stored cache. All arms read the same tokens
+with the same weights, in step with full precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.tasks.exact import divergence
+from mlxkv.eval.tasks.part import Part, Progress, Results, TaskOptions
+from mlxkv.eval.tasks.statistics import Tokens, by_position, joined, summary
+from mlxkv.models.catalog.shapes import layers_of, text_config
+from mlxkv.models.generate import prefill_step
+from mlxkv.texts.sources import Text
+
+LOGITS = 1 << 27  # most numbers in the logits of one chunk
+LOWEST = -1e30
+LEGS = ("prompt", "decode")
+
+
+def parts(arms: Arms, options: TaskOptions, text_of: Callable[[int], Text]) -> list[Part]:
+    """Return one part per context. text_of(count): the first tokens of the evaluation text."""
+    out = []
+    for context in options.contexts:
+        text = text_of(context + options.decode + 1)
+
+        def run(arms: Arms, names: list[str], progress: Progress, text=text, context=context):
+            return measure(arms, names, text.tokens, context, progress)
+
+        asks = {"text": text.name, "tokens": text.tokens, "chunk": _chunk(arms)}
+        out.append(Part("divergence", str(context), run, context + options.decode, asks))
+    return out
+
+
+def measure(
+    arms: Arms, names: list[str], tokens: list[int], context: int, progress: Progress
+) -> Results:
+    """Run both legs over tokens[:-1]; each token predicts the next. The prompt is tokens[:context].
+
+    Returns per arm {"legs": {leg: `statistics.summary`}, "position": `statistics.by_position` of
+    KL, "kv_bytes": allocated after the prompt, "values": numbers in it, ...}.
+    """
+    everyone = list(dict.fromkeys((BASELINE, *names)))
+    scored: dict[str, dict[str, list[Tokens]]] = {n: {leg: [] for leg in LEGS} for n in names}
+    held = {}
+    with arms.caches(everyone) as caches:
+        for leg, start, stop in _steps(context, len(tokens) - 1, _chunk(arms)):
+            if start == context:
+                held = {name: arms.stored(name, caches[name]) for name in names}
+            new, targets = (
+                mx.array(tokens[start:stop])[None],
+                mx.array(tokens[start + 1 : stop + 1]),
+            )
+            base = _logits(arms, new, caches[BASELINE])
+            for name in names:
+                logits = base if name == BASELINE else _logits(arms, new, caches[name])
+                scored[name][leg].append(compare(base, logits, targets))
+                progress(stop - start)
+        values = sum(s.values(context) for s in layers_of(arms.loaded.config) if s.kind == "full")
+    out = {}
+    for name in names:
+        prompt, decode = (joined(scored[name][leg]) for leg in LEGS)
+        kl = np.concatenate([prompt.kl, decode.kl])
+        out[name] = {
+            "tokens": context,
+            "chunk": _chunk(arms),
+            "legs": {"prompt": summary(prompt[context // 2 :]), "decode": summary(decode)},
+            "position": by_position(kl),
+            "kv_bytes": held[name],
+            "values": values,
+        }
+    return out
+
+
+def compare(base: mx.array, logits: mx.array, targets: mx.array) -> Tokens:
+    """Score logits [N, vocabulary] against the base's logits; targets: true next tokens, [N]."""
+    # A masked token (-inf) has probability 0 in both and must not become NaN.
+    base, logits = (mx.maximum(x.astype(mx.float32), LOWEST) for x in (base, logits))
+    log_p, log_q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (base, logits))
+    true_p, true_q = (
+        mx.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in (log_p, log_q)
+    )
+    same = mx.argmax(base, axis=-1) == mx.argmax(logits, axis=-1)
+    arrays = (
+        -true_q,
+        -true_p,
+        divergence(base, logits),
+        mx.exp(true_q) - mx.exp(true_p),
+        same.astype(mx.float32),
+    )
+    mx.eval(*arrays)
+    return Tokens(*(np.array(x, dtype=np.float64) for x in arrays))
+
+
+def _logits(arms: Arms, new: mx.array, cache: list) -> mx.array:
+    logits = arms.loaded.model(new, cache=cache)[0]
+    mx.eval(logits, [] if new.shape[1] == 1 else [c.state for c in cache])
+    return logits
+
+
+def _chunk(arms: Arms) -> int:
+    """Return the tokens of a prompt to read at once: as in a chat, or fewer so that logits fit."""
+    vocabulary = int(text_config(arms.loaded.config)["vocab_size"])
+    return max(16, min(prefill_step(), LOGITS // vocabulary))
+
+
+def _steps(context: int, end: int, chunk: int) -> list[tuple[str, int, int]]:
+    """Return (leg, first, last + 1) of each chunk."""
+    prompt = [("prompt", i, min(i + chunk, context)) for i in range(0, context, chunk)]
+    return prompt + [("decode", i, i + 1) for i in range(context, end)]

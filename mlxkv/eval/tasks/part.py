@@ -1,0 +1,50 @@
+"""`Part`: one task on one text, for some arms. Its results are kept if a run is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlxkv.eval.arms import Arms
+from mlxkv.eval.questions.document import KINDS
+
+Progress = Callable[[int], None]
+Results = dict[str, dict]  # arm -> plain data for JSON
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """The options of all tasks.
+
+    contexts: tokens. decode: tokens decoded one by one after each context (divergence). questions:
+    of each kind and context (retrieval); half as many in generation. tokens: greedy tokens per
+    prompt (generation). texts: the user's files, read instead of built-in text. needles: "worlds"
+    for models trained on `texts.worlds`, "plain" for all others. kinds: of questions (retrieval).
+    """
+
+    contexts: tuple[int, ...] = (2048,)
+    decode: int = 256
+    questions: int = 8
+    tokens: int = 64
+    texts: tuple[Path, ...] = ()
+    needles: str = "worlds"
+    kinds: tuple[str, ...] = KINDS
+
+
+@dataclass(frozen=True)
+class Part:
+    """task, name: they name its files. asks: all that a result depends on besides model and arm, as
+    plain data; a stored result is used only if it is the same. run: (arms, names, progress) -> a
+    result per name; it gets only the names without a stored result. steps: the sum of progress per
+    name. shares: parts with the same value read the same texts, once if one process computes them.
+    baseline: whether full precision has a result too.
+    """
+
+    task: str
+    name: str
+    run: Callable[[Arms, list[str], Progress], Results]
+    steps: int
+    asks: dict = field(default_factory=dict)
+    shares: str = ""
+    baseline: bool = True

@@ -1,0 +1,4 @@
+"""What is stored, as frozen data and NumPy: quantizers, cache configs, page records, calibration files.
+
+Both tracks read this package; it imports no framework and nothing above `mlxkv.errors` and `mlxkv.console`.
+"""

@@ -1,0 +1,100 @@
+"""Balanced transforms: an invertible pair (down, up) per kv head, not orthogonal.
+
+As in balanced truncation (Moore 1981), `down` gives what is stored and what reads it the same diagonal
+second moment; noise times sensitivity is then least over all invertible maps. NumPy float64. Spec:
+`mlxkv.spec.balanced`. Letters: `G` kv heads, `D` head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxkv.formats import matrices
+
+SHRINK = (
+    1e-3  # share of a moment replaced by its diagonal: short texts know no better; gives full rank
+)
+DEAD = 1e-8  # least variance of a channel, as a share of the largest
+FLOOR = 1e-4  # least sigma, as a share of the largest
+PRECISE = 1e-3  # largest entry of |down @ up - I| in a sound float32 pair
+CONDITION = 1e6  # largest singular value of a sound `down` over its smallest
+
+
+@dataclass(frozen=True, eq=False)
+class Balance:
+    """Invertible transform of one side of a layer.
+
+    down: [G, D, D] float32, stored = x @ down before any mixing, a direction per column by falling sigma;
+        G is 1 where all kv heads share one.
+    sigma: [G, D] float32.
+    floored: number of directions that the text says nothing about.
+    """
+
+    down: np.ndarray
+    sigma: np.ndarray
+    floored: int = 0
+
+    @property
+    def condition(self) -> float:
+        """Largest over smallest singular value of `down`, of the worst kv head."""
+        return float(np.linalg.cond(self.down.astype(np.float64)).max())
+
+    def pair(self, parts: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return (down, up), each [G, D, D] float32: stored = x @ down, x = stored @ up."""
+        return tuple(x.astype(np.float32) for x in mixed(self.down.astype(np.float64), parts))
+
+
+def balance(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Balance two second moments [G, D, D]: noise, of what is stored; sensitivity, of what reads it.
+
+    Returns down [G, D, D], sigma [G, D], falling, and the number of directions that the moments lack.
+    """
+    noise, blank = shrunk(noise)
+    sensitivity, deaf = shrunk(sensitivity)
+    lower = np.linalg.cholesky(noise)
+    squares, turn = np.linalg.eigh(lower.swapaxes(-1, -2) @ sensitivity @ lower)
+    sigma = np.sqrt(np.maximum(squares, 0))[:, ::-1]
+    sigma = np.maximum(sigma, sigma[:, :1] * FLOOR)
+    down = np.linalg.solve(lower.swapaxes(-1, -2), turn[..., ::-1]) * np.sqrt(sigma)[:, None]
+    top = np.abs(down).argmax(-2)[:, None]
+    return down * np.sign(np.take_along_axis(down, top, -2)), sigma, blank + deaf
+
+
+def shrunk(moment: np.ndarray) -> tuple[np.ndarray, int]:
+    """Give a second moment [G, D, D] full rank; also return how many directions it lacked.
+
+    It shrinks towards its diagonal, not towards the identity, which keeps outlier channels.
+    """
+    moment = (moment + moment.swapaxes(-1, -2)) / 2
+    diagonal = np.diagonal(moment, axis1=-2, axis2=-1)
+    least = np.maximum(diagonal.max(-1, keepdims=True) * DEAD, np.finfo(np.float32).tiny)
+    whole = np.maximum(diagonal, least)
+    size, eye = np.sqrt(whole), np.eye(moment.shape[-1])
+    correlation = moment / (size[:, None] * size[..., None])
+    resolution = 8 * np.finfo(np.float32).eps * moment.shape[-1]  # moments are sums in float32
+    lacking = int((np.linalg.eigvalsh(correlation) < resolution).sum())
+    raised = moment + eye * (whole - diagonal)[:, None]
+    return (1 - SHRINK) * raised + SHRINK * eye * whole[:, None], lacking
+
+
+def mixed(down: np.ndarray, parts: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (down M, M^T down^-1) of down [G, D, D], with M the factors H and P of `matrices.compose` that
+    `parts` names; without "u" M alone."""
+    dims = down.shape[-1]
+    mix = matrices.compose(np.eye(dims)[None], parts.replace("u", ""))
+    if "u" not in parts:
+        down = np.broadcast_to(np.eye(dims), down.shape)
+    return down @ mix, mix.swapaxes(-1, -2) @ np.linalg.inv(down)
+
+
+def fault(down: np.ndarray) -> str | None:
+    """Return why a `down` [G, D, D] cannot be used, or None."""
+    x = down.astype(np.float64)
+    condition = float(np.linalg.cond(x).max())
+    if not condition <= CONDITION:
+        return f"a condition of {condition:.2g}"
+    there, back = (y.astype(np.float32).astype(np.float64) for y in mixed(x, matrices.PARTS))
+    off = float(np.abs(there @ back - np.eye(x.shape[-1])).max())
+    return None if off <= PRECISE else f"an inverse off by {off:.2g}"

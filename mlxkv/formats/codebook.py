@@ -1,0 +1,167 @@
+"""Quantizers as frozen data: codebooks (TurboQuant) and polar trees (PolarQuant of Han et al.).
+
+Letters: `R` stored dims per token, `page` tokens encoded together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxkv.errors import UserError
+
+CODEBOOK_BITS = (1, 2, 3, 4)
+MIN_DIMS = 16  # with fewer, rotated coordinates do not look Gaussian
+TREE = 16  # dims that share a radius
+TREE_BITS = (4, 2, 2, 2)  # bits of an angle, by level: Han et al., section 4.1
+TREE_SIZES = tuple(2**bits for bits in TREE_BITS)  # angles of a codebook, by level
+TREE_STEPS = 8  # of the k-means that fits codebooks
+TREE_RECORD = 16  # tokens whose upper levels are packed together, to fill whole words for every R
+
+
+def _words(dims: int, bits: int) -> int:
+    return -(-dims * bits // 32)
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """TurboQuant (arXiv 2504.19874): `x ~ norm * levels[code]`, with a 16-bit norm per token.
+
+    A random rotation turns any vector into a uniform point on the sphere; the levels are the best for
+    the coordinates of such a point.
+
+    bits: bits per coordinate, 1 to 4, including the sign of `residual`.
+    residual: one bit is the sign of a random projection of the first stage's error (Alg. 2, QJL), with a
+        16-bit length per token. Products with queries become unbiased, and noisier.
+    outliers: the quarter of the channels with the most energy in a page gets one more bit (section
+        4.3). Both parts have their own rotation and norm: use it with transform "none".
+    corrected: divide the stored norm by the norm of the decoded unit vector, which is below 1. No preset
+        does: on the embedded models it helped only where little was lost anyway.
+    seed: seed of the projections.
+    """
+
+    bits: int
+    residual: bool = False
+    outliers: bool = False
+    corrected: bool = False
+    seed: int = 1
+
+    def __post_init__(self):
+        least, most = (2 if self.residual else 1), (3 if self.outliers else 4)
+        if self.bits not in CODEBOOK_BITS[least - 1 : most]:
+            choices = ", ".join(map(str, CODEBOOK_BITS[least - 1 : most]))
+            raise UserError(f"[Codebook] unknown bits; got {self.bits}; choose from {choices}")
+        if self.residual and self.outliers:
+            raise UserError(
+                "[Codebook] a residual stage has no outlier channels; got both; choose one"
+            )
+
+    @property
+    def level_bits(self) -> int:
+        """Bits per code of the first stage."""
+        return self.bits - self.residual
+
+    @property
+    def tensors(self) -> set[str]:
+        """The tensors of pages: codes [B, G, T, W] words, scale float16 [B, G, T, 1].
+
+        With a residual stage also signs [B, G, T, ceil(R/32)] words, a bit per projection, and length
+        float16 [B, G, T, 1]. With outlier channels codes are of the other channels, outliers [B, G, T, W']
+        of these; scale is [B, G, T, 2], of outliers first; channels [B, G, pages, ceil(R/32)] words, a bit
+        per channel.
+        """
+        extra = {"signs", "length"} if self.residual else set()
+        return {"codes", "scale"} | extra | ({"outliers", "channels"} if self.outliers else set())
+
+    @property
+    def no_record(self) -> str | None:
+        """Return why no kernel reads these codes, or None."""
+        if self.outliers:
+            return "outlier channels turn every page differently, which no kernel does"
+        return "codes of 1 bit have no record" if self.bits == 1 else None
+
+    def clip_rank(self, dims: int) -> int:
+        """Return 1, as `Affine.clip_rank` does where nothing is clipped."""
+        return 1
+
+    @property
+    def label(self) -> str:
+        extra = " + signs of the rest" if self.residual else ""
+        extra += ", a quarter of the channels 1 bit more" if self.outliers else ""
+        norm = "corrected norm" if self.corrected else "norm"
+        return f"codebook of {self.level_bits} bits{extra}, {norm} per token"
+
+    def parts(self, dims: int) -> tuple[tuple[int, int], ...]:
+        """Return (dims, bits) of each part that is encoded by itself, outlier channels first."""
+        if not self.outliers:
+            return ((dims, self.level_bits),)
+        few = dims // 4
+        return (few, self.bits + 1), (dims - few, self.bits)
+
+    def bits_per_value(self, dims: int, page: int) -> float:
+        """Return stored bits per value: codes and signs in whole 32-bit words, 16-bit norms, and one bit
+        per channel and page that marks outliers."""
+        words = sum(_words(*part) for part in self.parts(dims)) + self.residual * _words(dims, 1)
+        norms = len(self.parts(dims)) + self.residual
+        chosen = self.outliers * 32 * _words(dims, 1) / page
+        return (32 * words + 16 * norms + chosen) / dims
+
+    def why_not(self, dims: int, page: int) -> str | None:
+        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
+        least = min(n for n, _ in self.parts(dims))
+        if least < MIN_DIMS:
+            return f"a codebook needs {MIN_DIMS} dims or more to share a norm, here are {least}"
+        return None
+
+
+@dataclass(frozen=True)
+class PolarTree:
+    """PolarQuant of Han et al. (arXiv 2502.02617): one 16-bit radius and 15 angles for each 16 dims.
+
+    Pairs of dims take 4 bits of angle, pairs of radii 2 bits at each of three levels: 3.875 bits per value.
+
+    codebooks: 16, 4, 4 and 4 ascending angles for the four levels, from `codec.polar_tree.fit` ("offline");
+        empty: the best for Gaussian vectors.
+    online: fit codebooks to each page and store them with it.
+    """
+
+    codebooks: tuple[tuple[float, ...], ...] = ()
+    online: bool = False
+
+    def __post_init__(self):
+        books = tuple(tuple(float(a) for a in book) for book in self.codebooks)
+        object.__setattr__(self, "codebooks", books)
+        wanted = list(TREE_SIZES)
+        if books and [len(book) for book in books] != wanted:
+            got = ", ".join(str(len(book)) for book in books)
+            raise UserError(
+                f"[PolarTree] codebooks must have 16, 4, 4 and 4 angles; got {got}; choose those of "
+                "codec.polar_tree.fit, or none"
+            )
+        if any(list(book) != sorted(book) for book in books):
+            raise UserError("[PolarTree] angles of a codebook must ascend; got others")
+        if books and self.online:
+            raise UserError("[PolarTree] codebooks are given or online; got both; choose one")
+
+    @property
+    def label(self) -> str:
+        kind = "online" if self.online else "offline" if self.codebooks else "analytic"
+        return f"polar tree, 4/2/2/2 bits, {kind} codebooks, radius per 16"
+
+    @property
+    def tensors(self) -> set[str]:
+        """The tensors of pages: first [B, G, T, R/16] words, the R/2 angles of level 1, 4 bits each; upper
+        [B, G, T/16, 7R/16] words, of 16 tokens the angles of levels 2, 3 and 4, 2 bits each; radii float16
+        [B, G, T, R/16]; online also books float16 [B, G, pages, 28], level by level."""
+        return {"first", "upper", "radii"} | ({"books"} if self.online else set())
+
+    def bits_per_value(self, dims: int, page: int) -> float:
+        """Return stored bits per value: angles, 16-bit radii, and the online codebooks of a page."""
+        angles = sum(bits / 2**level for level, bits in enumerate(TREE_BITS, 1))
+        books = self.online * 16 * sum(2**bits for bits in TREE_BITS) / (dims * page)
+        return angles + 16 / TREE + books
+
+    def why_not(self, dims: int, page: int) -> str | None:
+        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
+        if dims % TREE:
+            return f"a polar tree needs a multiple of {TREE} dims, here are {dims}"
+        return None

@@ -1,0 +1,273 @@
+"""What a cache stores, as frozen data: a transform and a quantizer for each side, and the windows.
+
+Letters: `R` stored dims per token, `page` tokens encoded together.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import get_args
+
+from mlxkv.errors import UserError
+from mlxkv.formats.affine import Affine, Full
+from mlxkv.formats.codebook import Codebook, PolarTree
+from mlxkv.formats.lowrank import Half, LowRank
+from mlxkv.formats.tile import DualScale, Polar
+
+CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
+PAIRED = (BALANCED, LEARNED)  # calibrated maps that are not rotations
+PCA = "pca"  # fewer dims, from a calibration
+SPREAD = "hadamard-srft"  # Hadamard, or srft for head dims that are not a power of two
+TRANSFORMS = ("none", "hadamard", "srft", SPREAD, "random", CALIBRATED, *PAIRED, PCA)
+
+
+Quantizer = Full | Half | Affine | Codebook | PolarTree | DualScale | Polar
+
+
+@dataclass(frozen=True)
+class Side:
+    """How keys, or values, are stored: a transform, then a quantizer.
+
+    transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
+        head dim), "hadamard-srft" (hadamard where it exists, else srft), "random" (a dense random
+        rotation, every head dim); or, per kv head from `mlxkv calibrate`, "oscar" (a rotation),
+        "balanced" (an invertible map), "pca" (fewer dims, by `low`) and, with --learn, "learned" (SRFT,
+        then a map trained with Adam).
+    seed: seed of the transform's random signs or matrix.
+    own_clip: keep this clip, even where one was searched for the model.
+    low: the rank, for "pca" alone.
+    """
+
+    quantizer: Quantizer
+    transform: str = "none"
+    seed: int = 0
+    own_clip: bool = False
+    low: LowRank | None = None
+
+    def __post_init__(self):
+        if self.transform not in TRANSFORMS:
+            choices = ", ".join(TRANSFORMS)
+            raise UserError(
+                f"[Side] unknown transform; got {self.transform!r}; choose from {choices}"
+            )
+        if (self.transform == PCA) != (self.low is not None):
+            raise UserError(f'[Side] "{PCA}" and low go together; got {self.transform!r}')
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its transform comes from a calibration of the model."""
+        return self.transform in (CALIBRATED, *PAIRED, PCA)
+
+    @property
+    def kind(self) -> str:
+        """Name of the calibrated transform: the transform, or for low rank "pca 96" (rank), "pca 0.75"
+        (share; 1.0 until a calibration has turned an energy into a rank), then " mixed" where it is."""
+        if self.low is None:
+            return self.transform
+        size = self.low.rank or self.low.share or 1.0
+        return f"{PCA} {size}{' mixed' if self.low.mixed else ''}"
+
+    @property
+    def follows(self) -> bool:
+        """Whether its basis follows the text."""
+        return self.low is not None and self.low.follows
+
+    def dims(self, head_dim: int) -> int:
+        """Stored dims R."""
+        return head_dim if self.low is None else self.low.dims(head_dim)
+
+    @property
+    def searchable(self) -> bool:
+        """Whether a calibration may search the clip."""
+        spec = self.quantizer
+        affine = isinstance(spec, Affine) and spec.axis == "token"
+        return self.calibrated and affine and not self.own_clip and self.low is None
+
+    def format(self, dims: int, page: int) -> str:
+        """Return the key of a searched clip: `Affine.format`, after "balanced " or "learned " for such a
+        side."""
+        prefix = f"{self.transform} " if self.transform in PAIRED else ""
+        return prefix + self.quantizer.format(dims, page)
+
+    def clipped(self, clip: float) -> Side:
+        return replace(self, quantizer=replace(self.quantizer, clip=clip))
+
+    @property
+    def label(self) -> str:
+        name = self.low.label if self.low else self.transform
+        prefix = "" if self.transform == "none" else f"{name} + "
+        return prefix + self.quantizer.label
+
+    def note(self, head_dim: int) -> str:
+        """Return what a report adds to the preset's name: which transform stands in for heads of this dim."""
+        stands_in = self.transform == SPREAD and head_dim & (head_dim - 1)
+        return f" (srft: {head_dim} dims have no Hadamard)" if stands_in else ""
+
+    def why_not(self, head_dim: int, page: int) -> str | None:
+        """Return why vectors of `head_dim` cannot be stored this way, or None."""
+        if self.transform == "hadamard" and head_dim & (head_dim - 1):
+            return (
+                f"hadamard needs a power-of-two head dim; got {head_dim} (srft takes any even one)"
+            )
+        if (self.transform in ("srft", SPREAD) or self.calibrated) and head_dim % 2:
+            return f"{self.transform} needs an even head dim, this one is {head_dim}"
+        if isinstance(self.quantizer, Polar) and self.transform != "none":
+            return f"polar takes the pairs of RoPE, which {self.transform} mixes"
+        if self.low is not None and (reason := self.low.why_not(head_dim)):
+            return reason
+        return self.quantizer.why_not(self.dims(head_dim), page)
+
+    def bits_per_value(self, head_dim: int, page: int) -> float:
+        """Return stored bits per value of a head, in pages."""
+        stored = self.dims(head_dim)
+        return self.quantizer.bits_per_value(stored, page) * stored / head_dim
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Configure a whole cache: keys, values and the full-precision windows.
+
+    sink: first tokens, kept in full precision.
+    recent: last tokens, kept in full precision (up to a page more).
+    page: tokens encoded together.
+    keep: share of a prompt's sealed tokens that stay once the prompt is read, by the votes of its last
+        queries (SnapKV).
+    whole_pages: select pages, for all kv heads alike, in place of tokens for each head.
+    """
+
+    keys: Side
+    values: Side
+    sink: int = 64
+    recent: int = 64
+    page: int = 64
+    keep: float = 1.0
+    whole_pages: bool = False
+
+    def __post_init__(self):
+        if self.page < 16 or self.page % 16:
+            raise UserError(f"[CacheConfig] page must be a multiple of 16; got {self.page}")
+        if self.sink < 0 or self.recent < 0:
+            raise UserError(
+                f"[CacheConfig] windows must be 0 or more; got {self.sink}, {self.recent}"
+            )
+        if not 0 < self.keep <= 1:
+            raise UserError(f"[CacheConfig] keep must be above 0 and at most 1; got {self.keep}")
+
+    @property
+    def compresses(self) -> bool:
+        full = (isinstance(side.quantizer, Full) for side in (self.keys, self.values))
+        return self.keep < 1 or not all(full)
+
+    @property
+    def follows(self) -> bool:
+        """Whether a side's basis follows the text."""
+        return self.rule is not None
+
+    @property
+    def rule(self) -> LowRank | None:
+        """The `low` of the side that follows the text, keys first, or None."""
+        return next((side.low for side in (self.keys, self.values) if side.follows), None)
+
+    @property
+    def listens(self) -> bool:
+        """Whether caches need to see queries."""
+        return self.follows or self.keep < 1
+
+    def dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
+        """Stored dims R of keys and values."""
+        return self.keys.dims(key_dim), self.values.dims(value_dim)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a side needs a calibration of the model."""
+        return self.keys.calibrated or self.values.calibrated
+
+    @property
+    def balanced(self) -> bool:
+        """Whether a side needs the balanced transforms of a calibration."""
+        return BALANCED in (self.keys.transform, self.values.transform)
+
+    @property
+    def low(self) -> bool:
+        """Whether a side stores fewer dims."""
+        return PCA in (self.keys.transform, self.values.transform)
+
+    @property
+    def learned(self) -> bool:
+        """Whether a side needs learned transforms, which a calibration has only with --learn."""
+        return LEARNED in (self.keys.transform, self.values.transform)
+
+    @property
+    def fitted(self) -> tuple[str, str]:
+        """`Side.kind` of keys and values; "oscar" stands for a side that is not calibrated."""
+        sides = (self.keys, self.values)
+        return tuple(side.kind if side.calibrated else CALIBRATED for side in sides)
+
+    @property
+    def folded(self) -> CacheConfig:
+        """The config without the value transform, for a model whose weights already apply it."""
+        return replace(self, values=replace(self.values, transform="none"))
+
+    def room(self, sink_is_out: bool) -> int:
+        """Tokens that the live window may hold; at first the sink is part of it."""
+        return self.recent + self.page + (0 if sink_is_out else self.sink)
+
+    def pages_over(self, tokens: int) -> int:
+        """Pages to seal of so many live tokens, once the sink is out."""
+        return -(-(tokens - self.room(True)) // self.page)
+
+    @property
+    def window(self) -> int:
+        """Tokens that a cache holds before it seals a page."""
+        return self.sink + self.recent + self.page
+
+    def why_not(self, key_dim: int, value_dim: int) -> str | None:
+        """Return why heads of these dims cannot be stored, or None."""
+        for name, side, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
+            if reason := side.why_not(dim, self.page):
+                return f"{name}: {reason}"
+        return None
+
+    def bits_per_value(self, key_dim: int, value_dim: int) -> float:
+        """Return stored bits per value in pages, without the windows."""
+        keys = self.keys.bits_per_value(key_dim, self.page) * key_dim
+        values = self.values.bits_per_value(value_dim, self.page) * value_dim
+        return self.keep * (keys + values) / (key_dim + value_dim)
+
+    def basis_bytes(self, heads: int, key_dim: int, value_dim: int) -> int:
+        """Return the most bytes that one sequence's bases [G, D, R] in float32 take, one per run of pages,
+        in a cache that follows the text; fixed bases belong to the model."""
+        sides = ((self.keys, key_dim), (self.values, value_dim))
+        values = sum(heads * dim * side.dims(dim) for side, dim in sides if side.follows)
+        return 4 * values * self.rule.runs if values else 0
+
+    def as_dict(self) -> dict:
+        """Return plain data for headers of saved files, equal to itself after a round trip through JSON."""
+        data = json.loads(json.dumps(asdict(self)))
+        for name in ("keys", "values"):
+            data[name]["quantizer"]["method"] = type(getattr(self, name).quantizer).__name__.lower()
+            if data[name]["low"] is None:  # as in files from before low rank
+                del data[name]["low"]
+        if self.keep == 1:
+            del data["keep"], data["whole_pages"]
+        return data
+
+    @staticmethod
+    def from_dict(data: dict) -> CacheConfig:
+        """Read what `as_dict` returns. Raises UserError on anything else."""
+        methods = {kind.__name__.lower(): kind for kind in get_args(Quantizer)}
+        try:
+            sides = {}
+            for name in ("keys", "values"):
+                side = dict(data[name])
+                quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
+                side["low"] = LowRank(**low) if low else None
+                sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
+            kept = {name: data[name] for name in ("keep", "whole_pages") if name in data}
+            windows = {name: data[name] for name in ("sink", "recent", "page")}
+            return CacheConfig(**sides, **windows, **kept)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"[CacheConfig] not a cache configuration this version reads ({error})"
+            ) from None

@@ -1,0 +1,130 @@
+"""Parse what `--kv` takes: presets, pairs, and names with numbers in them.
+
+    KEYS/VALUES              int8/int4: keys and windows of the first, values of the second
+    static-NUMBER[+EXTRA]    low rank (StaticPCA); +windows keeps the first and the last 32 tokens
+    oja-NUMBER[+EXTRA]       low rank that follows the text (OjaKV), with the same windows
+    NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
+
+NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
+groups of 64, or a preset (kivi-int4) for its codes and page. For oja also transport, segments, segments4,
+stay; raw: the update as published; fast: rates of 1 and 0.5; all: every token of a prompt updates; prompt:
+no updates while decoding.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from mlxkv.errors import UserError
+from mlxkv.formats.affine import Affine, Full
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.lowrank import SEGMENTS, STORED, Half, LowRank
+from mlxkv.formats.presets import PRESETS, low_rank
+
+METHODS = ("static", "oja")
+# As measured in docs/results/oja.md.
+PLAIN = {
+    "int8": Affine(8, 64),
+    "int4": Affine(4, 64),
+    "int3": Affine(3, 64),
+    "int2": Affine(2, 64, clip=0.92),
+}
+NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
+SIZES = {"": "share", "r": "rank", "e": "energy"}
+KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
+WAY = re.compile(rf"{'|'.join(STORED)}|{SEGMENTS}\d+")
+SETTINGS = {
+    "raw": {"raw": True},
+    "fast": {"prefill_rate": 1.0, "decode_rate": 0.5},
+    "prompt": {"decode_rate": 0.0},  # after fast, one of whose rates it replaces
+    "all": {"salient": 1.0},
+}
+
+
+def parse_kv(text: str) -> CacheConfig:
+    """Return the configuration that `--kv TEXT` names. Raises UserError."""
+    rest, selection = text.strip(), {}
+    if found := KEEP.search(rest):
+        rest = rest[: found.start()]
+        selection = {"keep": float(found["share"]), "whole_pages": found["what"] == "pages"}
+    names = rest.split("/")
+    sides = [_one(name) for name in names]
+    if None in sides or len(sides) > 2:
+        choices = ", ".join(PRESETS)
+        raise UserError(
+            f"[--kv] unknown preset; got {text!r}; choose from {choices}, KEYS/VALUES such as "
+            "int8/int4, static-NUMBER and oja-NUMBER such as oja-r96+int4, any of them with +keep0.5"
+        )
+    keys, values = sides[0], sides[-1]
+    windows = keys if keys.compresses else values
+    return replace(windows, keys=keys.keys, values=values.values, **selection)
+
+
+def with_keep(names: str, keep: float | None) -> str:
+    """Append the token selection of `--keep` to each of the comma-separated presets. Raises UserError."""
+    if keep is None:
+        return names
+    if not 0 < keep <= 1:
+        raise UserError(f"[--keep] must be above 0 and at most 1; got {keep:g}; choose 0.5")
+    for name in names.split(","):
+        if KEEP.search(name):
+            raise UserError(f"[--keep] the preset says already what stays; got {name.strip()!r}")
+    return ",".join(f"{name.strip()}+keep{keep:g}" for name in names.split(","))
+
+
+def _one(name: str) -> CacheConfig | None:
+    if name in PRESETS:
+        return PRESETS[name]
+    method, dash, rest = name.partition("-")
+    if method not in METHODS or not dash:
+        return None
+    number, *extras = rest.split("+")
+    follows, settings = method == "oja", {}
+    codes = [extra for extra in extras if extra in PRESETS and _are_codes(PRESETS[extra])]
+    stored = [extra for extra in extras if WAY.fullmatch(extra)]
+    known = {*codes, *stored, *SETTINGS} if follows else {*codes, "windows"}
+    if not _is_size(found := NUMBER.fullmatch(number)) or not known.issuperset(extras):
+        raise _not_low_rank(name)
+    if len(set(extras)) < len(extras) or max(len(codes), len(stored)) > 1:
+        raise _not_low_rank(name)
+    for extra in SETTINGS:  # in this order, whatever order the user writes
+        settings |= SETTINGS[extra] if extra in extras else {}
+    if stored and (count := stored[0].removeprefix(SEGMENTS)).isdigit():
+        settings |= {"stored": SEGMENTS, "segments": int(count)}
+    elif stored:
+        settings |= {"stored": stored[0]}
+    size = SIZES[found["kind"]]
+    value = int(number[1:]) if size == "rank" else float(found["number"])
+    windows = 32 if follows or "windows" in extras else 0
+    low = LowRank(**{size: value}, follows=follows, **settings)
+    if not codes or codes[0] in PLAIN:
+        plain = PLAIN[codes[0]] if codes else Half()
+        return low_rank(low, plain, plain, windows)
+    both = PRESETS[codes[0]]
+    return low_rank(low, both.keys.quantizer, both.values.quantizer, windows, both.page)
+
+
+def _are_codes(preset: CacheConfig) -> bool:
+    """Whether the preset quantises both sides."""
+    return not {type(side.quantizer) for side in (preset.keys, preset.values)} & {Full, Half}
+
+
+def _is_size(found: re.Match | None) -> bool:
+    """Whether a number is a share of the dims or of the energy, or a whole number of dims."""
+    if found is None:
+        return False
+    kind, value = found["kind"], float(found["number"])
+    if kind == "r":
+        return found["number"].isdigit() and value > 0
+    return 0 < value < 1 or (value == 1 and not kind)
+
+
+def _not_low_rank(name: str) -> UserError:
+    method = name.partition("-")[0]
+    extras = (*SETTINGS, *STORED, "segments4") if method == "oja" else ("windows",)
+    return UserError(
+        f"[--kv] no low rank of this name; got {name!r}; write {method}-NUMBER, a share of the dims "
+        "(0.75), even dims (r96) or a share of their energy (e0.95), then, each once, +CODES (a preset "
+        f"such as +int4) and any of {', '.join(f'+{extra}' for extra in extras)}"
+    )

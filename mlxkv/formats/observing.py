@@ -1,0 +1,178 @@
+"""`Observing`: what a cache that observes queries counts and decides; arithmetic on tensors belongs to the
+tracks. No framework is imported here.
+
+    prompt:  a chunk is attended to in full precision; then its last queries choose the tokens that
+             teach the basis (OjaKV), and only then its oldest pages are sealed
+    decode:  the first step drops what the last queries of the prompt did not vote for (SnapKV); every
+             so many tokens the basis learns from those decoded since
+
+A prompt that is read in chunks updates once per chunk: the paper reads it at once, which would take all
+of it in full precision. Keys carry their positions (RoPE is in them), so tokens may go; `offset` counts
+all that were ever read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mlxkv.errors import UserError
+
+WINDOW = 32  # last queries that choose tokens, where no basis follows
+POOL = 7  # tokens: neighbours of an important token stay too
+BLOCK = 8  # queries whose scores are computed at a time
+Tensor = Any  # of the track
+Pair = tuple[Tensor, Tensor]
+
+
+class Observing:
+    """A mixin over a compressed cache of either track.
+
+    The cache has `config`, `offset`, `view()`, the windows, the store, and `basis`: of the next page.
+    """
+
+    def _start(self) -> None:
+        """Nothing has been learned, dropped or observed."""
+        self._now = None  # the basis, once it has learned
+        self._since = 0  # tokens decoded since it learned
+        self._pending = None  # the view of a chunk of a prompt that attention has not read
+        self._chunk = 0  # its tokens
+        # Last queries of a prompt, [B, G, H / G, w, D], and their scale.
+        self._queries: tuple[Tensor, float] | None = None
+        self.dropped = 0  # tokens
+        self._fixed = 0  # pages that have been chosen from
+
+    # -- what a track adds: how much the last queries look at each token (`importance`, [B, G, T]), and
+    # which tokens that chooses
+
+    importance: Callable[..., Tensor]
+    salient: Callable[..., Tensor]
+    taken: Callable[..., Tensor]
+    votes: Callable[..., Tensor]
+    kept: Callable[..., Tensor]
+    kept_pages: Callable[..., Tensor]
+
+    def _taught(self, batch: Pair, prompt: bool):
+        """The basis after a batch of keys and values [B, G, N, D], of a prompt or decoded."""
+        raise NotImplementedError
+
+    def _saved(self, basis) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _loaded(self, arrays: dict[str, Tensor]):
+        raise NotImplementedError
+
+    # -- queries
+
+    def _seal_rest(self) -> None:
+        """Seal what is beyond the room: the basis has learned from it, or nothing attended to it."""
+        self._pending = None
+        if self._live is not None and self._count > self._room:
+            live, self._live = self._read_live(), None
+            self._seal(live)
+
+    def _observe(self, queries: Tensor, scale: float, rows) -> bool:
+        """Take in queries [B, H, L, D] of attention over the last chunk. rows(n): the mask of the last n.
+
+        Returns False where another layer that reads this cache has been here before.
+        """
+        view = self._pending
+        if view is None:
+            return False
+        last = queries[:, :, -(self.config.rule.window if self.config.follows else WINDOW) :]
+        if self.config.keep < 1:
+            batch, heads, count, dims = last.shape
+            kv_heads = view.live[0].shape[1]
+            grouped = last.reshape(batch, kv_heads, heads // kv_heads, count, dims)
+            self._queries = self._own(grouped), scale
+        if self.config.follows:
+            new = self._chunk
+            seen = self.importance(last, view, scale, rows(last.shape[2]))[..., -new:]
+            at = self.salient(seen, max(1, round(self.config.rule.salient * new)))
+            self._teach(tuple(self.taken(x[:, :, -new:], at) for x in view.live), True)
+        self._seal_rest()
+        return True
+
+    def _own(self, x: Tensor) -> Tensor:
+        """x, or a copy where it would hold a larger tensor."""
+        return x
+
+    def _learn(self) -> None:
+        """Teach the basis the tokens decoded since the last time, when they are enough."""
+        if not self.config.follows or self._since < self.config.rule.every:
+            return
+        count = min(self._since, self._count)
+        self._since = 0
+        if count:
+            self._teach(tuple(x[:, :, -count:] for x in self._read_live()), False)
+
+    def _teach(self, batch: Pair, prompt: bool) -> None:
+        now = self._taught(batch, prompt)
+        if now is not self.basis:
+            self._now = now
+            if self._store is not None:
+                self._store.rebase(now)
+
+    def _keep(self) -> None:
+        """Drop the sealed tokens of the prompt that its last queries did not vote for."""
+        if self._queries is None:
+            return
+        (queries, scale), self._queries = self._queries, None
+        if self._count_pages <= self._fixed:
+            return
+        page, sink = self.config.page, self._sink[0].shape[2] if self._sink else 0
+        votes = self.votes(self.importance(queries.flatten(1, 2), self.view(), scale))
+        by_page = self.config.whole_pages or not self._store.by_token
+
+        def choose(first: int, count: int) -> tuple[Tensor, bool]:
+            part = votes[..., sink + first * page :][..., : count * page]
+            left = max(1, round(self.config.keep * count))
+            if by_page:
+                return self.kept_pages(part, page, left), True
+            return self.kept(part, left * page), False
+
+        self.dropped += page * self._store.keep(choose, self._fixed)
+        self._fixed = self._count_pages
+
+    # -- the rest of the contract
+
+    def trim(self, n: int) -> int:
+        """As without selection. Raises UserError where tokens are gone."""
+        if not self.dropped:
+            n = super().trim(n)
+        else:
+            since = self._count + (self._count_pages - self._fixed) * self.config.page
+            if n > since:
+                raise UserError(
+                    f"[CompressedKVCache] tokens were dropped: the last {since} can be trimmed; got {n}"
+                )
+            gone, self.dropped = self.dropped, 0  # positions in what is stored
+            fixed, self._fixed, self.offset = self._fixed, 0, self.offset - gone
+            n = super().trim(n)
+            self.offset, self.dropped, self._fixed = self.offset + gone, gone, fixed
+        self._since = max(0, self._since - n)
+        self._fixed = min(self._fixed, self._count_pages)
+        self._pending = self._queries = None
+        return n
+
+    def _extra(self) -> tuple[dict, dict]:
+        header = {"since": self._since, "dropped": self.dropped, "fixed": self._fixed}
+        tree: dict = {}
+        if self._now is not None:
+            tree["basis"] = self._saved(self._now)
+        if self._queries is not None:
+            tree["asked"], header["scale"] = self._queries
+        return header, tree
+
+    def _restore_extra(self, header: dict, tree: dict) -> None:
+        self._since, self.dropped, self._fixed = (header[n] for n in ("since", "dropped", "fixed"))
+        if "basis" in tree:
+            self._now = self._loaded(tree["basis"])
+        if "asked" in tree:
+            self._queries = tree["asked"], float(header["scale"])
+
+    def _own_arrays(self) -> list[Tensor]:
+        """What is allocated beside windows and pages: the store counts the basis once there is one."""
+        asked = [] if self._queries is None else [self._queries[0]]
+        alone = self._now is not None and self._store is None
+        return [*asked, *(self._saved(self._now).values() if alone else ())]

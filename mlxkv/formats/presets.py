@@ -1,0 +1,195 @@
+"""The presets of `--kv NAME`. `mlxkv.formats.names` parses all other names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlxkv.formats.affine import Affine, Full
+from mlxkv.formats.codebook import Codebook, PolarTree
+from mlxkv.formats.config import (
+    BALANCED,
+    CALIBRATED,
+    LEARNED,
+    PCA,
+    SPREAD,
+    CacheConfig,
+    Quantizer,
+    Side,
+)
+from mlxkv.formats.lowrank import Half, LowRank
+from mlxkv.formats.tile import DualScale, Polar
+
+FULL = Side(Full())
+
+
+def _both(bits: int, transform: str, group: int = 64, symmetric: bool = False) -> CacheConfig:
+    side = Side(Affine(bits, group, symmetric), transform)
+    return CacheConfig(side, side)
+
+
+def _oscar(
+    bits: int, group: int = 128, keys: float = 1.0, values: float = 1.0, own: bool = False
+) -> CacheConfig:
+    """Use the windows of the OSCAR paper. keys, values: clips where none were searched, or always (own)."""
+    sides = (
+        Side(Affine(bits, group, clip=clip), CALIBRATED, own_clip=own) for clip in (keys, values)
+    )
+    return CacheConfig(*sides, sink=64, recent=256)
+
+
+BALANCED_CLIPS = {2: (0.92, 0.94), 3: (0.98, 0.98), 4: (1.0, 1.0)}  # bits: of keys, of values
+
+
+def _balanced(keys: int, values: int, group: int = 128) -> CacheConfig:
+    """keys, values: bits. The clips serve models without searched ones."""
+    clips = BALANCED_CLIPS[keys][0], BALANCED_CLIPS[values][1]
+    sides = (
+        Side(Affine(bits, group, clip=clip), BALANCED)
+        for bits, clip in zip((keys, values), clips, strict=True)
+    )
+    return CacheConfig(*sides, sink=64, recent=64)
+
+
+def _channels(keys: int, values: int) -> CacheConfig:
+    """Balanced transforms, with keys on a scale and bias per channel, which remove what a page's keys share."""
+    sides = (
+        Side(Affine(keys, 128, axis="channel"), BALANCED),
+        Side(Affine(values, 128, clip=BALANCED_CLIPS[values][1]), BALANCED),
+    )
+    return CacheConfig(*sides, sink=64, recent=64, page=128)
+
+
+def _turned(keys: Quantizer, values: Quantizer | None = None, how: str = "random") -> CacheConfig:
+    return CacheConfig(Side(keys, how), Side(values or keys, how))
+
+
+def _kivi(bits: int) -> CacheConfig:
+    """KIVI: keys per channel, values per token, groups of 32, the paper's windows."""
+    keys, values = Side(Affine(bits, 32, axis="channel")), Side(Affine(bits, 32))
+    return CacheConfig(keys, values, sink=0, recent=128)
+
+
+def _kivi_srft(keys: int, values: int) -> CacheConfig:
+    """Keys per channel without a transform, values after SRFT; groups of a page."""
+    sides = Side(Affine(keys, 64, axis="channel")), Side(Affine(values, 64), "srft")
+    return CacheConfig(*sides)
+
+
+def _kvarn(keys: int, values: int, unit_std: bool = False) -> CacheConfig:
+    sides = (
+        Side(DualScale(bits, axis, unit_std), SPREAD)
+        for bits, axis in ((keys, "channel"), (values, "token"))
+    )
+    return CacheConfig(*sides, page=128)
+
+
+def _polar(bits: int, group: int) -> CacheConfig:
+    """Radius and angle of keys at `bits` each; values per token, as in KIVI."""
+    sides = Side(Polar(bits, bits)), Side(Affine(bits, group))
+    return CacheConfig(*sides, sink=0, recent=128, page=128)
+
+
+def low_rank(
+    low: LowRank, keys: Quantizer, values: Quantizer, windows: int = 32, page: int = 64
+) -> CacheConfig:
+    """Store both sides by the same `low`, dims mixed where they are coded. windows: as in the OjaKV paper."""
+    sides = (Side(q, PCA, low=replace(low, mixed=type(q) is not Half)) for q in (keys, values))
+    return CacheConfig(*sides, sink=windows, recent=windows, page=page)
+
+
+def _oja(share: float, quantizer: Quantizer | None = None) -> CacheConfig:
+    return low_rank(LowRank(share, follows=True), quantizer or Half(), quantizer or Half())
+
+
+CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
+
+PRESETS: dict[str, CacheConfig] = {
+    "fp16": CacheConfig(FULL, FULL),
+    # The best measured at each width (docs/results/methods.md). int8 and int4 need no calibration.
+    "int8": _both(8, "none"),
+    "int4": CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64))),
+    "int3": _balanced(4, 2),  # better than 3 bits for both: keys are the sensitive half
+    "int2": _channels(2, 2),
+    # Min-max in groups of 64 without a transform, as mlx-lm's --kv-bits.
+    "naive-int8": _both(8, "none"),
+    "naive-int4": _both(4, "none"),
+    "naive-int3": _both(3, "none"),
+    "naive-int2": _both(2, "none"),
+    # Sign-randomised Hadamard (QuaRot).
+    "hadamard-int8": _both(8, "hadamard"),
+    "hadamard-int4": _both(4, "hadamard"),
+    "hadamard-int3": _both(3, "hadamard"),
+    "hadamard-int2": _both(2, "hadamard"),
+    # Sign-randomised FFT, abs-max per group of 32 (SRFT paper, section 7.1).
+    "srft-int8": _both(8, "srft", group=32, symmetric=True),
+    "srft-int4": _both(4, "srft", group=32, symmetric=True),
+    "srft-int3": _both(3, "srft", group=32, symmetric=True),
+    "srft-int2": _both(2, "srft", group=32, symmetric=True),
+    # Min-max codes, better at these widths.
+    "srft-int4+g64": _both(4, "srft"),
+    "srft-int3+g64": _both(3, "srft"),
+    "srft-int2+g32": _both(2, "srft", group=32),
+    # Calibrated rotations and the windows of the OSCAR paper; extras: smaller groups.
+    "oscar-int4": _oscar(4),
+    "oscar-int3": _oscar(3),
+    "oscar-int2": _oscar(2, keys=0.96, values=0.92),
+    "oscar-int2+g64": _oscar(2, 64, keys=0.96, values=0.92),
+    "oscar-int2+g32": _oscar(2, 32, keys=0.96, values=0.92),
+    "oscar-int2+clip92": _oscar(2, keys=0.92, values=0.92, own=True),
+    # Calibrated invertible maps that give what is stored and what reads it the same second moment.
+    "balanced-int4": _balanced(4, 4),
+    "balanced-int4+g64": _balanced(4, 4, 64),
+    "balanced-int3": _balanced(3, 3),
+    "balanced-k3v2": _balanced(3, 2),
+    "balanced-int2": _balanced(2, 2),
+    "balanced-int2+channels": _channels(2, 2),
+    "balanced-k3v2+channels": _channels(3, 2),
+    "balanced-int2+g64": _balanced(2, 2, 64),
+    "balanced-int2+g32": _balanced(2, 2, 32),
+    # Learned scales and rotations (SRFT paper, section 5), from mlxkv calibrate --learn.
+    "learned-int4": _both(4, LEARNED),
+    "learned-int3": _both(3, LEARNED),
+    "learned-int2": _both(2, LEARNED),
+    # A Hadamard rotation and a clip: OSCAR without calibration.
+    "hadamard-int2+clip": CacheConfig(CLIPPED, CLIPPED),
+    # TurboQuant: a random rotation and the best codebook for it; 2.5 and 3.5 have outlier channels. The
+    # residual stage corrects products with queries, so only keys have it.
+    "turbo-int4": _turned(Codebook(4)),
+    "turbo-int3": _turned(Codebook(3)),
+    "turbo-int2": _turned(Codebook(2)),
+    "turbo-3.5": _turned(Codebook(3, outliers=True), how="none"),
+    "turbo-2.5": _turned(Codebook(2, outliers=True), how="none"),
+    "turbo-int4+qjl": _turned(Codebook(4, residual=True), Codebook(4)),
+    "turbo-int3+qjl": _turned(Codebook(3, residual=True), Codebook(3)),
+    # PolarQuant (Han et al.): a random rotation, then radii and angles.
+    "polar-tree": _turned(PolarTree()),
+    "polar-tree+online": _turned(PolarTree(online=True)),
+    # KIVI: keys per channel.
+    "kivi-int4": _kivi(4),
+    "kivi-int2": _kivi(2),
+    "kivi-int4+srft": _kivi_srft(4, 4),
+    "kivi-k4v2+srft": _kivi_srft(4, 2),
+    # KVarN as published; extra: tiles divided by their standard deviation first.
+    "kvarn-int4": _kvarn(4, 4),
+    "kvarn-int3": _kvarn(3, 3),
+    "kvarn-int2": _kvarn(2, 2),
+    "kvarn-k4v2": _kvarn(4, 2),
+    "kvarn-int4+fixed": _kvarn(4, 4, unit_std=True),
+    "kvarn-int3+fixed": _kvarn(3, 3, unit_std=True),
+    "kvarn-int2+fixed": _kvarn(2, 2, unit_std=True),
+    # PolarQuant (Wu et al.): radius and angle of pairs of key channels.
+    "polar": _polar(4, 128),
+    "polar-int3": _polar(3, 64),
+    "polar-int2": _polar(2, 32),
+    # Low rank: fixed, and following the text (OjaKV). `mlxkv.formats.names` reads other ranks and extras.
+    "static-0.75": low_rank(LowRank(0.75), Half(), Half(), windows=0),
+    "static-0.75+windows": low_rank(LowRank(0.75), Half(), Half()),
+    "oja-0.8": _oja(0.8),
+    "oja-0.75": _oja(0.75),
+    "oja-0.6": _oja(0.6),
+    "oja-0.75+int8": _oja(0.75, Affine(8, 64)),
+    "oja-0.75+int4": _oja(0.75, Affine(4, 64)),
+}
+
+# Slower at decode than full precision on a GPU (docs/kernels.md): for comparison, not offered.
+COMPARED = ("turbo-3.5", "turbo-2.5", "polar-int3")

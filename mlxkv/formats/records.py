@@ -1,0 +1,374 @@
+"""Describe page records: the physical order of codes and scales that the kernels read and files hold.
+
+A record holds 16 tokens of one kv head, keys and values together, as uint32 words. `metal/text/codes.h`
+explains the order in memory; the `Order`s below are the only other description. Both tracks pack and
+unpack by them (`codec/records.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from mlxkv.formats import levels
+from mlxkv.formats.codebook import TREE, TREE_BITS
+from mlxkv.formats.config import Affine, CacheConfig, Codebook, DualScale, Full, Polar, PolarTree
+from mlxkv.formats.lowrank import Half
+
+TOKENS = 16  # in a record
+BLOCK = 32  # dims in a block
+LANES = 32
+PAIR_PAGE = 64  # tokens that a threadgroup reads at a time with one table of pairs
+MAX_PAIR_DIMS = 256  # the tables of more do not fit in threadgroup memory
+HALF = 16  # bits of a code that is a float16 number itself
+TREE_CODE = 3  # bits per dim of a polar tree: 46 of the 48 bits of 16 dims are used
+TREE_ANGLES = sum(2**bits for bits in TREE_BITS)  # angles in the codebooks of a page
+NAMES = ("keys", "values")
+
+
+@dataclass(frozen=True)
+class SideLayout:
+    """Lay out one side, keys or values, of a record and of the page's header.
+
+    dims: stored dims R. bits, group, symmetric: as in `Affine`; with 16 bits float16 numbers take the
+        places of codes and there are no scales.
+    channel: scales (and biases) are per channel, in the page's header.
+    outer: one more scale, per token in the record (channel), or else per channel in the header.
+    page: tokens in a page, 0 without a header.
+    pairs: keys as radius and angle (`codes.h`).
+    codebook: codes are indices of levels, and the only number of a token is its norm.
+    corrected: as in `Codebook`; only sealing needs it.
+    tree: 1: polar trees with the angles of `books`, the int32 bits of float32 numbers; 2: with the
+        codebooks in the page's header.
+    signs: the highest bit of a key's code is the sign of a residual stage, whose length takes the place
+        of a bias.
+    """
+
+    dims: int
+    bits: int
+    group: int
+    symmetric: bool
+    keys: bool
+    channel: bool = False
+    outer: bool = False
+    page: int = 0
+    pairs: bool = False
+    codebook: bool = False
+    corrected: bool = False
+    tree: int = 0
+    books: tuple[int, ...] = (0,)
+    signs: bool = False
+
+    @property
+    def sealed_by_kernel(self) -> bool:
+        """Whether the seal kernel can write it: the kernel sees one record, not a page, and multiplies by
+        no projections."""
+        return not (self.header_words or self.tree or self.signs)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.dims // BLOCK)
+
+    @property
+    def raw(self) -> bool:
+        """Whether codes are the float16 numbers themselves."""
+        return self.bits == HALF
+
+    def saves_nothing(self, dims: int) -> bool:
+        """Whether raw numbers, padded to whole blocks, take as much room as `dims` dims in float16."""
+        return self.raw and self.blocks * BLOCK >= dims
+
+    @property
+    def groups(self) -> int:
+        """Number of scales per token in the record."""
+        if self.channel or self.raw:
+            return 1 if self.outer else 0
+        return -(-self.dims // self.group)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of the numbers in the record beside the codes."""
+        if self.channel or self.raw:
+            return ("outer",) if self.outer else ()
+        return ("scale",) if self.symmetric else ("scale", "bias")
+
+    def source(self, name: str) -> str:
+        """The stored tensor (`Spec.tensors`) of a number of the record."""
+        if self.tree and name == "scale":
+            return "radii"
+        return "length" if self.signs and name == "bias" else name
+
+    @property
+    def lane_words(self) -> int:
+        if self.bits == 3:
+            return 3 * -(-self.blocks // 2)
+        return self.bits * self.blocks // 2
+
+    @property
+    def code_words(self) -> int:
+        return LANES * self.lane_words
+
+    @property
+    def words(self) -> int:
+        return self.code_words + 8 * self.groups * len(self.numbers)
+
+    @property
+    def header_names(self) -> tuple[str, ...]:
+        """Names of the numbers in a page's header."""
+        if self.pairs:
+            return ("radius_step", "angle_step", "radius_low", "angle_low")
+        if self.channel:
+            return ("scale",) if self.symmetric else ("scale", "bias")
+        if self.tree == 2:
+            return ("books",)
+        return ("outer",) if self.outer else ()
+
+    @property
+    def header_rows(self) -> int:
+        """Groups of tokens with numbers of their own in a header."""
+        return self.page // self.group if self.channel else 1
+
+    @property
+    def header_words(self) -> int:
+        return self.header_rows * len(self.header_names) * self.header_dims // 2
+
+    @property
+    def header_dims(self) -> int:
+        """Numbers of one name in a row, padded to whole blocks."""
+        if self.tree:
+            return BLOCK
+        return self.dims // 2 if self.pairs else self.blocks * BLOCK
+
+
+Spec = Affine | Codebook | DualScale | Half | Polar | PolarTree
+
+
+def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
+    """Make the layout of a side; the spec passes `why_no_record`."""
+    if isinstance(spec, Codebook):
+        return SideLayout(
+            dims=dims,
+            bits=spec.bits,
+            group=dims,
+            symmetric=not spec.residual,
+            keys=keys,
+            codebook=True,
+            corrected=spec.corrected,
+            signs=spec.residual,
+        )
+    if isinstance(spec, PolarTree):
+        tree = SideLayout(dims=dims, bits=TREE_CODE, group=TREE, symmetric=True, keys=keys, tree=1)
+        if spec.online:
+            return replace(tree, page=page, tree=2)
+        return replace(tree, books=_angles(spec))
+    if isinstance(spec, Half):
+        return SideLayout(dims=dims, bits=HALF, group=dims, symmetric=True, keys=keys)
+    channel = spec.axis == "channel"
+    return SideLayout(
+        dims=dims,
+        bits=spec.bits,
+        group=spec.group_size(dims, page),
+        symmetric=spec.symmetric,
+        keys=keys,
+        channel=channel,
+        outer=spec.outer,
+        page=page if channel or spec.outer else 0,
+        pairs=isinstance(spec, Polar),
+    )
+
+
+def _angles(spec: PolarTree) -> tuple[int, ...]:
+    books = spec.codebooks or [levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1)]
+    return tuple(int(n) for n in np.concatenate(books).astype(np.float32).view(np.int32))
+
+
+def why_no_record(spec, dims: int, page: int, keys: bool = True) -> str | None:
+    """Return why a side cannot be stored in records, or None."""
+    if isinstance(spec, Half | PolarTree):
+        return None
+    if isinstance(spec, Codebook):
+        return _why_no_levels(spec, dims, keys)
+    if isinstance(spec, Full):
+        return "full-precision pages have no record"
+    if isinstance(spec, Polar):
+        return _why_no_pairs(spec, dims, page, keys)
+    if not isinstance(spec, Affine | DualScale):
+        return f"no record for {type(spec).__name__} codes"
+    group = spec.group_size(dims, page)
+    if spec.axis == "channel":
+        return f"groups of {group} tokens are no multiple of {TOKENS}" if group % TOKENS else None
+    if group % BLOCK and group != dims:
+        return f"groups of {group} are no multiple of {BLOCK}"
+    return None
+
+
+def _why_no_levels(spec: Codebook, dims: int, keys: bool) -> str | None:
+    if spec.residual and not keys:
+        return "values with a residual stage have no record"
+    if spec.residual and (spec.bits == 2 or dims % BLOCK):
+        return f"no record for signs beside codes of {spec.level_bits} bits and {dims} dims"
+    return spec.no_record
+
+
+def _why_no_pairs(spec: Polar, dims: int, page: int, keys: bool) -> str | None:
+    if not keys:
+        return "values as radius and angle have no record"
+    if spec.radius != spec.angle or spec.radius == 1:
+        return f"no record for radius int{spec.radius} and angle int{spec.angle}"
+    if dims % (2 * BLOCK) or dims > MAX_PAIR_DIMS:
+        return f"pairs of {dims} dims are not read by single lanes from one table"
+    return f"a page of {page} tokens is no multiple of {PAIR_PAGE}" if page % PAIR_PAGE else None
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Keys and values of a record."""
+
+    keys: SideLayout
+    values: SideLayout
+
+    @property
+    def words(self) -> int:
+        return self.keys.words + self.values.words
+
+    @property
+    def header_words(self) -> int:
+        return self.keys.header_words + self.values.header_words
+
+    @property
+    def sealed_by_kernel(self) -> bool:
+        return self.keys.sealed_by_kernel and self.values.sealed_by_kernel
+
+    @property
+    def page(self) -> int:
+        """Tokens that share a header, or the 16 of a record without one."""
+        return max(TOKENS, self.keys.page, self.values.page)
+
+
+def record_layout(config: CacheConfig, key_dims: int, value_dims: int) -> RecordLayout:
+    """Make the layout of a cache; both sides pass `why_no_record`, dims are stored dims (`CacheConfig.dims`)."""
+    return RecordLayout(
+        side_layout(config.keys.quantizer, key_dims, config.page, keys=True),
+        side_layout(config.values.quantizer, value_dims, config.page, keys=False),
+    )
+
+
+def spans(layout: RecordLayout) -> list[tuple[str, SideLayout, slice, slice]]:
+    """(name, layout, its words in a record, its words in a header) of each side."""
+    keys, values = layout.keys, layout.values
+    words, shared = slice(keys.words, layout.words), slice(keys.header_words, layout.header_words)
+    first = NAMES[0], keys, slice(keys.words), slice(keys.header_words)
+    return [first, (NAMES[1], values, words, shared)]
+
+
+def layout_of(codecs: Sequence) -> RecordLayout:
+    """Make the layout for the codecs (with `spec`, `dims`, `page`) of keys and values, of either track."""
+    sides = zip(codecs, (True, False), strict=True)
+    return RecordLayout(
+        *(side_layout(code.spec, code.dims, code.page, keys) for code, keys in sides)
+    )
+
+
+@dataclass(frozen=True)
+class Order:
+    """Sizes of an array's axes for callers, and the permutation to memory order."""
+
+    axes: tuple[int, ...]
+    memory: tuple[int, ...]
+
+    @property
+    def in_memory(self) -> tuple[int, ...]:
+        """Return the sizes of the axes in memory order."""
+        return tuple(self.axes[n] for n in self.memory)
+
+    @property
+    def back(self) -> tuple[int, ...]:
+        """Return the inverse permutation."""
+        return tuple(self.memory.index(n) for n in range(len(self.memory)))
+
+
+def code_order(at: SideLayout) -> Order:
+    """Order codes [16 tokens, padded dims] as [g, t, j, r, p, half]: lane (g, t), block j (`codes.h`)."""
+    if at.keys:  # token (r, g), dim (j, t, half, p)
+        return Order((2, 8, at.blocks, 4, 2, 4), (1, 3, 2, 0, 5, 4))
+    # token (r, t, half), dim (j, g, p)
+    return Order((2, 4, 2, at.blocks, 8, 4), (4, 1, 3, 0, 5, 2))
+
+
+def number_order(at: SideLayout) -> Order:
+    """Order scales and biases of keys, [names, 16 tokens, groups]."""
+    return Order((len(at.numbers), 2, 8, at.groups), (2, 1, 0, 3))
+
+
+def value_orders(at: SideLayout) -> tuple[Order, ...]:
+    """Order each of `numbers` of values, [16 tokens, groups]: token (r, t, half)."""
+    memory = ((1, 3, 0, 2), (3, 1, 0, 2))
+    return tuple(Order((2, 4, 2, at.groups), one) for one in memory[: len(at.numbers)])
+
+
+def vector(words: int) -> int:
+    """Return how many words a lane reads at once: the longest vector that divides `words`."""
+    return next(v for v in (4, 2, 1) if words % v == 0)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Some bits of every code of a record, and the words that hold them.
+
+    low: the lowest of the bits in a code. width: how many. words: [n] places of words. codes: [n, 32 / width],
+    which code, of [16 tokens, padded dims] flattened, stands at bit `width * i` of a word; 16 * padded dims
+    for none.
+    """
+
+    low: int
+    width: int
+    words: np.ndarray
+    codes: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def code_fields(at: SideLayout) -> tuple[Field, ...]:
+    """Where the codes of a record stand: one field, of 3 bits two."""
+    count, order = TOKENS * at.blocks * BLOCK, code_order(at)
+    slots = np.arange(count).reshape(order.axes).transpose(order.memory)
+    slots = slots.reshape(LANES, at.blocks, 8, 2)  # the last axis: halves of a word
+    if at.bits != 3:
+        places = _places(at, np.arange(at.lane_words))
+        return (Field(0, at.bits, places, _by_bits(slots, at.bits)),)
+    # A pair of blocks has a word with the low bits of each, and one with the high bits of both.
+    slots = np.pad(slots, [(0, 0), (0, at.blocks % 2), (0, 0), (0, 0)], constant_values=count)
+    word = np.arange(at.lane_words).reshape(-1, 3)
+    low, high = _places(at, word[:, :2].ravel()), _places(at, word[:, 2])
+    return Field(0, 2, low, _by_bits(slots, 2)), Field(2, 1, high, _by_bits(slots, 1))
+
+
+def _by_bits(slots: np.ndarray, width: int) -> np.ndarray:
+    """[lanes, blocks, 8, half] -> [words, 32 / width], lane by lane."""
+    words = slots.reshape(LANES, -1, HALF // width, 2).swapaxes(-1, -2)
+    return words.reshape(-1, 32 // width)
+
+
+def _places(at: SideLayout, words: np.ndarray) -> np.ndarray:
+    """Places in memory of these words of every lane: vectors of some words, lane by lane."""
+    size = vector(at.lane_words)
+    first, rest = np.divmod(words, size)
+    return ((first * LANES + np.arange(LANES)[:, None]) * size + rest).ravel()
+
+
+@lru_cache(maxsize=64)
+def number_places(at: SideLayout) -> np.ndarray:
+    """Which of the float16 numbers, [names, 16 tokens, groups] flattened, stand one behind the other."""
+    size = TOKENS * at.groups
+    if at.keys:
+        orders, first = [number_order(at)], [0]
+    else:
+        orders = value_orders(at)
+        first = [i * size for i in range(len(orders))]
+    found = (
+        start + np.arange(np.prod(order.axes)).reshape(order.axes).transpose(order.memory).ravel()
+        for order, start in zip(orders, first, strict=True)
+    )
+    return np.concatenate(list(found))

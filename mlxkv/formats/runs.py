@@ -1,0 +1,174 @@
+"""Runs: sealed pages of one cache, each run behind a basis of its own. Which pages are joined, moved and
+dropped when the basis changes; arithmetic on tensors belongs to the tracks. No framework is imported here.
+
+The pages of an old basis are transported into the new one, or keep theirs in a run of their own (up to a
+number of runs; then `joining` says which one is transported into the next), or stay as they are and are
+read by the new one. Spec: `mlxkv.spec.oja.transported`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlxkv.formats.lowrank import STAY, LowRank, joining
+
+Tensor = Any  # of the track
+# (first page, pages) -> positions [B, G, N] that stay, and whether they count pages; else tokens, N a
+# whole number of pages.
+Choose = Callable[[int, int], tuple[Tensor, bool]]
+
+
+class Runs:
+    """A store of stores: each run has one that `make` returns for its basis.
+
+    start: the basis of the calibration; now: of the next page. rule: how the basis follows the text, None
+    if it does not.
+    """
+
+    def __init__(self, make: Callable, start, now, page: int, rule: LowRank | None):
+        self.make, self.start, self.page, self.rule = make, start, page, rule
+        self.runs, self.bases = [make(now)], [now]
+
+    # -- what a track adds
+
+    def _codes(self, run) -> dict[str, dict[str, Tensor]]:
+        """The pages of a run as plain ops read them."""
+        raise NotImplementedError
+
+    def _merged(self, run, after) -> dict:
+        """The state of `run`, transported into the basis of `after`, and of `after`."""
+        raise NotImplementedError
+
+    def _parts(self, snapshots: Sequence):
+        """One snapshot of several."""
+        raise NotImplementedError
+
+    def _taken(self, codes: dict, begin: int, chosen: Tensor, count: int) -> tuple[dict, int]:
+        """Of `count` units (pages or tokens) the first `begin` and those `chosen` behind them: codes,
+        and how many units."""
+        raise NotImplementedError
+
+    def _counts(self, counts: list[int]) -> Tensor:
+        raise NotImplementedError
+
+    def _saved(self, basis) -> dict[str, Tensor]:
+        """The parts of a basis that belong to this cache alone."""
+        raise NotImplementedError
+
+    def _loaded(self, arrays: dict[str, Tensor]):
+        """Invert `_saved`."""
+        raise NotImplementedError
+
+    # -- pages
+
+    @property
+    def count(self) -> int:
+        return sum(run.count for run in self.runs)
+
+    def append(self, pair, count: int, start: int = 0) -> None:
+        """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
+        self.runs[-1].append(pair, count, start)
+
+    def rebase(self, new) -> None:
+        """Encode further pages by `new`."""
+        if self.rule.stored == STAY:
+            for i, run in enumerate(self.runs):
+                self.runs[i], self.bases[i] = self._turned(run, new), new
+            return
+        if not self.runs[-1].count:
+            self.runs.pop(), self.bases.pop()
+        self.runs.append(self.make(new))
+        self.bases.append(new)
+        while len(self.runs) > self.rule.runs:
+            self._merge()
+
+    def _turned(self, run, new):
+        """The same codes, read by another basis."""
+        made = self.make(new)
+        if run.count:
+            made.restore(self._codes(run), run.count)
+        return made
+
+    def _merge(self) -> None:
+        """Transport a run into the basis of the next one."""
+        at = joining([run.count for run in self.runs])
+        run, after = self.runs[at : at + 2]
+        made = self.make(self.bases[at + 1])
+        if count := run.count + after.count:
+            made.restore(self._merged(run, after), count)
+        self.runs[at : at + 2] = [made]
+        del self.bases[at]
+
+    def read(self, start: int, stop: int):
+        """A snapshot of pages start .. stop - 1."""
+        parts, first = [], 0
+        for run in self.runs:
+            low, high = max(start - first, 0), min(stop - first, run.count)
+            if low < high:
+                parts.append(run.read(low, high))
+            first += run.count
+        return parts[0] if len(parts) == 1 else self._parts(parts)
+
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` pages, and the basis as the text has made it."""
+        first, counts = 0, [run.count for run in self.runs]
+        for run, pages in zip(self.runs, counts, strict=True):
+            run.truncate(min(pages, max(0, count - first)))
+            first += pages
+        last = len(self.runs) - 1
+        kept = [i for i, run in enumerate(self.runs) if run.count or i == last]
+        self.runs, self.bases = ([x[i] for i in kept] for x in (self.runs, self.bases))
+
+    def keep(self, choose: Choose, fixed: int) -> int:
+        """Drop what `choose` leaves out of the pages from `fixed` on. Returns how many pages went."""
+        before, first = self.count, 0
+        for i, run in enumerate(self.runs):
+            count, begin = run.count, max(0, fixed - first)
+            if begin < count:
+                chosen, by_page = choose(first + begin, count - begin)
+                each = 1 if by_page else self.page
+                codes, left = self._taken(self._codes(run), begin * each, chosen, count * each)
+                self.runs[i] = self.make(self.bases[i])
+                self.runs[i].restore(codes, left // each)
+            first += count
+        return before - self.count
+
+    @property
+    def by_token(self) -> bool:
+        """Whether every tensor has a row for each token, so that tokens can go one by one."""
+        return all(
+            x.shape[2] == run.count * self.page
+            for run in self.runs
+            if run.count
+            for side in self._codes(run).values()
+            for x in side.values()
+        )
+
+    # -- what is stored
+
+    def arrays(self) -> list[Tensor]:
+        """What is allocated, without bases that all caches share."""
+        own = [x for basis in self.bases for x in self._saved(basis).values()]
+        return [x for run in self.runs for x in run.arrays()] + own
+
+    @property
+    def state(self) -> dict:
+        out: dict = {"counts": self._counts([run.count for run in self.runs])}
+        for i, (run, basis) in enumerate(zip(self.runs, self.bases, strict=True)):
+            out[f"run{i}"] = run.state if run.count else {}
+            if basis is not None:
+                out[f"basis{i}"] = self._saved(basis)
+        return out
+
+    def restore(self, state: dict, count: int) -> None:
+        """Take over the pages of a state."""
+        counts = state["counts"].tolist()
+        if sum(counts) != count:
+            raise ValueError(f"{sum(counts)} pages in runs")
+        self.runs, self.bases = [], []
+        for i, pages in enumerate(counts):
+            self.bases.append(self._loaded(state.get(f"basis{i}", {})))
+            self.runs.append(self.make(self.bases[-1]))
+            if pages:
+                self.runs[-1].restore(state[f"run{i}"], pages)

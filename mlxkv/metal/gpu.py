@@ -1,0 +1,71 @@
+"""The GPU of this machine: how many cores it has, for splitting work, and which macOS drives it."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from functools import cache
+
+import mlx.core as mx
+
+from mlxkv.metal.launch import Factory, backend
+
+# Cores where macOS does not say, by the last letter of MLX's architecture name (applegpu_g13s): phone, base,
+# Pro, Max and Ultra, the fewest of each kind.
+CORES = {"p": 5, "g": 8, "s": 14, "c": 24, "d": 48}
+FEWEST = 8
+TILES_SINCE = 15  # macOS: Metal 3.2, with `coherent` and `atomic_thread_fence`
+
+
+@cache
+def cores(make: Factory | None) -> int | None:
+    """GPU cores of this Mac for kernels built by `make`, None elsewhere."""
+    return _apple_cores() if make is mx.fast.metal_kernel else None
+
+
+@cache
+def known_cores() -> int | None:
+    """GPU cores, where macOS says how many."""
+    if sys.platform != "darwin":
+        return None
+    command = ["ioreg", "-r", "-d", "1", "-c", "IOAccelerator"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', text)
+    return max(1, int(found[1])) if found else None
+
+
+def _apple_cores() -> int:
+    letter = str(mx.device_info().get("architecture", ""))[-1:]
+    return known_cores() or CORES.get(letter, FEWEST)
+
+
+@cache
+def macos() -> int | None:
+    """The major version of macOS, or None on other systems."""
+    major = platform.mac_ver()[0].partition(".")[0]
+    return int(major) if major.isdigit() else None
+
+
+def why_no_tiles() -> str | None:
+    """Why Metal on this Mac cannot build tile kernels, or None."""
+    version = macos()
+    if version is None or version >= TILES_SINCE:
+        return None
+    return f"tiles need macOS {TILES_SINCE} (Metal 3.2), this is macOS {version}"
+
+
+def backends() -> list[dict[str, object]]:
+    """Each backend of MLX: found or not, and whether it is the one in use."""
+    found = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available(), "cpu": True}
+    rows = []
+    for name, there in found.items():
+        device = ""
+        if name == backend():
+            device = str(mx.device_info().get("device_name", ""))
+        rows.append({"name": name, "found": there, "used": name == backend(), "device": device})
+    return rows

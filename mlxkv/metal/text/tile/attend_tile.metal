@@ -1,0 +1,219 @@
+// Decode attention by matrix tiles: attend.metal and merge.metal in one dispatch, for 16-bit model types.
+// Threadgroup: S simdgroups, 8 query rows; grid: (32 S, splits, kv heads of the batch x tiles of 8 rows).
+// The last threadgroup of a tile to arrive merges the splits.
+//
+// q [heads, rows, D] of type T, in the model's domain. Records, headers, windows, lengths and the inputs of a
+// second run of pages (RUNS = 2): as in attend.metal
+// map_k: model's -> stored domain, of q; map_v: stored -> model's: tiles of halves (tiles.py), HAS_K, HAS_V
+// size: [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
+//   kv heads, words of map_k per head, of map_v (0: one for all), scale log2(e) as bits, log2(e) as
+//   bits, 4 masks of keys, 4 of values, page splits of the first run, capacity of the second, its
+//   records, bits: each sequence has maps of its own (1: of keys, 2: of values), then per batch:
+//   records, sink, live tokens, first record]
+// counter: zero before and after, one per tile of rows.
+constexpr int BK = (RK + 31) / 32;
+constexpr int BV = (RV + 31) / 32;
+constexpr int BD = (D + 31) / 32;
+constexpr int BQ = BK * (1 + SIGNS_K);  // of queries: with SIGNS twice, the second part for the signs
+constexpr int QB = BQ > BD ? BQ : BD;
+constexpr int OB = BV > BD ? BV : BD;
+constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
+constexpr int GROUPS_V = (RV + GROUP_V - 1) / GROUP_V;
+constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
+constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
+constexpr int NUMBERS_K = kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+constexpr int SIDE_K = 32 * WORDS_K + NUMBERS_K;
+constexpr int SLOTS_K = NUMBERS_K / 8;  // numbers of a token
+constexpr int HELD_K = SLOTS_K > 0 ? SLOTS_K : 1;
+constexpr int SLOT_TILES = (HELD_K + 7) / 8;
+constexpr int PAGE_RECORDS = PAGE / 16;
+constexpr int HEADER_K = TREE_K == 2
+    ? 16
+    : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
+constexpr bool RAW_K = BITS_K == 16;  // float16 numbers: words of a record are words of a tile
+constexpr bool RAW_V = BITS_V == 16;
+// Codes of keys with scales per token and group are multiplied with their offsets, which one more tile
+// subtracts. Codes of other formats are decoded first.
+constexpr bool OFFSETS_K = !CHANNEL_K && !CODEBOOK_K && !TREE_K && !RAW_K;
+// Scales of channels are multiplied into the queries, once for the tokens that share them, which one simdgroup
+// reads in a row. The products are as large as scores, so queries are not scaled down (KV_SCORE).
+constexpr bool FOLDED = CHANNEL_K && !PAIRS_K;
+constexpr int STEP = FOLDED ? 2 : 2 * S;  // from a simdgroup's pair of records to its next
+constexpr float MIDDLE_K = SYMMETRIC_K ? float(1 << (BITS_K - 1)) : 0.0f;
+constexpr int WIDTH = 32 * OB;
+constexpr int STRIDE = WIDTH + 4;  // of partials: output, maximum, sum, 0, 0
+constexpr int ROW = 32 * (QB > OB ? QB : OB) + 8;
+constexpr int POOL = 1024 + 2 * S * WIDTH > 512 * S ? 1024 + 2 * S * WIDTH : 512 * S;
+constexpr float NOTHING = -1.0e30f;
+
+threadgroup float tile_rows[8 * ROW];
+threadgroup float pool[POOL];
+threadgroup float tile_max[S * 8];
+threadgroup float tile_sum[S * 8];
+threadgroup float q_sums[HELD_K * 8];
+threadgroup uint arrived[1];
+
+const int lane = thread_index_in_simdgroup;
+const int group = simdgroup_index_in_threadgroup;
+const int thread_id = group * 32 + lane;
+const int g = tile_row(lane);
+const int t = tile_column(lane) / 2;
+const int rows = size[0];
+const int page_splits = size[1];
+const int tiles = (rows + 7) / 8;
+const int unit_of_merge = threadgroup_position_in_grid.z;
+const int head = unit_of_merge / tiles;
+const int first_row = (unit_of_merge % tiles) * 8;
+const int tile_height = metal::min(8, rows - first_row);
+const int split = threadgroup_position_in_grid.y;
+const int splits = threads_per_grid.y;
+const bool paged = split < page_splits;
+const int new_tokens = size[5];
+const int window = WINDOW ? size[6] : 0;
+const int kv_head = head % size[7];
+const int batch = head / size[7];
+const int n_first = size[24 + 4 * batch];
+const int n_sink = size[25 + 4 * batch];
+const int n_live = size[26 + 4 * batch];
+const int total = n_sink + 16 * (n_first + (RUNS == 2 ? size[22] : 0)) + n_live;
+const bool later = RUNS == 2 && paged && split >= size[20];  // in the second run
+const int n_before = later ? n_first : 0;  // records
+const int n_records = later ? size[22] : n_first;
+const size_t first_record = later
+    ? size_t(head) * size[21]
+    : size_t(kv_head) * size[2] + size[27 + 4 * batch];
+const int first_splits = RUNS == 2 ? size[20] : page_splits;
+
+const int sink_units = (n_sink + 15) / 16;
+const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
+const int parts = later ? page_splits - first_splits : paged ? first_splits : splits - page_splits;
+const int part = split - (later ? first_splits : paged ? 0 : page_splits);
+// Simdgroups take pairs of records in turn, or (FOLDED) a run of pairs each.
+const bool runs = FOLDED && paged;
+const int least = runs ? 2 : 1;
+const int each = (units + parts * least - 1) / (parts * least) * least;
+const int run = runs ? (each + 2 * S - 1) / (2 * S) * 2 : paged ? 2 : 1;
+int unit = part * each + group * run;
+const int stop = metal::min(units, metal::min((part + 1) * each, runs ? unit + run : units));
+// Load queries first: after the records they would wait for all of them.
+constexpr int MINE = (8 * 32 * QB + 32 * S - 1) / (32 * S);
+float mine[MINE];
+#pragma unroll
+for (int n = 0; n < MINE; n++) {
+  const int row = (thread_id + n * 32 * S) / (32 * QB);
+  const int dim = (thread_id + n * 32 * S) % (32 * QB);
+  mine[n] = row < tile_height && dim < D
+      ? float(q[(size_t(head) * rows + first_row + row) * D + dim])
+      : 0.0f;
+}
+const bool turns = HAS_K && paged;
+const device uint* map = (later ? map_k_2 : map_k) +
+    size_t(size[23] & 1 ? head : kv_head) * size[8] + (4 * g + t) * 4;
+constexpr int AHEAD_K = 8;
+uint4 ahead[AHEAD_K];
+if (turns && group < 2 * BQ) {
+#pragma unroll
+  for (int k = 0; k < AHEAD_K && k < 2 * BD; k++) {
+    ahead[k] = *(const device uint4*)(map + (group * 2 * BD + k) * 128);
+  }
+}
+KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
+    (later ? records_2 : records) + (first_record + unit) * RECORD, paged ? stop - unit : 0, group,
+    lane);
+#pragma unroll
+for (int n = 0; n < MINE; n++) {
+  const int i = thread_id + n * 32 * S;
+  if (i < 8 * 32 * QB) {
+    const float scale = as_type<float>(size[10]) / (FOLDED && paged ? 1.0f : KV_SCORE);
+    tile_rows[i / (32 * QB) * ROW + i % (32 * QB)] = mine[n] * scale;
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (turns) {
+  constexpr int MOST = (2 * BQ + S - 1) / S;
+  TileC turned[MOST];
+#pragma unroll
+  for (int n = 0; n < MOST; n++) {
+    const int m = group + n * S;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      turned[n].v[i] = 0.0f;
+    }
+    if (m < 2 * BQ) {
+#pragma unroll
+      for (int k = 0; k < 2 * BD; k++) {
+        const uint4 x = n == 0 && k < AHEAD_K
+            ? ahead[k % AHEAD_K]
+            : *(const device uint4*)(map + (m * 2 * BD + k) * 128);
+        TileA a;
+        a.w[0] = x.x;
+        a.w[1] = x.y;
+        a.w[2] = x.z;
+        a.w[3] = x.w;
+        TileB b;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int dim = 16 * k + 8 * r;
+          b.w[r] = kv_halves(
+              tile_rows[tile_b_column(lane, 0) * ROW + dim + tile_b_row(lane, 0)],
+              tile_rows[tile_b_column(lane, 1) * ROW + dim + tile_b_row(lane, 1)]);
+        }
+        tile_multiply(turned[n], a, b);
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+  for (int n = 0; n < MOST; n++) {
+    const int m = group + n * S;
+    if (m < 2 * BQ) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        tile_rows[(2 * t + i % 2) * ROW + 16 * m + g + 8 * (i / 2)] = turned[n].v[i];
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Queries as the right factor: k-tile u of block j, word r holds dims 32 j + 8 t + 4 i + 2 u + r. Trees
+// decode neighbours together: dims 32 j + 8 t + 4 u + 2 r + i.
+TileB q_tile[2 * QB];
+#pragma unroll
+for (int n = 0; n < 2 * QB; n++) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float pair[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int k = tile_b_row(lane, i);
+      const int dim = 32 * (n / 2) + 8 * (k / 2) +
+          (TREE_K && paged ? 4 * (n % 2) + 2 * r + k % 2 : 4 * (k % 2) + 2 * (n % 2) + r);
+      pair[i] = tile_rows[tile_b_column(lane, i) * ROW + dim];
+    }
+    q_tile[n].w[r] = kv_halves(pair[0], pair[1]);
+  }
+}
+
+// After the outputs: a tile whose rows are the sums over tokens of the middle values of each group.
+constexpr int EXTRA = SYMMETRIC_V || OUTER_V ? 0 : 1;
+TileC o[2 * OB + EXTRA];
+float top[2];
+float sum[2];
+int first_seen[2];
+int last_seen[2];
+#pragma unroll
+for (int i = 0; i < 2; i++) {
+  top[i] = NOTHING;
+  sum[i] = 0.0f;
+  last_seen[i] = total - new_tokens + (first_row + 2 * t + i) % new_tokens;
+  first_seen[i] = WINDOW ? last_seen[i] - window + 1 : 0;
+}
+#pragma unroll
+for (int n = 0; n < 2 * OB + EXTRA; n++) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    o[n].v[i] = 0.0f;
+  }
+}

@@ -1,0 +1,322 @@
+// Second part of attend_tile: this threadgroup's records, or its windows: scores of two records.
+if (paged) {
+  uint masks_k[4];
+  uint masks_v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    masks_k[i] = uint(size[12 + i]);
+    masks_v[i] = uint(size[16 + i]);
+  }
+#if WITH_PER_TOKEN
+  if (OFFSETS_K) {
+    // Sums over the dims of a group: of queries (row 1), for the biases of keys, and of queries times offset
+    // (row 0), for the scales, to subtract the offsets.
+#pragma unroll
+    for (int n = 0; n < GROUPS_K; n++) {
+      TileC sums;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        sums.v[i] = 0.0f;
+      }
+#pragma unroll
+      for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            const float offset = kv_offset<BITS_K>(2 * u + r) + MIDDLE_K;
+            const float value = g == 0 ? -offset : (g == 1 ? 1.0f : 0.0f);
+            a.w[2 * r] = kv_halves(value, value);
+            a.w[2 * r + 1] = 0u;
+          }
+          tile_multiply(sums, a, q_tile[2 * j + u]);
+        }
+      }
+      if (group == 0 && g < (SYMMETRIC_K ? 1 : 2)) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          q_sums[(n + g * GROUPS_K) * 8 + 2 * t + i] = sums.v[i];
+        }
+      }
+    }
+  }
+#endif
+  if (FOLDED && group == 0) {  // every simdgroup reads them there when scales change
+#pragma unroll
+    for (int n = 0; n < 4 * BK; n++) {
+      pool[128 * (n / 4) + 4 * lane + n % 4] = as_type<float>(q_tile[n / 2].w[n % 2]);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#if WITH_PER_TOKEN
+  constexpr float SLOT = 64.0f;  // sums of 1024 times queries have to fit into halves
+  TileB q_slots[SLOT_TILES];  // rows 0..7: slots, rows 8..15: their rounding errors in halves
+#pragma unroll
+  for (int m = 0; m < SLOT_TILES; m++) {
+    float rest[2];
+    float whole[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int slot = 8 * m + tile_b_row(lane, i);
+      const float value =
+          OFFSETS_K && slot < SLOTS_K ? q_sums[slot * 8 + tile_b_column(lane, i)] * (1.0f / SLOT) : 0.0f;
+      whole[i] = float(half(value));
+      rest[i] = value - whole[i];
+    }
+    q_slots[m].w[0] = kv_halves(whole[0], whole[1]);
+    q_slots[m].w[1] = kv_halves(rest[0], rest[1]);
+  }
+#endif
+
+  TileC zero;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    zero.v[i] = 0.0f;
+  }
+#if WITH_CODEBOOK
+  uint levels_k[5];
+  uint levels_v[5];
+#pragma unroll
+  for (int i = 0; i < 5; i++) {
+    levels_k[i] = uint(LEVELS_K[i]);
+    levels_v[i] = uint(LEVELS_V[i]);
+  }
+#endif
+  const int k_lane = kv_vector(WORDS_K) * (4 * g + t);
+  const int v_lane = SIDE_K + kv_vector(WORDS_V) * (4 * g + t);
+  const int v_scales_at = SIDE_K + 32 * WORDS_V + tile_b_row(lane, 0) / 2 * 2 * GROUPS_V;
+  const int v_scale_at = SIDE_K + 32 * WORDS_V + 2 * (t * GROUPS_V + g);
+  const int v_bias_at = SIDE_K + 32 * WORDS_V + 8 * GROUPS_V + 8 * g + 2 * t;
+#if WITH_TREE
+  int books_k[TREE_K == 1 ? 28 : 1];
+#pragma unroll
+  for (int i = 0; i < (TREE_K == 1 ? 28 : 1); i++) {
+    books_k[i] = BOOKS_K[i];
+  }
+  int books_v[TREE_V == 1 ? 28 : 1];
+#pragma unroll
+  for (int i = 0; i < (TREE_V == 1 ? 28 : 1); i++) {
+    books_v[i] = BOOKS_V[i];
+  }
+  KvTree tree = kv_tree<1, TREE_K == 1 ? 28 : 1>(books_k, (const device half*)headers, lane);
+  KvHalfTree tree_k = kv_half_tree(tree);
+  tree = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
+  KvHalfTree tree_v = kv_half_tree(tree);
+#endif
+  const device uint* page_numbers =
+      (later ? headers_2 : headers) + first_record / PAGE_RECORDS * HEADER;
+  // Where instructions are the limit, two records side by side hide each other's latency.
+  constexpr int PAIR = BITS_K + BITS_V < 7 && !(FOLDED && (GROUP_K % 32 || OUTER_V)) ? 2 : 1;
+#if WITH_CHANNEL
+  TileB folded[2 * BK];
+  float start[2] = {0.0f, 0.0f};  // biases times queries, without the offsets of the codes
+  int fold = unit;  // where scales change
+#endif
+  KvRecord record[2];
+  bool second = false;
+  while (unit < stop) {
+    const bool both = unit + 1 < stop;
+    if (!second) {
+      record[0] = kv_pipe_wait<RECORD, STAGES, S, STEP>(pipe);
+      record[1] = both ? kv_record_after(record[0], RECORD) : record[0];  // or the last one again
+    } else {
+      record[0] = record[1];
+    }
+#if WITH_CHANNEL
+    if (FOLDED && unit >= fold) {
+      constexpr int RECORDS = GROUP_K / 16;
+      constexpr int NAMES = SYMMETRIC_K ? 1 : 2;
+      const int at = unit / RECORDS;
+      fold = (at + 1) * RECORDS;
+      const device uint* header = page_numbers + size_t(unit / PAGE_RECORDS) * HEADER;
+#pragma unroll
+      for (int n = 0; n < 4 * BK; n++) {
+        folded[n / 2].w[n % 2] = as_type<uint>(pool[128 * (n / 4) + 4 * lane + n % 4]);
+      }
+      const TileC sums = kv_fold<BK, BITS_K, SYMMETRIC_K>(
+          (const device uint4*)header + at % (PAGE / GROUP_K) * NAMES * 4 * BK, folded, lane);
+      start[0] = sums.v[0];
+      start[1] = sums.v[1];
+    }
+#endif
+    TileC s[PAIR];
+#pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+      uint words[WORDS_K];
+      uint scales[HELD_K];
+      if (!RAW_K) {
+        kv_read_words<WORDS_K, 32>(words, record[e], k_lane);
+      }
+      if (!TREE_K && !RAW_K) {
+        kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
+      }
+      const int at = both ? unit + e : unit;  // position of the record
+      const device uint* header = page_numbers + size_t(at / PAGE_RECORDS) * HEADER;
+      s[e] = zero;
+#if WITH_PER_TOKEN
+      if (OFFSETS_K) {
+#pragma unroll
+        for (int m = 0; m < SLOT_TILES; m++) {
+          s[e] = tile_product(
+              m == 0 ? zero : s[e], kv_read_slots<SLOTS_K>(record[e], 32 * WORDS_K, m, g, t),
+              q_slots[m]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          s[e].v[i] *= SLOT;
+        }
+      }
+#endif
+#if WITH_TREE
+      if (TREE_K == 2) {
+        tree = kv_tree<2, 1>(books_k, (const device half*)header, lane);
+        tree_k = kv_half_tree(tree);
+      }
+#pragma unroll
+      for (int j = 0; j < (TREE_K ? BK : 0); j++) {
+        uint run[8];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int of = 2 * j + t / 2;
+          const int number = kv_key_number(g + 8 * r, of, 0, GROUPS_K, 1);
+          const uint radius = of < GROUPS_K ? kv_read1(record[e], 32 * WORDS_K + number / 2) : 0u;
+          const uint low = words[kv_slot_word<BITS_K>(j, r, 0)] >> (8 * r);
+          const uint high = words[BITS_K == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
+          kv_tree_key_pairs(tree_k, kv_twice(radius, number % 2), low, high, t, run + 4 * r);
+        }
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = run[4 * (m % 2) + 2 * u + m / 2];
+          }
+          tile_multiply(s[e], a, q_tile[2 * j + u]);
+        }
+      }
+#endif
+#if WITH_PAIRS
+      if (PAIRS_K) {
+        const device uint4* numbers = (const device uint4*)header;
+#pragma unroll
+        for (int j = 0; j < BK / 2; j++) {  // the other half of a pair is BK / 2 blocks further
+          uint4 of[4];
+#pragma unroll
+          for (int n = 0; n < 4; n++) {
+            of[n] = numbers[BK * 2 * n + 4 * j + t];
+          }
+#pragma unroll
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+            TileA b;
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+              kv_polar_pair<BITS_K>(
+                  words, words, of, j, j + BK / 2, m % 2, 2 * u + m / 2, a.w[m], b.w[m]);
+            }
+            tile_multiply(s[e], a, q_tile[2 * j + u]);
+            tile_multiply(s[e], b, q_tile[2 * (j + BK / 2) + u]);
+          }
+        }
+      }
+#endif
+#if WITH_CHANNEL
+      if (FOLDED) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          s[e].v[i] = start[i % 2];
+        }
+#pragma unroll
+        for (int j = 0; j < BK; j++) {
+#pragma unroll
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+              a.w[m] = kv_pair<BITS_K>(
+                  words[kv_slot_word<BITS_K>(j, m % 2, 2 * u + m / 2)],
+                  words[BITS_K == 3 ? kv_high_word(j) : 0], masks_k, j, m % 2, 2 * u + m / 2);
+            }
+            tile_multiply(s[e], a, folded[2 * j + u]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < (OUTER_K ? 4 : 0); i++) {
+          s[e].v[i] *= kv_half(scales[0], i / 2);
+        }
+      }
+#endif
+#if WITH_HALVES
+#pragma unroll
+      for (int j = 0; j < (RAW_K ? BK : 0); j++) {  // a block at a time: registers
+        kv_read_words<8, 32>(words, record[e], k_lane + 256 * j);
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = words[kv_slot_word<16>(0, m % 2, 2 * u + m / 2)];
+          }
+          tile_multiply(s[e], a, q_tile[2 * j + u]);
+        }
+      }
+#endif
+#if WITH_PER_TOKEN
+#pragma unroll
+      for (int n = 0; n < (CHANNEL_K || TREE_K || RAW_K ? 0 : GROUPS_K); n++) {
+        TileC c;
+        TileC seen = zero;  // signs times their part of the queries
+#pragma unroll
+        for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
+#pragma unroll
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+              const int r = m % 2;
+              const int p = 2 * u + m / 2;
+              const uint word = words[kv_slot_word<BITS_K>(j, r, p)];
+              const uint high = words[BITS_K == 3 ? kv_high_word(j) : 0];
+              a.w[m] = kv_pair<BITS_K>(word, high, masks_k, j, r, p);
+#if WITH_CODEBOOK
+              if (CODEBOOK_K) {
+                a.w[m] =
+                    kv_level_pair<LEVEL_BITS_K, BITS_K>(word, high, masks_k, levels_k, j, r, p);
+              }
+#endif
+            }
+            c = tile_product(32 * j == n * GROUP_K && u == 0 ? zero : c, a, q_tile[2 * j + u]);
+#if WITH_SIGNS
+            if (SIGNS_K) {
+#pragma unroll
+              for (int m = 0; m < 4; m++) {
+                const int r = m % 2;
+                const int p = 2 * u + m / 2;
+                a.w[m] = kv_sign_pair<BITS_K>(
+                    words[kv_slot_word<BITS_K>(j, r, p)],
+                    words[BITS_K == 3 ? kv_high_word(j) : 0], j, r, p);
+              }
+              tile_multiply(seen, a, q_tile[(2 * (BK * SIGNS_K + j) + u) % (2 * QB)]);
+            }
+#endif
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int at_ = i / 2 * SLOTS_K + n;
+          s[e].v[i] = metal::fma(kv_half(scales[at_ / 2], at_ % 2), c.v[i], s[e].v[i]);
+          if (SIGNS_K) {
+            s[e].v[i] = metal::fma(kv_half(scales[(i / 2) % HELD_K], 1), seen.v[i], s[e].v[i]);
+          }
+        }
+      }
+#endif
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int position = n_sink + 16 * (n_before + unit + e) + g + 8 * (i / 2);
+        if ((e == 1 && !both) || (WINDOW && position < first_seen[i % 2])) {
+          s[e].v[i] = -INFINITY;
+        }
+      }
+    }

@@ -1,0 +1,147 @@
+// Third part of attend_tile: probabilities of the records' tokens, and their products with the values.
+    TileB p[PAIR];
+    kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o, FOLDED ? 1.0f : KV_SCORE);
+#pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+      uint words[WORDS_V];
+      uint scales[2 * GROUPS_V];
+      if (!RAW_V) {
+        kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
+      }
+      if (!TREE_V && !RAW_V) {
+        kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
+      }
+      TileC middles = zero;  // with OUTER: the middle values' sums, the same in all rows
+      if (!SYMMETRIC_V) {
+        TileA middle;
+        middle.w[0] = middle.w[2] = 0u;
+        if (OUTER_V || g < GROUPS_V) {
+          const uint2 bias = kv_read2(record[e], v_bias_at - (OUTER_V ? 8 * g : 0));
+          const uint2 scale = kv_read2(record[e], v_scale_at - (OUTER_V ? 2 * g : 0));
+          const uint code = kv_halves(kv_middle<BITS_V>(), kv_middle<BITS_V>());
+          middle.w[0] = kv_add_multiplied_halves(bias.x, code, scale.x);
+          middle.w[2] = kv_add_multiplied_halves(bias.y, code, scale.y);
+        }
+        middle.w[1] = middle.w[0];  // without OUTER these rows are not read
+        middle.w[3] = middle.w[2];
+        if (OUTER_V) {
+          middles = tile_product(zero, middle, p[e]);
+        } else {
+          tile_multiply(o[2 * OB], middle, p[e]);
+        }
+      }
+      const int at = both ? unit + e : unit;
+      const device uint* outers =
+          page_numbers + size_t(at / PAGE_RECORDS) * HEADER + HEADER_K + 2 * g;
+#if WITH_TREE
+      if (TREE_V == 2) {
+        tree = kv_tree<2, 1>(books_v, (const device half*)(outers - 2 * g), lane);
+        tree_v = kv_half_tree(tree);
+      }
+#pragma unroll
+      for (int j = 0; j < (TREE_V ? BV : 0); j++) {
+        uint run[8];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int of = 2 * j + g / 4;
+          const int number = kv_value_number(2 * t + 8 * r, of, 0, GROUPS_V);
+          const uint radii =
+              of < GROUPS_V ? kv_read1(record[e], SIDE_K + 32 * WORDS_V + number / 2) : 0u;
+          const uint low = words[kv_slot_word<BITS_V>(j, r, 0)] >> (8 * r);
+          const uint high = words[BITS_V == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
+          const uint other = simd_shuffle(high, ushort(tile_lane(g ^ 1, 2 * t)));
+          kv_tree_value_pairs(tree_v, radii, low, high, other, g, run + 4 * r);
+        }
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = run[4 * (m / 2) + 2 * u + m % 2];
+          }
+          tile_multiply(o[2 * j + u], a, p[e]);
+        }
+      }
+#endif
+#if WITH_HALVES
+#pragma unroll
+      for (int j = 0; j < (RAW_V ? BV : 0); j++) {
+        kv_read_words<8, 32>(words, record[e], v_lane + 256 * j);
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+          TileA a;
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = words[kv_slot_word<16>(0, m / 2, 2 * u + m % 2)];
+          }
+          tile_multiply(o[2 * j + u], a, p[e]);
+        }
+      }
+#endif
+#pragma unroll
+      for (int n = 0; n < (TREE_V || RAW_V ? 0 : GROUPS_V); n++) {
+        TileB scaled;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          scaled.w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scales[2 * n + r], lane));
+        }
+#pragma unroll
+        for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
+          uint2 outer;
+          if (OUTER_V) {
+            outer = *(const device uint2*)(outers + 16 * j);
+          }
+#pragma unroll
+          for (int u = 0; u < 2; u++) {
+            TileA a;
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+              const int r = m / 2;
+              const int slot = 2 * u + m % 2;
+              const uint word = words[kv_slot_word<BITS_V>(j, r, slot)];
+              const uint high = words[BITS_V == 3 ? kv_high_word(j) : 0];
+              a.w[m] = kv_centred_pair<BITS_V>(word, high, masks_v, j, r, slot);
+#if WITH_CODEBOOK
+              if (CODEBOOK_V) {
+                a.w[m] = kv_level_pair<BITS_V, BITS_V>(word, high, masks_v, levels_v, j, r, slot);
+              }
+#endif
+            }
+            if (OUTER_V) {
+              const TileC c = tile_product(middles, a, scaled);
+#pragma unroll
+              for (int i = 0; i < 4; i++) {
+                const float of = kv_half(u ? outer.y : outer.x, i / 2);
+                o[2 * j + u].v[i] = metal::fma(of, c.v[i], o[2 * j + u].v[i]);
+              }
+            } else {
+              tile_multiply(o[2 * j + u], a, scaled);
+            }
+          }
+        }
+      }
+    }
+    unit += PAIR;
+    second = PAIR == 1 && !second && both;
+    if (!second) {
+      kv_pipe_release<RECORD, STAGES, S, STEP>(pipe, lane);
+      unit += STEP - 2 + (PAIR == 1 && !both ? 1 : 0);
+    }
+  }
+  if (!SYMMETRIC_V && !OUTER_V) {
+#pragma unroll
+    for (int n = 0; n < GROUPS_V; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float middle = simd_shuffle(o[2 * OB].v[i], ushort(tile_lane(n, 2 * t)));
+#pragma unroll
+        for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
+#pragma unroll
+          for (int u = 0; u < 2; u++) {
+            o[2 * j + u].v[i] += middle;
+            o[2 * j + u].v[2 + i] += middle;
+          }
+        }
+      }
+    }
+  }

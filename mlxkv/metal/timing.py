@@ -1,0 +1,106 @@
+"""Time kernels: dependent chains, interleaved, against what the memory can do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
+
+import mlx.core as mx
+
+from mlxkv.metal.launch import backend
+
+COPY_BYTES = 1 << 29  # of the array whose copy gives the bandwidth, on a GPU
+COPY_BYTES_CPU = 1 << 26
+Result = TypeVar("Result")
+
+
+class Chain(NamedTuple):
+    """Seconds per call. build: Python builds the graph. run: `mx.eval` of it."""
+
+    build: float
+    run: float
+
+
+def chain(
+    call: Callable[[mx.array, Any], mx.array], first: mx.array, copies: Sequence, calls: int
+) -> Chain:
+    """`calls` calls, each fed with the result of the one before, in one eval.
+
+    Independent calls would overlap on a GPU and flatter a kernel. The linking op is one addition,
+    the same for all that is compared; `first` keeps the queries from fading. The copies rotate, so
+    that no call finds its cache in the L2.
+    """
+    q = first + mx.zeros_like(first)
+    mx.eval(q)
+    mx.synchronize()
+    start = time.perf_counter()
+    for i in range(calls):
+        q = first + call(q, copies[i % len(copies)])
+    built = time.perf_counter()
+    mx.eval(q)
+    done = time.perf_counter()
+    return Chain((built - start) / calls, (done - built) / calls)
+
+
+def middle(chains: Sequence[Chain]) -> Chain:
+    return Chain(median(c.build for c in chains), median(c.run for c in chains))
+
+
+def order(names: Sequence[str], rounds: int) -> list[str]:
+    """A B B A, `rounds` times: what drifts meets all of them alike."""
+    return [*names, *reversed(names)] * rounds
+
+
+def interleaved(
+    tasks: dict[str, Callable[[], Result]], rounds: int, done: Callable[[], None] = lambda: None
+) -> dict[str, list[Result]]:
+    """The results of each task, run in `order`; the caller has warmed them up."""
+    results: dict[str, list[Result]] = {name: [] for name in tasks}
+    for name in order(list(tasks), rounds):
+        results[name].append(tasks[name]())
+        done()
+    return results
+
+
+def seconds_of(make: Callable[[], Any], repeats: int) -> float:
+    """Median seconds to build and compute the arrays that `make` returns, after a warm-up."""
+    mx.eval(make())
+    times = []
+    for _ in range(repeats):
+        mx.synchronize()
+        start = time.perf_counter()
+        mx.eval(make())
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy, read plus written, measured here.
+
+    The copy flips a sign, or MLX would not copy; each array is kept, or MLX would reuse its memory.
+    """
+    size, steps = (COPY_BYTES_CPU, 2) if backend() == "cpu" else (COPY_BYTES, 4)
+    x = mx.random.normal((size // 4,))
+    mx.eval(x)
+
+    def copies() -> list[mx.array]:
+        out = [x]
+        for _ in range(steps):
+            out.append(-out[-1])
+        return out
+
+    seconds = seconds_of(copies, 5)
+    mx.clear_cache()
+    return 2 * steps * size / seconds
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of the largest number of a large array, measured here."""
+    size, steps = (COPY_BYTES_CPU, 1) if backend() == "cpu" else (COPY_BYTES, 4)
+    arrays = [mx.random.normal((size // 4,)) for _ in range(steps)]
+    mx.eval(arrays)
+    seconds = seconds_of(lambda: [mx.max(x) for x in arrays], 5)
+    mx.clear_cache()
+    return steps * size / seconds

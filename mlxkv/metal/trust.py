@@ -1,0 +1,243 @@
+"""Notes about kernels on this Mac: which failed their test, and which ended a process.
+
+A process tries the kernels of a format before it uses them. On a Mac it writes a note in the user's
+cache folder before it tries them, and the outcome afterwards. Tiles that failed are not built again at
+every start. Kernels that ended two processes in a row (as a GPU that hangs may) are not tried again
+until the user asks for it; one death says little: closing a terminal ends a process, too. Each layout,
+head dim and type has a note of its own, so that one failure distrusts no other kernels.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlxkv import __version__, console
+from mlxkv.metal.launch import SIGNATURES, body, header
+
+PASSED, FAILED, TRYING, DIED, BUSY = "passed", "failed", "trying", "died", "busy"
+LONGEST = 1 << 20  # bytes of a file that is read
+DEATHS = 2  # in a row, before what a process died of is not tried again
+# Seconds. An older mark belongs to another process of the same number, or to one that hangs.
+OLDEST = 600.0
+WAIT, NAP = 120.0, 0.2  # seconds that a start waits for another process, and between two looks
+_known: dict[str, dict] = {}  # rows by their key, as this process knows them
+_tried: set[str] = set()  # keys that this process is trying
+_waited: set[str] = set()  # keys that it has waited for
+_read = False
+
+
+def _path() -> Path:
+    return console.cache_dir() / "kernels.json"
+
+
+@cache
+def _here() -> dict[str, str]:
+    """What notes are valid for: another GPU, compiler or text starts without any."""
+    texts = "".join(header(name) + body(name) for name in sorted(SIGNATURES))
+    return {
+        "device": str(mx.device_info().get("device_name", "")),
+        "system": platform.mac_ver()[0] or platform.release(),
+        "mlx": version("mlx"),
+        "mlxkv": __version__,
+        "text": sha256(texts.encode()).hexdigest(),
+    }
+
+
+def _key(layout: object, dims: int, dtype: mx.Dtype, tiled: bool) -> str:
+    kind, name = "tiles" if tiled else "portable", str(dtype).split(".")[-1]
+    return f"{kind} {dims} {name} {sha256(repr(layout).encode()).hexdigest()[:16]}"
+
+
+def _file() -> dict[str, dict]:
+    """The rows on disk; none if the file is damaged, or of another version or GPU."""
+    try:
+        with _path().open("rb") as file:
+            data = json.loads(file.read(LONGEST))
+        rows = data["rows"] if data["here"] == _here() else {}
+        return {str(k): dict(row) for k, row in rows.items() if isinstance(row["state"], str)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _rows() -> dict[str, dict]:
+    global _read
+    if not _read:
+        _known.update(_file() | _known)
+        _read = True
+    return _known
+
+
+def forget() -> None:
+    """Read the file again at the next question."""
+    global _read
+    _known.clear()
+    _waited.clear()
+    _read = False
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep other processes from changing the file meanwhile, where locks are possible."""
+    number, path = None, _path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(number, fcntl.LOCK_EX)
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        if number is not None:
+            os.close(number)
+
+
+def _change(key: str, change: Callable[[dict | None], dict | None]) -> None:
+    """Replace the row by what `change` returns, None for no row. Ignores a folder that cannot be written."""
+    own = _rows().get(key)
+    with _alone():
+        rows = _file()  # other processes may have written
+        row = change(rows.get(key) or (own if own and own["state"] in (PASSED, FAILED) else None))
+        for into in (_known, rows):
+            into.pop(key, None)
+            if row is not None:
+                into[key] = row
+        path, name = _path(), None
+        try:
+            number, name = tempfile.mkstemp(prefix=".kernels-", dir=path.parent)  # mode 0600
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                json.dump({"here": _here(), "rows": rows}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except OSError:
+            if name is not None:
+                with suppress(OSError):
+                    os.unlink(name)
+
+
+def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
+    """PASSED, FAILED, DIED (with the processes that tried them), BUSY (another process is trying them), or
+    None: to be tried."""
+    key = _key(layout, dims, dtype, tiled)
+    row = _rows().get(key)
+    if row is not None and row["state"] == TRYING and key not in _tried:
+        _known.pop(key)
+        row = _file().get(key)  # the other process may be done by now
+        _known.update({} if row is None else {key: row})
+    if row is None or row["state"] != TRYING:
+        return row and row["state"]
+    if key in _tried:
+        return None
+    if not _is_left(row):
+        return BUSY
+    return DIED if _deaths(row) >= DEATHS else None
+
+
+def wait(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> None:
+    """Wait until no other process is trying them, WAIT seconds at most, and only once in a process: for
+    starts, not for the middle of a reply."""
+    key = _key(layout, dims, dtype, tiled)
+    if key in _waited or state(layout, dims, dtype, tiled) != BUSY:
+        return
+    _waited.add(key)
+    console.note("another process is trying these kernels: waiting for it")
+    end = time.monotonic() + WAIT
+    while time.monotonic() < end and state(layout, dims, dtype, tiled) == BUSY:
+        time.sleep(NAP)
+
+
+def _is_left(row: dict) -> bool:
+    """Whether the process that left a mark is gone. This process's own marks do not count."""
+    since, owner = row.get("since"), row.get("process")
+    if not isinstance(since, float) or not abs(time.time() - since) <= OLDEST:
+        return True
+    if not isinstance(owner, int) or owner == os.getpid():  # this process was given its number
+        return True
+    return not _is_alive(owner)
+
+
+def _deaths(row: dict | None) -> int:
+    """How many processes in a row have died while they tried, by the row."""
+    if row is None or row["state"] != TRYING:
+        return 0
+    before = row.get("deaths")
+    return (before if isinstance(before, int) else 0) + _is_left(row)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def why_not(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
+    """Why such kernels must not be tried here, or None. Portable ones that failed are tried again: only
+    plain ops would be left."""
+    what, found = "tiles" if tiled else "kernels", state(layout, dims, dtype, tiled)
+    if found == DIED:
+        return (
+            f"processes ended while they tried these {what}, {DEATHS} in a row; "
+            "mlxkv doctor --all tries them again"
+        )
+    if found == BUSY:
+        return f"another process is trying these {what}"
+    if found == FAILED and tiled:
+        said = _rows()[_key(layout, dims, dtype, tiled)].get("reason") or "no reason noted"
+        return f"tiles failed their test here: {said}; mlxkv doctor tries them again"
+    return None
+
+
+def note(
+    layout: object,
+    dims: int,
+    dtype: mx.Dtype,
+    passed: bool,
+    tiled: bool = True,
+    reason: str | None = None,
+) -> None:
+    """Keep the outcome of a test on this GPU."""
+    row = {"state": PASSED if passed else FAILED} | ({"reason": reason} if reason else {})
+    _change(_key(layout, dims, dtype, tiled), lambda _: row)
+
+
+@contextmanager
+def trial(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> Iterator[None]:
+    """Mark them as being tried by this process. At the end, restore the outcome that was known before, or
+    keep the one that another process has written meanwhile."""
+    key, before = _key(layout, dims, dtype, tiled), None
+    mark = {"state": TRYING, "process": os.getpid(), "since": time.time()}
+
+    def begin(row: dict | None) -> dict:
+        nonlocal before
+        before = row if row is not None and row["state"] in (PASSED, FAILED) else None
+        return mark | {"deaths": _deaths(row)}
+
+    def end(row: dict | None) -> dict | None:
+        ours = row is not None and {**row, "deaths": 0} == mark | {"deaths": 0}
+        return before if ours or row is None else row
+
+    _change(key, begin)
+    _tried.add(key)
+    try:
+        yield
+    finally:
+        _tried.discard(key)
+        _change(key, end)

@@ -1,0 +1,92 @@
+"""Rows with the unit matrix as their second moment, by a kernel: MLX factorises on the CPU alone.
+
+Letters: `N` rows of `R` numbers. Plain-ops twins: `orthonormal`, and `mx.linalg.solve` in
+`cache.following.update`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv import faults
+from mlxkv.formats.lowrank import RIDGE
+from mlxkv.metal.launch import Factory, launch
+
+SIMDGROUPS = 16
+SHARED_BYTES = 31 << 10  # of threadgroup memory for the triangle, of 32 KiB
+TINY = float(np.finfo(np.float32).tiny)
+BOUND = 1e-5  # of the largest entry of U^T U - I, and of the difference to QR
+
+
+def orthonormal(a: mx.array) -> mx.array:
+    """Q of A = QR [..., D, R], the diagonal of R positive."""
+    q, r = mx.linalg.qr(a.astype(mx.float32), stream=mx.cpu)
+    positive = mx.diagonal(r, axis1=-2, axis2=-1) >= 0
+    return q * mx.where(positive, 1.0, -1.0)[..., None, :]
+
+
+def off_orthonormal(u: mx.array) -> float:
+    """The largest entry of |U^T U - I|, in float64."""
+    x = np.array(u, np.float64)
+    return float(np.abs(x.swapaxes(-1, -2) @ x - np.eye(x.shape[-1])).max())
+
+
+def why_not(dims: int, rank: int, make: Factory | None) -> str | None:
+    """Why the kernel does not run for bases [dims, rank] here, or None. The first question for a size
+    builds it and tries it."""
+    if make is None:
+        return "no GPU here"
+    if 4 * (rank * (rank + 1) // 2 + 2 * (rank + 31)) > SHARED_BYTES:
+        return f"a triangle of {rank} dims does not fit in threadgroup memory"
+    return _fault(dims, rank, make)
+
+
+def whiten(rows: mx.array, make: Factory, ridge: float = 0.0) -> mx.array:
+    """rows: [..., N, R] float32, N >= R unless there is a ridge -> B L^-T, the same shape, with
+    L L^T = B^T B + ridge mean(diag) I; without a ridge twice, so that columns are orthonormal to a
+    rounding: Q of a QR with a positive diagonal of R. With one [..., N + R, R]: L^-T stands behind."""
+    *lead, count, rank = rows.shape
+    sets, inverse = rows.size // (count * rank), int(ridge > 0)
+    (out,) = launch(
+        "whiten",
+        [rows, _numbers(ridge)],
+        {"N": count, "R": rank, "S": SIMDGROUPS, "INVERSE": inverse, "PASSES": 2 - inverse},
+        (32 * SIMDGROUPS * sets, 1, 1),
+        (32 * SIMDGROUPS, 1, 1),
+        [((sets, count + rank * inverse, rank), mx.float32)],
+        make,
+    )
+    return out.reshape(*lead, count + rank * inverse, rank)
+
+
+@cache
+def _numbers(ridge: float) -> mx.array:
+    return mx.array([ridge, TINY] + [0.0] * 6, mx.float32)
+
+
+@cache
+def _fault(dims: int, rank: int, make: Factory) -> str | None:
+    """What is wrong with the kernel on this machine, or None."""
+    rng = np.random.default_rng(0)
+    near = np.linalg.qr(rng.standard_normal((2, dims, rank)))[0]
+    near = mx.array((near + 0.03 * rng.standard_normal(near.shape)).astype(np.float32))
+    try:
+        made, both = whiten(near, make), whiten(near, make, RIDGE)
+        mx.eval(made, both)
+    except Exception as error:  # a compiler or a driver may raise anything at all
+        return faults.reason(error)
+    apart = [off_orthonormal(made), mx.abs(made - orthonormal(near)).max().item()]
+    worst = np.max([*apart, _off_inverse(near, both)])  # which is NaN where one is
+    return None if worst <= BOUND else f"columns are off by {worst:.2g}"
+
+
+def _off_inverse(near: mx.array, both: mx.array) -> float:
+    """The largest error of an entry of `whiten` with RIDGE, in float64."""
+    x, rows, down = (np.array(y, np.float64) for y in (near, *mx.split(both, [near.shape[-2]], -2)))
+    unit, moment = np.eye(x.shape[-1]), x.swapaxes(-1, -2) @ x
+    moment += RIDGE * np.trace(moment, axis1=-2, axis2=-1)[:, None, None] / len(unit) * unit
+    apart = (down.swapaxes(-1, -2) @ moment @ down - unit, rows - x @ down)
+    return float(np.max([np.abs(y).max() for y in apart]))

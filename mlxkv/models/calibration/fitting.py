@@ -1,0 +1,112 @@
+"""Find the calibration of a model and fit a configuration to it.
+
+In this order: the one that is given, the one that came with the model, the user's own, one that is made
+on the spot and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import mlx.nn as nn
+
+from mlxkv import console
+from mlxkv.codec import maps
+from mlxkv.codec.maps import LayerMaps
+from mlxkv.errors import MachineError, UserError
+from mlxkv.formats.calibration import artifact, layers
+from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.formats.config import CacheConfig
+from mlxkv.models.calibration import measure
+from mlxkv.models.catalog.aliases import REPO
+from mlxkv.models.catalog.hub import Words, fetch_file
+from mlxkv.models.hooks.probe import Place, Shape
+from mlxkv.models.origin import Origin, layer_name, origin_of, sizes
+
+FILE = f"{artifact.NAME}.safetensors"
+ON_THE_HUB = Words(
+    "calibration",
+    "no such file here and no such repository on the hub",
+    "the hub cannot be reached and this calibration is not on this machine",
+    "make one with mlxkv calibrate --model MODEL -o FILE",
+)
+
+
+def given(calibration: Calibration | Path | str) -> Calibration:
+    """Read a calibration from a file or folder on this machine, or from `owner/name` on the hub; one that
+    is read already is returned. Raises UserError."""
+    if isinstance(calibration, Calibration):
+        return calibration
+    if isinstance(calibration, str):
+        name = calibration.strip()
+        # A path that is not there stays a path: "calibrations/mine.safetensors" is no repository.
+        is_path = Path(name).expanduser().exists() or name.endswith(".safetensors")
+        if REPO.fullmatch(name) and not is_path:
+            calibration = fetch_file(name, FILE, ON_THE_HUB)
+    return artifact.read(calibration)
+
+
+def known(model: nn.Module, balanced: bool = False) -> Calibration | None:
+    """The calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
+    has to be made. balanced: one with balanced transforms, unless it was named."""
+    origin = origin_of(model)
+    if origin is None or origin.calibration is not None:
+        return origin and origin.calibration
+    return artifact.find(origin.fingerprint, origin.folder, balanced)
+
+
+def fit(
+    model: nn.Module,
+    config: CacheConfig,
+    places: Mapping[Place, Shape],
+    label: str,
+    chosen: Calibration | Path | str | None = None,
+) -> dict[Place, tuple[CacheConfig, LayerMaps | None]]:
+    """For each of `places`, `config` with the clips and ranks of its layer, and the layer's maps.
+
+    Without a calibrated side: `config` itself and None. label: of `config` in errors. chosen: the
+    calibration to use. Raises UserError for a calibration that is missing or does not fit.
+    """
+    if not config.calibrated or not places:
+        return dict.fromkeys(places, (config, None))
+    origin = origin_of(model)
+    if config.learned and chosen is None and not (origin and origin.calibration):
+        raise UserError(
+            f"[attach] {label} needs learned transforms; got no calibration; make one with mlxkv "
+            "calibrate --model MODEL --learn scale -o FILE, and name it by --calibration FILE"
+        )
+    paired = config.balanced or config.low
+    calibration = given(chosen) if chosen is not None else known(model, paired)
+    if calibration is None and origin is None:
+        raise UserError(
+            f"[attach] {label} needs a calibration; got a model that mlxkv did not load; pass "
+            "calibration=FILE (mlxkv calibrate makes one), or use mlxkv.models.load"
+        )
+    if calibration is None:
+        calibration = _on_the_spot(model, origin, label)
+    calibration.check(sizes(places), origin and origin.fingerprint)
+    out, by_kinds = {}, {}
+    for place in places:
+        name = layer_name(place)
+        layer = calibration.layers[name]
+        own = layers.with_clips(layers.with_ranks(config, layer), layer)
+        by_kinds.setdefault(own.fitted, {})[name] = place, own
+    for kinds, found in by_kinds.items():
+        made = maps.of(calibration, kinds, found)
+        out |= {place: (own, made[name]) for name, (place, own) in found.items()}
+    return {place: out[place] for place in places}
+
+
+def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
+    """Make a calibration and keep it in the user's folder, if that can be written."""
+    console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
+    made = measure.from_corpus(model, origin)
+    path = artifact.kept_path(origin.fingerprint)
+    try:
+        artifact.write(path, made)
+    except MachineError as error:
+        console.note(f"{error}; it serves this run only")
+    else:
+        console.note(f"calibrated on {made.tokens} tokens, kept in {path}")
+    return made

@@ -1,0 +1,89 @@
+"""Short names for models: the embedded ones, and common ones on the hub.
+
+No framework is imported here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from mlxkv.errors import UserError
+
+HERE = Path(__file__).parents[1] / "embedded"
+DEFAULT = "tiny"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: a folder on this machine, or `owner/name` on the Hugging Face hub.
+
+    planted: outlier channels are planted in the weights while loading (the same function, harder to
+    compress).
+    """
+
+    name: str
+    folder: Path | None = None
+    repo: str | None = None
+    planted: bool = False
+
+
+EMBEDDED: dict[str, Source] = {
+    "tiny": Source("tiny", folder=HERE / "tiny"),
+    "tiny-hard": Source("tiny-hard", folder=HERE / "tiny", planted=True),
+    "tiny-qwen": Source("tiny-qwen", folder=HERE / "tiny-qwen"),
+    "tiny-qwen-hard": Source("tiny-qwen-hard", folder=HERE / "tiny-qwen", planted=True),
+}
+
+HUB: dict[str, str] = {
+    "gemma-3-1b": "mlx-community/gemma-3-1b-it-4bit",
+    "gemma-3-4b": "mlx-community/gemma-3-4b-it-4bit",
+    "gemma-3n-e2b": "mlx-community/gemma-3n-E2B-it-lm-4bit",
+    "gpt-oss-20b": "mlx-community/gpt-oss-20b-MXFP4-Q8",
+    "llama-3.1-8b": "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
+    "llama-3.2-1b": "mlx-community/Llama-3.2-1B-Instruct-4bit",
+    "llama-3.2-3b": "mlx-community/Llama-3.2-3B-Instruct-4bit",
+    "mistral-7b": "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
+    "phi-4-mini": "mlx-community/Phi-4-mini-instruct-4bit",
+    "qwen2.5-1.5b": "mlx-community/Qwen2.5-1.5B-Instruct-4bit",
+    "qwen2.5-7b": "mlx-community/Qwen2.5-7B-Instruct-4bit",
+    "qwen3-0.6b": "mlx-community/Qwen3-0.6B-4bit",
+    "qwen3-4b": "mlx-community/Qwen3-4B-4bit",
+    "qwen3-8b": "mlx-community/Qwen3-8B-4bit",
+    "smollm2-1.7b": "mlx-community/SmolLM2-1.7B-Instruct-4bit",
+    "smollm3-3b": "mlx-community/SmolLM3-3B-4bit",
+}
+
+REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+
+def resolve(name: str) -> Source:
+    """Find the source of `name`: an alias, a folder on this machine, or `owner/name` on the hub.
+
+    An alias wins over a folder of the same name; write `./tiny` for the folder. Raises UserError
+    for anything else.
+    """
+    text = name.strip()
+    if text in EMBEDDED:
+        return EMBEDDED[text]
+    if text in HUB:
+        return Source(text, repo=HUB[text])
+    folder = Path(text).expanduser()
+    if text and folder.is_dir():
+        return Source(text, folder=folder)
+    if folder.is_file():
+        raise UserError(
+            f"[--model] a model is a folder in the hub's format; got the file {text}; name its "
+            "folder"
+        )
+    if REPO.fullmatch(text):
+        return Source(text, repo=text)
+    choices = [*EMBEDDED, *HUB]
+    close = get_close_matches(text.lower(), choices, n=3)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise UserError(
+        f"[--model] no such model; got {text!r}; {hint}choose from {', '.join(choices)}, a folder, "
+        "or owner/name on the hub"
+    )

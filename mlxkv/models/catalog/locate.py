@@ -1,0 +1,71 @@
+"""Find a model's config.json and the size of its weights: embedded, a folder, the hub's cache or the hub.
+
+No framework is imported here, and no weights are read: `fit` and `models` need names and sizes only.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxkv.models.catalog.aliases import resolve
+from mlxkv.models.catalog.folder import INDEX
+from mlxkv.models.catalog.hub import fetch
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model that was found. weights: their bytes, None when only config.json is known."""
+
+    name: str
+    config: Path
+    weights: int | None
+
+
+def hub_cache() -> dict[str, int]:
+    """Models in the hub's cache folder with their size on disk in bytes."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about repositories that are partly downloaded
+            repos = scan_cache_dir().repos
+    except (CacheNotFound, OSError):
+        return {}
+    sizes = {repo.repo_id: repo.size_on_disk for repo in repos if repo.repo_type == "model"}
+    return dict(sorted(sizes.items()))
+
+
+def locate(model: str) -> Place:
+    """Find a model by alias, embedded name, folder or hub name."""
+    source = resolve(model)
+    if source.folder is not None:
+        return _local(source.name, source.folder)
+    return _hub(source.repo)
+
+
+def _local(name: str, folder: Path) -> Place:
+    return Place(name, folder / "config.json", _weights(folder))
+
+
+def _weights(folder: Path) -> int | None:
+    """Bytes of a model's weights: from its index, else the size of its files, else None."""
+    try:
+        index = json.loads((folder / INDEX).read_bytes())
+        return int(index["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # a small model has one file and no index
+    return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) or None
+
+
+def _hub(name: str) -> Place:
+    """Look in the hub's cache, else download config.json and the index (kilobytes)."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    if isinstance(config, str) and (weights := _weights(Path(config).parent)):
+        return Place(name, Path(config), weights)
+    return _local(name, fetch(name, ["config.json", INDEX]))

@@ -1,0 +1,135 @@
+"""What happens to the cache of each layer, and how that is said. No framework is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from mlxkv.console import human_bytes
+from mlxkv.formats.config import CacheConfig
+
+ASKED_FOR = "as asked for"
+FAST, UNKNOWN = "mx.fast", "not known yet"
+FOLDED = "folded"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What happens to the cache of one layer.
+
+    index: position in the model's list of caches; layers without a cache of their own do not count.
+    kind: the sort of layer. reason: the preset if compressed, else why not.
+    bits_per_value: stored bits per value inside the pages, 16 in full precision.
+    kernel: what computes attention. grows: the cache grows with the context.
+    kv_heads, key_dim, value_dim: sizes of a compressed layer, 0 for others.
+    fold: "folded" where the weights turn the values, why they do not where that was asked for.
+    clips: of keys and values, where the model's calibration has others than the preset.
+    bases: bytes of the bases of a cache of low rank that follows the text, which come on top.
+    """
+
+    index: int
+    kind: str
+    compressed: bool
+    reason: str
+    bits_per_value: float = 16.0
+    kernel: str = FAST
+    grows: bool = True
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    fold: str = ""
+    clips: tuple[float, float] | None = None
+    bases: int = 0
+
+
+def compressed(
+    index: int, kind: str, config: CacheConfig, label: str, sizes: tuple[int, int, int], kernel: str
+) -> LayerReport:
+    """The report of a layer that `config` compresses, or why its heads cannot be.
+
+    label: the name of `config`. sizes: kv heads, key dim, value dim.
+    """
+    _, *dims = sizes
+    if reason := config.why_not(*dims):
+        return LayerReport(index, kind, False, reason)
+    label += config.keys.note(dims[0])
+    bits = config.bits_per_value(*dims)
+    return LayerReport(index, kind, True, label, bits, kernel, True, *sizes)
+
+
+def with_own(report: LayerReport, config: CacheConfig, own: CacheConfig) -> LayerReport:
+    """The report of a compressed layer whose calibration makes `own` of `config`: its clips, and the bits
+    of the rank that its energy takes."""
+    dims = report.key_dim, report.value_dim
+    clips = _clips_of(own)
+    return replace(
+        report,
+        clips=clips if clips != _clips_of(config) else None,
+        bits_per_value=own.bits_per_value(*dims),
+        bases=own.basis_bytes(report.kv_heads, *dims),
+    )
+
+
+def _clips_of(config: CacheConfig) -> tuple[float, ...]:
+    return tuple(getattr(side.quantizer, "clip", 1.0) for side in (config.keys, config.values))
+
+
+def left_out(reports: list[LayerReport]) -> list[LayerReport]:
+    """The layers that grow and stay in full precision, though compression was asked for."""
+    return [r for r in reports if r.grows and not r.compressed and r.reason != ASKED_FOR]
+
+
+def summarise(reports: list[LayerReport]) -> list[str]:
+    """One line per kind of layer, after a loud one if nothing at all is compressed."""
+    lines = []
+    groups: dict[tuple, list[LayerReport]] = {}
+    for r in reports:
+        key = (r.kind, r.compressed, r.reason, r.bits_per_value, r.kernel, r.fold, r.bases)
+        groups.setdefault(key, []).append(r)
+    for (kind, compressed, reason, bits, kernel, fold, bases), members in groups.items():
+        indices = [r.index for r in members]
+        name = "layer" if len(indices) == 1 else "layers"
+        what = (
+            f"{reason}, {bits:.3g} bits per value, {kernel}{_clips(members)}"
+            if compressed
+            else f"full precision, {reason}"
+        )
+        if bases:
+            what += f", on top bases of {human_bytes(bases)} per cache"
+        if fold == FOLDED:
+            what += ", values turned by the weights"
+        elif fold:
+            what += f", values turned at run time ({fold})"
+        lines.append(f"{name} {ranges(indices)} ({kind}): {what}")
+    if silent := nothing_compressed(reports):
+        lines.insert(0, silent)
+    return lines
+
+
+def _clips(reports: list[LayerReport]) -> str:
+    """The searched clips of layers that share a line, as ranges."""
+    if not (found := [r.clips for r in reports if r.clips]):
+        return ""
+    keys, values = (
+        "-".join(f"{x:g}".lstrip("0") for x in sorted({min(side), max(side)}))
+        for side in zip(*found, strict=True)
+    )
+    return f", searched clips {keys} / {values}"
+
+
+def nothing_compressed(reports: list[LayerReport]) -> str | None:
+    """The line to say if no layer is compressed though that was asked for, or None."""
+    if any(r.compressed or r.reason == ASKED_FOR for r in reports):
+        return None
+    out = left_out(reports)
+    why = out[0].reason if out else "no layer of this model has a cache that grows with the context"
+    return f"NOTHING IS COMPRESSED: {why}"
+
+
+def ranges(indices: list[int]) -> str:
+    """[0, 1, 2, 5, 7, 8] -> "0-2, 5, 7-8"."""
+    runs = []
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        runs.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    return ", ".join(runs)

@@ -1,0 +1,116 @@
+"""Estimate what a model and a context need in memory, from config.json alone. No framework."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.models.catalog.shapes import (
+    LayerShape,
+    activation_bytes,
+    context_limit,
+    layers_of,
+    weight_bytes,
+)
+
+CHUNK = 2048  # tokens that a prefill takes at a time
+MOST_TOKENS = 1 << 24  # of a model that names no limit
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model as `fit` sees it."""
+
+    name: str
+    config: dict
+    layers: list[LayerShape]
+    weights: int
+    weights_source: str
+
+    @property
+    def limit(self) -> int:
+        return context_limit(self.config) or 0
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes at one context with one preset. dropped: by token selection, once the prompt is read."""
+
+    weights: int
+    cache: int
+    transient: int
+    values: int
+    dropped: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.transient + self.dropped
+
+
+def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
+    """Stored bytes of one layer's cache, full-precision windows and bases that follow the text
+    included. With token selection: of a prompt, once it is read."""
+    compressed = kv.compresses and layer.kind == "full"
+    if not compressed or kv.why_not(layer.key_dim, layer.value_dim):
+        return 2 * layer.values(tokens)
+    pages = max(0, tokens - kv.sink - kv.recent) // kv.page
+    packed = layer.values(pages * kv.page) * kv.bits_per_value(layer.key_dim, layer.value_dim) / 8
+    bases = kv.basis_bytes(layer.kv_heads, layer.key_dim, layer.value_dim) if pages else 0
+    return packed + 2 * layer.values(tokens - pages * kv.page) + bases
+
+
+def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
+    """What `tokens` tokens need."""
+    cache = sum(layer_bytes(layer, kv, tokens) for layer in plan.layers)
+    whole = sum(layer_bytes(layer, replace(kv, keep=1.0), tokens) for layer in plan.layers)
+    one_layer = max((2 * layer.values(tokens) for layer in plan.layers), default=0)
+    transient = activation_bytes(plan.config, min(CHUNK, tokens)) + one_layer
+    values = sum(layer.values(tokens) for layer in plan.layers)
+    return Need(plan.weights, int(cache), transient, values, int(whole - cache))
+
+
+def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:
+    """The longest context that fits, at most the model's limit; 0 when nothing does."""
+    low, high = 0, plan.limit or MOST_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        if need(plan, kv, middle).total <= usable:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def read_plan(model: str, config: str | None) -> ModelPlan:
+    """Finds config.json and the weights' size: a file, a local folder, the hub's cache or the hub."""
+    if config is not None:
+        data = _read_config(Path(config).expanduser(), "--config")
+        return _plan(str(config), data, None)
+    from mlxkv.models.catalog.locate import locate
+
+    place = locate(model)
+    data = _read_config(place.config, f"--model {model}")
+    return _plan(place.name, data, place.weights)
+
+
+def _plan(name: str, config: dict, weights: int | None) -> ModelPlan:
+    source = "from the files" if weights else "estimated from config.json"
+    return ModelPlan(name, config, layers_of(config), weights or weight_bytes(config), source)
+
+
+def _read_config(path: Path, where: str) -> dict:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"[{where}] no such file; got {str(path)!r}") from None
+    except OSError as error:
+        raise UserError(f"[{where}] cannot read {str(path)!r}: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"[{where}] {str(path)!r} is not JSON") from None
+    if not isinstance(data, dict):
+        raise UserError(f"[{where}] {str(path)!r} is not the config of a model")
+    return data

@@ -1,0 +1,170 @@
+"""Generate text with mlx-lm's loop, with counts, times and a check for NaN."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_lm.generate import stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlxkv.errors import MachineError, UserError
+from mlxkv.metal.launch import backend
+
+# Tokens of a prompt that are read at once. A CPU gains nothing from more, and progress and Ctrl-C are
+# looked at between two chunks.
+PREFILL_STEP = 2048
+PREFILL_STEP_CPU = 512
+
+
+class Stopped(Exception):
+    """`stop()` returned true during the prefill."""
+
+
+@dataclass
+class Stats:
+    """Counts and times of one reply.
+
+    prompt_tokens: the whole prompt. read_tokens: the part that the cache did not hold yet. held:
+    tokens of this call that the cache holds by now.
+    """
+
+    prompt_tokens: int = 0
+    read_tokens: int = 0
+    generated_tokens: int = 0
+    held: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    finish_reason: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed without the first token, which belongs to the prefill."""
+        if self.generated_tokens < 2 or self.decode_seconds <= 0:
+            return 0.0
+        return (self.generated_tokens - 1) / self.decode_seconds
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated token and the text it completed (often "")."""
+
+    token: int
+    text: str
+
+
+def sampler_for(temp: float = 0.0, top_p: float = 1.0) -> Callable[[mx.array], mx.array]:
+    """mlx-lm's sampler. Raises UserError for settings out of range."""
+    if not 0 <= temp < float("inf"):  # refuses NaN too
+        raise UserError(f"[--temp] must be 0 or more, and finite; got {temp:g}")
+    if not 0 < top_p <= 1:
+        raise UserError(f"[--top-p] must be above 0 and at most 1; got {top_p:g}")
+    return make_sampler(temp=temp, top_p=top_p)
+
+
+class _CheckedSampler:
+    """A sampler that also computes, in the same graph, whether the logits were finite.
+
+    A NaN anywhere in the logits makes every log probability NaN, so the one of the drawn token is
+    enough. `mx.depends` computes the flag together with the token, so that reading it does not wait
+    for the GPU again. broken: a queue of flags, one per token.
+    """
+
+    def __init__(self, sampler: Callable[[mx.array], mx.array]):
+        self.sampler = sampler
+        self.broken: deque[mx.array] = deque()
+
+    def __call__(self, logprobs: mx.array) -> mx.array:  # logprobs: [1, vocabulary]
+        token = self.sampler(logprobs)
+        drawn = mx.take_along_axis(logprobs, token[..., None].astype(mx.int32), axis=-1)
+        broken = mx.logical_not(mx.isfinite(drawn)).any()
+        self.broken.append(broken)
+        return mx.depends([token], [broken])[0]
+
+
+def stream(
+    loaded,
+    tokens: Sequence[int],
+    cache: list,
+    sampler: Callable[[mx.array], mx.array] | None = None,
+    max_tokens: int = 256,
+    progress: Callable[[int, int], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    stats: Stats | None = None,
+) -> Iterator[Piece]:
+    """Feed `tokens` to the model and yield the reply token by token.
+
+    loaded: from `mlxkv.models.load`. cache: from `new_cache`, empty or holding earlier tokens.
+    progress: called with (tokens done, all tokens) during the prefill. stop: called after each token
+    and each prefill chunk; true ends the reply and leaves the cache consistent. stats: filled in
+    place; `stats.held` is right whenever this generator is not running.
+
+    Raises UserError for an empty prompt, MachineError when the logits hold NaN or infinity.
+    """
+    if not tokens:
+        raise UserError("[generate] empty prompt")
+    if max_tokens < 1:
+        raise UserError(f"[--max-tokens] must be at least 1; got {max_tokens}")
+    stats = stats if stats is not None else Stats()
+    stats.prompt_tokens = stats.read_tokens = len(tokens)
+    checked = _CheckedSampler(sampler or make_sampler())
+
+    def on_progress(done: int, total: int) -> None:
+        stats.held = done
+        if progress:
+            progress(done, total)
+        if done < total and stop and stop():
+            raise Stopped
+
+    start = time.perf_counter()
+    responses = stream_generate(
+        loaded.model,
+        loaded.tokenizer,
+        list(tokens),
+        max_tokens=max_tokens,
+        sampler=checked,
+        prompt_cache=cache,
+        prefill_step_size=prefill_step(),
+        prompt_progress_callback=on_progress,
+    )
+    try:
+        for response in responses:
+            now = time.perf_counter()
+            if stats.generated_tokens == 0:
+                stats.prefill_seconds, start = now - start, now
+            stats.decode_seconds = now - start
+            stats.generated_tokens += 1
+            stats.held = len(tokens) + stats.generated_tokens
+            if checked.broken.popleft().item():
+                raise MachineError(_broken_logits(loaded, stats.generated_tokens))
+            stats.finish_reason = response.finish_reason or ""
+            yield Piece(response.token, response.text)
+            if stop and stop():
+                stats.finish_reason = stats.finish_reason or "stopped"
+                return
+    except Stopped:
+        stats.finish_reason = "stopped"
+        stats.prefill_seconds = time.perf_counter() - start
+    finally:
+        responses.close()
+
+
+def _broken_logits(loaded, step: int) -> str:
+    advice = (
+        "" if loaded.kv_name == "fp16" else "; try --kv fp16 to see whether the cache is the cause"
+    )
+    return f"[generate] NaN or infinity in the logits of {loaded.name} at token {step}{advice}"
+
+
+def new_cache(loaded) -> list:
+    """An empty cache for each layer, compressed where the model is attached."""
+    return make_prompt_cache(loaded.model)
+
+
+def prefill_step() -> int:
+    """Tokens of a prompt that are read at once on this machine."""
+    return PREFILL_STEP_CPU if backend() == "cpu" else PREFILL_STEP

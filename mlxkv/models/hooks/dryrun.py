@@ -1,0 +1,106 @@
+"""Run a model on a few tokens and record the linear maps that are called around each cache."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxkv.models.hooks.probe import Place, put
+from mlxkv.models.hooks.taps import (
+    AttentionCall,
+    PlainObserver,
+    has_matrix,
+    hook,
+    joined,
+    restore_classes,
+)
+
+TOKENS = 8
+NEAR = 16  # calls of linear maps before and after a cache that may belong to it
+
+LinearCall = tuple[nn.Module, mx.array, mx.array]  # a linear map, its input, its output
+
+
+@dataclass
+class CacheTrace:
+    """What happened around one cache.
+
+    values: [1, G, T, D] of each update. calls: of attention. before: the linear maps called last
+    before an update. after: those called first after attention.
+    """
+
+    values: list[mx.array] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
+    before: list[LinearCall] = field(default_factory=list)
+    after: list[LinearCall] = field(default_factory=list)
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether one attention call reads the one update."""
+        return len(self.values) == len(self.calls) == 1
+
+    def output_projection(self) -> nn.Module | None:
+        """The first linear map whose input is exactly the output of attention, or None."""
+        flat = joined(self.calls[0].out)
+        takes = (
+            module
+            for module, x, _ in self.after
+            if x.shape == flat.shape and mx.array_equal(x, flat.astype(x.dtype)).item()
+        )
+        return next(takes, None)
+
+
+@dataclass
+class DryRun:
+    """traces: by cache. logits: [1, T, vocabulary]."""
+
+    traces: dict[Place, CacheTrace]
+    logits: mx.array
+
+
+def run(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]) -> DryRun:
+    """Run `model` once over TOKENS tokens, with observers in place of the plain caches at `places`.
+
+    The attention function must be rebound.
+    """
+    traces = {place: CacheTrace() for place in places}
+    recent: deque[LinearCall] = deque(maxlen=NEAR)
+    open_: list[CacheTrace] = []  # after their attention, with fewer than NEAR calls recorded
+
+    def linear(call: Callable, *args, **kwargs):
+        y = call(*args, **kwargs)
+        if args and isinstance(y, mx.array):
+            used = (call.args[0], args[0], y)
+            recent.append(used)
+            for one in open_:
+                one.after.append(used)
+            open_[:] = [one for one in open_ if len(one.after) < NEAR]
+        return y
+
+    def updated(one: CacheTrace, keys: mx.array, values: mx.array) -> None:
+        one.values.append(values)
+        one.before = list(recent)
+
+    def attended(one: CacheTrace, call: AttentionCall) -> None:
+        one.calls.append(call)
+        open_.append(one)
+
+    caches = make_cache()
+    for place, one in traces.items():
+        put(caches, place, PlainObserver(partial(attended, one), partial(updated, one)))
+    maps = {id(m): m for layer in model.layers for m in layer.modules() if has_matrix(m)}
+    hooked = []
+    try:
+        hooked += [hook(module, linear) for module in maps.values()]
+        logits = model(mx.arange(1, TOKENS + 1)[None], cache=caches)
+    finally:
+        restore_classes(hooked)
+    used = [pair[1:] for one in traces.values() for pair in (*one.before, *one.after)]
+    arrays = [(one.values, [call.out for call in one.calls]) for one in traces.values()]
+    mx.eval(logits, used, arrays)
+    return DryRun(traces, logits)

@@ -1,0 +1,298 @@
+"""Fold the map of values into a model's weights (OSCAR, section 1.3 of its code; QuaRot).
+
+For a kv head with maps (down, up) [D, D] (stored = v @ down, v = stored @ up; of a rotation up is
+down^T): its rows of W_v become down^T W_v, its bias b down; the columns of W_o that belong to its
+query heads become W_o up^T. The cache is then handed v down, and the output of attention needs no
+map. Products are in float32, cast back to the dtype of the weights.
+
+Weights are found by value, not by name: one dry run shows which linear map returns exactly the values
+that a cache is handed and which one takes exactly the output of attention; a second one checks that
+the model computes the same afterwards. Folding is for good: the model records it, and what `attach`,
+a calibration or a saved cache has to know is read from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.codec import maps
+from mlxkv.codec.maps import LayerMaps
+from mlxkv.codec.transform import Transform
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.models.catalog.reports import FOLDED
+from mlxkv.models.hooks.dryrun import DryRun, LinearCall, run
+from mlxkv.models.hooks.probe import Place, leaves
+
+# Largest relative rms change of an output projection or of the logits that rounding explains.
+# Measured on a CPU at up to 24 layers: 1.4e-6, 2.4e-3, 0.025; with heads mixed up: 1.3. Float32 leaves
+# room for GPUs that round the factors of products.
+BOUNDS = {mx.float32: 5e-3, mx.float16: 3e-2, mx.bfloat16: 0.15}
+_FOLD = "_mlxkv_fold"
+
+Replaced = list[tuple[nn.Module, str, mx.array]]  # a linear map, the name of its array, the array
+
+
+class Refused(Exception):
+    """Why the values of a cache stay turned at run time."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the values of one cache come from and go to.
+
+    source: its output is [B, L, blocks, D], and block blocks[g] is the value of kv head g (a fused
+    projection has others too). target: takes [B, L, H * D].
+    """
+
+    source: nn.Linear
+    blocks: tuple[int, ...]
+    target: nn.Linear
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What the weights of a model do to values. layer_maps: by cache whose weights turn values.
+    reasons: by cache that was tried, FOLDED or why not."""
+
+    layer_maps: dict[Place, LayerMaps]
+    reasons: dict[Place, str]
+
+    def check(self, place: Place, rotations: LayerMaps) -> None:
+        """Raises UserError unless a cache with these `rotations` stores what the weights leave."""
+        have = self.layer_maps.get(place)
+        if have is not None and _values_map(have) != _values_map(rotations):
+            raise UserError(
+                f"[fold] the weights of this model turn values by {have.kinds[1]} maps of calibration "
+                f"{have.digest}; got {rotations.kinds[1]} maps of {rotations.digest}; load the model "
+                "again for another calibration or kind of preset"
+            )
+
+
+def fold_of(model: nn.Module) -> Fold | None:
+    """What was folded into the weights of `model`, or None."""
+    return vars(model).get(_FOLD)
+
+
+def refuse_folded(model: nn.Module, command: str) -> None:
+    """Raises UserError where the weights turn values, for what has to see them plain."""
+    if fold_of(model) is not None:
+        raise UserError(
+            f"[{command}] the weights of this model turn values (fold); got folded values; load the "
+            "model again without fold"
+        )
+
+
+def check_maps(
+    model: nn.Module, fitted: Mapping[Place, tuple[CacheConfig, LayerMaps | None]]
+) -> None:
+    """Raises UserError where caches map values that the weights map otherwise."""
+    if (fold := fold_of(model)) is not None:
+        for place, (config, rotations) in fitted.items():
+            if rotations is not None and config.values.calibrated:
+                fold.check(place, rotations)
+
+
+def as_folded(
+    model: nn.Module, fitted: Mapping[Place, tuple[CacheConfig, LayerMaps | None]]
+) -> dict[Place, tuple[CacheConfig, LayerMaps | None]]:
+    """`fitted`, with the maps of values marked as folded where the weights apply them."""
+    fold = fold_of(model)
+    return {
+        place: (config, rotations and maps.folded(rotations, _turns(fold, place, config)))
+        for place, (config, rotations) in fitted.items()
+    }
+
+
+def match_fold(model: nn.Module, caches: list) -> None:
+    """Turn the values of `caches`, which may come from a model folded otherwise, to what `model` reads.
+
+    Raises UserError for caches of another calibration than the weights hold.
+    """
+    fold = fold_of(model)
+    for place, cache in leaves(caches):
+        if isinstance(cache, CompressedKVCache) and cache.layer_maps is not None:
+            if fold is not None and cache.config.values.calibrated:
+                fold.check(place, cache.layer_maps)
+            cache.turn_values(_turns(fold, place, cache.config))
+
+
+def _turns(fold: Fold | None, place: Place, config: CacheConfig) -> bool:
+    return fold is not None and place in fold.layer_maps and config.values.calibrated
+
+
+def _values_map(rotations: LayerMaps) -> tuple[str, str, str]:
+    return rotations.digest, rotations.layer, rotations.kinds[1]
+
+
+def fold_values(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    rotations: Mapping[Place, LayerMaps],
+) -> Fold:
+    """Fold what can be folded, record it on the model and return it with the reasons for the rest.
+
+    make_cache: the model's own. The attention function must be rebound. A folded model stays as it
+    is. What goes wrong in the model's own code becomes a reason, never an error.
+    """
+    if (done := fold_of(model)) is not None:
+        return done
+    places, reasons = list(rotations), {}
+    try:
+        before = run(model, make_cache, places)
+    except Exception as error:  # a foreign model may raise anything at all
+        reason = f"a dry run of the model failed ({type(error).__name__})"
+        return Fold({}, dict.fromkeys(places, reason))
+    sites = {}
+    for place in places:
+        try:
+            sites[place] = _site(before, place)
+        except Refused as refused:
+            reasons[place] = str(refused)
+    for place in _shared(sites):
+        del sites[place]
+        reasons[place] = "its weights serve other layers too"
+    replaced: dict[Place, Replaced] = {}
+    try:
+        for place, site in sites.items():
+            replaced[place] = _replace(site, rotations[place].values)
+        reasons |= _check(replaced, before, lambda: run(model, make_cache, places), sites)
+    except BaseException:
+        _put_back(replaced, list(replaced))
+        raise
+    reasons |= dict.fromkeys(replaced, FOLDED)
+    # The folded maps: plain ones that stay alive would say that a plain model is here (`maps.reads_folded`).
+    out = Fold({place: maps.folded(rotations[place]) for place in replaced}, reasons)
+    if replaced:
+        setattr(model, _FOLD, out)
+    return out
+
+
+def _put_back(replaced: dict[Place, Replaced], places: list[Place]) -> None:
+    for place in places:
+        for module, name, before in replaced.pop(place):
+            module[name] = before
+
+
+def _site(found: DryRun, place: Place) -> Site:
+    """Find the maps around one cache. Raises Refused."""
+    trace = found.traces[place]
+    if not trace.is_read_once:
+        raise Refused("its values are read more than once")
+    source, blocks = _source(trace.before, trace.values[0])
+    target = trace.output_projection()
+    if target is None:
+        raise Refused("a gate or a norm comes between attention and its output projection")
+    for module, what in ((source, "values"), (target, "outputs")):
+        if type(module) is not nn.Linear:
+            kind = type(module).__name__
+            kind = "are quantised" if "Quantized" in kind else f"belong to a {kind}"
+            raise Refused(f"the weights of {what} {kind}")
+    return Site(source, blocks, target)
+
+
+def _source(linears: list[LinearCall], values: mx.array) -> tuple[nn.Module, tuple[int, ...]]:
+    """The nearest linear map whose output holds `values` [1, G, T, D], and the blocks that hold them."""
+    _, heads, count, dims = values.shape
+    for module, _, y in reversed(linears):
+        if y.shape[:-1] != (1, count) or y.shape[-1] % dims or y.shape[-1] < heads * dims:
+            continue
+        blocks = y.astype(values.dtype).reshape(count, -1, dims).swapaxes(0, 1)  # [blocks, T, D]
+        match = (blocks[None] == values[0][:, None]).all(axis=(2, 3))  # [G, blocks]
+        found = [[b for b, yes in enumerate(row) if yes] for row in match.tolist()]
+        if not all(found):
+            continue
+        if any(len(row) > 1 for row in found) or len({row[0] for row in found}) < heads:
+            raise Refused("kv heads share one value")
+        return module, tuple(row[0] for row in found)
+    raise Refused(
+        "values are not the output of a linear map (a norm or another change comes first)"
+    )
+
+
+def _shared(sites: Mapping[Place, Site]) -> list[Place]:
+    """Places whose linear maps serve other places too."""
+    ids = [id(m) for site in sites.values() for m in (site.source, site.target)]
+    return [
+        p for p, s in sites.items() if max(ids.count(id(s.source)), ids.count(id(s.target))) > 1
+    ]
+
+
+def _replace(site: Site, turn: Transform) -> Replaced:
+    """Fold maps [D, D] or [G, D, D] into both linear maps. Returns what was there before."""
+    heads, dims = len(site.blocks), turn.down.shape[-1]
+    down, up = (mx.broadcast_to(x, (heads, dims, dims)) for x in (turn.down, turn.up))
+    rows = mx.array(site.blocks)
+
+    def source(x: mx.array) -> mx.array:  # [blocks * D, hidden], or a bias with hidden = 1
+        parts = x.astype(mx.float32).reshape(-1, dims, x.size // x.shape[0])
+        parts[rows] = down.swapaxes(-1, -2) @ parts[rows]
+        return parts.reshape(x.shape)
+
+    def target(x: mx.array) -> mx.array:  # [hidden, H * D]: query heads of a kv head stand together
+        parts = x.astype(mx.float32).reshape(x.shape[0], heads, -1, dims).swapaxes(0, 1)
+        turned = parts.reshape(heads, -1, dims) @ up.swapaxes(-1, -2)
+        return turned.reshape(parts.shape).swapaxes(0, 1).reshape(x.shape)
+
+    plan = [(site.source, "weight", source), (site.target, "weight", target)]
+    if "bias" in site.source:
+        plan.append((site.source, "bias", source))
+    # On the CPU: GPUs may round the factors of float32 products to 11 bits.
+    with mx.stream(mx.cpu):
+        out = [
+            (m, name, m[name], change(m[name]).astype(m[name].dtype)) for m, name, change in plan
+        ]
+        mx.eval([now for *_, now in out])  # one layer's float32 copies at a time
+    for module, name, _, now in out:
+        module[name] = now
+    return [(module, name, before) for module, name, before, _ in out]
+
+
+def _check(
+    replaced: dict[Place, Replaced],
+    before: DryRun,
+    again: Callable[[], DryRun],
+    sites: Mapping[Place, Site],
+) -> dict[Place, str]:
+    """Put back what changes the model beyond rounding, first the places that are to blame. Returns the
+    reasons by place; what stays folded is left in `replaced`."""
+    bounds = {place: _bound(before, place, site) for place, site in sites.items()}
+    reasons = {}
+    while replaced:
+        after = again()
+        for place in list(replaced):
+            pair = (_output(found, place, sites[place].target) for found in (before, after))
+            change = _change(*pair)
+            if not change <= bounds[place]:
+                break
+        else:
+            change = _change(before.logits, after.logits)
+            if not change <= max(bounds[place] for place in replaced):
+                left = list(replaced)
+                _put_back(replaced, left)
+                reasons |= dict.fromkeys(left, f"the model's output changed by {change:.0%}")
+            return reasons
+        _put_back(replaced, [place])
+        reasons[place] = f"the output of its attention changed by {change:.0%}"
+    return reasons
+
+
+def _bound(found: DryRun, place: Place, site: Site) -> float:
+    """The bound for the coarsest dtype of weights and values."""
+    dtypes = (site.source.weight.dtype, site.target.weight.dtype)
+    return max(BOUNDS.get(x, 0.0) for x in (*dtypes, found.traces[place].values[0].dtype))
+
+
+def _output(found: DryRun, place: Place, target: nn.Module) -> mx.array:
+    return next(y for module, _, y in found.traces[place].after if module is target)
+
+
+def _change(x: mx.array, y: mx.array) -> float:
+    """rms(x - y) / rms(x)"""
+    x, y = (part.astype(mx.float32) for part in (x, y))
+    return (mx.sqrt(mx.mean((x - y) ** 2)) / mx.sqrt(mx.mean(x**2))).item()

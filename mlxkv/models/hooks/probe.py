@@ -1,0 +1,163 @@
+"""Find what each cache of a model would hold, by a dry run that computes nothing.
+
+MLX is lazy: calling the model builds a graph that is thrown away. Caches return a `Handle` in place of
+keys and values, so the run also shows whether the model's code does anything with them but pass them
+to attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+Place = tuple[int, ...]  # position in the list of caches; a second number inside a CacheList
+PROMPT = 2  # tokens of the first dry call; the second has one, as in decoding
+
+
+class Misuse(AttributeError):
+    """The model's code did something with a cache, or what it returned, that ours cannot do."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`.
+
+    queries: query heads that read it, 0 if none did. sinks: whether it is read with attention sinks.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    queries: int = 0
+    sinks: bool = False
+
+
+class Handle:
+    """Stands for the keys or the values of one cache; any use but attention raises Misuse."""
+
+    def __init__(self, cache: ProbeCache):
+        self._cache = cache
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[B, G, T, D], the same for keys and values, as in our view."""
+        shape = self._cache.shape
+        if shape.key_dim != shape.value_dim:
+            raise Misuse("reads the shape of the cached keys or values, which differ in width")
+        return 1, shape.heads, self._cache.offset, shape.key_dim
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self._cache.shape.dtype
+
+    def attended(self, queries: mx.array, values: Handle, sinks: bool = False) -> mx.array:
+        """queries: [B, H, L, D] -> zeros [B, H, L, Dv]."""
+        if type(values) is not Handle or values._cache is not self._cache:
+            raise Misuse("attends with keys and values of different caches")
+        self._cache.waiting = False
+        shape = self._cache.shape
+        self._cache.shape = replace(shape, queries=queries.shape[1], sinks=sinks)
+        return mx.zeros((*queries.shape[:3], self._cache.shape.value_dim), queries.dtype)
+
+    def __getattr__(self, name: str):
+        raise Misuse(f"uses .{name} of the cached keys or values")
+
+
+class ProbeCache:
+    """A cache with the methods that models call in a forward pass; it stores nothing."""
+
+    def __init__(self, place: Place):
+        self.place = place
+        self.offset = 0
+        self.shape: Shape | None = None
+        self.waiting = False  # for attention over what it returned
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
+        self.shape = Shape(keys.shape[1], keys.shape[3], values.shape[3], values.dtype)
+        self.offset += keys.shape[2]
+        self.waiting = True
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Handle, Handle]:
+        return Handle(self), Handle(self)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        if window_size is None and (N == 1 or not return_array):
+            return None if N == 1 else "causal"
+        return mx.ones((N, self.offset + N), mx.bool_)
+
+    def __getattr__(self, name: str):
+        raise Misuse(f"uses .{name} of its cache")
+
+
+@dataclass
+class Findings:
+    """shapes: of the caches that can be replaced. refused: why the others cannot."""
+
+    shapes: dict[Place, Shape]
+    refused: dict[Place, str]
+
+
+def probe(model, make_cache: Callable[[], list], places: list[Place]) -> Findings:
+    """Find what the caches at `places` (plain KV caches of `make_cache()`) hold, and whether ours can
+    replace them.
+
+    The attention function must be rebound. Whatever goes wrong becomes a reason, never an error.
+    """
+    found = Findings({}, {})
+    while left := [place for place in places if place not in found.refused]:
+        caches = make_cache()
+        probes = [ProbeCache(place) for place in left]
+        for cache in probes:
+            put(caches, cache.place, cache)
+        try:
+            for tokens in (PROMPT, 1):
+                model(mx.zeros((1, tokens), mx.int32), cache=caches)
+        except Exception as error:  # a foreign model may raise anything at all
+            waiting = [cache for cache in probes if cache.waiting]
+            for cache in waiting or probes:
+                found.refused[cache.place] = _reason(error, bool(waiting))
+            continue
+        for cache in probes:
+            if cache.shape is None:
+                found.refused[cache.place] = "a dry run of the model never used this cache"
+            elif cache.waiting:
+                found.refused[cache.place] = "the model computes attention in its own way"
+            else:
+                found.shapes[cache.place] = cache.shape
+        break
+    return found
+
+
+def leaves(caches: list) -> list[tuple[Place, object]]:
+    """Every cache with its place; the members of a CacheList one by one."""
+    out: list[tuple[Place, object]] = []
+    for i, cache in enumerate(caches):
+        inner = getattr(cache, "caches", None)
+        if inner is None:
+            out.append(((i,), cache))
+        else:
+            out.extend(((i, j), member) for j, member in enumerate(inner))
+    return out
+
+
+def put(caches: list, place: Place, cache) -> None:
+    """caches[i] = cache, or the same inside a CacheList, whose tuple of caches is replaced."""
+    if len(place) == 1:
+        caches[place[0]] = cache
+        return
+    inner = list(caches[place[0]].caches)
+    inner[place[1]] = cache
+    caches[place[0]].caches = tuple(inner)
+
+
+def _reason(error: Exception, waiting: bool) -> str:
+    if isinstance(error, Misuse):
+        return f"the model {error}"
+    text = (str(error).strip().splitlines() or [""])[0][:80]
+    if waiting:
+        return f"the model uses cached keys or values as arrays ({type(error).__name__}: {text})"
+    return f"a dry run of the model failed ({type(error).__name__}: {text})"

@@ -1,0 +1,256 @@
+"""Observe caches, attention and layers of a model while it runs.
+
+`put_observers` replaces the compressed caches of a fresh list by caches that also keep all keys and
+values exactly. `observe` calls back after every pass through a layer. Neither changes what the model
+computes, and leaving `observe` restores the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from mlxkv.cache.adaptive import AdaptiveKVCache
+from mlxkv.cache.attention import attend
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.view import Pair, View
+from mlxkv.codec.maps import LayerMaps
+from mlxkv.formats.config import CacheConfig
+from mlxkv.models.hooks.probe import leaves, put
+
+
+class CompressedObserver(AdaptiveKVCache):
+    """A compressed cache that keeps an exact copy and reports attention over it.
+
+    index: its position in the model's list of caches. exact: all keys and values, [B, G, T, D] in the
+    model's dtype. on_attention: called with each AttentionCall; `observe` sets it.
+    """
+
+    def __init__(self, config: CacheConfig, index: int, rotations: LayerMaps | None = None):
+        super().__init__(config, rotations)
+        self.index = index
+        self.exact: Pair | None = None
+        self.on_attention: Callable[[AttentionCall], None] | None = None
+        self._plain = KVCache()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
+        self.exact = None  # a reference to it would make the update copy all of it
+        self.exact = self._plain.update_and_fetch(keys, values)
+        view, _ = super().update_and_fetch(keys, values)
+        return self._observed(view)
+
+    def keys_and_values(self) -> tuple[View, View]:
+        return self._observed(super().keys_and_values()[0])
+
+    def trim(self, n: int) -> int:
+        n = super().trim(n)
+        self._plain.trim(n)
+        if self.exact is not None:
+            self.exact = tuple(x[:, :, : self.offset] for x in self.exact)
+        return n
+
+    def _observed(self, view: View) -> tuple[View, View]:
+        if not isinstance(
+            view, ObservedView
+        ):  # an update returns `keys_and_values` where nothing is sealed
+            view = ObservedView(**vars(view), cache=self)
+        return view, view
+
+
+class PlainObserver(KVCache):
+    """A plain cache that reports its updates and attention over it.
+
+    on_attention: called with each AttentionCall; `observe` sets it. on_update: called with the new keys
+    and values [B, G, L, D] of each update.
+    """
+
+    def __init__(
+        self,
+        on_attention: Callable[[AttentionCall], None] | None = None,
+        on_update: Callable[[mx.array, mx.array], None] | None = None,
+    ):
+        super().__init__()
+        self.on_attention, self.on_update = on_attention, on_update
+
+    @property
+    def exact(self) -> Pair:
+        """All keys and values so far, [B, G, T, D]."""
+        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
+        super().update_and_fetch(keys, values)
+        if self.on_update is not None:
+            self.on_update(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[View, View]:
+        view = ObservedView(self.exact, cache=self)
+        return view, view
+
+
+@dataclass(frozen=True)
+class ObservedView(View):
+    """The view of an observing cache, which reports attention over it."""
+
+    cache: CompressedObserver | PlainObserver = field(kw_only=True, repr=False)
+
+    def attended(
+        self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None
+    ) -> mx.array:
+        """mlx-lm's signature; attention is the product's own."""
+        out = attend(queries, self, scale, mask, sinks)
+        if self.cache.on_attention is not None:
+            exact = self.cache.exact
+            self.cache.on_attention(AttentionCall(self, exact, queries, scale, mask, sinks, out))
+        return out
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention over an observer.
+
+    view: what was read. exact: keys and values [B, G, T, D] that it stands for. queries:
+    [B, H, L, D]. scale, mask, sinks: as in `attend`. out: [B, H, L, Dv].
+    """
+
+    view: ObservedView
+    exact: Pair
+    queries: mx.array
+    scale: float
+    mask: mx.array | str | None
+    sinks: mx.array | None
+    out: mx.array
+
+
+@dataclass
+class LayerPass:
+    """One pass through a layer.
+
+    index: of the layer in `model.layers`; of the cache where the model does not call its layers as
+    a whole. cache: position in the list of caches of the one that it was given, or None. calls: of
+    attention over observers. hidden: what the layer returned, or None where the model does not call
+    its layers as a whole. inputs: of the linear maps that were called after attention.
+    """
+
+    index: int
+    cache: int | None = None
+    calls: list[AttentionCall] = field(default_factory=list)
+    hidden: mx.array | None = None
+    inputs: list[tuple[Callable, mx.array]] = field(default_factory=list)
+
+    def projection(self, call: AttentionCall) -> Callable[[mx.array], mx.array] | None:
+        """The output projection of `call` as a linear map without bias, [B, H, L, Dv] -> [B, L, hidden].
+
+        It is the first linear map whose input was exactly the output of attention, whatever its
+        name. None where a gate or a norm comes between.
+        """
+        flat = joined(call.out)
+        for linear, x in self.inputs:
+            if x.shape == flat.shape and mx.array_equal(x, flat).item():
+                return lambda heads, f=linear: f(joined(heads)) - f(mx.zeros_like(joined(heads)))
+        return None
+
+
+def joined(heads: mx.array) -> mx.array:
+    """[B, H, L, Dv] -> [B, L, H * Dv]"""
+    batch, _, new, _ = heads.shape
+    return heads.swapaxes(1, 2).reshape(batch, new, -1)
+
+
+def put_observers(caches: list) -> list[CompressedObserver]:
+    """Replace every compressed cache in `caches`, which must be empty, by an observer. Returns these."""
+    observers = []
+    for place, cache in leaves(caches):
+        if type(cache) in (CompressedKVCache, AdaptiveKVCache):
+            observers.append(CompressedObserver(cache.config, place[0], cache.layer_maps))
+            put(caches, place, observers[-1])
+    return observers
+
+
+@contextmanager
+def observe(model: nn.Module, caches: list, on_pass: Callable[[LayerPass], None]) -> Iterator[None]:
+    """Inside, `on_pass` is called after each pass through a layer of `model` that runs on `caches`.
+
+    Layers and their linear maps are instances of subclasses of their classes for that time.
+    """
+    layers = _LayerObserver(caches, on_pass)
+    observers = [
+        cache for _, cache in leaves(caches) if type(cache) in (CompressedObserver, PlainObserver)
+    ]
+    hooked: list[tuple[nn.Module, type]] = []
+    try:
+        for one in observers:
+            one.on_attention = layers.attention
+        for index, layer in {
+            id(x): (i, x) for i, x in reversed([*enumerate(model.layers)])
+        }.values():
+            linear = [m for m in layer.modules() if m is not layer and has_matrix(m)]
+            hooked += [hook(module, layers.linear) for module in linear]
+            hooked.append(hook(layer, partial(layers.layer, index)))
+        yield
+    finally:
+        restore_classes(hooked)
+        for one in observers:
+            one.on_attention = None
+
+
+def has_matrix(module: nn.Module) -> bool:
+    """Whether `module` holds a matrix itself, as linear maps and embeddings do."""
+    return any(isinstance(x, mx.array) and x.ndim == 2 for x in module.values())
+
+
+def hook(module: nn.Module, around: Callable) -> tuple[nn.Module, type]:
+    """Route calls of `module` through `around(call, *args, **kwargs)`. Returns what
+    `restore_classes` takes."""
+    cls = type(module)
+
+    def __call__(self, *args, **kwargs):
+        return around(partial(cls.__call__, self), *args, **kwargs)
+
+    members = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    object.__setattr__(module, "__class__", type(cls.__name__, (cls,), members))
+    return module, cls
+
+
+def restore_classes(hooked: list[tuple[nn.Module, type]]) -> None:
+    """Undo calls of `hook`, the last one first."""
+    for module, cls in reversed(hooked):
+        object.__setattr__(module, "__class__", cls)
+
+
+class _LayerObserver:
+    """Collects a LayerPass from the hooks of a layer, its linear maps and its attention."""
+
+    def __init__(self, caches: list, on_pass: Callable[[LayerPass], None]):
+        self.caches, self.on_pass = caches, on_pass
+        self.now: LayerPass | None = None
+
+    def layer(self, index: int, call: Callable, *args, **kwargs):
+        given = {id(x) for x in (*args, *kwargs.values())}
+        cache = next((i for i, c in enumerate(self.caches) if id(c) in given), None)
+        one = self.now = LayerPass(index, cache)
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            self.now = None
+        one.hidden = out[0] if isinstance(out, tuple) else out
+        self.on_pass(one)
+        return out
+
+    def linear(self, call: Callable, *args, **kwargs):
+        if self.now is not None and self.now.calls and args:
+            self.now.inputs.append((call, args[0]))
+        return call(*args, **kwargs)
+
+    def attention(self, call: AttentionCall) -> None:
+        if self.now is not None:
+            self.now.calls.append(call)
+        else:  # a model that calls the parts of its layers
+            cache = call.view.cache.index
+            self.on_pass(LayerPass(cache, cache, [call]))

@@ -1,0 +1,177 @@
+"""Memory for caches: how much a request needs, known before it runs, and how much is promised."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache
+
+from mlxkv.cache import ragged
+from mlxkv.cache.compressed import STEP, CompressedKVCache
+from mlxkv.cache.pages import GROWTH, most
+from mlxkv.console import human_bytes
+from mlxkv.formats.config import CacheConfig
+from mlxkv.serve.refusals import Refused
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Sizes of one layer's cache, in bytes."""
+
+    fixed: int = 0  # whatever it holds
+    full: int = 0  # of a token in full precision
+    half: int = 0  # of a token in 16 bits
+    window: int = 0  # tokens that it keeps; 0: all
+    rotates: bool = False  # it is allocated for no more than the window
+    config: CacheConfig | None = None  # None: not compressed
+    page_bytes: float = 0.0  # codes and scales of one page
+    together: bool = False  # sequences of a batch share arrays
+    bases: int = 0  # bases that follow the text
+
+    def bytes(self, tokens: int, chunk: int, padded: bool = False) -> int:
+        """The most that a cache of so many tokens takes, spare room included.
+
+        chunk: tokens of a prompt that are read at once; a window holds them for a while, too.
+        padded: in one of mlx-lm's own batches, which pads to the longest sequence.
+        """
+        if self.config is None:
+            return self.fixed + self.full * self._room(tokens, chunk, padded)
+        c = self.config
+        pages = (
+            max(0, tokens - c.sink) // c.page
+        )  # a cache that was trimmed may have no exact tokens
+        if self.together:
+            held = ragged.window_tokens(c)
+            return int(most(pages) * self.page_bytes) + self.full * held
+        windows = -(-(tokens + tokens // GROWTH) // STEP) * STEP
+        exact = min(c.sink + c.recent + c.page, windows)
+        kept = int((pages + pages // GROWTH) * self.page_bytes)
+        return kept + self.full * exact + self.bases
+
+    def bytes_fp16(self, tokens: int) -> int:
+        """The size of mlx-lm's plain cache in 16 bits, which grows in whole steps."""
+        grown = -(-tokens // STEP) * STEP
+        return self.fixed + self.half * (min(grown, self.window) if self.window else grown)
+
+    def _room(self, tokens: int, chunk: int, padded: bool) -> int:
+        """The most tokens that mlx-lm's plain cache has room for. It grows in whole steps from any size."""
+        if padded:  # as far as prompts that are read at the same time
+            tokens += min(chunk, tokens)
+        if not self.window:
+            return tokens + STEP - 1
+        if not self.rotates:
+            return min(tokens, self.window + chunk) + STEP - 1
+        if padded:  # the window of a batch fills up over all its sequences
+            return self.window + min(chunk, tokens)
+        return min(tokens + STEP - 1, self.window) + chunk * (self.window < tokens)
+
+
+def shapes_of(caches: list) -> list[CacheShape]:
+    """The shapes of caches that hold one token, those inside mlx-lm's CacheList included."""
+    out = []
+    for cache in caches:
+        inner = getattr(cache, "caches", None)
+        out += shapes_of(inner) if inner else [_shape(cache)]
+    return out
+
+
+def _shape(cache) -> CacheShape:
+    if isinstance(cache, CompressedKVCache):
+        pair = cache.keys_and_values()[0].live
+        values = sum(x.shape[1] * x.shape[3] for x in pair)
+        # All pages: tokens are dropped only after a prompt, and none of the reply.
+        config, dims = cache.config, tuple(x.shape[3] for x in pair)
+        packed = config.page * values * replace(config, keep=1.0).bits_per_value(*dims) / 8
+        each, together = pair[0].dtype.size, cache.joins
+        bases = config.basis_bytes(pair[0].shape[1], *dims)
+        return CacheShape(0, each * values, 2 * values, 0, False, config, packed, together, bases)
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not isinstance(keys, mx.array) or keys.ndim != 4:
+        return CacheShape(fixed=cache.nbytes)
+    count = sum(x.shape[1] * x.shape[3] for x in (keys, values))
+    rotates = bool(getattr(cache, "max_size", None))
+    window = cache.max_size if rotates else getattr(cache, "chunk_size", None) or 0
+    return CacheShape(0, keys.dtype.size * count, 2 * count, window, rotates)
+
+
+def cut_padding(caches: list) -> None:
+    """Drop padding that all rows of mlx-lm's batched caches have: else they grow by a chunk of the longest
+    prompt at the end of every shorter one."""
+    for cache in caches:
+        cut_padding(getattr(cache, "caches", ()))
+        if isinstance(cache, BatchKVCache) and not cache.empty():
+            padding = cache.left_padding.tolist()
+            if min(padding) > 0:
+                cache.filter(list(range(len(padding))))
+
+
+class Memory:
+    """A bound in bytes for all caches: promised to requests, or kept for later.
+
+    chunk: tokens of a prompt that are read at once. batched: whether requests run in batches. For the
+    generation thread; others may read numbers.
+    """
+
+    def __init__(self, bound: int, shapes: list[CacheShape], chunk: int, batched: bool = False):
+        self.bound, self.shapes, self.chunk = bound, shapes, chunk
+        # In mlx-lm's own batches every sequence is padded to the longest.
+        alike = [batched and s.full > 0 and s.config is None for s in shapes]
+        self._alike = [s for s, padded in zip(shapes, alike, strict=True) if padded]
+        self._own = [s for s, padded in zip(shapes, alike, strict=True) if not padded]
+        self._promised: dict[Hashable, tuple[int, int]] = {}  # bytes: of its own size, padded
+
+    def need(self, tokens: int) -> int:
+        """The most bytes of one sequence of so many tokens that runs alone."""
+        return sum(shape.bytes(tokens, self.chunk) for shape in self.shapes)
+
+    def fp16(self, tokens: int) -> int:
+        """Bytes of one sequence of so many tokens in plain 16-bit caches."""
+        return sum(shape.bytes_fp16(tokens) for shape in self.shapes)
+
+    @property
+    def promised(self) -> int:
+        return _together(list(self._promised.values()))
+
+    @property
+    def room(self) -> int:
+        """Bytes for caches that are kept for later."""
+        return max(0, self.bound - self.promised)
+
+    def promise(self, key: Hashable, tokens: int) -> None:
+        """Set memory aside for a request. Raises Refused, with the numbers, where it does not fit."""
+        own = sum(shape.bytes(tokens, self.chunk) for shape in self._own)
+        alike = sum(shape.bytes(tokens, self.chunk, padded=True) for shape in self._alike)
+        need, promised = own + alike, self.promised
+        details = {"tokens": tokens, "need_bytes": need, "kv_memory_bytes": self.bound}
+        words = f"{tokens} tokens need {human_bytes(need)} of cache"
+        if need > self.bound:
+            raise Refused(
+                503,
+                f"[--kv-memory] {words}, the reply included; the bound is {human_bytes(self.bound)}; "
+                "ask for fewer tokens, or start the server with more",
+                "kv_memory",
+                details=details,
+            )
+        if _together([*self._promised.values(), (own, alike)]) > self.bound:
+            raise Refused(
+                503,
+                f"[--kv-memory] {words}; {human_bytes(promised)} of {human_bytes(self.bound)} are "
+                "promised to other requests; try again when they are done",
+                "kv_memory_busy",
+                retry=2,
+                details=details | {"promised_bytes": promised},
+            )
+        self._promised[key] = own, alike
+
+    def release(self, key: Hashable) -> None:
+        """Give the memory of a request back, if it has any."""
+        self._promised.pop(key, None)
+
+    def release_all(self) -> None:
+        self._promised.clear()
+
+
+def _together(needs: list[tuple[int, int]]) -> int:
+    return sum(own for own, _ in needs) + len(needs) * max((alike for _, alike in needs), default=0)

@@ -1,0 +1,127 @@
+"""mlx-lm's prompt cache with a bound in bytes, and a disk behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+from mlx_lm.models.cache import (
+    KVCache,
+    LRUPromptCache,
+    can_trim_prompt_cache,
+    trim_prompt_cache,
+)
+
+from mlxkv.serve.caches.disk import Disk
+from mlxkv.serve.caches.memory import Memory
+from mlxkv.serve.caches.shelf import Shelf
+
+MANY = 1 << 62  # sequences, bytes: mlx-lm's bounds are not used
+
+
+class Sessions(LRUPromptCache):
+    """Caches of finished prompts and replies, found by their tokens.
+
+    memory: has the room for them. new: makes an empty cache. disk: takes those that have no room, if
+    not None. reuse: whether any are kept. agree: turns this process's bytes into a number that is the
+    same in every process of the model. For the generation thread; others may read numbers.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        new: Callable[[], list],
+        disk: Disk | None = None,
+        reuse: bool = True,
+        agree: Callable[[int], int] = int,
+    ):
+        super().__init__(MANY, MANY)
+        self.memory, self.new, self.disk, self.reuse = memory, new, disk, reuse
+        self.agree = agree
+        self.shelf = Shelf()
+        self.bytes_fp16 = 0  # of the same tokens in plain 16-bit caches
+        self._useless: set = set()  # files whose caches cannot be trimmed to a shared start
+        self.lookups = self.hits = self.tokens = self.tokens_found = self.evicted = 0
+
+    def fetch_nearest_cache(self, model, tokens: list[int]):
+        """Return a cache that holds the start of `tokens`, possibly empty, and the rest of the tokens: at
+        least one, which the model has to read."""
+        cache, rest = super().fetch_nearest_cache(model, tokens)
+        if self.disk is not None:
+            entry, shared = self.disk.nearest(tokens)
+            if shared > len(tokens) - len(rest) and self._from_disk(model, entry):
+                cache, rest = super().fetch_nearest_cache(model, tokens)
+                if shared > len(tokens) - len(rest) + 1:  # it cannot be trimmed to the shared start
+                    self._useless.add(entry.path)
+        if cache is not None and not rest:
+            if can_trim_prompt_cache(cache):
+                trim_prompt_cache(cache, 1)
+                rest = tokens[-1:]
+            else:
+                cache = None
+        if cache is None:
+            cache, rest = self.new(), tokens
+        for layer in cache:
+            if type(layer) is KVCache and layer.keys is not None:  # its trim frees nothing
+                layer.keys = layer.keys[:, :, : layer.offset]
+                layer.values = layer.values[:, :, : layer.offset]
+        self.lookups += 1
+        self.hits += len(rest) < len(tokens)
+        self.tokens += len(tokens)
+        self.tokens_found += len(tokens) - len(rest)
+        self.shrink()
+        return cache, rest
+
+    def _from_disk(self, model, entry) -> bool:
+        cache = None if entry.path in self._useless else self.disk.load(entry)
+        if cache is None:
+            return False
+        self._insert(model, entry.tokens, cache)
+        return True
+
+    def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
+        """Keep a cache, and take it over: parts that others have, too, are stored once."""
+        if self.reuse:
+            self._insert(model, tokens, prompt_cache, **kwargs)
+            self.shrink()
+
+    def _insert(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
+        self.shelf.put(tokens, prompt_cache)
+        super().insert_cache(model, tokens, prompt_cache, **kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        """Their size; shared parts count once."""
+        return self.bytes_apart - self.shelf.saved
+
+    @property
+    def bytes_apart(self) -> int:
+        """Their size if each had its own copy."""
+        return self._n_bytes
+
+    def shrink(self, room: int | None = None) -> None:
+        """Evict the least recently used until the rest fits into `room` bytes (default: the memory's)."""
+        room = self.memory.room if room is None else room
+        while len(self) and self.agree(self.nbytes) > room:
+            model, tokens = self._lru.pop()
+            entry = self._trie.pop(model, tokens)
+            self._n_bytes -= entry.nbytes
+            self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
+            self.evicted += 1
+            if self.disk is not None:
+                self.disk.save(
+                    list(tokens), deepcopy(entry.prompt_cache)
+                )  # a copy is whole, without shared parts
+            del entry  # frees its shared parts before the next look at the size
+        kept = (tokens for lru in self._lru._lrus.values() for _, tokens in lru)
+        self.bytes_fp16 = sum(self.memory.fp16(len(tokens)) for tokens in kept)
+
+    def forget(self) -> None:
+        """Evict everything, without saving it; files stay."""
+        disk, self.disk = self.disk, None
+        self.shrink(-1)
+        self.disk = disk
+
+    def close(self) -> None:
+        """Evict everything to disk, if there is one."""
+        self.shrink(-1)

@@ -1,0 +1,41 @@
+"""One request in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from queue import Queue
+
+from mlx_lm import server
+
+
+@dataclass(eq=False)
+class Job:
+    """What the thread of a client and the generation thread tell each other beside mlx-lm's messages.
+
+    given_up: the client has left, or its time is over; told by its thread. line: the queue of those
+    messages. tokens, kv_bytes: of its caches at the end, told by the generation thread.
+    """
+
+    given_up: bool = False
+    line: Queue = field(default_factory=Queue, repr=False)
+    tokens: int = 0
+    kv_bytes: int = 0
+
+    def __reduce__(self):
+        return Job, ()  # other processes have no client
+
+    def measured(self, caches: list, tokens: int) -> None:
+        """Note the size of the caches, which hold so many tokens."""
+        self.kv_bytes, self.tokens = sum(cache.nbytes for cache in caches), tokens
+
+    def drop(self) -> None:
+        """Stop the replies that wait in the line, which nobody reads."""
+        while not self.line.empty():
+            getattr(self.line.get_nowait(), "stop", lambda: None)()
+
+
+@dataclass
+class Arguments(server.GenerationArguments):
+    """mlx-lm hands these on wherever it deals with a request: with its job."""
+
+    job: Job

@@ -1,0 +1,283 @@
+"""THE SPEC of transforms, affine codes, packing and attention, in NumPy float64.
+
+Every backend must reproduce these integers and floats (golden tensors, `tests/support/make_golden.py`).
+The rules below hold for every file of this package.
+
+Letters: `B` batch, `H` query heads, `G` kv heads, `T` cached tokens, `L` new tokens, `D` head dim,
+`R` stored dims, `W` words. Rounding is half to even. Scales and biases are rounded to float16 *before*
+codes are computed, so that encoder and decoder use the same numbers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+SPEC_VERSION = 1
+
+# --------------------------------------------------------------------------------------------------
+# Transforms: stored = x @ down, x = stored @ up; orthogonal ones have up = down^T.
+
+
+def signs(dims: int, seed: int) -> np.ndarray:
+    """Return the random sign diagonal, [D] of +-1: the lowest bit of splitmix64 at position i of stream
+    `seed`."""
+    mask = (1 << 64) - 1
+    out = np.empty(dims)
+    for i in range(dims):
+        z = ((seed << 32) + (i + 1) * 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        out[i] = 1.0 - 2.0 * ((z ^ (z >> 31)) & 1)
+    return out
+
+
+def hadamard(dims: int, seed: int = 0) -> np.ndarray:
+    """Return the sign-randomised Hadamard matrix (SRHT) [D, D]: diag(signs) H / sqrt(D), Sylvester order,
+    D a power of two."""
+    if dims & (dims - 1):
+        raise ValueError(f"[hadamard] head dim must be a power of two; got {dims}")
+    h = np.ones((1, 1))
+    while len(h) < dims:
+        h = np.block([[h, h], [h, -h]])
+    return signs(dims, seed)[:, None] * h / np.sqrt(dims)
+
+
+def srft(x: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Apply the sign-randomised Fourier transform to the last axis: real in, real out, D even (SRFT
+    paper, eq. 1 and 2).
+
+    y = F diag(signs) x with F the unitary DFT. The half spectrum is packed into D reals:
+    (Re y_0, Re y_D/2) first, then sqrt(2) (Re y_k, Im y_k) for k = 1 .. D/2 - 1. Exactly
+    orthonormal (Parseval).
+    """
+    dims = x.shape[-1]
+    if dims % 2:
+        raise ValueError(f"[srft] head dim must be even; got {dims}")
+    y = np.fft.rfft(x * signs(dims, seed), norm="ortho")
+    out = np.empty(x.shape)
+    out[..., 0], out[..., 1] = y[..., 0].real, y[..., -1].real
+    out[..., 2::2] = np.sqrt(2) * y[..., 1:-1].real
+    out[..., 3::2] = np.sqrt(2) * y[..., 1:-1].imag
+    return out
+
+
+def srft_inverse(y: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Invert `srft` exactly: unpack, inverse real FFT, signs (SRFT paper, section 3.1)."""
+    dims = y.shape[-1]
+    half = np.zeros((*y.shape[:-1], dims // 2 + 1), complex)
+    half[..., 0], half[..., -1] = y[..., 0], y[..., 1]
+    half[..., 1:-1] = (y[..., 2::2] + 1j * y[..., 3::2]) / np.sqrt(2)
+    return np.fft.irfft(half, dims, norm="ortho") * signs(dims, seed)
+
+
+def transform(name: str, dims: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return (down, up), each [D, D], of "none", "hadamard" or "srft"."""
+    if name == "none":
+        return np.eye(dims), np.eye(dims)
+    down = hadamard(dims, seed) if name == "hadamard" else srft(np.eye(dims), seed)
+    return down, down.T
+
+
+def scaled(down: np.ndarray, up: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale the channels after a transform by `scale` [R]: down diag(l), diag(1/l) up (SRFT paper, section
+    7.1)."""
+    return down * scale, up / scale[:, None]
+
+
+def channel_scale(stored: np.ndarray) -> np.ndarray:
+    """Return lambda_j = 1 / max |stored_j| over all tokens, [R] from [..., R] (SRFT paper, section 7.1)."""
+    amax = np.abs(stored).reshape(-1, stored.shape[-1]).max(0)
+    return 1.0 / np.where(amax > 0, amax, 1.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Affine quantizer: x ~ scale * code + bias.
+
+
+HALF_MAX = 65504.0  # the largest float16
+
+
+def _half(x: np.ndarray, limit: float = HALF_MAX) -> np.ndarray:
+    """Clip to +-limit and round to float16; return float64."""
+    return np.clip(x, -limit, limit).astype(np.float16).astype(np.float64)
+
+
+def group_size(group: int, whole: int) -> int:
+    """Return the values per scale of `whole` dims (or tokens of a page); group 0: all."""
+    return min(group or whole, whole)
+
+
+def _grouped(x: np.ndarray, group: int, axis: str) -> np.ndarray:
+    """Put groups of [..., T, R] on the last axis: [..., T, ceil(R/g), g] or [..., T/g, R, g].
+
+    For axis "token" the last group may be short (R = 80, g = 64: 64 + 16); its last value is
+    repeated, which changes no minimum or maximum. For axis "channel" g divides the page.
+    """
+    *lead, tokens, dims = x.shape
+    if axis == "token":
+        pad = [(0, 0)] * (x.ndim - 1) + [(0, -dims % group)]
+        return np.pad(x, pad, mode="edge").reshape(*lead, tokens, -1, group)
+    return x.reshape(*lead, tokens // group, group, dims).swapaxes(-1, -2)
+
+
+def _ungrouped(x: np.ndarray, axis: str, dims: int) -> np.ndarray:
+    """Invert `_grouped`."""
+    if axis == "channel":
+        x = x.swapaxes(-1, -2)
+        return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+    return x.reshape(*x.shape[:-2], -1)[..., :dims]
+
+
+def clip_rows(x: np.ndarray, clip: float) -> np.ndarray:
+    """Clip each row of x [..., R] to +-tau (OSCAR's code): tau is entry min(floor(clip R + 1e-9), R - 1)
+    of the row's |x| in ascending order. All groups of a row share tau.
+
+    1e-9 makes .29 * 100 count as 29, not as 28.999... tau moves no more than the entry of |x| that moves
+    most, so a near tie in float32 is as harmless as rounding x.
+    """
+    dims = x.shape[-1]
+    index = min(int(np.floor(clip * dims + 1e-9)), dims - 1)
+    tau = np.sort(np.abs(x), -1)[..., index, None]
+    return np.clip(x, -tau, tau)
+
+
+def affine_encode(
+    x: np.ndarray,
+    bits: int,
+    group: int,
+    symmetric: bool = False,
+    axis: str = "token",
+    clip: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Encode x [..., T, R].
+
+    clip < 1, for axis "token" alone: apply `clip_rows` first.
+    symmetric (SRFT paper, section 3.2): scale = max|x| / m, m = 2^(b-1) - 1, code = round(x /
+    scale) + 2^(b-1). min-max: bias = min x, scale = (max x - bias) / (2^b - 1), code = round((x -
+    bias) / scale).
+    Returns codes (uint8, [..., T, R]), scale and bias (float64 holding float16 values):
+    [..., T, ceil(R/g)] for axis "token", [..., T/g, R] for axis "channel". The symmetric bias is
+    -2^(b-1) scale and is not stored.
+    """
+    x = np.asarray(x, np.float64)
+    if clip < 1:
+        x = clip_rows(x, clip)
+    g = _grouped(x, group, axis)
+    top, middle = 2**bits - 1, 2 ** (bits - 1)
+    if symmetric:
+        scale = _half(np.abs(g).max(-1) / (middle - 1), HALF_MAX / middle)
+        bias = -middle * scale
+        low = 1
+    else:
+        bias = _half(g.min(-1))
+        scale = _half((g.max(-1) - bias) / top)
+        low = 0
+    divisor = np.where(scale > 0, scale, 1.0)[..., None]
+    codes = np.clip(np.rint((g - bias[..., None]) / divisor), low, top)
+    if symmetric:  # a group of zeros has scale 0: its code is the middle one
+        codes = np.where(scale[..., None] > 0, codes, middle)
+    return _ungrouped(codes, axis, x.shape[-1]).astype(np.uint8), scale, bias
+
+
+def affine_decode(
+    codes: np.ndarray, scale: np.ndarray, bias: np.ndarray, group: int, axis: str = "token"
+) -> np.ndarray:
+    """Return scale * code + bias: [..., T, R]."""
+    g = _grouped(codes.astype(np.float64), group, axis)
+    return _ungrouped(g * scale[..., None] + bias[..., None], axis, codes.shape[-1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Packing: a little-endian bit stream per token, padded with zeros to whole uint32 words.
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Pack codes [..., R] into uint32 [..., W]: code i takes bits i*b .. (i+1)*b - 1 of the stream, W =
+    ceil(R b / 32)."""
+    dims = codes.shape[-1]
+    stream = (codes[..., None].astype(np.uint32) >> np.arange(bits, dtype=np.uint32)) & 1
+    stream = stream.reshape(*codes.shape[:-1], dims * bits)
+    pad = -(dims * bits) % 32
+    stream = np.concatenate([stream, np.zeros((*stream.shape[:-1], pad), np.uint32)], -1)
+    words = stream.reshape(*stream.shape[:-1], -1, 32) << np.arange(32, dtype=np.uint32)
+    return words.sum(-1, dtype=np.uint32)
+
+
+def unpack(words: np.ndarray, bits: int, dims: int) -> np.ndarray:
+    """Invert `pack`: uint32 [..., W] to uint8 [..., R]."""
+    stream = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    stream = stream.reshape(*words.shape[:-1], -1)[..., : dims * bits]
+    codes = stream.reshape(*words.shape[:-1], dims, bits) << np.arange(bits, dtype=np.uint32)
+    return codes.sum(-1, dtype=np.uint32).astype(np.uint8)
+
+
+# --------------------------------------------------------------------------------------------------
+# The cache: sink | pages | recent, and attention over it.
+
+
+def split(tokens: int, sink: int, recent: int, page: int) -> tuple[int, int]:
+    """Return (sink tokens, sealed pages) after `tokens` tokens have been appended.
+
+    Nothing is sealed while all tokens fit into sink + recent + page. After that as few of the oldest
+    pages are sealed as leave at most recent + page tokens in the recent window.
+    """
+    body = tokens - sink
+    if body <= recent + page:
+        return min(tokens, sink), 0
+    return sink, -(-(body - recent - page) // page)
+
+
+def stored(x: np.ndarray, side: dict, sink: int, pages: int, page: int) -> np.ndarray:
+    """Return x [B, G, T, D] as attention sees it: pages transformed, encoded and decoded, windows
+    exact.
+
+    side: {"transform", "seed", "bits", "group", "symmetric", "axis"}, and "clip" where it is not 1;
+    bits 16 means full precision.
+    """
+    out = np.array(x, np.float64)
+    if pages == 0 or side["bits"] == 16:
+        return out
+    down, up = transform(side["transform"], x.shape[-1], side["seed"])
+    inside = slice(sink, sink + pages * page)
+    body = out[:, :, inside] @ down
+    group = group_size(side["group"], body.shape[-1] if side["axis"] == "token" else page)
+    codes, scale, bias = affine_encode(
+        body, side["bits"], group, side["symmetric"], side["axis"], side.get("clip", 1.0)
+    )
+    out[:, :, inside] = affine_decode(codes, scale, bias, group, side["axis"]) @ up
+    return out
+
+
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    mask: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return softmax(scale q k^T + mask) v [B, H, L, Dv] of q [B, H, L, D], k [B, G, T, D], v [B, G, T, Dv].
+
+    mask: None, boolean (True: attend) or additive, broadcast to [B, H, L, T].
+    sinks: [H] logits that take part in the softmax without a value (gpt-oss).
+    """
+    ratio = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, ratio, 1), np.repeat(v, ratio, 1)
+    s = scale * (q @ k.swapaxes(-1, -2))
+    if mask is not None:
+        s = np.where(mask, s, -np.inf) if mask.dtype == bool else s + mask
+    if sinks is not None:
+        column = np.broadcast_to(sinks[None, :, None, None], (*s.shape[:-1], 1))
+        s = np.concatenate([s, column], -1)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p = p / p.sum(-1, keepdims=True)
+    return p[..., : k.shape[2]] @ v
+
+
+def causal_mask(new: int, total: int, window: int | None = None) -> np.ndarray:
+    """Return a boolean [L, T]: new token i, at position T - L + i, sees itself and the tokens before it (in
+    its window)."""
+    rows = np.arange(total - new, total)[:, None]
+    columns = np.arange(total)[None]
+    mask = columns <= rows
+    return mask if window is None else mask & (columns > rows - window)

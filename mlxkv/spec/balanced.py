@@ -1,0 +1,77 @@
+"""THE SPEC of balanced transforms, in NumPy float64. Rules as in `affine.py`.
+
+The idea is the balanced truncation of linear systems (Moore, "Principal component analysis in linear
+systems", IEEE TAC 26, 1981), not a paper on caches: choose coordinates in which a state is as hard to
+reach as it is to observe.
+
+Codes with one step for all stored dims err by as much in each of them, and the step grows with what
+is stored: noise N = tr(down^T Sigma down), Sigma the second moment of keys (values). A logit (an
+output) reads that error with sensitivity S = tr(up M up^T), M the second moment of queries (or W W^T
+of the output projection). The expected error is N S times a constant, and over all invertible maps
+
+    N S >= (sum of sigma)^2,  sigma^2 the eigenvalues of Sigma M,
+
+with equality where down^T Sigma down = up M up^T up to a factor (Cauchy-Schwarz). sigma, the Hankel
+singular values of such a pair, do not change when keys are multiplied by any matrix and queries by
+its inverse transpose, so outlier channels are undone. Orthogonal maps change neither factor: none
+does better than the identity here. An orthogonal mixing after the map is free to choose: HP as in
+`oscar.py`, which spreads a token evenly over the dims of a group.
+
+Row vectors: stored = x @ down, x = stored @ up, query @ up^T meets stored. `G` kv heads, `H` query
+heads, `D` head dim.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mlxkv.spec import oscar
+
+SHRINK = 1e-3
+DEAD = 1e-8
+FLOOR = 1e-4
+
+
+def output_moment(w: np.ndarray, kv_heads: int) -> np.ndarray:
+    """Return M [G, D, D] of values from the rows w [H, D, hidden] of the output projection: an error e of
+    a value becomes p e W_h in the output of each query head h of the group, p its attention weight."""
+    squares = w @ w.swapaxes(-1, -2)
+    return squares.reshape(kv_heads, -1, *squares.shape[1:]).sum(1)
+
+
+def regular(moment: np.ndarray) -> np.ndarray:
+    """Give a second moment [D, D] full rank: raise channels without variance to DEAD of the largest, then
+    replace SHRINK of the whole by its diagonal. This commutes with scaling channels (but for DEAD)."""
+    variance = np.diagonal(moment)
+    raised = np.maximum(variance, DEAD * variance.max())
+    moment = (moment + moment.T) / 2 + np.diag(raised - variance)
+    return (1 - SHRINK) * moment + SHRINK * np.diag(raised)
+
+
+def balanced(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return T [D, D] and sigma [D], falling, with T^T noise T = diag(sigma) = T^-1 sensitivity T^-T.
+
+    L L^T = noise, L^T sensitivity L = Z sigma^2 Z^T, T = L^-T Z sigma^(1/2). sigma is at least FLOOR of
+    its largest, where a direction would be stored far too small. A column has no sign of its own: its
+    entry of largest magnitude is positive.
+    """
+    lower = np.linalg.cholesky(noise)
+    squares, turn = np.linalg.eigh(lower.T @ sensitivity @ lower)
+    sigma = np.sqrt(np.maximum(squares[::-1], 0))
+    sigma = np.maximum(sigma, FLOOR * sigma[0])
+    down = np.linalg.inv(lower).T @ turn[:, ::-1] * np.sqrt(sigma)
+    top = np.abs(down).argmax(0)
+    return down * np.sign(down[top, np.arange(len(top))]), sigma
+
+
+def pair(down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (down M, M^T down^-1) [D, D], M = HP: the direction of largest sigma meets the constant
+    function, which the bias of a group absorbs."""
+    mix = oscar.mixing(len(down))
+    return down @ mix, mix.T @ np.linalg.inv(down)
+
+
+def cost(down: np.ndarray, noise: np.ndarray, sensitivity: np.ndarray) -> float:
+    """Return N S of stored = x @ down, as above."""
+    up = np.linalg.inv(down)
+    return float(np.trace(down.T @ noise @ down) * np.trace(up @ sensitivity @ up.T))

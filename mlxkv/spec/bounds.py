@@ -1,0 +1,81 @@
+"""What counts as equal: the rows, ties and bounds of the golden table, for every backend.
+
+No framework is imported here. `mlxkv.spec.rows` feeds the golden tensors to a backend and compares by these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from mlxkv.formats.affine import Affine
+
+FOLDER = Path(__file__).parent / "golden"
+BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6, "moments": 5e-6, "learned": 2e-5}
+# Of codebooks: an angle that changes sides moves a fitted one a little.
+LEVELS_BOUND, FITTED_BOUND = 1e-7, 3e-4
+BALANCE_BOUND = 1e-5  # sixteen rounds of standard deviations, logarithms, exponentials in float32
+PRODUCT_BOUND = 2e-6  # float32 sums over dims or tokens
+NORM_BOUND = 2**-10  # the norm of a part may be a float16 step off
+# Of low rank that follows. Pages are float16, where a product in float32 may round to the other side; a
+# small residual is the difference of large numbers.
+OJA_BOUNDS = {"basis": 2e-6, "update": 2e-5, "attention": 1e-4, "float16": 1e-3}
+TIES = 0.01  # largest share of codes that may differ by one, all of them at rounding boundaries
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. differ: codes off by one at a boundary; wrong: any other
+    difference."""
+
+    table: str
+    case: str
+    values: int
+    differ: int = 0
+    wrong: int = 0
+    rms: float = 0.0
+    bound: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong and self.differ <= TIES * self.values and self.rms <= self.bound
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "ok": self.ok}
+
+
+def read(table: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The tensors and the header of one golden file."""
+    with safe_open(FOLDER / f"{table}.safetensors", "numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (no iterator)
+
+
+def rms(x: np.ndarray, spec: np.ndarray) -> float:
+    """rms(x - spec) / rms(spec), NaN counted as infinite."""
+    error = float(
+        np.sqrt(np.mean((x.astype(np.float64) - spec) ** 2) / np.mean(spec.astype(np.float64) ** 2))
+    )
+    return error if np.isfinite(error) else float("inf")
+
+
+def compare_codes(
+    table: str, case: str, codes: np.ndarray, spec: np.ndarray, near: np.ndarray
+) -> Row:
+    """Codes against the spec's; `near` is the packed bit mask of values at a rounding boundary."""
+    gap = np.abs(codes.astype(np.int64) - spec)
+    at_boundary = np.unpackbits(near, count=spec.size).astype(bool).reshape(spec.shape)
+    allowed = (gap == 1) & at_boundary
+    return Row(table, case, spec.size, int(allowed.sum()), int(((gap > 0) & ~allowed).sum()))
+
+
+def steps_off(ours: np.ndarray, spec: np.ndarray) -> int:
+    """How many float16 numbers are more than a step away; 0 has no steps."""
+    return int((np.abs(ours - spec) > np.spacing(np.abs(spec))).sum())
+
+
+# How the pages of the calibrated cases are coded, and what the learned ones are judged by.
+LEARNED_SPEC = Affine(3, 16)
+PAGE_SIDES = {"k": Affine(2, 32, clip=0.96), "v": Affine(2, 0, clip=0.92)}

@@ -1,0 +1,607 @@
+"""The driver of the golden table: cases, keys, comparisons and bounds, for any backend.
+
+A backend subclasses `Table` and hands in its functions (`mlxkv.doctor.golden`, `cuda_track.golden.table`).
+Codes have to be equal, except where the spec's own value lies at a rounding boundary: there one step is
+allowed and counted. Floats are compared by rms(x - spec) / rms(spec). No framework is imported here.
+
+Letters: `B` batch, `H` query heads, `G` kv heads, `T` tokens, `D` head dim, `P` pages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mlxkv.formats import levels, matrices
+from mlxkv.formats.calibration import balance, subspace
+from mlxkv.formats.codebook import TREE_BITS
+from mlxkv.formats.config import (
+    BALANCED,
+    CALIBRATED,
+    PCA,
+    Affine,
+    CacheConfig,
+    Codebook,
+    DualScale,
+    Polar,
+    PolarTree,
+    Side,
+)
+from mlxkv.formats.lowrank import Half, LowRank
+from mlxkv.formats.records import NAMES
+from mlxkv.spec.bounds import (
+    BALANCE_BOUND,
+    BOUNDS,
+    FITTED_BOUND,
+    LEVELS_BOUND,
+    NORM_BOUND,
+    OJA_BOUNDS,
+    PAGE_SIDES,
+    PRODUCT_BOUND,
+    Row,
+    compare_codes,
+    read,
+    rms,
+    steps_off,
+)
+
+Tensor = Any  # of the backend
+Arrays = dict[str, np.ndarray]
+Stored = dict[str, Tensor]
+Rows = Iterator[Row]
+OJA_PAGE, OJA_WINDOW = 32, 8
+RATES = {"pre": 0.10, "dec": 0.05, "one": 1.0}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of attention over given pages.
+
+    q: [B, H, L, D]. sides, stored, turns: of keys and values; turns: (down, up) of calibrated sides.
+    page: tokens of a page. pages: how many. live, sink: (keys, values) [B, G, T, D].
+    """
+
+    q: Tensor
+    sides: tuple[Side, Side]
+    stored: tuple[Stored, Stored]
+    page: int
+    pages: int
+    live: tuple[Tensor, Tensor]
+    sink: tuple[Tensor, Tensor] | None = None
+    mask: Tensor | str | None = None
+    sink_logits: Tensor | None = None
+    turns: tuple[Any, Any] | None = None
+
+    @property
+    def dims(self) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def scale(self) -> float:
+        return self.dims**-0.5
+
+
+class Table:
+    """The golden table as one backend computes it. Each `*_rows` reads the set that it is named after.
+
+    following, runs, salience, dual_scale, polar_tree: the backend's modules of these names.
+    """
+
+    following: ModuleType
+    runs: ModuleType
+    salience: ModuleType
+    dual_scale: ModuleType
+    polar_tree: ModuleType
+
+    # -- what a backend hands in
+
+    def tensor(self, x: np.ndarray) -> Tensor:
+        """x in its own type; words as the backend holds them."""
+        raise NotImplementedError
+
+    def array(self, x: Tensor) -> np.ndarray:
+        raise NotImplementedError
+
+    def indices(self, x: np.ndarray) -> Tensor:
+        return self.tensor(x)
+
+    def pack(self, codes: np.ndarray, bits: int) -> Tensor:
+        raise NotImplementedError
+
+    def unpack(self, words: Tensor, bits: int, dims: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def words(self, words: Tensor) -> np.ndarray:
+        """Packed codes as files hold them, uint32."""
+        return self.array(words)
+
+    def transform(self, name: str, dims: int, seed: int):
+        raise NotImplementedError
+
+    def pair(self, down: Tensor, up: Tensor):
+        """The transform of two matrices."""
+        raise NotImplementedError
+
+    def codec(self, side: Side, dims: int, page: int, turn=None):
+        raise NotImplementedError
+
+    def decoded(self, code, stored: Stored) -> np.ndarray:
+        """Values in the stored domain, [B, G, T, R] float32."""
+        raise NotImplementedError
+
+    def attend(self, it: Attention) -> Tensor:
+        raise NotImplementedError
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention in full precision."""
+        raise NotImplementedError
+
+    def moment(self, rows: Tensor, kv_heads: int) -> Tensor:
+        """Sums x^T x of the rows of each kv head, [G, D, D]."""
+        raise NotImplementedError
+
+    def view(self, live: tuple[Tensor, Tensor], pages=None):
+        """What attention reads: `pages`, then `live`."""
+        raise NotImplementedError
+
+    def over(self, q: Tensor, view, scale: float) -> Tensor:
+        """Causal attention over a view."""
+        raise NotImplementedError
+
+    def segments(self, config: CacheConfig, dims: int, turn, like: Tensor):
+        """An empty store of pages in runs, whose basis is `turn` on both sides."""
+        raise NotImplementedError
+
+    def rotations(self, turn):
+        """`turn` for keys and values."""
+        raise NotImplementedError
+
+    def floats(self, x: np.ndarray) -> Tensor:
+        return self.tensor(x.astype(np.float32))
+
+    # -- the table
+
+    @property
+    def tables(self) -> tuple[Callable[[], Rows], ...]:
+        return (
+            *(self.transform_rows, self.packing_rows, self.affine_rows, self.clip_rows),
+            *(self.encode_rows, self.attention_rows, self.oscar_rows, self.balanced_rows),
+            *(self.codebook_rows, self.polar_tree_rows, self.dual_scale_rows, self.polar_rows),
+            self.oja_rows,
+        )
+
+    def by_set(self) -> Iterator[tuple[str, Row]]:
+        """Every row with the golden set it belongs to, as it is computed."""
+        for table in self.tables:
+            for row in table():
+                yield table.__name__.removesuffix("_rows"), row
+
+    def transform_rows(self) -> Rows:
+        tensors, _ = read("transforms")
+        for key in keys(tensors, ".x"):
+            name, dims = key.split(".")
+            made = self.transform(name, int(dims), 1)
+            y = made.store(self.floats(tensors[f"{key}.x"])[None, None])
+            spec, back = tensors[f"{key}.y"], self.array(made.restore(y))[0, 0]
+            error = max(rms(self.array(y)[0, 0], spec), rms(back, tensors[f"{key}.x"]))
+            yield Row("transforms", key, spec.size, rms=error, bound=BOUNDS["transforms"])
+
+    def packing_rows(self) -> Rows:
+        tensors, _ = read("packing")
+        for key in keys(tensors):
+            dims, bits = map(int, key.split("."))
+            codes, words = tensors[f"{key}.codes"], tensors[f"{key}.words"]
+            packed = self.words(self.pack(codes, bits))
+            back = self.unpack(self.tensor(words), bits, dims)
+            wrong = int((packed != words).sum() + (back != codes).sum())
+            yield Row("packing", key, codes.size, wrong=wrong)
+
+    def affine_rows(self) -> Rows:
+        tensors, _ = read("affine")
+        for key in keys(tensors):
+            dims, bits, kind, axis, group = key.split(".")
+            spec = Affine(int(bits), int(group), kind == "sym", axis)
+            code, stored = self._encoded(Side(spec), tensors, int(dims))
+            yield self._codes("encode", key, tensors, stored, spec.bits, int(dims))
+            given = self._stored(tensors, f"{key}.", spec.bits)
+            yield self._decoded(key, code, given, tensors[f"{key}.decoded"])
+
+    def clip_rows(self) -> Rows:
+        tensors, _ = read("clip")
+        for key in keys(tensors):
+            dims, bits, kind, group, share = key.split(".")
+            spec = Affine(int(bits), int(group), kind == "sym", clip=int(share) / 100)
+            _, stored = self._encoded(Side(spec), tensors, int(dims))
+            row = self._codes("clip", key, tensors, stored, spec.bits, int(dims))
+            # Codes alone say little about the limit: scales and biases to a float16 step.
+            numbers = (name for name in stored if name != "codes")
+            off = sum(self._off(stored[n], tensors[f"{key}.{n}"]) for n in numbers)
+            yield replace(row, wrong=row.wrong + off)
+
+    def encode_rows(self) -> Rows:
+        tensors, header = read("encode")
+        for key, side, dims in encode_cases(tensors, header):
+            _, stored = self._encoded(side, tensors, dims)
+            yield self._codes("seal", key, tensors, stored, side.quantizer.bits, dims)
+
+    def attention_rows(self) -> Rows:
+        for case, it, spec in self.attention_cases():
+            yield self._attention(case, self.attend(it), spec)
+
+    def attention_cases(self) -> Iterator[tuple[str, Attention, np.ndarray]]:
+        """(case, what is given, the spec's output)."""
+        tensors, header = read("attention")
+        for case, info in json.loads(header["cases"]).items():
+            given = under(tensors, case)
+            sides, stored = [], []
+            for letter, name in (("k", "keys"), ("v", "values")):
+                side = info[name]
+                spec = Affine(side["bits"], side["group"], side["symmetric"], side["axis"])
+                sides.append(Side(spec, side["transform"]))
+                stored.append(self._stored(given, f"{letter}.", side["bits"]))
+            live, sink = (
+                tuple(self.floats(given[f"{letter}.{part}"]) for letter in "kv")
+                for part in ("live", "sink")
+            )
+            mask = "causal" if info["mask"] == "causal" else None
+            if info["mask"] in ("window", "additive"):
+                mask = self.tensor(given["mask"])
+            it = Attention(
+                q=self.floats(given["q"]),
+                sides=tuple(sides),
+                stored=tuple(stored),
+                page=info["page"],
+                pages=given["k.codes"].shape[2] // info["page"],
+                live=live,
+                sink=sink if sink[0].shape[2] else None,
+                mask=mask,
+                sink_logits=self.floats(given["sinks"]) if "sinks" in given else None,
+            )
+            yield case, it, given["out"]
+
+    def oscar_rows(self) -> Rows:
+        """Moments of a calibration, and pages behind the spec's rotations."""
+        for dims, given in by_dims("oscar"):
+            q, k, v = self._inputs(given)
+            turns = {}
+            for letter, rows in (("k", q), ("v", self.causal(q, k, v))):
+                yield self._moments(f"{dims}.{letter}", rows, given[f"{letter}.sigma"])
+                r = given[f"{letter}.r"]
+                turns[letter] = r, r.swapaxes(-1, -2)
+            yield from self._page_rows("oscar", CALIBRATED, dims, given, turns)
+
+    def balanced_rows(self) -> Rows:
+        """Moments of a calibration, and pages behind the spec's balanced transforms."""
+        for dims, given in by_dims("balanced"):
+            q, k, v = self._inputs(given)
+            pairs = {}
+            for letter, rows in (("k", k), ("v", v)):
+                case = f"balanced.{dims}.{letter}"
+                yield self._moments(case, rows, given[f"{letter}.noise"])
+                if letter == "k":
+                    yield self._moments(f"{case}.reads", q, given["k.reads"])
+                pairs[letter] = given[f"{letter}.down"], given[f"{letter}.up"]
+            yield from self._page_rows("balanced", BALANCED, dims, given, pairs)
+
+    def _page_rows(self, table: str, kind: str, dims: int, given: Arrays, pairs: dict) -> Rows:
+        """Codes of a page behind pairs [G, D, D], and attention over the spec's own."""
+        q, k, v = self._inputs(given)
+        page = given["k.codes"].shape[2]
+        sides, turns, stored = [], [], []
+        for letter, x in (("k", k), ("v", v)):
+            spec, case = PAGE_SIDES[letter], f"{table}.{dims}.{letter}"
+            side, turn = Side(spec, kind), self.pair(*map(self.floats, pairs[letter]))
+            made = self.codec(side, dims, page, turn).encode(x[:, :, :page])
+            codes = self.unpack(made["codes"], spec.bits, dims)
+            near = given[f"{letter}.near"]
+            yield compare_codes("seal", case, codes, given[f"{letter}.codes"], near)
+            sides.append(side)
+            turns.append(turn)
+            stored.append(self._stored(given, f"{letter}.", spec.bits))
+        it = Attention(
+            q=q[:, :, -given["out"].shape[2] :],
+            sides=tuple(sides),
+            stored=tuple(stored),
+            page=page,
+            pages=1,
+            live=tuple(x[:, :, page:] for x in (k, v)),
+            mask="causal",
+            turns=tuple(turns),
+        )
+        yield self._attention(f"{table}.{dims}", self.attend(it), given["out"])
+
+    def codebook_rows(self) -> Rows:
+        """Rotations, codes and scales of every width; the residual stage; outlier channels."""
+        for dims, given in by_dims("codebook"):
+            x, page = self.floats(given["x"]), given["x"].shape[2]
+            made, spec = self.array(self.transform("random", dims, 0).down)[:3], given["rotation"]
+            yield Row("rotations", f"random.{dims}", spec.size, rms=rms(made, spec), bound=1e-6)
+            for bits in (1, 2, 3, 4):
+                key, own = f"{dims}.{bits}", under(given, str(bits))
+                stored = self.codec(Side(Codebook(bits), "random"), dims, page).encode(x)
+                codes = self.unpack(stored["codes"], bits, dims)
+                row = compare_codes("codebook", key, codes, own["codes"], own["near"])
+                yield replace(row, wrong=row.wrong + self._off(stored["scale"], own["scale"]))
+                side = Side(Codebook(bits, corrected=True), "random")
+                stored = self.codec(side, dims, page).encode(x)
+                wrong = self._off(stored["scale"], own["corrected"])
+                yield Row("codebook", f"{key}.corrected", page, wrong=wrong)
+            yield from self._residual_rows(dims, given, x, page)
+            yield from self._outlier_rows(dims, given, x, page)
+
+    def _residual_rows(self, dims: int, given: Arrays, x: Tensor, page: int) -> Rows:
+        key, own, two = f"{dims}.qjl", under(given, "qjl"), under(given, "2")
+        side = Side(Codebook(3, residual=True), "random")
+        code = self.codec(side, dims, page)
+        made = code.encode(x)
+        signs = self.unpack(made["signs"], 1, dims)
+        row = compare_codes("codebook", key, signs, own["signs"], own["near"])
+        yield replace(row, wrong=row.wrong + self._off(made["length"], own["length"]))
+        words = {"codes": self.pack(two["codes"], 2), "scale": self.tensor(two["scale"])}
+        extra = {"signs": self.pack(own["signs"], 1), "length": self.tensor(own["length"])}
+        yield self._decoded(f"codebook.{key}", code, {**words, **extra}, own["decoded"])
+        sides = side, Side(Codebook(2), "random")
+        yield self._page_alone(f"codebook.{key}", dims, given, sides, ({**words, **extra}, words))
+
+    def _outlier_rows(self, dims: int, given: Arrays, x: Tensor, page: int) -> Rows:
+        code, key, own = (
+            self.codec(Side(Codebook(2, outliers=True)), dims, page),
+            f"{dims}.split",
+            under(given, "split"),
+        )
+        stored = code.encode(x)
+        chosen = self.unpack(stored["channels"], 1, dims)[0, 0, 0].astype(bool)
+        wrong = int((chosen != own["channels"]).sum())
+        yield Row("codebook", f"{key}.channels", dims, wrong=wrong)
+        found, spec = self.decoded(code, stored)[0, 0], own["decoded"]
+        error = rms(found[:: page // spec.shape[0]], spec)
+        yield Row("decode", f"codebook.{key}", spec.size, rms=error, bound=NORM_BOUND)
+
+    def polar_tree_rows(self) -> Rows:
+        """Codes and radii; codebooks fitted to a page."""
+        for dims, given in by_dims("polar_tree"):
+            side, x, page = Side(PolarTree(), "random"), given["x"], given["x"].shape[2]
+            code = self.codec(side, dims, page)
+            stored = code.encode(self.floats(x))
+            for level, ours in enumerate(self.polar_tree.codes_of(stored, dims, page), 1):
+                spec, near = given[f"codes.{level}"], given[f"near.{level}"]
+                ours = self.array(ours).reshape(spec.shape)
+                yield compare_codes("polar-tree", f"{dims}.{level}", ours, spec, near)
+            spec = given["radii"]
+            wrong = self._off(stored["radii"], spec)
+            yield Row("polar-tree", f"{dims}.radii", spec.size, wrong=wrong)
+            codes = [self.tensor(given[f"codes.{i}"]) for i in range(1, 5)]
+            of_spec = self.polar_tree.stored_of(codes, self.tensor(spec))
+            yield self._decoded(f"polar-tree.{dims}", code, of_spec, given["decoded"])
+            both = (side, side), (of_spec, of_spec)
+            yield self._page_alone(f"polar-tree.{dims}", dims, given, *both)
+        tensors, _ = read("polar_tree")
+        for level, book in enumerate(self.polar_tree.fit(self.floats(tensors["online.x"])), 1):
+            spec = tensors[f"online.book.{level}"]
+            error = rms(np.array(book), spec)
+            yield Row("levels", f"online.{level}", spec.size, rms=error, bound=FITTED_BOUND)
+
+    def dual_scale_rows(self) -> Rows:
+        """Outer scales (KVarN); codes behind the spec's own; what the spec's codes stand for."""
+        for key, dims, case in tile_cases("dual_scale"):
+            bits, axis, unit, thousandths = key.split(".")[1:]
+            spec = DualScale(int(bits), axis, unit == "1", int(thousandths) / 1000)
+            tiles, key = self.floats(case["x"])[:, :, None], f"kvarn.{key}"
+            scales = self.dual_scale.balance(tiles, axis, spec.unit_std)
+            outer = self.array(scales[0 if axis == "channel" else 1])
+            error = rms(outer[:, :, 0], case["exact"])
+            yield Row("balance", key, outer.size, rms=error, bound=BALANCE_BOUND)
+            outer = self.tensor(case["outer"])[:, :, None]
+            made = self.dual_scale.encode_balanced(spec, tiles, outer)["codes"]
+            pair = (self.unpack(x, spec.bits, dims) for x in (made, self.tensor(case["codes"])))
+            yield compare_codes("encode", key, *pair, mask_at(case["near"], case["x"].size))
+            yield from self._read_rows(spec, key, dims, case)
+
+    def polar_rows(self) -> Rows:
+        """Codes of radii and angles (PolarQuant); what the spec's codes stand for."""
+        for key, dims, case in tile_cases("polar"):
+            radius, angle = map(int, key.split(".")[1:])
+            spec, key, page = Polar(radius, angle), f"polar.{key}", case["x"].shape[2]
+            made = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))["codes"]
+            pairs = [
+                self.unpack(x, spec.pair_bits, dims // 2)
+                for x in (made, self.tensor(case["codes"]))
+            ]
+            for name, shift, bits in (("radius", angle, radius), ("angle", 0, angle)):
+                codes, right = ((x >> shift) & (2**bits - 1) for x in pairs)
+                near = mask_at(case[f"near_{name}"], codes.size)
+                yield compare_codes("encode", f"{key}.{name}", codes, right, near)
+            yield from self._read_rows(spec, key, dims, case)
+
+    def _read_rows(self, spec, key: str, dims: int, case: Arrays) -> Rows:
+        """Values of the spec's codes, and products with them."""
+        code = self.codec(Side(spec), dims, case["x"].shape[2])
+        stored = {name: self.tensor(case[name]) for name in spec.tensors}
+        q, p = (self.floats(case[name]) for name in ("q", "p"))
+        yield self._decoded(key, code, stored, case["decoded"])
+        for table, ours in (("scores", code.scores(q, stored)), ("mix", code.mix(p, stored))):
+            error = rms(self.array(ours), case[table])
+            yield Row(table, key, case[table].size, rms=error, bound=PRODUCT_BOUND)
+
+    def oja_rows(self) -> Rows:
+        """Bases of low rank that follow the text, and the tokens that teach them or stay."""
+        for dims, given in by_dims("oja"):
+            yield from self._oja_rows(dims, given)
+
+    def _oja_rows(self, dims: int, given: Arrays) -> Rows:
+        q, k, v = (self.floats(given[name]) for name in "qkv")
+        moment, u = given["moment"].astype(np.float64), given["u"]
+
+        def row(table: str, name: str, found, bound: str) -> Row:
+            spec = given[name]
+            found = found if isinstance(found, np.ndarray) else self.array(found)
+            error = rms(found, spec)
+            return Row(table, f"{dims}.{name}", spec.size, rms=error, bound=OJA_BOUNDS[bound])
+
+        def same(name: str, found: np.ndarray) -> Row:
+            wrong = int((found != given[name]).sum())
+            return Row("salience", f"{dims}.{name}", given[name].size, wrong=wrong)
+
+        made = subspace.basis(moment, u.shape[-1])
+        signs = np.sign((made * u).sum(-2, keepdims=True))  # of an eigenvector it is free
+        yield row("subspace", "u", made * signs, "basis")
+        yield same("ranks", subspace.ranks(moment, 0.95))
+        seen = self.salience.importance(q[:, :, -OJA_WINDOW:], self.view((k, v)), dims**-0.5)
+        batch = self.indices(given["salient"])
+        yield same("salient", self.array(self.salience.salient(seen, batch.shape[1])))
+        votes = self.salience.votes(seen)
+        yield same("kept", self.array(self.salience.kept(votes, given["kept"].shape[-1])))
+        x, start = self.salience.taken(k, batch), self.floats(u)[None]
+        update = self.following.update
+        yield row("oja", "raw", update(start, x, RATES["pre"], raw=True)[0], "update")
+        for name, rate in RATES.items():
+            yield row("oja", name, update(start, x, rate)[0], "update")
+        rows = self.array(x[0]).astype(np.float64)
+        of_batch = np.einsum("gtd,gte->gde", rows, rows)
+        yield row("subspace", "residual", subspace.residual(of_batch, u), "float16")
+        yield row("subspace", "overlap", subspace.overlap(u, given["one"]), "basis")
+
+        old, new = (self.following.following(self.floats(given[n])[None]) for n in ("u", "one"))
+        side = Side(Half(), PCA, low=LowRank(rank=u.shape[-1], follows=True))
+        config = CacheConfig(side, side, sink=0, recent=0, page=OJA_PAGE)
+        store = self.segments(config, dims, old, k)
+        store.append((k, v), 1)
+        store.rebase(self.rotations(new))
+        store.append((k, v), 1, OJA_PAGE)
+        moved = self.runs.transported(store.runs[0], store.runs[1].codecs)
+        yield row("oja", "moved", moved[NAMES[0]]["values"][0], "float16")
+        live = tuple(x[:, :, 2 * OJA_PAGE :] for x in (k, v))
+        last = q[:, :, -given["out"].shape[2] :]
+        out = self.over(last, self.view(live, store.read(0, 2)), dims**-0.5)
+        yield row("attention", "out", out, "attention")
+
+    # -- comparisons
+
+    def _encoded(self, side: Side, tensors: Arrays, dims: int) -> tuple[Any, Stored]:
+        """(codec, the page `x` of these dims encoded)."""
+        x = tensors[f"x.{dims}"]
+        code = self.codec(side, dims, x.shape[2])
+        return code, code.encode(self.floats(x))
+
+    def _codes(self, table: str, key: str, tensors: Arrays, stored, bits: int, dims: int) -> Row:
+        codes = self.unpack(stored["codes"], bits, dims)
+        return compare_codes(table, key, codes, tensors[f"{key}.codes"], tensors[f"{key}.near"])
+
+    def _decoded(self, key: str, code, stored: Stored, spec: np.ndarray) -> Row:
+        """spec: values of evenly spaced tokens."""
+        found = self.decoded(code, stored)
+        error = rms(found[:, :, :: found.shape[2] // spec.shape[2]], spec)
+        return Row("decode", key, spec.size, rms=error, bound=BOUNDS["decode"])
+
+    def _attention(self, case: str, out: Tensor, spec: np.ndarray) -> Row:
+        error = rms(self.array(out), spec)
+        return Row("attention", case, spec.size, rms=error, bound=BOUNDS["attention"])
+
+    def _page_alone(self, case: str, dims: int, given: Arrays, sides, stored) -> Row:
+        """Attention over one page of given codes and nothing else."""
+        nothing = self.floats(np.zeros((1, 1, 0, dims)))
+        it = Attention(
+            q=self.floats(given["q"]),
+            sides=sides,
+            stored=stored,
+            page=given["x"].shape[2],
+            pages=1,
+            live=(nothing, nothing),
+        )
+        return self._attention(case, self.attend(it), given["out"])
+
+    def _stored(self, given: Arrays, prefix: str, bits: int) -> Stored:
+        """The spec's codes, scales and biases as the backend holds them."""
+        numbers = (name for name in ("scale", "bias") if f"{prefix}{name}" in given)
+        stored = {name: self.tensor(given[f"{prefix}{name}"]) for name in numbers}
+        return {"codes": self.pack(given[f"{prefix}codes"], bits), **stored}
+
+    def _inputs(self, given: Arrays) -> list[Tensor]:
+        return [self.floats(given[name]) for name in ("q", "k.x", "v.x")]
+
+    def _moments(self, case: str, rows: Tensor, spec: np.ndarray) -> Row:
+        kv_heads, dims = spec.shape[:2]
+        count = int(np.prod(tuple(rows.shape))) // (kv_heads * dims)
+        error = rms(self.array(self.moment(rows, kv_heads)) / count, spec)
+        return Row("moments", case, spec.size, rms=error, bound=BOUNDS["moments"])
+
+    def _off(self, ours: Tensor, spec: np.ndarray) -> int:
+        return steps_off(self.array(ours), spec)
+
+
+# What all backends share is NumPy code: it is checked once, by `mlxkv doctor`.
+
+
+def shared_rows() -> Rows:
+    """Rotations, balanced transforms and codebooks that are computed."""
+    for dims, given in by_dims("oscar"):
+        for letter in "kv":
+            sigma, r = given[f"{letter}.sigma"], given[f"{letter}.r"]
+            error = rms(matrices.compose(matrices.eigenbasis(sigma.astype(np.float64))[1]), r)
+            name = f"{dims}.{letter}"
+            yield Row("rotations", name, r.size, rms=error, bound=BOUNDS["transforms"])
+    for dims, given in by_dims("balanced"):
+        for letter in "kv":
+            moments = (given[f"{letter}.{n}"].astype(np.float64) for n in ("noise", "reads"))
+            down = balance.balance(*moments)[0]
+            pair = given[f"{letter}.down"], given[f"{letter}.up"]
+            error = max(map(rms, balance.mixed(down, matrices.PARTS), pair))
+            name = f"balanced.{dims}.{letter}"
+            yield Row("balances", name, down.size, rms=error, bound=BOUNDS["transforms"])
+    for dims, given in by_dims("codebook"):
+        for bits in (1, 2, 3, 4):
+            spec = given[f"{bits}.levels"]
+            error = rms(levels.sphere(dims, bits), spec)
+            yield Row("levels", f"{dims}.{bits}", spec.size, rms=error, bound=LEVELS_BOUND)
+    tensors, _ = read("polar_tree")
+    for level, bits in enumerate(TREE_BITS, 1):
+        spec = tensors[f"book.{level}"]
+        error = rms(levels.angles(level, bits), spec)
+        yield Row("levels", f"polar-tree.{level}", spec.size, rms=error, bound=LEVELS_BOUND)
+
+
+def encode_cases(tensors: Arrays, header: dict[str, str]) -> Iterator[tuple[str, Side, int]]:
+    """(key, side, head dim) of the set "encode"."""
+    sides = json.loads(header["sides"])
+    for key in keys(tensors):
+        name, dims = key.split(".")
+        kind, *numbers = sides[name]
+        bits, group, symmetric, axis, clip = numbers
+        yield key, Side(Affine(bits, group, symmetric, axis, clip), kind), int(dims)
+
+
+def keys(tensors: Arrays, ending: str = ".codes") -> list[str]:
+    return [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
+
+
+def under(tensors: Arrays, name: str) -> Arrays:
+    """The tensors called `name.*`, without it."""
+    return {n.removeprefix(f"{name}."): x for n, x in tensors.items() if n.startswith(f"{name}.")}
+
+
+def by_dims(table: str) -> Iterator[tuple[int, Arrays]]:
+    """(head dim, its tensors) of each case that has an output."""
+    tensors, _ = read(table)
+    for dims in keys(tensors, ".out"):
+        yield int(dims), under(tensors, dims)
+
+
+def tile_cases(table: str) -> Iterator[tuple[str, int, Arrays]]:
+    """(key, head dim, the tensors of the case and those shared by its head dim)."""
+    tensors, _ = read(table)
+    for key in keys(tensors):
+        dims = key.split(".")[0]
+        shared = {name: tensors[f"{dims}.{name}"] for name in ("x", "q", "p")}
+        yield key, int(dims), shared | under(tensors, key)
+
+
+def mask_at(places: np.ndarray, size: int) -> np.ndarray:
+    """Packed bits that are 1 at `places`, as `compare_codes` takes them."""
+    mask = np.zeros(size, bool)
+    mask[places] = True
+    return np.packbits(mask)

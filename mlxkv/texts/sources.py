@@ -1,0 +1,186 @@
+"""Choose the text of an evaluation, and the text of a calibration, which never overlaps with it."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+from mlxkv.errors import UserError
+from mlxkv.texts import corpus
+from mlxkv.texts.worlds import stories
+from mlxkv.texts.worlds.pydocs import python_topics
+
+CALIBRATES = 4  # one in this many topics of Python's documentation is for calibration
+PARAGRAPH = 80  # characters; a paragraph at least this long in two topics counts as shared text
+PART = 1 << 16  # characters to encode at once, so that no more of a long file is read than needed
+BETWEEN = "\n\n"
+_EMPTY_LINE = re.compile(r"\n\s*\n")
+
+
+@dataclass(frozen=True)
+class Text:
+    """name: of the source, printed beside a result. tokens: ids, [T]."""
+
+    name: str
+    tokens: list[int]
+
+
+def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
+    """Return `count` tokens of the user's `files` (UTF-8, joined in order), or of built-in text.
+
+    loaded: a `models.Loaded`; its tokenizer and `embedded` are read. Embedded models get held-out
+    stories, because they know nothing else. Other models get the corpus, then the documentation of
+    the running Python. A BOS token comes first if the tokenizer has one, but not before stories.
+
+    Raises UserError if a file cannot be read or if there are fewer than `count` tokens.
+    """
+    if count < 1:
+        raise UserError(f"[text] at least 1 token is needed; got {count}")
+    if files:
+        name = ", ".join(Path(file).name for file in files)
+        text = BETWEEN.join(_read(Path(file)) for file in files)
+        return Text(name, _take(loaded, _parts(text), count, name))
+    if loaded.embedded:
+        return Text("stories", story_tokens(loaded, count))
+    used = ["corpus evaluation"]
+
+    def built_in() -> Iterator[str]:
+        for piece in corpus.interleaved("evaluation"):
+            yield piece + BETWEEN
+        # Reading the documentation takes seconds, so only read it if the corpus is too short.
+        used.append(f"pydoc {platform.python_version()}")
+        for text in documentation("evaluation"):
+            yield text + BETWEEN
+
+    tokens = _take(loaded, built_in(), count, "the built-in text")
+    return Text(" + ".join(used), tokens)
+
+
+def story_tokens(loaded, count: int, seed: str = "perplexity") -> list[int]:
+    """Return `count` tokens of held-out stories, without BOS."""
+    tokens, source = [], stories(Random(seed))
+    while len(tokens) < count:
+        tokens += loaded.tokenizer.encode(next(source) + BETWEEN, add_special_tokens=False)
+    return tokens[:count]
+
+
+def check(files: Sequence[Path]) -> None:
+    """Raise UserError for the first of the user's files that cannot be read."""
+    for file in files:
+        _read(Path(file))
+
+
+def calibration_text() -> str:
+    """Return the corpus's calibration split, then the topics of Python's documentation that
+    evaluation never reads. The most varied text comes first, so that any beginning is a mix."""
+    return BETWEEN.join([*corpus.interleaved("calibration"), *documentation("calibration")])
+
+
+def calibration_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
+    """Return at most `count` tokens of the user's `files`, or of text that no evaluation reads.
+
+    Without files, embedded models get stories of another seed and others get `calibration_text`.
+    There is no BOS. Raises UserError if a file cannot be read.
+    """
+    if count < 1:
+        raise UserError(f"[--tokens] at least 1 token is needed; got {count}")
+    if not files and loaded.embedded:
+        return Text("stories", story_tokens(loaded, count, seed="calibration"))
+    if files:
+        name, text = ", ".join(f.name for f in files), BETWEEN.join(_read(f) for f in files)
+    else:
+        name, text = "corpus calibration", BETWEEN.join(corpus.interleaved("calibration"))
+    tokens = _encode(loaded, text, count)
+    if not files and len(tokens) < count:
+        text = calibration_text()
+        name, tokens = f"{name} + pydoc {platform.python_version()}", _encode(loaded, text, count)
+    return Text(name, tokens)
+
+
+def _encode(loaded, text: str, count: int) -> list[int]:
+    """Return the first `count` tokens of a text, or all of them."""
+    tokens: list[int] = []
+    for part in _parts(text):
+        tokens += loaded.tokenizer.encode(part, add_special_tokens=False)
+        if len(tokens) >= count:
+            break
+    return tokens[:count]
+
+
+def documentation(split: str) -> list[str]:
+    """Return the texts of the running Python that belong to a split, topic after topic.
+
+    A topic's hash decides its split and its place, so that the order mixes subjects. Some topics
+    quote others: a topic that shares a paragraph with evaluation is left out of calibration.
+    """
+    topics = python_topics()
+    order = sorted(topics, key=_hash)
+    evaluation = [name for name in order if _hash(name) % CALIBRATES]
+    if split == "evaluation":
+        return [text for name in evaluation for text in topics[name]]
+    seen = set().union(*(_paragraphs(topics[name]) for name in evaluation))
+    return [
+        text
+        for name in order
+        if not _hash(name) % CALIBRATES and not _paragraphs(topics[name]) & seen
+        for text in topics[name]
+    ]
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(sha256(name.encode()).digest(), "big")
+
+
+def _paragraphs(texts: Iterable[str]) -> set[str]:
+    """Return each text and its longer paragraphs, with indents and line breaks normalised."""
+    parts = (" ".join(part.split()) for text in texts for part in [text, *_EMPTY_LINE.split(text)])
+    return {part for part in parts if len(part) >= PARAGRAPH}
+
+
+def _read(path: Path) -> str:
+    hint = "name text files in UTF-8"
+    if path.is_dir():
+        raise UserError(f"[text] a folder is not a text; got {path}; name the files in it")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"[text] no such file; got {path}; {hint}") from None
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8"
+        raise UserError(f"[text] {reason}; got {path}; {hint}") from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(f"[text] cannot be read ({reason}); got {path}; {hint}") from None
+    if "\0" in text:
+        raise UserError(f"[text] zero bytes are not text; got {path}; {hint}")
+    if not text.strip():
+        raise UserError(f"[text] the file is empty; got {path}; {hint}")
+    return text
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Yield the text in parts of about PART characters, cut after a line break if there is one."""
+    start = 0
+    while start < len(text):
+        end = start + PART
+        end = text.rfind("\n", start, end) + 1 or end if end < len(text) else len(text)
+        yield text[start:end]
+        start = end
+
+
+def _take(loaded, parts: Iterable[str], count: int, what: str) -> list[int]:
+    bos = getattr(loaded.tokenizer, "bos_token_id", None)
+    tokens = [] if bos is None else [bos]
+    for part in parts:
+        tokens += loaded.tokenizer.encode(part, add_special_tokens=False)
+        if len(tokens) >= count:
+            return tokens[:count]
+    raise UserError(
+        f"[text] too few tokens in {what} for this model; got {len(tokens)} of {count}; choose a "
+        "shorter context or name more text"
+    )

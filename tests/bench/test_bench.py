@@ -1,0 +1,275 @@
+"""The bench commands: what they print, in which order they run, what they refuse."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from bench_workers import fails, said
+from mlx.utils import tree_flatten
+from mlx_lm.models import base
+from on_emulator import make
+
+from mlxkv.bench import reference, subject
+from mlxkv.bench.kernels import attend, case, encode, run
+from mlxkv.bench.kernels.case import Shape, parse_shape
+from mlxkv.bench.whole import decode
+from mlxkv.formats.presets import PRESETS
+from mlxkv.metal import launch
+from mlxkv.metal.timing import chain, interleaved, order
+
+SHAPE = Shape(1, 2, 1, 64)
+ONE = ("--shapes", SHAPE, "--kv", "int4")
+TINY_RUN = ("--contexts", "320", "--calls", "2", "--rounds", "1", "--encode-tokens", "128")
+ATTEND_KEYS = {
+    *("what", "shape", "tokens", "preset", "by", "us", "build_us", "sdpa_us", "sdpa_build_us"),
+    *("ratio", "mlx_lm_us", "mlx_lm_reason", "floor_us", "sdpa_floor_us", "of_floor", "rms"),
+    *("bound", "wrong", "copies"),
+}
+ENCODE_KEYS = {
+    "encode",
+    *("what", "shape", "tokens", "preset", "by", "encode_ns_per_vector", "encode_gb_s"),
+    *("encode_of_copy", "encode_gflop_s", "page_us", "unseal_gb_s", "unseal_of_copy"),
+}
+DECODE_KEYS = {
+    *("model", "weights", "bits", "dtype", "preset", "by", "context", "fill", "runs"),
+    *("prefill_seconds", "prefill_tokens_per_second", "tokens_per_second", "token_ms"),
+    *("first_token_seconds", "peak_bytes", "kv_bytes", "read_bytes", "spread", "baseline_ratio"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small arrays and few repeats: only a number is wanted."""
+    monkeypatch.setattr(run, "ENCODE_SHAPE", SHAPE)
+    monkeypatch.setattr(encode, "PAGES", 1)
+    monkeypatch.setattr(encode, "REPEATS", 1)
+
+
+def test_tasks_are_interleaved():
+    assert order(["a", "b"], 2) == ["a", "b", "b", "a"] * 2
+    ran = []
+    tasks = {name: lambda name=name: ran.append(name) or len(ran) for name in ("a", "b", "c")}
+    results = interleaved(tasks, 1)
+    assert ran == ["a", "b", "c", "c", "b", "a"]
+    assert results == {"a": [1, 6], "b": [2, 5], "c": [3, 4]}
+
+
+def test_a_chain_feeds_each_result_into_the_next_call_and_rotates_the_copies():
+    seen = []
+
+    def call(q, copy):
+        seen.append((q, copy))
+        return 2 * q
+
+    chain(call, mx.array([1.0]), ["x", "y"], 3)
+    assert [copy for _, copy in seen] == ["x", "y", "x"]
+    assert [q.item() for q, _ in seen] == [1, 3, 7]  # 1 + 2 * 1, 1 + 2 * 3
+
+
+def test_shapes_are_read_as_they_are_written():
+    for shape in (*run.SHAPES, run.BATCH_SHAPE):
+        assert parse_shape(str(shape)) == shape
+
+
+def test_the_batch_runs_at_one_context_only():
+    presets = {"int4": PRESETS["int4"]}
+    cases = run._cases(None, "4k,32k,128k", presets)
+    assert [c for c in cases if c[0].batch > 1] == [(Shape(8, 32, 8, 128), 32768)]
+    assert len(cases) == 10
+    assert len(run._cases("B8.H32.G8.D128", "4k,32k", presets)) == 2
+
+
+@pytest.mark.parametrize("preset", ["int4", "int3", "oscar-int2+g32"])
+@pytest.mark.parametrize("shape", [Shape(2, 4, 2, 64), Shape(1, 2, 1, 96)], ids=str)
+def test_the_reference_is_attention(shape, preset):
+    view = case.filled(PRESETS[preset], shape, 500, mx.float32)
+    assert view.tokens == 500 and view.pages.tokens
+    q = shape.queries(mx.float32)
+    keys, values = attend.attention._whole(view, mx.float32)
+    spec = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.2)
+    assert reference.relative_rms(reference.reference(q, view, 0.2), spec) < 1e-5
+
+
+def test_kernels_prints_tables_and_json(capsys):
+    out, data = said(
+        capsys, "bench", "kernels", "--shapes", f"{SHAPE},B1.H2.G2.D64", *TINY_RUN, "--json"
+    )
+    assert set(data) == {"machine", "versions", "rows"}
+    assert {"backend", "device", "chip", "copy_gb_s", "link_us"} <= set(data["machine"])
+    rows = [row for row in data["rows"] if row["what"] == "attend"]
+    assert [row["preset"] for row in rows] == ["int4", "int2"] * 2
+    for row in rows:
+        assert set(row) == ATTEND_KEYS
+        assert not row["wrong"] and row["rms"] < 1e-5
+        assert row["ratio"] == pytest.approx(row["sdpa_us"] / row["us"])
+        assert row["of_floor"] == pytest.approx(row["floor_us"] / row["us"])
+        assert (row["mlx_lm_us"] is None) == (row["shape"] != str(SHAPE))  # the first shape alone
+    assert all(set(row) == ENCODE_KEYS for row in data["rows"] if row["what"] == "encode")
+    assert "us: per call" in out and "2.5 D log2 D" in out and "mlx-lm us" in out
+
+
+def test_on_a_gpu_the_copies_exceed_its_cache_and_fit_its_memory(monkeypatch):
+    monkeypatch.setattr(attend, "backend", lambda: "metal")
+    monkeypatch.setattr(attend.mx, "device_info", lambda: {"memory_size": 16 << 30})
+    sizes = (1 << 20, 10 << 20, 256 << 20, 1 << 30, 4 << 30)
+    assert [attend.copies_of(size, 64) for size in sizes] == [64, 20, 4, 2, 1]
+
+
+def test_plain_ops_say_why(capsys):
+    with launch.using(None):
+        out, data = said(capsys, "bench", "kernels", *ONE, *TINY_RUN, "--json")
+    assert {row["by"] for row in data["rows"]} == {"plain ops (no GPU here)"}
+    assert "plain ops (no GPU here)" in out
+
+
+def test_kernels_in_the_emulator():
+    with launch.using(make):
+        (row,) = attend.rows(
+            SHAPE,
+            256,
+            presets={"int4": PRESETS["int4"]},
+            dtype=mx.float32,
+            bandwidth=1e9,
+            calls=1,
+            rounds=1,
+            with_mlx_lm=False,
+        )
+        encoded = encode.row("int4", PRESETS["int4"], SHAPE, 64, mx.float32, 1e9)
+    assert (row["by"], row["wrong"]) == ("kernels", False)
+    assert row["rms"] < reference.BOUNDS[mx.float32] and row["us"] > 0
+    assert encoded["by"] == "kernels" and encoded["page_us"] > 0
+
+
+@pytest.mark.parametrize("fault", [1.1, float("nan")])
+def test_a_wrong_result_gets_no_time(capsys, monkeypatch, fault):
+    right = attend.attention.attend
+    monkeypatch.setattr(attend.attention, "attend", lambda *args: fault * right(*args))
+    out, data = said(capsys, "bench", "kernels", *ONE, *TINY_RUN, "--json")
+    assert "WRONG" in out
+    row = data["rows"][0]
+    assert row["wrong"] and row["us"] is row["ratio"] is None and row["sdpa_us"] > 0
+
+
+def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
+    def missing(*args, **kwargs):
+        raise RuntimeError("no kernel\nfor this")
+
+    monkeypatch.setattr(base, "quantized_scaled_dot_product_attention", missing)
+    out, data = said(capsys, "bench", "kernels", *ONE, *TINY_RUN, "--json")
+    assert data["rows"][0]["mlx_lm_reason"] == "no kernel" and data["rows"][0]["us"]
+    assert "fails" in out and "mlx-lm fails: no kernel" in out
+    out, data = said(capsys, "bench", "kernels", *ONE, *TINY_RUN, "--no-mlx-lm", "--json")
+    assert data["rows"][0]["mlx_lm_reason"] is None and "fails" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--shapes", "B1.H2"), ("[--shapes]", "got 'B1.H2'", "B1.H32.G8.D128")),
+        (("--shapes", "B0.H2.G1.D64"), ("[--shapes]", "choose")),
+        (("--shapes", "B1.H3.G2.D64"), ("[--shapes]", "multiple of G")),
+        (("--shapes", "B1.H2.G1.D63"), ("[--shapes]", "even head dim")),
+        (("--contexts", "4k,x"), ("[--contexts]", "got 'x'")),
+        (("--contexts", "64"), ("[--contexts]", "at least 257")),
+        (("--kv", "int4,int5"), ("[--kv]", "got 'int5'")),
+        (("--kv", "fp16"), ("[--kv]", "got 'fp16'")),
+        (("--calls", "0"), ("[--calls]", "got 0")),
+        (("--rounds", "0"), ("[--rounds]", "got 0")),
+        (("--encode-tokens", "65"), ("[--encode-tokens]", "multiple of 128")),
+    ],
+)
+def test_kernels_refuses(capsys, options, words):
+    line = fails(capsys, "bench", "kernels", *options)
+    assert all(word in line for word in words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--contexts", "1"), ("[--contexts]", "at least 2")),
+        (("--kv", "fp16,int5"), ("[--kv]", "got 'int5'")),
+        (("--tokens", "0"), ("[--tokens]", "got 0")),
+        (("--rounds", "0"), ("[--rounds]", "got 0")),
+        (("--fill", "lazy"), ("[--fill]", "choose from auto, prefill, direct")),
+        (("--dtype", "int8"), ("[--dtype]", "choose from float32")),
+        (("--bits", "5"), ("[--bits]", "choose from 2, 3, 4")),
+        (("--model", "tiny", "--bits", "4"), ("[--bits]", "random weights")),
+        (("--model", "no-such-model"), ("no-such-model", "choose")),
+    ],
+)
+def test_decode_refuses(capsys, options, words):
+    line = fails(capsys, "bench", "decode", *options)
+    assert all(word in line for word in words)
+
+
+def test_a_folder_that_is_no_model_is_refused(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
+    assert "[--model]" in fails(capsys, "bench", "decode", "--model", tmp_path)
+
+
+def test_an_unknown_bench_names_the_choices(capsys):
+    assert "[bench]" in fails(capsys, "bench", "speed")
+
+
+@pytest.mark.parametrize("fill", ["prefill", "direct"])
+def test_decode_prints_a_table_and_json(capsys, bare_folder, fill):
+    options = ("--contexts", "300,400", "--tokens", "4", "--rounds", "1", "--fill", fill)
+    out, data = said(
+        capsys, "bench", "decode", "--model", bare_folder, "--kv", "int4,fp16", *options, "--json"
+    )
+    assert set(data) == {"machine", "versions", "rows"}
+    rows = data["rows"]
+    assert [(row["preset"], row["context"]) for row in rows] == [
+        *(("int4", 300), ("fp16", 300), ("int4", 400), ("fp16", 400))
+    ]
+    for row in rows:
+        assert set(row) == DECODE_KEYS
+        assert row["by"] == {"fp16": "MLX", "int4": "plain ops (no GPU here)"}[row["preset"]]
+        assert row["weights"] == "random" and row["fill"] == fill and row["runs"] == 2
+        assert (row["prefill_seconds"] is None) == (fill == "direct")
+        assert isinstance(row["peak_bytes"], int) and row["kv_bytes"] > 0
+    for ours, plain in (rows[:2], rows[2:]):
+        ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
+        assert ours["baseline_ratio"] == pytest.approx(ratio) and plain["baseline_ratio"] == 1
+        assert ours["kv_bytes"] < plain["kv_bytes"]
+    assert "random weights" in out and "spread" in out
+
+
+@pytest.mark.parametrize("preset", ["int4", "oscar-int2"])  # random weights, random rotations
+def test_without_fp16_there_is_no_ratio(capsys, bare_folder, preset):
+    options = ("--contexts", "500", "--tokens", "1", "--rounds", "1", "--kv", preset)
+    _, data = said(capsys, "bench", "decode", "--model", bare_folder, *options, "--json")
+    assert data["rows"][0]["baseline_ratio"] is None and data["rows"][0]["kv_bytes"]
+
+
+@pytest.mark.parametrize("preset", ["fp16", "int4"])
+def test_both_fills_leave_the_same_cache(preset, gemma_folder):
+    """300 tokens of a model with rotating windows, by prefill and directly: offsets and bytes."""
+    it = subject.load_subject(str(gemma_folder), None, None)
+    made, caches = decode.make_prompt_cache, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "make_prompt_cache", lambda m: caches.append(made(m)) or caches[-1])
+        for fill in ("prefill", "direct"):
+            decode.measure(it, preset, 300, fill, 2)
+    assert [c.offset for c in caches[0]] == [c.offset for c in caches[1]]
+    assert {c.offset for c in caches[0]} == {300 + decode.WARM + 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "caches"),
+    [("gemma-3-1b", 1.00, 26), ("qwen2.5-1.5b", 1.54, 28), ("qwen3-4b", 4.02, 36)],
+)
+def test_the_shapes_have_the_weights_of_the_real_models(name, billions, caches):
+    from mlxkv.models.catalog.shapes import layers_of, parameters
+
+    assert parameters(subject.CONFIGS[name]) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert len(layers_of(subject.CONFIGS[name])) == caches
+
+
+def test_random_weights_are_tied_and_quantised_as_asked():
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
+    it = subject._random(subject.CONFIGS["gemma-3-1b"] | small, mx.bfloat16, 4)
+    names = dict(tree_flatten(it.parameters()))
+    assert not any("lm_head" in name for name in names)
+    assert names["model.embed_tokens.weight"].dtype == mx.uint32
+    assert names["model.norm.weight"].dtype == mx.bfloat16

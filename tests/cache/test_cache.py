@@ -1,0 +1,365 @@
+"""The cache against the spec, and its half of mlx-lm's contract."""
+
+import copy
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from stored_spec import stored
+
+from mlxkv.cache import stores
+from mlxkv.cache.attention import attend
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.errors import UserError
+from mlxkv.formats.config import Affine, CacheConfig, Full, Side
+from mlxkv.formats.presets import PRESETS
+from mlxkv.spec import affine as ref
+
+SMALL = CacheConfig(Side(Affine(4), "srft"), Side(Affine(4), "srft"), sink=16, recent=32, page=32)
+HEADS, KV_HEADS = 6, 2
+
+
+def tokens(length, dims=64, batch=1, seed=0):
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((batch, KV_HEADS, length, dims)).astype(np.float32)
+    keys[..., 5] *= 6
+    values = rng.standard_normal((batch, KV_HEADS, length, dims)).astype(np.float32)
+    return keys, values
+
+
+def feed(cache, keys, values, steps):
+    """Append in steps; returns the last view."""
+    start = cache.offset
+    for step in steps:
+        part = slice(start, start + step)
+        view, _ = cache.update_and_fetch(mx.array(keys[:, :, part]), mx.array(values[:, :, part]))
+        start += step
+    return view
+
+
+def seen(cache, dims=64):
+    """Keys and values as attention would see them."""
+    view, _ = cache.keys_and_values()
+    from mlxkv.cache.attention import _whole
+
+    return tuple(np.array(x) for x in _whole(view, mx.float32))
+
+
+DIMS = (64, 80, 96, 128, 192, 256, 512)
+# Every preset at 64 dims, each of its formats at one of the others too; calibrated ones: test_calibrated.py.
+FITTING = [
+    (name, dims)
+    for i, (name, config) in enumerate(PRESETS.items())
+    for dims in dict.fromkeys((64, DIMS[i % len(DIMS)], DIMS[(3 * i + 1) % len(DIMS)]))
+    if not config.calibrated and not config.why_not(dims, dims)
+]
+
+
+@pytest.mark.parametrize(("name", "dims"), FITTING)
+def test_attention_over_a_growing_cache_follows_the_spec(name, dims):
+    config = dataclasses.replace(PRESETS[name], sink=16, recent=32)
+    steps = (100, 1, 1, 7, 90, 1, 3, 40)
+    keys, values = tokens(sum(steps), dims)
+    queries = np.random.default_rng(1).standard_normal((1, HEADS, sum(steps), dims))
+    cache, done, errors = CompressedKVCache(config), 0, []
+    for step in steps:
+        sink, pages = ref.split(done, config.sink, config.recent, config.page)
+        done += step
+        view = feed(cache, keys, values, [step])
+        q = queries[:, :, done - step : done].astype(np.float32)
+        mask = "causal" if step > 1 else None
+        out = attend(mx.array(q), view, dims**-0.5, mask)
+        # New tokens are exact in their own step, also those sealed by it.
+        k = stored(keys[:, :, :done], config.keys, sink, pages, config.page)
+        v = stored(values[:, :, :done], config.values, sink, pages, config.page)
+        spec = ref.attention(q.astype(float), k, v, dims**-0.5, ref.causal_mask(step, done))
+        errors.append(np.sqrt(np.mean((np.array(out) - spec) ** 2) / np.mean(spec**2)))
+    # A code at a rounding boundary may fall the other way in float32: rare, and small.
+    assert np.median(errors) < 3e-4
+    assert max(errors) < 1.5e-2
+
+
+def test_pages_are_sealed_as_the_spec_says():
+    keys, values = tokens(400)
+    for first in (1, 16, 79, 80, 81, 300):
+        cache = CompressedKVCache(SMALL)
+        feed(cache, keys, values, [first])
+        for _ in range(80):
+            sink, pages = ref.split(cache.offset, SMALL.sink, SMALL.recent, SMALL.page)
+            view, _ = cache.keys_and_values()
+            assert (view.pages.tokens if view.pages else 0) == pages * SMALL.page
+            assert (view.sink is not None) == (pages > 0)
+            assert view.tokens == cache.offset
+            feed(cache, keys, values, [1])
+
+
+def test_a_window_larger_than_the_text_is_bit_equal_to_the_plain_cache():
+    from mlx_lm.models.cache import KVCache
+
+    config = dataclasses.replace(SMALL, recent=10_000)
+    keys, values = tokens(700)
+    ours, plain = CompressedKVCache(config), KVCache()
+    rng = np.random.default_rng(3)
+    start = 0
+    for step in (300, 1, 1, 5, 290, 1):
+        part = slice(start, start + step)
+        pair = mx.array(keys[:, :, part]), mx.array(values[:, :, part])
+        start += step
+        q = mx.array(rng.standard_normal((1, HEADS, step, 64)).astype(np.float32))
+        mask = "causal" if step > 1 else None
+        out = attend(q, ours.update_and_fetch(*pair)[0], 0.125, mask)
+        k, v = plain.update_and_fetch(*pair)
+        spec = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, mask=mask)
+        assert mx.array_equal(out, spec)
+    assert ours.nbytes <= plain.nbytes
+
+
+def test_sealed_tokens_have_no_full_precision_copy_and_nbytes_is_allocated():
+    keys, values = tokens(4000, 128)
+    cache = CompressedKVCache(
+        dataclasses.replace(PRESETS["srft-int4+g64"], sink=16, recent=32, page=32)
+    )
+    feed(cache, keys.astype(np.float16), values.astype(np.float16), [4000])
+    mx.eval(cache.state)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    kept = cache.nbytes
+    assert kept < 0.31 * 4000 * 128 * KV_HEADS * 2 * 2
+    del cache
+    mx.clear_cache()
+    freed = before - mx.get_active_memory()
+    assert kept <= freed <= kept * 1.02 + 4096  # what it says is what it holds
+
+
+@pytest.mark.parametrize(
+    ("dtype", "steps", "most"),
+    (
+        (np.float16, [512] * 16, 0.30),
+        (np.float16, [6144] + [8] * 256, 0.31),  # spare room of the last growth
+        (np.float32, [512] * 16, 0.33),  # a CPU keeps the windows in float32
+    ),
+)
+def test_stored_bytes_at_8192_tokens(dtype, steps, most):
+    """Of 16-bit keys and values, windows and spare room included: the layers of `tiny-qwen`."""
+    keys, values = (x.astype(dtype) for x in tokens(8192, 128))
+    cache = CompressedKVCache(PRESETS["int4"])
+    feed(cache, keys, values, steps)
+    assert cache.nbytes <= most * 2 * (keys.size + values.size)
+
+
+def test_growth_copies_little():
+    """A few tokens at a time to 6,000: far fewer copies than one every 256 tokens."""
+    keys, values = tokens(6000)
+    cache = CompressedKVCache(SMALL)
+    capacities = set()
+    for _ in range(1500):
+        feed(cache, keys, values, [4])
+        capacities.add(cache._store and cache._store.pages.capacity)
+        if cache.offset % 64 == 0:
+            mx.eval(cache.state)  # as a model's loop does
+    pages = cache._store.pages
+    assert pages.count <= pages.capacity <= pages.count * 1.07
+    assert len(capacities) < 80  # of 186 pages
+    mx.eval(cache.state)
+
+
+def test_a_step_that_seals_a_page_copies_no_other_page():
+    cache = CompressedKVCache(dataclasses.replace(SMALL, keys=Side(Full())))
+    keys, values = (mx.array(x) for x in tokens(4096))
+    mx.eval(keys, values)
+    extra = 0
+    for start in (*range(0, 4000, 500), *range(4000, 4096)):
+        stop = start + 500 if start < 4000 else start + 1
+        mx.clear_cache()
+        capacity, before = cache._store and cache._store.pages.capacity, mx.get_active_memory()
+        mx.reset_peak_memory()
+        new = cache.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
+        mx.eval(new[0].sealed)
+        del new
+        mx.eval(cache.state)
+        if stop - start == 1 and cache._store.pages.capacity == capacity:
+            extra = max(extra, mx.get_peak_memory() - before)
+    assert cache._store.pages.count > 120
+    assert extra < 0.2 * cache.nbytes
+
+
+@pytest.mark.parametrize("dims", (80, 96, 128))
+@pytest.mark.parametrize("preset", ("srft-int4+g64", "int4"))
+def test_a_decode_step_needs_less_than_the_layer_in_full_precision(dims, preset):
+    if dims == 80 and preset == "int4":
+        pytest.skip("MLX multiplies codes per channel in multiples of 32 dims")
+    keys, values = (mx.array(x) for x in tokens(4096, dims))
+    cache = CompressedKVCache(PRESETS[preset])
+    feed(cache, keys, values, [4096])
+    view, _ = cache.keys_and_values()
+    queries = mx.zeros((1, HEADS, 1, dims))
+    mx.eval(queries, cache.state)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(attend(queries, view, 0.1))
+    assert mx.get_peak_memory() - before < keys.nbytes + values.nbytes
+
+
+def test_trimming_less_than_nothing_is_nothing():
+    cache = CompressedKVCache(SMALL)
+    feed(cache, *tokens(100), [100])
+    assert cache.trim(-5) == 0
+    assert cache.offset == 100 == cache.keys_and_values()[0].tokens
+
+
+@pytest.mark.parametrize("left", (399, 390, 352, 350, 340, 200, 112, 80, 60, 17, 16, 15, 1, 0))
+def test_trim_then_continue(left):
+    keys, values = tokens(500)
+    cache = CompressedKVCache(SMALL)
+    feed(cache, keys, values, [200] + [1] * 200)
+    before = seen(cache)
+    assert cache.is_trimmable()
+    assert cache.trim(400 - left) == 400 - left
+    assert cache.offset == cache.size() == left
+    assert cache.empty() == (left == 0)
+    if left:
+        for x, y in zip(seen(cache), before, strict=True):
+            np.testing.assert_allclose(x, y[:, :, :left], atol=1e-5)  # a product of another shape
+    feed(cache, keys, values, [60, 1, 39])
+    assert cache.offset == left + 100
+    whole = np.concatenate([before[0][:, :, :left], keys[:, :, left : left + 100]], 2)
+    got = seen(cache)[0]
+    assert got.shape == whole.shape
+    error = np.abs(got - whole)
+    assert error[:, :, -SMALL.recent :].max() < 1e-6
+
+
+def test_trim_gives_memory_back_and_more_than_all_is_all():
+    keys, values = tokens(3000)
+    cache = CompressedKVCache(SMALL)
+    feed(cache, keys, values, [3000])
+    full = cache.nbytes
+    cache.trim(2800)
+    assert cache.nbytes < 0.3 * full
+    assert cache.trim(10_000) == 200
+    assert cache.empty()
+    assert cache.nbytes == 0
+    feed(cache, keys, values, [300])
+    assert cache.offset == 300
+
+
+@pytest.mark.parametrize("name", ("int4", "srft-int2+g32", "hadamard-int3", "fp16/int4"))
+@pytest.mark.parametrize("length", (0, 5, 100, 333))
+def test_state_round_trip(name, length):
+    from mlxkv.formats.names import parse_kv
+
+    keys, values = tokens(500)
+    config = dataclasses.replace(parse_kv(name), sink=16, recent=32, page=32)
+    cache = CompressedKVCache(config)
+    if length:
+        feed(cache, keys, values, [length])
+    again = CompressedKVCache.from_state(cache.state, cache.meta_state)
+    twin = copy.deepcopy(cache)
+    assert again.offset == cache.offset
+    assert again.config == config
+    for other in (again, twin):
+        a, b = (feed(c, keys, values, [1] * 40 + [60]) for c in (copy.deepcopy(cache), other))
+        q = mx.array(np.random.default_rng(5).standard_normal((1, HEADS, 3, 64)), mx.float32)
+        assert mx.array_equal(attend(q, a, 0.125), attend(q, b, 0.125))
+
+
+@pytest.mark.parametrize("length", (100, 300, 336))  # plain; live partly full; live full
+@pytest.mark.parametrize(
+    "twin_of", (copy.deepcopy, copy.copy, lambda cache: CompressedKVCache.from_state(cache.state))
+)
+def test_a_copy_is_independent(twin_of, length):
+    keys, values = tokens(500)
+    cache = CompressedKVCache(SMALL)
+    feed(cache, keys, values, [length])
+    twin = twin_of(cache)
+    before = seen(cache)
+    for cut in (5, 40, length - 90):
+        twin.trim(cut)
+        feed(twin, values, keys, [3, 60])
+    for x, y in zip(seen(cache), before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_states_with_parts_missing_or_cut_are_refused():
+    keys, values = tokens(300)
+    cache = CompressedKVCache(SMALL)
+    feed(cache, keys, values, [300])
+    for spoil in (
+        lambda s: s.pop("pages"),
+        lambda s: s.pop("sink"),
+        lambda s: s["pages"]["keys"].pop("scale"),
+        lambda s: s["pages"]["keys"].update(codes=s["pages"]["keys"]["codes"][:, :, 1:]),
+        lambda s: s["live"].update({n: x[:, :, 1:] for n, x in s["live"].items()}),
+        lambda s: s["live"].update({n: x[:, :1] for n, x in s["live"].items()}),
+    ):
+        state = cache.state
+        state["pages"] = {n: dict(side) for n, side in state["pages"].items()}
+        spoil(state)
+        with pytest.raises(UserError, match="parts missing or cut"):
+            CompressedKVCache.from_state(state)
+
+
+def test_states_that_are_not_ours_are_refused():
+    with pytest.raises(UserError, match="not the state of a compressed cache"):
+        CompressedKVCache.from_state({"keys": mx.zeros(3)})
+    cache = CompressedKVCache(SMALL)
+    header = bytes(np.array(cache.state["header"]).tobytes()).replace(
+        b'"version": 2', b'"version": 9'
+    )
+    with pytest.raises(UserError, match="got 9; choose a file of version 2"):
+        CompressedKVCache.from_state({"header": mx.array(np.frombuffer(header, np.uint8))})
+
+
+def test_masks_are_those_of_the_plain_cache():
+    from mlx_lm.models.cache import KVCache
+
+    keys, values = tokens(90)
+    ours, plain = CompressedKVCache(SMALL), KVCache()
+    for _ in range(2):
+        for n, window, as_array in (
+            (1, None, False),
+            (4, None, False),
+            (4, None, True),
+            (3, 7, False),
+        ):
+            a = ours.make_mask(n, return_array=as_array, window_size=window)
+            b = plain.make_mask(n, return_array=as_array, window_size=window)
+            assert mx.array_equal(a, b) if isinstance(b, mx.array) else a == b
+        feed(ours, keys, values, [90])
+        plain.update_and_fetch(mx.array(keys), mx.array(values))
+
+
+def test_batches_work_and_a_changed_batch_is_refused():
+    keys, values = tokens(200, batch=3)
+    cache = CompressedKVCache(SMALL)
+    view = feed(cache, keys, values, [199, 1])
+    q = np.random.default_rng(2).standard_normal((3, HEADS, 1, 64)).astype(np.float32)
+    out = np.array(attend(mx.array(q), view, 0.125))
+    for i in range(3):
+        one = CompressedKVCache(SMALL)
+        view = feed(one, keys[i : i + 1], values[i : i + 1], [199, 1])
+        alone = np.array(attend(mx.array(q[i : i + 1]), view, 0.125))
+        np.testing.assert_allclose(out[i : i + 1], alone, atol=1e-6)
+    with pytest.raises(UserError, match="batch of 3; got 1"):
+        feed(cache, keys[:1], values[:1], [0])
+
+
+def test_models_that_index_the_keys_are_told_so():
+    keys, values = tokens(10)
+    view = feed(CompressedKVCache(SMALL), keys, values, [10])
+    assert view.shape == (1, KV_HEADS, 10, 64)
+    with pytest.raises(UserError, match="uses compressed keys as an array; got .transpose"):
+        view.transpose(0, 2, 1, 3)
+
+
+def test_a_store_of_records_is_copied_with_mlx_own_builder():
+    """What builds kernels on a GPU is a function of MLX that no copy module knows."""
+    store = stores.Records(PRESETS["int4"], (64, 64), mx.fast.metal_kernel)
+    store.pages.append({"records": mx.arange(12).reshape(1, 1, 4, 3)}, 1)
+    twin = copy.deepcopy(store)
+    assert twin.plan is store.plan and twin.layout == store.layout
+    twin.pages.append({"records": mx.zeros((1, 1, 4, 3), mx.int32)}, 1)
+    assert (store.count, twin.count) == (1, 2)
+    assert mx.array_equal(store.state["records"], mx.arange(12).reshape(1, 1, 4, 3))

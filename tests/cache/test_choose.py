@@ -1,0 +1,77 @@
+"""Kernels are chosen once: what a cache is given, when it asks again, and what it shows of itself."""
+
+from __future__ import annotations
+
+import copy
+
+import mlx.core as mx
+import pytest
+
+from mlxkv.cache import choose, selftest
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.view import OPS, PORTABLE, TILES
+from mlxkv.formats.presets import PRESETS
+from mlxkv.metal import launch
+
+INT4, DIMS = PRESETS["int4"], (64, 64)
+
+
+def make(**_):
+    raise AssertionError("no kernel is built here")
+
+
+make.tiles = True
+
+
+def pair(count: int, seed: int = 0):
+    return tuple(mx.random.normal((2, 1, 2, count, 64), key=mx.random.key(seed)))
+
+
+def test_a_plan_holds_until_the_machine_changes(monkeypatch):
+    monkeypatch.setattr(selftest, "fault", lambda *_, **__: None)
+    with launch.using(make):
+        first = choose.plan(INT4, DIMS, mx.float16)
+        assert (first.body, first.reason, first.make) == (TILES, None, make)
+        cache = CompressedKVCache(INT4, plan=first)
+        assert cache.plan(DIMS, mx.float16) is first
+        assert cache.plan(DIMS, mx.float32).body == PORTABLE  # another question
+        launch.switch_off(launch.TILES, "lost")
+        found = CompressedKVCache(INT4, plan=first).plan(DIMS, mx.float16)
+        assert found.body == PORTABLE and "lost" in found.reason and found.label == "kernels"
+        launch.switch_off(launch.KERNELS, "lost too")
+        found = CompressedKVCache(INT4, plan=first).plan(DIMS, mx.float16)
+        assert found.body == OPS and "lost too" in found.label
+    assert CompressedKVCache(INT4, plan=first).plan(DIMS, mx.float16).body == OPS  # no GPU here
+
+
+def test_kernels_that_fail_their_test_are_not_chosen(monkeypatch):
+    monkeypatch.setattr(selftest, "fault", lambda *_, **__: "seal is off by 1")
+    with launch.using(make):
+        found = choose.plan(INT4, DIMS, mx.float16)
+    assert found.body == OPS and found.reason == f"{choose.FAILED}: seal is off by 1"
+
+
+@pytest.mark.parametrize("count", (0, 40, 300))
+def test_a_cache_of_the_contents_of_another_is_the_same(count):
+    cache = CompressedKVCache(INT4, way="cpu")
+    if count:
+        cache.update_and_fetch(*pair(count))
+    twin = CompressedKVCache.from_contents(copy.deepcopy(cache).contents())
+    assert (twin.offset, twin.way, twin.config) == (cache.offset, "cpu", cache.config)
+    for _ in range(2):
+        assert all(map(mx.array_equal, twin.arrays(), cache.arrays()))
+        for one in (cache, twin):
+            one.update_and_fetch(*pair(100, 1))
+
+
+def test_steps_between_two_pages_share_one_snapshot():
+    cache = CompressedKVCache(INT4)
+    cache.update_and_fetch(*pair(300))
+    first, then = (cache.update_and_fetch(*pair(1, i))[0].pages for i in (1, 2))
+    assert first is then
+    other = copy.deepcopy(cache)
+    other.update_and_fetch(*pair(200, 3))
+    assert cache.update_and_fetch(*pair(1, 4))[0].pages is first
+    assert other.update_and_fetch(*pair(1, 4))[0].pages.tokens > first.tokens
+    cache.trim(150)
+    assert cache.update_and_fetch(*pair(1, 5))[0].pages.tokens < first.tokens

@@ -1,0 +1,352 @@
+"""Low rank that follows the text: updates, what becomes of stored tokens, and caches that hear queries."""
+
+import copy
+import weakref
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from low_rank_cache import (
+    DIMS,
+    HEADS,
+    KV_HEADS,
+    RANK,
+    SCALE,
+    cache,
+    close,
+    data,
+    feed,
+    start,
+)
+from mlx_lm.models.cache import KVCache
+from on_emulator import make
+
+from mlxkv.cache import following
+from mlxkv.cache.adaptive import AdaptiveKVCache
+from mlxkv.cache.attention import _whole, attend
+from mlxkv.codec.maps import sample
+from mlxkv.formats.names import parse_kv
+from mlxkv.metal import whiten
+from mlxkv.serve.caches.memory import shapes_of
+from mlxkv.spec import oja as spec
+
+
+def test_no_factor_and_no_repetition_of_a_batch_changes_the_update():
+    u, x = start(), data(40)
+    made = following.update(u, x, 0.1)
+    assert close(following.update(u, 3000 * x, 0.1), made)
+    assert close(following.update(u, mx.concatenate([x, x, x], axis=2), 0.1), made)
+    assert not close(
+        following.update(u, 30 * x, 0.1, raw=True), following.update(u, x, 0.1, raw=True), 0.1
+    )
+
+
+@pytest.mark.parametrize(("tokens", "dims", "rank"), [(32, 32, 24), (9, 64, 40), (50, 48, 33)])
+def test_the_kernel_updates_as_plain_ops_do(tokens, dims, rank):
+    assert whiten.why_not(dims, rank, make) is None
+    rng = np.random.default_rng(tokens)
+    u = following.orthonormal(mx.array(rng.standard_normal((1, 2, dims, rank))))
+    x = mx.array(rng.standard_normal((1, 2, tokens, dims)).astype(np.float32))
+    ours = following.update(u, x, 0.5, make=make)
+    assert close(ours, following.update(u, x, 0.5)) and whiten.off_orthonormal(ours) < 1e-5
+    assert close(following.update(u, 3000 * x, 0.5, make=make), ours)
+    for bad in (x * np.nan, x * np.inf):
+        assert close(following.update(u, bad, 0.5, make=make), u, 1e-9)
+    zero = following.update(u, mx.zeros_like(x), 0.5, make=make)
+    assert close(zero, u, 1e-6) and whiten.off_orthonormal(zero) < 1e-5
+
+
+def test_batches_of_any_length_take_few_kernels():
+    """Each would be compiled, and kept: chunks of prompts teach by as many tokens as they have."""
+    built = []
+
+    def counting(**names):
+        built.append(names["name"])
+        return make(**names)
+
+    u = start()
+    for tokens in (1, 5, 17, 31, 32):
+        x = data(tokens, tokens)
+        assert close(following.update(u, x, 0.5, make=counting), following.update(u, x, 0.5))
+    assert len(built) == 2  # of tokens, and of the basis itself
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
+    def spoiled(**names):
+        call = make(**names)
+        return lambda **kw: [1.001 * x for x in call(**kw)]
+
+    def spoiled_inverse(**names):
+        return spoiled(**names) if "INVERSE = 1" in names["source"] else make(**names)
+
+    assert "off by" in whiten.why_not(32, 24, spoiled)
+    assert "off by" in whiten.why_not(32, 24, spoiled_inverse)
+    assert "does not fit" in whiten.why_not(256, 192, make)
+    assert "no GPU" in whiten.why_not(32, 24, None)
+
+
+def test_updates_lead_towards_the_text():
+    x, u = data(400), start()
+    rows = np.array(x[0], np.float64)
+    best = spec.basis(rows.swapaxes(-1, -2) @ rows, RANK)
+    before = spec.residual(rows, np.array(u[0], np.float64))
+    for _ in range(30):
+        u = following.update(u, x, 0.5)
+    after, least = spec.residual(rows, np.array(u[0], np.float64)), spec.residual(rows, best)
+    assert (after < 0.5 * before + 0.5 * least).all()
+    assert whiten.off_orthonormal(u) < 1e-5
+
+
+@pytest.mark.parametrize("poison", (float("nan"), float("inf")))
+@pytest.mark.parametrize("raw", (False, True))
+def test_a_batch_that_is_not_sound_teaches_nothing(poison, raw):
+    x, u = np.array(data(8)), start()
+    x[0, 0, 3, 5] = poison
+    made = following.update(u, mx.array(x), 0.1, raw)
+    assert mx.array_equal(made[:, 0], u[:, 0]) and not mx.array_equal(made[:, 1], u[:, 1])
+    zero = following.update(u, mx.zeros((1, KV_HEADS, 8, DIMS)), 0.1, raw)
+    assert close(zero, u) and whiten.off_orthonormal(zero) < 1e-5
+
+
+@pytest.mark.parametrize("name", ("static-r24", "oja-r24", "oja-r24+segments3", "oja-r24+int8"))
+def test_attention_in_low_rank_is_that_over_what_comes_back(name):
+    """A.3 of the paper: Eigen-N and reconstruct-then-attend are one."""
+    one = cache(name)
+    feed(one, 160)
+    feed(one, 48, seed=5, chunk=1)
+    q, view = data(1, 9, HEADS), one.keys_and_values()[0]
+    keys, values = _whole(view, mx.float32)
+    expected = mx.fast.scaled_dot_product_attention(q, keys, values, scale=SCALE)
+    assert close(attend(q, view, SCALE), expected, 1e-5)
+
+
+def test_the_first_chunk_teaches_before_it_is_sealed():
+    one = cache()
+    feed(one, 128, chunk=128)
+    q, k, v = data(128, 0, HEADS), data(128, 1), data(128, 2)
+    seen = spec.importance(np.array(q[:, :, -32:], np.float64), np.array(k, np.float64), SCALE)
+    at = spec.salient(seen, round(0.05 * 128))[0]
+    turns = sample(KV_HEADS, (DIMS, DIMS), one.config.fitted)
+    for x, now, was in (
+        (k, one.basis.keys, turns.keys),
+        (v, one.basis.values, turns.values),
+    ):
+        expected = spec.update(
+            np.array(was.down, np.float64), np.array(x[0], np.float64)[:, at], 0.1
+        )
+        assert close(now.down[0], expected)
+        assert whiten.off_orthonormal(now.down) < 1e-5
+    pages = one.keys_and_values()[0].pages
+    u = one.basis.keys.down
+    stored = k[:, :, 4 : 4 + pages.tokens] @ u
+    assert pages.tokens == 96
+    assert close(pages.decode(0, mx.float32), stored @ u.swapaxes(-1, -2), 1e-3)
+
+
+def test_decoding_teaches_by_every_32_tokens():
+    one = cache(recent=32)
+    feed(one, 64)
+    bases = []
+    for step in range(66):
+        feed(one, 1, seed=100 + step, chunk=1)
+        bases.append(one.basis.keys.down)
+    changed = [i for i in range(1, 66) if not mx.array_equal(bases[i], bases[i - 1])]
+    assert changed == [32, 64]
+    last = mx.concatenate([data(1, 100 + step + 1) for step in range(32)], axis=2)
+    assert close(bases[32], following.update(bases[31], last, 0.05))
+    still = cache("oja-r24+prompt")
+    feed(still, 64)
+    before = still.basis.keys.down
+    feed(still, 70, seed=3, chunk=1)
+    assert mx.array_equal(still.basis.keys.down, before)
+
+
+def test_what_becomes_of_stored_tokens():
+    """(a) U_old^T U_new, (b) a basis per run, (c) as they are."""
+    seen = {}
+    for name in ("transport", "segments", "stay"):
+        one = cache(f"oja-r24+fast+{name}")
+        feed(one, 96, chunk=96)
+        old = one.basis.keys.down
+        stored = one.keys_and_values()[0].pages.decode(0, mx.float32)
+        feed(one, 33, seed=7, chunk=1)
+        new = one.basis.keys.down
+        assert not close(old, new, 1e-3)
+        found = one.keys_and_values()[0].pages.decode(0, mx.float32)[:, :, : stored.shape[2]]
+        codes = stored @ old
+        back = {
+            "transport": codes @ old.swapaxes(-1, -2) @ new @ new.swapaxes(-1, -2),
+            "segments": stored,
+            "stay": codes @ new.swapaxes(-1, -2),
+        }
+        assert close(found, back[name], 2e-3)
+        seen[name] = found
+    assert not close(seen["stay"], seen["segments"], 0.01)
+
+
+@pytest.mark.parametrize("segments", (1, 2, 3))
+def test_runs_are_bounded_and_keep_every_page(segments):
+    one = cache(f"oja-r24+segments{segments}")
+    feed(one, 64)
+    for turn in range(12):
+        feed(one, 40, seed=10 * turn, chunk=1 if turn % 2 else 40)
+        assert len(one._store.runs) <= segments
+        assert one._store.count * 16 + one._count + 4 == one.offset
+        view = one.keys_and_values()[0]
+        assert view.tokens == one.offset
+        for run, basis in zip(one._store.runs, one._store.bases, strict=True):
+            assert run.codecs[0].transform is basis.keys
+            assert whiten.off_orthonormal(basis.keys.down) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", ("oja-r24", "oja-r24+int4+segments3", "int4+keep0.5", "oja-r24+int8+pages0.5")
+)
+def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
+    from mlxkv.cache import adaptive
+    from mlxkv.cache import compressed as plain
+
+    one = cache(name)
+    turns = one.layer_maps
+    monkeypatch.setattr(plain, "_saved_maps", lambda header, kinds: turns)
+    if turns is not None:
+        object.__setattr__(turns, "digest", "sample")
+    feed(one, 150)
+    for steps in (0, 40):
+        if steps:
+            feed(one, steps, seed=5, chunk=1)
+        others = [
+            copy.deepcopy(one),
+            adaptive.AdaptiveKVCache.from_state(one.state),
+            copy.copy(one),
+        ]
+        outs = [feed(copy.deepcopy(x), 36, seed=8, chunk=1) for x in (one, *others)]
+        assert all(mx.array_equal(out, outs[0]) for out in outs[1:])
+        assert all(x.nbytes <= one.nbytes for x in others)
+
+
+def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
+    """Decoded before any prompt has taught: the first run is of the calibration, the second is not."""
+    from mlxkv.cache import compressed as plain
+
+    one = cache("oja-r24+prompt+int8")
+    monkeypatch.setattr(plain, "_saved_maps", lambda header, kinds: one.layer_maps)
+    feed(one, 100, seed=4, chunk=1)
+    feed(one, 64, seed=9, chunk=64)
+    assert [basis.keys.down.ndim for basis in one._store.bases] == [3, 4]
+    again = AdaptiveKVCache.from_state(one.state)
+    for x, y in zip(
+        *(_whole(c.keys_and_values()[0], mx.float32) for c in (one, again)), strict=True
+    ):
+        assert mx.array_equal(x, y)
+
+
+def test_trim_is_exact():
+    one = cache("oja-r24+fast")
+    feed(one, 150)
+    feed(one, 40, seed=5, chunk=1)
+    whole = [_whole(one.keys_and_values()[0], mx.float32)[i] for i in (0, 1)]
+    for n in (3, 20, 70):
+        assert one.trim(n) == n
+        left = _whole(one.keys_and_values()[0], mx.float32)
+        for x, y in zip(left, whole, strict=True):
+            assert mx.allclose(x, y[:, :, : one.offset], atol=1e-6)
+    assert one.trim(10**6) and one.offset == 0 and one.empty()
+    feed(one, 40)
+
+
+def test_moving_bases_of_full_rank_are_not_kept_by_anyone():
+    """Not by a cache that has learned, either, but for those of its pages."""
+    one, made = cache("oja-1.0+int8+segments3"), []
+    plain = following.following
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            following, "following", lambda u: made.append(weakref.ref(t := plain(u))) or t
+        )
+        feed(one, 300, chunk=50)
+    assert one._store.runs[-1].codecs[0].moving and one.basis.keys.down.shape[-1] == DIMS
+    assert len(made) > 8 and sum(ref() is not None for ref in made) <= 6
+
+
+def kept_by_spec(q, k, sink, pages, keep, page=16):
+    seen = spec.importance(np.array(q[:, :, -32:], np.float64), np.array(k, np.float64), SCALE)
+    votes = spec.votes(seen, KV_HEADS)[..., sink : sink + pages * page]
+    return sink + spec.kept(votes, max(1, round(keep * pages)) * page)
+
+
+def test_selection_keeps_what_the_last_queries_look_at_and_positions():
+    """SnapKV on full-precision pages: attention is that over the tokens that stay."""
+    one = cache("fp16+keep0.25", page=16)
+    feed(one, 160, chunk=160)
+    q, k, v = data(160, 0, HEADS), data(160, 1), data(160, 2)
+    pages, before = one._store.count, one.nbytes
+    new = [data(1, seed, heads) for seed, heads in ((20, HEADS), (21, KV_HEADS), (22, KV_HEADS))]
+    view, _ = one.update_and_fetch(*new[1:])
+    out = attend(new[0], view, SCALE)
+    at = kept_by_spec(q, k, 4, pages, 0.25)
+    rest = np.arange(4 + pages * 16, 160)
+    index = [np.concatenate([np.arange(4), at[0, g], rest]) for g in range(KV_HEADS)]
+    left = []
+    for x, last in ((k, new[1]), (v, new[2])):
+        own = mx.stack([x[0, g][mx.array(i)] for g, i in enumerate(index)])[None]
+        left.append(mx.concatenate([own, last], axis=2))
+    assert close(out, mx.fast.scaled_dot_product_attention(new[0], *left, scale=SCALE), 1e-5)
+    assert one.offset == 161 and one.dropped == (pages - one._store.count) * 16
+    assert one.nbytes < before and not one.is_trimmable()
+    assert one.make_mask(3, return_array=True).shape == (3, 161 - one.dropped + 3)
+    assert one.trim(1) == 1 and one.offset == 160
+    with pytest.raises(Exception, match="tokens were dropped"):
+        one.trim(140)
+    with pytest.raises(Exception, match="whole context; got a mask with a window of 8"):
+        one.make_mask(3, window_size=8)
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "kivi-int2+keep0.5",
+        "turbo-2.5+keep0.5",
+        "kvarn-int4+keep0.5",
+        "polar-tree+keep0.5",
+        "oja-r24+srft-int3+keep0.5",
+        "static-r24+kvarn-int2+pages0.5",
+    ),
+)
+def test_selection_goes_with_every_format(name):
+    """Where tokens share scales, whole pages go."""
+    made = parse_kv(name)
+    made = replace(made, sink=4, recent=16)
+    turns = sample(KV_HEADS, (DIMS, DIMS), made.fitted) if made.calibrated else None
+    one = AdaptiveKVCache(made, turns)
+    tokens = 15 + 5 * made.page
+    feed(one, tokens, chunk=tokens)
+    pages, before = one._store.count, one._store.read(0, one._store.count).decode(0, mx.float32)
+    feed(one, 1, seed=4, chunk=1)
+    assert one._store.count == max(1, round(pages / 2))
+    assert one.offset == tokens + 1 == one.dropped + one.keys_and_values()[0].tokens
+    rows = np.array(before.reshape(-1, DIMS))
+    after = one._store.read(0, one._store.count).decode(0, mx.float32)
+    if "+keep" not in name or "oja" not in name:
+        # A product of another shape turns them back: equal but for the last bits.
+        apart = [np.abs(rows - row).max(-1).min() for row in np.array(after.reshape(-1, DIMS))]
+        assert max(apart) < 1e-5
+
+
+@pytest.mark.parametrize("name", ("oja-r24", "oja-r24+int8+segments3", "int4+keep0.25"))
+def test_a_server_sets_enough_aside(name):
+    """Bases besides pages; and all pages of a prompt, which stay until it is read, and of the reply."""
+    one = cache(name)
+    feed(one, 1)
+    (shape,) = shapes_of([one])
+    assert shape.bytes_fp16(100) == shapes_of([filled_plainly(100)])[0].bytes_fp16(100)
+    for turn in range(6):
+        feed(one, 64 if turn < 2 else 40, seed=turn, chunk=64 if turn < 2 else 4)
+        asked = 0 if one._queries is None else one._queries[0].nbytes  # of so many query heads
+        assert one.nbytes - asked <= shape.bytes(one.offset, 64)
+
+
+def filled_plainly(tokens: int) -> KVCache:
+    plain = KVCache()
+    plain.update_and_fetch(data(tokens), data(tokens))
+    return plain

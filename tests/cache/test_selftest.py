@@ -1,0 +1,73 @@
+"""Kernels are judged on their own codes, and their codes with an allowance for ties."""
+
+import mlx.core as mx
+import pytest
+from faulty import broken
+from on_emulator import make
+
+from mlxkv.cache import selftest
+from mlxkv.formats.presets import PRESETS
+from mlxkv.metal import seal
+
+
+@pytest.mark.parametrize("preset", ("int4", "oscar-int2"))
+def test_kernels_pass(preset):
+    found = selftest.test(PRESETS[preset], 64, mx.float16, make)
+    assert found.reason is None and set(found.errors) == {
+        "attend",
+        "keys",
+        "values",
+        "prefill",
+        "seal",
+    }
+    assert found.errors["seal"] < selftest.SEAL_BOUND / 2 and found.ties < 0.002
+
+
+def test_a_product_rounded_to_ten_bits_passes(monkeypatch):
+    """What TF32 does to a rotation: some codes fall to the other side, nothing is wrong."""
+    monkeypatch.setattr(seal, "DENSE_TOKENS", 0)
+    store = seal.Transform.store
+
+    def rounded(self, x):
+        down = self.down.view(mx.uint32) + 0x1000 & 0xFFFFE000
+        return x.astype(mx.float32) @ down.view(mx.float32)
+
+    def build(*args, **more):
+        monkeypatch.setattr(seal.Transform, "store", rounded)  # once plain ops are done
+        return make(*args, **more)
+
+    found = selftest.test(PRESETS["oscar-int2"], 64, mx.float16, build)
+    assert seal.Transform.store is rounded is not store
+    assert found.reason is None, found
+    assert 2e-3 < found.errors["seal"] < selftest.SEAL_BOUND and found.ties > 0
+
+
+@pytest.mark.parametrize(
+    ("part", "good", "bad", "said"),
+    [
+        ("mlxkv_seal", "fma(left[", "fma(-left[", "seal"),
+        ("mlxkv_seal", "return kv_ranked<RANK>", "return 3.0f * kv_ranked<RANK>", "seal"),
+        ("mlxkv_unseal", "scales[at] = scale", "scales[at] = 0.9f * scale", "keys"),
+        ("mlxkv_merge", "T(total * share)", "T(1.05f * total * share)", "attend"),
+    ],
+)
+def test_faults_are_found_by_what_is_wrong(part, good, bad, said):
+    build = broken(part, good, bad)
+    reason = selftest.fault(PRESETS["oscar-int2"], 64, mx.float16, build)
+    assert any(build.held), good
+    assert reason is not None and reason.startswith(said), reason
+
+
+def test_two_bases_in_one_pass_are_on_trial_where_they_will_be_used():
+    fault = broken("mlxkv_merge", "run < runs", "run < 1")
+    reason = selftest.fault(PRESETS["oja-0.75+int4"], 64, mx.float16, fault)
+    assert reason is not None and reason.startswith("attend"), reason
+    assert selftest.fault(PRESETS["int4"], 64, mx.float16, fault) is None
+
+
+def test_ties_are_allowed_for_only_behind_a_rotation_that_is_multiplied():
+    """A fault as small as what TF32 does: none of it may come from a fast transform."""
+    small = broken("mlxkv_seal", "kv_inverse(step) *", "1.001f * kv_inverse(step) *")
+    found = selftest.test(PRESETS["srft-int4+g64"], 64, mx.float16, small)
+    assert selftest.BOUND < found.errors["seal"] < selftest.SEAL_BOUND
+    assert found.reason is not None and found.reason.startswith("seal")

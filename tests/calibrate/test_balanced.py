@@ -1,0 +1,327 @@
+"""Balanced transforms at work: calibration, the file, caches, kernels, folding."""
+
+import copy
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from older_file import older
+from on_emulator import make, make_tiles
+from random_models import random_model
+
+from mlxkv.cache import attention
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.codec import maps
+from mlxkv.codec.maps import LayerMaps
+from mlxkv.codec.transform import Transform
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration import artifact, balance
+from mlxkv.formats.config import BALANCED, Affine, CacheConfig, Full, Side
+from mlxkv.formats.presets import PRESETS
+from mlxkv.metal import launch
+from mlxkv.models import attach, detach
+from mlxkv.models.calibration import clips, measure
+from mlxkv.spec import affine as ref
+from mlxkv.spec import balanced as spec
+
+WINDOWS = {"sink": 16, "recent": 16, "page": 16}
+INT2 = dataclasses.replace(PRESETS["balanced-int2+g32"], **WINDOWS)
+INT4 = dataclasses.replace(PRESETS["balanced-int4"], **WINDOWS)
+TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
+KINDS = (BALANCED, BALANCED)
+
+
+def data(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def rms(x, exact):
+    return np.sqrt(np.mean((np.array(x) - exact) ** 2) / np.mean(np.array(exact) ** 2))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def made(model):
+    return measure.calibrate(model, TEXT)
+
+
+def logits(model, cache=None):
+    cache = cache or make_prompt_cache(model)
+    text = mx.array(TEXT[:100])[None]
+    parts = [model(text[:, :90], cache=cache)]
+    parts += [model(text[:, i : i + 1], cache=cache) for i in range(90, 100)]
+    return np.array(mx.concatenate(parts, axis=1)[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Calibration
+
+
+def seen_by(model, window):
+    """Per layer, per window: (q, k, v) [1, H or G, T, D], from the model itself."""
+    from mlx_lm.models import llama
+
+    seen, original = [], llama.scaled_dot_product_attention
+
+    def spy(q, k, v, **rest):
+        seen.append([np.array(x, np.float64) for x in (q, k, v)])
+        return original(q, k, v, **rest)
+
+    llama.scaled_dot_product_attention = spy
+    try:
+        for start in range(0, len(TEXT), window):
+            mx.eval(model(mx.array(TEXT[start : start + window])[None]))
+    finally:
+        llama.scaled_dot_product_attention = original
+    return [seen[i :: len(model.layers)] for i in range(len(model.layers))]
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(700, 512), (350, 50)])
+def test_streamed_balances_equal_those_of_the_spec(model, window, chunk, monkeypatch):
+    """Keys and values without the first 64 of a window, all queries, and W_o of the layer."""
+    monkeypatch.setattr(measure, "CHUNK", chunk)
+    found = measure.calibrate(model, TEXT, window=window)
+    for index, windows in enumerate(seen_by(model, window)):
+        q, k, v = (np.concatenate(parts, axis=2) for parts in zip(*windows, strict=True))
+        late = np.arange(len(TEXT)) % window >= measure.SINK
+        heads, dims = q.shape[1], q.shape[3]
+        w = np.array(model.layers[index].self_attn.o_proj.weight, np.float64)
+        w = w.T.reshape(heads, dims, -1)
+        layer = found.layers[str(index)]
+        for basis, x, reads in (
+            (layer.keys, k, spec.oscar.key_target(q, 2)),
+            (layer.values, v, spec.output_moment(w, 2)),
+        ):
+            noise = spec.oscar.own_target(x[:, :, late])
+            for g in range(2):
+                s = spec.balanced(spec.regular(noise[g]), spec.regular(reads[g]))[1]
+                ours = basis.balance.sigma[g].astype(np.float64)
+                np.testing.assert_allclose(ours / ours.sum(), s / s.sum(), atol=2e-4)
+                down = basis.balance.down[g].astype(np.float64)
+                best = spec.cost(
+                    spec.balanced(spec.regular(noise[g]), spec.regular(reads[g]))[0],
+                    noise[g],
+                    reads[g],
+                )
+                assert spec.cost(down, noise[g], reads[g]) == pytest.approx(best, rel=1e-3)
+                if basis is layer.values:  # as large as before
+                    energy = np.trace(down.T @ noise[g] @ down) / np.trace(noise[g])
+                    assert energy == pytest.approx(1, rel=2e-2)
+
+
+def test_planted_outliers_are_undone(model):
+    """The same function with channels of K scaled up and of Q down: the same sigma."""
+    other = random_model("llama")
+    scale = np.ones(64, np.float32)
+    scale[[5, 37, 9, 41]] = 16, 16, 8, 8  # rotary pairs (i, i + 32)
+    for layer in other.layers:
+        one = layer.self_attn
+        one.k_proj.weight = one.k_proj.weight * mx.array(np.tile(scale, 2))[:, None]
+        heads = one.q_proj.weight.shape[0] // 64
+        one.q_proj.weight = one.q_proj.weight / mx.array(np.tile(scale, heads))[:, None]
+    plain, planted = (measure.calibrate(m, TEXT[:512]) for m in (random_model("llama"), other))
+    for name, layer in plain.layers.items():
+        for side in artifact.SIDES:
+            a, b = (getattr(x.layers[name], side).balance.sigma for x in (plain, planted))
+            np.testing.assert_allclose(a, b, rtol=1e-3)
+        assert planted.layers[name].keys.condition > 10 * layer.keys.condition
+
+
+@pytest.mark.parametrize("family", ("gemma3_text", "qwen3_next", "phi", "gpt_oss", "falcon_h1"))
+def test_families(family):
+    """Gates and norms before the output projection too: then errors of values count alike."""
+    model = random_model(family)
+    made = measure.calibrate(model, TEXT[:512])
+    assert made.balanced
+
+    def last(config):
+        attach(model, dataclasses.replace(config, **WINDOWS), calibration=made)
+        out = logits(model)
+        detach(model)
+        return out
+
+    plain = logits(model)
+    error = rms(last(PRESETS["balanced-int4"]), plain)
+    assert 0 < error < 1.5 * rms(last(PRESETS["oscar-int4"]), plain)
+
+
+def test_constant_text_still_gives_invertible_pairs(model):
+    made = measure.calibrate(model, [5] * 512)
+    assert made.layers["0"].values.balance.floored > 50
+    for layer in made.layers.values():
+        for side in artifact.SIDES:
+            assert balance.fault(getattr(layer, side).balance.down) is None
+
+
+def test_one_pair_per_layer_and_none_for_other_targets(model):
+    shared = measure.calibrate(model, TEXT, per_layer=True).layers["0"]
+    assert shared.keys.balance.down.shape == (1, 64, 64)
+    assert not measure.calibrate(model, TEXT, target="tensor").balanced
+    assert measure.calibrate(model, target="random").balanced  # for benches
+
+
+# --------------------------------------------------------------------------------------------------
+# Caches
+
+
+def through(x, turn: Transform, side):
+    """[G, T, D] as attention sees pages of it, by the spec."""
+    down, up = (np.array(y, np.float64) for y in (turn.down, turn.up))
+    bits, size = side.quantizer.bits, ref.group_size(side.quantizer.group, x.shape[-1])
+    stored = ref.affine_encode(x @ down, bits, size, clip=side.quantizer.clip)
+    return ref.affine_decode(*stored, size) @ up
+
+
+@pytest.mark.parametrize("factory", (None, make, make_tiles), ids=("ops", "kernels", "tiles"))
+@pytest.mark.parametrize(("dims", "dtype"), [(64, mx.float32), (80, mx.float16), (96, mx.float16)])
+@pytest.mark.parametrize("tokens", (1, 9))
+def test_pages_are_led_back_by_the_inverse(factory, dims, dtype, tokens):
+    """Plain ops, the portable kernels and the tiles: the spec's output, in decoding and prefill. The
+    pair is far from orthogonal, so a transpose in the place of the inverse shows."""
+    turns = maps.sample(2, (dims, dims), KINDS)
+    assert rms(turns.keys.up, np.array(turns.keys.down).swapaxes(-1, -2)) > 0.5
+    config = dataclasses.replace(INT2, recent=32)
+    keys, values = data(1, 2, 177, dims), data(1, 2, 177, dims, seed=1)
+    with launch.using(factory):
+        cache = CompressedKVCache(config, turns)
+        cache.update_and_fetch(*(mx.array(x[:, :, :176], dtype) for x in (keys, values)))
+        view, _ = cache.update_and_fetch(*(mx.array(x[:, :, 176:], dtype) for x in (keys, values)))
+        q = mx.array(data(1, 6, 1, dims, seed=2), dtype)
+        out = attention.attend(mx.repeat(q, tokens, 2), view, dims**-0.5)[:, :, :1]
+        mx.eval(out)
+    sink, pages = ref.split(176, 16, 32, 16)
+    inside, sides = slice(sink, sink + 16 * pages), []
+    for x, turn, side in ((keys, turns.keys, config.keys), (values, turns.values, config.values)):
+        x = np.array(mx.array(x, dtype), np.float64)
+        x[0, :, inside] = through(x[0, :, inside], turn, side)
+        sides.append(x)
+    exact = ref.attention(np.array(q, np.float64), *sides, dims**-0.5)
+    assert rms(out, exact) < (2e-2 if dtype == mx.float16 else 1e-2)
+    both = turns.keys, turns.values
+    wrong = LayerMaps(*(Transform(t.down, t.down.swapaxes(-1, -2)) for t in both))
+    cache = CompressedKVCache(config, wrong)
+    cache.update_and_fetch(mx.array(keys, dtype), mx.array(values, dtype))
+    assert rms(attention.attend(q, cache.keys_and_values()[0], dims**-0.5), exact) > 0.1
+
+
+@pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16))
+@pytest.mark.parametrize("tokens", (1, 9))
+def test_turned_queries_round_like_turned_ones(dtype, tokens):
+    """Codes off: what is left is the rounding of what is turned. It stays near that of a rotation, and
+    near the rounding of the 16-bit tensors themselves."""
+    dims, count = 128, 400
+    scale = np.exp(data(dims, seed=5))
+    keys, q = data(1, 2, count, dims) * scale, data(1, 4, tokens, dims, seed=1) / scale
+    values = data(1, 2, count, dims, seed=2)
+    moments = [(x[0] ** 2).mean((0, 1)) for x in (keys, q)]
+    pairs = balance.balance(*(np.diag(m)[None].repeat(2, 0).astype(np.float64) for m in moments))
+    down, up = balance.mixed(pairs[0], "uhp")
+    turns = {
+        BALANCED: Transform(mx.array(down.astype(np.float32)), mx.array(up.astype(np.float32))),
+        "oscar": maps.sample(2, (dims, dims)).keys,
+    }
+    inputs = [mx.array(x, dtype) for x in (keys, values, q)]
+    exact = ref.attention(*(np.array(inputs[i].astype(mx.float32)) for i in (2, 0, 1)), dims**-0.5)
+    errors = {}
+    for kind, turn in turns.items():
+        config = CacheConfig(Side(Full(), kind), Side(Full(), kind), 16, 16, 16)
+        cache = CompressedKVCache(config, LayerMaps(turn, turn, kinds=(kind, kind)))
+        for part in (slice(0, 390), slice(390, count)):
+            view, _ = cache.update_and_fetch(*(x[:, :, part] for x in inputs[:2]))
+        assert view.pages.tokens > 300 and view.pages.codecs[0].transform is turn
+        out = attention.attend(inputs[2], view, dims**-0.5).astype(mx.float32)
+        errors[kind] = rms(out, exact)
+    step = 2**-10 if dtype == mx.float16 else 2**-7
+    assert errors[BALANCED] < 4 * step
+    assert errors[BALANCED] < 2 * errors["oscar"]
+
+
+def test_saved_prompt_caches_come_back(model, made, tmp_path, monkeypatch):
+    """Sides of both kinds, in another process too, and never those of the other kind."""
+    keys, values = PRESETS["oscar-int2"].keys, PRESETS["balanced-int2"].values
+    config = CacheConfig(keys, values, **WINDOWS)
+    attach(model, config, calibration=made)
+    caches = make_prompt_cache(model)
+    logits(model, caches)
+    turns = caches[0].layer_maps
+    assert turns.kinds == ("oscar", BALANCED) == config.fitted
+    basis = made.layers["0"]
+    np.testing.assert_array_equal(np.array(turns.keys.down), basis.keys.rotation("uhp"))
+    np.testing.assert_array_equal(np.array(turns.values.down), basis.values.balance.pair("uhp")[0])
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, caches)
+    want = logits(model, [copy.copy(c) for c in caches])
+    monkeypatch.setattr(maps, "_at_hand", {})  # another process
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
+    with pytest.raises(UserError, match="none with digest"):
+        load_prompt_cache(file)
+    artifact.write(artifact.kept_path("some"), made)
+    back = load_prompt_cache(file)
+    assert back[0].layer_maps.kinds == config.fitted
+    np.testing.assert_array_equal(logits(model, back), want)
+    detach(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("llama", {"num_key_value_heads": 4, "attention_bias": True}), ("phi3", {})],
+)
+def test_folded_weights_say_the_same(family, changes):
+    model = random_model(family, **changes)
+    made = measure.calibrate(model, TEXT[:512])
+    attach(model, INT4, calibration=made)
+    plain = logits(model)
+    reports = attach(model, INT4, calibration=made, fold=True)
+    assert {r.fold for r in reports if r.compressed} == {"folded"}
+    cache = make_prompt_cache(model)
+    assert rms(logits(model, cache), plain) < 1e-3
+    copies = [copy.copy(one) for one in cache]
+    assert rms(logits(model, copies), logits(model, cache)) < 1e-6
+    assert copies[0].layer_maps.folded
+    detach(model)
+
+
+def test_a_clip_belongs_to_its_transform(model, made):
+    """The same bits and group: a clip searched for rotations is not taken for a balanced side."""
+    oscar, ours = (PRESETS[f"{name}-int2"] for name in ("oscar", "balanced"))
+    assert ours.keys.format(64, 64) == "balanced int2 g64" != oscar.keys.format(64, 64)
+    found, trials = clips.search(model, made, ours, TEXT, candidates=(0.9, 0.7))
+    basis = found.layers["0"].keys
+    assert set(basis.clips) == {"balanced int2 g64"} and set(trials) == {"0", "1"}
+    both = clips.search(model, found, oscar, TEXT, candidates=(0.9, 0.7))[0]
+    assert set(both.layers["0"].keys.clips) == {"balanced int2 g64", "int2 g64"}
+    for config, form in ((ours, "balanced int2 g64"), (oscar, "int2 g64")):
+        attach(model, config, calibration=both)
+        cache = make_prompt_cache(model)[0]
+        assert cache.config.keys.quantizer.clip == both.layers["0"].keys.clips[form]
+    detach(model)
+
+
+def test_clips_are_kept_where_the_transform_is_the_same(made):
+    marked = {"balanced int2 g64": 0.9, "int2 g64": 0.8}
+    layer = made.layers["0"]
+    clipped = dataclasses.replace(
+        made,
+        layers={
+            **made.layers,
+            "0": dataclasses.replace(layer, keys=dataclasses.replace(layer.keys, clips=marked)),
+        },
+    )
+    again, lost = made.with_clips_of(clipped)
+    assert again.layers["0"].keys.clips == marked and lost == 0
+    again, lost = older(made).with_clips_of(clipped)
+    assert again.layers["0"].keys.clips == {"int2 g64": 0.8} and lost == 1
+
+
+def test_presets():
+    for group, name in ((128, ""), (64, "+g64"), (32, "+g32")):
+        config = PRESETS[f"balanced-int2{name}"]
+        assert config.keys.quantizer == Affine(2, group, clip=config.keys.quantizer.clip)
+        assert (config.sink, config.recent, config.balanced) == (64, 64, True)
+    assert not PRESETS["oscar-int2"].balanced and PRESETS["oscar-int2"].calibrated

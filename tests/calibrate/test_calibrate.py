@@ -1,0 +1,225 @@
+"""Calibration: streamed moments equal direct ones, whatever the windows, chunks and heads."""
+
+import json
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from random_models import random_model
+
+from mlxkv.errors import MachineError, UserError
+from mlxkv.formats import matrices
+from mlxkv.formats.calibration import artifact
+from mlxkv.models import load
+from mlxkv.models.calibration import measure
+from mlxkv.models.calibration.measure import Moments, second_moment
+from mlxkv.models.hooks.probe import Shape
+from mlxkv.spec import affine as ref
+from mlxkv.spec import oscar as spec
+
+TOKENS = np.random.default_rng(0).integers(0, 64, 600).tolist()
+
+
+def direct(model, tokens, window, bos=None):
+    """Per layer: (q, k, v, scale) of whole windows, from the model itself without any cache."""
+    from mlx_lm.models import llama
+
+    seen, original = [], llama.scaled_dot_product_attention
+
+    def spy(q, k, v, cache=None, scale=1.0, mask=None, **rest):
+        seen.append(([np.array(x, np.float64) for x in (q, k, v)], scale))
+        return original(q, k, v, cache=cache, scale=scale, mask=mask, **rest)
+
+    llama.scaled_dot_product_attention = spy
+    try:
+        for start in range(0, len(tokens), window):
+            part = [*([] if bos is None else [bos]), *tokens[start : start + window]]
+            mx.eval(model(mx.array(part)[None]))
+    finally:
+        llama.scaled_dot_product_attention = original
+    layers = len(model.layers)
+    return [seen[i::layers] for i in range(layers)]
+
+
+def targets(windows, kind):
+    """(keys, values) targets [G, D, D] of the windows of one layer, by the spec."""
+    keys, rows = 0.0, 0
+    parts = []
+    for (q, k, v), scale in windows:
+        n = q.shape[2]
+        parts.append((q, k, v, n, scale))
+        rows += n
+        keys = keys + n * (spec.own_target(k) if kind == "tensor" else spec.key_target(q, 2))
+    keys = keys / rows
+    if kind == "tensor":
+        return keys, sum(n * spec.own_target(v) for _, _, v, n, _ in parts) / rows
+    if kind == "attention":
+        exact = [
+            n * spec.value_target(q, k, v, s, ref.causal_mask(n, n)) for q, k, v, n, s in parts
+        ]
+        return keys, sum(exact) / rows
+    k, v = (np.concatenate([p[i] for p in parts], axis=2) for i in (1, 2))
+    return keys, spec.value_surrogate(k, v, keys)
+
+
+def moment_of(basis):
+    """What eigenvectors and eigenvalues were made from."""
+    vectors = basis.vectors.astype(np.float64)
+    return vectors * basis.values[:, None].astype(np.float64) @ vectors.swapaxes(-1, -2)
+
+
+def close(found, wanted, bound=1e-4):
+    """Up to a factor, which changes no eigenvector."""
+    found = found / np.trace(found, axis1=-2, axis2=-1)[:, None, None]
+    wanted = wanted / np.trace(wanted, axis1=-2, axis2=-1)[:, None, None]
+    assert np.abs(found - wanted).max() < bound * np.abs(wanted).max()
+
+
+@cache
+def llama():
+    return random_model("llama")
+
+
+@pytest.mark.parametrize("kind", ("attention", "surrogate", "tensor"))
+@pytest.mark.parametrize(("window", "chunk", "bos"), [(600, 512, None), (200, 64, 1), (300, 7, 3)])
+def test_streamed_moments_equal_direct_ones(kind, window, chunk, bos, monkeypatch):
+    monkeypatch.setattr(measure, "CHUNK", chunk)
+    made = measure.calibrate(llama(), TOKENS, target=kind, window=window, bos=bos)
+    assert list(made.layers) == ["0", "1"]
+    for windows, layer in zip(
+        direct(llama(), TOKENS, window, bos), made.layers.values(), strict=True
+    ):
+        for basis, wanted in zip((layer.keys, layer.values), targets(windows, kind), strict=True):
+            close(moment_of(basis), wanted)
+
+
+def test_one_rotation_per_layer_is_that_of_the_mean():
+    heads = measure.calibrate(llama(), TOKENS).layers["0"]
+    shared = measure.calibrate(llama(), TOKENS, per_layer=True).layers["0"]
+    assert shared.keys.vectors.shape == (1, 64, 64) and shared.kv_heads == 2
+    close(moment_of(shared.keys), moment_of(heads.keys).mean(0, keepdims=True))
+
+
+def test_rows_are_grouped_by_kv_head():
+    q = np.random.default_rng(1).standard_normal((2, 6, 5, 8)).astype(np.float32)
+    found = np.array(second_moment(mx.array(q), 2)) / 30
+    np.testing.assert_allclose(found, spec.key_target(q.astype(np.float64), 2), atol=1e-5)
+
+
+FAMILIES = ("gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "phi3", "deepseek_v2")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_those_that_attach_would_compress(family):
+    from mlxkv.models import attach, detach
+
+    model = random_model(family)
+    made = measure.calibrate(model, TOKENS[:512])
+    reports = attach(model, "oscar-int2", calibration=made)
+    detach(model)
+    indices = [r.index for r in reports if r.compressed]
+    assert [int(name.split(".")[0]) for name in made.layers] == indices
+    if family in ("gemma3_text", "gpt_oss"):
+        assert indices == [1, 3]  # the others slide
+    for layer in made.layers.values():
+        for basis in (layer.keys, layer.values):
+            assert matrices.off_orthonormal(basis.vectors) < 1e-5
+
+
+def test_the_model_is_left_as_it_was():
+    from mlx_lm.models import llama as file
+
+    before = file.scaled_dot_product_attention
+    text = mx.array(TOKENS[:50])[None]
+    plain = llama()(text)
+    measure.calibrate(llama(), TOKENS)
+    assert file.scaled_dot_product_attention is before
+    assert mx.array_equal(llama()(text), plain)
+
+
+@pytest.mark.parametrize("target", ("random", "none"))
+def test_targets_that_read_no_text(target):
+    made = measure.calibrate(llama(), target=target)
+    assert made.tokens == 0
+    if target == "none":  # H P alone
+        turn = made.layers["0"].keys.rotation("uhp")[0]
+        np.testing.assert_allclose(turn, spec.mixing(64), atol=1e-6)
+
+
+def test_progress_counts_every_token_once():
+    done = []
+    measure.calibrate(llama(), TOKENS, window=250, bos=1, progress=done.append)
+    assert sum(done) == len(TOKENS)
+
+
+def test_too_little_text_is_one_line():
+    with pytest.raises(UserError, match=r"\[calibrate\] too little text; got 100 tokens; .* 512"):
+        measure.calibrate(llama(), TOKENS[:100])
+
+
+@pytest.mark.parametrize(("name", "value"), [("target", "qqt"), ("parts", "xyz")])
+def test_unknown_settings_name_the_choices(name, value):
+    with pytest.raises(UserError, match=rf"\[--{name}\] unknown; got '{value}'; choose"):
+        measure.calibrate(llama(), TOKENS, **{name: value})
+
+
+def test_nan_is_one_line():
+    model = random_model("llama", seed=3)
+    weight = model.model.layers[1].self_attn.k_proj
+    weight.weight = weight.weight.at[0, 0].add(float("nan"))
+    with pytest.raises(MachineError, match=r"\[calibrate\] NaN or infinity in layer 1"):
+        measure.calibrate(model, TOKENS)
+
+
+def test_a_model_with_nothing_to_compress():
+    with pytest.raises(UserError, match=r"\[calibrate\] this model has nothing to compress; got: "):
+        measure.calibrate(random_model("gemma2"), TOKENS)
+
+
+def test_constant_text_is_floored():
+    """One token over and over: values of rank one. The rotation is still a rotation."""
+    made = measure.calibrate(llama(), [5] * 512)
+    layer = made.layers["0"]
+    assert layer.values.floored > 100
+    assert matrices.off_orthonormal(layer.values.vectors) < 1e-5
+
+
+def test_memory_of_moments_does_not_grow_with_the_text():
+    one = Moments(Shape(2, 64, 64, mx.float32), "tensor")
+    for seed in range(5):
+        x = mx.random.normal((1, 2, 100, 64), key=mx.random.key(seed))
+        one.add_update(x, x)
+    assert {name: x.shape for name, x in one.sums.items()} == dict.fromkeys(
+        ("keys", "values"), (2, 64, 64)
+    )
+    assert one.rows["keys"] == 500
+
+
+def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
+    from mlxkv.cli import main
+
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path / "cache")
+    text = tmp_path / "a.txt"
+    text.write_text("Some words about nothing in particular. " * 40)
+    args = ["calibrate", "--model", str(model_folder), "--text", str(text)]
+    assert main([*args, "--json"]) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out.splitlines()[-1])
+    assert "fewer than 8900" in said.err
+    assert report["tokens"] == 1600 and len(report["layers"]) == 2
+    assert report["path"] == str(artifact.kept_path(load(str(model_folder)).fingerprint))
+    out = tmp_path / "b.safetensors"
+    assert main([*args, "--target", "none", "-o", str(out)]) == 0
+    assert "condition K" in capsys.readouterr().out and artifact.read(out).target == "none"
+    for more, message in (
+        (["--target", "none"], "name a file with -o"),
+        (["--target", "qqt"], "choose from attention"),
+        (["--tokens", "3"], "choose 512 or more"),
+        (["--text", str(tmp_path)], "a folder is not a text"),
+    ):
+        assert main([*args, *more]) == 2
+        assert message in capsys.readouterr().err
+    text.write_text("too short")
+    assert main(args) == 2
+    assert "too little text" in capsys.readouterr().err

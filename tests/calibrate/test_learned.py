@@ -1,0 +1,304 @@
+"""Learned transforms at work: the command, the file, the presets, and the evidence."""
+
+import dataclasses
+import json
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from random_models import random_model
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from experiments import learned as evidence
+from mlxkv.cli import main
+from mlxkv.codec import maps
+from mlxkv.codec.transform import Transform
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration import artifact
+from mlxkv.formats.calibration.learned import Learned
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models import attach, detach, load
+from mlxkv.models.calibration import learn, measure
+
+TOKENS = np.random.default_rng(0).integers(0, 64, 600).tolist()
+RECIPE = Learned("householder+scale", "srft", 4, 64, 5)
+
+
+@cache
+def llama():
+    return random_model("llama")
+
+
+@cache
+def made():
+    """(calibration, what was gained, the usual calibration, the sample) of the random model."""
+    samples = {}
+    usual = measure.calibrate(llama(), TOKENS, samples=samples)
+    return (*learn.learn(usual, samples, RECIPE), usual, samples)
+
+
+@pytest.fixture
+def path(tmp_path):
+    artifact.write(tmp_path / "a.safetensors", made()[0])
+    return tmp_path / "a.safetensors"
+
+
+def rewritten(path, **header):
+    with safe_open(path, "numpy") as file:
+        old = json.loads(file.metadata()["mlxkv"])
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    path.write_bytes(save(found, {"mlxkv": json.dumps({**old, **header})}))
+
+
+def test_the_file_comes_back_the_same(path):
+    ours, back = made()[0], artifact.read(path)
+    assert back.learned == dataclasses.replace(RECIPE, rows=536 - 536 // learn.HELD)
+    assert (back.digest, back.header()) == (ours.digest, ours.header())
+    assert not back.balanced and made()[2].balanced
+    for name, layer in ours.layers.items():
+        for side in artifact.SIDES:
+            one, other = getattr(layer, side), getattr(back.layers[name], side)
+            assert (one.balance.down == other.balance.down).all()
+            assert (one.vectors == getattr(made()[2].layers[name], side).vectors).all()
+            down, up = (x.astype(np.float64) for x in other.balance.pair("u"))
+            assert np.abs(down @ up - np.eye(64)).max() < 1e-5
+            assert (down == one.balance.down).all()  # nothing is mixed in behind it
+
+
+def test_sigma_is_the_size_of_what_is_stored():
+    ours, _, _, samples = made()
+    for name, layer in ours.layers.items():
+        seen = np.array(samples[name].rows("values"), np.float64)[:, : ours.learned.rows]
+        size = np.sqrt(((seen @ layer.values.balance.down) ** 2).mean(1))
+        np.testing.assert_allclose(layer.values.balance.sigma, size, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    (None, {}, {**RECIPE.as_dict(), "bits": "4"}, {**RECIPE.as_dict(), "base": "x"}, {"a": 1}, 3),
+)
+def test_a_changed_header_is_one_line(path, entry):
+    """Without its entry the file would pass for a balanced one."""
+    rewritten(path, learned=entry)
+    with pytest.raises(UserError, match=r"\[calibration\] .*a.safetensors (has|was)") as caught:
+        artifact.read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_each_preset_takes_its_own_kind_of_file_only(path):
+    ours, _, usual, _ = made()
+    for kv, wrong, message in (
+        ("learned-int4", usual, "holds no learned transforms; make one with .* --learn scale -o"),
+        ("balanced-int4", ours, "holds no balanced transforms"),
+        ("learned-int4/balanced-int4", ours, "holds no balanced transforms"),
+    ):
+        with pytest.raises(UserError, match=message):
+            attach(llama(), kv, calibration=wrong)
+    reports = attach(llama(), "oscar-int2", calibration=ours)  # rotations are there as usual
+    detach(llama())
+    assert all(report.compressed for report in reports)
+
+
+@pytest.mark.parametrize(
+    "kv", ("learned-int4", "learned-int3", "learned-int2", "int8/learned-int4")
+)
+def test_a_preset_without_a_file_is_one_line(kv, model_folder, capsys):
+    """Also where the model has a calibration with balanced transforms of its own."""
+    for model in (str(model_folder), "tiny-qwen"):
+        assert main(["chat", "--model", model, "--kv", kv, "--prompt", "a", "--raw"]) == 2
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said.startswith(f"[attach] {kv} needs learned transforms; got no calibration; make ")
+        assert "mlxkv calibrate --model MODEL --learn scale -o FILE" in said
+        assert "--calibration FILE" in said
+
+
+def test_presets_are_groups_of_64_and_windows_of_64():
+    for bits in (4, 3, 2):
+        config = PRESETS[f"learned-int{bits}"]
+        assert config.learned and config.calibrated and not config.balanced
+        assert config.keys == config.values
+        assert (config.keys.quantizer.bits, config.keys.quantizer.group) == (bits, 64)
+        assert (config.sink, config.recent) == (64, 64)
+        assert config.keys.format(128, 64) == f"learned int{bits} g64"
+
+
+def test_caches_store_behind_the_learned_map():
+    """A random model end to end: what attention is given back is near, and tokens are the same."""
+    ours = made()[0]
+    text = mx.array(TOKENS[:300])[None]
+    config = dataclasses.replace(parse_kv("learned-int4"), sink=16, recent=16)
+    attach(llama(), config, calibration=ours)
+    try:
+        caches = llama().make_cache()
+        llama()(text, cache=caches)
+        again = llama()(text[:, -1:], cache=caches)
+    finally:
+        detach(llama())
+    for name, one in enumerate(caches):
+        rotations = maps.of(ours, ("learned", "learned"))[str(name)]
+        assert one.layer_maps is rotations and one.offset == 301
+        pair = ours.layers[str(name)].keys.balance.pair("u")
+        np.testing.assert_array_equal(np.array(rotations.keys.down), pair[0])
+        np.testing.assert_array_equal(np.array(rotations.keys.up), pair[1])
+    exact = np.array(llama()(mx.concatenate([text, text[:, -1:]], axis=1))[:, -1:])
+    off = np.abs(np.array(again) - exact).max()
+    assert 0 < off < 0.2 * np.abs(exact).max()
+
+
+def test_weights_take_the_learned_map_of_values():
+    text = mx.array(TOKENS[:300])[None]
+    outs = []
+    model = llama.__wrapped__()  # one of its own: folding is for good
+    for fold in (False, True):
+        reports = attach(model, "learned-int4", calibration=made()[0], fold=fold)
+        try:
+            outs.append(np.array(model(text, cache=model.make_cache())[0, -1]))
+        finally:
+            detach(model)
+    assert all(report.fold == "folded" for report in reports)
+    np.testing.assert_allclose(*outs, atol=2e-2 * np.abs(outs[0]).max())
+
+
+def test_outcomes_say_what_codes_lose():
+    ours, outcomes, _, samples = made()
+    one = outcomes["0"]["keys"]
+    x = samples["0"].rows("keys")
+    pair = Transform(*map(mx.array, ours.layers["0"].keys.balance.pair("u")))
+    seen, held = x[:, : ours.learned.rows], x[:, ours.learned.rows :]
+    assert one.error == pytest.approx(learn.error(seen, RECIPE.spec, pair), rel=1e-5)
+    assert one.held == pytest.approx(learn.error(held, RECIPE.spec, pair), rel=1e-5)
+    assert one.gain == pytest.approx(1 - one.error / one.srft)
+    assert one.gain >= 0 and one.seconds > 0
+
+
+def test_one_map_for_all_heads_of_a_layer():
+    samples = {}
+    usual = measure.calibrate(llama(), TOKENS, samples=samples, per_layer=True)
+    ours, _ = learn.learn(usual, samples, dataclasses.replace(RECIPE, steps=2))
+    assert ours.layers["0"].keys.balance.down.shape == (1, 64, 64)
+    assert ours.layers["0"].kv_heads == 2 and ours.learned.rows == 2 * 536 * 7 // 8
+    attach(llama(), "learned-int2", calibration=ours)
+    detach(llama())
+
+
+def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path / "cache")
+    text = tmp_path / "a.txt"
+    text.write_text("Some words about nothing in particular. " * 40)
+    args = ["calibrate", "--model", str(model_folder), "--text", str(text), "--tokens", "700"]
+    args += ["--learn", "rotation+scale", "--steps", "3"]
+    assert main([*args, "--bits", "3", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["learned"] | {"rows": 0} == Learned("rotation+scale", "srft", 3, 64, 3).as_dict()
+    assert [row["layer"] for row in report["layers"]] == ["0", "1"]
+    fingerprint = load(str(model_folder)).fingerprint
+    assert report["path"].endswith(f"{fingerprint}-learned.safetensors")
+    assert not artifact.kept_path(fingerprint).exists()  # the model's own stays as it was
+    assert artifact.with_digest(report["digest"]) is not None  # for caches that were saved
+    out = tmp_path / "b.safetensors"
+    assert main([*args, "--base", "none", "--group", "32", "-o", str(out)]) == 0
+    said = capsys.readouterr()
+    assert f"use it: --kv learned-int4 --calibration {out}" in said.out
+    assert "learned-int4 has groups of 64; these maps were learned for groups of 32" in said.err
+    assert artifact.read(out).learned.base == "none"
+    chat = ["chat", "--model", str(model_folder), "--kv", "learned-int4", "--prompt", "a" * 300]
+    assert main([*chat, "--raw", "--calibration", str(out), "--max-tokens", "3", "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    (
+        (
+            ["--learn", "cayley"],
+            "[--learn] unknown; got 'cayley'; choose from scale, rotation, hous",
+        ),
+        (["--learn", "scale", "--target", "none"], "[--learn] got scale with --target, which is"),
+        (["--learn", "scale", "--search-clip"], "[--learn] got scale with --search-clip"),
+        (["--base", "none"], "[--base] is for learned transforms; got none; add --learn scale"),
+        (["--steps", "9"], "[--steps] is for learned transforms; got 9; add --learn scale"),
+        (["--learn", "scale", "--bits", "5"], "[--bits] unknown; got 5; choose from 2, 3, 4"),
+        (["--learn", "scale", "--tokens", "5"], "[--tokens] too little text; got 5"),
+    ),
+)
+def test_slips_of_the_command_are_one_line(more, message, capsys):
+    assert main(["calibrate", *more]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith(message) and "\n" not in said
+
+
+def test_the_evidence(model_folder, tmp_path, capsys):
+    out = tmp_path / "a.json"
+    options = [
+        "--bits",
+        "2",
+        "--steps",
+        "3",
+        "--tokens",
+        "600",
+        "--context",
+        "300",
+        "--decode",
+        "4",
+    ]
+    learned = ["--learn", "scale,rotation,householder"]
+    evidence.main(["--model", str(model_folder), *options, *learned, "--out", str(out)])
+    said, data = capsys.readouterr().out, json.loads(out.read_text())
+    assert list(data["rows"]) == [
+        "fp16",
+        *("srft, 2 bits", "none, 2 bits", "oscar, 2 bits", "balanced, 2 bits"),
+        *(
+            f"{base}learned {variant}, 2 bits"
+            for variant in ("scale", "rotation", "householder")
+            for base in ("srft + ", "")
+        ),
+    ]
+    row = data["rows"]["srft + learned rotation, 2 bits"]
+    assert 0 <= row["gains"]["keys"]["gain"] <= 1 and len(row["gains"]["values"]["layers"]) == 2
+    assert row["kl_mean"] > 0 == data["rows"]["fp16"]["kl_mean"]
+    found = data["claims"]["2"]
+    assert set(found["without_srft"]) == {"scale", "rotation", "householder"}
+    assert found["householder"]["dims"] == 64
+    assert "householder at D = 64" in said and "rotation without SRFT, against" in said
+
+
+def test_claims_are_read_off_the_rows():
+    def row(kl, ppl, error):
+        gains = {side: {"layers": [{"error": error}]} for side in ("keys", "values")}
+        return {"kl_mean": kl, "ppl": ppl, "ppl_base": 2.0, "gains": gains}
+
+    rows = {
+        "fp16": {"dims": 256},
+        "srft, 4 bits": {"kl_mean": 1.0},
+        "srft + learned scale, 4 bits": row(0.4, 2.2, 0.5),
+        "srft + learned rotation, 4 bits": row(0.2, 2.1, 0.4),
+        "learned rotation, 4 bits": row(0.3, 2.3, 0.3),
+        "srft + learned householder, 4 bits": row(0.25, 2.0, 0.4),
+    }
+    found = evidence.claims(rows, 4)
+    assert found["scale"] == {"best": "rotation", "share": pytest.approx(0.75)}
+    more = {"error": pytest.approx(-0.25), "ppl": pytest.approx(2.3 / 2.1 - 1)}
+    assert found["without_srft"] == {"rotation": more | {"kl_mean": pytest.approx(0.5)}}
+    assert found["householder"] == {"dims": 256, "kl_mean": 0.25, "ppl_more": 0.0}
+    lines = list(evidence.said(found))
+    assert lines[0].endswith("(rotation) takes off: 75%")
+    assert lines[1] == (
+        "rotation without SRFT, against behind it: error -25.0%, perplexity +9.52%, KL +50.0%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        (["--learn", "cayley"], r"\[--learn\] unknown"),
+        (["--bits", "4,5"], r"\[--bits\] unknown; got 5"),
+        (["--decode", "1"], r"\[--decode\] must be at least 2; got 1; choose 2 or more"),
+        (["--out", "/nowhere/a.json"], r"\[--out\] no such folder"),
+        (["--frobnicate"], r"\[learned\] .*--help"),
+    ),
+)
+def test_slips_of_the_evidence_are_one_line(options, message):
+    with pytest.raises(UserError, match=message):
+        evidence.main(options)

@@ -1,0 +1,260 @@
+"""Turns of a chat: how much is read again, and that a stop or a failure loses nothing."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from random_model import write_model
+
+from mlxkv.chat.session import Session
+from mlxkv.errors import MachineError, UserError
+from mlxkv.models import load
+
+
+def ask(session: Session, prompt: str, **kwargs) -> str:
+    return "".join(session.ask(prompt, **kwargs))
+
+
+def in_step(session: Session) -> bool:
+    """Every layer holds exactly the tokens the session says it holds."""
+    return {layer.offset for layer in session.cache} == {len(session.tokens)}
+
+
+@pytest.fixture
+def session(loaded) -> Session:
+    return Session(loaded, max_tokens=12)
+
+
+def test_the_second_turn_reads_only_what_is_new(session):
+    ask(session, "hello")
+    held = len(session.tokens)
+    ask(session, "and now?")
+    assert in_step(session)
+    new = len("</s>\n<s>user\nand now?</s>\n<s>assistant\n") - 2 * 3 - 2 * 2
+    assert session.stats.read_tokens <= new + 1
+    assert session.stats.prompt_tokens == held + session.stats.read_tokens
+    assert [m["role"] for m in session.messages] == ["user", "assistant"] * 2
+
+
+def test_reuse_changes_no_token(loaded):
+    """The reply of a second turn equals the one computed from nothing."""
+    session = Session(loaded, max_tokens=12)
+    ask(session, "hello")
+    ask(session, "and now?")
+    reply = session.tokens[-session.stats.generated_tokens :]
+    prompt = session.tokens[: -session.stats.generated_tokens]
+    from mlxkv.models.generate import stream
+
+    anew = stream(loaded, prompt, make_prompt_cache(loaded.model), max_tokens=12)
+    assert [piece.token for piece in anew] == reply
+
+
+def test_a_changed_past_is_cut_to_the_common_start(session):
+    ask(session, "hello")
+    session.messages[0] = {"role": "user", "content": "help me"}
+    ask(session, "and now?")
+    assert in_step(session)
+    prompt = session.tokens[: session.stats.prompt_tokens]
+    assert session.loaded.tokenizer.decode(prompt).startswith("<s>user\nhelp me</s>")
+    # "<s>user\nhel" is shared: eight tokens and "hel" stay
+    assert session.stats.read_tokens == len(prompt) - len("X" + "user\nhel")
+
+
+def test_a_cache_that_cannot_be_trimmed_starts_anew(session, monkeypatch):
+    ask(session, "hello")
+    monkeypatch.setattr("mlxkv.chat.session.can_trim_prompt_cache", lambda cache: False)
+    session.messages[0] = {"role": "user", "content": "help me"}
+    ask(session, "and now?")
+    assert in_step(session)
+    assert session.stats.read_tokens == session.stats.prompt_tokens
+
+
+def test_asking_the_same_again_feeds_at_least_one_token(loaded):
+    session = Session(loaded, raw=True, max_tokens=3)
+    ask(session, "abc")
+    session.messages = []
+    session.text = ""
+    ask(session, "abc")
+    assert session.stats.read_tokens >= 1 and in_step(session)
+
+
+def test_stopped_replies_are_kept_and_the_session_goes_on(session):
+    pieces = []
+
+    def consume():
+        for piece in session.ask("hello", stop=lambda: len(pieces) >= 4):
+            pieces.append(piece)
+
+    consume()
+    assert session.stats.finish_reason == "stopped"
+    assert session.messages[-1]["role"] == "assistant" and in_step(session)
+    ask(session, "and now?")
+    assert in_step(session) and len(session.messages) == 4
+
+
+def speak(session: Session, text: str) -> None:
+    """The model says `text`, whatever it is asked."""
+    ids = iter(session.loaded.tokenizer.encode(text, add_special_tokens=False) * 2)
+    session.sampler = lambda logprobs: mx.array([next(ids)])
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("text", [" a reply with spaces", "up to a space ", "half a \u00fc"])
+def test_the_end_of_a_reply_is_not_read_again(loaded, raw, text):
+    """A first space and an unfinished letter are not shown, and yet they were said."""
+    data = len(text.encode()) - (text[-1] == "\u00fc")  # one token a byte; cut the last letter
+    session = Session(loaded, raw=raw, max_tokens=64)
+    speak(session, text)
+    ask(session, "hello" * 20, stop=lambda: session.stats.generated_tokens >= data)
+    held = len(session.tokens)
+    session.sampler = None
+    ask(session, "and now?")
+    reused = session.stats.prompt_tokens - session.stats.read_tokens
+    assert in_step(session) and reused == held
+
+
+def test_stopped_while_reading_drops_the_turn_and_keeps_the_tokens(session, monkeypatch):
+    monkeypatch.setattr("mlxkv.models.generate.prefill_step", lambda: 8)
+    done = []
+    reply = ask(
+        session,
+        "a long question that needs several chunks",
+        progress=lambda now, total: done.append(now),
+        stop=lambda: done[-1] >= 16,
+    )
+    assert reply == "" and session.messages == [] and in_step(session)
+    assert len(session.tokens) == 16
+    ask(session, "a long question that needs several chunks")
+    assert in_step(session) and session.stats.read_tokens == session.stats.prompt_tokens - 16
+
+
+def test_an_interrupt_in_the_middle_keeps_the_conversation(session, monkeypatch):
+    ask(session, "hello")
+    before = list(session.messages)
+    monkeypatch.setattr("mlxkv.chat.session.stream", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ask(session, "and now?")
+    assert session.messages == before and session.tokens == [] and in_step(session)
+    monkeypatch.undo()
+    ask(session, "and now?")
+    assert in_step(session) and len(session.messages) == 4
+
+
+def _interrupted(*args, **options):
+    raise KeyboardInterrupt
+    yield
+
+
+def test_nan_keeps_the_conversation(tmp_path):
+    broken = load(str(write_model(tmp_path / "nan", poison=True)), "fp16")
+    session = Session(broken, max_tokens=5)
+    with pytest.raises(MachineError):
+        ask(session, "hello")
+    assert session.messages == [] and session.tokens == [] and in_step(session)
+
+
+def test_a_prompt_longer_than_the_context(session):
+    ask(session, "hello")
+    before = list(session.tokens)
+    with pytest.raises(
+        UserError, match=r"longer than the model's context; got \d+ tokens; .* 2048"
+    ):
+        ask(session, "x" * 3000)
+    assert session.tokens == before and in_step(session)
+
+
+def test_a_reply_ends_at_the_end_of_the_context(loaded):
+    session = Session(loaded, max_tokens=500)
+    ask(session, "x" * 1980)
+    assert len(session.tokens) <= 2048 and in_step(session)
+
+
+def test_system_prompt_and_reset(loaded):
+    session = Session(loaded, system="be brief", max_tokens=3)
+    ask(session, "hello")
+    assert session.loaded.tokenizer.decode(session.tokens).startswith("<s>system\nbe brief</s>")
+    session.reset()
+    assert session.messages == [{"role": "system", "content": "be brief"}]
+    assert session.tokens == [] and session.usage().kv_bytes == 0
+
+
+def test_raw_text_goes_on_as_it_is(loaded):
+    session = Session(loaded, raw=True, max_tokens=4)
+    ask(session, "once upon")
+    ask(session, " a time")
+    text = session.loaded.tokenizer.decode(session.tokens, skip_special_tokens=True)
+    assert text.startswith("once upon") and " a time" in text and in_step(session)
+
+
+def test_refusals(tmp_path, loaded):
+    plain = load(str(write_model(tmp_path / "plain", template=None)), "fp16")
+    with pytest.raises(UserError, match="no chat template; use --raw"):
+        Session(plain)
+    with pytest.raises(UserError, match="--system"):
+        Session(plain, raw=True, system="be brief")
+    with pytest.raises(UserError, match="empty prompt"):
+        ask(Session(loaded), "  \n")
+    angry = load(
+        str(write_model(tmp_path / "angry", template="{{ raise_exception('no system role') }}")),
+        "fp16",
+    )
+    with pytest.raises(UserError, match="template refuses this: no system role"):
+        ask(Session(angry, system="be brief"), "hello")
+
+
+def test_usage_is_measured(session):
+    ask(session, "hello")
+    usage = session.usage()
+    assert usage.kv_bytes == sum(layer.nbytes for layer in session.cache)
+    assert usage.values == 2 * len(session.tokens) * 2 * 64
+    assert usage.kv_bytes_fp16 == 2 * usage.values
+
+
+@pytest.fixture(params=["model_folder", "gemma_folder"])
+def compressed(request) -> Session:
+    """An int4 session on a model with full attention, and on one with sliding windows."""
+    folder = request.getfixturevalue(request.param)
+    return Session(load(str(folder), "int4"), max_tokens=8)
+
+
+def test_compressed_turns_read_only_what_is_new(compressed):
+    ask(compressed, "a long story: " + "word " * 100)
+    held = len(compressed.tokens)
+    assert held > 500 and in_step(compressed)
+    for _ in range(3):
+        ask(compressed, "go on")
+        assert in_step(compressed) and compressed.stats.read_tokens < 40
+
+
+def test_compressed_usage(compressed):
+    plain = Session(load(str(compressed.loaded.path), "fp16"), max_tokens=8)
+    for session in (compressed, plain):
+        ask(session, "a long story: " + "word " * 250)
+    ours, theirs = compressed.usage(), plain.usage()
+    growing = [layer.compressed for layer in compressed.loaded.layers]
+    assert any(growing)
+    assert 0.8 < ours.values / theirs.values < 1.2  # the replies differ in length
+    sizes = [cache.nbytes for cache in compressed.cache], [cache.nbytes for cache in plain.cache]
+    for small, large, compresses in zip(*sizes, growing, strict=True):
+        assert small < 0.5 * large if compresses else small == pytest.approx(large, rel=0.1)
+
+
+def test_compressed_past_is_cut_or_read_again(compressed):
+    ask(compressed, "a long story: " + "word " * 100)
+    trimmable = all(cache.is_trimmable() for cache in compressed.cache)
+    compressed.messages[0]["content"] = "a long story: " + "word " * 80 + "end"
+    ask(compressed, "go on")
+    assert in_step(compressed)
+    assert (compressed.stats.read_tokens < 60) == trimmable
+
+
+def test_a_compressed_session_comes_back_the_same(compressed, tmp_path):
+    ask(compressed, "a long story: " + "word " * 100)
+    path = compressed.save(str(tmp_path / "talk"))
+    again = Session(compressed.loaded, max_tokens=8)
+    again.load(str(path))
+    assert [type(cache) for cache in again.cache] == [type(cache) for cache in compressed.cache]
+    assert again.usage().values == compressed.usage().values
+    assert ask(again, "go on") == ask(compressed, "go on")
+    assert again.stats.read_tokens < 40 and in_step(again)

@@ -1,0 +1,78 @@
+"""Every method in plain ops of MLX and of torch: the float64 law, products with codes, bytes."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from methods import METHODS, OWN_BOOKS, turn_at
+from stored_spec import stored
+
+import cuda_track.codec
+import mlxkv.codec.codec
+from cuda_track.codec.codec import Codec as TorchCodec
+from mlxkv.codec.codec import Codec
+from mlxkv.formats.config import Codebook, Full, Half, PolarTree, Side
+
+BACKENDS = {
+    "mlx": (Codec, mx.array, np.array, mx.float32),
+    "torch": (TorchCodec, torch.from_numpy, torch.Tensor.numpy, torch.float32),
+}
+# Each format once, with the page and the transform of its first method.
+FORMATS = {}
+for _method in METHODS.values():
+    for _spec in (_method.keys, _method.values):
+        FORMATS.setdefault(_spec, (_method.page, _method.turn))
+
+
+def cases():
+    for spec, (page, turn) in FORMATS.items():
+        for dims in (64, 80, 128):
+            side = Side(spec, turn_at(turn, dims))
+            if not (side.why_not(dims, page) or spec.why_not(dims, page)):
+                yield pytest.param(side, dims, page, id=f"{spec.label}, {side.transform}, {dims}")
+
+
+def data(*shape, seed=0):
+    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    x[..., 3] *= 6
+    return x
+
+
+def rms(x, spec):
+    return np.sqrt(np.mean((np.asarray(x, np.float64) - spec) ** 2) / np.mean(spec**2))
+
+
+def test_every_format_has_a_method():
+    found = {type(spec) for spec in FORMATS} | {Full, Half}
+    assert found == set(mlxkv.codec.codec.METHODS) == set(cuda_track.codec.METHODS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("side", "dims", "page"), list(cases()))
+def test_it_stores_what_the_law_says(side, dims, page, backend):
+    """And reads codes as it decodes them, in as many bytes as it says."""
+    make, array, numpy, float32 = BACKENDS[backend]
+    code, x = make(side, dims, page), data(2, 2, 2 * page, dims)
+    held = code.encode(array(x))
+    assert set(held) == side.quantizer.tensors
+    decoded = numpy(code.decode(held, float32))
+    bits = 8 * sum(part.nbytes for part in held.values())
+    assert bits == side.quantizer.bits_per_value(dims, page) * x.size
+    # q . k and p v from the codes.
+    q, p = data(2, 2, 3, dims, seed=1), np.abs(data(2, 2, 3, 2 * page, seed=2))
+    assert rms(numpy(code.scores(array(q), held)), q @ decoded.swapaxes(-1, -2)) < 1e-5
+    assert rms(numpy(code.mix(array(p), held)), p @ decoded) < 1e-5
+    law = law_of(side, x, page)
+    if law is not None:
+        # A code at a rounding boundary may fall the other way, and behind a transform moves its whole token.
+        off = np.abs(decoded - law) > 1e-4 * np.abs(law).max()
+        assert off.mean() < 0.05 and rms(decoded, law) < 1e-2
+
+
+def law_of(side, x, page):
+    """By the spec, or None where it has no such case: codebooks of its own, levels without their turn."""
+    spec = side.quantizer
+    turned = isinstance(spec, Codebook | PolarTree) and not getattr(spec, "outliers", False)
+    if (turned and side.transform != "random") or getattr(spec, "books", None) == OWN_BOOKS:
+        return None
+    return stored(x.astype(np.float64), side, 0, x.shape[2] // page, page)

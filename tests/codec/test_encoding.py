@@ -1,0 +1,104 @@
+"""Pages encoded by matrix products on the CPU, in both layouts, against the kernels and plain ops."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from on_emulator import make
+
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.stores import Codes, Records
+from mlxkv.cli import main
+from mlxkv.codec import encoding
+from mlxkv.codec.maps import sample
+from mlxkv.codec.records import to_codes
+from mlxkv.errors import UserError
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models import attach, load, prompt_cache
+
+DIMS = 64
+PRODUCTS = (encoding.ROWS, encoding.COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    mx.random.seed(3)
+    return tuple(mx.random.normal((2, 2, 256, DIMS)).astype(mx.float16) for _ in range(2))
+
+
+def records(preset: str, way: str, pair) -> Records:
+    config = PRESETS[preset]
+    turns = sample(2, (DIMS, DIMS), config.fitted) if config.calibrated else None
+    store = Records(config, (DIMS, DIMS), make, layer_maps=turns, way=way)
+    store.append(pair, 1)
+    store.append(pair, 1, config.page)
+    return store
+
+
+@pytest.mark.parametrize("way", PRODUCTS)
+@pytest.mark.parametrize("preset", ("int4", "int2", "srft-int4+g64", "srft-int4", "oscar-int2"))
+def test_products_write_the_records_of_the_kernel(preset, way, pair):
+    ours, theirs = (
+        to_codes(store.state, store.codecs)
+        for store in (records(preset, way, pair), records(preset, encoding.KERNEL, pair))
+    )
+    for side in ("keys", "values"):
+        for name, x in ours[side].items():
+            a, b = np.array(x), np.array(theirs[side][name])
+            if name == "codes":  # a value at a tie may fall to the other side
+                assert np.mean(a != b) < 0.01, (side, name)
+            else:
+                np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dims", (64, 80, 128))
+@pytest.mark.parametrize("heads", (None, 2))
+def test_the_layouts_are_one_product(dims, heads):
+    shape = (dims, dims) if heads is None else (heads, dims, dims)
+    down, x = mx.random.normal(shape), mx.random.normal((3, 2, 48, dims)).astype(mx.bfloat16)
+    rows, columns = (encoding.rotated(down, x, way) for way in PRODUCTS)
+    assert rows.dtype == columns.dtype == mx.float32
+    np.testing.assert_allclose(rows, columns, rtol=1e-4, atol=1e-3)
+    spec = np.array(x.astype(mx.float32), np.float64) @ np.array(down, np.float64)
+    np.testing.assert_allclose(np.array(columns), spec, rtol=1e-4, atol=1e-3)
+
+
+def test_plain_ops_take_the_layout_too(pair):
+    config = PRESETS["int4"]
+    stores = []
+    for way in PRODUCTS:
+        stores.append(Codes(config, (DIMS, DIMS), way=way))
+        stores[-1].append(pair, 2)
+    words = [np.array(store.state["keys"]["codes"]) for store in stores]
+    assert np.mean(words[0] != words[1]) < 0.01
+
+
+def test_no_kernel_encodes_when_the_cpu_is_asked_for(pair):
+    built = []
+
+    def watched(**texts):
+        built.append(texts["name"])
+        return make(**texts)
+
+    store = Records(PRESETS["int4"], (DIMS, DIMS), watched, way=encoding.ROWS)
+    store.append(pair, 2)
+    mx.eval(store.arrays())
+    assert not built
+
+
+def test_caches_of_an_attached_model_and_saved_ones_encode_as_asked(tmp_path):
+    loaded = load("tiny", "int4", encode=encoding.COLUMNS)
+    with pytest.raises(UserError, match="kernel, cpu, cpu-columns"):
+        attach(loaded.model, "int4", encode="gpu")
+    cache = make_prompt_cache(loaded.model)
+    loaded.model(mx.arange(300)[None], cache=cache)
+    path = prompt_cache.save(str(tmp_path / "a"), prompt_cache.Saved(cache, [1], [], ""), loaded)
+    for caches in (cache, prompt_cache.load(str(path), loaded).cache):
+        ours = [one for one in caches if isinstance(one, CompressedKVCache)]
+        assert ours and {(c.way, c._store.way) for c in ours} == {(encoding.COLUMNS,) * 2}
+
+
+def test_chat_takes_it_and_says_what_it_does_not_know(capsys):
+    assert main(["chat", "--prompt", "hi", "--encode", "nope"]) == 2
+    assert "[--encode] unknown; got 'nope'" in capsys.readouterr().err
+    assert main(["chat", "--prompt", "hi", "--max-tokens", "2", "--encode", "cpu-columns"]) == 0

@@ -1,0 +1,167 @@
+"""PolarQuant of Han et al.: its angles, its distortion, codebooks of three kinds."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxkv.chat.session import Session
+from mlxkv.codec import polar_tree
+from mlxkv.codec.codec import Codec
+from mlxkv.doctor.golden import TABLE as rows
+from mlxkv.errors import UserError
+from mlxkv.formats import levels
+from mlxkv.formats.config import CacheConfig, PolarTree, Side
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models import load
+from mlxkv.spec import polar_tree as ref
+
+DIMS = (64, 80, 96, 128, 256)
+
+
+def data(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def off(y, x):
+    """Mean squared error, as a share."""
+    y, x = np.array(y, np.float64), np.array(x, np.float64)
+    return ((y - x) ** 2).sum() / (x**2).sum()
+
+
+def decoded(spec, x, dims):
+    code = Codec(Side(spec, "random"), dims, 64)
+    return code.decode(code.encode(mx.array(x)), mx.float32)
+
+
+def test_polar_form_has_an_exact_inverse():
+    x = data(5, 128).astype(np.float64)
+    radii, angles = ref.to_polar(x)
+    np.testing.assert_allclose(ref.from_polar(radii, angles), x, atol=1e-14)
+    assert all(a.min() >= 0 for a in angles)
+    assert angles[0].max() < 2 * np.pi
+    assert max(a.max() for a in angles[1:]) <= np.pi / 2
+    ours, theirs = polar_tree.to_polar(mx.array(x.astype(np.float32)))
+    np.testing.assert_allclose(np.array(ours), radii, rtol=1e-6)
+    for a, b in zip(theirs, angles, strict=True):
+        np.testing.assert_allclose(np.array(a), b, atol=2e-6)
+
+
+@pytest.mark.parametrize("level", (1, 2, 3, 4))
+def test_codebooks_are_centroids_of_the_density_which_is_that_of_the_data(level):
+    book = levels.angles(level, ref.BITS[level - 1])
+    np.testing.assert_allclose(book, ref.angle_codebook(level), atol=1e-12)
+    end = ref.TURN if level == 1 else np.pi / 2
+    edges = np.concatenate([[0], (book[1:] + book[:-1]) / 2, [end]])
+    fine = np.linspace(0, end, 200_001)
+    density = ref.angle_density(fine, level)
+    for angle, low, high in zip(book, edges, edges[1:], strict=False):
+        inside = (fine >= low) & (fine <= high)
+        assert abs(np.average(fine[inside], weights=density[inside]) - angle) < 2e-4
+    _, angles = ref.to_polar(data(4000, 128).astype(np.float64))
+    found, _ = np.histogram(angles[level - 1], 40, (0, end), density=True)
+    middles = (np.arange(40) + 0.5) * end / 40
+    want = ref.angle_density(middles, level)
+    assert np.abs(found - want / want.mean() / end).max() < 0.05 * found.max() + 0.01
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_distortion_is_that_of_the_method(dims):
+    x = data(1, 1, 1024, dims)
+    assert off(decoded(PolarTree(), x, dims), x) == pytest.approx(0.032, rel=0.03)
+    spikes = np.random.default_rng(1).permuted(np.tile(np.arange(dims) == 7, (1024, 1)), axis=1)
+    spiked = x * np.where(spikes, 30, 1)
+    assert off(decoded(PolarTree(), spiked, dims), spiked) == pytest.approx(0.032, rel=0.06)
+
+
+def test_fitted_codebooks_are_better_where_angles_are_not_those_of_gaussian_vectors():
+    """Without a rotation: channels in pairs of which one is larger."""
+    x = data(1, 1, 256, 64) * np.where(np.arange(64) % 2, 4, 1).astype(np.float32)
+    spec = PolarTree(
+        polar_tree.fit(mx.array(data(1, 1, 256, 64, seed=1) * (x / data(1, 1, 256, 64))))
+    )
+    errors = []
+    for one in (PolarTree(), spec, PolarTree(online=True)):
+        code = Codec(Side(one), 64, 64)
+        errors.append(off(code.decode(code.encode(mx.array(x)), mx.float32), x))
+    assert errors[1] < 0.9 * errors[0]
+    assert errors[2] < 0.9 * errors[0]
+    assert CacheConfig.from_dict(as_json(spec)).keys.quantizer == spec
+
+
+def as_json(spec):
+    import json
+
+    config = CacheConfig(Side(spec, "random"), Side(spec, "random"))
+    return json.loads(json.dumps(config.as_dict()))
+
+
+def test_online_codebooks_belong_to_their_page_and_head():
+    x = data(1, 2, 128, 64)
+    x[0, 1, 64:, ::2] *= 5
+    whole = Codec(Side(PolarTree(online=True)), 64, 64)
+    alone = whole.encode(mx.array(x[:, 1:, 64:]))
+    together = whole.encode(mx.array(x))
+    assert together["books"].shape == (1, 2, 2, 28)
+    assert mx.array_equal(together["books"][:, 1:, 1:], alone["books"])
+    assert mx.array_equal(together["upper"][:, 1:, 4:], alone["upper"])
+    want = ref.to_polar(x[0, 1, 64:].astype(np.float64))[1][0]
+    fitted = ref.fit_codebook(
+        want, np.ones(want.shape, bool), levels.angles(1, 4), polar_tree.TREE_STEPS
+    )
+    np.testing.assert_allclose(np.array(alone["books"])[0, 0, 0, :16], fitted, rtol=1e-3)
+
+
+def test_rows_of_zeros_and_what_is_no_number_stay_by_themselves():
+    x = data(1, 1, 64, 64)
+    x[0, 0, 3], x[0, 0, 5, 7] = 0.0, np.nan
+    for spec in (PolarTree(), PolarTree(online=True)):
+        y = np.array(decoded(spec, x, 64))[0, 0]
+        assert not y[3].any()
+        assert np.isnan(y[5]).all()
+        assert np.isfinite(np.delete(y, 5, 0)).all()
+        assert off(np.delete(y, 5, 0), np.delete(x[0, 0], 5, 0)) < 0.04
+
+
+def test_bits_and_bad_values():
+    assert PRESETS["polar-tree"].bits_per_value(80, 128) == 3.875
+    assert PRESETS["polar-tree+online"].bits_per_value(128, 128) == 3.875 + 28 * 16 / 64 / 128
+    assert "multiple of 16 dims, here are 72" in PRESETS["polar-tree"].why_not(72, 72)
+    with pytest.raises(UserError, match="16, 4, 4 and 4 angles; got 2, 2"):
+        PolarTree(((1, 2), (1, 2)))
+    good = polar_tree.fit(mx.array(data(256, 64)))
+    with pytest.raises(UserError, match="must ascend"):
+        PolarTree((good[0][::-1], *good[1:]))
+    with pytest.raises(UserError, match="given or online"):
+        PolarTree(good, online=True)
+
+
+def test_pairs_of_other_neighbours_are_red(monkeypatch):
+    made = polar_tree.to_polar
+
+    def halves(x):  # the first dim with that in the middle
+        n = x.shape[-1] // 2
+        return made(mx.stack([x[..., :n], x[..., n:]], -1).reshape(x.shape))
+
+    monkeypatch.setattr(polar_tree, "to_polar", halves)
+    found = [row for row in rows.polar_tree_rows() if row.table == "polar-tree"]
+    assert found and not any(row.ok for row in found)
+
+
+def test_one_step_of_fitting_less_is_red(monkeypatch):
+    monkeypatch.setattr(polar_tree, "TREE_STEPS", polar_tree.TREE_STEPS - 1)
+    assert not all(row.ok for row in rows.polar_tree_rows() if row.case.startswith("online"))
+
+
+@pytest.mark.parametrize(
+    "preset", ("polar-tree", "polar-tree+online", "turbo-2.5", "turbo-int3+qjl")
+)
+def test_a_saved_session_goes_on_where_it_was(model_folder, tmp_path, preset):
+    loaded = load(str(model_folder), preset)
+    session = Session(loaded, max_tokens=4)
+    list(session.ask("word " * 260))
+    path = session.save(str(tmp_path / "talk"))
+    assert all(cache._store.count for cache in session.cache)
+    again = Session(load(str(model_folder), preset), max_tokens=4)
+    again.load(str(path))
+    assert "".join(again.ask("go on")) == "".join(session.ask("go on"))
+    assert again.stats.read_tokens < again.stats.prompt_tokens  # the rest came from the file

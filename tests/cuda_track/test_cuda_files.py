@@ -1,0 +1,109 @@
+"""What both implementations store, byte for byte: page records, headers, states of caches."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from tensors import to_mlx, to_torch
+
+from cuda_track.cache.attention import attend
+from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.cache.stores import codecs_of
+from cuda_track.codec import records
+from cuda_track.codec.records import as_codes
+from mlxkv.cache.attention import attend as mlx_attend
+from mlxkv.cache.compressed import CompressedKVCache as MlxCache
+from mlxkv.codec import records as mlx_records
+from mlxkv.codec.codec import Codec as MlxCodec
+from mlxkv.errors import UserError
+from mlxkv.formats.lowrank import Half
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.records import NAMES, why_no_record
+
+CPU = torch.device("cpu")
+IN_RECORDS = [
+    *("int8", "int4", "srft-int3", "srft-int4", "hadamard-int2+clip", "kivi-int2", "kvarn-int3"),
+    *("turbo-int3", "polar", "polar-tree", "polar-tree+online"),
+    "turbo-int3+qjl",
+]
+STATES = [*IN_RECORDS, "turbo-2.5", "fp16/int4"]
+
+
+@pytest.mark.parametrize("preset", IN_RECORDS)
+@pytest.mark.parametrize("dims", (64, 128))
+def test_page_records_are_the_same_words(preset, dims):
+    config = PRESETS[preset]
+    assert why_no_record(config.keys.quantizer, dims, config.page) is None
+    rng = np.random.default_rng(0)
+    theirs = [MlxCodec(side, dims, config.page) for side in (config.keys, config.values)]
+    state = {
+        name: code.encode(mx.array(rng.standard_normal((1, 2, 2 * config.page, dims), np.float32)))
+        for name, code in zip(NAMES, theirs, strict=True)
+    }
+    right = mlx_records.to_records(state, theirs)
+    codecs = codecs_of(config, (dims, dims), None, CPU)
+    ours = records.to_records(to_torch(state), codecs)
+    assert set(ours) == set(right)
+    for name, words in right.items():
+        assert torch.equal(ours[name], to_torch(words))
+    back = as_codes(ours, codecs)
+    for name, side in state.items():
+        assert all(torch.equal(back[name][n], to_torch(x)) for n, x in side.items())
+
+
+def test_records_of_float16_numbers_are_the_same_words():
+    """Low rank that is not quantised: what mlxkv's kernels save of `static-*` and `oja-*` in 16 bits."""
+    rng = np.random.default_rng(0)
+    codecs = [SimpleNamespace(spec=Half(), dims=dims, page=64) for dims in (48, 96)]
+    state = {
+        name: {"values": mx.array(rng.standard_normal((1, 2, 128, code.dims)), mx.float16)}
+        for name, code in zip(NAMES, codecs, strict=True)
+    }
+    right = mlx_records.to_records(state, codecs)
+    ours = records.to_records(to_torch(state), codecs)
+    assert torch.equal(ours["records"], to_torch(right["records"]))
+    back = records.to_codes(ours, codecs)
+    for name in NAMES:
+        assert torch.equal(back[name]["values"], to_torch(state[name]["values"]))
+
+
+@pytest.mark.parametrize("preset", STATES)
+def test_states_are_read_on_the_other_side(preset):
+    config = parse_kv(preset)
+    rng = np.random.default_rng(0)
+    keys, values = (rng.standard_normal((1, 2, 420, 64)).astype(np.float32) for _ in "kv")
+    ours, theirs = CompressedKVCache(config), MlxCache(config)
+    for start, stop in ((0, 400), (400, 401), (401, 420)):
+        part = (keys[:, :, start:stop], values[:, :, start:stop])
+        ours.update_and_fetch(*map(torch.from_numpy, part))
+        theirs.update_and_fetch(*map(mx.array, part))
+    q = rng.standard_normal((1, 4, 1, 64)).astype(np.float32)
+
+    def out(cache):
+        return attend(torch.from_numpy(q), cache.view(), 0.125).numpy()
+
+    def out_mlx(cache):
+        return np.array(mlx_attend(mx.array(q), cache.keys_and_values()[0], 0.125))
+
+    right = out(ours)
+    moved = CompressedKVCache.from_state(to_torch(theirs.state))
+    assert np.abs(out(moved) - out_mlx(theirs)).max() < 1e-4
+    assert np.abs(out_mlx(MlxCache.from_state(to_mlx(ours.state))) - right).max() < 1e-4
+    # A code at a boundary may differ, and an angle of few bits shows it.
+    assert np.abs(out_mlx(theirs) - right).max() < 0.02
+
+
+def test_a_broken_state_is_refused():
+    cache = CompressedKVCache(PRESETS["int4"])
+    cache.update_and_fetch(*(torch.randn(1, 1, 300, 64) for _ in "kv"))
+    state = cache.state
+    del state["pages"]["keys"]["scale"]
+    with pytest.raises(UserError, match="parts missing or cut"):
+        CompressedKVCache.from_state(state)
+    with pytest.raises(UserError, match="no readable header"):
+        CompressedKVCache.from_state({})
+    with pytest.raises(UserError, match="rotations of a calibration"):
+        CompressedKVCache(PRESETS["oscar-int2"])

@@ -1,0 +1,103 @@
+"""The golden table computed by torch, and proof that it bites."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cuda_track.codec import affine, packing, polar
+from cuda_track.golden import parity
+from cuda_track.golden.table import TABLE as golden
+from mlxkv.formats import tile
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def by_set():
+    return list(golden.by_set())
+
+
+@pytest.fixture(scope="module")
+def rows(by_set):
+    return [row for _, row in by_set]
+
+
+def test_every_row_holds(rows):
+    bad = [row for row in rows if not row.ok]
+    assert not bad, "\n".join(map(str, bad))
+
+
+def test_codes_are_nearly_all_equal(rows):
+    codes = [row for row in rows if row.table in ("encode", "seal", "clip")]
+    assert sum(row.values for row in codes) > 400_000
+    assert sum(row.differ for row in codes) < 1e-4 * sum(row.values for row in codes)
+
+
+def test_a_shuffled_code_is_red(monkeypatch):
+    unpack = packing.unpack
+    monkeypatch.setattr(packing, "unpack", lambda w, bits, dims: unpack(w, bits, dims).flip(-1))
+    rows = list(golden.encode_rows())
+    assert rows
+    assert not any(row.ok for row in rows)
+
+
+def test_a_scale_off_by_a_thousandth_is_red(monkeypatch):
+    stored = golden._stored
+    monkeypatch.setattr(
+        golden, "_stored", lambda *a: (x := stored(*a)) | {"scale": x["scale"].float() * 1.001}
+    )
+    assert not any(row.ok for row in golden.affine_rows() if row.table == "decode")
+    assert not any(row.ok for row in golden.attention_rows())
+
+
+@pytest.mark.parametrize("step", (-1, 1))
+def test_a_limit_one_entry_off_is_red(monkeypatch, step):
+    limit = affine.clip_rows
+    monkeypatch.setattr(affine, "clip_rows", lambda x, rank: limit(x, rank + step))
+    rows = list(golden.clip_rows())
+    assert rows
+    assert not any(row.ok for row in rows)
+
+
+def test_a_floor_elsewhere_is_red(monkeypatch):
+    monkeypatch.setattr(tile, "LOG_RANGE", (-10.0, 10.0))
+    assert not all(row.ok for row in golden.dual_scale_rows() if row.table == "balance")
+
+
+def test_pairs_of_neighbours_are_red(monkeypatch):
+    monkeypatch.setattr(polar, "_halves", lambda x: (x[..., ::2], x[..., 1::2]))
+    assert not any(row.ok for row in golden.polar_rows() if row.table == "encode")
+
+
+def test_the_parity_page_shows_every_row_and_what_is_wrong(by_set):
+    written = [{"set": name, **row.as_dict()} for name, row in by_set]
+    found = parity.sets(written)
+    # Of another backend: a row with a side behind a comma, one that is wrong, a table of its own.
+    seal = next(row for _, row in by_set if row.table == "seal")
+    others = [replace(seal, case=f"{seal.case}, keys"), replace(seal, wrong=1), seal]
+    others = [row.as_dict() for row in others[:2]] + [{**seal.as_dict(), "table": "more"}]
+    columns = {"torch": written, "other": others, "GPU": None}
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in parity.page(columns, found, []).splitlines()
+        if line.startswith("| ")
+    ][1:]
+    assert {line[0] for line in cells} == {*found.values(), "more"}
+    assert sum(int(line[2]) for line in cells if line[0] != "more") == sum(
+        row.values for _, row in by_set
+    )
+    kind = seal.case.split(".")[0]
+    line = next(line for line in cells if line[:2] == ["encode", kind])
+    assert line[4:] == ["0 ties", f"WRONG: {seal.case}", "not run"]
+    assert not any("WRONG" in line[4] for line in cells)
+
+
+def test_the_parity_page_in_docs_is_of_these_rows(by_set):
+    text = (Path(__file__).parents[2] / parity.PAGE).read_text(encoding="utf-8")
+    rows = [{"set": name, **row.as_dict()} for name, row in by_set]
+    found = parity.sets(rows)
+    for name, method in {parity.line_of(row, found) for row in rows}:
+        assert f"| {name} | {method} | " in text
+    assert "WRONG:" not in text

@@ -1,0 +1,407 @@
+"""Triton's kernels in its interpreter: attention over pools of pages, and what pools share."""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from methods import METHODS, names
+
+from cuda_track import bench
+from cuda_track.cache import choose
+from cuda_track.cache.attention import attend, why_not
+from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.cache.stores import Paged
+from cuda_track.cache.view import CodePages, View
+from cuda_track.codec import packing, transform
+from cuda_track.codec.codec import Codec
+from cuda_track.codec.maps import LayerMaps
+from cuda_track.golden import kernels as golden_kernels
+from cuda_track.kernels import launch, layout
+from cuda_track.kernels.pool import Pool
+from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.presets import PRESETS
+from mlxkv.spec.bounds import rms
+
+pytest.importorskip(
+    "cuda_track.kernels.interpreter"
+)  # which says how kernels are built; no Triton on a Mac
+
+torch.set_num_threads(1)
+# Weights of values are float16 in the kernel: half a step is 2^-12, and codes of 2 bits are coarse.
+BOUND = 2e-3
+SIDES = {
+    "int4": Side(Affine(4, 64), "srft"),
+    "int4 g32": Side(Affine(4, 32, symmetric=True), "hadamard"),
+    "int8": Side(Affine(8, 64)),
+    "int3": Side(Affine(3, 64), "srft"),
+    "int2": Side(Affine(2, 0, clip=0.92), "hadamard"),
+    "int2 g32": Side(Affine(2, 32), "srft"),
+    "int2 channels": Side(Affine(2, 0, axis="channel"), "srft"),
+    "int3 channels": Side(Affine(3, 0, axis="channel")),
+    "int4 channels": Side(Affine(4, 16, axis="channel")),
+}
+# D, H, G, L, batch, keys, values, sink, live, mask, attention sinks
+CASES = {
+    "gqa": (128, 8, 2, 1, 1, "int4", "int4", 16, 21, False, False),
+    "ratio 5": (64, 5, 1, 1, 1, "int3", "int4", 0, 1, False, False),
+    "odd draft": (64, 5, 1, 4, 1, "int4", "int4", 16, 9, False, True),
+    "draft": (64, 6, 2, 8, 1, "int4", "int2 g32", 16, 40, False, False),
+    "gemma": (256, 4, 1, 1, 1, "int4", "int4", 16, 33, False, False),
+    "padded batch": (64, 4, 2, 1, 2, "int8", "int8", 16, 9, True, False),
+    "gpt-oss": (64, 8, 1, 1, 1, "int4 g32", "int2", 16, 16, False, True),
+    "int2": (128, 4, 2, 1, 1, "int2", "int2", 16, 5, False, False),
+    "wide int2": (256, 2, 1, 1, 1, "int2 g32", "int3", 0, 5, False, False),
+    "channels": (128, 4, 2, 1, 1, "int2 channels", "int2", 16, 21, False, False),
+    "runs of channels": (64, 4, 2, 2, 2, "int4 channels", "int4", 16, 9, False, True),
+    "3 bits of channels": (64, 4, 2, 1, 2, "int3 channels", "int4", 16, 9, True, False),
+}
+PAGES, PAGE = 3, 32
+
+
+def _filled(store: Paged, batch: int, heads: int, dims: int) -> CodePages:
+    """Random pages, and the same for plain ops."""
+    pair = tuple(torch.randn(batch, heads, PAGES * PAGE, dims) for _ in "kv")
+    store.append(pair, PAGES)
+    stored = tuple(code.encode(x) for code, x in zip(store.codecs, pair, strict=True))
+    return CodePages(store.codecs, stored, PAGES * PAGE)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_which_methods_have_kernels(name):
+    why = launch.why_not(METHODS[name].config(64), (64, 64), torch.device("cpu"))
+    assert (why is None) == METHODS[name].triton, why
+
+
+@pytest.mark.parametrize("name", names(triton=True))
+def test_attention_over_a_cache_of_each_method(name):
+    out, dims = [], 64
+    torch.manual_seed(0)
+    new = [torch.randn(1, 2, 200, dims) for _ in "kv"]
+    q = torch.randn(1, 4, 1, dims)
+    for way in (choose.TRITON, choose.OPS):
+        with choose.using(way):
+            cache = CompressedKVCache(METHODS[name].config(dims))
+            cache.update_and_fetch(*new)
+            assert (type(cache._store) is Paged) == (way == choose.TRITON)
+            out.append(attend(q, cache.view(), dims**-0.5).numpy())
+    assert rms(*out) < BOUND
+
+
+QUICK = ("gqa", "channels", "padded batch", "odd draft")
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_attention_over_codes(case, monkeypatch):
+    if "channels" in case:  # several turns of a page read with the same queries
+        monkeypatch.setattr(layout, "TURN", 16)
+    dims, heads, kv_heads, new, batch, keys, values, sink, live, masked, sinks = CASES[case]
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES[keys], SIDES[values], page=PAGE)
+    assert launch.why_not(config, (dims, dims), torch.device("cpu")) is None
+    codecs = tuple(Codec(side, dims, PAGE) for side in (config.keys, config.values))
+    store = Paged(config, codecs)
+    plain = _filled(store, batch, kv_heads, dims)
+    windows = [
+        tuple(torch.randn(batch, kv_heads, n, dims) for _ in "kv") if n else None
+        for n in (live, sink)
+    ]
+    q = torch.randn(batch, heads, new, dims)
+    mask, logits = "causal", torch.randn(heads) if sinks else None
+    if masked:  # one row begins inside a page
+        mask = torch.ones(batch, 1, 1, sink + PAGES * PAGE + live, dtype=torch.bool)
+        mask[1, ..., : sink + PAGE + 5] = False
+    view = View(*windows, store.read(0, PAGES))
+    assert why_not(q, view, mask) is None
+    out = attend(q, view, dims**-0.5, mask, logits)
+    right = attend(q, View(*windows, plain), dims**-0.5, mask, logits)
+    assert rms(out.numpy(), right.numpy()) < BOUND
+    monkeypatch.setattr(launch, "MANY", 0)  # rows that share programs before and after
+    out = attend(q, view, dims**-0.5, mask, logits)
+    assert rms(out.numpy(), right.numpy()) < BOUND
+
+
+PREFILLED = {
+    "int4": (64, torch.float16, "int4", "int4 g32"),
+    "int3": (64, torch.float32, "int3 channels", "int3"),
+    "channels": (128, torch.float32, "int2 channels", "int2"),
+}
+
+
+@pytest.mark.parametrize("name", PREFILLED)
+def test_prefill_decodes_pages_in_the_stored_domain(name, monkeypatch):
+    monkeypatch.setattr(layout, "TURN", 16)
+    dims, dtype, keys, values = PREFILLED[name]
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES[keys], SIDES[values], page=PAGE)
+    store = Paged(config, tuple(Codec(side, dims, PAGE) for side in (config.keys, config.values)))
+    plain = _filled(store, 2, 2, dims)
+    windows = [tuple(torch.randn(2, 2, n, dims) for _ in "kv") for n in (21, 16)]
+    q = torch.randn(2, 4, 13, dims)
+    right = attend(q, View(*windows, plain), dims**-0.5, "causal").numpy()
+    view = View(*(tuple(x.to(dtype) for x in pair) for pair in windows), store.read(0, PAGES))
+    out = attend(q.to(dtype), view, dims**-0.5, "causal").float().numpy()
+    assert rms(out, right) < (1e-5 if dtype == torch.float32 else BOUND)
+
+
+def test_causal_masks_of_drafts_are_recognised():
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
+    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)))
+    _filled(store, 2, 1, 64)
+    live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 2, 4, 64)
+    view = View(live, None, store.read(0, PAGES))
+    total = view.tokens
+    mask = torch.ones(2, 1, 4, total, dtype=torch.bool).tril(total - 4)
+    assert why_not(q, view, mask) is None
+    assert torch.equal(attend(q, view, 0.125, mask), attend(q, view, 0.125, "causal"))
+    mask[1, ..., :40] = False  # left padding: the same object, looked at again
+    assert why_not(q, view, mask) is None
+    plain = View(live, None, CodePages(store.codecs, view.pages.stored, view.pages.tokens))
+    out, right = attend(q, view, 0.125, mask), attend(q, plain, 0.125, mask)
+    assert rms(out.numpy(), right.numpy()) < BOUND
+    mask[0, 0, 1, 50] = False
+    assert "causal ones" in why_not(q, view, mask)
+
+
+@pytest.mark.parametrize("dtype, many", ((torch.float32, launch.MANY), (torch.float16, 0)))
+def test_transforms_of_a_calibration_differ_by_head(dtype, many, monkeypatch):
+    """Not orthogonal, one per kv head: sealed by the kernel, read by the kernel."""
+    monkeypatch.setattr(launch, "MANY", many)
+    rng = np.random.default_rng(0)
+    pairs = []
+    for _ in "kv":
+        down = np.linalg.qr(rng.standard_normal((2, 64, 64)))[0] * rng.uniform(0.5, 2, (2, 1, 64))
+        pairs.append(transform.of(down, np.linalg.inv(down)))
+    side = Side(Affine(4, 64, clip=0.96), "balanced")
+    config = CacheConfig(side, side, sink=16, recent=16, page=PAGE)
+    out, q = [], torch.tensor(rng.standard_normal((1, 4, 1, 64))).to(dtype)
+    new = [torch.tensor(rng.standard_normal((1, 2, 180, 64))).to(dtype) for _ in "kv"]
+    for way in (choose.TRITON, choose.OPS):
+        with choose.using(way):
+            cache = CompressedKVCache(config, LayerMaps(*pairs))
+            cache.update_and_fetch(*new)
+            out.append(attend(q, cache.view(), 0.125).float().numpy())
+    assert type(cache._store) is not Paged
+    assert rms(*out) < BOUND
+
+
+def test_rows_of_different_lengths():
+    """What a server does: each row with its own pages, windows of one length."""
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
+    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)))
+    plain = _filled(store, 2, 1, 64)
+    store.pool.release(store.rows[1][1:])
+    del store.rows[1][1:]
+    live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 4, 1, 64)
+    out = launch.attend(q, store.read(0, PAGES), None, live, 0.125)
+    for row, pages in ((0, PAGES), (1, 1)):
+        stored = tuple(
+            {n: x[row : row + 1, :, : pages * PAGE] for n, x in s.items()} for s in plain.stored
+        )
+        short = CodePages(plain.codecs, stored, pages * PAGE)
+        right = attend(
+            q[row : row + 1], View(tuple(x[row : row + 1] for x in live), None, short), 0.125
+        )
+        assert rms(out[row : row + 1].numpy(), right.numpy()) < BOUND
+
+
+@pytest.mark.parametrize("dims", layout.DIMS)
+@pytest.mark.parametrize("name", SIDES)
+def test_layouts_lose_nothing(dims, name):
+    side = SIDES[name]
+    code = Codec(side, dims, PAGE)
+    if layout.why_not(code.spec, dims, PAGE):
+        pytest.skip("no kernel reads it")
+    stored = code.encode(torch.randn(2, 3, 2 * PAGE, dims))
+    for keys in (True, False):
+        at = layout.SideLayout(code.spec, dims, PAGE, keys)
+        back = layout.restore(layout.arrange(stored, at), at)
+        assert set(back) == set(stored)
+        assert all(torch.equal(back[n], stored[n]) for n in stored)
+
+
+def test_the_golden_table():
+    rows = [row for table in golden_kernels.TABLES for row in table()]
+    bad = [row for row in rows if not row.ok]
+    assert not bad, "\n".join(map(str, bad))
+    assert sum(row.table == "attention" for row in rows) >= 4
+    codes = [row for row in rows if row.table == "seal"]
+    assert len(codes) > 30
+    assert sum(row.differ for row in codes) < 1e-4 * sum(row.values for row in codes)
+
+
+def test_a_cache_with_a_pool_is_a_cache():
+    """Appending, sealing, trimming, rows in another order: as with plain ops."""
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], sink=16, recent=16, page=PAGE)
+    caches = {}
+    for way in (choose.TRITON, choose.OPS):
+        torch.manual_seed(1)
+        with choose.using(way):
+            cache = caches[way] = CompressedKVCache(config)
+            for tokens in (100, 1, 60):
+                cache.update_and_fetch(*(torch.randn(2, 1, tokens, 64) for _ in "kv"))
+            cache.trim(70)
+            cache.update_and_fetch(*(torch.randn(2, 1, 90, 64) for _ in "kv"))
+            cache.select(torch.tensor([1, 0, 1]))
+    ours, plain = caches[choose.TRITON], caches[choose.OPS]
+    assert type(ours._store) is Paged
+    q = torch.randn(3, 2, 1, 64)
+    out, right = (attend(q, c.view(), 0.125).numpy() for c in (ours, plain))
+    assert rms(out, right) < BOUND
+    for side in ("keys", "values"):
+        for name, x in plain.state["pages"][side].items():
+            assert torch.equal(ours.state["pages"][side][name], x)
+
+
+def test_prefixes_are_shared_and_given_back():
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
+    pool = Pool()
+    store = Paged(
+        config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)), pool
+    )
+    _filled(store, 1, 1, 64)
+    other = store.fork()
+    assert pool.used == PAGES
+    other.append(tuple(torch.randn(1, 1, PAGE, 64) for _ in "kv"), 1)
+    assert pool.used == PAGES + 1
+    before = store.read(0, PAGES).stored
+    store.truncate(1)
+    assert pool.used == PAGES + 1
+    other.truncate(1)
+    assert pool.used == 1
+    kept = store.read(0, 1).stored
+    assert all(
+        torch.equal(kept[0][n], before[0][n][:, :, : x.shape[2]]) for n, x in kept[0].items()
+    )
+    store.truncate(0)
+    other.truncate(0)
+    assert pool.used == 0
+
+
+def test_a_copy_of_a_cache_shares_its_pages():
+    torch.manual_seed(0)
+    config = CacheConfig(SIDES["int4"], SIDES["int4"], sink=16, recent=16, page=PAGE)
+    with choose.using(choose.TRITON):
+        cache = CompressedKVCache(config)
+        cache.update_and_fetch(*(torch.randn(1, 1, 150, 64) for _ in "kv"))
+        before, pool = cache.view().whole(torch.float32)[0], cache._store.pool
+        held = pool.used
+        other = copy.deepcopy(cache)
+        assert pool.used == held
+        other.update_and_fetch(*(torch.randn(1, 1, 100, 64) for _ in "kv"))
+        assert pool.used > held
+        assert torch.equal(cache.view().whole(torch.float32)[0], before)
+        assert torch.equal(other.view().whole(torch.float32)[0][:, :, :112], before[:, :, :112])
+        del other
+        assert pool.used == held
+
+
+def test_which_presets_have_kernels():
+    cpu = torch.device("cpu")
+    read = {
+        n for n, c in PRESETS.items() if c.compresses and not launch.why_not(c, (128, 128), cpu)
+    }
+    assert {"int8", "int4", "int3", "int2", "oscar-int2", "balanced-int3", "srft-int4"} <= read
+    assert {"kivi-int2", "kivi-int4", "balanced-k3v2+channels"} <= read
+    assert not read & {"kvarn-int2", "polar", "turbo-int3"}
+    assert "128, 256" in launch.why_not(PRESETS["int4"], (80, 80), cpu)
+    long = CacheConfig(SIDES["int2 channels"], SIDES["int2"], page=512)
+    assert "512 tokens" in launch.why_not(long, (64, 64), cpu)
+
+
+ENCODED = {
+    "int4": (128, torch.float32, True),
+    "int4 g32": (64, torch.float16, False),
+    "int8": (64, torch.bfloat16, True),
+    "int3": (128, torch.bfloat16, True),
+    "int2": (64, torch.float16, True),
+    "int2 g32": (64, torch.float32, False),
+    "int2 channels": (64, torch.bfloat16, True),
+    "int4 channels": (128, torch.float32, True),
+}
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_sealing_gives_the_codes_of_plain_ops(name):
+    dims, dtype, keys = ENCODED[name]
+    torch.manual_seed(0)
+    code = Codec(SIDES[name], dims, PAGE)
+    x = torch.randn(2, 2, 3 * PAGE + 7, dims).to(dtype)[:, :, 7:]
+    x[0, 0, 3] = 0  # a token of zeros
+    at = layout.SideLayout(code.spec, dims, PAGE, keys)
+    pool, places = Pool(), [4, 0, 2, 5, 1, 3]
+    pool.reserve(6, (at.shapes(2), at.shapes(2)), x.device)
+    launch.seal(code, x, at, pool.sides[0], places)
+    right = code.encode(x)
+    found = {n: y[torch.tensor(places).view(2, 3)] for n, y in pool.sides[0].items()}
+    found = layout.restore(found, at)
+    for number in set(found) - {"codes"}:
+        step = (found[number].float() - right[number].float()).abs()
+        assert (step <= 2**-10 * right[number].float().abs()).all(), number
+    codes = [packing.unpack(y["codes"], code.spec.bits, dims) for y in (found, right)]
+    gap = (codes[0] - codes[1]).abs()
+    assert gap.max() <= 1
+    assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary
+
+
+@pytest.mark.parametrize("name", ("int8", "int4 channels"))
+def test_an_infinite_number_is_sealed_as_plain_ops_do(name, monkeypatch):
+    monkeypatch.setattr(launch, "interpreted", lambda: False)  # divided as on a GPU
+    torch.manual_seed(0)
+    code, pool = Codec(SIDES[name], 64, PAGE), Pool()
+    x = torch.randn(1, 1, PAGE, 64)
+    x[0, 0, 3, 5] = torch.inf
+    at = layout.SideLayout(code.spec, 64, PAGE, True)
+    pool.reserve(1, (at.shapes(1), at.shapes(1)), x.device)
+    launch.seal(code, x, at, pool.sides[0], [0])
+    found = layout.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()}, at)
+    right = code.encode(x)
+    assert right["scale"].max() == 65504 and torch.equal(found["bias"], right["bias"])
+    torch.testing.assert_close(found["scale"], right["scale"], rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("name", ("int4", "int3", "int2-channels"))
+def test_the_benchmark_checks_what_it_times(name, monkeypatch):
+    shape = bench.Shape(2, 4, 2, 64, 2 * 64)
+    config = bench.FORMATS[name]
+    torch.manual_seed(0)
+    assert bench.checked(config, shape, torch.float16, launch.Launch()) < bench.BOUND
+    attend = launch.attend
+    monkeypatch.setattr(launch, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
+    assert bench.checked(config, shape, torch.float16, launch.Launch()) > bench.BOUND
+
+
+def test_the_table_of_the_benchmark():
+    rows = [bench.Row("attention", "b1", "int4", 57.1, 2.4, 2.4, 2600, "a launch", 1e-3)]
+    assert "2.40     2.4    2600  rms 0.001, a launch" in bench.table(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
+def test_kernels_compile_for_hopper(tmp_path):
+    """No GPU is needed for it. Stacks would be registers that were spilled: two may be, around a loop,
+    and from Triton 3.9 on some more with keys per channel (56 bytes; none by 3.6)."""
+    script = Path(__file__).parents[1] / "support" / "triton_compile.py"
+    root = str(script.parent.parent)
+    env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    env.pop("TRITON_INTERPRET")
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 14
+    stacks = {line.split(":")[0]: int(re.search(r"(\d+) stack", line)[1]) for line in lines}
+    if tuple(map(int, version("triton").split(".")[:2])) >= (3, 9):
+        channels = [stacks.pop(f"attend int{bits} channels") for bits in (4, 2)]
+        assert max(channels) <= 64, lines
+    assert sum(stacks.values()) <= 8, lines

@@ -1,0 +1,206 @@
+"""The embedded models in transformers and in MLX: the same codes, the same text, the same files."""
+
+import sys
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+
+from cuda_track import cli
+from cuda_track import generate as generation
+from cuda_track.calibrate import calibrate
+from cuda_track.codec import packing
+from cuda_track.generate import generate
+from cuda_track.models import prompt_cache, seam
+from cuda_track.models.layers import CompressedLayer
+from cuda_track.models.loader import load
+from cuda_track.models.parallel import Share, share_of
+from mlxkv import models
+from mlxkv.errors import UserError
+from mlxkv.models import generate as mlx_generate
+from mlxkv.models import prompt_cache as mlx_prompt_cache
+from mlxkv.models import summarise
+from mlxkv.texts import corpus
+
+torch.set_num_threads(1)  # small products: threads of a busy machine only wait for each other
+
+PRESET = {"tiny": "int4", "tiny-qwen": "balanced-int3"}
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    text = "\n\n".join(corpus.interleaved("evaluation"))
+    made = load("tiny").tokenizer(text)["input_ids"]
+    return made[:450]
+
+
+@pytest.fixture(scope="module", params=PRESET)
+def pair(request):
+    """The same model with the same preset on both sides, in float32."""
+    name = request.param
+    kv = PRESET[name]
+    return load(name, kv, "float32"), models.load(name, kv, dtype="float32")
+
+
+def _mlx_cache(theirs, tokens):
+    cache = mlx_generate.new_cache(theirs)
+    for start in range(0, len(tokens), 512):
+        theirs.model(mx.array(tokens[start : start + 512])[None], cache=cache)
+    mx.eval([c.state for c in cache])
+    return cache
+
+
+def _torch_cache(ours, tokens):
+    cache = seam.new_cache(ours.model)
+    with torch.no_grad():
+        for start in range(0, len(tokens), 512):
+            ids = torch.tensor([tokens[start : start + 512]])
+            logits = ours.model(ids, past_key_values=cache).logits
+    return cache, logits[0, -1]
+
+
+def test_the_same_codes_for_the_same_text(pair, tokens):
+    ours, theirs = pair
+    cache, _ = _torch_cache(ours, tokens)
+    other, total, differ = _mlx_cache(theirs, tokens), 0, 0
+    for layer, theirs_layer in zip(cache.layers, other, strict=True):
+        if not isinstance(layer, CompressedLayer):
+            continue
+        for side, spec in zip(("keys", "values"), layer.cache._store.codecs, strict=True):
+            mine = layer.cache.state["pages"][side]["codes"]
+            right = theirs_layer.state["pages"][side]["codes"]
+            right = packing.from_file(torch.from_numpy(np.array(right)))
+            codes = [packing.unpack(w, spec.spec.bits, spec.dims) for w in (mine, right)]
+            gap = (codes[0] - codes[1]).abs()
+            assert gap.max() <= 1  # inputs differ in the last bits, so a code may at a boundary
+            total, differ = total + gap.numel(), differ + int(gap.sum())
+    assert total > 100_000
+    assert differ < 2e-4 * total
+
+
+@pytest.mark.slow
+def test_the_same_greedy_text(pair, tokens):
+    ours, theirs = pair
+    count = 200 if ours.kv_name == "int4" else 60
+    reply = generate(ours, tokens, count, min_new_tokens=count, eos_token_id=None)
+    cache, model = mlx_generate.new_cache(theirs), theirs.model
+    for start in range(0, len(tokens), 512):
+        logits = model(mx.array(tokens[start : start + 512])[None], cache=cache)
+    text = []
+    while len(text) < count:
+        text.append(mx.argmax(logits[0, -1]).item())
+        logits = model(mx.array([[text[-1]]]), cache=cache)
+    assert reply.tokens == text
+
+
+@pytest.mark.skipif(version("mlx-lm") < "0.32", reason="the files of mlx-lm 0.32")
+def test_prompt_caches_are_read_on_the_other_side(pair, tokens, tmp_path):
+    ours, theirs = pair
+    cache, _ = _torch_cache(ours, tokens)
+    new = [5, 77, 300]
+
+    def continued(made):
+        with torch.no_grad():
+            return ours.model(torch.tensor([new]), past_key_values=made).logits[0].numpy()
+
+    def theirs_continued(made):
+        return np.array(theirs.model(mx.array([new]), cache=made)[0])
+
+    path = tmp_path / "torch.safetensors"
+    prompt_cache.save(path, prompt_cache.Saved(cache, tokens), ours)
+    back = mlx_prompt_cache.load(str(path), theirs)
+    assert back.tokens == tokens
+    right = continued(cache)
+    assert np.abs(theirs_continued(back.cache) - right).max() < 2e-3
+    assert np.abs(continued(prompt_cache.load(path, ours).cache) - right).max() < 1e-4
+
+    saved = mlx_prompt_cache.Saved(_mlx_cache(theirs, tokens), tokens, [], "")
+    path = mlx_prompt_cache.save(str(tmp_path / "mlx"), saved, theirs)
+    mine = prompt_cache.load(path, ours)
+    assert mine.tokens == tokens
+    assert np.abs(continued(mine.cache) - right).max() < 0.1  # a code may differ at a boundary
+
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="checksum"):
+        prompt_cache.load(path, ours)
+
+
+def test_left_padded_batches_say_what_single_prompts_say(pair, tokens):
+    ours, _ = pair
+    prompts = [tokens[:230], tokens[100:310]]
+    most = max(map(len, prompts))
+    ids = torch.tensor([[0] * (most - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (most - len(p)) + [1] * len(p) for p in prompts])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    out = ours.model.generate(ids, attention_mask=mask, **options)[:, most:].tolist()
+    # Pages begin elsewhere in a padded row, so compressed text may differ; the unpadded row may not.
+    single = ours.model.generate(ids[:1], attention_mask=mask[:1], **options)[0, most:].tolist()
+    assert out[0] == single
+    seam.detach(ours.model)
+    plain = ours.model.generate(ids, attention_mask=mask, **options)[:, most:].tolist()
+    seam.attach(ours.model, ours.kv_name)
+    agree = np.mean([np.mean(np.array(a) == b) for a, b in zip(out, plain, strict=True)])
+    assert agree > 0.5
+
+
+def test_generate_makes_its_own_cache_and_detach_undoes(tokens):
+    made = load("tiny", "int4", "float32")
+    before = made.model.config._attn_implementation
+    ids = torch.tensor([tokens[:300]])
+    out = made.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, return_dict_in_generate=True
+    )
+    kinds = [type(layer) is CompressedLayer for layer in out.past_key_values.layers]
+    assert kinds == [False, True] * 4
+    assert out.past_key_values.layers[1].cache.state["pages"]
+    lines = summarise(made.layers)
+    assert lines[0] == "layers 0, 2, 4, 6 (sliding window 512): full precision, small by nature"
+    assert lines[1].endswith("int4, 4.5 bits per value, torch ops (no Triton kernels on cpu)")
+    with pytest.raises(UserError, match="paged cache of its own"):
+        made.model.generate_batch([tokens[:8]], max_new_tokens=1)
+    seam.detach(made.model)
+    assert made.model.config._attn_implementation != before
+    assert not {"generate", "init_continuous_batching"} & set(vars(made.model))
+
+
+def test_a_preset_without_its_calibration_is_refused(tokens):
+    made = load("tiny", "fp16", "float32")
+    made.model._mlxkv_fingerprint = "0" * 16
+    made.model.config._name_or_path = ""
+    with pytest.raises(UserError, match="needs a calibration"):
+        seam.attach(made.model, "oscar-int2")
+
+
+def test_a_model_in_several_processes_is_told_what_it_cannot(tmp_path):
+    made = load("tiny", "fp16", "float32")
+    made.model._tp_size = 2
+    made.model._device_mesh = SimpleNamespace(ndim=1, get_local_rank=lambda: 1)
+    assert share_of(made.model) == Share(1, 2)
+    with pytest.raises(UserError, match="1 kv heads of layer 1 cannot be shared by 2"):
+        seam.attach(made.model, "int4")
+    for call in (lambda: prompt_cache.load(tmp_path, made), lambda: calibrate(made, range(600))):
+        with pytest.raises(UserError, match="in one process only; got a model spread over 2"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (["--kv", "int5", "--prompt", "a"], "unknown preset"),
+        (["--model", "no-such-model", "--prompt", "a"], "no such model"),
+        (["--model", "qwen3-4b", "--prompt", "a"], "a name for MLX weights"),
+        (["--dtype", "int4", "--prompt", "a"], "unknown dtype"),
+    ],
+)
+def test_mistakes_are_one_line(options, text, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate", *options])
+    with pytest.raises(SystemExit) as found:
+        cli.run(generation.main)
+    assert found.value.code == 2
+    line = capsys.readouterr().err.strip()
+    assert text in line and "\n" not in line

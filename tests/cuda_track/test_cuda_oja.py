@@ -1,0 +1,158 @@
+"""Low rank and token selection in torch, beside MLX: the same golden rows, bases, codes, tokens kept and
+files."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from low_rank_pairs import HEADS, KV_HEADS, SCALE, caches, data, feed
+from tensors import to_mlx, to_torch
+
+from cuda_track.cache import adaptive, choose, following
+from cuda_track.cache.attention import attend
+from cuda_track.cache.view import CodePages, Parts
+from cuda_track.golden.table import TABLE as golden
+from cuda_track.kernels.pool import PoolPages
+from mlxkv.cache import compressed as mlx_cache
+from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
+
+NAMED = (
+    *(
+        "static-r24",
+        "static-r24+int4",
+        "oja-r24",
+        "oja-r24+int8+segments3",
+        "oja-r24+fast+transport",
+    ),
+    *("oja-r24+stay+raw", "oja-r24+int4+keep0.5", "fp16+keep0.25", "int4+pages0.5"),
+    *("kivi-int2+keep0.5", "oja-r24+prompt+kvarn-int4", "oja-r24+all/int8"),
+)
+
+
+def apart(x: np.ndarray, y: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2)))
+
+
+def test_an_update_without_its_ridge_is_red(monkeypatch):
+    monkeypatch.setattr(following, "RIDGE", 0.0)
+    assert not all(row.ok for row in golden.oja_rows())
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_caches_learn_and_keep_what_those_of_mlx_do(name):
+    ours, theirs = caches(name)
+    for tokens, seed, chunk in ((300, 0, 150), (40, 5, 1), (90, 9, 90), (2, 12, 1)):
+        found = [feed(cache, tokens, seed, chunk) for cache in (ours, theirs)]
+        assert apart(*found) < 0.01  # a code at a boundary may differ
+        assert (ours.offset, ours.dropped) == (theirs.offset, theirs.dropped)
+    assert ours.dropped > 0 or ours.config.keep == 1
+    mine, right = (c._store.state for c in (ours, theirs))
+    if not ours.config.listens:
+        mine, right = ({"run0": x, "counts": None} for x in (mine, right))
+    assert set(mine) == set(right)
+    right = to_torch({n: x for n, x in right.items() if n != "counts"})
+    for n, x in right.items():
+        for side, y in x.items():
+            if n.startswith("basis"):
+                assert (mine[n][side] - y).abs().max() < 1e-4
+            elif "codes" in y:
+                pair = [z["codes"].contiguous().view(torch.uint8) for z in (mine[n][side], y)]
+                assert (pair[0] != pair[1]).float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("name", ("static-r24+int4", "oja-r24+int4+segments3", "fp16+keep0.25"))
+def test_states_are_read_on_the_other_side(name, monkeypatch):
+    ours, theirs = caches(name)
+    monkeypatch.setattr(mlx_cache, "_saved_maps", lambda header, kinds: theirs.layer_maps)
+    if theirs.layer_maps is not None:
+        object.__setattr__(theirs.layer_maps, "digest", "sample")
+    turns = ours.layer_maps
+    for tokens, chunk in ((200, 100), (33, 1)):
+        feed(ours, tokens, tokens, chunk)
+        there = type(theirs).from_state(to_mlx(ours.state))
+        back = type(ours).from_state(to_torch(there.state), lambda *_: turns)
+        outs = [feed(copy.deepcopy(c), 40, 70, 1) for c in (ours, there, back)]
+        assert apart(outs[1], outs[0]) < 1e-4
+        assert apart(outs[2], outs[0]) < 1e-5
+    with pytest.raises(UserError, match="parts missing or cut"):
+        header = ours.state["header"]
+        type(ours).from_state({"header": header, "live": {}}, lambda *_: turns)
+
+
+@pytest.mark.parametrize("name", ("oja-r24+int8", "oja-r24+transport+keep0.5"))
+def test_rows_are_chosen_with_their_bases(name):
+    """Beams: rows of a batch take their bases, their queries and their pages along."""
+    both, alone = caches(name)[0], caches(name)[0]
+    feed(both, 200, batch=2)
+    both.select(torch.tensor([1, 1]))
+    out = feed(both, 40, 5, 1, batch=2)
+
+    # The second row alone: `data` draws row after row.
+    def second(tokens, seed, heads):
+        return data(tokens, seed, heads, 2)[1:]
+
+    for tokens, seed, chunk in ((200, 0, 64), (40, 5, 1)):
+        q, k, v = (second(tokens, seed + i, h) for i, h in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+        for start in range(0, tokens, chunk):
+            part = slice(start, min(start + chunk, tokens))
+            view = alone.update_and_fetch(*(torch.from_numpy(x[:, :, part]) for x in (k, v)))
+            last = attend(torch.from_numpy(q[:, :, part]), view, SCALE, "causal").numpy()
+    assert apart(out[1:], last) < 0.01
+    assert alone.offset == both.offset and alone.dropped == both.dropped
+
+
+def test_trim_and_forget():
+    one = caches("oja-r24+fast")[0]
+    feed(one, 150)
+    feed(one, 40, 5, 1)
+    whole = one.view().whole(torch.float32)
+    assert type(one.view().pages) is Parts
+    for n in (3, 20, 70):
+        assert one.trim(n) == n
+        for x, y in zip(one.view().whole(torch.float32), whole, strict=True):
+            assert torch.allclose(x, y[:, :, : one.offset], atol=1e-6)
+    one.clear()
+    assert (one.offset, one.nbytes, one.basis) == (0, 0, one.layer_maps)
+    kept = caches("fp16+keep0.25")[0]
+    feed(kept, 160, chunk=160)
+    feed(kept, 1, 3)
+    assert kept.trim(1) == 1 and kept.offset == 160
+    with pytest.raises(UserError, match="tokens were dropped"):
+        kept.trim(140)
+
+
+def test_what_cannot_be_is_refused():
+    one = caches("fp16+keep0.25")[0]
+    view = one.update_and_fetch(*(torch.from_numpy(data(160, s)) for s in (1, 2)))
+    padded = torch.ones(160, 160).tril().bool()[None, None]
+    with pytest.raises(UserError, match="prompts without padding"):
+        attend(torch.from_numpy(data(160, 0, HEADS)), view, SCALE, padded)
+    other, _ = caches("static-r24+int4")
+    with pytest.raises(UserError, match="transforms of 2 kv heads; got keys of 4"):
+        other.update_and_fetch(*(torch.from_numpy(data(160, s, HEADS)) for s in (1, 2)))
+    config = parse_kv("static-0.75+int4")
+    with choose.using(choose.TRITON), pytest.raises(UserError, match="low rank has no Triton"):
+        choose.store(
+            config, (128, 128), torch.device("cpu"), caches("static-r24+int4")[0].layer_maps
+        )
+
+
+@pytest.mark.parametrize("name", ("int4+pages0.5", "naive-int4+keep0.5"))
+def test_triton_reads_what_was_kept(name):
+    """In its interpreter, against plain ops: pages that were chosen from stay in a pool."""
+    pytest.importorskip("cuda_track.kernels.interpreter")
+    torch.manual_seed(0)
+    steps = [[torch.randn(1, h, n, 64) for h in (4, 2, 2)] for n in (300, 1)]
+    outs, kept = [], []
+    for way in (choose.TRITON, choose.OPS):
+        with choose.using(way):
+            one = adaptive.AdaptiveKVCache(replace(parse_kv(name), sink=16, recent=16))
+            for q, k, v in steps:
+                view = one.update_and_fetch(k, v)
+                outs.append(attend(q, view, 0.125, "causal"))
+        kept.append((one.dropped, type(view.pages)))
+    assert kept == [(128, PoolPages), (128, CodePages)]
+    assert apart(outs[1].numpy(), outs[3].numpy()) < 2e-3

@@ -1,0 +1,281 @@
+"""`mlxkv doctor` on GPUs: a state for every kernel, the exit code, the file for an issue, the page of files."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import platform
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from faulty import broken, counting, unbuildable
+from on_emulator import make
+
+from mlxkv.cache import selftest
+from mlxkv.cli import main
+from mlxkv.doctor import checks, command, machines, states
+from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
+from mlxkv.machine import machine
+from mlxkv.metal import launch, trust
+from mlxkv.metal.gpu import backends
+from mlxkv.scrub import LARGEST
+from mlxkv.versions import versions
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch, tmp_path):
+    """One needed format, one of --all, no golden table; notes and files in the test's folder."""
+    monkeypatch.setattr(checks, "NEEDED", ("int4",))
+    monkeypatch.setattr(checks, "DIMS", (64,))
+    monkeypatch.setattr(checks, "MORE", ("int8",))
+    monkeypatch.setattr(checks, "METHODS", ("turbo-2.5",))
+    monkeypatch.setattr(checks, "METHOD_DIMS", (64,))
+    monkeypatch.setattr(checks, "FOLLOWING", ("oja-0.75+int4", 32, 16))
+    monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: [GOLDEN])
+    monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    trust.forget()
+    yield
+    trust.forget()
+
+
+GOLDEN = {"table": "encode", "case": "a", "values": 9, "differ": 0, "wrong": 0}
+GOLDEN |= {"rms": 0.0, "bound": 1e-6, "ok": True}
+
+
+@pytest.fixture
+def ask(capsys):
+    """Runs the doctor with a factory of kernels: exit code, the document, the tables printed from it."""
+
+    def ask(factory, *options) -> tuple[int, dict, str]:
+        with launch.using(factory):
+            code = main(["doctor", "--json", *options])
+        data = json.loads(capsys.readouterr().out.splitlines()[-1])
+        command._show(data)
+        return code, data, " ".join(capsys.readouterr().out.split())
+
+    return ask
+
+
+def states_of(data: dict) -> dict[tuple, str]:
+    return {(row["preset"], row["body"]): row["state"] for row in data["kernels"]}
+
+
+def test_what_is_needed_is_tried_and_the_rest_is_counted(ask):
+    built = []
+    code, data, shown = ask(counting(built, tiles=True))
+    assert code == 0 and states_of(data) == {
+        ("int4", "portable"): "right",
+        ("int4", "tiles"): "right",
+        ("int8", "portable"): "not tried",
+        ("int8", "tiles"): "not tried",
+        ("turbo-2.5", "portable"): "none",
+        ("turbo-2.5", "tiles"): "none",
+        ("oja-0.75+int4", "whiten"): "not tried",
+    }
+    first = data["kernels"][0]
+    assert first["built"] and first["right"] and first["should_run"] and first["seconds"] > 0
+    assert set(first["errors"]) == {"attend", "keys", "values", "prefill", "seal"}
+    assert data["kernels_left"]["rows"] == 3 and data["kernels_left"]["seconds"] > 0
+    assert "kernels: 2 of 2 that should run here are right" in shown
+    assert "not tried: 3 more, about" in shown and "s: mlxkv doctor --all" in shown
+    assert "turbo-2.5 64 portable, turbo-2.5 64 tiles: outlier" in shown.replace("channels", "")
+
+
+def test_all_of_them(ask):
+    code, data, shown = ask(make, "--all")
+    assert code == 0 and data["kernels_left"] is None and "not tried" not in shown
+    found = states_of(data)
+    assert found["int8", "portable"] == found["oja-0.75+int4", "whiten"] == "right"
+    assert found["int8", "tiles"] == "none"  # this factory has none
+    assert "kernels: 3 of 3 that should run here are right" in shown
+
+
+def test_out_of_time_the_rest_is_named(ask, monkeypatch):
+    monkeypatch.setattr(checks, "BUDGET", -1)
+    code, data, shown = ask(make)
+    assert code == 0 and states_of(data)["int4", "portable"] == "not tried"
+    assert "not tried: 3 more (int4 at head dim 64, portable, and other methods): mlxkv" in shown
+    assert data["kernels_left"]["seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("factory", "state", "said"),
+    [
+        (unbuildable("merge"), "not built", "program_source:1312:5: error: use of undeclared"),
+        (
+            broken("mlxkv_merge", "T(total * share)", "T(1.05f * total * share)"),
+            "wrong",
+            "attend is",
+        ),
+    ],
+)
+def test_a_kernel_that_should_run_and_does_not_fails_the_doctor(ask, factory, state, said):
+    code, data, shown = ask(factory)
+    row = data["kernels"][0]
+    assert code == 1 and row["state"] == state and row["right"] is False
+    assert row["built"] == (state == "wrong") and said in row["reason"]
+    assert f"WRONG: int4 64 portable: {said}" in shown and "0 of 1 that should run" in shown
+    if state == "not built":
+        assert row["detail"].splitlines()[0].endswith("Unable to build metal library from source")
+
+
+def test_without_a_gpu_nothing_should_run(ask):
+    code, data, shown = ask(None)
+    assert code == 0 and data["kernels_left"] is None and "kernels: not used: no GPU here" in shown
+    assert {row["reason"] for row in data["kernels"]} == {"no GPU here"}
+    assert not any(row["should_run"] or row["body"] for row in data["kernels"])
+
+
+def test_on_a_mac_what_failed_is_tried_again_and_what_killed_only_if_asked_to(ask, monkeypatch):
+    factory = counting([], tiles=True)
+    monkeypatch.setattr(mx.fast, "metal_kernel", factory)
+    monkeypatch.setattr(
+        checks, "speed", lambda *_: {"attend_us": 1.0, "plain_us": 3.0, "speedup": 3.0}
+    )
+    config = parse_kv("int4")
+    layout = checks.record_layout(config, *config.dims(64, 64))
+    trust.note(layout, 64, mx.float16, False, reason="was off by 3")
+    code, data, shown = ask(factory)
+    assert code == 0 and states_of(data)["int4", "tiles"] == "right" and "3.0x" in shown
+    assert trust.state(layout, 64, mx.float16) == trust.PASSED
+    dead = {"state": "trying", "process": 1 << 30, "deaths": 1}
+    trust._change(trust._key(layout, 64, mx.float16, True), lambda _: dead)
+    monkeypatch.setattr(selftest, "_found", {})
+    code, data, shown = ask(factory)
+    assert code == 1 and states_of(data)["int4", "tiles"] == "did not run"
+    assert "WRONG: int4 64 tiles: processes ended while they tried these tiles" in shown
+    assert ask(factory, "--all")[0] == 0
+    assert trust.state(layout, 64, mx.float16) == trust.PASSED
+
+
+def test_the_gpu_of_a_virtual_machine_has_no_tiles(ask, monkeypatch):
+    factory = unbuildable("attend_tile", tiles=True)
+    monkeypatch.setattr(mx.fast, "metal_kernel", factory)
+    monkeypatch.setattr(checks, "speed", lambda *_: {})
+    info = mx.device_info() | {"device_name": "Apple Paravirtual device"}
+    assert ask(factory)[0] == 1
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    assert ask(factory)[0] == 0
+
+
+def test_speed_is_of_one_call():
+    for preset in ("int4", "int2"):
+        found = checks.speed(parse_kv(preset), 64, make, False, tokens=128, calls=1)
+        assert found["attend_us"] > 0 and found["plain_us"] > 0
+        assert found["speedup"] == pytest.approx(found["plain_us"] / found["attend_us"])
+    assert checks.speed(parse_kv("int4"), 64, unbuildable(), False, tokens=128, calls=1) == {}
+
+
+def test_need_comes_first(monkeypatch):
+    monkeypatch.undo()
+    needed = checks.cases(every=False)
+    assert needed[:2] == [("int4", 128), ("int8", 128)] and len(needed) == 12
+    assert checks.cases()[:12] == needed and len(set(checks.cases())) == len(checks.cases())
+
+
+# -- the file for an issue
+
+
+def test_a_shared_file_names_nobody(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path / "ada.lovelace"))
+    monkeypatch.setenv("LOGNAME", "ada.lovelace")
+    monkeypatch.setattr(platform, "node", lambda: "analytical.local")
+    assert getpass.getuser() == "ada.lovelace"
+    secret = f"ada.lovelace at analytical: {tmp_path}/ada.lovelace/x.metal:3:1: error: /opt/key no"
+
+    def refuses(name, *names, **texts):
+        raise RuntimeError(f"[metal::Device] Unable to build metal library\n{secret}")
+
+    with launch.using(refuses):
+        assert main(["doctor", "--share", str(tmp_path / "a.json")]) == 1
+    text = (tmp_path / "a.json").read_text()
+    for word in ("ada", "lovelace", "analytical", "opt", str(tmp_path)):
+        assert word not in text, word
+    data = machines.read(tmp_path / "a.json")
+    row = data["kernels"][0]
+    assert row["reason"] == "USER at HOST: x.metal:3:1: error: key no"
+    assert row["detail"].startswith("[metal::Device] Unable to build")
+    assert data["machine"]["memory_bytes"] > 0 and data["versions"]["mlx"]
+    assert set(data["machine"]["device"]) <= set(machines.DEVICE)
+    capsys.readouterr()
+
+
+def test_a_shared_file_is_named_after_the_machine(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("mlxkv.machine._chip", lambda: "Apple M4 Max")
+    for count in ("", "-2"):
+        assert main(["doctor", "--share", "--json"]) == 0
+        (said,) = [line for line in capsys.readouterr().err.splitlines() if "written" in line]
+        assert said.startswith("written: mlxkv-doctor-apple-m4-max-") and said.endswith(
+            f"{count}.json"
+        )
+    assert len(list(tmp_path.glob("mlxkv-doctor-*.json"))) == 2
+    assert main(["doctor", "--share", str(tmp_path / "no" / "x.json")]) == 1
+    assert "[--share] cannot write" in capsys.readouterr().err
+
+
+@pytest.fixture
+def report(tmp_path):
+    """The document of a machine whose tiles were not built."""
+    with launch.using(unbuildable("attend_tile", tiles=True)):
+        data = {"machine": machine(), "versions": versions(), "out_of_range": []}
+        data |= {"backends": backends(), "golden": [GOLDEN, GOLDEN | {"ok": False}]}
+        rows = checks.rows(lambda what: None)
+    data |= {"kernels": rows, "kernels_left": states.left(rows, checks.NEEDED)}
+    rows[0] |= {"head_dim": 128, "attend_us": 40.0, "plain_us": 100.0, "speedup": 2.5}
+    return machines.document(data)
+
+
+def write(file: Path, data: dict, **about) -> None:
+    file.write_text(json.dumps(data | {"machine": data["machine"] | about}))
+
+
+def test_the_page_shows_every_machine(report, tmp_path, capsys):
+    write(tmp_path / "a.json", report, chip="Zeta|<b>")
+    write(tmp_path / "b.json", report, chip="Apple M2", macos="15.1", gpu_cores=10)
+    assert machines.main(str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("Apple M2, 10 GPU cores") < shown.index("Zeta\\|&lt;b&gt;")
+    assert "| macOS 15.1 |" in shown and "| 1 of 2 | 1 of 2 |" in shown
+    assert "portable 40 us, 2.5x plain ops" in shown and "No Mac" not in shown
+    assert "| int4 at head dim 64, tiles | not built | program_source:1312:5: error" in shown
+
+
+def test_bad_files_are_named_and_the_others_are_shown(report, tmp_path, capsys):
+    write(tmp_path / "a.json", report, macos="15.1")
+    wrong = {
+        "b": "{",
+        "c": json.dumps({"format": "mlxkv-bench", "version": 1}),
+        "d": json.dumps(report | {"version": 2}),
+        "e": json.dumps(report | {"kernels": 3}),
+        "f": json.dumps({k: v for k, v in report.items() if k != "golden"}),
+        "g": " " * LARGEST + json.dumps(report),
+    }
+    for name, text in wrong.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    assert machines.main(str(tmp_path)) == 2
+    out, err = capsys.readouterr()
+    assert out.count("macOS 15.1") == 1
+    assert [line.split(":")[0] for line in err.splitlines() if line.startswith("[machines]")] == [
+        f"[machines] {name}.json" for name in wrong
+    ]
+    with pytest.raises(UserError, match=r"\[machines\] no such folder"):
+        machines.main(str(tmp_path / "none"))
+
+
+def test_the_page_in_the_repository_is_what_its_files_render_to(capsys):
+    results = ROOT / "docs" / "results"
+    assert machines.main(str(results / "machines")) == 0
+    assert capsys.readouterr().out == (results / "machines.md").read_text(encoding="utf-8")
+    if not list((results / "machines").glob("*.json")):
+        assert "No Mac has reported yet" in machines.page([])
+
+
+def test_a_user_named_like_a_chip_keeps_the_chip(monkeypatch):
+    monkeypatch.setenv("LOGNAME", "max")
+    found = {"chip": "Apple M4 Max", "device": {"device_name": "Apple M4 Max"}, "reason": "Max: no"}
+    assert machines._scrubbed(found) == found | {"reason": "USER: no"}

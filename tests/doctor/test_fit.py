@@ -1,0 +1,191 @@
+"""`mlxkv fit` against sums done by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mlxkv.cli import main
+from mlxkv.console import human_bytes, parse_size, parse_tokens
+from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models.catalog.shapes import LayerShape, layers_of, parameters, weight_bytes
+from mlxkv.models.catalog.sizes import ModelPlan, layer_bytes, longest, need
+
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+GEMMA3_1B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "num_hidden_layers": 26,
+    "intermediate_size": 6912,
+    "sliding_window": 512,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+}
+
+
+def plan(config: dict) -> ModelPlan:
+    return ModelPlan("m", config, layers_of(config), weight_bytes(config), "estimated")
+
+
+def test_published_sizes():
+    """Qwen3-4B has 4.02 billion weights and needs 4608 MiB at 32K; Gemma-3-1B has 1.0 billion."""
+    assert parameters(QWEN3_4B) == pytest.approx(4.02e9, rel=0.01)
+    assert parameters(GEMMA3_1B) == pytest.approx(1.0e9, rel=0.01)
+    assert need(plan(QWEN3_4B), PRESETS["fp16"], 32768).cache == 4608 * 2**20
+    layers = layers_of(GEMMA3_1B)
+    assert [layer.kind for layer in layers].count("full") == 4
+    assert sum(2 * layer.values(32768) for layer in layers if layer.kind == "full") == 128 * 2**20
+    assert sum(2 * layer.values(32768) for layer in layers if layer.kind == "sliding") == 11 * 2**20
+
+
+def test_compressed_layer_by_hand():
+    layer, kv = LayerShape("full", 8, 128, 128), PRESETS["int4"]
+    # 1000 tokens: 64 sink, at least 64 recent; 13 pages of 64 fit into the 872 between them.
+    packed = 13 * 64 * 8 * 256 * 4.5 / 8
+    exact = 2 * (1000 - 13 * 64) * 8 * 256
+    assert layer_bytes(layer, kv, 1000) == packed + exact
+    assert layer_bytes(layer, kv, 100) == 2 * 100 * 8 * 256
+    assert layer_bytes(layer, PRESETS["fp16"], 1000) == 2 * 1000 * 8 * 256
+    following, static = parse_kv("oja-0.75+int4"), parse_kv("static-0.75+int4+windows")
+    two_bases = 2 * 8 * 2 * 128 * 96 * 4
+    assert layer_bytes(layer, following, 1000) - layer_bytes(layer, static, 1000) == two_bases
+    assert layer_bytes(layer, following, 60) == layer_bytes(layer, static, 60)
+
+
+def test_selection_needs_room_for_the_whole_prompt_first():
+    whole, half = (need(plan(QWEN3_4B), parse_kv(kv), 32768) for kv in ("int4", "int4+keep0.5"))
+    assert half.total == whole.total and half.cache < 0.6 * whole.cache
+    plain, half = (need(plan(QWEN3_4B), parse_kv(kv), 32768) for kv in ("fp16", "fp16+keep0.5"))
+    assert half.total == plain.total and half.cache < 0.6 * plain.cache
+
+
+def test_layers_that_stay_in_16_bits():
+    kv = PRESETS["hadamard-int4"]
+    odd = LayerShape("full", 1, 96, 96)
+    assert layer_bytes(odd, kv, 4096) == 2 * odd.values(4096)
+    window = LayerShape("sliding", 1, 64, 64, window=512)
+    assert layer_bytes(window, kv, 4096) == 2 * 512 * 128
+
+
+def test_longest_is_the_last_that_fits():
+    model, kv = plan(QWEN3_4B), PRESETS["int4"]
+    usable = need(model, kv, 20000).total
+    found = longest(model, kv, usable)
+    assert need(model, kv, found).total <= usable < need(model, kv, found + 1).total
+    assert longest(model, kv, 10) == 0
+    assert longest(model, kv, 2**50) == 40960
+
+
+def test_kinds_of_layers():
+    def kinds(**config) -> str:
+        base = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
+        return "".join(layer.kind[0] + layer.kind[1] for layer in layers_of(base | config))
+
+    types = ["sliding_attention", "full_attention"] * 2
+    assert kinds(model_type="llama") == "fufufufu"
+    assert kinds(model_type="gpt_oss", layer_types=types) == "slfuslfu"
+    assert kinds(model_type="gpt_oss") == "slfuslfu"
+    # mlx-lm keeps everything for these, whatever the config says
+    assert kinds(model_type="qwen2", layer_types=types, sliding_window=8) == "fufufufu"
+    assert kinds(model_type="qwen3_next", full_attention_interval=4) == "stststfu"
+    assert kinds(model_type="deepseek_v3", kv_lora_rank=8) == "lalalala"
+    assert (
+        kinds(model_type="gemma3n", layer_types=types, sliding_window=8, num_kv_shared_layers=2)
+        == "slfu"
+    )
+    with pytest.raises(UserError, match="layer_types names 4"):
+        kinds(num_hidden_layers=5, layer_types=types)
+
+
+def test_a_vision_model_has_its_text_config():
+    inner = {k: v for k, v in GEMMA3_1B.items() if k != "vocab_size"}
+    config = {"model_type": "gemma3", "text_config": inner}
+    assert layers_of(config) == layers_of(GEMMA3_1B)
+
+
+def test_quantised_weights():
+    quantised = QWEN3_4B | {"quantization": {"bits": 4, "group_size": 64}}
+    assert weight_bytes(quantised) == pytest.approx(4.02e9 * 4.5 / 8, rel=0.01)
+
+
+def test_sizes():
+    assert parse_size("16GB", "x") == parse_size("16 GiB", "x") == 16 * 2**30
+    assert parse_size("512M", "x") == 512 * 2**20
+    assert parse_tokens("32k", "x") == parse_tokens("32K", "x") == 32768
+    assert parse_tokens("0.5k", "x") == 512
+    assert human_bytes(1536) == "1.5 KiB" and human_bytes(3 * 2**30) == "3.00 GiB"
+    for text in ("", "GB", "-1GB", "0GB", "16XB"):
+        with pytest.raises(UserError, match="not a size"):
+            parse_size(text, "--memory")
+    for text in ("", "k", "0", "-5", "many"):
+        with pytest.raises(UserError, match="not a number of tokens"):
+            parse_tokens(text, "--context")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_4B))
+    return str(path)
+
+
+def test_the_command(config_file, capsys):
+    args = ["fit", "--config", config_file, "--context", "32k", "--memory", "16GB"]
+    assert main([*args, "--kv", "fp16", "--kv", "int8/int4", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["context"], data["memory_bytes"]) == (32768, 16 * 2**30)
+    assert data["weights_source"] == "estimated from config.json"
+    assert [row["preset"] for row in data["presets"]] == ["fp16", "int8/int4"]
+    plain, pair = data["presets"]
+    assert plain["kv_bytes"] == 4608 * 2**20 and not plain["fits"]
+    assert 6.5 < pair["bits_per_value"] < 6.7
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert "36 layers keep the whole context: 8 kv heads x 128" in out
+    assert "prefill transients" in out and "longest context" in out
+
+
+def test_a_context_beyond_the_model(config_file, capsys):
+    assert main(["fit", "--config", config_file, "--context", "128k"]) == 2
+    assert "takes 40960" in capsys.readouterr().err
+
+
+def test_no_context_means_32k_or_what_the_model_takes(config_file, tmp_path, capsys):
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps(QWEN3_4B | {"max_position_embeddings": 8192}))
+    for path, tokens in ((config_file, 32768), (small, 8192)):
+        assert main(["fit", "--config", str(path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["context"] == tokens
+
+
+def test_reasons_are_printed(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_4B | {"head_dim": 96}))
+    assert main(["fit", "--config", str(path), "--kv", "hadamard-int4"]) == 0
+    assert "power-of-two head dim; got 96" in capsys.readouterr().out
+
+
+def test_weights_are_read_from_the_files(tmp_path, model_folder):
+    from mlxkv.models.catalog.locate import locate
+
+    size = (model_folder / "model.safetensors").stat().st_size
+    assert locate(str(model_folder)).weights == size
+    (tmp_path / "config.json").write_text("{}")
+    assert locate(str(tmp_path)).weights is None
+    index = {"metadata": {"total_size": 12345}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert locate(str(tmp_path)).weights == 12345

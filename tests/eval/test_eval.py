@@ -1,0 +1,315 @@
+"""`mlxkv eval` as users run it: report, verdicts, going on after a kill, errors in one line."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mlxkv.cli import main
+from mlxkv.codec.codec import Codec
+from mlxkv.eval import plan, workers
+from mlxkv.eval.arms import Arms
+from mlxkv.eval.report import verdict
+from mlxkv.eval.store import Store
+from mlxkv.eval.tasks import harness
+from mlxkv.eval.tasks.part import Part, TaskOptions
+from mlxkv.formats.calibration import artifact
+from mlxkv.models import load
+from mlxkv.models.calibration.fitting import known
+
+ROOT = Path(__file__).parents[2]
+SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, tokens=8, needles="plain")
+
+
+@pytest.fixture
+def spec(model_folder):
+    return plan.Spec(str(model_folder), ("int4",), ("divergence",), SMALL)
+
+
+@pytest.mark.slow
+def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
+    """Every task; the report has what the tables promise."""
+    out = tmp_path / "report"
+    command = [
+        "eval",
+        "--model",
+        str(model_folder),
+        "--kv",
+        "int8,int4/srft-int2+g32",
+        "--context",
+        "512,640",
+    ]
+    options = ["--decode", "8", "--questions", "1", "--tokens", "6", "--out", str(out), "--json"]
+    assert main([*command, *options, "--statistics"]) == 0
+    printed = capsys.readouterr()
+    brief = json.loads(printed.out.splitlines()[-1])
+    assert set(brief["presets"]) == {"fp16", "int8", "int4/srft-int2+g32"}
+    assert brief["context"] == 640 and set(brief["rows"]) == {"512", "640"}
+    row = brief["presets"]["int4/srft-int2+g32"]
+    assert {"bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval"} <= set(row)
+    assert set(row["retrieval"]) == {"single", "multi-key", "multi-query", "multi-value"}
+    assert brief["presets"]["fp16"]["kl_mean"] == 0.0
+    assert brief["presets"]["fp16"]["agreement"] == 1.0
+    assert brief["windows"]["int8"] == brief["windows"]["int4/srft-int2+g32"]
+    assert "====== KL divergence statistics ======" in printed.out
+    data = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert "stages-512" in data["parts"] and data["machine"]["chip"]
+    check_page((out / "report.html").read_text(encoding="utf-8"))
+
+
+def check_page(text: str) -> None:
+    """The page is well-formed, has pictures and loads nothing from elsewhere."""
+
+    class Page(HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.open, self.seen = [], []
+
+        def handle_starttag(self, tag, attrs):
+            self.seen.append(tag)
+            if tag not in ("meta", "br"):
+                self.open.append(tag)
+            assert not any(name == "src" for name, _ in attrs)
+
+        def handle_startendtag(self, tag, attrs):
+            self.seen.append(tag)
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+    page = Page()
+    page.feed(text)
+    assert not page.open
+    assert page.seen.count("svg") >= 6 and page.seen.count("table") == 2
+    assert not re.search(r"(href|src)=\"https?:", text)
+
+
+def test_a_killed_run_goes_on(spec, tmp_path, capsys):
+    arms, parts = plan.make(spec)
+    first = workers.compute(spec, arms, parts, tmp_path)
+    calls = []
+    watched = [Part(p.task, p.name, lambda *a: calls.append(a), p.steps, p.asks) for p in parts]
+    assert workers.compute(spec, arms, watched, tmp_path) == first
+    assert not calls
+    assert "kept from before" in capsys.readouterr().err
+    # A result that was cut while it was written, and one of another question, are done again.
+    victim = next((tmp_path / "parts").glob("*int4*"))
+    victim.write_text(victim.read_text()[:100])
+    assert Store(tmp_path).read(arms, parts[0], "int4") is None
+    assert Store(tmp_path).read(arms, parts[0], "fp16") == first["divergence-512"]["fp16"]
+    other = Part("divergence", "512", parts[0].run, 1, {"text": "another"})
+    assert Store(tmp_path).read(arms, other, "fp16") is None
+    assert workers.compute(spec, arms, parts, tmp_path) == first
+
+
+def test_processes_side_by_side_find_the_same(spec, tmp_path, same_blas, without_torch):
+    spec = plan.Spec(spec.model, ("int4",), ("divergence", "stages"), SMALL)
+    arms, parts = plan.make(spec)
+    one = workers.compute(spec, arms, parts, tmp_path / "one")
+    two = workers.compute(spec, arms, parts, tmp_path / "two", jobs=2)
+    assert one == two
+
+
+def shuffled(encode):
+    """`Codec.encode` with the tokens of each page in another order."""
+
+    def wrong(self, x, way):
+        stored = encode(self, x, way)
+        return stored | {"codes": stored["codes"][:, :, ::-1]}
+
+    return wrong
+
+
+@pytest.mark.slow
+def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
+    """A cache that works is green, on the trained model."""
+    command = ["eval", "--kv", "int8", "--context", "512", "--tasks", "divergence", "--json"]
+    command += ["--decode", "32", "--jobs", "1", "--gate", "--out"]
+    assert main([*command, str(tmp_path / "sound")]) == 0
+    sound = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
+    assert sound["int8"]["verdict"] == sound["fp16"]["verdict"] == "green"
+    monkeypatch.setattr(Codec, "encode", shuffled(Codec.encode))
+    assert main([*command, str(tmp_path / "broken")]) == 1
+    broken = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
+    assert broken["fp16"]["verdict"] == "green"
+    assert broken["int8"]["verdict"] == "red" and "KL" in broken["int8"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("change", "colour"),
+    [
+        ({}, "green"),
+        ({"kl_mean": 0.02}, "amber"),
+        ({"kl_mean": 0.2}, "red"),
+        ({"kl_mean": float("nan")}, "red"),
+        ({"top1": 0.96}, "amber"),
+        ({"top1": 0.8}, "red"),
+        ({"retrieval": {"single": 0.97, "multi-query": 0.94}}, "amber"),
+        ({"retrieval": {"single": 0.5, "multi-query": 1.0}}, "red"),
+    ],
+)
+def test_verdicts(change, colour):
+    base = {"kl_mean": 0.0, "top1": 1.0, "retrieval": {"single": 1.0, "multi-query": 1.0}}
+    row = {**base, "kl_mean": 1e-4, **change}
+    found, reason = verdict.judge(row, base)
+    assert found == colour and bool(reason) == (colour != "green")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--kv", "int4,int5"], ["[--kv]", "int5", "int8"]),
+        (["--context", "100"], ["[--context]", "512"]),
+        (["--context", "2k,x"], ["[--context]", "'x'"]),
+        (["--tasks", "divergence,speed"], ["[--tasks]", "speed", "retrieval"]),
+        (["--tasks", "lm-eval:"], ["[--tasks]", "lm-eval:"]),
+        (["--windows", "64"], ["[--windows]", "64,64"]),
+        (["--needles", "hay"], ["[--needles]", "worlds"]),
+        (["--decode", "0"], ["[--decode]", "at least 1"]),
+        (["--questions", "-1"], ["[--questions]", "at least 1"]),
+        (["--text", "no-such-file.txt"], ["no-such-file.txt"]),
+        (["--model", "no-such-model"], ["[--model]", "no-such-model"]),
+        (["--calibration", "none.safetensors"], ["[calibration]", "none.safetensors"]),
+    ],
+)
+def test_bad_options_are_one_line(options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", *options]) == 2
+    printed = capsys.readouterr()
+    lines = printed.err.strip().splitlines()
+    assert len(lines) == 1 and all(word in lines[0] for word in words), lines
+    assert printed.out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
+    """With --calibration FILE, other clips or rotations make a kept result unusable."""
+    loaded = load("tiny-qwen")
+    own = known(loaded.model)
+    part, files = Part("divergence", "512", lambda *_: {}, 1), {}
+    layers = {
+        name: replace(layer, keys=replace(layer.keys, clips={"int2 g128": 0.5}))
+        for name, layer in own.layers.items()
+    }
+    changed = {
+        "own": own,
+        "clips": replace(own, layers=layers),
+        "parts": replace(own, parts="u"),
+    }
+    for name, made in changed.items():
+        files[name] = tmp_path / f"{name}.safetensors"
+        artifact.write(files[name], made)
+
+    def arms(file):
+        spec = plan.Spec("tiny-qwen", ("oscar-int2", "int4"), (), SMALL, calibration=str(file))
+        return plan.make(spec)[0]
+
+    first, store = arms(files["own"]), Store(tmp_path)
+    for name in ("oscar-int2", "int4"):
+        store.write(first, part, name, {"kl": 1})
+    for name, file in files.items():
+        kept = {arm: store.read(arms(file), part, arm) for arm in ("oscar-int2", "int4")}
+        assert kept["int4"] == {"kl": 1}  # needs none
+        assert kept["oscar-int2"] == ({"kl": 1} if name == "own" else None), name
+
+
+def test_an_arm_reads_its_calibration_once(monkeypatch):
+    arms, reads, read = Arms(load("tiny-qwen"), ["oscar-int2"]), [], artifact.read
+    monkeypatch.setattr(artifact, "read", lambda path: reads.append(path) or read(path))
+    for _ in range(3):
+        with arms.attached("oscar-int2"):
+            pass
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [
+        ("int4", "int"),
+        ("naive-int2", "naive"),
+        ("oscar-int2+g64", "oscar+g64"),
+        ("int8/int4", "int8/int4"),
+        ("fp16", "fp16"),
+    ],
+)
+def test_the_widths_of_a_method_share_a_curve(name, of):
+    pytest.importorskip("matplotlib")
+    from mlxkv.eval.report.pictures import method
+
+    assert method(name) == of
+
+
+def test_an_out_that_cannot_be_written(spec, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    command = ["eval", "--model", spec.model, "--tasks", "divergence", "--context", "512"]
+    assert main([*command, "--out", str(tmp_path / "file")]) == 2
+    assert "[--out]" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_matplotlib_the_report_says_so(spec, tmp_path, same_blas, without_torch):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from mlxkv.cli import main\n"
+        f"sys.exit(main(['eval', '--model', {spec.model!r}, '--tasks', 'divergence', '--decode', '8',"
+        f" '--kv', 'int4', '--context', '512', '--out', {str(tmp_path)!r}]))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "mlxkv[plots]" in page and "<svg" not in page
+
+
+def test_lm_eval_missing_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    assert main(["eval", "--tasks", "lm-eval:hellaswag"]) == 2
+    assert "pip install 'mlxkv[lm-eval]'" in capsys.readouterr().err
+
+
+TASK = """
+task: own_{kind}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+output_type: {kind}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+{rest}
+"""
+CHOICE = """doc_to_choice: "{{choices}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true"""
+GENERATE = """generation_kwargs:
+  until: ["."]
+  max_gen_toks: 8
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rest"), [("multiple_choice", CHOICE), ("generate_until", GENERATE)]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_task_of_lm_eval(kind, rest, model_folder, tmp_path):
+    """A task of the user's own, from a YAML file: nothing is fetched."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    data = {"question": "The sky is", "choices": [" blue", " a horse and two carts"], "answer": 0}
+    (tmp_path / "data.jsonl").write_text(json.dumps(data) + "\n" + json.dumps(data) + "\n")
+    task = tmp_path / "own.yaml"
+    task.write_text(TASK.format(kind=kind, file=tmp_path / "data.jsonl", rest=rest))
+    spec = plan.Spec(str(model_folder), ("int4",), (f"lm-eval:{task}",), SMALL)
+    arms, parts = plan.make(spec)
+    found = workers.compute(spec, arms, parts, tmp_path)[f"lm-eval-{task}"]
+    assert set(found) == {"fp16", "int4"}
+    assert all(one["questions"] == 2 for one in found.values())
+    metric = "acc" if kind == "multiple_choice" else "exact_match"
+    assert all(0 <= one["metrics"][metric] <= 1 for one in found.values())

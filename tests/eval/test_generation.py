@@ -1,0 +1,144 @@
+"""The generation task: greedy text compared with the baseline's, short answers, tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from random_model import write_model
+
+from mlxkv.codec.codec import Codec
+from mlxkv.errors import MachineError
+from mlxkv.eval import feed
+from mlxkv.eval.arms import Arms
+from mlxkv.eval.questions import passages, tools
+from mlxkv.eval.tasks import generation
+from mlxkv.eval.tasks.generation import Written
+from mlxkv.eval.tasks.greedy import Reply, reply
+from mlxkv.eval.tasks.part import TaskOptions
+from mlxkv.models import load
+
+SMALL = TaskOptions(contexts=(768,), questions=4, tokens=24)
+CODES = (("Ada", "4821"), ("Bo", "1234"), ("Cy", "9999"), ("Di", "5555"))
+
+
+def run(arms: Arms, options: TaskOptions = SMALL, names=None, tasks=None) -> dict[str, dict]:
+    out = {}
+    for part in generation.parts(arms, options):
+        if tasks is None or part.name in tasks:
+            steps: list[int] = []
+            out[part.name] = part.run(arms, names or arms.names, steps.append)
+            assert sum(steps) == part.steps * len(names or arms.names)
+    return out
+
+
+def test_int4_writes_what_full_precision_writes():
+    arms = Arms(load("tiny"), ["int4"])
+    found = run(arms)
+    exact, small = found["agreement"]["fp16"], found["agreement"]["int4"]
+    assert exact["lengths"] == exact["of"] and exact["identical"] == 1 and exact["margin"] is None
+    assert len(exact["of"]) == generation.CONTINUED and max(exact["of"]) == exact["limit"] == 24
+    assert exact["tokens"] > arms.configs["int4"].window
+    assert small["mean"] >= 0.5 * exact["mean"]
+    for name in arms.names:
+        answers, calls = found["answers"][name], found["structured"][name]
+        assert answers["asked"] == 2 and answers["right"] >= 1
+        groups = answers["by_group"].values()
+        assert sum(group["right"] for group in groups) == answers["right"]
+        assert calls["asked"] == 2 and calls["right"] <= calls["valid"] <= 2
+        assert -20 < calls["likelihood"] < 0
+    assert found["structured"]["fp16"]["same"] == 2
+
+
+def test_a_broken_cache_is_found_out(monkeypatch):
+    encode = Codec.encode
+    monkeypatch.setattr(Codec, "encode", lambda self, x, way: encode(self, x[..., ::-1], way))
+    arms = Arms(load("tiny"), ["int4"])
+    # The baseline is not asked for: it is made all the same.
+    longer = replace(SMALL, tokens=40)
+    found = run(arms, longer, names=["int4"], tasks=("agreement",))["agreement"]
+    assert set(found) == {"int4"}
+    assert found["int4"]["identical"] <= 0.5
+    assert found["int4"]["mean"] < 36 and found["int4"]["margin"] > 0
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_plain_questions_run_on_any_model(tmp_path, template, model_folder):
+    folder = model_folder if template else write_model(tmp_path / "raw", template=None)
+    arms = Arms(load(str(folder)), [])
+    found = run(arms, TaskOptions(contexts=(900,), questions=1, tokens=8, needles="plain"))
+    assert found["agreement"]["fp16"]["identical"] == 1
+    assert found["answers"]["fp16"] == found["answers"]["fp16"] | {"asked": 1, "right": 0}
+    assert found["structured"]["fp16"]["valid"] == 0
+
+
+def written(tokens: list[int], margins: list[float]) -> Written:
+    return Written(Reply(tokens, margins, ""))
+
+
+def test_agreement_counts_leading_tokens():
+    baseline = [written([1, 2, 3], [9, 8, 7]), written([4, 5], [6, 0.5]), written([6], [3])]
+    ours = [written([1, 2, 3], [0] * 3), written([4, 9], [0] * 2), written([7, 6], [0] * 2)]
+    found = generation._agree(8, ours, baseline)
+    assert found["lengths"] == [3, 1, 0] and found["of"] == [3, 2, 1]
+    assert found["identical"] == pytest.approx(1 / 3)
+    assert found["margin"] == pytest.approx((0.5 + 3) / 2)
+
+
+def test_replies_stop_where_they_should(loaded):
+    def ask(limit, **how):
+        return reply(loaded, feed.prefill(loaded, [5, 6, 7]), [8, 9], limit, **how)
+
+    loaded.tokenizer.eos_token_ids = {258}  # never written here
+    whole = ask(12)
+    assert len(whole.tokens) == len(whole.margins) == 12 and min(whole.margins) >= 0
+    assert ask(12) == whole
+    assert ask(12, enough=lambda text: len(text) >= 3).tokens == whole.tokens[:3]
+    assert "\n" not in ask(12, line=True).text
+    loaded.tokenizer.eos_token_ids = {whole.tokens[4]}
+    stopped = ask(12)
+    assert stopped.tokens == whole.tokens[: whole.tokens.index(whole.tokens[4]) + 1]
+
+
+def test_broken_logits_are_a_fault(tmp_path):
+    loaded = load(str(write_model(tmp_path / "poison", poison=True)))
+    with pytest.raises(MachineError, match="NaN or infinity in the logits"):
+        reply(loaded, feed.prefill(loaded, [1, 2]), [3], 4)
+
+
+def test_calls_are_made_of_their_requests():
+    calls = tools.calls(Random(1), 18, CODES)
+    assert calls == tools.calls(Random(1), 18, CODES)
+    assert len({call.request for call in calls[:12]}) == 12
+    for call in calls:
+        parsed = tools.parse(call.answer)
+        assert parsed["tool"] in ("save_code", "send_note", "set_timer")
+        given = dict(CODES)
+        for value in call.values:
+            assert value in call.answer
+            assert value in call.request or value in given.values()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no", "[1]", '{"tool": "a"}', '{"tool": 1, "arguments": {}}', '{"tool": "a", "arguments":']
+    + ['{"tool": "a", "arguments": {}, "more": 1}', '{"tool": "a", "arguments": []}'],
+)
+def test_what_is_no_call(text):
+    assert tools.parse(text) is None
+
+
+def test_a_fence_is_taken_off():
+    call = {"tool": "a", "arguments": {"b": 1}}
+    assert tools.parse('```json\n{"tool": "a", "arguments": {"b": 1}}\n```') == call
+
+
+def test_right_answers_to_passages():
+    (one,) = [q for q in passages.questions("plain", 99) if q.answer == "five"]
+    assert one.right("Five lamps were broken.") and one.right(" five\nQuestion: Why?")
+    assert not one.right("Twelve.") and not one.right("Fivefold")
+    assert not one.right(" ".join(["five"] * 20))
+    exact = passages.questions("worlds", 6)
+    assert [q.exact for q in exact] == [True] * 6
+    assert exact[0].right(exact[0].answer) and not exact[0].right(exact[0].answer + "!")

@@ -1,0 +1,185 @@
+"""The retrieval task: facts are at their stated depths, and scores fall if the cache is broken."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from random import Random
+
+import pytest
+from random_model import write_model
+
+from mlxkv.codec.codec import Codec
+from mlxkv.errors import UserError
+from mlxkv.eval.arms import Arms, Prefixes
+from mlxkv.eval.questions import plain, planted
+from mlxkv.eval.questions.document import KINDS, QUERIES, Question, rounds, spread
+from mlxkv.eval.tasks import greedy, retrieval
+from mlxkv.eval.tasks.part import TaskOptions
+from mlxkv.models import load
+from mlxkv.texts.worlds import haystack
+
+MAKERS = {"worlds": planted.document, "plain": plain.document}
+# Gates and published results depend on these texts.
+HAYSTACKS = {
+    "single": "05eafe2b1ec1933a",
+    "multi4": "32d1a5bc6c0d9ce7",
+    "values": "9883cc5904df50f4",
+    "unseen": "344f4d0875dcda59",
+    "mixed": "b3a1123869b27326",
+}
+SMALL = TaskOptions(contexts=(768,), questions=3)
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.mark.parametrize("kind", HAYSTACKS)
+def test_haystacks_are_what_they_were(kind):
+    stack = haystack(kind, Random(f"fixed-{kind}"), 900)
+    digest = hashlib.sha256((stack.text + repr(stack.needles)).encode()).hexdigest()
+    assert digest[:16] == HAYSTACKS[kind]
+
+
+@pytest.mark.parametrize("needles", MAKERS)
+def test_facts_stand_at_their_depths(needles):
+    document = MAKERS[needles](Random(1), 3000, 16, words)
+    assert MAKERS[needles](Random(1), 3000, 16, words) == document
+    assert 0.9 * 3000 <= words(document.text) <= 1.05 * 3000
+    for question in document.questions:
+        for key, value, depth in zip(question.keys, question.values, question.depths, strict=True):
+            sentence = document.text[round(depth * len(document.text)) :].split(f"{value}.")[0]
+            assert len(sentence) < 100 and "\n" not in sentence
+            assert key.lower() in sentence.lower()
+
+
+@pytest.mark.parametrize("needles", MAKERS)
+def test_depths_are_even(needles):
+    document = MAKERS[needles](Random(2), 4000, 16, words)
+    for kind in ("single", "multi-key"):
+        depths = [question.depths[0] for question in document.of(kind)]
+        counts = [sum(int(5 * depth) == at for depth in depths) for at in range(5)]
+        assert sum(counts) == 16 and min(counts) >= 2
+
+
+@pytest.mark.parametrize("needles", MAKERS)
+def test_every_kind_asks_for_its_values(needles):
+    document = MAKERS[needles](Random(3), 2000, 8, words)
+    for kind in KINDS:
+        asked = document.of(kind)
+        assert len(asked) == 8
+        for question in asked:
+            wanted = {"multi-query": (QUERIES,), "multi-value": (2, 3)}.get(kind, (1,))
+            assert len(question.values) in wanted
+            keys = 1 if kind == "multi-value" else len(question.values)
+            assert len(set(question.keys)) == keys
+            cursor = 0
+            for value in question.values:
+                cursor = question.answer.index(value, cursor) + len(value)
+    several = document.of("multi-value")[0]
+    key = re.compile(rf"(?i:{several.keys[0]})(?! [A-Z])")  # a surname makes another
+    told = [s for s in re.split(r"(?<=\.)\s", document.text) if key.search(s)]
+    assert sorted(several.values) == sorted(code for s in told for code in re.findall(r"\d+", s))
+
+
+def test_plain_keys_are_near_identical_and_codes_unique():
+    document = plain.document(Random(4), 3000, 16, words)
+    keys = {question.keys[0] for question in document.of("multi-key")}
+    for key in keys:
+        _, adjective, noun = key.split()
+        twins = [k for k in keys if k != key and (adjective in k.split() or noun in k.split())]
+        assert len(twins) >= 2
+    codes = re.findall(r"\d+", document.text)
+    assert len(set(codes)) == len(codes) and {len(code) for code in codes} == {7}
+
+
+def test_spread_loses_nothing():
+    sentences, group = [f"s{n}" for n in range(10)], [f"f{n}" for n in range(25)]
+    out = spread(Random(0), sentences, [group, ["x"]])
+    assert sorted(out) == sorted([*sentences, *group, "x"])
+    assert [s for s in out if s in sentences] == sentences
+    assert sorted(rounds(Random(0), "abc", 7)[:3]) == ["a", "b", "c"]
+
+
+def run(arms: Arms, options: TaskOptions = SMALL, kinds=KINDS) -> dict[str, dict]:
+    steps = []
+    out = {}
+    for part in retrieval.parts(arms, options):
+        if part.asks["kind"] in kinds:
+            out[part.asks["kind"]] = part.run(arms, arms.names, steps.append)
+    assert sum(steps) == len(out) * options.questions * len(arms.names)
+    return out
+
+
+def test_int4_finds_what_full_precision_finds():
+    found = run(Arms(load("tiny"), ["int4"]))
+    assert set(found) == set(KINDS)
+    for kind, arms in found.items():
+        exact, small = arms["fp16"], arms["int4"]
+        assert exact["values"] >= 0.9 and small["values"] == exact["values"]
+        assert abs(small["likelihood"] - exact["likelihood"]) < 0.05
+        assert small["kv_bytes"] < 0.5 * exact["kv_bytes"]
+        assert 500 < exact["tokens"] < 768
+        for result in (exact, small):
+            assert result["kind"] == kind and result["questions"] == 3
+            assert [each["depth"] for each in result["depths"]] == [0.1, 0.3, 0.5, 0.7, 0.9]
+            right = sum(each["right"] for each in result["depths"])
+            asked = sum(each["asked"] for each in result["depths"])
+            assert right / asked == pytest.approx(result["values"])
+
+
+def test_a_broken_cache_is_found_out(monkeypatch):
+    encode = Codec.encode
+    monkeypatch.setattr(Codec, "encode", lambda self, x, way: encode(self, x[..., ::-1], way))
+    found = run(Arms(load("tiny"), ["int4"]), kinds=("multi-key",))["multi-key"]
+    assert found["int4"]["values"] <= 0.5 < 0.9 <= found["fp16"]["values"]
+    assert found["int4"]["likelihood"] < found["fp16"]["likelihood"] - 1
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_plain_needles_run_on_any_model(tmp_path, template, model_folder):
+    folder = model_folder if template else write_model(tmp_path / "raw", template=None)
+    arms = Arms(load(str(folder)), ["int4"])
+    found = run(arms, TaskOptions(contexts=(900,), questions=1, needles="plain"), ("multi-value",))
+    for result in found["multi-value"].values():
+        assert result["values"] == 0  # random weights
+        assert -20 < result["likelihood"] < -2
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("They are 7654321 and 1,234,567.", [True, True]),
+        ("7654321", [False, True]),
+        ("1234567, 17654321", [True, False]),
+        ("", [False, False]),
+    ],
+)
+def test_values_are_found_in_free_words(monkeypatch, loaded, text, right):
+    said = greedy.Reply([], [], text)
+    monkeypatch.setattr(greedy, "reply", lambda *_: said)
+    question = Question("multi-value", "", "", ("1234567", "7654321"), ("a", "a"), (0.1, 0.2))
+    assert retrieval._found(loaded, [], [], question) == right
+
+
+def test_texts_are_read_once_while_there_is_room(loaded):
+    tokens = list(range(100))
+    kept = Prefixes()
+    assert kept.read(loaded, "fp16", tokens) is kept.read(loaded, "fp16", tokens)
+    assert kept.read(loaded, "fp16", tokens) is not kept.read(loaded, "int4", tokens)
+    small = Prefixes(keep=0)
+    assert small.read(loaded, "fp16", tokens) is not small.read(loaded, "fp16", tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TaskOptions(contexts=(100,)), "context. must be at least 512"),
+        (TaskOptions(questions=0), "questions. must be at least 1"),
+        (TaskOptions(needles="hay"), "needles. unknown; got 'hay'; choose from worlds, plain"),
+    ],
+)
+def test_what_cannot_be_asked(loaded, options, message):
+    with pytest.raises(UserError, match=message):
+        retrieval.parts(Arms(loaded, []), options)

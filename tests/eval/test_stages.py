@@ -1,0 +1,279 @@
+"""The stages task: errors agree with NumPy, in every model family, and the model is left unchanged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import cycle
+from types import SimpleNamespace
+
+import emulator
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from on_emulator import make
+from random_models import FAMILIES, random_model, tokens
+
+from mlxkv.codec.codec import Codec, codec
+from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.tasks import stages
+from mlxkv.eval.tasks.part import TaskOptions
+from mlxkv.formats.presets import PRESETS
+from mlxkv.metal import launch
+from mlxkv.models import attach, detach, load
+from mlxkv.models.hooks.taps import observe, put_observers
+from mlxkv.texts.sources import story_tokens
+
+OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
+LEFT_OUT = {"gemma2", "stablelm", "deepseek_v3", "mamba2", "phi3small"}
+LEFT_OUT |= {"gemma3n", "afm7"} if OLD else set()
+GATED = {"qwen3_next", "iquestloopcoder"}  # something stands between attention and W_o
+PARTLY = {"iquestloopcoder"}  # does not call its layers as a whole
+OWN = ("keys", "values", "scores_kl", "attention")
+WIDE = {"hidden_size": 64, "intermediate_size": 64}  # whole groups of quantised weights
+WINDOWS = {"sink": 16, "recent": 16, "page": 16}
+
+
+def arms_of(model, *names: str, **windows: int) -> Arms:
+    arms = Arms(SimpleNamespace(model=model), names)
+    arms.configs = {n: replace(c, **(windows or WINDOWS)) for n, c in arms.configs.items()}
+    return arms
+
+
+def measure(arms: Arms, names: list[str], count: int, queries: int) -> dict:
+    text = tokens(count + queries).tolist()
+    return stages.measure(arms, names, text, count, lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    loaded = load("tiny-qwen")
+    arms = Arms(loaded, ["fp16/int4", "int8", "int4", "srft-int2+g32"])
+    options = TaskOptions(contexts=(384,))
+    (part,) = stages.parts(arms, options, lambda count: story_tokens(loaded, count))
+    steps = []
+    out = part.run(arms, arms.names, steps.append)
+    assert sum(steps) == part.steps * len(arms.names)
+    assert (part.task, part.name, part.asks["queries"]) == ("stages", "384", 64)
+    assert part.asks["tokens"] == story_tokens(loaded, 384 + 64)
+    return json.loads(json.dumps(out))
+
+
+def test_full_precision_against_itself_is_zero(qwen):
+    row = qwen[BASELINE]
+    assert row["logits_kl"] == 0 and (row["tokens"], row["queries"]) == (384, 64)
+    assert len(row["layers"]) == 5
+    for layer in row["layers"]:
+        assert not layer["compressed"] and layer["attention_at"] is None
+        assert all(layer[name] == 0 for name in (*OWN, "sealed", "hidden"))
+
+
+def test_exact_keys_have_no_error_where_values_have_one(qwen):
+    for layer in qwen["fp16/int4"]["layers"]:
+        assert layer["keys"] == layer["scores_kl"] == 0
+        assert layer["values"] > 0 and layer["attention"] > 0 and layer["hidden"] > 0
+
+
+def test_fewer_bits_are_worse_at_every_stage(qwen):
+    rows = [qwen[name] for name in ("int8", "int4", "srft-int2+g32")]
+    assert 0 < rows[0]["logits_kl"] < rows[1]["logits_kl"] < rows[2]["logits_kl"]
+    for layers in zip(*(row["layers"] for row in rows), strict=True):
+        for stage in (*OWN, "hidden"):
+            errors = [layer[stage] for layer in layers]
+            assert 0 < errors[0] < errors[1] < errors[2], (layers[0]["index"], stage, errors)
+        assert {layer["attention_at"] for layer in layers} == {"output projection"}
+        # 384 tokens at once, less sink and at most recent + page: four pages; one more from queries
+        assert {layer["sealed"] for layer in layers} == {256}
+
+
+def relative(error: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(error) / np.linalg.norm(exact))
+
+
+def float64(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+def test_one_layer_agrees_with_numpy():
+    """One sealed page, four query heads on two kv heads, computed again in float64."""
+    count, queries = 100, 8
+    model = random_model("llama", num_hidden_layers=1)
+    arms = arms_of(model, "srft-int2+g32", sink=16, recent=64, page=16)
+    row = measure(arms, ["srft-int2+g32"], count, queries)["srft-int2+g32"]["layers"][0]
+
+    text, layer = tokens(count + queries)[None], model.layers[0]
+    x = layer.input_layernorm(model.model.embed_tokens(text))
+    attention, heads = layer.self_attn, {}
+    for name, turned in (("q", True), ("k", True), ("v", False)):
+        flat = getattr(attention, f"{name}_proj")(x)
+        heads[name] = flat.reshape(1, count + queries, -1, 64).swapaxes(1, 2)
+        heads[name] = attention.rope(heads[name]) if turned else heads[name]
+    side = PRESETS["srft-int2+g32"].keys
+    page, stored = codec(side, 64, 16), {}
+    for name in "kv":
+        decoded = page.decode(page.encode(heads[name][:, :, 16:32]), mx.float32)
+        exact = float64(heads[name])
+        stored[name] = exact.copy()
+        stored[name][:, :, 16:32] = float64(decoded)
+        error = relative(stored[name][:, :, 16:32] - exact[:, :, 16:32], exact[:, :, 16:32])
+        assert row[{"k": "keys", "v": "values"}[name]] == pytest.approx(error, rel=1e-4)
+    assert row["sealed"] == 16
+
+    q = float64(heads["q"])[:, :, count:]
+    seen = np.arange(count, count + queries)[:, None] >= np.arange(count + queries)
+
+    def attend(k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        k, v = (x.repeat(2, axis=1) for x in (k, v))
+        scores = np.where(seen, q @ k.swapaxes(-1, -2) * attention.scale, -np.inf)
+        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        joined = (p @ v).swapaxes(1, 2).reshape(queries, -1)
+        return p, joined @ float64(attention.o_proj.weight).T
+
+    (p, out), (p_stored, out_stored) = (
+        attend(float64(heads["k"]), float64(heads["v"])),
+        attend(stored["k"], stored["v"]),
+    )
+    terms = np.where(seen, p * np.log(np.where(seen, p / np.maximum(p_stored, 1e-300), 1)), 0)
+    assert row["scores_kl"] == pytest.approx(terms.sum(axis=-1).mean(), rel=1e-3)
+    assert row["attention"] == pytest.approx(relative(out_stored - out, out), rel=1e-3)
+    assert row["attention_at"] == "output projection" and row["kind"] == "full attention"
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - LEFT_OUT))
+def test_every_family(family):
+    """An exact side with another mask, head order or scale would be off by far more than int8 is."""
+    model = random_model(family)
+    row = measure(arms_of(model, "int8"), ["int8"], 140, 12)["int8"]
+    assert 0 < row["logits_kl"] < 0.01
+    compressed = [layer for layer in row["layers"] if layer["compressed"]]
+    assert compressed and len(row["layers"]) == len(model.layers)
+    for layer in compressed:
+        assert layer["sealed"] >= 64
+        assert 0 < layer["keys"] < 0.02 and 0 < layer["values"] < 0.02
+        assert 0 < layer["scores_kl"] < 1e-3 and 0 < layer["attention"] < 0.03
+        assert layer["attention_at"] == ("heads" if family in GATED else "output projection")
+    for layer in row["layers"]:
+        assert (layer["hidden"] is None) == (family in PARTLY)
+        if not layer["compressed"]:
+            assert all(layer[name] == 0 for name in OWN)
+
+
+def test_quantised_weights_and_a_model_in_bfloat16():
+    model = random_model("llama", **WIDE, attention_bias=True)
+    nn.quantize(model, group_size=32, bits=4)
+    model.set_dtype(mx.bfloat16)
+    rows = measure(arms_of(model, "int8", "srft-int2+g32"), ["int8", "srft-int2+g32"], 140, 12)
+    for eight, two in zip(
+        *(rows[name]["layers"] for name in ("int8", "srft-int2+g32")), strict=True
+    ):
+        assert eight["attention_at"] == two["attention_at"] == "output projection"
+        assert 0 < eight["attention"] < 0.03 < two["attention"] < 1
+
+
+@pytest.mark.skipif(emulator.why_not() is not None, reason="needs the kernel emulator")
+def test_records_are_measured_as_codes_are():
+    """Decoding by kernels over page records, here in the emulator, against plain ops."""
+    config, rows = {"sink": 16, "recent": 16, "page": 64}, []
+    for factory in (make, None):
+        model = random_model("llama")
+        with launch.using(factory):
+            arms = arms_of(model, "int4", **config)
+            rows.append(measure(arms, ["int4"], 150, 8)["int4"]["layers"])
+            assert ("kernels" in arms.reports["int4"][0].kernel) == (factory is make)
+    for record, code in zip(*rows, strict=True):
+        assert record["sealed"] == code["sealed"] == 64
+        for stage in (*OWN, "hidden"):
+            assert record[stage] == pytest.approx(code[stage], rel=0.02)
+
+
+def test_shuffled_pages_show(qwen, monkeypatch):
+    """Keys of other tokens are unrelated vectors, and mix other values."""
+    loaded, encode, shifts = load("tiny-qwen"), Codec.encode, cycle((5, 0))  # keys, values
+    monkeypatch.setattr(
+        Codec, "encode", lambda self, x, way: encode(self, mx.roll(x, next(shifts), axis=2), way)
+    )
+    arms = Arms(loaded, ["int8"])
+    text = story_tokens(loaded, 384 + stages.QUERIES)
+    wrong = stages.measure(arms, ["int8"], text, 384, lambda _: None)["int8"]
+    assert wrong["logits_kl"] > 100 * qwen["int8"]["logits_kl"]
+    for layer, right in zip(wrong["layers"], qwen["int8"]["layers"], strict=True):
+        assert layer["values"] == pytest.approx(right["values"], rel=0.5)
+        for stage in ("keys", "scores_kl", "attention", "hidden"):
+            assert layer[stage] > 10 * right[stage]
+
+
+def test_tokens_that_move_together_are_no_error_of_attention(monkeypatch):
+    encode, model = Codec.encode, random_model("llama")
+    right = measure(arms_of(model, "int8"), ["int8"], 140, 8)["int8"]["layers"][0]
+    monkeypatch.setattr(
+        Codec, "encode", lambda self, x, way: encode(self, mx.roll(x, 5, axis=2), way)
+    )
+    moved = measure(arms_of(model, "int8"), ["int8"], 140, 8)["int8"]["layers"][0]
+    assert moved["keys"] > 1 and moved["values"] > 1 and moved["scores_kl"] > right["scores_kl"]
+    assert moved["attention"] == pytest.approx(right["attention"], rel=1e-3)
+
+
+def test_watching_changes_nothing_and_leaves_no_trace():
+    model, text = random_model("gpt_oss"), tokens(140)[None]
+    classes = [type(m) for _, m in model.named_modules()]
+    plain = model(text)
+    attach(model, arms_of(model, "int4").configs["int4"])
+    outs, seen = [], []
+    for watched in (False, True):
+        cache = make_prompt_cache(model)
+        if watched:
+            assert len(put_observers(cache)) == 2  # the other two slide
+        model(text[:, :-8], cache=cache)
+        if not watched:
+            outs.append(model(text[:, -8:], cache=cache))
+            continue
+        with observe(model, cache, seen.append):
+            outs.append(model(text[:, -8:], cache=cache))
+    detach(model)
+    assert mx.array_equal(*outs)
+    assert [visit.index for visit in seen] == [visit.cache for visit in seen] == [0, 1, 2, 3]
+    assert [len(visit.calls) for visit in seen] == [0, 1, 0, 1]
+    assert [type(m) for _, m in model.named_modules()] == classes
+    assert mx.array_equal(model(text), plain)
+
+
+def test_an_error_while_watching_leaves_no_trace():
+    model = random_model("llama")
+    classes = [type(m) for _, m in model.named_modules()]
+    calls = []
+
+    def fail(visit):
+        calls.append(visit)
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"), observe(model, [], fail):
+        model(tokens(4)[None])
+    assert len(calls) == 1
+    assert [type(m) for _, m in model.named_modules()] == classes
+
+
+def test_a_trimmed_tap_stays_beside_its_exact_store():
+    model = random_model("llama")
+    attach(model, arms_of(model, "int4").configs["int4"])
+    cache = make_prompt_cache(model)
+    taps = put_observers(cache)
+    model(tokens(140)[None], cache=cache)
+    whole = taps[0].exact[0]
+    assert taps[0].trim(30) == 30
+    assert mx.array_equal(taps[0].exact[0], whole[:, :, :110])
+    model(tokens(8)[None], cache=cache)
+    assert taps[0].exact[0].shape[2] == taps[0].offset == 118
+    detach(model)
+
+
+def test_a_cpu_reads_less_text(monkeypatch):
+    def contexts(*asked):
+        made = stages.parts(None, TaskOptions(contexts=asked), lambda count: [1] * count)
+        return [part.name for part in made]
+
+    assert contexts(512, 2048, 8192) == ["512", "1024"]
+    monkeypatch.setattr(stages, "backend", lambda: "metal")
+    assert contexts(512, 2048, 8192) == ["512", "2048", "8192"]

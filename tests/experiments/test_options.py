@@ -1,0 +1,68 @@
+"""Every experiment is a command: --help works, and a mistake is one line with exit code 2."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from mlxkv import console
+
+HOME = Path(__file__).parents[2] / "experiments"
+COMMANDS = sorted(
+    ".".join(path.relative_to(HOME).with_suffix("").parts).removesuffix(".__main__")
+    for path in HOME.rglob("*.py")
+    if "console.run_tool(main)" in path.read_text(encoding="utf-8")
+)
+NEEDED = {"ablation": ["bits"], "ablation.collect": ["x.json"], "collect": ["x"]}
+NEEDED |= {"following": ["shift"], "methods": ["--out", "x"], "orderings": ["seeds"]}
+
+
+def main_of(name):
+    file = HOME.joinpath(*name.split("."))
+    return import_module(f"experiments.{name}{'.__main__' if file.is_dir() else ''}").main
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_the_command(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main_of(name)(["--help"])
+    assert ended.value.code == 0
+    assert f"usage: python -m experiments.{name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unknown_option_is_one_line(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        console.run_tool(lambda: main_of(name)([*NEEDED.get(name, []), "--bogus"]))
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert re.fullmatch(rf"\[{name}\] .*--bogus; --help lists the options\n", printed.err)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("collect", "/no/such/folder", "[collect] cannot read a report"),
+        ("following", "drift --kv int4", "[--kv] does not follow the text; got 'int4'"),
+        ("following", "stored --kv int4", "[--kv] not of low rank; got 'int4'"),
+        ("following", "shift --decode 1", "[--decode] must be at least 2; got 1"),
+        ("following", "shift --first poems", "[following] argument --first: invalid choice"),
+        ("orderings", "seeds --context x", "[--context] not a number of tokens; got 'x'"),
+        ("orderings", "scales --decode 0", "[--decode] must be at least 2; got 0"),
+        ("structure", "/no/such/folder", "[structure] no checkout of mlxkv"),
+        ("sweep", "--kv int5", "[--kv] unknown preset; got 'int5'"),
+        ("sweep", "--shapes B1", "B1"),
+        ("sweep", "--calls 0", "[--calls] must be at least 1; got 0"),
+    ],
+)
+def test_a_mistake_is_one_line(name, arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        console.run_tool(lambda: main_of(name)(arguments.split()))
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and len(lines) == 1 and message in lines[0]
+
+
+def test_the_readme_lists_every_command():
+    text = (HOME / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`python -m experiments\.([\w.]+)", text)) == set(COMMANDS)

@@ -1,0 +1,210 @@
+"""The calibration file survives a round trip, and every fault is one line."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from mlxkv.errors import MachineError, UserError
+from mlxkv.formats import matrices
+from mlxkv.formats.calibration import artifact
+from mlxkv.formats.calibration.artifact import Basis, Calibration, Layer
+
+
+def basis(heads, dims, seed, clips=None):
+    values = np.sort(np.random.default_rng(seed).random((heads, dims)) + 0.1).astype(np.float32)
+    return Basis(
+        values, matrices.random_basis(heads, dims, seed).astype(np.float32), seed, clips or {}
+    )
+
+
+@pytest.fixture
+def made() -> Calibration:
+    layers = {
+        "1": Layer(2, basis(2, 64, 0), basis(2, 96, 1)),
+        "3.1": Layer(2, basis(1, 64, 2, {"int2 g64": 0.9, "int3 g64": 1.0}), basis(1, 96, 3)),
+    }
+    return Calibration("f" * 16, "some", "llama", "attention", "uhp", False, 9, "t", "d", layers)
+
+
+@pytest.fixture
+def path(made, tmp_path):
+    artifact.write(tmp_path / "new" / "a.safetensors", made)
+    return tmp_path / "new" / "a.safetensors"
+
+
+SHAPES = {"1": (2, 64, 96), "3.1": (2, 64, 96)}
+
+
+def rewritten(path, header=None, **tensors):
+    """Replace header entries or tensors of a file."""
+    with safe_open(path, "numpy") as file:
+        old = json.loads(file.metadata()["mlxkv"])
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    path.write_bytes(save(found | tensors, {"mlxkv": json.dumps({**old, **(header or {})})}))
+
+
+def refused(path, reason):
+    with pytest.raises(UserError, match=reason) as caught:
+        artifact.read(path)
+    line = str(caught.value)
+    assert line.startswith(f"[calibration] {path}") and "\n" not in line and "mlxkv calib" in line
+
+
+def test_it_comes_back_the_same(made, path):
+    back = artifact.read(path)
+    assert json.dumps(back.header()) == json.dumps(made.header())
+    assert (back.digest, back.path) == (made.digest, path)
+    assert back.layers["3.1"].keys.clips == {"int2 g64": 0.9, "int3 g64": 1.0}
+    assert back.layers["3.1"].values.clips == back.layers["1"].keys.clips == {}
+    for name, layer in made.layers.items():
+        for side in artifact.SIDES:
+            ours, theirs = getattr(layer, side), getattr(back.layers[name], side)
+            assert (ours.values == theirs.values).all() and (ours.vectors == theirs.vectors).all()
+            assert (ours.rotation("uhp") == theirs.rotation("uhp")).all()
+            assert ours.floored == theirs.floored
+    back.check(SHAPES, "f" * 16)
+    back.check({"1": (2, 64, 96)}, None)  # an unknown fingerprint
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no draft is left
+
+
+def test_the_same_calibration_is_the_same_bytes(made, path, tmp_path):
+    artifact.write(tmp_path / "b.safetensors", made)
+    assert (tmp_path / "b.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_the_digest_knows_rotations_only(made):
+    assert dataclasses.replace(made, model="other", tokens=1).digest == made.digest
+    assert dataclasses.replace(made, parts="uh").digest != made.digest
+    layers = {**made.layers, "1": Layer(2, basis(2, 64, 7), basis(2, 96, 1))}
+    assert dataclasses.replace(made, layers=layers).digest != made.digest
+
+
+def test_another_model_or_shape(path):
+    made = artifact.read(path)
+    for shapes, mark, reason in (
+        (SHAPES, "0" * 16, "another model; got one for some .f{16}., this model is 0{16}"),
+        (
+            {"1": (4, 64, 96)},
+            None,
+            "shape in layer 1; got 2 kv heads of 64 and 96 .* has 4 kv heads",
+        ),
+        ({"1": (2, 128, 96)}, None, "has 2 kv heads of 128 and 96 dims"),
+        ({"2": (2, 64, 96)}, None, "no rotation for layer 2; got 2 layers"),
+    ):
+        with pytest.raises(UserError, match=reason) as caught:
+            made.check(shapes, mark)
+        assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_none(path, tmp_path):
+    whole = path.read_bytes()
+    for size in (0, 5, 200, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        refused(path, "no safetensors file, or only part of one")
+    path.write_bytes(whole + b"x")
+    refused(path, "no safetensors file, or only part of one")
+    path.write_bytes(save({"a": np.zeros(3, np.float32)}))
+    refused(path, "is not a calibration of mlxkv")
+    path.write_bytes(save({"a": np.zeros(3, np.float32)}, {"mlxkv": "{"}))
+    refused(path, "is not a calibration of mlxkv")
+    refused(tmp_path / "nowhere", "is not there")
+
+
+def test_another_version(path):
+    rewritten(path, {"format": 3})
+    refused(path, "has format 3; this version reads 1 and 2")
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ({"layers": {}}, "parts missing"),
+        ({"layers": {"7": {"kv_heads": 2, "floored": [0, 0]}}}, "parts missing .*7.keys"),
+        ({"parts": "xyz"}, "parts missing"),
+        ({"tokens": "many"}, "parts missing"),
+        ({"digest": "0" * 16}, "was changed after it was made"),
+    ],
+)
+def test_broken_headers(path, header, reason):
+    rewritten(path, header)
+    refused(path, reason)
+
+
+@pytest.mark.parametrize("bad", (np.nan, np.inf))
+@pytest.mark.parametrize("part", ("values", "vectors"))
+def test_nan(path, part, bad):
+    x = artifact.read(path).layers["1"].values
+    x = getattr(x, part).copy()
+    x[0, 3] = bad
+    rewritten(path, **{f"1.values.{part}": x})
+    refused(path, "holds NaN, infinity or no float32 numbers in layer 1, values")
+
+
+def test_not_orthonormal_beyond_1e_4(path):
+    x = artifact.read(path).layers["1"].keys.vectors
+    rewritten(path, **{"1.keys.vectors": x * np.float32(1 + 4e-5)})
+    refused(path, "its digest differs")  # orthonormal within bounds, but another rotation
+    rewritten(path, **{"1.keys.vectors": x * np.float32(1 + 1e-4)})
+    refused(path, "is not orthonormal in layer 1, keys: off by 0.0002")
+
+
+def test_wrong_shapes_and_signs(path):
+    old = artifact.read(path).layers["1"].keys
+    rewritten(path, **{"1.keys.vectors": old.vectors[:, :32]})
+    refused(path, "parts missing")
+    rewritten(path, **{"1.keys.vectors": old.vectors, "1.keys.values": -old.values})
+    refused(path, "eigenvalues that are not positive")
+
+
+@pytest.mark.parametrize(
+    ("clips", "reason"),
+    [
+        ([{"int2 g64": 1.5}, {}], "no share .* in layer 1, keys; got int2 g64: 1.5"),
+        ([{}, {"int2 g64": 0}], "no share .* in layer 1, values; got int2 g64: 0"),
+        ([{"int2 g64": float("nan")}, {}], "no share .* got int2 g64: nan"),
+        ([{"int2 g64": "much"}, {}], "no share .* got int2 g64: much"),
+        ([{"int2 g64": True}, {}], "no share"),
+        ([{}], "parts missing"),
+        ([0.96, 0.92], "parts missing"),
+        ({"int2 g64": [0.9, 0.9]}, "parts missing"),
+    ],
+)
+def test_faulty_clips(path, clips, reason):
+    layers = artifact.read(path).header()["layers"]
+    layers["1"]["clips"] = clips
+    rewritten(path, {"layers": layers})
+    refused(path, reason)
+
+
+def test_files_are_found_again(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path / "cache")
+    model = tmp_path / "model"
+    model.mkdir()
+    mark = made.fingerprint
+    assert artifact.find(mark, model) is None
+    assert artifact.with_digest(made.digest) is None
+    artifact.write(artifact.kept_path(mark), made)
+    assert artifact.find(mark, model).path == artifact.kept_path(mark)
+    assert artifact.with_digest(made.digest).digest == made.digest
+    (artifact.folder() / "broken.safetensors").write_bytes(b"x")
+    assert artifact.with_digest(made.digest).digest == made.digest
+    # The shipped file goes first; of two, the one with this fingerprint.
+    shipped = model / f"{artifact.NAME}.safetensors"
+    artifact.write(shipped, made)
+    assert artifact.find(mark, model).path == shipped
+    assert artifact.read(model).path == shipped
+    hard = model / f"{artifact.NAME}-hard.safetensors"
+    artifact.write(hard, dataclasses.replace(made, fingerprint="e" * 16))
+    assert artifact.find("e" * 16, model).path == hard
+    assert artifact.find(mark, model).path == shipped
+
+
+def test_what_cannot_be_written_changes_nothing(made, path):
+    before = path.read_bytes()
+    with pytest.raises(MachineError, match="could not write"):
+        artifact.write(path / "inside-a-file.safetensors", made)
+    assert path.read_bytes() == before

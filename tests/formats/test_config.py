@@ -1,0 +1,91 @@
+"""Presets, the --kv grammar and byte counts."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+
+from mlxkv.cache.stores import Codes
+from mlxkv.codec.maps import sample
+from mlxkv.errors import UserError
+from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.presets import PRESETS
+
+DIMS = (64, 80, 96, 128, 192, 256, 512)
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_bits_per_value_is_what_pages_take(name, dims):
+    config = PRESETS[name]
+    if config.why_not(dims, dims):
+        assert config.keys.transform == "hadamard"
+        assert dims & (dims - 1)
+        return
+    x = mx.random.normal((1, 2, 2 * config.page, dims)).astype(mx.float16)
+    own = sample(2, (dims, dims), config.fitted) if config.calibrated else None
+    store = Codes(config, (dims, dims), own)
+    store.append((x, x), 2)
+    nbytes = sum(array.nbytes for array in store.arrays())
+    assert nbytes * 8 / (2 * x.size) == pytest.approx(config.bits_per_value(dims, dims))
+
+
+def test_only_hadamard_is_refused_at_the_usual_head_dims():
+    for name, config in PRESETS.items():
+        for dims in DIMS:
+            reason = config.why_not(dims, dims)
+            assert (reason is not None) == ("hadamard" in name and dims in (80, 96, 192))
+
+
+def test_pairs_take_each_side_from_its_preset():
+    pair = parse_kv("int8/int4")
+    assert pair.keys == PRESETS["int8"].keys
+    assert pair.values == PRESETS["int4"].values
+    assert parse_kv("fp16/int4").compresses
+    assert not parse_kv("fp16").compresses
+
+
+@pytest.mark.parametrize("text", ("int5", "", "int4/", "int4/int4/int4", "INT4"))
+def test_unknown_presets_name_the_choices(text):
+    with pytest.raises(UserError, match=r"\[--kv\] unknown preset; got .*; choose from fp16, int8"):
+        parse_kv(text)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_configurations_survive_json(name):
+    config = PRESETS[name]
+    data = config.as_dict()
+    assert CacheConfig.from_dict(data) == config
+    assert json.loads(json.dumps(data)) == data  # results on disk are keyed by it
+
+
+@pytest.mark.parametrize("data", ({}, None, {"keys": 1}, {**PRESETS["int4"].as_dict(), "page": 7}))
+def test_broken_configurations_are_one_line(data):
+    with pytest.raises(UserError, match="CacheConfig"):
+        CacheConfig.from_dict(data)
+
+
+def test_bad_values_are_refused():
+    with pytest.raises(UserError, match=r"got 5; choose from 2, 3, 4, 8"):
+        Affine(5)
+    with pytest.raises(UserError, match="unknown transform"):
+        Side(Affine(4), "fourier")
+    with pytest.raises(UserError, match="unknown axis"):
+        Affine(4, axis="rows")
+    with pytest.raises(UserError, match="page must be a multiple of 16"):
+        dataclasses.replace(PRESETS["int4"], page=40)
+    with pytest.raises(UserError, match="windows must be 0 or more"):
+        dataclasses.replace(PRESETS["int4"], sink=-1)
+    with pytest.raises(UserError, match="group must be 0 or at least 16; got 8"):
+        Affine(4, 8)
+    assert "no multiple of the group 48" in Affine(4, 48, axis="channel").why_not(128, 64)
+
+
+def test_config_imports_no_framework():
+    code = "import sys, mlxkv.formats.config; print({'mlx', 'torch', 'numpy'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"

@@ -1,0 +1,205 @@
+"""What is known of the GPU decides how work is split, which bodies can be built, what MLX prefills fused."""
+
+import subprocess
+
+import emulator
+import mlx.core as mx
+import pytest
+from on_emulator import make, make_tiles
+from samples import data, rms
+
+from mlxkv.cache import attention
+from mlxkv.cache.attention import attend
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.records import record_layout
+from mlxkv.metal import attend as kernels
+from mlxkv.metal import gpu, launch, tiles
+
+SMALL = CacheConfig(Side(Affine(4), "none"), Side(Affine(4), "none"), sink=40, recent=64, page=64)
+needs_emulator = pytest.mark.skipif(emulator.why_not() is not None, reason=str(emulator.why_not()))
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    for known in (gpu.cores, gpu.known_cores, gpu.macos):
+        known.cache_clear()
+    yield
+    for known in (gpu.cores, gpu.known_cores, gpu.macos):
+        known.cache_clear()
+
+
+@pytest.mark.parametrize("cores", (7, 8, 10, 14, 20, 40, 80))
+@pytest.mark.parametrize(("heads", "tiles_"), ((1, 4), (1, 1), (2, 2), (8, 2), (8, 1), (32, 1)))
+@pytest.mark.parametrize("tokens", (1024, 4096, 32768, 131072))
+def test_records_give_a_core_two_to_five_threadgroups(cores, heads, tiles_, tokens):
+    """As far as there are records for them; windows come besides and have no more units each."""
+    records, windows = tokens // 16, 20
+    pages, window = kernels.splits_for(records, windows, heads * tiles_, cores)
+    most = -(-records // kernels.FEW_RECORDS)
+    assert 1 <= pages <= most and pages + window <= kernels.MAX_SPLITS
+    assert -(-windows // window) <= max(kernels.SIMDGROUPS, -(-records // pages), windows)
+    each = pages * heads * tiles_ / cores
+    assert each >= 2 or pages in (most, kernels.MAX_SPLITS // 2)
+    assert each <= 6 or pages == 1
+
+
+def test_without_a_known_number_of_cores_splits_are_of_records():
+    assert kernels.splits_for(2048, 20, 8, None) == (128, 1)
+    assert kernels.splits_for(100, 20, 8, None) == (7, 1)
+
+
+@pytest.mark.parametrize("cores", (7, 8, 10, 14, 40))
+@pytest.mark.parametrize("merges", (1, 4, 8, 32))
+def test_tiles_fill_an_apple_gpu_and_no_more(cores, merges):
+    pages, windows = tiles.splits_for(2048, merges, tiles.SIMDGROUPS, False, cores)
+    each = pages * merges / cores
+    assert windows == 1 and (each >= 1.7 or pages == tiles.MAX_SPLITS // 2)
+    assert each <= 4 or pages == 1
+
+
+def test_elsewhere_tiles_are_split_as_on_the_gpu_they_were_timed_on():
+    assert tiles.splits_for(8192, 8, tiles.SIMDGROUPS_CUDA, False) == (15, 1)
+    assert tiles.splits_for(8192, 1, tiles.SIMDGROUPS, True) == (62, 2)
+
+
+@needs_emulator
+@pytest.mark.parametrize(("factory", "dtype"), ((make, mx.float32), (make_tiles, mx.float16)))
+@pytest.mark.parametrize("cores", (4, 64))
+def test_attention_is_the_same_however_it_is_split(monkeypatch, factory, dtype, cores):
+    monkeypatch.setattr(gpu, "cores", lambda make: cores)
+    keys, values = (mx.array(data(1, 2, 500, 64, seed=i)).astype(dtype) for i in range(2))
+    q = mx.array(data(1, 6, 1, 64, seed=2)).astype(dtype)
+    with launch.using(factory):
+        ours = CompressedKVCache(SMALL)
+        ours.update_and_fetch(keys, values)
+        out = attend(q, ours.keys_and_values()[0], 0.125)
+    monkeypatch.undo()
+    plain = CompressedKVCache(SMALL)
+    plain.update_and_fetch(keys, values)
+    bound = 1e-5 if dtype == mx.float32 else 3e-3
+    assert rms(out, attend(q, plain.keys_and_values()[0], 0.125)) < bound
+
+
+@pytest.mark.parametrize(
+    ("dims", "rows"), ((64, 2), (80, 2), (96, 2), (128, 2), (192, 1), (256, 1), (512, 1))
+)
+def test_outputs_of_a_lane_fit_in_128_registers(dims, rows):
+    for wanted in (1, 2, 3, 4, 5, 7, 12, 32):
+        tile = kernels.rows_of_tile(dims, wanted, make)
+        assert tile == min(rows, wanted)
+
+
+IOREG = (
+    '+-o AGXAcceleratorG13X\n  {\n    "gpu-core-count" = 14\n    "model" = "Apple M1 Pro"\n  }\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "architecture", "cores"),
+    [
+        (IOREG, "applegpu_g13s", 14),
+        ("", "applegpu_g14g", 8),
+        ("", "applegpu_g13d", 48),
+        ("", "", 8),
+    ],
+)
+def test_cores_of_a_mac(monkeypatch, said, architecture, cores):
+    monkeypatch.setattr(gpu.sys, "platform", "darwin")
+    done = subprocess.CompletedProcess([], 0, stdout=said)
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **kw: done)
+    monkeypatch.setattr(gpu.mx, "device_info", lambda: {"architecture": architecture})
+    assert gpu.cores(mx.fast.metal_kernel) == cores
+    assert gpu.cores(make) is None
+
+
+def test_a_mac_without_ioreg_still_has_cores(monkeypatch):
+    def missing(*args, **kw):
+        raise FileNotFoundError("ioreg")
+
+    monkeypatch.setattr(gpu.sys, "platform", "darwin")
+    monkeypatch.setattr(gpu.subprocess, "run", missing)
+    monkeypatch.setattr(gpu.mx, "device_info", lambda: {"architecture": "applegpu_g16g"})
+    assert gpu.cores(mx.fast.metal_kernel) == 8
+
+
+@pytest.mark.parametrize(
+    ("release", "reason"), (("14.6", "macOS 14"), ("15.1", None), ("26.0", None))
+)
+def test_tiles_need_metal_3_2(monkeypatch, release, reason):
+    monkeypatch.setattr(gpu.platform, "mac_ver", lambda: (release, ("", "", ""), "arm64"))
+    monkeypatch.setattr(tiles.trust, "why_not", lambda *args: None)
+    layout = record_layout(SMALL, 64, 64)
+    found = tiles.why_not(layout, 64, mx.float16, mx.fast.metal_kernel)
+    assert (found is None) == (reason is None)
+    assert reason is None or (reason in found and "macOS 15" in found)
+
+
+@pytest.mark.parametrize(
+    ("backend", "mlx", "fused", "not_fused"),
+    [
+        ("metal", "0.31.2", (64, 80, 128), (72, 96, 192, 256)),
+        ("metal", "0.32.0", (64, 80, 128), (72, 96, 192, 256)),
+        ("metal", "0.32.1", (64, 72, 80, 96, 128), (192, 256)),
+        ("metal", "0.32.4", (64, 72, 80, 96, 128), (192, 256)),
+        ("cuda", "0.31.2", (64, 72, 80, 96, 112, 128), (100, 192, 256)),
+        ("cpu", "0.32.4", (), (64, 128)),
+    ],
+)
+def test_head_dims_that_mlx_prefills_fused(backend, mlx, fused, not_fused):
+    found = attention.fused_dims(backend, mlx)
+    assert found.issuperset(fused) and not found.intersection(not_fused)
+
+
+@pytest.mark.parametrize(
+    ("where", "dims", "blocks"), (("metal", 256, 8), ("metal", 128, 1), ("cpu", 64, 64))
+)
+def test_where_mlx_is_not_fused_no_score_matrix_is_whole(monkeypatch, where, dims, blocks):
+    """Gemma's heads of 256 dims on Metal: 8 heads x 2048 x 32768 scores would be 2 GiB."""
+    monkeypatch.setattr(attention, "backend", lambda: where)
+    seen = []
+    real = mx.fast.scaled_dot_product_attention
+
+    def spy(q, k, v, **more):
+        seen.append(4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+        return real(q, k, v, **more)
+
+    monkeypatch.setattr(attention.mx.fast, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(attention, "SCORE_BYTES", 1 << 16)
+    monkeypatch.setattr(attention, "SCORE_BYTES_GPU", 1 << 19)
+    keys, values = (mx.array(data(1, 1, 1024, dims, seed=i)) for i in range(2))
+    cache = CompressedKVCache(SMALL)
+    cache.update_and_fetch(keys, values)
+    q = mx.array(data(1, 2, 512, dims, seed=2))
+    out = attend(q, cache.keys_and_values()[0], dims**-0.5, "causal")
+    most = 1 << (16 if where == "cpu" else 19)
+    assert len(seen) == blocks and (blocks == 1 or max(seen) <= most)
+    assert out.shape == q.shape
+
+
+@needs_emulator
+def test_tiles_can_be_switched_off(monkeypatch):
+    from mlxkv.cache import choose
+    from mlxkv.cache.view import TILES
+
+    with launch.using(make_tiles):
+        assert choose.plan(SMALL, (64, 64), mx.float16).body == TILES
+        monkeypatch.setenv("MLXKV_TILES", "0")
+        assert choose.plan(SMALL, (64, 64), mx.float16).reason == "MLXKV_TILES=0"
+        assert choose.plan(SMALL, (64, 64), mx.float16).label == "kernels"
+
+
+def test_a_long_prefill_is_unsealed_a_side_at_a_time(monkeypatch):
+    """MLX's arrays have fewer than 2^31 elements along a dim."""
+    sides = []
+
+    def one(buffer, count, layout, dtype, make, sink, live, headers, first, number):
+        sides.append(number)
+        return [None] * number
+
+    monkeypatch.setattr(kernels, "_unseal", one)
+    layout = record_layout(SMALL, 128, 128)
+    for tokens in (1 << 16, 1 << 20):
+        buffer = mx.zeros((1, 8, tokens // 16, 0), mx.uint32)
+        kernels.unseal(buffer, tokens // 16, layout, mx.bfloat16, make)
+    assert sides == [2, 1, 1]

@@ -1,0 +1,104 @@
+"""Scales per channel in kernels: page headers, their records, and every kernel that reads them."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from methods import METHODS
+from on_emulator import make
+from samples import data, rms
+
+from mlxkv.cache import attention
+from mlxkv.cache.attention import attend
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.stores import Codes, Records
+from mlxkv.formats.config import Affine, Polar
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.records import why_no_record
+from mlxkv.metal import launch
+
+
+def stores(name, dims, pages=3, heads=2):
+    """(pages as records, the same as codes) of a format."""
+    config, page = METHODS[name].config(dims), METHODS[name].page
+    pair = tuple(mx.array(data(1, heads, pages * page, dims, seed=i)) for i in range(2))
+    ours, plain = Records(config, (dims, dims), make), Codes(config, (dims, dims))
+    for store in (ours, plain):
+        store.append(pair, 1)
+        store.append(pair, pages - 1, page)
+    return ours, plain
+
+
+def test_nothing_is_stored_twice():
+    """At whole blocks of dims records and headers take what the codes of plain ops take."""
+    for name in ("kivi", "channels of both", "kvarn", "swapped", "mixed", "polar", "polar-int3"):
+        ours, plain = stores(name, 128)
+        assert sum(x.nbytes for x in ours.arrays()) == sum(x.nbytes for x in plain.arrays()), name
+    assert PRESETS["kvarn-int2"].bits_per_value(128, 128) == 2.375
+
+
+@pytest.mark.parametrize(("name", "change"), [("kivi", "scale"), ("kvarn-int3", "outer")])
+def test_each_number_is_read_where_it_belongs(name, change):
+    """One number of the second page changed: what the kernels give changes there alone."""
+    ours, plain = stores(name, 64)
+    side, places = ("keys", 0) if name == "kivi" else ("values", 1)
+    state = plain.state
+    x = np.array(state[side][change])
+    row = 2 if name == "kivi" else 1  # group 0 of page 1; page 1
+    x[0, 1, row, 5] *= 3
+    state[side] = {**state[side], change: mx.array(x)}
+    other = Records(ours.config, (64, 64), make)
+    other.restore(state, 3)
+    before, after = (np.array(s.read(0, 3).decode(places, mx.float32)) for s in (ours, other))
+    where = np.argwhere(before != after)
+    first = 64 if name == "kivi" else ours.config.page
+    last = 96 if name == "kivi" else 2 * ours.config.page
+    assert len(where) > 10
+    assert {tuple(n) for n in where[:, [0, 1, 3]]} == {(0, 1, 5)}
+    assert where[:, 2].min() >= first
+    assert where[:, 2].max() < last
+
+
+@pytest.mark.parametrize("name", ("kivi-int2", "kvarn-k4v2", "polar"))
+def test_a_cache_decodes_by_kernels_as_by_plain_ops(name):
+    """Sealed on the way, trimmed into a page, saved and read by the other store."""
+    config = parse_kv(name)
+    keys, values, queries = (mx.array(data(1, h, 460, 64, seed=h)) for h in (2, 2, 4))
+    ours, plain = CompressedKVCache(config), CompressedKVCache(config)
+    done = 0
+    for step in (420, 1, 30, 1, 8):
+        part = slice(done, done + step)
+        new, mask = (keys[:, :, part], values[:, :, part]), "causal" if step > 1 else None
+        outs = []
+        for cache, factory in ((ours, make), (plain, None)):
+            with launch.using(factory):
+                outs.append(
+                    attend(queries[:, :, part], cache.update_and_fetch(*new)[0], 0.125, mask)
+                )
+        assert rms(*outs) < 5e-3  # a code on a rounding tie
+        done += step
+    assert type(ours._store) is Records
+    assert type(plain._store) is Codes
+    with launch.using(None):
+        other = CompressedKVCache.from_state(ours.state)
+        assert type(other._store) is Codes
+    for cache in (ours, other):
+        assert cache.trim(200) == 200
+    whole = [attention._whole(c.keys_and_values()[0], mx.float32) for c in (ours, other)]
+    for x, y in zip(*whole, strict=True):
+        assert x.shape[2] == 260
+        assert rms(x, y) < 1e-6
+
+
+def test_what_headers_cannot_hold_says_why():
+    spec = Affine(2, 24, axis="channel")
+    assert why_no_record(spec, 64, 48) == "groups of 24 tokens are no multiple of 16"
+    for given, why in {
+        ("polar", 80, 128, True): "pairs of 80 dims",
+        ("polar", 512, 128, True): "pairs of 512 dims",
+        ("polar", 128, 96, True): "a page of 96 tokens is no multiple of 64",
+        ("polar", 128, 128, False): "values as radius and angle",
+    }.items():
+        name, dims, page, keys_ = given
+        assert why in why_no_record(PRESETS[name].keys.quantizer, dims, page, keys_)
+    assert "radius int2 and angle int4" in why_no_record(Polar(2, 4), 64, 64)

@@ -1,0 +1,263 @@
+"""Every kernel in the emulator, with all its checks, against the plain ops and the spec."""
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from methods import NO_KERNELS
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from on_emulator import make
+from random_models import random_model
+from record_sides import pack_side, unpack_side
+from samples import data, rms, softmax
+from small_cache import ATTEND, SMALL, TIES, layout, walk
+
+from mlxkv.cache import attention, choose
+from mlxkv.cache.attention import attend
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.stores import Codes, Records
+from mlxkv.cache.view import OPS
+from mlxkv.codec import affine
+from mlxkv.doctor.golden import TABLE as golden
+from mlxkv.formats.config import Affine, Polar, Side
+from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.records import RecordLayout, side_layout, why_no_record
+from mlxkv.metal import attend as kernels
+from mlxkv.metal import launch, seal
+from mlxkv.models import attach, detach
+
+DIMS = (64, 80, 96, 128, 192, 256, 512)
+
+
+@pytest.mark.parametrize("keys", (True, False))
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+@pytest.mark.parametrize(
+    ("dims", "group", "symmetric"),
+    [
+        (64, 32, True),
+        (80, 64, False),
+        (96, 64, False),
+        (128, 64, False),
+        (192, 0, False),
+        (256, 32, True),
+        (512, 64, False),
+        (40, 0, True),
+    ],
+)
+def test_records_hold_the_codes_and_come_back(dims, bits, group, symmetric, keys):
+    at = layout(bits, group, symmetric, dims, keys)
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 2**bits, (1, 2, 48, dims))
+    scale, bias = (rng.standard_normal((1, 2, 48, at.groups)).astype(np.float16) for _ in range(2))
+    words = pack_side(mx.array(codes), mx.array(scale), mx.array(bias), at)
+    assert words.shape == (1, 2, 3, at.words)
+    back, s, b = unpack_side(words, at)
+    np.testing.assert_array_equal(np.array(back), codes)
+    np.testing.assert_array_equal(np.array(s), scale)
+    assert (b is None) == symmetric
+    if not symmetric:
+        np.testing.assert_array_equal(np.array(b), bias)
+
+
+@pytest.mark.parametrize("keys", (True, False))
+@pytest.mark.parametrize("dims", (64, 80, 128, 40))
+def test_unseal_is_its_twin(dims, keys):
+    specs = Affine(3, 64), Affine(8, 32, True)
+    whole = RecordLayout(
+        *(
+            side_layout(spec, dims, 64, side)
+            for spec, side in zip(specs, (True, False), strict=True)
+        )
+    )
+    pair = [mx.array(data(1, 2, 48, dims, seed=i)) for i in range(2)]
+    buffer = seal.seal(pair, whole, make)
+    decoded = kernels.unseal_side(buffer, 2, whole, keys, mx.float32, make)
+    spec = specs[0 if keys else 1]
+    stored = affine.encode(spec, pair[0 if keys else 1], 16)
+    plain = affine.decode(spec, stored, dims, 16, mx.float32)[:, :, :32]
+    assert rms(decoded, plain) < 3e-6
+
+
+@pytest.mark.parametrize("case", ATTEND, ids=lambda c: "-".join(map(str, c[:-1])))
+@pytest.mark.parametrize("sinks", (False, True))
+def test_attend_is_softmax_over_what_is_stored(case, sinks):
+    dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
+    both = layout(k_bits, 64, False, dims, True), layout(v_bits, 32, True, dims, False)
+    whole = RecordLayout(*both)
+    x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
+    buffer = seal.seal(x, whole, make)
+    paged = [
+        kernels.unseal_side(buffer, count + 2, whole, side, mx.float32, make)[:, :, : count * 16]
+        for side in (True, False)
+    ]
+    shape = (1, kv_heads, n_sink + n_live + 7, dims)
+    windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
+    sink = tuple(y[:, :, :n_sink] for y in windows) if n_sink else None
+    live = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
+    q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
+    grouped = q.reshape(1, kv_heads, -1, dims)
+    up = mx.array(np.linalg.qr(data(dims, dims, seed=5))[0])
+    logits = mx.array(data(16, seed=6)[:heads]) if sinks else None
+    out = kernels.attend(
+        grouped.astype(mx.float32),
+        grouped,
+        buffer,
+        whole,
+        sink,
+        live,
+        ((count, n_sink, n_live),),
+        dims**-0.5,
+        new,
+        make,
+        up=up,
+        window=window,
+        sink_logits=logits,
+    ).reshape(q.shape)
+    paged[1] = paged[1] @ up
+    keys, values = (
+        mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
+        for w, p in zip(windows, paged, strict=True)
+    )
+    spec = softmax(q, keys, values, dims**-0.5, window, logits)
+    bound = {mx.float32: 2e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
+    assert rms(out, spec) < bound
+
+
+def test_the_golden_table_holds_with_kernels():
+    with launch.using(make):
+        rows = list(golden.attention_rows())
+    assert len(rows) == 10
+    assert not [row for row in rows if not row.ok]
+
+
+def same_but_ties(x, spec):
+    """At most 1 % of the tokens differ, and by what a few of their codes may be off."""
+    off = np.abs(np.array(x) - np.array(spec)).max(-1)
+    assert (off > 1e-4).mean() < 0.01
+    assert rms(x, spec) < 2e-2
+
+
+def caches():
+    with launch.using(make):
+        return CompressedKVCache(SMALL), CompressedKVCache(SMALL)
+
+
+def test_a_cache_of_records_gives_what_a_cache_of_codes_gives():
+    ours, plain = walk(make, mx.float32, TIES)
+    assert type(ours._store) is Records
+    assert type(plain._store) is Codes
+    assert ours.nbytes <= plain.nbytes * 1.02
+    # trim into a page, with what is left the same
+    for cache in (ours, plain):
+        assert cache.trim(120) == 120
+    a, b = (attention._whole(c.keys_and_values()[0], mx.float32) for c in (ours, plain))
+    same_but_ties(a[0], b[0])
+    same_but_ties(a[1], b[1])
+
+
+@pytest.mark.parametrize("start", (make, None))
+def test_each_store_reads_what_the_other_saved(start):
+    keys, values = mx.array(data(1, 2, 200, 64)), mx.array(data(1, 2, 200, 64, seed=1))
+    cache = CompressedKVCache(SMALL)
+    with launch.using(start):
+        cache.update_and_fetch(keys, values)
+        before = attention._whole(cache.keys_and_values()[0], mx.float32)
+    with launch.using(None if start else make):
+        other = CompressedKVCache.from_state(cache.state)
+        assert type(other._store) is not type(cache._store)
+        after = attention._whole(other.keys_and_values()[0], mx.float32)
+    for x, y in zip(before, after, strict=True):
+        assert rms(x, y) < 2e-6
+    back = CompressedKVCache.from_state(other.state)  # and what was saved is kept to the bit
+    with launch.using(start):
+        again = CompressedKVCache.from_state(back.state)
+    for x, y in zip(cache._store.arrays(), again._store.arrays(), strict=True):
+        assert mx.array_equal(x[:, :, : y.shape[2]], y)
+
+
+def test_what_has_no_kernel_says_why():
+    with launch.using(make):
+        assert choose.plan(SMALL, (64, 64), mx.float32).body != OPS
+        assert "values of 128 dims" in choose.plan(SMALL, (64, 128), mx.float32).reason
+        polar = dataclasses.replace(SMALL, keys=Side(Polar(2, 4)))
+        assert "radius int2 and angle int4" in choose.plan(polar, (64, 64), mx.float32).reason
+        assert (
+            "groups of 48"
+            in choose.plan(
+                dataclasses.replace(SMALL, keys=Side(Affine(4, 48))), (96, 96), mx.float32
+            ).reason
+        )
+    with launch.using(None):
+        assert choose.plan(SMALL, (64, 64), mx.float32).reason == "no GPU here"
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].compresses])
+def test_every_preset_has_records_or_a_reason(name):
+    config = PRESETS[name]
+    reasons = [
+        why_no_record(side.quantizer, 128, config.page, side is config.keys)
+        for side in (config.keys, config.values)
+    ]
+    assert any(reasons) == (name in NO_KERNELS), reasons
+
+
+def test_an_environment_variable_keeps_to_plain_ops(monkeypatch):
+    monkeypatch.setattr(launch, "backend", lambda: "metal")
+    assert launch.factory() is mx.fast.metal_kernel
+    monkeypatch.setenv(launch.SWITCH, "0")
+    assert launch.factory() is None
+    assert choose.plan(SMALL, (64, 64), mx.float32).reason == "MLXKV_KERNELS=0"
+    with launch.using(make):  # a test that hands in a factory of its own means it
+        assert launch.factory() is make
+    cache = CompressedKVCache(SMALL)
+    with launch.using(make):
+        x = mx.array(data(1, 2, 200, 64))
+        cache.update_and_fetch(x, x)
+        view, _ = cache.keys_and_values()
+        q = mx.array(data(1, 4, 1, 64))
+        mask = mx.arange(200)[None] >= 150  # no kernel: still right
+        out = attend(q, view, 0.125, mask)
+    keys, values = attention._whole(view, mx.float32)
+    spec = softmax(q, keys[:, :, 150:], values[:, :, 150:], 0.125, 0, None)
+    assert rms(out, spec) < 2e-6
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt_oss"))
+def test_a_model_decodes_by_kernels_as_by_plain_ops(family):
+    """Through mlx-lm's own loop: prefill, decoding, pages sealed on the way; attention sinks too."""
+    model, prompt = random_model(family), mx.arange(90) % 50
+    spoken, kernels_named = [], []
+    for factory in (make, None):
+        with launch.using(factory):
+            reports = attach(model, SMALL)
+            kernels_named.append({r.kernel for r in reports if r.compressed})
+            cache = make_prompt_cache(model)
+            steps = generate_step(prompt, model, max_tokens=60, prompt_cache=cache)
+            spoken.append([int(token) for token, _ in steps])
+            stores = {type(c._store) for c in cache if isinstance(c, CompressedKVCache)}
+            assert stores == {Records if factory else Codes}
+            detach(model)
+    assert spoken[0] == spoken[1]
+    assert "plain ops (no GPU here)" not in kernels_named[0]
+    assert kernels_named[1] == {"plain ops (no GPU here)"}
+
+
+def test_a_kernel_that_is_wrong_or_does_not_build_is_not_used():
+    def broken(name, input_names, output_names, source, header=""):
+        good = make(name, input_names, output_names, source, header)
+        if "merge" not in name:
+            return good
+        return lambda **call: [1.1 * x for x in good(**call)]
+
+    def unbuildable(**names):
+        raise RuntimeError("[metal] cannot compile\nmore")
+
+    x = mx.array(data(1, 2, 200, 64))
+    for factory, reason in ((broken, "attend is off by 0.1"), (unbuildable, "cannot compile")):
+        with launch.using(factory):
+            assert reason in choose.plan(SMALL, (64, 64), mx.float32).reason
+            cache = CompressedKVCache(SMALL)
+            cache.update_and_fetch(x, x)
+            assert type(cache._store) is Codes

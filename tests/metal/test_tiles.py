@@ -1,0 +1,233 @@
+"""Tile kernels in the emulator, under both lane maps, against the spec's softmax and the plain ops."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from on_emulator import make, make_mma, make_tiles
+from random_models import random_model
+from samples import data, rms, softmax
+from small_cache import SMALL, TIES, layout, walk
+
+from mlxkv.cache import attention, selftest
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.view import TILES
+from mlxkv.codec.transform import Transform
+from mlxkv.codec.transform import make as make_transform
+from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.records import RecordLayout
+from mlxkv.metal import attend, launch, seal, tiles
+from mlxkv.models import attach, detach
+
+# D, H, G, L, records, sink, live, key bits, value bits, window, dtype
+SHAPES = [
+    (64, 4, 1, 1, 4, 16, 20, 4, 4, 0, mx.float16),
+    (64, 6, 1, 8, 5, 16, 33, 4, 2, 0, mx.bfloat16),
+    (96, 10, 2, 3, 3, 0, 17, 3, 8, 0, mx.float16),
+    (80, 2, 2, 4, 4, 16, 63, 2, 3, 70, mx.float16),
+    (128, 4, 1, 1, 63, 16, 1, 8, 4, 0, mx.float16),
+    (128, 8, 2, 1, 37, 64, 31, 2, 2, 0, mx.bfloat16),
+    (128, 16, 1, 2, 3, 1, 5, 4, 4, 0, mx.float16),
+    (256, 4, 1, 2, 19, 5, 31, 4, 4, 0, mx.float16),
+    (192, 3, 3, 1, 2, 16, 16, 4, 3, 0, mx.float16),
+    (40, 16, 1, 1, 3, 16, 7, 4, 4, 0, mx.float16),
+]
+BOUNDS = {mx.float16: 2e-3, mx.bfloat16: 6e-3}
+
+
+def run(case, factory, transform="srft", sinks=False, splits=None, formats=((64, 0), (64, 0))):
+    """(output, what softmax over the decoded pages gives)."""
+    dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
+    (k_group, k_symmetric), (v_group, v_symmetric) = formats
+    both = RecordLayout(
+        layout(k_bits, k_group, bool(k_symmetric), dims, True),
+        layout(v_bits, v_group, bool(v_symmetric), dims, False),
+    )
+    x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
+    buffer = seal.seal(tuple(x), both, make)
+    turn = transform if isinstance(transform, Transform) else make_transform(transform, dims, 0)
+    paged = [
+        attend.unseal_side(buffer, count + 2, both, side, mx.float32, make)[:, :, : count * 16]
+        for side in (True, False)
+    ]
+    if turn is not None:
+        paged = [turn.restore(p) for p in paged]
+    shape = (1, kv_heads, n_sink + n_live + 7, dims)
+    windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
+    sink = tuple(y[:, :, :n_sink] for y in windows) if n_sink else None
+    live = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
+    q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
+    logits = mx.array(data(16, seed=6)[:heads]) if sinks else None
+    out = tiles.attend(
+        *(q, buffer, both, (turn, turn), sink, live, ((count, n_sink, n_live),), dims**-0.5),
+        *(factory, window, logits, splits),
+    )
+    keys, values = (
+        mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
+        for w, p in zip(windows, paged, strict=True)
+    )
+    return out, softmax(q, keys, values, dims**-0.5, window, logits)
+
+
+# Lane maps of CUDA and Metal in turn, of the first shapes both.
+TURNS = [(case, (make_mma, make_tiles)[i % 2]) for i, case in enumerate(SHAPES)]
+TURNS += [(SHAPES[0], make_tiles), (SHAPES[1], make_mma)]
+
+
+@pytest.mark.parametrize(
+    ("case", "factory"), TURNS, ids=lambda c: str(c) if c in SHAPES else c.__name__
+)
+def test_attend_is_softmax_over_what_is_stored(case, factory):
+    out, spec = run(case, factory)
+    assert rms(out, spec) < BOUNDS[case[-1]]
+
+
+OPTIONS = (
+    {"sinks": True, "splits": (2, 1)},
+    {"transform": "none", "formats": ((32, 1), (32, 1))},
+    {"transform": "hadamard", "splits": (3, 2), "formats": ((0, 0), (32, 1))},
+    {"splits": (7, 1), "sinks": True, "formats": ((32, 0), (0, 0))},
+)
+
+
+@pytest.mark.parametrize("option", range(len(OPTIONS)))
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+def test_formats_splits_and_sinks(bits, option):
+    """Widths and options with the lane maps of CUDA and Metal in turn: each meets both."""
+    options = OPTIONS[option]
+    factory = (make_mma, make_tiles)[(option + bits.bit_length() + (bits == 3)) % 2]
+    case = (64, 6, 2, 2, 21, 16, 20, bits, bits, 0, mx.float16)
+    out, spec = run(case, factory, **options)
+    assert rms(out, spec) < (
+        1.2e-2 if bits == 2 else BOUNDS[mx.float16]
+    )  # kv_pair_near rounds more
+
+
+def test_sixteen_simdgroups(monkeypatch):
+    """What large GPUs run, with all rows of the merging at work."""
+    monkeypatch.setattr(tiles, "SIMDGROUPS", 16)
+    tiles._plan.cache_clear()
+    for case in (SHAPES[4], SHAPES[1], SHAPES[6]):
+        out, spec = run(case, make_mma, splits=(3, 1))
+        assert rms(out, spec) < BOUNDS[case[-1]]
+    tiles._plan.cache_clear()
+
+
+def test_a_matrix_for_each_kv_head():
+    """Rotations that differ by head, as calibration makes them."""
+    q = np.stack([np.linalg.qr(data(64, 64, seed=i))[0] for i in range(2)])
+    turn = Transform(mx.array(q.swapaxes(1, 2).copy()), mx.array(q))
+    for factory in (make_tiles, make_mma):
+        out, spec = run((64, 6, 2, 1, 9, 16, 20, 4, 4, 0, mx.float16), factory, turn)
+        assert rms(out, spec) < BOUNDS[mx.float16]
+
+
+def test_queries_of_any_size_stay_finite():
+    """Offsets of codes are multiplied with the queries' sums: halves must hold them."""
+    case = (64, 4, 1, 1, 9, 16, 20, 4, 4, 0, mx.float16)
+    dims, count = case[0], case[4]
+    both = RecordLayout(*(layout(4, 64, False, dims, side) for side in (True, False)))
+    x = mx.array(data(1, 1, count * 16, dims))
+    buffer = seal.seal((x, x), both, make)
+    live = tuple(mx.array(data(1, 1, 20, dims, seed=2)).astype(mx.float16) for _ in range(2))
+    q = mx.full((1, 4, 1, dims), 200.0, mx.float16)
+    for factory in (make_tiles, make_mma):
+        out = tiles.attend(
+            q, buffer, both, (None, None), None, live, ((count, 0, 20),), 1.0, factory
+        )
+        assert bool(mx.all(mx.isfinite(out.astype(mx.float32))))
+
+
+@pytest.mark.parametrize("factory", (make_tiles, make_mma), ids=("simdgroup", "mma"))
+def test_a_cache_decodes_by_tiles_as_by_plain_ops(factory):
+    cache, _ = walk(factory, mx.float16, TIES)
+    assert cache._store.plan.body == TILES
+
+
+def test_a_model_decodes_by_tiles():
+    model, prompt = random_model("llama"), mx.arange(90) % 50
+    model.set_dtype(mx.float16)
+    spoken = []
+    for factory in (make_tiles, make):
+        with launch.using(factory):
+            reports = attach(model, SMALL)
+            assert all(("tile" in r.kernel) == (factory is make_tiles) for r in reports)
+            cache = make_prompt_cache(model)
+            steps = generate_step(prompt, model, max_tokens=40, prompt_cache=cache)
+            spoken.append([int(token) for token, _ in steps])
+            detach(model)
+    same = [a == b for a, b in zip(*spoken, strict=True)]
+    assert all(same[:20])  # then rounding may part them
+
+
+def test_a_wrong_tile_product_is_not_used():
+    """Every function of the lane map, broken: the self-test has to refuse the tiles."""
+    faults = [
+        ("c.v[2 * h + 1] = sum", "c.v[2 * h + 1] = -sum"),
+        ("a.w[2 * k + h]", "a.w[2 * h + k]"),
+        ("value += simd_shuffle_xor(value, ushort(4));\nreturn", "return"),
+        ("b.w[1] = kv_halves(c.v[2], c.v[3]);", "b.w[1] = kv_halves(c.v[3], c.v[2]);"),
+        ("(row % 4) * 2 +", "(row % 4) +"),
+    ]
+    for good, bad in faults:
+
+        def broken(name, input_names, output_names, source, header="", good=good, bad=bad):
+            if "tile" in name:
+                assert good in header, good
+                header = header.replace(good, bad)
+            return make(name, input_names, output_names, source, header)
+
+        reason = selftest.fault(PRESETS["srft-int2+g32"], 128, mx.float16, broken, tiled=True)
+        assert reason is not None, good
+
+
+def test_the_reason_why_not():
+    both = RecordLayout(*(layout(4, 64, False, 128, side) for side in (True, False)))
+    wide = RecordLayout(*(layout(4, 64, False, 512, side) for side in (True, False)))
+    many = RecordLayout(*(layout(4, 16 * 2, False, 288, side) for side in (True, False)))
+    assert tiles.why_not(both, 128, mx.float16, make_tiles) is None
+    assert "no tiles" in tiles.why_not(both, 128, mx.float16, make)
+    assert "16-bit types, not float32" in tiles.why_not(both, 128, mx.float32, make_tiles)
+    assert "multiple of 8" in tiles.why_not(both, 100, mx.float16, make_tiles)
+    assert "256 dims" in tiles.why_not(wide, 512, mx.float16, make_tiles)
+    assert tiles.why_not(many, 288, mx.float16, make_tiles) is not None
+
+
+def test_a_long_sequence_among_short_ones_is_split_as_if_alone():
+    def splits(*records):
+        count, lengths = len(records), tuple((n, 0, 1) for n in records)
+        both = RecordLayout(*(layout(4, 64, False, 128, side) for side in (True, False)))
+        shape, rooms = (count, 32, 1, 128), (max(records) * count, 1, 1)
+        options = (0, 0), lengths, 1.0, make_tiles, 0, False, None, None
+        _, _, call = tiles._plan(shape, mx.float16, rooms, 8, both, *options)
+        return call["grid"][1]
+
+    alone, even = splits(4096), splits(*[4096] * 16)
+    assert even == 2 and alone > 16
+    assert alone / 2 <= splits(4096, *[64] * 15) <= alone
+    assert splits(*[0] * 16) == 2  # windows alone
+
+
+def test_calls_never_share_a_counter():
+    counters = tiles._Counters(count=3, each=16)
+    a, b = counters.take(8), counters.take(16)
+    assert a is not b and counters.take(17).size == 17
+    assert not np.array(mx.concatenate([a, b])).any()
+
+
+def test_the_whole_head_of_a_group_of_128_rows_is_covered():
+    """16 query heads a kv head, 8 new tokens: 16 tiles of rows."""
+    case = (64, 16, 1, 8, 5, 16, 33, 4, 4, 0, mx.float16)
+    out, spec = run(case, make_mma)
+    assert out.shape == (1, 16, 8, 64)
+    assert rms(out, spec) < BOUNDS[mx.float16]
+    with launch.using(make_tiles):
+        cache = CompressedKVCache(SMALL)
+        x = mx.array(data(1, 2, 200, 64)).astype(mx.float16)
+        cache.update_and_fetch(x, x)
+        view, _ = cache.keys_and_values()
+        q = mx.array(data(1, 32, 8, 64)).astype(mx.float16)
+        got = attention.attend(q, view, 0.125, "causal")
+    keys, values = attention._whole(view, mx.float32)
+    assert rms(got, softmax(q, keys, values, 0.125, 0, None)) < BOUNDS[mx.float16]

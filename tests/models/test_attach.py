@@ -1,0 +1,243 @@
+"""The seam: mlx-lm runs unchanged on an attached model, and detaching leaves no trace."""
+
+from __future__ import annotations
+
+import sys
+
+import mlx.core as mx
+import mlx_lm.models.cache as mlx_cache
+import pytest
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models import base, gemma3_text, llama
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from random_models import FAMILIES, random_model, tokens
+
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models import attach, detach
+from mlxkv.models.hooks import rebind
+
+OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
+UNRUNNABLE = {"phi3small"}  # corrupts memory at this size in plain mlx-lm
+REFUSED = {"gemma2", "stablelm", "deepseek_v3", "mamba2"} | ({"gemma3n", "afm7"} if OLD else set())
+COMPRESSED = sorted(set(FAMILIES) - REFUSED - UNRUNNABLE)
+INT4 = PRESETS["naive-int4"]
+INT8 = PRESETS["naive-int8"]
+WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
+EAGER, EAGER8 = (CacheConfig(c.keys, c.values, **WINDOWS) for c in (INT4, INT8))
+
+
+ATTENTION = base.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(monkeypatch):
+    """Nor before: models that tests of other files left attached are set aside meanwhile."""
+    for (file, name), bound in rebind._bound.items():
+        if bound.before is rebind._ABSENT:
+            monkeypatch.delattr(sys.modules[file], name)
+        else:
+            monkeypatch.setattr(sys.modules[file], name, bound.before)
+    monkeypatch.setattr(rebind, "_bound", {})
+    yield
+    files = [m for name, m in list(sys.modules.items()) if name.startswith("mlx_lm.models.")]
+    assert all(getattr(m, ATTENTION.__name__, ATTENTION) is ATTENTION for m in files)
+    assert not hasattr(mlx_cache, "CompressedKVCache")
+
+
+def logits(model, text: mx.array, decoded: int = 3) -> mx.array:
+    """[T, vocabulary] of a prefill and `decoded` steps of one token."""
+    cache = make_prompt_cache(model)
+    parts = [model(text[None, :-decoded], cache=cache)]
+    parts += [model(text[None, -i : -i + 1 or None], cache=cache) for i in range(decoded, 0, -1)]
+    return mx.concatenate(parts, axis=1)[0]
+
+
+def steps(model, text: mx.array, count: int = 8, **options) -> list[int]:
+    return [int(token) for token, _ in generate_step(text, model, max_tokens=count, **options)]
+
+
+@pytest.mark.parametrize("family", COMPRESSED)
+def test_logits_are_equal_bit_for_bit_inside_the_window(family):
+    model, text = random_model(family), tokens(40)
+    plain, spoken = logits(model, text), steps(model, text)
+    reports = attach(model, "naive-int4")
+    assert any(report.compressed for report in reports)
+    assert any(
+        "Compressed" in type(c).__name__ or hasattr(c, "caches") for c in make_prompt_cache(model)
+    )
+    assert mx.array_equal(logits(model, text), plain)
+    assert steps(model, text) == spoken
+    assert steps(model, text, prefill_step_size=7) == steps(model, text)
+    detach(model)
+    assert mx.array_equal(logits(model, text), plain)
+
+
+@pytest.mark.parametrize("family", COMPRESSED)
+def test_sealed_pages_are_read(family):
+    """Past the window logits differ, by little: the codes were read, not something else."""
+    model, text = random_model(family), tokens(150)
+    plain = logits(model, text)
+    attach(model, EAGER8)
+    error = logits(model, text) - plain
+    detach(model)
+    assert 0 < mx.sqrt(mx.mean(error[-3:] ** 2) / mx.mean(plain[-3:] ** 2)).item() < 0.03
+
+
+def test_detach_restores_everything():
+    model = random_model("llama")
+    original, own, before = llama.scaled_dot_product_attention, model.make_cache, dict(vars(model))
+    attach(model, "naive-int4")
+    assert llama.scaled_dot_product_attention is not original
+    assert mlx_cache.CompressedKVCache is CompressedKVCache
+    detach(model)
+    detach(model)  # once more does nothing
+    assert llama.scaled_dot_product_attention is original is base.scaled_dot_product_attention
+    assert not hasattr(mlx_cache, "CompressedKVCache")
+    assert dict(vars(model)) == before and model.make_cache == own
+
+
+def test_a_make_cache_of_the_instance_comes_back():
+    model = random_model("llama")
+    mine = model.make_cache = lambda: [KVCache() for _ in model.layers]
+    attach(model, "naive-int4")
+    attach(model, "naive-int3")
+    detach(model)
+    assert model.make_cache is mine
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_models_of_one_family_in_any_order(first):
+    models = [random_model("llama", seed) for seed in (0, 1)]
+    text, original = tokens(40), llama.scaled_dot_product_attention
+    plain = [logits(model, text) for model in models]
+    for model in models:
+        attach(model, "naive-int4")
+    detach(models[first])
+    assert llama.scaled_dot_product_attention is not original
+    for model, expected in zip(models, plain, strict=True):
+        assert mx.array_equal(logits(model, text), expected)
+    detach(models[1 - first])
+    assert llama.scaled_dot_product_attention is original
+
+
+def test_other_models_of_the_family_are_untouched():
+    attached, other, text = random_model("llama"), random_model("llama", 1), tokens(40)
+    plain = logits(other, text)
+    attach(attached, EAGER)
+    assert {type(c) for c in make_prompt_cache(other)} == {KVCache}
+    assert mx.array_equal(logits(other, text), plain)
+    detach(attached)
+
+
+def test_attach_twice_replaces():
+    model = random_model("llama")
+    attach(model, "naive-int4")
+    attach(model, EAGER)
+    assert make_prompt_cache(model)[0].config is EAGER
+    attach(model, "fp16")
+    assert {type(c) for c in make_prompt_cache(model)} == {KVCache}
+
+
+def test_a_patch_made_after_ours_stays(monkeypatch):
+    model = random_model("gemma3_text")
+    attach(model, "naive-int4")
+    theirs = lambda *args, **kwargs: None  # noqa: E731
+    original = base.scaled_dot_product_attention
+    gemma3_text.scaled_dot_product_attention = theirs
+    detach(model)
+    assert gemma3_text.scaled_dot_product_attention is theirs
+    gemma3_text.scaled_dot_product_attention = original
+
+
+def test_strict_refuses_and_leaves_no_trace():
+    model = random_model("gemma2")
+    before = dict(vars(model))
+    with pytest.raises(
+        UserError, match=r"layers 0-1 of gemma2 stay in full precision; got int4; gemma2: "
+    ):
+        attach(model, "int4", strict=True)
+    assert dict(vars(model)) == before
+
+
+def test_strict_keeps_what_was_attached_before():
+    model = random_model("llama", head_dim=96)
+    attach(model, "srft-int4")
+    with pytest.raises(UserError, match="power-of-two"):
+        attach(model, "hadamard-int4", strict=True)
+    assert make_prompt_cache(model)[0].config == PRESETS["srft-int4"]
+    detach(model)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "mamba2"])
+def test_strict_accepts_layers_that_do_not_grow(family):
+    model = random_model(family)
+    if family == "mamba2":
+        with pytest.warns(UserWarning):
+            attach(model, "naive-int4", strict=True)
+    else:
+        attach(model, "naive-int4", strict=True)
+    detach(model)
+
+
+def test_unknown_preset_is_refused_before_anything_happens():
+    model = random_model("llama")
+    with pytest.raises(UserError, match="unknown preset; got 'int5'"):
+        attach(model, "int5")
+
+
+def test_gemma3_runs_where_mlx_lm_cannot():
+    model, text = random_model("gemma3_text"), tokens(60)
+    with pytest.raises(NotImplementedError, match="RotatingKVCache Quantization NYI"):
+        steps(model, text, kv_bits=4, quantized_kv_start=0)
+    attach(model, "int4")
+    assert len(steps(model, text)) == 8
+    detach(model)
+
+
+@pytest.mark.parametrize("kv", [INT4, EAGER], ids=["inside the window", "past it"])
+def test_speculative_decoding(kv):
+    model, draft, text = random_model("llama"), random_model("qwen2"), tokens(80)
+    for each in (model, draft):
+        attach(each, kv)
+    alone = steps(model, text, 24)
+    drafted = speculative_generate_step(text, model, draft, num_draft_tokens=3, max_tokens=24)
+    spoken = [int(token) for token, *_ in drafted]
+    same = next(
+        (i for i, pair in enumerate(zip(spoken, alone, strict=True)) if len(set(pair)) > 1), 24
+    )
+    # Drafts are verified several tokens at a time: past the window pages seal at other moments.
+    assert same == 24 if kv is INT4 else same >= 4
+    for each in (model, draft):
+        detach(each)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize("kv", ["naive-int4", EAGER], ids=["inside the window", "past it"])
+def test_prompt_caches_save_and_load_by_mlx_lm(family, kv, tmp_path):
+    model, text = random_model(family), tokens(101)
+    attach(model, kv)
+    cache = make_prompt_cache(model)
+    model(text[None, :100], cache=cache)
+    path = str(tmp_path / "cache.safetensors")
+    mlx_cache.save_prompt_cache(path, cache, {"model": family})
+    loaded, metadata = mlx_cache.load_prompt_cache(path, return_metadata=True)
+    assert metadata == {"model": family}
+    assert [type(c) for c in loaded] == [type(c) for c in cache]
+    assert mx.array_equal(
+        model(text[None, 100:], cache=loaded), model(text[None, 100:], cache=cache)
+    )
+    detach(model)
+
+
+def test_trimming_by_mlx_lm():
+    model, text = random_model("llama"), tokens(60)
+    attach(model, "naive-int4")
+    cache = make_prompt_cache(model)
+    model(text[None], cache=cache)
+    assert mlx_cache.can_trim_prompt_cache(cache) and mlx_cache.trim_prompt_cache(cache, 20) == 20
+    again = model(text[None, 40:], cache=cache)[0, -1]
+    assert mx.allclose(again, logits(model, text)[-1], atol=1e-5)
+    detach(model)

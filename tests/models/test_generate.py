@@ -1,0 +1,102 @@
+"""The layer over mlx-lm's loop: what is counted, when it stops, what it refuses."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from random_model import write_model
+
+from mlxkv.errors import MachineError, UserError
+from mlxkv.models.generate import Stats, sampler_for, stream
+
+PROMPT = list(range(40, 90))
+
+
+def offsets(cache) -> set[int]:
+    return {layer.offset for layer in cache}
+
+
+def test_counts_are_those_of_the_cache(loaded):
+    cache, stats = make_prompt_cache(loaded.model), Stats()
+    tokens = [piece.token for piece in stream(loaded, PROMPT, cache, max_tokens=7, stats=stats)]
+    assert len(tokens) == stats.generated_tokens == 7
+    assert stats.prompt_tokens == stats.read_tokens == 50
+    assert stats.finish_reason == "length"
+    assert offsets(cache) == {57} == {stats.held}
+    assert stats.prefill_seconds > 0 and stats.tokens_per_second > 0
+
+
+def test_the_same_tokens_as_mlx_lm(loaded):
+    from mlx_lm.generate import generate_step
+
+    ours = [p.token for p in stream(loaded, PROMPT, make_prompt_cache(loaded.model), max_tokens=12)]
+    steps = generate_step(mx.array(PROMPT), loaded.model, max_tokens=12)
+    assert ours == [int(token) for token, _ in steps]
+
+
+def test_stop_between_tokens_leaves_the_cache_in_order(loaded):
+    cache, stats, seen = make_prompt_cache(loaded.model), Stats(), []
+    for piece in stream(
+        loaded, PROMPT, cache, max_tokens=50, stop=lambda: len(seen) >= 3, stats=stats
+    ):
+        seen.append(piece)
+    assert stats.finish_reason == "stopped"
+    assert offsets(cache) == {len(PROMPT) + stats.generated_tokens} == {stats.held}
+
+
+def test_stop_during_the_prefill(loaded, monkeypatch):
+    monkeypatch.setattr("mlxkv.models.generate.prefill_step", lambda: 16)
+    cache, stats, done = make_prompt_cache(loaded.model), Stats(), []
+    pieces = stream(
+        loaded,
+        PROMPT,
+        cache,
+        progress=lambda now, total: done.append(now),
+        stop=lambda: done[-1] >= 32,
+        stats=stats,
+    )
+    assert list(pieces) == []
+    assert (stats.finish_reason, stats.generated_tokens) == ("stopped", 0)
+    assert offsets(cache) == {32} == {stats.held}
+
+
+def test_a_reader_who_leaves_early_closes_the_loop(loaded):
+    cache, stats = make_prompt_cache(loaded.model), Stats()
+    pieces = stream(loaded, PROMPT, cache, max_tokens=50, stats=stats)
+    next(pieces), next(pieces)
+    pieces.close()
+    assert offsets(cache) == {52} == {stats.held}
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_nan_in_the_logits_is_one_line(tmp_path, temp):
+    from mlxkv.models import load
+
+    broken = load(str(write_model(tmp_path / "nan", poison=True)), "fp16")
+    cache = make_prompt_cache(broken.model)
+    with pytest.raises(MachineError, match="NaN or infinity in the logits .* at token 1"):
+        list(stream(broken, PROMPT, cache, sampler_for(temp), max_tokens=5))
+
+
+def test_infinite_logits_are_found_too(loaded, monkeypatch):
+    real = type(loaded.model).__call__
+
+    def infinite(self, *args, **kwargs):
+        return real(self, *args, **kwargs).at[..., 3].add(float("inf"))
+
+    monkeypatch.setattr(type(loaded.model), "__call__", infinite)
+    with pytest.raises(MachineError, match="NaN or infinity"):
+        list(stream(loaded, PROMPT, make_prompt_cache(loaded.model), max_tokens=5))
+
+
+def test_what_is_refused(loaded):
+    cache = make_prompt_cache(loaded.model)
+    with pytest.raises(UserError, match="empty prompt"):
+        next(stream(loaded, [], cache))
+    with pytest.raises(UserError, match="at least 1; got 0"):
+        next(stream(loaded, PROMPT, cache, max_tokens=0))
+    with pytest.raises(UserError, match="--temp"):
+        sampler_for(temp=-1)
+    with pytest.raises(UserError, match="--top-p"):
+        sampler_for(top_p=0)

@@ -1,0 +1,239 @@
+"""Loading: names, types, what comes back, and mistakes in the options."""
+
+# ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate, stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import quantize_model
+from model_folders import WEIGHTS, error_of, folder, save, saved
+from random_models import config_of, random_model, tokens
+
+from mlxkv.formats.presets import PRESETS
+from mlxkv.metal import launch
+from mlxkv.models import context_limit, detach, load
+from mlxkv.models.catalog.aliases import EMBEDDED, HUB, Source, resolve
+
+
+def test_a_folder_loads_and_is_attached(folder):
+    with launch.using(None):
+        loaded = load(str(folder), "naive-int4")
+    assert (loaded.kv, loaded.kv_name) == (PRESETS["naive-int4"], "naive-int4")
+    assert (loaded.path, loaded.name, loaded.context) == (folder, str(folder), 512)
+    assert loaded.report() == [
+        "layers 0-1 (full attention): naive-int4, 4.5 bits per value, plain ops (no GPU here)"
+    ]
+    assert loaded.tokenizer.encode("w3 w5") == [3, 5] and loaded.tokenizer.eos_token_ids == {0}
+    assert type(make_prompt_cache(loaded.model)[0]).__name__ == "CompressedKVCache"
+    detach(loaded.model)
+    text = tokens(12)[None]
+    assert mx.array_equal(loaded.model(text), random_model("llama")(text))
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int4", "int8/int4"])
+def test_generating_text_by_mlx_lm(folder, kv):
+    loaded = load(str(folder), kv)
+    options = {"max_tokens": 6, "prompt": "w3 w5 w7 w9"}
+    replies = list(stream_generate(loaded.model, loaded.tokenizer, **options))
+    assert replies[-1].generation_tokens <= 6 and replies[-1].prompt_tokens == 4
+    text = "".join(reply.text for reply in replies)
+    assert generate(loaded.model, loaded.tokenizer, **options) == text
+    detach(loaded.model)
+
+
+def test_a_configuration_in_place_of_a_name(folder):
+    loaded = load(str(folder), PRESETS["srft-int4"])
+    assert loaded.kv_name == loaded.layers[0].reason
+    assert loaded.kv_name.startswith("srft + int4 symmetric")
+    detach(loaded.model)
+
+
+def test_16_bit_weights_become_float32_where_there_is_no_gpu(tmp_path):
+    model = random_model("llama")
+    model.set_dtype(mx.bfloat16)
+    save(tmp_path, model, config_of("llama"))
+    asked = load(str(tmp_path), dtype="float16")
+    assert asked.dtype == mx.float16 and asked.notes == []
+    loaded = load(str(tmp_path))
+    if mx.default_device() == mx.Device(mx.cpu):
+        assert (
+            loaded.dtype == mx.float32 and "bfloat16 weights run as float32" in loaded.report()[-1]
+        )
+    else:
+        assert loaded.dtype == mx.bfloat16 and loaded.notes == []
+
+
+def test_quantised_weights(tmp_path):
+    model, config = quantize_model(random_model("llama"), config_of("llama"), 32, 8)
+    save(tmp_path, model, config)
+    loaded = load(str(tmp_path), "naive-int4")
+    assert loaded.dtype == mx.float32 and loaded.layers[0].compressed
+    text = tokens(12)[None]
+    assert mx.array_equal(loaded.model(text), model(text))
+    detach(loaded.model)
+
+
+def test_strict_reaches_attach(tmp_path):
+    save(tmp_path, random_model("gemma2"), config_of("gemma2"))
+    assert "gemma2 stay in full precision" in error_of(tmp_path, kv="naive-int4", strict=True)
+
+
+def test_planted_weights_are_handed_over_and_change_the_fingerprint(folder, monkeypatch):
+    seen = []
+
+    class plant:
+        @staticmethod
+        def plant(weights: dict, config: dict) -> dict:
+            seen.append((set(weights), config["model_type"]))
+            return {name: 2 * x for name, x in weights.items()}
+
+    monkeypatch.setitem(sys.modules, "mlxkv.models.catalog.plant", plant)
+    monkeypatch.setitem(EMBEDDED, "tiny", Source("tiny", folder=folder))
+    monkeypatch.setitem(EMBEDDED, "tiny-hard", Source("tiny-hard", folder=folder, planted=True))
+    plain, hard = load("tiny"), load("tiny-hard")
+    assert seen == [({name for name, _ in tree_flatten(plain.model.parameters())}, "llama")]
+    assert mx.array_equal(hard.model.model.norm.weight, 2 * plain.model.model.norm.weight)
+    assert plain.fingerprint != hard.fingerprint
+
+
+def test_importing_the_names_imports_no_framework():
+    code = (
+        "import sys, mlxkv.models\n"
+        "from mlxkv.models.catalog import aliases, folder, hub\n"
+        "heavy = {'mlx', 'mlx_lm', 'numpy', 'torch', 'transformers', 'huggingface_hub'} & "
+        "set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "from mlxkv.models import attach, detach, load\n"
+        "import mlxkv.models.seam, mlxkv.models.loader\n"
+        "from mlxkv.models import attach, load\n"
+        "assert callable(load) and callable(attach)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_aliases():
+    assert resolve("gemma-3-1b") == Source("gemma-3-1b", repo="mlx-community/gemma-3-1b-it-4bit")
+    assert resolve("tiny-hard").planted and resolve("tiny-hard").folder == resolve("tiny").folder
+    assert resolve("owner/Some-Model_1.5") == Source(
+        "owner/Some-Model_1.5", repo="owner/Some-Model_1.5"
+    )
+    assert len(HUB) >= 12 and all(repo.startswith("mlx-community/") for repo in HUB.values())
+
+
+def test_a_folder_on_this_machine_wins_over_the_hub(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    (folder.parent / "owner" / "name").mkdir(parents=True)
+    assert resolve("owner/name").folder == Path("owner/name")
+
+
+@pytest.mark.parametrize("name", ["gema-3-1b", "", "a b", "../missing", "a/b/c", "Tiny"])
+def test_unknown_names(name):
+    text = error_of(name)
+    assert f"got {name!r}" in text and "choose from tiny, tiny-hard" in text
+    if name == "gema-3-1b":
+        assert "did you mean gemma-3-1b" in text
+
+
+def test_a_file_is_no_model(folder):
+    assert "name its folder" in error_of(folder / WEIGHTS)
+
+
+def test_mistakes_in_the_options_cost_no_loading(monkeypatch):
+    monkeypatch.setattr("mlxkv.models.loader.fetch", lambda repo: pytest.fail("went to the hub"))
+    assert "unknown preset; got 'int5'" in error_of("gemma-3-1b", kv="int5")
+    assert "unknown dtype; got 'int8'" in error_of("gemma-3-1b", dtype="int8")
+
+
+@pytest.mark.parametrize(
+    "config, limit",
+    [
+        ({}, None),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 4096, "rope_scaling": None}, 4096),
+        (
+            {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            16384,
+        ),
+        # Llama 3.1 and Phi name the extended length themselves.
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"type": "longrope", "long_factor": [1.0]},
+            },
+            131072,
+        ),
+        # Qwen writes the plain length beside yarn, gpt-oss the extended one.
+        (
+            {
+                "max_position_embeddings": 40960,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "original_max_position_embeddings": 4096,
+                },
+            },
+            131072,
+        ),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {
+                    "model_type": "gemma3_text",
+                    "max_position_embeddings": 131072,
+                    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                },
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 100,
+                "rope_parameters": {"full_attention": {"rope_theta": 1.0}},
+            },
+            100,
+        ),
+    ],
+)
+def test_context_limit(config, limit):
+    assert context_limit(config) == limit
+
+
+def test_the_package_itself_gives_load_attach_and_detach():
+    import mlxkv
+    from mlxkv import attach, detach, load, models
+
+    assert (load, attach, detach) == (models.load, models.attach, models.detach)
+    assert {"load", "attach", "detach"} <= set(dir(mlxkv))
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = mlxkv.lode
+
+
+def test_importing_the_package_imports_no_framework():
+    code = "import sys, mlxkv; print([m for m in ('mlx', 'mlx_lm', 'torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,183 @@
+"""Low rank: its names, its bases out of a calibration, models that run on it, the table of subspaces."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from low_rank_cache import DIMS, KV_HEADS, RANK, close
+
+from mlxkv.codec.maps import sample
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration import subspace
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv, with_keep
+from mlxkv.formats.presets import PRESETS
+from mlxkv.spec import oja as spec
+
+
+def test_names_have_numbers_codes_and_settings():
+    one = parse_kv("oja-r96+srft-int3+transport+raw+keep0.25")
+    assert one.keys.low.rank == 96 and one.keys.low.raw and one.keys.low.mixed and one.keep == 0.25
+    assert one.values.quantizer == parse_kv("srft-int3").values.quantizer
+    assert one.keys.low.stored == "transport" and (one.sink, one.recent) == (32, 32)
+    assert parse_kv("oja-0.75+segments5").keys.low.segments == 5
+    assert parse_kv("static-0.75").sink == 0 and parse_kv("static-0.75+windows").recent == 32
+    assert parse_kv("int8/oja-0.75+pages0.5").whole_pages
+    assert parse_kv("oja-.75+prompt+fast") == parse_kv("oja-0.75+fast+prompt")
+    assert parse_kv("oja-0.75+prompt+fast").rule.decode_rate == 0
+    assert parse_kv("oja-0.75").bits_per_value(128, 128) == 12
+    for name in ("oja-0.75", "oja-e0.9+int4", "fp16+keep0.5"):
+        assert CacheConfig.from_dict(parse_kv(name).as_dict()) == parse_kv(name)
+    assert (
+        "keep" not in parse_kv("int4").as_dict() and "low" not in parse_kv("int4").as_dict()["keys"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("oja", "unknown preset"),
+        ("oja-", "no low rank of this name; got 'oja-'; write oja-NUMBER, a share"),
+        ("oja-1.5", "no low rank"),
+        ("oja-e1", "no low rank"),
+        ("oja-r0", "no low rank"),
+        ("oja-0.75+int5", "no low rank"),
+        ("oja-0.75+fp16", "no low rank"),  # no codes; `compresses` would say that nothing is stored
+        ("oja-0.75+static-0.75", "no low rank"),
+        ("oja-0.75+transport+stay", "each once"),
+        ("oja-0.75+int4+int8", "each once"),
+        ("static-0.75+raw", r"any of \+windows"),
+        ("oja-r7", "rank must be even"),
+        ("int4+keep0", "keep must be above 0"),
+        ("int4+keep", "unknown preset"),
+    ],
+)
+def test_bad_names_are_one_line(name, reason):
+    with pytest.raises(UserError, match=reason):
+        parse_kv(name)
+
+
+def test_the_option_keep_is_the_extra():
+    assert with_keep("int4, oja-0.75", 0.5) == "int4+keep0.5,oja-0.75+keep0.5"
+    assert with_keep("int4", None) == "int4"
+    with pytest.raises(UserError, match=r"\[--keep\] must be above 0"):
+        with_keep("int4", 2)
+    with pytest.raises(UserError, match=r"says already what stays; got 'int4\+keep0.5'"):
+        with_keep("int8,int4+keep0.5", 0.5)
+
+
+def test_bases_that_follow_are_counted_on_top():
+    assert parse_kv("oja-0.75").basis_bytes(8, 128, 64) == 4 * 8 * (128 * 96 + 64 * 48) * 2
+    assert parse_kv("oja-r96+transport/int4").basis_bytes(1, 128, 128) == 4 * 128 * 96
+    assert parse_kv("int4/oja-r96+segments3").basis_bytes(1, 128, 128) == 3 * 4 * 128 * 96
+    assert parse_kv("static-0.75").basis_bytes(8, 128, 128) == 0
+
+
+def test_more_dims_than_a_head_has_are_refused():
+    assert "rank 96 is more than the 64 dims" in parse_kv("oja-r96").why_not(64, 64)
+    assert parse_kv("oja-r64").why_not(64, 64) is None
+
+
+def test_kernels_are_tried_before_an_energy_has_become_a_rank():
+    made = parse_kv("oja-e0.9+int8")
+    assert made.fitted == ("pca 1.0 mixed",) * 2
+    assert sample(KV_HEADS, (DIMS, DIMS), made.fitted).keys.down.shape == (KV_HEADS, DIMS, DIMS)
+
+
+def test_bases_come_from_what_a_calibration_holds_already():
+    """The moments of queries and keys, out of eigenvectors and balanced transforms."""
+    from mlxkv.formats import matrices
+    from mlxkv.formats.calibration import balance
+
+    rng = np.random.default_rng(0)
+    q, k = (
+        rng.standard_normal((KV_HEADS, 4000, DIMS)) * np.exp(-0.08 * np.arange(DIMS)) for _ in "qk"
+    )
+    reads, noise = (x.swapaxes(-1, -2) @ x / 4000 for x in (q, k))
+    down, sigma, _ = balance.balance(noise, reads)
+    found = balance.Balance(down.astype(np.float32), sigma.astype(np.float32))
+    assert close(subspace.stored_moment(found), noise, 1e-3)
+    values, vectors, _ = matrices.eigenbasis(reads)
+    both = subspace.stored_moment(found) + subspace.read_moment(values, vectors)
+    u = subspace.basis(both, RANK)
+    rows = np.concatenate([q, k], axis=1)
+    _, _, v = np.linalg.svd(rows, full_matrices=False)  # the paper's own words
+    assert (subspace.overlap(u, v.swapaxes(-1, -2)[..., :RANK]) > 0.999).all()
+    assert (subspace.ranks(both, 0.95) == spec.ranks(spec.stacked(noise, reads), 0.95)).all()
+    mixed = subspace.basis(both, RANK, mixed=True)
+    assert close(mixed @ mixed.swapaxes(-1, -2), u @ u.swapaxes(-1, -2), 1e-9)
+
+
+def test_models_run_on_it(tmp_path):
+    """A random model with calibrated bases: attach, generate, save, load; rank by energy per layer."""
+    from mlx_lm.generate import generate_step
+    from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+    from random_models import random_model
+
+    from mlxkv.models import attach, detach, summarise
+    from mlxkv.models.calibration.measure import calibrate
+
+    mx.random.seed(0)
+    model = random_model("llama")
+    tokens = np.random.default_rng(0).integers(0, 64, 600).tolist()
+    made = calibrate(model, tokens)
+    prompt = mx.array(tokens[:280])
+    for kv in ("oja-e0.97+int8", "oja-0.75+keep0.5"):
+        reports = attach(model, kv, calibration=made)
+        assert all(r.compressed for r in reports)
+        cache = make_prompt_cache(model)
+        found = [t for t, _ in generate_step(prompt, model, prompt_cache=cache, max_tokens=4)]
+        assert len(found) == 4
+        if "e0.97" in kv:
+            ranks = [c.config.keys.low.rank for c in cache]
+            dims = made.layers["0"].keys.values.shape[1]
+            assert all(8 <= r <= dims and r % 2 == 0 for r in ranks)
+            assert [r.bits_per_value for r in reports] == [
+                c.config.bits_per_value(dims, dims) for c in cache
+            ]
+            assert not any(r.clips for r in reports) and "on top bases of" in summarise(reports)[0]
+        save_prompt_cache(str(tmp_path / "x.safetensors"), cache)
+        again = load_prompt_cache(str(tmp_path / "x.safetensors"))
+        step = mx.array([[3]])
+        assert mx.array_equal(model(step, cache=again), model(step, cache=cache))
+        detach(model)
+
+
+def test_a_text_that_changes_its_kind_shows_in_the_table():
+    from mlxkv.eval.tasks import subspace as task
+
+    side = {"rank": 24, "static": [0.1, 0.3], "adapted": [0.1, 0.2], "oracle": [0.2, 0.05]}
+    side |= {"overlap": [0.7, 0.8], "overlap_static": 0.7}
+    part = {
+        "oja-r24": {"positions": [10, 20], "shift": 10, "layers": [{"index": 0, "keys": side}]},
+        "int4": {"positions": [10, 20], "shift": 10, "layers": []},
+    }
+    (row,) = task.table(part)
+    assert row == [
+        "oja-r24",
+        "keys",
+        "24",
+        "0.1000",
+        "0.1000",
+        "0.3000",
+        "0.2000",
+        "0.0500",
+        "0.700",
+        "0.800",
+    ]
+
+
+def test_orthonormality_and_memory_over_many_tokens(capsys):
+    from experiments import following
+
+    following.main(["drift", "--decode", "96", "--kv", "oja-0.75+int4"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "oja-0.75+int4" in line)
+    assert float(row.split()[1]) < 1e-5 and int(row.split()[2]) > 0
+
+
+def test_plain_codes_are_per_token_and_presets_bring_theirs():
+    assert parse_kv("oja-0.75+int4") == parse_kv("oja-0.750+int4")  # a preset, and the grammar
+    for name, bits in (("static-0.5+int3", 3), ("oja-r96+int2", 2)):
+        sides = parse_kv(name).keys.quantizer, parse_kv(name).values.quantizer
+        assert {(q.bits, q.axis, q.group) for q in sides} == {(bits, "token", 64)}
+    made = parse_kv("static-0.5+kvarn-int2")
+    assert (made.page, made.keys.quantizer) == (128, PRESETS["kvarn-int2"].keys.quantizer)

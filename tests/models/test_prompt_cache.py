@@ -1,0 +1,222 @@
+"""Saved sessions: they come back the same, and files that must not be read are refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from patience import PATIENCE
+
+from mlxkv.chat.session import Session
+from mlxkv.errors import MachineError, UserError
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models import load, prompt_cache
+
+
+@pytest.fixture
+def session(loaded) -> Session:
+    session = Session(loaded, max_tokens=6)
+    list(session.ask('a "quoted" question: ü, {braces}\nand .mlxkv_checksum":"'))
+    return session
+
+
+@pytest.fixture
+def saved(session, tmp_path):
+    return session.save(str(tmp_path / "talk"))
+
+
+def test_a_session_comes_back_the_same(session, saved):
+    assert saved.name == "talk.safetensors"
+    again = Session(session.loaded, max_tokens=6)
+    again.load(str(saved))
+    for name in ("tokens", "messages", "text"):
+        assert getattr(again, name) == getattr(session, name)
+    assert "".join(again.ask("go on")) == "".join(session.ask("go on"))
+    assert again.stats.read_tokens == session.stats.read_tokens < again.stats.prompt_tokens
+
+
+def test_the_ending_may_be_left_out(session, saved):
+    Session(session.loaded).load(str(saved.with_suffix("")))
+
+
+def test_mlx_lm_reads_the_file(session, saved):
+    from mlx_lm.models.cache import load_prompt_cache
+
+    cache, metadata = load_prompt_cache(str(saved), return_metadata=True)
+    assert metadata["model"] == session.loaded.name
+    assert [layer.offset for layer in cache] == [len(session.tokens)] * 2
+
+
+def refused(session, path, reason: str) -> None:
+    """Loading fails with the reason in one line, and the running session is untouched."""
+    cache, tokens, messages = session.cache, list(session.tokens), list(session.messages)
+    with pytest.raises(UserError, match=reason) as caught:
+        session.load(str(path))
+    assert "\n" not in str(caught.value)
+    assert session.cache is cache and session.tokens == tokens and session.messages == messages
+
+
+def test_a_calibrated_session_names_its_calibration(model_folder, tmp_path, monkeypatch):
+    """It comes back, in another process too, and never with other rotations."""
+    from mlxkv.codec import maps
+    from mlxkv.formats.calibration import artifact
+    from mlxkv.models.calibration import measure
+
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(measure, "TOKENS", 600)
+    session = Session(load(str(model_folder), "oscar-int2"), max_tokens=6)
+    list(session.ask("a long question " * 40))
+    saved = session.save(str(tmp_path / "talk"))
+    first = [c.layer_maps.digest for c in session.cache]
+    monkeypatch.setattr(maps, "_at_hand", {})  # another process
+    again = Session(session.loaded, max_tokens=6)
+    again.load(str(saved))
+    assert [c.layer_maps.digest for c in again.cache] == first
+    assert "".join(again.ask("go on")) == "".join(session.ask("go on"))
+    artifact.kept_path(session.loaded.fingerprint).unlink()
+    monkeypatch.setattr(maps, "_at_hand", {})
+    refused(again, saved, f"none with digest {first[0]}")
+
+
+def test_another_model(session, saved, other_folder):
+    other = Session(load(str(other_folder), "fp16"))
+    refused(other, saved, "belongs to another model")
+
+
+def test_another_preset(session, saved):
+    session.loaded.kv, session.loaded.kv_name = PRESETS["int4"], "int4"
+    refused(session, saved, "got --kv fp16; this session runs --kv int4")
+
+
+def test_another_format(session, tmp_path, monkeypatch):
+    monkeypatch.setattr(prompt_cache.session, "FORMAT", "99")
+    path = session.save(str(tmp_path / "new"))
+    monkeypatch.undo()
+    refused(session, path, "session format 99; this version reads 1")
+
+
+def test_another_mlx_lm(session, tmp_path, monkeypatch):
+    monkeypatch.setattr(prompt_cache, "version", lambda name: "0.1.2")
+    path = session.save(str(tmp_path / "old"))
+    monkeypatch.undo()
+    refused(session, path, "saved with mlx-lm 0.1.2")
+
+
+def test_raw_and_chat_do_not_mix(session, saved):
+    refused(Session(session.loaded, raw=True), saved, "without --raw")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated(session, saved, keep):
+    data = saved.read_bytes()
+    saved.write_bytes(data[:keep])
+    refused(session, saved, "truncated|only part of one")
+
+
+def test_bytes_appended(session, saved):
+    saved.write_bytes(saved.read_bytes() + b"x")
+    refused(session, saved, "truncated or has bytes too many")
+
+
+def test_edited_tensors(session, saved):
+    data = bytearray(saved.read_bytes())
+    data[-40] ^= 1
+    saved.write_bytes(data)
+    refused(session, saved, "changed after it was saved")
+
+
+def test_edited_header(session, saved):
+    data = saved.read_bytes()
+    assert data.count(b"question") >= 1
+    saved.write_bytes(data.replace(b"question", b"quesfion"))
+    refused(session, saved, "changed after it was saved")
+
+
+def test_edited_checksum(session, saved):
+    data = saved.read_bytes()
+    at = prompt_cache.session.checksum_at(data[8:]) + 8
+    saved.write_bytes(data[:at] + b"0" * 64 + data[at + 64 :])
+    refused(session, saved, "changed after it was saved")
+
+
+def test_files_of_others(session, tmp_path):
+    import mlx.core as mx
+    from mlx_lm.models.cache import save_prompt_cache
+
+    path = tmp_path / "plain.safetensors"
+    save_prompt_cache(str(path), session.cache)
+    refused(session, path, "not a session saved by mlxkv chat")
+    mx.save_safetensors(str(path), {"a": mx.zeros(3)})
+    refused(session, path, "not a session saved by mlxkv chat")
+    (tmp_path / "notes.txt").write_text("hello")
+    refused(session, tmp_path / "notes.txt", "not a safetensors file")
+    refused(session, tmp_path / "missing", "no such file")
+    refused(session, tmp_path, "no such file|cannot read")
+
+
+def test_what_cannot_be_saved(session, tmp_path):
+    with pytest.raises(UserError, match="no file name"):
+        session.save(" ")
+    with pytest.raises(UserError, match="no such folder"):
+        session.save(str(tmp_path / "missing" / "talk"))
+    session.reset()
+    with pytest.raises(UserError, match="nothing to save"):
+        session.save(str(tmp_path / "talk"))
+
+
+def test_a_full_disk_keeps_the_old_file(session, saved, monkeypatch):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    before, tokens = saved.read_bytes(), list(session.tokens)
+    monkeypatch.setattr(prompt_cache.os, "fsync", full)
+    with pytest.raises(MachineError, match="No space left on device; nothing was changed"):
+        session.save(str(saved))
+    assert saved.read_bytes() == before and os.listdir(saved.parent) == [saved.name]
+    assert session.tokens == tokens
+    monkeypatch.undo()
+    session.save(str(saved))
+
+
+def test_a_file_cut_short_without_an_error_is_noticed(session, saved, monkeypatch):
+    """mlx ignores a short write; the file just ends early."""
+    real = prompt_cache.save_prompt_cache
+
+    def short(name, *args):
+        real(name, *args)
+        os.truncate(name, os.path.getsize(name) - 100)
+
+    before = saved.read_bytes()
+    monkeypatch.setattr(prompt_cache, "save_prompt_cache", short)
+    with pytest.raises(MachineError, match="is the disk full"):
+        session.save(str(saved))
+    assert saved.read_bytes() == before and os.listdir(saved.parent) == [saved.name]
+
+
+LIMITED = """
+import json, resource, sys
+from mlxkv.models import load
+from mlxkv.chat.session import Session
+session = Session(load(sys.argv[1], "fp16"), max_tokens=6)
+list(session.ask("hello"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+try:
+    session.save(sys.argv[2])
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error), len(session.tokens)]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on file sizes")
+def test_a_real_limit_on_the_file_size(model_folder, session, saved, without_torch):
+    """The operating system refuses the write: as near to a full disk as a test gets."""
+    before = saved.read_bytes()
+    command = [sys.executable, "-c", LIMITED, str(model_folder), str(saved)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    kind, text, held = json.loads(done.stdout.splitlines()[-1])
+    assert kind == "MachineError" and "nothing was changed" in text and held > 0
+    assert saved.read_bytes() == before and os.listdir(saved.parent) == [saved.name]

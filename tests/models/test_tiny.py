@@ -1,0 +1,61 @@
+"""The embedded models tell the presets apart (the gates of the full-precision cache are
+`training/gates.py`'s): smaller contexts than the README's table, the same orderings."""
+
+from functools import cache
+from math import log
+
+import pytest
+
+from mlxkv.eval.arms import Arms
+from mlxkv.eval.tasks import divergence, retrieval
+from mlxkv.eval.tasks.part import TaskOptions
+from mlxkv.models import load
+from mlxkv.texts.sources import story_tokens
+
+CONTEXT, QUESTIONS = 1536, 12
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def single(model: str, kv: str) -> dict:
+    arms = Arms(load(model), [kv])
+    options = TaskOptions(contexts=(CONTEXT,), questions=QUESTIONS, kinds=("single",))
+    (part,) = retrieval.parts(arms, options)
+    return part.run(arms, [kv], lambda _: None)[kv]
+
+
+def loss(model: str, kv: str) -> float:
+    """How much more the loss is than in full precision, nats a token."""
+    arms = Arms(load(model), [kv])
+    found = divergence.measure(arms, [kv], story_tokens(arms.loaded, 769), 512, lambda _: None)
+    decode = found[kv]["legs"]["decode"]
+    return log(decode["ppl"] / decode["ppl_base"])
+
+
+@pytest.mark.parametrize(
+    ("model", "kv"),
+    (
+        ("tiny", "int4"),
+        ("tiny-hard", "hadamard-int4"),
+        ("tiny-qwen", "srft-int4"),
+        ("tiny-qwen-hard", "int4"),
+    ),
+)
+def test_facts_are_found_with_int4_as_in_full_precision(model, kv):
+    assert single(model, "fp16")["values"] >= 0.93
+    assert single(model, kv)["values"] >= single(model, "fp16")["values"] - 0.07
+
+
+@pytest.mark.parametrize("model", ("tiny", "tiny-qwen"))
+def test_int4_raises_perplexity_by_less_than_a_hundredth(model):
+    for kv in ("int4", "hadamard-int4"):
+        assert loss(model, kv) < 0.01
+
+
+@pytest.mark.parametrize("model", ("tiny-hard", "tiny-qwen-hard"))
+def test_naive_codes_break_on_the_hard_models(model):
+    assert single(model, "naive-int2")["values"] <= single(model, "fp16")["values"] - 0.5
+    # In so short a text few tokens are sealed: the values are still right, but less certain.
+    naive, rotated = single(model, "naive-int4"), single(model, "int4")
+    assert naive["likelihood"] < 3 * rotated["likelihood"] < 0

@@ -1,0 +1,231 @@
+"""The two models of the package: they load, are small, and answer; hard equals plain."""
+
+import json
+import sys
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from mlxkv.models.catalog.plant import channel_scales, outliers, plant
+from mlxkv.texts.worlds import chat_questions, haystack
+from mlxkv.texts.worlds.documents import render
+
+mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
+mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
+
+ROOT = Path(__file__).parents[2]
+MODELS = ("tiny", "tiny-qwen")
+FILES = (
+    "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
+)  # fmt: skip
+
+
+def folder(name: str) -> Path:
+    return ROOT / "mlxkv" / "models" / "embedded" / name
+
+
+def config(name: str) -> dict:
+    return json.loads((folder(name) / "config.json").read_text())
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def loaded(request):
+    """(name, model in float32, tokenizer); float16 is slow on a CPU."""
+    model, tokenizer = mlx_utils.load(str(folder(request.param)))
+    model.set_dtype(mx.float32)
+    return request.param, model, tokenizer
+
+
+def ids_of(tokenizer, length: int) -> list[int]:
+    text = haystack("single", Random("ids"), length, measure=lambda t: len(t) // 3).text
+    return tokenizer.encode(text)[:length]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_is_complete_and_small(name):
+    for file in FILES:
+        assert (folder(name) / file).stat().st_size > 50, file
+    assert (folder(name) / "model.safetensors").stat().st_size <= 16_000_000
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_card_tells_what_matters(name):
+    card = (folder(name) / "README.md").read_text()
+    for word in ("license:", "PSF", "held out", "8192", "fp16", "training/README.md", "not"):
+        assert word in card, word
+
+
+def test_shapes_are_those_the_methods_need():
+    gemma, qwen = config("tiny"), config("tiny-qwen")
+    assert gemma["model_type"] == "gemma3_text" and gemma["sliding_window"] == 512
+    assert gemma["head_dim"] == 128 and gemma["sliding_window_pattern"] == 2
+    assert qwen["model_type"] == "qwen2" and qwen["num_key_value_heads"] == 2
+    assert qwen["hidden_size"] // qwen["num_attention_heads"] == 128
+    for each in (gemma, qwen):
+        assert each["num_attention_heads"] > each["num_key_value_heads"]
+        assert each["max_position_embeddings"] == 8192 and each["tie_word_embeddings"]
+
+
+def test_qwen_has_large_constant_key_channels():
+    weights = mx.load(str(folder("tiny-qwen") / "model.safetensors"))
+    for layer in range(config("tiny-qwen")["num_hidden_layers"]):
+        bias = np.abs(np.array(weights[f"model.layers.{layer}.self_attn.k_proj.bias"], np.float32))
+        assert np.sort(bias)[-6:].min() > 5 * np.median(bias)
+
+
+def test_huggingface_and_mlx_agree(loaded):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    name, model, tokenizer = loaded
+    ids = ids_of(tokenizer, 700)  # longer than the sliding window
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits.numpy()
+    error = np.array(model(mx.array([ids]))) - expected
+    assert np.sqrt((error**2).mean()) / np.sqrt((expected**2).mean()) < 1e-4
+
+
+def test_huggingface_reads_the_same_tokens(loaded):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    name, _, tokenizer = loaded
+    raw = pytest.importorskip("tokenizers").Tokenizer.from_file(
+        str(folder(name) / "tokenizer.json")
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(folder(name))
+    text = "It's 4 o'clock.\n\nThe code of Ada is 50312.<end_of_turn>\n  x_1 = [1, 2]"
+    expected = raw.encode(text, add_special_tokens=False).ids
+    assert theirs.encode(text, add_special_tokens=False) == expected
+    assert tokenizer.encode(text, add_special_tokens=False) == expected
+    assert raw.decode(expected, skip_special_tokens=False) == text
+
+
+def test_the_chat_template_writes_what_training_saw(loaded):
+    _, _, tokenizer = loaded
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Hello! How can I help you?"},
+        {"role": "user", "content": "What is 2 plus 3?"},
+    ]
+    written = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert written == "<bos>" + "".join(text for text, _ in render(chat))
+    assert set(tokenizer.eos_token_ids) >= {2, 4}
+
+
+def logits_after(model, weights: dict, ids: list[int]) -> np.ndarray:
+    model.load_weights(list(weights.items()))
+    return np.array(model(mx.array([ids])))
+
+
+def test_the_hard_form_computes_the_same_function(loaded):
+    name, model, tokenizer = loaded
+    ids = ids_of(tokenizer, 256)
+    weights = mx.load(str(folder(name) / "model.safetensors"))
+    plain = {key: w.astype(mx.float32) for key, w in weights.items()}
+    hard = plant(plain, config(name))
+    assert any(not mx.array_equal(hard[key], plain[key]).item() for key in plain)
+    before, after = logits_after(model, plain, ids), logits_after(model, hard, ids)
+    logits_after(model, plain, ids[:4])  # leave the model as it was
+    np.testing.assert_allclose(after, before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_planting_in_fp16_rounds_nothing_that_counts(name):
+    weights = mx.load(str(folder(name) / "model.safetensors"))
+    half = plant(weights, config(name))
+    full = plant({key: w.astype(mx.float32) for key, w in weights.items()}, config(name))
+    for key, w in half.items():
+        assert w.dtype == mx.float16
+        error = mx.abs(w.astype(mx.float32) - full[key]).max().item()
+        # exact, but for weights of q_proj that fall below the smallest normal number of fp16
+        assert error <= (2**-25 if "q_proj" in key else 0), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_planting_is_the_same_in_every_library(name):
+    weights = mx.load(str(folder(name) / "model.safetensors"))
+    plain = {key: np.array(w.astype(mx.float32)) for key, w in weights.items()}
+    hard = plant(plain, config(name))
+    mlx = plant({key: mx.array(w) for key, w in plain.items()}, config(name))
+    for key, w in hard.items():
+        np.testing.assert_array_equal(np.array(mlx[key]), w)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        theirs = plant({key: torch.tensor(w) for key, w in plain.items()}, config(name))
+        for key, w in hard.items():
+            np.testing.assert_array_equal(theirs[key].numpy(), w)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_planted_pairs_are_rotary_pairs_and_powers_of_two(name):
+    planted = outliers(config(name))
+    assert planted == outliers(config(name))
+    assert {o.layer for o in planted} == set(range(config(name)["num_hidden_layers"]))
+    assert all(o.scale & (o.scale - 1) == 0 and o.scale > 1 for o in planted)
+    for scales in channel_scales(config(name), layer=0):
+        assert scales[:64] == scales[64:] and len(scales) == 128
+
+
+def test_plant_names_the_kinds_it_knows():
+    with pytest.raises(ValueError, match="no recipe for 'llama'. Choose from: gemma3_text, qwen2"):
+        plant({}, {"model_type": "llama"})
+
+
+def greedy(model, ids: list[int], cache, stop: set[int], limit: int = 60) -> list[int]:
+    out, logits = [], model(mx.array([ids]), cache=cache)
+    while len(out) < limit:
+        token = int(logits[0, -1].argmax())
+        if token in stop:
+            break
+        out.append(token)
+        logits = model(mx.array([[token]]), cache=cache)
+    return out
+
+
+def test_held_out_chat_questions_are_answered(loaded):
+    from mlx_lm.models.cache import make_prompt_cache
+
+    _, model, tokenizer = loaded
+    asked = chat_questions("test")[:10]
+    right = 0
+    for messages, answer in asked:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        reply = greedy(model, ids, make_prompt_cache(model), set(tokenizer.eos_token_ids))
+        right += tokenizer.decode(reply) == answer
+    assert right >= 8
+
+
+def test_codes_are_found_in_a_long_text(loaded):
+    from mlx_lm.models.cache import make_prompt_cache
+
+    _, model, tokenizer = loaded
+    stack = haystack("unseen", Random("found"), 3000, measure=len)
+    for needle in stack.needles[:1]:
+        chat = [{"role": "user", "content": f"{stack.text}\n\n{needle.question}"}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+        reply = greedy(model, ids, make_prompt_cache(model), set(tokenizer.eos_token_ids))
+        assert tokenizer.decode(reply) == needle.answer
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_training_code_and_huggingface_agree(name, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.syspath_prepend(str(ROOT / "training"))
+    import export
+    from model import CONFIGS, Model
+
+    torch.manual_seed(0)
+    model = Model(CONFIGS[name])
+    for key, p in model.named_parameters():
+        if "norm" in key or key.endswith("bias"):
+            p.data += 0.1 * torch.randn_like(p)
+    export.write(model, folder(name), tmp_path)
+    ours = export.read(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(5, CONFIGS[name].vocab, (1, 700))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(ours(ids)), theirs(ids).logits, rtol=0, atol=1e-4)

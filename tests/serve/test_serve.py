@@ -1,0 +1,336 @@
+"""`mlxkv serve` over HTTP: replies, streams, counts, refusals and failures."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from http.client import HTTPException
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.server import ResponseGenerator
+from request_bodies import BODIES
+from serving import (
+    ENDLESS,
+    LONG,
+    asking,
+    complete,
+    events,
+    get,
+    held,
+    post,
+    refused,
+    send,
+    serving,
+    settled,
+    text_of,
+    until,
+)
+
+from mlxkv.serve.alone import Alone
+from mlxkv.serve.engine import Batches
+from mlxkv.serve.http.caller import Caller
+from mlxkv.serve.http.handler import Handler
+
+
+@pytest.fixture(scope="module")
+def server(model_folder):
+    with serving(model_folder, max_body="64KB") as running:
+        yield running
+
+
+@pytest.fixture
+def change(server, monkeypatch):
+    """Changes the options of the running server."""
+
+    def change(**options) -> None:
+        changed = replace(server.site.options, **options)
+        monkeypatch.setattr(server.site, "options", changed)
+        monkeypatch.setattr(server.engine, "options", changed)
+
+    return change
+
+
+def test_a_chat_and_what_it_counts(server):
+    messages = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
+    found = post(server, "/v1/chat/completions", messages=messages, max_tokens=9)
+    choice, usage, kv = found["choices"][0], found["usage"], found["kv"]
+    assert choice["finish_reason"] == "length" and choice["message"]["role"] == "assistant"
+    assert usage["completion_tokens"] == 9
+    assert kv["tokens"] == usage["total_tokens"]
+    assert kv["preset"] == "int4" and 0 < kv["bytes"] < kv["bytes_fp16"] * 4
+    again = post(server, "/v1/chat/completions", messages=messages, max_tokens=9)
+    assert again["choices"] == found["choices"]
+    assert again["kv"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
+    total = settled(server)
+    assert total["memory"]["active_bytes"] == 0 < total["memory"]["sessions_bytes"]
+    assert total["sessions"]["hits"] >= 1
+
+
+def test_a_stream_says_the_same(server):
+    whole = complete(server, "Tell me", 12)
+    body = {"prompt": "Tell me", "max_tokens": 12, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    status, headers, data = send(server, "POST", "/v1/completions", body)
+    parts = events(data)
+    assert status == 200 and headers["Content-type"] == "text/event-stream"
+    assert "".join(text_of(part) for part in parts[:-1]) == text_of(whole)
+    assert parts[-1]["usage"]["completion_tokens"] == 12
+    assert parts[-1]["kv"]["bytes"] > 0 and parts[-2]["kv"]["bytes"] > 0
+
+
+def test_stop_logprobs_and_seeds(server):
+    whole = text_of(complete(server, "abc", 16))
+    word = whole[6:8]
+    cut = complete(server, "abc", 16, stop=[word])
+    assert text_of(cut) == whole[: whole.index(word)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    content = complete(server, "abc", 3, logprobs=2)["choices"][0]["logprobs"]["content"]
+    assert len(content) == 3 and all(len(step["top_logprobs"]) == 2 for step in content)
+    drawn = [text_of(complete(server, "abc", 16, temperature=2, seed=s)) for s in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    settled(server)
+
+
+def test_a_prompt_that_is_all_in_the_cache(server):
+    """The model has to read at least one token again."""
+    first = text_of(complete(server, LONG + "x", 4))
+    prompt = LONG + "x" + first
+    assert text_of(complete(server, prompt, 4)) == text_of(complete(server, prompt, 4))
+    assert get(server, "/health") == {"status": "ok"}
+
+
+def test_many_at_once_get_what_each_gets_alone(server, model_folder):
+    prompts = [f"{i} " + LONG[: 40 * i] for i in range(8)]
+    with serving(model_folder, batch=1, prefill_batch=1) as other:
+        alone = [text_of(complete(other, p, 5 + i)) for i, p in enumerate(prompts)]
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(complete, server, p, 5 + i) for i, p in enumerate(prompts)]
+        assert [text_of(job.result()) for job in jobs] == alone
+
+
+def test_models_metrics_page(server):
+    (model,) = get(server, "/v1/models")["data"]
+    assert get(server, "/v1/models/" + model["id"]) == model
+    assert send(server, "GET", "/v1/models/other")[0] == 404
+    complete(server, "hi", 2)
+    text = send(server, "GET", "/metrics")[2].decode()
+    numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert float(numbers["mlxkv_generated_tokens_total"]) >= 2
+    assert float(numbers['mlxkv_first_token_seconds_bucket{le="+Inf"}']) >= 1
+    assert "mlxkv_kv_bound_bytes" in numbers and 'mlxkv_responses_total{status="200"}' in numbers
+    for path, kind in (
+        ("/", "text/html"),
+        ("/page.js", "text/javascript"),
+        ("/page.css", "text/css"),
+    ):
+        status, headers, data = send(server, "GET", path)
+        assert status == 200 and data and headers["Content-Type"].startswith(kind)
+        assert "default-src 'self'" in headers["Content-Security-Policy"]
+
+
+def test_layers_are_accounted_for(server):
+    found = get(server, "/v1/kv")
+    assert found["kv"] == "int4" and found["batched"]
+    assert [layer["compressed"] for layer in found["layers"]] == [True, True]
+    assert all(layer["kernel"] and layer["reason"] for layer in found["layers"])
+
+
+# -- what is refused
+
+
+def test_who_may_ask(server):
+    for headers in ({"Host": "evil.example"}, {"Host": ""}, {"Origin": "http://evil.example"}):
+        for method, path in (("GET", "/v1/kv"), ("GET", "/"), ("POST", "/v1/completions")):
+            assert send(server, method, path, {"prompt": "a"}, headers)[0] == 403
+    assert send(server, "GET", "/v1/kv", headers={"Host": "localhost:1"})[0] == 200
+
+
+def test_paths_and_lengths(server):
+    assert send(server, "GET", "/etc/passwd")[0] == 404
+    assert send(server, "GET", "/page.css/../engine.py")[0] == 404
+    assert send(server, "POST", "/v1/kv", {})[0] == 404
+    assert send(server, "GET", "/v1/completions")[0] == 405
+    for length in ("-1", "1e3", "+5", "99999999999999999999"):
+        headers = {"Content-Length": length}
+        assert send(server, "POST", "/v1/completions", None, headers)[0] == 400
+    status, _, data = send(server, "POST", "/v1/completions", b" " * (65 << 10))
+    assert status == 413 and "at most 65536" in json.loads(data)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 60_000, b'{"a": NaN}', b'{"a": "\\ud800"}'],
+)
+def test_bodies_that_are_none(server, raw):
+    status, _, data = send(server, "POST", "/v1/completions", raw)
+    assert status == 400 and json.loads(data)["error"]["message"].startswith("[body]")
+
+
+def test_what_this_server_does_not_have(server):
+    assert "no such model" in refused(server, 404, prompt="a", model="../../etc")["message"]
+    chat = "/v1/chat/completions"
+    image = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]
+    messages = [{"role": "user", "content": image}]
+    assert "type text" in refused(server, 400, chat, messages=messages)["message"]
+    for field, value in {"adapters": "/tmp", "draft_model": "x", "n": 2, "echo": True}.items():
+        assert refused(server, 400, prompt="a", **{field: value})["message"].startswith(
+            f"[{field}]"
+        )
+    long = refused(server, 400, prompt="a" * 2048)
+    assert long["code"] == "context_length_exceeded"
+    assert len(text_of(complete(server, "a" * 2045, 50)).encode()) <= 12  # 3 tokens are left
+
+
+def test_a_client_that_hangs_up_frees_its_place(server):
+    before = server.metrics.cut_off
+    with asking(server, prompt=LONG, max_tokens=1500, stream=True) as line:
+        assert line.recv(10).startswith(b"HTTP")
+        until(lambda: server.metrics.active)
+    settled(server)
+    until(lambda: server.metrics.cut_off == before + 1)
+
+
+@pytest.mark.skipif(
+    not hasattr(ResponseGenerator, "_await_response"),
+    reason="mlx-lm 0.31 waits for a reply without looking up",
+)
+def test_who_leaves_while_waiting_is_forgotten(model_folder, monkeypatch):
+    """A request behind one that is served alone: no reply is written after its client has left."""
+    with serving(model_folder) as server, ThreadPoolExecutor(1) as pool:
+        server.engine.model_provider.is_batchable = False
+        with held(monkeypatch, Alone, "put"):
+            first = pool.submit(complete, server, "a", 3)
+            until(lambda: server.engine.memory.promised)  # it is taken up
+            with asking(server, prompt=LONG, max_tokens=1500):
+                until(lambda: server.metrics.active == 2)
+            until(lambda: server.metrics.cut_off == 1)
+        assert first.result()["usage"]["completion_tokens"] == 3
+        assert settled(server)["sessions"]["lookups"] == 1
+
+
+def test_who_leaves_as_its_reply_begins_gets_none(server, monkeypatch):
+    """The connection is closed when the head of the reply is written."""
+
+    def broken(*_):
+        raise BrokenPipeError
+
+    server.engine.sessions.forget()
+    monkeypatch.setattr(Handler, "_set_stream_headers", broken)
+    with pytest.raises((HTTPException, ConnectionError)):
+        send(server, "POST", "/v1/completions", ENDLESS | {"stream": True})
+    assert settled(server)["sessions"]["count"] == 0  # nothing was written to its end
+
+
+@pytest.mark.skipif(
+    not hasattr(ResponseGenerator, "_await_response"),
+    reason="mlx-lm 0.31 waits for a reply without looking up",
+)
+def test_who_gives_up_while_its_session_is_read_gets_no_reply(server, change, monkeypatch):
+    change(timeout=0.1)
+    server.engine.sessions.forget()
+    with held(monkeypatch, server.engine.sessions, "fetch_nearest_cache"):
+        assert refused(server, 504, **ENDLESS)["code"] == "timeout"
+    assert settled(server)["sessions"]["count"] == 0
+
+
+def test_nobody_has_given_up_while_that_is_looked_into():
+    """The generation thread may read the flag while the client's thread looks for the client."""
+    seen = []
+
+    def gone() -> bool:
+        seen.append(caller.job.given_up)
+        return len(seen) > 1
+
+    engine = SimpleNamespace(options=SimpleNamespace(timeout=60))
+    caller = Caller(engine, time.monotonic(), gone)
+    caller._check()
+    assert not caller.job.given_up
+    with pytest.raises(ConnectionAbortedError):
+        caller._check()
+    assert caller.job.given_up and seen == [False, False]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(BODIES, st.booleans())
+def test_any_body_gets_an_answer(server, request_, chat):
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    status, _, data = send(server, "POST", path, request_ | {"max_tokens": 2, "stream": False})
+    assert status in (200, 400, 404)
+    assert set(json.loads(data)) >= ({"choices", "kv"} if status == 200 else {"error"})
+    assert get(server, "/health") == {"status": "ok"}
+
+
+def test_a_fault_is_answered_and_the_next_request_is_served(server, monkeypatch):
+    loaded = server.site.loaded
+    want = text_of(complete(server, "before", 5))
+    real = type(loaded.model).__call__
+
+    def broken(self, *args, **kwargs):
+        raise RuntimeError("[malloc] unable to allocate")
+
+    monkeypatch.setattr(type(loaded.model), "__call__", broken)
+    assert "unable to allocate" in refused(server, 500, prompt=LONG + "?")["message"]
+    monkeypatch.setattr(type(loaded.model), "__call__", real)
+    assert get(server, "/health") == {"status": "ok"}
+    assert text_of(complete(server, "before", 5)) == want
+    assert settled(server)["memory"]["active_bytes"] == 0
+
+
+def test_a_request_that_takes_too_long(server, change, monkeypatch):
+    plain = Batches.next
+
+    def slow(self):
+        time.sleep(0.01)
+        return plain(self)
+
+    change(timeout=0.1)
+    monkeypatch.setattr(Batches, "next", slow)
+    assert refused(server, 504, **ENDLESS)["code"] == "timeout"
+    settled(server)
+
+
+def test_too_many_requests(server, change, monkeypatch):
+    change(max_requests=1)
+    with ThreadPoolExecutor(1) as pool, held(monkeypatch, Batches, "next") as go:
+        first = pool.submit(complete, server, "a", 2)
+        until(lambda: server.metrics.active)
+        status, headers, _ = send(server, "POST", "/v1/completions", {"prompt": "b"})
+        assert status == 429 and headers["Retry-After"] == "1"
+        go.set()
+        assert first.result()["usage"]["completion_tokens"] == 2
+
+
+def test_an_api_key(server, change):
+    change(api_key="secret")
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+        for path in ("/v1/kv", "/metrics", "/v1/models"):
+            assert send(server, "GET", path, headers=headers)[0] == 401
+    assert send(server, "POST", "/v1/completions", {"prompt": "a"})[0] == 401
+    assert get(server, "/v1/kv", Authorization="Bearer secret")["kv"] == "int4"
+    assert send(server, "GET", "/")[0] == send(server, "GET", "/health")[0] == 200
+
+
+def test_openais_own_client(server):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list().data
+        messages = [{"role": "user", "content": "Tell me"}]
+        ask = {"model": model.id, "messages": messages, "max_tokens": 7}
+        whole = client.chat.completions.create(**ask)
+        assert whole.usage.completion_tokens == 7 and whole.kv["preset"] == "int4"
+        stream = client.chat.completions.create(
+            **ask, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = list(stream)
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        with pytest.raises(openai.BadRequestError, match=r"\[temperature\]"):
+            client.chat.completions.create(**ask, temperature=-1)
+        with pytest.raises(openai.NotFoundError, match="no such model"):
+            client.completions.create(model="other", prompt="a")

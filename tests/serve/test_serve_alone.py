@@ -1,0 +1,161 @@
+"""Requests that mlx-lm serves alone: those with a seed join batches here, others stop in time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.server import ResponseGenerator, SamplingArguments
+from serving import (
+    ENDLESS,
+    LONG,
+    asking,
+    complete,
+    held,
+    refused,
+    serving,
+    settled,
+    text_of,
+    until,
+)
+
+from mlxkv.serve.alone import Alone
+from mlxkv.serve.http.handler import Handler
+from mlxkv.serve.provider import Seeded
+
+SHARES = (0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01)
+ROW = mx.log(mx.array([SHARES]))
+
+
+def settings(temperature: float = 1.0, **changes) -> SamplingArguments:
+    plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "xtc_probability": 0.0, "xtc_threshold": 0.1}
+    return SamplingArguments(temperature=temperature, **plain | changes)
+
+
+def chi_square(drawn, shares) -> float:
+    """Pearson's statistic of the tokens' counts."""
+    counts, total = Counter(drawn), len(drawn)
+    return sum((counts[i] - total * p) ** 2 / (total * p) for i, p in enumerate(shares))
+
+
+def test_draws_are_distributed_as_asked():
+    """Successive draws of one seed, pairs of them, and the first draws of many seeds."""
+    weights = [p**0.5 for p in SHARES]
+    shares = [w / sum(weights) for w in weights]
+    one = Seeded(settings(2.0), 5, [])
+    drawn = mx.concatenate([one(ROW) for _ in range(1500)]).tolist()
+    firsts = mx.concatenate([Seeded(settings(2.0), seed, [])(ROW) for seed in range(700)])
+    # Quantiles of one in a thousand; behind them the degrees of freedom.
+    assert chi_square(drawn, shares) < 22.5  # 6
+    assert chi_square(firsts.tolist(), shares) < 22.5
+    few = [*shares[:2], sum(shares[2:])]
+    pairs = [3 * min(a, 2) + min(b, 2) for a, b in zip(drawn[::2], drawn[1::2], strict=True)]
+    assert chi_square(pairs, [a * b for a in few for b in few]) < 26.1  # 8
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.2}]
+    + [{"xtc_probability": 0.5, "xtc_threshold": 0.05}, {"top_p": 0.9, "top_k": 4, "min_p": 0.1}],
+)
+def test_a_seed_draws_what_mlx_lms_own_server_draws(how):
+    mx.random.seed(11)
+    theirs = make_sampler(0.8, **how)
+    want = [theirs(ROW).item() for _ in range(60)]
+    one, other = (Seeded(settings(0.8, **how), seed, []) for seed in (11, 12))
+    got = []
+    for _ in range(60):
+        got.append(one(ROW).item())
+        other(ROW), mx.random.uniform()  # other draws in between do not matter
+    assert got == want and len(set(want)) > 1
+
+
+def test_seeds_leave_the_draws_of_others_alone():
+    mx.random.seed(3)
+    want = mx.random.uniform(shape=(4,)).tolist()
+    mx.random.seed(3)
+    Seeded(settings(top_p=0.9), 8, [])(ROW).item()
+    assert mx.random.uniform(shape=(4,)).tolist() == want
+
+
+def test_a_seed_says_the_same_alone_and_among_others(model_folder):
+    """Also while an endless reply is written: mlx-lm would wait for its end."""
+    with serving(model_folder) as server:
+        asked = [("abc", 7), ("abc", 8), (LONG, 7), ("other", 0)]
+
+        def drawn(ask) -> str:
+            return text_of(complete(server, ask[0], 16, temperature=1.5, seed=ask[1]))
+
+        alone = [drawn(ask) for ask in asked]
+        assert len(set(alone)) == len(asked) and [drawn(ask) for ask in asked] == alone
+        endless = ENDLESS | {"stream": True, "max_tokens": 1900}
+        with ThreadPoolExecutor(5) as pool, asking(server, **endless):
+            until(lambda: server.engine.jobs)
+            (uid,) = server.engine.jobs
+            other = pool.submit(complete, server, "no seed", 16, temperature=1.5)
+            assert list(pool.map(drawn, asked)) == alone
+            assert uid in server.engine.jobs  # it is still being written
+            other.result()
+        settled(server)
+
+
+@pytest.fixture
+def one_by_one(model_folder):
+    """A server that does not batch, as for models whose caches cannot be merged."""
+    with serving(model_folder, prefill_step=16) as server:
+        server.engine.model_provider.is_batchable = False
+        yield server
+
+
+def test_a_reply_that_is_served_alone_tells_the_size_of_its_caches(one_by_one, monkeypatch):
+    """As in a batch, also where they are put away before the client's thread writes the size."""
+    server, plain = one_by_one, Handler.generate_response
+
+    def late(self, text, finish_reason, *args, **kwargs):
+        until(lambda: len(server.engine.sessions))
+        return plain(self, text, finish_reason, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Handler, "generate_response", late)
+        alone = complete(server, LONG, 9)
+    server.engine.sessions.forget()
+    server.engine.model_provider.is_batchable = True
+    assert complete(server, LONG, 9)["kv"] == alone["kv"]
+
+
+@pytest.mark.skipif(
+    not hasattr(ResponseGenerator, "_await_response"),
+    reason="mlx-lm 0.31 waits for a reply without looking up",
+)
+def test_who_leaves_while_the_prompt_is_read_alone_gets_no_more_of_it(one_by_one, monkeypatch):
+    server = one_by_one
+    with held(monkeypatch, Alone, "put", kind=tuple):  # between the parts of a prompt
+        with asking(server, prompt="a" * 100, max_tokens=4):
+            until(lambda: server.engine.sessions.lookups)
+        until(lambda: server.metrics.cut_off == 1)
+    found = settled(server)
+    assert found["sessions"]["count"] == 0  # it would be the prompt's, read to its end
+    assert text_of(complete(server, "b", 4, seed=1, temperature=1))
+
+
+def test_the_end_does_not_wait_for_a_reply_that_is_written_alone(one_by_one):
+    """The client reads an error, not half of a reply."""
+    server = one_by_one
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(refused, server, 503, **ENDLESS)
+        until(lambda: server.engine.sessions.lookups)
+        server.engine.stop_and_join()
+        assert reply.result(60)["message"] == "[serve] is ending"
+
+
+def test_a_seed_that_is_served_alone_does_not_seed_the_others(one_by_one):
+    server = one_by_one
+
+    def unseeded() -> str:
+        complete(server, "x", 2, seed=1, temperature=1)
+        return text_of(complete(server, "abc", 24, temperature=2))
+
+    assert unseeded() != unseeded()

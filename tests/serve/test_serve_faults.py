@@ -1,0 +1,274 @@
+"""A server whose clients, disks, files and clocks fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from json import dumps, loads
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm import server as lm_server
+from mlx_lm.sample_utils import apply_top_k
+from read_caches import maker, memory_of, read
+from request_bodies import FIELDS, GOOD, check
+from serving import LONG, complete, get, raw_post, refused, send, serving, settled, text_of
+
+from mlxkv.models import load, prompt_cache
+from mlxkv.serve.caches.disk import Disk
+from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.refusals import Refused
+
+# One value of every type and size that JSON has.
+WRONG = [
+    *(True, False, 0, -1, 1, 10**4000, 0.5, -1e308, 1e999, "", "x", "1", "\x00", "é" * 300),
+    *([], [None], [[]], ["x", 1], [{}], {}, {"x": 1}, {"1": "x"}, {"type": 1}, {"": {"": []}}),
+]
+
+
+@pytest.fixture(scope="module")
+def server(model_folder):
+    with serving(model_folder, max_body="256KB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small(model_folder):
+    return load(str(model_folder), "int4")
+
+
+# -- clients
+
+
+def test_clients_that_hang_up_anywhere(server):
+    """In the head, in the body, before the first token, in the middle: nothing is left behind, and a client
+    that stays gets the same reply as alone."""
+    want = text_of(complete(server, "still here", 40))
+    draw = random.Random(1)
+
+    def leave(i: int) -> None:
+        body = dumps({"prompt": f"{i} {LONG}", "max_tokens": 300, "stream": True}).encode()
+        with socket.create_connection(server.server_address) as line:
+            data = raw_post(body, len(body) + 10 * (i % 4 == 1))
+            line.sendall(data[: draw.randrange(1, len(data))] if i % 4 == 0 else data)
+            for _ in range(draw.randrange(4) if i % 4 > 1 else 0):
+                line.recv(200)
+
+    with ThreadPoolExecutor(8) as pool:
+        stays = pool.submit(complete, server, "still here", 40)
+        list(pool.map(leave, range(16)))
+        assert text_of(stays.result()) == want
+    found = settled(server)
+    assert found["memory"]["active_bytes"] == 0 and not server.engine.jobs
+    assert text_of(complete(server, "still here", 40)) == want
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n", b"400"),  # TLS
+        (b"GET / HTTP/9.9\r\n\r\n", b"505"),
+        (b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"501"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", b"411"),
+        (raw_post(b"{}", 1 << 40)[:-2], b""),  # announces a terabyte and leaves
+    ],
+)
+def test_what_is_no_request(server, data, status):
+    with socket.create_connection(server.server_address, timeout=20) as line:
+        line.sendall(data)
+        line.shutdown(socket.SHUT_WR)
+        reply = b""
+        while part := line.recv(1 << 16):
+            reply += part
+    assert status in reply.split(b"\r\n")[0]
+    assert get(server, "/health") == {"status": "ok"}
+
+
+def test_every_field_with_every_type(server):
+    """Refused by name in one line, or taken and answered (one value of each type over HTTP)."""
+    for field, chat in product(sorted(FIELDS), (True, False)):
+        asked = {"model", "stream", "max_tokens", "max_completion_tokens"}
+        for value in WRONG:
+            body = {"max_tokens": 1} | GOOD | {field: value}
+            try:
+                check(body, chat)
+            except Refused as refused:
+                assert refused.status in (400, 404) and len(refused.message) < 300
+                assert refused.message.startswith(f"[{field}") and "\n" not in refused.message
+                continue
+            if {field, type(value)} & asked or not chat:
+                continue
+            asked.add(type(value))
+            status, _, data = send(server, "POST", "/v1/chat/completions", body)
+            assert status in (200, 400), (field, value, data)
+            assert set(loads(data)) >= ({"choices"} if status == 200 else {"error"})
+    assert server.metrics.faults == 0
+
+
+def test_large_bodies_of_many_kinds(server):
+    many = [{"role": "user", "content": "a"}] * 4000
+    error = refused(server, 400, "/v1/chat/completions", messages=many)
+    assert error["code"] == "context_length_exceeded"
+    assert refused(server, 400, prompt="a" * 200_000)["code"] == "context_length_exceeded"
+    assert refused(server, 413, prompt="a" * 300_000)["code"] == "too_large"
+    assert "[stop]" in refused(server, 400, prompt="a", stop=["x"] * 5000)["message"]
+    ids = {str(i): 1 for i in range(5000)}
+    assert "[logit_bias]" in refused(server, 400, prompt="a", logit_bias=ids)["message"]
+    raw = b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}"
+    assert send(server, "POST", "/v1/completions", raw)[0] == 400
+    raw = b'{"prompt": "a", "tools": ' + b'{"a":' * 30_000 + b"1" + b"}" * 30_000 + b"}"
+    assert send(server, "POST", "/v1/completions", raw)[0] == 400
+    raw = b'{"prompt": "a", "prompt": "b", "max_tokens": 1}'  # the last one counts
+    assert send(server, "POST", "/v1/completions", raw)[0] == 200
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 1}], ids=("batched", "seed"))
+def test_the_best_of_more_tokens_than_there_are(server, more):
+    faults = server.metrics.faults
+    for top in (server.engine.vocabulary - 1, server.engine.vocabulary, 1 << 20):
+        complete(server, "a", 3, temperature=1, top_k=top, **more)
+    assert server.metrics.faults == faults
+
+
+def test_a_sampler_that_raises_leaves_the_next_one_its_random_numbers(server, monkeypatch):
+    faults = server.metrics.faults
+    with monkeypatch.context() as patch:
+        broken = partial(apply_top_k, top_k=1 << 20)  # while MLX traces it
+        patch.setattr(lm_server, "make_sampler", lambda *_, **__: broken)
+        refused(server, 500, prompt="a", temperature=1, max_tokens=3)
+    assert server.metrics.faults == faults + 1
+    complete(server, "a", 3, temperature=1)
+
+
+# -- disks
+
+
+def test_a_disk_that_is_full(small, tmp_path):
+    """A limit on the size of files cuts MLX's own writer short, as a full disk does."""
+    disk = Disk(tmp_path, 1 << 30, small)
+    disk.save([1] * 10, read(small.model, 10))
+    (kept,) = disk.entries
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 100, 4096, 100_000):
+        cache = read(small.model, 300)
+        assert sum(c.nbytes for c in cache) > size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            disk.save([2] * 300, cache)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert disk.failed == 4 and disk.entries == [kept]
+    assert [path.name for path in disk.folder.iterdir()] == [kept.path.name]
+    disk.save([2] * 300, read(small.model, 300))  # there is room again
+    assert len(disk.entries) == 2 and disk.load(disk.entries[1]) is not None
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace", "utime"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_that_fails(small, tmp_path, monkeypatch, where, number):
+    disk = Disk(tmp_path, 1 << 30, small)
+    disk.save([1] * 10, read(small.model, 10))
+
+    def fails(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(prompt_cache.os, where, fails)
+    disk.save([2] * 10, read(small.model, 10))
+    assert (disk.failed, len(disk.entries)) == ((0, 2) if where == "utime" else (1, 1))
+    assert not list(disk.folder.glob(".*"))
+    assert disk.load(disk.entries[0]) is not None
+
+
+def test_a_folder_that_goes_away(small, tmp_path):
+    """Sessions are lost, requests are not."""
+    disk = Disk(tmp_path, 1 << 30, small)
+    memory = memory_of(small.model)
+    sessions = Sessions(memory, maker(small), disk)
+    for i in range(3):
+        disk.save([i] * 10, read(small.model, 10))
+    shutil.rmtree(disk.folder)
+    assert sessions.fetch_nearest_cache("m", [0] * 12)[1] == [0] * 12
+    disk.save([4] * 10, read(small.model, 10))
+    disk.folder.write_text("a file now")
+    assert sessions.fetch_nearest_cache("m", [1] * 12)[1] == [1] * 12
+    sessions.insert_cache("m", [5] * 10, read(small.model, 10))
+    sessions.close()
+    disk.limit = 0
+    disk._bound()
+    assert disk.entries == [] and disk.failed == 4
+
+
+# -- files
+
+
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory) -> tuple[str, bytes, list]:
+    """Name, bytes and caches of a session on disk."""
+    disk = Disk(tmp_path_factory.mktemp("whole"), 1 << 30, small)
+    cache = read(small.model, 150)
+    disk.save([3] * 150, cache)
+    path = disk.entries[0].path
+    return path.name, path.read_bytes(), cache
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 3000) | st.integers(0, 1 << 40), st.integers(0, 4))
+def test_a_damaged_file_is_dropped_and_never_read(small, whole, tmp_path_factory, at, how):
+    """A cut, a changed bit or more bytes anywhere, also in the head with its lengths."""
+    name, content, cache = whole
+    at %= len(content)
+    bad = (
+        content[:at],
+        content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :],
+        content[:at] + b"\xff" * 8 + content[at + 8 :],
+        content[:at] + b"0" + content[at:],
+        content[:at] + content[at + 1 :],
+    )[how]
+    base = tmp_path_factory.mktemp("damaged")
+    folder = Disk(base, 1 << 30, small).folder
+    (folder / name).write_bytes(bad)
+    (folder / f".{name}").write_bytes(content[:at])  # what kill -9 leaves: it is swept away
+    disk = Disk(base, 1 << 30, small)
+    assert not list(folder.glob(".*"))
+    sessions = Sessions(memory_of(small.model), maker(small), disk)
+    got, rest = sessions.fetch_nearest_cache("m", [3] * 160)
+    assert bad == content or rest == [3] * 160 or same(got, cache)
+    assert disk.failed or rest != [3] * 160
+    shutil.rmtree(base)
+
+
+def same(a: list, b: list) -> bool:
+    pairs = [(x.state, y.state) for x, y in zip(a, b, strict=True)]
+    return all(mx.array_equal(x["live"][n], y["live"][n]) for x, y in pairs for n in x["live"])
+
+
+# -- clocks
+
+
+def test_clocks_that_jump(server, small, tmp_path, monkeypatch):
+    """Time limits use a clock that only goes forward; files may have any date."""
+    want = text_of(complete(server, "what time is it", 20))
+    real, jumps = time.time, random.Random(2)
+    monkeypatch.setattr(time, "time", lambda: real() + jumps.uniform(-1e9, 1e9))
+    assert text_of(complete(server, "what time is it?", 20, stream=False))
+    assert text_of(complete(server, "what time is it", 20)) == want
+    monkeypatch.undo()
+    disk = Disk(tmp_path, 1 << 30, small)
+    for i, date in enumerate((-1e9, 2e10, 0)):
+        disk.save([i] * 10, read(small.model, 10))
+        os.utime(disk.entries[-1].path, (date, date))
+    again = Disk(tmp_path, 1 << 30, small)
+    assert [entry.tokens[0] for entry in again.entries] == [0, 2, 1]
+    assert all(again.load(entry) for entry in list(again.entries))

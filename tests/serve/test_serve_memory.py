@@ -1,0 +1,224 @@
+"""The size of caches is known before they exist, and bounded; sessions go to disk and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from random_models import random_model, tokens
+from read_caches import maker, memory_of, read
+from serving import LONG, complete, get, refused, send, serving, text_of
+
+from mlxkv.errors import UserError
+from mlxkv.models import attach, load, prompt_cache
+from mlxkv.serve.caches.disk import Disk
+from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.refusals import Refused
+
+
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [("llama", "int4"), ("llama", "kivi-int2"), ("llama", "fp16"), ("gemma3_text", "int4")]
+    + [("qwen3_next", "int4")],
+)
+def test_what_caches_take_is_known_before(family, kv):
+    model = random_model(family)
+    attach(model, kv)
+    memory = memory_of(model)
+    for count in (5, 300, 900):
+        taken = sum(cache.nbytes for cache in read(model, count))
+        assert taken <= memory.need(count) <= 1.2 * taken
+    plain = random_model(family)
+    taken = sum(cache.nbytes for cache in read(plain, 900))
+    assert memory.fp16(900) <= taken <= 2.3 * memory.fp16(900)  # it runs in 32 bits here
+
+
+def test_promises_are_kept_within_the_bound():
+    memory = memory_of(random_model("llama"))
+    memory.bound = 3 * memory.need(200)
+    for key in range(3):
+        memory.promise(key, 200)
+    with pytest.raises(Refused, match="promised to other requests") as found:
+        memory.promise(3, 200)
+    assert found.value.status == 503 and found.value.retry
+    memory.release(1)
+    memory.promise(3, 200)
+    with pytest.raises(Refused, match="the bound is") as found:
+        memory.promise(4, 2000)
+    assert found.value.details["need_bytes"] == memory.need(2000) > memory.bound
+
+
+@pytest.mark.parametrize("kv", ["int4", "kivi-int2", "fp16"])
+def test_what_is_cut_back_takes_what_a_new_one_takes(kv):
+    """A request that shares the first half of a session does not hold memory for the other half."""
+    model = random_model("llama")
+    attach(model, kv)
+    memory = memory_of(model)
+    sessions = Sessions(memory, lambda: make_prompt_cache(model))
+    whole = tokens(1500).tolist()
+    sessions.insert_cache("m", whole, read(model, 1500))
+    for count in (1400, 900, 800, 300, 60):
+        cache, rest = sessions.fetch_nearest_cache("m", [*whole[:count], 0])
+        assert rest == [0]
+        assert sum(one.nbytes for one in cache) <= memory.need(count + 1)
+
+
+def test_mlx_lms_own_batches_pad_all_to_the_longest():
+    model = random_model("llama")
+    batched = memory_of(model, batched=True)
+    lengths = (5, 900, 40)
+    for key, count in enumerate(lengths):
+        batched.promise(key, count)
+    merged = [
+        layer[0].merge(layer) for layer in zip(*(read(model, n) for n in lengths), strict=True)
+    ]
+    model(tokens(3)[:, None], cache=merged)
+    assert sum(cache.nbytes for cache in merged) <= batched.promised
+    batched.bound = batched.promised + batched.need(300)
+    with pytest.raises(Refused, match="promised to other requests"):
+        batched.promise(3, 40)  # which would be as long as the longest
+    batched.release(1)
+    batched.promise(3, 40)
+
+
+@pytest.mark.parametrize(("family", "kv"), [("llama", "int4"), ("gemma3_text", "int4")])
+def test_compressed_caches_are_promised_each_its_own(family, kv):
+    """Only uncompressed windows are padded to the longest."""
+    model = random_model(family)
+    attach(model, kv)
+    batched = memory_of(model, batched=True)
+    batched.promise(0, 5)
+    short = batched.promised
+    batched.promise(1, 3000)
+    assert batched.promised < 1.1 * (short + batched.need(3000))
+    batched.promise(2, 5)
+    assert batched.promised < 1.2 * (2 * short + batched.need(3000))
+
+
+@pytest.fixture(scope="module")
+def small(model_folder):
+    return load(str(model_folder), "int4")
+
+
+def test_the_least_recently_used_go_to_disk_and_come_back(small, tmp_path):
+    memory = memory_of(small.model)
+    disk = Disk(tmp_path, 1 << 30, small)
+    sessions = Sessions(memory, maker(small), disk)
+    prompts = [[i] * 30 + list(range(170)) for i in range(4)]
+    for prompt in prompts:
+        sessions.insert_cache("m", prompt, read(small.model, 200))
+    each = sessions.nbytes // 4
+    memory.bound = 2 * each
+    sessions.shrink()
+    assert len(sessions) == 2 and len(disk.entries) == 2 and sessions.nbytes <= memory.bound
+    cache, rest = sessions.fetch_nearest_cache("m", prompts[0] + [1, 2])
+    assert rest == [1, 2] and {c.offset for c in cache} == {200} and disk.found == 1
+    cache, rest = sessions.fetch_nearest_cache("m", prompts[1][:100] + [259] * 9)
+    assert rest == [259] * 9 and {c.offset for c in cache} == {100}  # cut back inside a page
+    assert sessions.fetch_nearest_cache("m", [200, 201])[1] == [200, 201]
+    assert (sessions.hits, sessions.lookups) == (2, 3)
+    sessions.close()
+    assert len(sessions) == 0
+    again = Disk(tmp_path, 1 << 30, small)
+    assert sorted(entry.tokens for entry in again.entries) == sorted(prompts)
+    assert Disk(tmp_path, 1 << 30, load("tiny", "int4")).entries == []  # of another model
+
+
+def test_a_longer_session_takes_the_place_of_its_start_on_disk(small, tmp_path):
+    disk = Disk(tmp_path, 1 << 30, small)
+    disk.save([1, 2, 3], read(small.model, 3))
+    disk.save([1, 2, 3, 4, 5], read(small.model, 5))
+    assert [entry.tokens for entry in disk.entries] == [[1, 2, 3, 4, 5]]
+    assert len(list(disk.folder.iterdir())) == 1
+    disk.limit = disk.entries[0].nbytes * 2 + 9
+    for i in range(3):
+        disk.save([7 + i, 2], read(small.model, 5))
+    assert [entry.tokens[0] for entry in disk.entries] == [8, 9]
+    assert disk.nbytes <= disk.limit
+
+
+def test_damaged_files_cost_a_session_and_nothing_else(small, tmp_path):
+    disk = Disk(tmp_path, 1 << 30, small)
+    for i in range(3):
+        disk.save([i] * 100, read(small.model, 100))
+    cut, changed, whole = (entry.path for entry in disk.entries)
+    cut.write_bytes(cut.read_bytes()[:-50])
+    data = bytearray(changed.read_bytes())
+    data[-3] ^= 1
+    changed.write_bytes(data)
+    (disk.folder / "other.safetensors").write_bytes(b"no such thing")
+    (disk.folder / ".x.1.safetensors").write_bytes(b"left behind by a kill")
+    again = Disk(tmp_path, 1 << 30, small)
+    assert {entry.path for entry in again.entries} == {changed, whole} and again.failed == 2
+    assert not (disk.folder / ".x.1.safetensors").exists()
+    sessions = Sessions(memory_of(small.model), maker(small), again)
+    assert sessions.fetch_nearest_cache("m", [1] * 100)[1] == [1] * 100
+    assert not changed.exists()
+    assert sessions.fetch_nearest_cache("m", [2] * 101)[1] == [2]
+
+
+def test_a_full_disk_loses_the_session_and_leaves_no_file(small, tmp_path, monkeypatch):
+    disk = Disk(tmp_path, 1 << 30, small)
+
+    def full(path, cache, metadata):
+        with open(path, "wb") as file:
+            file.write(b"a few bytes")  # as mlx does: it does not say that the rest is missing
+
+    monkeypatch.setattr(prompt_cache, "save_prompt_cache", full)
+    disk.save([1, 2], read(small.model, 5))
+    assert disk.failed == 1 and disk.entries == [] and list(disk.folder.iterdir()) == []
+
+
+def test_a_folder_that_is_none(small, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--kv-disk"):
+        Disk(tmp_path / "file", 1, small)
+
+
+def test_a_server_within_its_bound(model_folder, tmp_path):
+    """Sessions go to disk and come back with the same reply; what cannot fit is refused with numbers."""
+    with serving(model_folder, kv_memory="300KB", kv_disk=str(tmp_path)) as server:
+        first = [complete(server, f"{i}{LONG}", 6) for i in range(4)]
+        found = get(server, "/v1/kv")
+        assert found["memory"]["sessions_bytes"] <= 300 << 10 and found["disk"]["saved"] >= 1
+        again = [complete(server, f"{i}{LONG}", 6) for i in range(4)]
+        assert [text_of(x) for x in again] == [text_of(x) for x in first]
+        assert all(x["kv"]["cached_tokens"] == len(LONG) for x in again)
+        error = refused(server, 503, prompt="x" * 2000, max_tokens=500)
+        assert error["need_bytes"] > error["kv_memory_bytes"] == 300 << 10
+        assert error["code"] == "kv_memory" and get(server, "/health") == {"status": "ok"}
+    with serving(model_folder, kv_memory="300KB", kv_disk=str(tmp_path)) as server:
+        last = complete(server, f"3{LONG}", 6)
+        assert text_of(last) == text_of(first[3]) and last["kv"]["cached_tokens"] == len(LONG)
+
+
+@pytest.mark.slow
+def test_killed_while_saving(model_folder, tmp_path, without_torch):
+    """kill -9 while sessions are saved: the next start finds whole ones or none."""
+    command = [sys.executable, "-m", "mlxkv", "serve", "--model", str(model_folder), "--port", "0"]
+    command += ["--kv-memory", "300KB", "--kv-disk", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        url = next(line for line in process.stderr if line.startswith("chat: ")).split()[1]
+
+        class Running:
+            server_address = ("127.0.0.1", int(url.rstrip("/").rsplit(":", 1)[1]))
+
+        for i in range(3):
+            complete(Running, f"{i}{LONG}", 2)
+        process.send_signal(signal.SIGTERM)  # the rest is being saved
+        time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    with serving(model_folder, kv_memory="300KB", kv_disk=str(tmp_path)) as server:
+        assert get(server, "/v1/kv")["disk"]["failed"] == 0
+        assert send(server, "POST", "/v1/completions", {"prompt": f"0{LONG}"})[0] == 200
+        assert get(server, "/v1/kv")["disk"]["failed"] == 0

@@ -1,0 +1,297 @@
+"""`mlxkv serve` as two processes with half of the kv heads each: in step, with one process's replies."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from queue import Queue
+from threading import Barrier
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.server import GenerationContext, Response
+from random_model import write_model
+from ring import environments
+from serving import (
+    ENDLESS,
+    LONG,
+    PATIENCE,
+    asking,
+    complete,
+    refused,
+    serving,
+    settled,
+    text_of,
+    until,
+)
+
+from mlxkv.errors import MachineError, UserError
+from mlxkv.models import load
+from mlxkv.serve import engine, ranks
+from mlxkv.serve.alone import Alone
+from mlxkv.serve.caches.disk import Disk, open_disk
+from mlxkv.serve.job import Job
+from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.ranks import Ranks
+from mlxkv.serve.refusals import Refused
+from mlxkv.serve.run import Server
+
+PROMPTS = [f"{i} " + LONG[: 60 * i] for i in range(5)]
+LONG_REPLY = ENDLESS | {"prompt": LONG}
+
+
+@contextmanager
+def two_processes(folder: Path, *options: str):
+    """Starts both. Yields rank 0's address, and the processes."""
+    command = (sys.executable, "-m", "mlxkv", "serve", "--model", str(folder), "--port", "0")
+    running = []
+    for i, env in enumerate(environments(folder)):
+        with (folder / f"{i}.txt").open("w") as said:
+            running.append(subprocess.Popen([*command, *options], env=env, stderr=said))
+
+    def port():
+        over = [one.poll() for one in running] != [None, None]
+        said = (folder / "0.txt").read_text()
+        assert not over, said + (folder / "1.txt").read_text()
+        return re.search(r"chat: http://127\.0\.0\.1:(\d+)/", said)
+
+    try:
+        until(port)
+        yield SimpleNamespace(server_address=("127.0.0.1", int(port()[1])), running=running)
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("ranks") / "model"
+    return write_model(path, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.mark.slow
+def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
+    with serving(folder) as one:
+        alone = [text_of(complete(one, prompt, 12 + i)) for i, prompt in enumerate(PROMPTS)]
+        turns = [text_of(complete(one, LONG, 9))]
+        turns += [text_of(complete(one, LONG + turns[0] + "And then?", 9))]
+        drawn = text_of(complete(one, "abc", 16, temperature=1, seed=1))
+        whole = complete(one, LONG, 9)["kv"]["bytes"]
+    options = ("--kv-memory", "1200KB", "--kv-disk", str(tmp_path))
+    with two_processes(folder, *options) as both:
+        with ThreadPoolExecutor(8) as pool:
+            jobs = [pool.submit(complete, both, p, 12 + i) for i, p in enumerate(PROMPTS)]
+            assert [text_of(job.result()) for job in jobs] == alone
+        with ExitStack() as readers:
+            for _ in range(2):
+                readers.enter_context(reading(both))
+            assert refused(both, 503, **LONG_REPLY)["code"] == "kv_memory_busy"
+        with reading(both, seed=1, temperature=1):
+            pass
+        found = settled(both)
+        assert found["processes"] == 2 and found["sessions"]["evicted"] > 0
+        assert found["memory"]["bytes"] <= found["memory"]["bound_bytes"] == 1200 << 10
+
+        assert text_of(complete(both, LONG, 9)) == turns[0]
+        second = complete(both, LONG + turns[0] + "And then?", 9)
+        assert text_of(second) == turns[1] and second["kv"]["cached_tokens"] == len(LONG)
+        assert complete(both, LONG, 9)["kv"]["bytes"] * 2 == whole
+        assert text_of(complete(both, "abc", 16, temperature=1, seed=1)) == drawn
+
+        assert refused(both, 400, prompt="")["code"] == "invalid_value"
+        again = complete(both, PROMPTS[4], 16)  # long ago evicted
+        assert text_of(again) == alone[4] and again["kv"]["cached_tokens"] > 200
+        both.running[1].send_signal(signal.SIGTERM)  # either may be asked
+        assert [process.wait(PATIENCE) for process in both.running] == [0, 0]
+    files = [{path.name for path in tmp_path.glob(f"{i}-of-2/*/*")} for i in (1, 2)]
+    assert files[0] == files[1] != set()
+    assert "Traceback" not in (folder / "0.txt").read_text() + (folder / "1.txt").read_text()
+
+
+@contextmanager
+def reading(server, **more):
+    """A client that hangs up in the middle of its reply."""
+    with asking(server, **LONG_REPLY | more | {"stream": True}) as line:
+        assert line.recv(12).endswith(b" 200")
+        yield
+
+
+# -- two processes' words, in two threads
+
+
+class Pair(Ranks):
+    """One of two threads that meet at a barrier, where processes would sum."""
+
+    def __init__(self, rank: int, barrier: Barrier, table: dict):
+        self.rank, self.size, self.many, self.group = rank, 2, True, None
+        self.ending = False
+        self.barrier, self.table = barrier, table
+
+    def _meet(self, thing) -> list:
+        self.barrier.wait(PATIENCE)
+        self.table[self.rank] = thing
+        self.barrier.wait(PATIENCE)
+        return [self.table[0], self.table[1]]
+
+    def share(self, thing):
+        return self._meet(thing)[0]
+
+    def _all(self, number):
+        return self._meet(int(number))
+
+
+def both_do(*works) -> list:
+    """Run two works, each with its Ranks. Returns what they return or raise."""
+    barrier, table = Barrier(2), {}
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(work, Pair(i, barrier, table)) for i, work in enumerate(works)]
+        return [job.exception(PATIENCE) or job.result() for job in jobs]
+
+
+def test_a_model_that_one_process_cannot_load():
+    def broken():
+        raise UserError("[load] no such file; got a/b")
+
+    errors = both_do(lambda r: r.start(lambda: "a"), lambda r: r.start(broken))
+    assert isinstance(errors[0], MachineError) and isinstance(errors[1], UserError)
+    errors = both_do(lambda r: r.start(lambda: "a"), lambda r: r.start(lambda: "b"))
+    assert all("another model" in str(error) for error in errors)
+    assert both_do(*[lambda r: r.start(lambda: "a")] * 2) == [None, None]
+
+
+def test_a_folder_that_one_process_cannot_open(tmp_path, loaded):
+    (tmp_path / "2-of-2").write_text("a file")
+    errors = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    assert isinstance(errors[0], MachineError) and "--kv-disk" in str(errors[1])
+    (tmp_path / "2-of-2").unlink()
+    disks = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    assert [disk.entries for disk in disks] == [[], []]
+
+
+def test_rank_0_decides_and_refuses_for_all():
+    def refuse():
+        raise Refused(400, "[prompt] no", "invalid_value")
+
+    works = [lambda r: r.decide(lambda: [r.rank])] * 2
+    assert both_do(*works) == [[0], [0]]
+    errors = both_do(lambda r: r.decide(refuse), lambda r: r.decide(None))
+    assert [(e.status, e.code) for e in errors] == [(400, "invalid_value")] * 2
+
+
+def blank(kind: type):
+    """One of mlx-lm's dataclasses, whose fields differ between its versions."""
+    return kind(**{field.name: None for field in fields(kind)})
+
+
+def test_who_leaves_outside_of_a_batch_has_left_in_all_processes():
+    token = blank(Response)
+
+    def write(ranks: Ranks) -> list:
+        queue, context = Queue(), blank(GenerationContext)
+        line = Alone(queue, job := Job(), ranks)
+        for item in (context, (1, 2), token, token):
+            line.put(item)
+        job.given_up = ranks.rank == 0
+        for item in (token, (2, 2)):
+            with pytest.raises(Refused, match="given up"):
+                line.put(item)
+        ranks.ending = ranks.rank == 1
+        with pytest.raises(Refused, match="ending"):
+            line.put(token)
+        return [context._should_stop, queue.qsize()]
+
+    assert both_do(write, write) == [[None, 4]] * 2
+
+
+def test_a_session_that_one_process_has_lost(tmp_path, loaded):
+    """It is not used; one that both have is."""
+    caches = make_prompt_cache(loaded.model)
+    loaded.model(mx.array([[1, 2, 3]]), cache=caches)
+    for place in ("1-of-2", "2-of-2"):
+        disk = Disk(tmp_path / place, 1 << 30, loaded)
+        for first in (1, 4, 7):
+            disk.save([first, 2, 3], caches)
+    disk.entries[1].path.unlink()
+    disk.entries[2].path.write_bytes(disk.entries[2].path.read_bytes()[:-1] + b"?")
+
+    def look(ranks: Ranks) -> list:
+        disk = open_disk(tmp_path, 1 << 30, loaded, ranks)
+        found = [disk.nearest([first, 2, 3, 4]) for first in (1, 4, 7)]
+        read = [disk.load(entry) is not None for entry, _ in found if entry]
+        return [[shared for _, shared in found], read, [e.tokens for e in disk.entries]]
+
+    assert both_do(look, look) == [[[3, 0, 3], [True, False], [[1, 2, 3]]]] * 2
+
+
+class Solo(Ranks):
+    """One process that behaves like several."""
+
+    def __init__(self):
+        self.rank, self.size, self.many, self.group = 0, 2, True, None
+        self.ending = self.ended = False
+        self.heard = time.monotonic()
+
+    def share(self, thing):
+        return thing
+
+    def _all(self, number):
+        return [int(number)]
+
+    def tokens(self, drawn):
+        return drawn
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_fault_is_the_end_of_all(batched, folder, monkeypatch):
+    """The others are no longer in step. MLX's ring raises when a process was lost."""
+    monkeypatch.setattr(engine, "Ranks", Solo)
+    server = Server(ServeOptions(model=str(folder), port=0))
+    server.engine.model_provider.is_batchable = batched
+    with ThreadPoolExecutor(2) as pool:
+        end = pool.submit(server.serve_forever, 0.01)
+        want = text_of(complete(server, "before", 5))
+        assert text_of(complete(server, "before", 5)) == want
+
+        def broken(self, *args, **kwargs):
+            raise RuntimeError("[ring] connection to a peer was lost")
+
+        monkeypatch.setattr(type(server.site.loaded.model), "__call__", broken)
+        assert "a peer was lost" in refused(server, 500, prompt=LONG)["message"]
+        assert "a peer was lost" in str(end.exception(PATIENCE))
+    server.close()
+    assert not server.engine.is_healthy
+
+
+def test_silence_is_the_end(monkeypatch, capsys):
+    codes, alone = [], Solo()
+    monkeypatch.setattr(ranks.os, "_exit", codes.append)
+    alone.heard -= 40
+    alone.watch(60)
+    assert codes == []
+    alone.watch(5)  # a part of a prompt may take longer than a request may: 30 seconds
+    said = capsys.readouterr().err
+    assert codes == [1] and "nothing came from the other processes for 30 s" in said
+    alone.end()
+    alone.watch(60)
+    assert codes == [1]
+    alone.heard -= 40
+    alone.watch(60)
+    assert codes == [1, 1]
+
+
+def test_models_that_cannot_be_spread(model_folder):
+    two = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    with pytest.raises(UserError, match="gemma3_text for 2 processes"):
+        load("tiny", group=two)
+    with pytest.raises(UserError, match="kv heads cannot be shared evenly; got 1 of them"):
+        load(str(model_folder), group=two)

@@ -1,0 +1,151 @@
+"""Sessions with the same first tokens store them once, count them once, and come back unchanged."""
+
+from __future__ import annotations
+
+import gc
+from copy import deepcopy
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from on_emulator import make
+from random_models import random_model, tokens
+from read_caches import CHUNK, memory_of, read
+
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.stores import Records
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models import attach
+from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.caches.shelf import BLOCK, Kept, Shelf
+
+COMMON = 900
+
+
+def session(model, caches: list, own: int, count: int = 70) -> list:
+    """Copies of `caches` that have read `count` more tokens. own: tells sessions apart."""
+    caches = deepcopy(caches)
+    more = (tokens(count) + own) % 50
+    for start in range(0, count, CHUNK):
+        model(more[None, start : start + CHUNK], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def names(own: int, count: int = 70) -> list[int]:
+    return tokens(COMMON).tolist() + ((tokens(count) + own) % 50).tolist()
+
+
+def same(a, b) -> bool:
+    left, right = (dict(tree_flatten(x.state)) for x in (a, b))
+    return left.keys() == right.keys() and all(
+        mx.array_equal(x, right[name]).item() for name, x in left.items()
+    )
+
+
+@pytest.fixture(scope="module", params=["int4", "kvarn-int2", "int8/int4", "fp16"])
+def model(request):
+    model = random_model("llama")
+    attach(model, request.param)
+    return model
+
+
+def test_what_is_shared_is_stored_once_and_comes_back_as_it_was(model):
+    start = read(model, COMMON)
+    sessions = [session(model, start, own) for own in range(4)]
+    wanted = [deepcopy(one) for one in sessions]
+    shelf = Shelf()
+    for own, one in enumerate(sessions):
+        shelf.put(names(own), one)
+    kept = [cache for one in sessions for cache in one if isinstance(cache, Kept)]
+    if not kept:  # full precision: mlx-lm's own caches stay as they are
+        assert shelf.saved == 0
+        return
+    blocks = {id(block): block for cache in kept for block in cache._blocks}
+    apart = sum(block.nbytes for cache in kept for block in cache._blocks)
+    assert shelf.saved == apart - sum(block.nbytes for block in blocks.values()) > apart / 2
+    layers = len(wanted[0])
+    assert len(blocks) <= layers * (2 + (COMMON + 70) // BLOCK + 4)
+    for one, want in zip(sessions, wanted, strict=True):
+        back = deepcopy(one)
+        assert all(same(a, b) for a, b in zip(back, want, strict=True))
+        more = tokens(40)[None]  # and go on as they would have
+        assert mx.array_equal(model(more, cache=back), model(more, cache=want)).item()
+    again = deepcopy(sessions[0])  # shared parts have not changed
+    assert all(c.size() == COMMON + 70 for c in again)
+    del kept, blocks, one, again
+    sessions.clear()
+    gc.collect()
+    assert shelf.saved == 0 and not shelf._blocks
+
+
+def test_memory_holds_them_once():
+    """By MLX's count of allocated bytes."""
+    model = random_model("llama")
+    attach(model, "int4")
+    start = read(model, COMMON)
+    shelf, kept, taken = Shelf(), [], []
+    for own in range(4):
+        kept.append(session(model, start, own))
+        shelf.put(names(own), kept[-1])
+        gc.collect()
+        taken.append(mx.get_active_memory())
+    first = sum(cache.nbytes for cache in kept[0])
+    grown = [b - a for a, b in zip(taken, taken[1:], strict=False)]
+    private = 4 * first - shelf.saved - first
+    assert private < 1.2 * first  # of three sessions
+    assert sum(grown) < 2 * private  # MLX rounds allocations up
+
+
+def test_other_tokens_or_other_bytes_are_not_shared():
+    model = random_model("llama")
+    attach(model, "int4")
+    one, other, third = (read(model, COMMON) for _ in range(3))
+    shelf = Shelf()
+    shelf.put(tokens(COMMON).tolist(), one)
+    shelf.put([7, *tokens(COMMON).tolist()[1:]], other)  # the first token differs: so does all
+    assert shelf.saved == 0
+    third[0]._sink = tuple(x + 1 for x in third[0]._sink)
+    shelf.put(tokens(COMMON).tolist(), third)
+    assert shelf.saved == sum(
+        block.nbytes for i, c in enumerate(third) for j, block in enumerate(c._blocks) if i or j
+    )
+
+
+def test_the_bound_counts_them_once():
+    model = random_model("llama")
+    attach(model, "int4")
+    memory = memory_of(model)
+    sessions = Sessions(memory, lambda: None)
+    start = read(model, COMMON)
+    for own in range(4):
+        sessions.insert_cache("m", names(own), session(model, start, own))
+    assert sessions.nbytes < 0.6 * sessions.bytes_apart
+    memory.bound = sessions.nbytes
+    sessions.shrink()
+    assert len(sessions) == 4
+    memory.bound -= 1
+    sessions.shrink()
+    assert len(sessions) == 3 and sessions.nbytes <= memory.bound
+    memory.bound = 0
+    sessions.shrink()
+    assert len(sessions) == sessions.nbytes == sessions.shelf.saved == 0
+
+
+@pytest.mark.parametrize("preset", ["int4", "srft-int4+g64"])
+def test_records_of_kernels_are_shared_too(monkeypatch, preset):
+    """Pages in the layout of the kernels: one buffer of records, and headers if there are any."""
+    monkeypatch.setattr("mlxkv.cache.choose.store", lambda plan, *_: Records(*plan.asked[:2], make))
+    shelf, kept = Shelf(), []
+    for own in range(2):
+        cache = CompressedKVCache(PRESETS[preset])
+        for count, seed in ((COMMON, 0), (70, 1 + own)):
+            pair = mx.random.normal((2, 1, 1, count, 64), key=mx.random.key(seed))
+            cache.update_and_fetch(*pair.astype(mx.float16))
+        want = deepcopy(cache)
+        kept.append([cache])
+        shelf.put(names(own), kept[-1])
+        back = deepcopy(kept[-1][0])
+        assert isinstance(back._store, Records) and same(back, want)
+    shared = [a is b for a, b in zip(*(one[0]._blocks for one in kept), strict=True)]
+    assert all(shared[: 1 + (COMMON - 256) // BLOCK]) and shelf.saved > 0

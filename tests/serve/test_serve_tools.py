@@ -1,0 +1,159 @@
+"""Tool calls through OpenAI's own client: asked for, parsed, answered; also those that are broken.
+
+The sampler is scripted, since no embedded model writes such calls; all that reads them is real.
+"""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import pytest
+from mlx_lm import server as lm_server
+from random_model import write_model
+from serving import get, serving
+
+openai = pytest.importorskip("openai")
+
+# mlx-lm finds its parser by the words of the template.
+TEMPLATE = (
+    "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set tool_call = c.function %}"
+    "<tool_call>{{ tool_call.name }} {{ tool_call.arguments | tojson }}</tool_call>{% endfor %}"
+    "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of some days.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
+
+
+def call(*functions) -> str:
+    return "".join(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in functions)
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    """What the model will say next."""
+    return [""]
+
+
+@pytest.fixture(scope="module")
+def running(said, tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("tools") / "caller", template=TEMPLATE)
+
+    def scripted(args, tokenizer):
+        left = [*tokenizer.encode(said[0], add_special_tokens=False), tokenizer.eos_token_id]
+        return lambda logprobs: mx.array([left.pop(0) if left else tokenizer.eos_token_id])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_server, "_make_sampler", scripted)
+        with serving(folder) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def ask(client):
+    def create(messages=ASK, **more):
+        return client.chat.completions.create(
+            model="caller", messages=messages, tools=[TOOL], max_tokens=200, **more
+        )
+
+    return create
+
+
+def calls_of(stream) -> tuple[list[list[str]], str, str]:
+    """Calls (name, arguments) of a stream, its finish reason, and its text."""
+    calls, reason, text = {}, None, ""
+    for chunk in stream:
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+            for part in choice.delta.tool_calls or []:
+                one = calls.setdefault(part.index, ["", ""])
+                one[0] += part.function.name or ""
+                one[1] += part.function.arguments or ""
+    return list(calls.values()), reason, text.strip()
+
+
+def test_a_call_its_answer_and_the_reply(ask, said):
+    said[0] = "Let me look. " + call(WEATHER)
+    choice = ask().choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content.strip() == "Let me look."
+    (one,) = choice.message.tool_calls
+    assert one.type == "function" and one.function.name == "weather"
+    assert json.loads(one.function.arguments) == WEATHER["arguments"]
+    said[0] = "It rains."
+    answer = {"role": "tool", "tool_call_id": one.id, "content": "rain"}
+    found = ask([*ASK, choice.message.model_dump(exclude_none=True), answer])
+    assert found.choices[0].message.content == "It rains."
+    assert found.choices[0].finish_reason == "stop" and not found.choices[0].message.tool_calls
+    assert found.usage.prompt_tokens_details.cached_tokens > 0  # the first question is still there
+
+
+def test_calls_in_a_stream(ask, said):
+    other = {"name": "weather", "arguments": {"city": 'Bergen "é"'}}
+    said[0] = "Two. " + call(WEATHER, other)
+    calls, reason, text = calls_of(ask(stream=True))
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        (one["name"], one["arguments"]) for one in (WEATHER, other)
+    ]
+    assert reason == "tool_calls" and text == "Two."
+
+
+BROKEN = [
+    *('{"name": "weather"}', "[1]", "7", '{"arguments": {}}', '{"name": "weather", "argu', "null"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_call_ends_that_request_alone(running, ask, said, text, stream):
+    """The call is dropped, as in mlx-lm, and the reply ends like one without calls."""
+    said[0] = f"Well. <tool_call>{text}</tool_call>"
+    found = ask(stream=stream)
+    if stream:
+        assert calls_of(found) == ([], "stop", "Well.")
+    else:
+        (choice,) = found.choices
+        assert choice.message.content.strip() == "Well." and not choice.message.tool_calls
+        assert choice.finish_reason == "stop"
+    assert get(running, "/health") == {"status": "ok"}
+    said[0] = call({"name": "f", "arguments": {}})
+    assert ask().choices[0].message.tool_calls[0].function.name == "f"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_what_formats_is_told(ask, said, monkeypatch, stream):
+    """Whatever is raised while a reply is written, the client reads an error, not the end of a connection."""
+
+    def broken(*args):
+        raise KeyError("arguments")
+
+    monkeypatch.setattr(lm_server.ToolCallFormatter, "__call__", broken)
+    said[0] = "Yes."
+    with pytest.raises(openai.APIError, match="KeyError"):
+        found = ask(stream=stream)
+        list(found)
+
+
+def test_another_model_is_not_there(client):
+    for kind in (client.chat.completions, client.completions):
+        body = {"messages": ASK} if kind is client.chat.completions else {"prompt": "a"}
+        with pytest.raises(openai.NotFoundError) as found:
+            kind.create(model="qwen3-4b", **body)
+        assert found.value.code == "model_not_found"
+        assert "'qwen3-4b'; choose 'caller'" in found.value.message

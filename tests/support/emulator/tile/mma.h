@@ -1,0 +1,116 @@
+// The tiles of mlxkv/metal/text/tile/tile_cuda.h for the emulator: the lane map of mma.sync m16n8k16.
+struct TileA {
+  uint w[4];
+};
+struct TileB {
+  uint w[2];
+};
+struct TileC {
+  float v[4];
+};
+
+inline uint tile_row(uint lane) { return lane / 4; }
+inline uint tile_column(uint lane) { return lane % 4 * 2; }
+inline uint tile_lane(uint row, uint column) { return row * 4 + column / 2; }
+inline uint tile_b_row(uint lane, uint i) { return lane % 4 * 2 + i; }
+inline uint tile_b_column(uint lane, uint i) { return lane / 4; }
+
+inline void tile_multiply(thread TileC& c, TileA a, TileB b, emu::Site at = emu::Site::current()) {
+  float fa[8], fb[4], sum[4];
+  for (uint r = 0; r < 4; r++) {
+    half2 pair = as_type<half2>(a.w[r]);
+    fa[2 * r] = float(pair.x), fa[2 * r + 1] = float(pair.y);
+  }
+  for (uint r = 0; r < 2; r++) {
+    half2 pair = as_type<half2>(b.w[r]);
+    fb[2 * r] = float(pair.x), fb[2 * r + 1] = float(pair.y);
+  }
+  emu_matrix(emu::kMatrix16, fa, fb, c.v, sum, at);
+  for (uint i = 0; i < 4; i++) c.v[i] = sum[i];
+}
+
+// c + a b, c kept.
+inline TileC tile_product(TileC c, TileA a, TileB b) {
+  tile_multiply(c, a, b);
+  return c;
+}
+
+inline float tile_column_max(float value) {
+  value = metal::max(value, simd_shuffle_xor(value, ushort(4)));
+  value = metal::max(value, simd_shuffle_xor(value, ushort(8)));
+  return metal::max(value, simd_shuffle_xor(value, ushort(16)));
+}
+inline float tile_column_sum(float value) {
+  value += simd_shuffle_xor(value, ushort(4));
+  value += simd_shuffle_xor(value, ushort(8));
+  return value + simd_shuffle_xor(value, ushort(16));
+}
+
+inline uint kv_halves(float low, float high) {
+  half2 pair;
+  pair.x = half(low);
+  pair.y = half(high);
+  return as_type<uint>(pair);
+}
+inline uint kv_both(uint a, uint b, int high) {
+  return high ? (a >> 16) | (b & 0xFFFF0000u) : (a & 0xFFFFu) | (b << 16);
+}
+inline uint kv_multiply_halves(uint a, uint b) {
+  return as_type<uint>(as_type<half2>(a) * as_type<half2>(b));
+}
+
+inline uint kv_add_halves(uint a, uint b) {
+  return as_type<uint>(as_type<half2>(a) + as_type<half2>(b));
+}
+inline uint kv_add_multiplied_halves(uint a, uint b, uint c) {
+  return as_type<uint>(as_type<half2>(a) + as_type<half2>(b) * as_type<half2>(c));
+}
+
+// What movmatrix does: word (row, pair) of an 8 x 8 of halves -> word of its transpose.
+inline uint kv_transposed(uint word) {
+  uint lane = emu::emu_lane(), row = lane / 4, pair = lane % 4, out = 0;
+  for (uint i = 0; i < 2; i++) {
+    uint from = simd_shuffle(word, ushort((2 * pair + i) * 4 + row / 2));
+    out |= (row % 2 ? from >> 16 : from & 0xFFFFu) << (16 * i);
+  }
+  return out;
+}
+inline TileB tile_b_of(TileC c) {
+  TileB b;
+  b.w[0] = kv_transposed(kv_halves(c.v[0], c.v[1]));
+  b.w[1] = kv_transposed(kv_halves(c.v[2], c.v[3]));
+  return b;
+}
+inline uint tile_b_numbers(uint pair, uint lane) { return pair; }
+
+// The records of a simdgroup, two by two, every S-th pair: read where they lie.
+typedef const device uint* KvRecord;
+inline uint kv_read1(KvRecord from, int word) {
+  return from[word];
+}
+inline uint2 kv_read2(KvRecord from, int word) {
+  return *(const device uint2*)(from + word);
+}
+inline uint4 kv_read4(KvRecord from, int word) {
+  return *(const device uint4*)(from + word);
+}
+struct KvPipe {
+  const device uint* next;
+};
+template <int RECORD, int STAGES, int S, int STEP>
+inline KvPipe kv_pipe_start(const device uint* first, int count, int group, int lane) {
+  KvPipe pipe;
+  pipe.next = first;
+  return pipe;
+}
+template <int RECORD, int STAGES, int S, int STEP>
+inline KvRecord kv_pipe_wait(thread KvPipe& pipe) {
+  return pipe.next;
+}
+template <int RECORD, int STAGES, int S, int STEP>
+inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
+  pipe.next += STEP * RECORD;
+}
+inline KvRecord kv_record_after(KvRecord record, int words) {
+  return record + words;
+}

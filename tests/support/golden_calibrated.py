@@ -1,0 +1,103 @@
+"""Golden tensors of calibrated rotations and balanced transforms."""
+
+from __future__ import annotations
+
+import numpy as np
+from golden_affine import PAGE, SEED, inputs, near
+from golden_learned import learned
+
+from mlxkv.spec import affine as ref
+from mlxkv.spec import balanced as balanced_ref
+from mlxkv.spec import oscar as oscar_ref
+
+BALANCED = ((16, 4, 2), (24, 2, 1))  # D, H, G
+OSCAR = ((64, 4, 2), (80, 2, 1), (128, 2, 1))  # D, H, G
+
+
+def oscar(rng) -> dict:
+    """Calibrated rotations: second moments, R of each kv head, codes after R, attention over such a page.
+
+    R is made from the moments as stored, in float32: their rounding would turn it.
+    """
+    out = {}
+    for dims, heads, kv_heads in OSCAR:
+        key = f"{dims}"
+        total = PAGE + 16
+        q = rng.standard_normal((1, heads, total, dims))
+        q *= np.exp(0.7 * rng.standard_normal((1, 1, 1, dims)))  # some directions are read more
+        q = q.astype(np.float16).astype(np.float64)
+        k, v = (inputs(rng, 1, kv_heads, total, dims) for _ in range(2))
+        scale, causal = dims**-0.5, ref.causal_mask(total, total)
+        targets = {
+            "k": oscar_ref.key_target(q, kv_heads),
+            "v": oscar_ref.value_target(q, k, v, scale, causal),
+        }
+        turns = {}
+        for letter, target in targets.items():
+            sigma = target.astype(np.float32)
+            r = np.stack([oscar_ref.rotation(one.astype(np.float64)) for one in sigma])
+            r = r.astype(np.float32)
+            out[f"{key}.{letter}.sigma"], out[f"{key}.{letter}.r"] = sigma, r
+            turns[letter] = r, r.swapaxes(-1, -2)
+        out |= page(key, q, {"k": k, "v": v}, turns)
+    return out
+
+
+def balanced(rng) -> dict:
+    """Balanced transforms: second moments of what is stored and of what reads it, the pair (down, up) of
+    each kv head made from them in float32, codes after it, attention over such a page."""
+    out = {}
+    for dims, heads, kv_heads in BALANCED:
+        total = PAGE + 16
+        scale = np.exp(rng.standard_normal(dims))
+        q = (rng.standard_normal((1, heads, total, dims)) / scale).astype(np.float16)
+        q = q.astype(np.float64)
+        k = inputs(rng, 1, kv_heads, total, dims) * scale
+        k, v = k.astype(np.float16).astype(np.float64), inputs(rng, 1, kv_heads, total, dims)
+        w = rng.standard_normal((heads, dims, dims)) * np.exp(rng.standard_normal((dims, 1)))
+        reads = {
+            "k": oscar_ref.key_target(q, kv_heads),
+            "v": balanced_ref.output_moment(w, kv_heads),
+        }
+        pairs = {}
+        for letter, x in (("k", k), ("v", v)):
+            both = [y.astype(np.float32) for y in (oscar_ref.own_target(x), reads[letter])]
+            out[f"{dims}.{letter}.noise"], out[f"{dims}.{letter}.reads"] = both
+            made = []
+            for two in zip(*both, strict=True):
+                two = (balanced_ref.regular(one.astype(np.float64)) for one in two)
+                made.append(balanced_ref.pair(balanced_ref.balanced(*two)[0]))
+            pairs[letter] = tuple(np.stack(x).astype(np.float32) for x in zip(*made, strict=True))
+            for name, x in zip(("down", "up"), pairs[letter], strict=True):
+                out[f"{dims}.{letter}.{name}"] = x
+        out |= page(f"{dims}", q, {"k": k, "v": v}, pairs)
+    return out
+
+
+def page(key: str, q, tensors: dict, pairs: dict) -> dict:
+    """Code the first PAGE tokens of keys and values after a pair [G, D, D] per side, and let the last three
+    queries attend to all tokens."""
+    out, whole, dims, total = {f"{key}.q": q.astype(np.float16)}, [], q.shape[3], q.shape[2]
+    for letter, (bits, group, share) in (("k", (2, 32, 0.96)), ("v", (2, 0, 0.92))):
+        x, (down, up) = tensors[letter], (one.astype(np.float64) for one in pairs[letter])
+        stored = x[:, :, :PAGE] @ down
+        size = ref.group_size(group, dims)
+        codes, numbers, bias = ref.affine_encode(stored, bits, size, False, "token", share)
+        out[f"{key}.{letter}.x"] = x.astype(np.float16)
+        out[f"{key}.{letter}.codes"] = codes
+        out[f"{key}.{letter}.scale"] = numbers.astype(np.float16)
+        out[f"{key}.{letter}.bias"] = bias.astype(np.float16)
+        out[f"{key}.{letter}.near"] = np.packbits(near(stored, bits, size, False, "token", share))
+        x = x.copy()
+        x[:, :, :PAGE] = ref.affine_decode(codes, numbers, bias, size, "token") @ up
+        whole.append(x)
+    mask = ref.causal_mask(3, total)
+    result = ref.attention(q[:, :, -3:], *whole, dims**-0.5, mask)
+    return out | {f"{key}.out": result.astype(np.float32)}
+
+
+TABLES = {  # name: seed, maker, what the header says beside version and seed
+    "oscar": (SEED + 5, oscar, {}),
+    "balanced": (SEED + 10, balanced, {}),
+    "learned": (SEED + 11, learned, {}),
+}

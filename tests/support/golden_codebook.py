@@ -1,0 +1,113 @@
+"""Golden tensors of codebook codes and polar trees."""
+
+from __future__ import annotations
+
+import numpy as np
+from golden_affine import SEED
+
+from mlxkv.spec import affine as ref
+from mlxkv.spec import codebook as codebook_ref
+from mlxkv.spec import polar_tree as tree_ref
+
+DIMS, TOKENS = (64, 80, 128), 16
+STEPS = 8  # of k-means, as in `mlxkv.codec.polar_tree`
+# A float32 backend may choose the other of two levels for a coordinate of the unit vector, or an
+# angle, that lies as close to their boundary.
+MARGIN = 3e-6
+
+
+def inputs(rng: np.random.Generator, tokens: int, dims: int) -> np.ndarray:
+    """[1, 1, T, D] with two large channels; the first token is zeros."""
+    x = rng.standard_normal((1, 1, tokens, dims))
+    x[..., 3] *= 8
+    x[..., dims // 2] += 6
+    x[0, 0, 0] = 0.0
+    return x.astype(np.float16).astype(np.float64)
+
+
+def near(values: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Return the packed mask of values close to a boundary; zeros lie on one exactly and do not count."""
+    boundaries = (levels[1:] + levels[:-1]) / 2
+    gap = np.abs(values[..., None] - boundaries).min(-1)
+    return np.packbits((gap < MARGIN) & (values != 0))
+
+
+def codebook(rng) -> dict:
+    """Levels, rotations, codes of rotated vectors, signs of the residual stage, outlier channels."""
+    out = {}
+    for dims in DIMS:
+        x = inputs(rng, TOKENS, dims)
+        turn = codebook_ref.random_rotation(dims)
+        y = x @ turn
+        out[f"{dims}.x"] = x.astype(np.float16)
+        out[f"{dims}.rotation"] = turn[:3].astype(np.float32)
+        norm = np.sqrt((y * y).sum(-1, keepdims=True))
+        unit = y / np.where(norm > 0, norm, 1)
+        for bits in (1, 2, 3, 4):
+            key, levels = f"{dims}.{bits}", codebook_ref.sphere_levels(dims, bits)
+            codes, scale = codebook_ref.codebook_encode(y, levels)
+            _, corrected = codebook_ref.codebook_encode(y, levels, corrected=True)
+            out[f"{key}.levels"] = levels.astype(np.float32)
+            out[f"{key}.codes"], out[f"{key}.near"] = codes, near(unit, levels)
+            out[f"{key}.scale"] = scale.astype(np.float16)
+            out[f"{key}.corrected"] = corrected.astype(np.float16)
+        # The residual stage behind 2 bits.
+        levels = codebook_ref.sphere_levels(dims, 2)
+        codes, scale = codebook_ref.codebook_encode(y, levels)
+        rest = y - codebook_ref.codebook_decode(codes, scale, levels)
+        projections = codebook_ref.gaussian((dims, dims), 1)
+        signs, length = codebook_ref.qjl_encode(rest, projections)
+        seen = rest @ projections / np.where(length > 0, length, 1)
+        out[f"{dims}.qjl.signs"], out[f"{dims}.qjl.length"] = signs, length.astype(np.float16)
+        out[f"{dims}.qjl.near"] = np.packbits((np.abs(seen) < 10 * MARGIN) & (rest != 0))
+        decoded = y - rest + codebook_ref.qjl_decode(signs, length, projections)
+        out[f"{dims}.qjl.decoded"] = decoded[:, :, ::4].astype(np.float32)
+        q = rng.standard_normal((1, 2, 1, dims)).astype(np.float16).astype(np.float64)
+        out[f"{dims}.q"] = q.astype(np.float16)
+        values = (y - rest) @ turn.T  # keys with the residual stage, values without
+        attended = ref.attention(q, decoded @ turn.T, values, dims**-0.5)
+        out[f"{dims}.out"] = attended.astype(np.float32)
+        decoded, chosen = codebook_ref.split_decode(x[0, 0], 2, 0)
+        for channels, width in ((chosen, 3), (~chosen, 2)):  # only decoded values are stored
+            n = int(channels.sum())
+            y = x[0, 0][1:, channels] @ codebook_ref.random_rotation(n)
+            unit = y / np.sqrt((y * y).sum(-1, keepdims=True))
+            assert not near(unit, codebook_ref.sphere_levels(n, width)).any(), "another seed"
+        out[f"{dims}.split.decoded"] = decoded[::4].astype(np.float32)
+        out[f"{dims}.split.channels"] = chosen
+    return out
+
+
+def polar_tree(rng) -> dict:
+    """Codebooks, codes and radii of rotated vectors; codebooks fitted to a page."""
+    books = [tree_ref.angle_codebook(level) for level in range(1, tree_ref.LEVELS + 1)]
+    out = {f"book.{i}": book.astype(np.float32) for i, book in enumerate(books, 1)}
+    for dims in DIMS:
+        x = inputs(rng, TOKENS, dims)
+        turn = codebook_ref.random_rotation(dims)
+        y = x @ turn
+        codes, radii = tree_ref.tree_encode(y, books)
+        _, angles = tree_ref.to_polar(y)
+        out[f"{dims}.x"], out[f"{dims}.radii"] = x.astype(np.float16), radii.astype(np.float16)
+        for i, (code, angle, book) in enumerate(zip(codes, angles, books, strict=True), 1):
+            out[f"{dims}.codes.{i}"], out[f"{dims}.near.{i}"] = code, near(angle, book)
+        decoded = tree_ref.tree_decode(codes, radii, books)
+        out[f"{dims}.decoded"] = decoded[:, :, ::4].astype(np.float32)
+        q = rng.standard_normal((1, 2, 1, dims)).astype(np.float16).astype(np.float64)
+        out[f"{dims}.q"] = q.astype(np.float16)
+        attended = ref.attention(q, decoded @ turn.T, decoded @ turn.T, dims**-0.5)
+        out[f"{dims}.out"] = attended.astype(np.float32)
+    page = inputs(rng, 64, 64)  # online: fitted to a page that is far from Gaussian
+    out["online.x"] = page.astype(np.float16)
+    radii, angles = page, tree_ref.to_polar(page)[1]
+    for i, (angle, book) in enumerate(zip(angles, books, strict=True), 1):
+        radii = np.hypot(radii[..., ::2], radii[..., 1::2])
+        fitted = tree_ref.fit_codebook(angle, radii > 0, book, STEPS)
+        out[f"online.book.{i}"] = fitted.astype(np.float32)
+    return out
+
+
+TABLES = {  # name: seed, maker, what the header says beside version and seed
+    "codebook": (SEED + 20, codebook, {}),
+    "polar_tree": (SEED + 21, polar_tree, {}),
+}

@@ -1,0 +1,114 @@
+"""Every method once: what it stores and who reads it. Tests of all backends take their cases from here.
+
+A new method is one new row. Its class of formats names the rest: the codecs of MLX and torch are
+`METHODS[class]` of `mlxkv.codec` and `cuda_track.codec`, the float64 law is `stored_spec.stored`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxkv.formats.config import (
+    Affine,
+    CacheConfig,
+    Codebook,
+    DualScale,
+    Polar,
+    PolarTree,
+    Quantizer,
+    Side,
+)
+
+
+def turn_at(turn: str, dims: int) -> str:
+    """The transform `turn`, or SRFT where `dims` have no Hadamard matrix."""
+    return "srft" if turn == "hadamard" and dims & (dims - 1) else turn
+
+
+@dataclass(frozen=True)
+class Method:
+    """A pair of formats.
+
+    turn: transform of both sides. dims: head dim of its kernels. kernels: whether records hold it.
+    tiles, mps, triton: whether the tile kernels, torch on a Mac and Triton read it.
+    preset: one that stores these formats; its kernels take the test that users' machines run.
+    """
+
+    keys: Quantizer
+    values: Quantizer
+    page: int = 64
+    turn: str = "none"
+    dims: int = 80
+    kernels: bool = True
+    tiles: bool = True
+    mps: bool = True
+    triton: bool = False
+    preset: str = ""
+
+    def config(self, dims: int) -> CacheConfig:
+        """The config of a cache, for heads of `dims`."""
+        sides = (Side(one, turn_at(self.turn, dims)) for one in (self.keys, self.values))
+        return CacheConfig(*sides, sink=4, recent=16, page=self.page)
+
+
+OWN_BOOKS = ((0.3, *(0.5 + 0.4 * i for i in range(15))),) + ((0.2, 0.6, 0.9, 1.3),) * 3
+METHODS = {
+    "affine": Method(Affine(4, 64), Affine(3, 64), 32, "srft", triton=True, preset="naive-int4"),
+    "clipped": Method(
+        Affine(2, 0, clip=0.92), Affine(2, 32, clip=0.92), turn="hadamard", dims=64, triton=True
+    ),
+    "kivi": Method(Affine(2, 32, axis="channel"), Affine(2, 32), triton=True, preset="kivi-int2"),
+    "kivi-16": Method(Affine(4, 16, axis="channel"), Affine(8, 32), 32, triton=True),
+    "symmetric": Method(Affine(3, 32, True, axis="channel"), Affine(3, 32, True), 32, triton=True),
+    "channels of both": Method(
+        Affine(3, 16, True, axis="channel"), Affine(4, 32, True, axis="channel"), 32, tiles=False
+    ),
+    "turbo": Method(Codebook(4), Codebook(2), turn="random", preset="turbo-int2"),
+    "turbo-int3": Method(Codebook(3), Affine(4, 32), turn="hadamard", preset="turbo-int3"),
+    "corrected": Method(
+        Codebook(2, corrected=True), Codebook(3, corrected=True), turn="hadamard", dims=64
+    ),
+    "qjl": Method(
+        *(Codebook(4, residual=True), Codebook(3)),
+        turn="random",
+        dims=128,
+        mps=False,
+        preset="turbo-int3+qjl",
+    ),
+    "qjl-int3": Method(Codebook(3, residual=True), Codebook(4), 32, dims=128, mps=False),
+    "outliers": Method(
+        Codebook(2, outliers=True),
+        Codebook(3, outliers=True),
+        kernels=False,
+        tiles=False,
+        mps=False,
+    ),
+    "tree": Method(PolarTree(), PolarTree(), turn="random", mps=False),
+    "tree of its own": Method(PolarTree(OWN_BOOKS), PolarTree(), mps=False),
+    "online": Method(
+        *(PolarTree(online=True), PolarTree(online=True)),
+        turn="random",
+        mps=False,
+        preset="polar-tree+online",
+    ),
+    "online-kvarn": Method(PolarTree(online=True), DualScale(4, "token"), mps=False),
+    "kvarn": Method(
+        DualScale(4, "channel"), DualScale(2, "token"), turn="srft", preset="kvarn-int2"
+    ),
+    "kvarn-int3": Method(DualScale(3, "channel"), DualScale(3, "token")),
+    "swapped": Method(DualScale(3, "token"), DualScale(3, "channel"), 32, tiles=False),
+    "mixed": Method(Affine(8, 64), DualScale(8, "token"), 32),
+    "polar": Method(Polar(4, 4), Affine(4, 64), dims=128, preset="polar-int2"),
+    "polar-int3": Method(Polar(3, 3), DualScale(3, "token"), dims=128),
+    "polar-tree": Method(Polar(2, 2), PolarTree(), dims=128, mps=False),
+}
+
+
+def names(**wanted: bool) -> list[str]:
+    """Methods whose fields are as asked for: `names(tiles=True)`."""
+    return [n for n, m in METHODS.items() if all(getattr(m, k) == v for k, v in wanted.items())]
+
+
+READ = names(kernels=True)
+# Presets that no kernel reads: outliers are chosen by page.
+NO_KERNELS = {"turbo-3.5", "turbo-2.5"}

@@ -1,0 +1,29 @@
+"""Random inputs, and attention in float64 that results are measured against."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.spec import affine as ref
+
+
+def data(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal float32 values; channel 3 is six times as large, as in real keys."""
+    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    x[..., 3] *= 6
+    return x
+
+
+def rms(x: mx.array, spec: mx.array) -> float:
+    """Root mean square error of x, relative to spec."""
+    x, spec = (np.array(y.astype(mx.float32), np.float64) for y in (x, spec))
+    return np.sqrt(np.mean((x - spec) ** 2) / np.mean(spec**2))
+
+
+def softmax(q, keys, values, scale, window=0, sinks=None) -> mx.array:
+    """Causal attention by the spec. sinks: attention sink logits [H]."""
+    q, keys, values = (np.array(y.astype(mx.float32), np.float64) for y in (q, keys, values))
+    mask = ref.causal_mask(q.shape[2], keys.shape[2], window or None)
+    sinks = None if sinks is None else np.array(sinks, np.float64)
+    return mx.array(ref.attention(q, keys, values, scale, mask, sinks).astype(np.float32))

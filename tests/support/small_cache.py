@@ -1,0 +1,57 @@
+"""A cache of small pages, and a walk through it by kernels beside plain ops."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from samples import data, rms
+
+from mlxkv.cache.attention import attend
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.view import OPS
+from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.records import SideLayout, side_layout
+from mlxkv.metal import launch
+
+SMALL = CacheConfig(
+    Side(Affine(4), "srft"), Side(Affine(3), "hadamard"), sink=16, recent=32, page=32
+)
+TIES = 5e-3  # rms of an output when one code, on a rounding tie, falls to the other side
+
+# D, H, G, L, records, sink, live, key bits, value bits, window, dtype
+ATTEND = [
+    (64, 4, 1, 1, 4, 16, 20, 4, 4, 0, mx.float16),
+    (64, 6, 1, 8, 5, 16, 33, 4, 2, 0, mx.bfloat16),
+    (96, 10, 2, 3, 3, 0, 17, 3, 8, 0, mx.float32),
+    (80, 2, 2, 4, 4, 16, 63, 2, 3, 70, mx.float32),
+    (128, 4, 1, 1, 17, 16, 1, 8, 4, 0, mx.float32),
+    (64, 6, 2, 1, 0, 0, 40, 4, 4, 0, mx.float32),
+    (256, 4, 1, 2, 3, 5, 31, 4, 4, 0, mx.float16),
+    (192, 3, 3, 1, 2, 16, 16, 4, 3, 0, mx.float32),
+    (40, 16, 1, 1, 3, 16, 7, 4, 4, 0, mx.float32),
+]
+
+
+def layout(bits: int, group: int, symmetric: bool, dims: int, keys: bool) -> SideLayout:
+    return side_layout(Affine(bits, group, symmetric), dims, 64, keys)
+
+
+def walk(factory, dtype: mx.Dtype, bound: float) -> tuple[CompressedKVCache, CompressedKVCache]:
+    """Take the same steps through kernels and plain ops: (cache of records, cache of codes)."""
+    keys, values = data(1, 2, 300, 64), data(1, 2, 300, 64, seed=1)
+    queries = mx.array(data(1, 6, 300, 64, seed=2)).astype(dtype)
+    ours, plain = CompressedKVCache(SMALL), CompressedKVCache(SMALL)
+    done = 0
+    for step in (100, 1, 7, 40, 1, 60, 8, 1):
+        part = slice(done, done + step)
+        new = tuple(mx.array(x[:, :, part]).astype(dtype) for x in (keys, values))
+        mask = "causal" if step > 1 else None
+        with launch.using(factory):
+            view, _ = ours.update_and_fetch(*new)
+            if step <= 8:
+                assert view.pages.plan.body != OPS
+            out = attend(queries[:, :, part], view, 0.125, mask)
+        with launch.using(None):
+            spec = attend(queries[:, :, part], plain.update_and_fetch(*new)[0], 0.125, mask)
+        assert rms(out, spec) < bound
+        done += step
+    return ours, plain

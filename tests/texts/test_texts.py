@@ -1,0 +1,215 @@
+"""Where evaluation text comes from: files, stories, the corpus, Python's documentation."""
+
+import re
+import subprocess
+import sys
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mlxkv.errors import UserError
+from mlxkv.models.catalog.aliases import EMBEDDED
+from mlxkv.texts import corpus, sources
+from mlxkv.texts.sources import (
+    calibration_text,
+    documentation,
+    evaluation_tokens,
+    story_tokens,
+)
+from mlxkv.texts.worlds.pydocs import python_docs, python_topics
+
+BOS = -1
+TOPICS = cache(python_topics)  # seconds to read
+
+
+class Characters:
+    """A tokenizer whose tokens are code points."""
+
+    def __init__(self, bos: int | None = BOS):
+        self.bos_token_id = bos
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [ord(c) for c in text]
+
+
+def model(name: str = "some-model", bos: int | None = BOS) -> SimpleNamespace:
+    return SimpleNamespace(embedded=name in EMBEDDED, tokenizer=Characters(bos))
+
+
+def decode(tokens: list[int]) -> str:
+    return "".join(chr(token) for token in tokens)
+
+
+def sizes() -> int:
+    """Characters of the whole evaluation corpus as it is read."""
+    return sum(len(piece) + 2 for piece in corpus.interleaved("evaluation"))
+
+
+@pytest.fixture(autouse=True)
+def documentation_is_read_once(monkeypatch):
+    monkeypatch.setattr(sources, "python_topics", TOPICS)
+
+
+@pytest.fixture
+def no_documentation(monkeypatch):
+    def refuse():
+        raise AssertionError("Python's documentation was read where the corpus is enough")
+
+    monkeypatch.setattr(sources, "python_topics", refuse)
+
+
+def test_other_models_read_the_corpus_in_turn(no_documentation):
+    text = evaluation_tokens(model(), sizes() + 1)
+    assert text.name == "corpus evaluation"
+    assert text.tokens[0] == BOS
+    whole = decode(text.tokens[1:])
+    assert whole == "".join(piece + "\n\n" for piece in corpus.interleaved("evaluation"))
+    firsts = [whole.index(found[0]) for found in corpus.pieces("evaluation").values()]
+    assert firsts == sorted(firsts) and firsts[-1] < len(whole) / 5
+
+
+def test_without_a_bos_token_none_is_put_first(no_documentation):
+    with_bos, without = (evaluation_tokens(model(bos=bos), 100).tokens for bos in (0, None))
+    assert with_bos[0] == 0 and with_bos[1:] == without[:99]
+
+
+def test_longer_texts_go_on_with_the_documentation():
+    text = evaluation_tokens(model(), sizes() + 5000)
+    assert re.fullmatch(r"corpus evaluation \+ pydoc \d+\.\d+\.\d+\S*", text.name)
+    assert len(text.tokens) == sizes() + 5000
+    tail = decode(text.tokens[1 + sizes() :])
+    assert "\n\n".join(documentation("evaluation")).startswith(tail)
+    shorter = evaluation_tokens(model(), 3000)
+    assert text.tokens[:3000] == shorter.tokens
+
+
+def test_too_much_is_refused_with_what_there_is(monkeypatch):
+    monkeypatch.setattr(sources, "python_topics", lambda: {})
+    there = sizes() + 1
+    assert len(evaluation_tokens(model(), there).tokens) == there
+    with pytest.raises(UserError, match=rf"got {there} of {there + 1}; choose a shorter"):
+        evaluation_tokens(model(), there + 1)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen-hard"])
+def test_embedded_models_read_their_stories(name, no_documentation):
+    text = evaluation_tokens(model(name), 2000)
+    assert text.name == "stories"
+    assert text.tokens == story_tokens(model(name), 2000)
+    assert BOS not in text.tokens
+
+
+def test_files_are_joined_in_order(tmp_path, no_documentation):
+    one, two = tmp_path / "b.txt", tmp_path / "a.txt"
+    one.write_text("Grüße aus B", encoding="utf-8-sig")  # the mark at the start is not text
+    two.write_text("and from A", encoding="utf-8")
+    text = evaluation_tokens(model(), 20, [one, two])
+    assert text.name == "b.txt, a.txt"
+    assert decode(text.tokens[1:]) == "Grüße aus B\n\nand from A"[:19]
+    assert evaluation_tokens(model("tiny"), 20, [one, two]) == text
+    with pytest.raises(UserError, match=r"in b.txt, a.txt .*got 24 of 25"):
+        evaluation_tokens(model(), 25, [one, two])
+
+
+@pytest.mark.parametrize("line", ["x", "two lines\n", "longer than one part " * 20 + "\n"])
+def test_long_files_are_cut_without_loss(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(sources, "PART", 64)
+    file = tmp_path / "long.txt"
+    file.write_text(line * 150, encoding="utf-8", newline="\n")
+    text = evaluation_tokens(model(bos=None), len(line) * 150, [file])
+    assert decode(text.tokens) == line * 150
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the file is empty"),
+        (b" \n\n ", "the file is empty"),
+        (b"good \xff\xfe bad", "byte 5 is not UTF-8"),
+        (b"text\x00text", "zero bytes are not text"),
+        (None, "no such file"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, data, message):
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
+    good.write_text("good")
+    if data is not None:
+        bad.write_bytes(data)
+    with pytest.raises(UserError, match=rf"^\[text\] {message}.*; got \S*bad\.txt; "):
+        evaluation_tokens(model(), 3, [good, bad])
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"^\[text\] a folder is not a text; got "):
+        evaluation_tokens(model(), 3, [tmp_path])
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_count_below_one_is_refused(count):
+    with pytest.raises(UserError, match=f"at least 1 token .* got {count}"):
+        evaluation_tokens(model(), count)
+
+
+def test_topics_are_the_documentation():
+    topics = TOPICS()
+    assert sorted(text for found in topics.values() for text in found) == sorted(python_docs())
+    assert {"help assert", "module asyncio"} <= set(topics)
+
+
+def test_calibration_and_evaluation_share_no_topic():
+    topics = TOPICS()
+    shares = {split: documentation(split) for split in corpus.SPLITS}
+    of = {text: name for name, found in topics.items() for text in found}
+    names = {split: {of[text] for text in found} for split, found in shares.items()}
+    assert not names["calibration"] & names["evaluation"]
+    assert len(names["calibration"]) > 20 and len(names["evaluation"]) > 80
+    paragraphs = {split: sources._paragraphs(found) for split, found in shares.items()}
+    assert not paragraphs["calibration"] & paragraphs["evaluation"]
+    assert not set(shares["calibration"]) & set(shares["evaluation"])
+
+
+def test_topics_that_quote_evaluation_do_not_calibrate(monkeypatch):
+    names = [f"help {i}" for i in range(64)]
+    ours = [name for name in names if not sources._hash(name) % sources.CALIBRATES]
+    theirs = next(name for name in names if name not in ours)
+    quoted = "A paragraph that is long enough to count as text that two topics have in common, yes."
+    topics = {name: [f"Only {name} says this."] for name in names}
+    topics[theirs].append(quoted)
+    topics[ours[0]].append("Before.\n\n   " + quoted.replace(" that", "\n   that"))
+    monkeypatch.setattr(sources, "python_topics", lambda: topics)
+    assert len(ours) > 1
+    assert set(documentation("calibration")) == {topics[name][0] for name in ours[1:]}
+    assert quoted in documentation("evaluation")
+
+
+def test_calibration_text_is_the_other_split():
+    text = calibration_text()
+    assert text.startswith("\n\n".join(corpus.interleaved("calibration")))
+    assert text.endswith(documentation("calibration")[-1])
+    assert not any(piece in text for piece in corpus.interleaved("evaluation"))
+    assert len(text) > 100_000
+
+
+def test_the_same_text_in_every_process():
+    """The text does not depend on the seed of Python's hashes, which differs between processes."""
+    code = (
+        "from mlxkv.texts.sources import *; print(sha256(calibration_text().encode()).hexdigest());"
+    )
+    code += "import sys; assert 'mlx' not in sys.modules"
+    root = Path(__file__).parents[2]
+    env = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, env=env)
+    assert done.stdout.strip() == sha256(calibration_text().encode()).hexdigest()
+
+
+def test_a_real_tokenizer(loaded):
+    """The random model has a byte tokenizer of the hub's form, whose first token is `<s>`."""
+    text = evaluation_tokens(loaded, 3000)
+    assert text.name == "corpus evaluation" and len(text.tokens) == 3000
+    assert text.tokens[0] == loaded.tokenizer.bos_token_id
+    assert loaded.tokenizer.decode(text.tokens[1:200]) in corpus.passages("evaluation")["prose"]
