@@ -1,6 +1,7 @@
 # make chat        talk to a model (no terminal on stdin: make chat PROMPT="...")
 # make test        lint, format check and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
+# make attack      attacks on the server and the commands, on loopback (minutes); writes docs/results/attacks.md
 # All create .venv on the first call. Another Python: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat test test-fast clean
+.PHONY: chat test test-fast attack clean
 
 chat: $(VENV)/.installed
 	@if [ -n "$$PROMPT" ]; then $(BIN)/mlxkv chat $(ARGS) --prompt "$$PROMPT"; \
@@ -26,6 +27,9 @@ test test-fast: $(VENV)/.tested
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(MARKS)
+
+attack: $(VENV)/.tested
+	@$(BIN)/python -m experiments.attack --out docs/results/attacks.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
