@@ -190,10 +190,12 @@ class BatchedKVCache:
         return self._ragged is not None or all(row.is_trimmable() for row in self._rows)
 
     def trim(self, n: int) -> int:
-        """Drop the last n tokens of every sequence, at most what the shortest one has."""
+        """Drop the last n tokens of every sequence, at most what the shortest one has. Raises UserError,
+        and changes nothing, where a sequence cannot take them back without loss."""
         n = min([n, *self.offsets])
         if self._ragged is None or not self._ragged.trim(n):
-            for row in self.rows:
+            rows = self.rows
+            for row in sorted(rows, key=lambda row: row.keeps(row.offset - n)):  # refusals first
                 row.trim(n)
         return n
 

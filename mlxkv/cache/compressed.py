@@ -3,8 +3,9 @@
     tokens:  [ sink: full precision ][ page ] ... [ page ][ live: full precision ]
 
 `live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
-and sealed. A sealed token has no full-precision copy. Works with both contracts of the pinned range
-of mlx-lm (0.31: `meta_state`; 0.32: not).
+and sealed. The page that was sealed last keeps its exact tokens beside its codes, until the next one
+is sealed: so that a `trim` into it can take the seal back, and nothing is ever encoded twice. Works
+with both contracts of the pinned range of mlx-lm (0.31: `meta_state`; 0.32: not).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mlxkv.cache.stores import Codes, Contents, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View
 from mlxkv.codec import encoding, maps
 from mlxkv.codec.maps import LayerMaps
+from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.saved import state
 
@@ -33,6 +35,7 @@ class CompressedKVCache:
     """
 
     observes = False  # queries: then sequences are not decoded together
+    dropped = 0  # tokens that were read and are not stored
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class CompressedKVCache:
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
         self._sink: Pair | None = None
+        self._last: Pair | None = None  # exact tokens of the page sealed last
         self._store: Codes | Records | None = None
 
     @property
@@ -69,7 +73,7 @@ class CompressedKVCache:
             return
         self.layer_maps = maps.folded(before, folded)
         turn = before.values.store if folded else before.values.restore
-        for name in ("_live", "_sink"):
+        for name in ("_live", "_sink", "_last"):
             if (pair := getattr(self, name)) is not None:
                 setattr(self, name, (pair[0], turn(pair[1]).astype(pair[1].dtype)))
         if (old := self._store) is not None:
@@ -182,6 +186,7 @@ class CompressedKVCache:
         self._store.append(live, count, start)  # whole: kernels would copy slices
         self._live, self._count = None, 0
         start += count * size
+        self._last = tuple(mx.contiguous(x[:, :, start - size : start]) for x in live)
         self._append(keys[:, :, start:], values[:, :, start:])
 
     # -- the rest of mlx-lm's contract
@@ -192,34 +197,83 @@ class CompressedKVCache:
     def trim(self, n: int) -> int:
         """Drop the last n tokens, return how many were dropped.
 
-        Exact inside `live`. Further back whole pages go and the cut page is decoded into `live`.
+        Leaves what a cache that read only the other tokens would hold. Raises UserError, and changes
+        nothing, where that would take tokens whose exact values are gone (`keeps`).
         """
         n = max(0, min(self.offset, n))
-        left = self.offset - n
-        if n <= self._count:
-            self._count -= n
-            self.offset = left
-            if not self._count and not self._paged and self._sink is None:
-                self._clear()
-            return n
-        sink = self._sink[0].shape[2] if self._sink else 0
-        dtype = self._live[0].dtype
-        if left <= sink:  # only tokens of the sink are left: they are live again
-            live = tuple(x[:, :, :left] for x in self._sink) if left else None
-            self._clear()
-        else:
-            kept, cut = divmod(left - sink, self.config.page)
-            live = None
-            if cut:
-                page = self._store.read(kept, kept + 1)
-                live = tuple(page.decode(side, dtype)[:, :, :cut] for side in (0, 1))
-            self._store.truncate(kept)
-            self._count = 0
-        if live is not None:
-            self._live = None
-            self._append(*live)
-        self.offset = left
+        if not self.keeps(self.offset - n):
+            raise UserError(
+                f"[cache] at most {self.trimmable} tokens can be taken back without loss; got {n}; "
+                "read the prompt again, or use mlxkv.models.cut_back"
+            )
+        self.cut(self.offset - n)
         return n
+
+    @property
+    def trimmable(self) -> int:
+        """How many of the last tokens `trim` takes back, though it may take all but the sink, too."""
+        if not self._count_pages or (self._count_pages == 1 and self._last is not None):
+            return self.offset
+        return max(0, self._count + self._kept_exact - self.config.recent - 1)
+
+    @property
+    def _kept_exact(self) -> int:
+        """Sealed tokens whose exact values are kept."""
+        return self.config.page if self._last is not None else 0
+
+    @property
+    def _sunk(self) -> int:
+        """Tokens of the sink that have left the live window."""
+        return self._sink[0].shape[2] if self._sink else 0
+
+    def keeps(self, left: int) -> bool:
+        """Whether the first `left` tokens can be kept as a cache that read only them holds them: with
+        `recent` exact tokens, or all."""
+        return self.offset - left <= self.trimmable or (left <= self._sunk and not self.dropped)
+
+    def restart(self, limit: int) -> int:
+        """The longest start of the tokens, of at most `limit`, that `cut` can keep, where tokens will be
+        read again behind it: it may end at a page."""
+        if self.keeps(limit):
+            return limit
+        whole = (limit - self.dropped - self._sunk) // self.config.page
+        whole = min(whole, self._count_pages)
+        if whole < self._chosen:
+            return 0
+        return self.dropped + self._sunk + whole * self.config.page
+
+    @property
+    def _chosen(self) -> int:
+        """Pages that only go with the whole cache."""
+        return 0
+
+    def cut(self, left: int) -> None:
+        """Keep the first `left` tokens, a length of `keeps` or `restart`."""
+        if left == self.offset:
+            return
+        live = left - self.dropped - self._sunk - self._paged
+        if not left or (left <= self._sunk and not self.dropped):  # of the sink: live again
+            kept = tuple(x[:, :, :left] for x in self._sink) if left else None
+            self._clear()
+            if kept is not None:
+                self._append(*kept)
+        elif self._last is not None and -self.config.page < live <= self.config.recent:
+            self._unseal(live)
+        elif live >= 0:
+            self._count = live
+        else:
+            self._store.truncate(self._count_pages + live // self.config.page)
+            self._count, self._last = 0, None
+        self.offset = left
+
+    def _unseal(self, live: int) -> None:
+        """Take the last seal back; `live` tokens stay behind its page (negative: fewer than the page)."""
+        parts = (self._last, self._read_live())
+        joined = (mx.concatenate(pair, axis=2) for pair in zip(*parts, strict=True))
+        keys, values = (x[:, :, : self.config.page + live] for x in joined)
+        self._store.truncate(self._count_pages - 1)
+        self._live, self._count, self._last = None, 0, None
+        self._append(keys, values)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """None, "causal" or a boolean [N, offset + N], as of mlx-lm's own cache."""
@@ -240,7 +294,8 @@ class CompressedKVCache:
 
     def arrays(self) -> tuple[mx.array, ...]:
         """All allocated arrays."""
-        windows = [x for pair in (self._live, self._sink) if pair is not None for x in pair]
+        pairs = (self._live, self._sink, self._last)
+        windows = [x for pair in pairs if pair is not None for x in pair]
         return (*windows, *(self._store.arrays() if self._store else ()))
 
     @property
@@ -266,6 +321,7 @@ class CompressedKVCache:
             mx.array(np.frombuffer(data, np.uint8)),
             live=None if self._live is None else self._read_live(),
             sink=self._sink,
+            last=self._last,
             pages=self._store.state if self._count_pages else None,
             more=more,
         )
@@ -298,9 +354,11 @@ class CompressedKVCache:
 
     def _restore(self, header: dict, tree: dict) -> None:
         self._restore_extra(header, tree)
-        for name in ("live", "sink"):
+        for name in ("live", "sink", "last"):
             if (pair := state.window(tree, name)) is not None:
                 setattr(self, f"_{name}", tuple(mx.contiguous(x) for x in pair))
+        if self._last is not None:  # no attention reads it: it would wait in the file
+            mx.eval(self._last)
         if self._live is not None:
             self._count = self._live[0].shape[2]
         if header["pages"]:
@@ -357,6 +415,7 @@ class CompressedKVCache:
             offset=self.offset,
             live=None if self._live is None else self._read_live(),
             sink=self._sink,
+            last=self._last,
             store=self._store,
         )
 
@@ -364,7 +423,7 @@ class CompressedKVCache:
     def from_contents(cls, held: Contents) -> CompressedKVCache:
         """The inverse of `contents`: takes over sink and store, copies live."""
         out = cls(held.config, held.layer_maps, held.plan, held.way)
-        out._sink, out._store = held.sink, held.store
+        out._sink, out._last, out._store = held.sink, held.last, held.store
         if held.live is not None:
             out._append(*held.live)
         out.offset = held.offset

@@ -1,6 +1,6 @@
 """`Ragged`: the caches of several sequences in shared arrays, for one dispatch of each kernel.
 
-    pages: one holder      sinks [B, G, sink, D]      live windows [B, G, room, D]
+    pages: one holder    sinks [B, G, sink, D]    live [B, G, room, D]    last pages [B, G, page, D]
 
 The cost of a new token does not depend on the number of sequences: one scatter for keys, one for
 values, one attention. Only sealing is work for each, once in a page of tokens. Every sequence holds
@@ -31,7 +31,7 @@ class Ragged:
     which seals for all."""
 
     def __init__(self, like: Contents, store: Records, heads: int, dtype: mx.Dtype):
-        self.like = replace(like, offset=0, live=None, sink=None, store=None)
+        self.like = replace(like, offset=0, live=None, sink=None, last=None, store=None)
         self.config, self.layer_maps = like.config, like.layer_maps
         self.store, self.heads, self.dtype = store, heads, dtype
         self.each = self.config.page // TOKENS  # records of a page
@@ -39,12 +39,14 @@ class Ragged:
         self.offsets: list[int] = []
         self.counts: list[int] = []  # live tokens
         self.parted: list[bool] = []  # whether the sink has moved out of the live window
+        self.keeps: list[bool] = []  # whether the exact tokens of the page sealed last are kept
         self.live: Pair = self._windows([], 0)
+        self.last: Pair = self._windows([], self.config.page)
         self.sink: Pair | None = self._windows([], self.config.sink) if self.config.sink else None
 
     def __deepcopy__(self, memo):
         other = copy(self)  # the rest is never written in place
-        for name in ("offsets", "counts", "parted", "pages"):
+        for name in ("offsets", "counts", "parted", "keeps", "pages"):
             setattr(other, name, deepcopy(getattr(self, name), memo))
         return other
 
@@ -80,6 +82,9 @@ class Ragged:
         if self.sink is not None:
             windows = self._windows([row.sink for row in rows], self.config.sink)
             self.sink = self._joined(self.sink, windows)
+        windows = self._windows([row.last for row in rows], self.config.page)
+        self.last = self._joined(self.last, windows)
+        self.keeps += [row.last is not None for row in rows]
         self.offsets += [row.offset for row in rows]
         self.counts += [0 if row.live is None else row.live[0].shape[2] for row in rows]
         self.parted += parted
@@ -163,11 +168,16 @@ class Ragged:
         encoded = self.store.encode(live, page, start)
         for n, i in enumerate(some):
             self.pages.append({name: x[n : n + 1] for name, x in encoded.items()}, 1, i)
-            self.parted[i] = True
+            self.parted[i] = self.keeps[i] = True
             self.counts[i] -= start + page
         if start:
             parts = zip(self.sink, live, strict=True)
             self.sink = tuple(_put(x, at, y[:, :, :start]) for x, y in parts)
+        stop = start + page
+        parts = zip(self.last, live, strict=True)
+        self.last = tuple(_put(x, at, y[:, :, start:stop]) for x, y in parts)
+        # No attention reads it: unevaluated, it would keep the windows of before.
+        mx.async_eval(self.last)
         moved = (mx.roll(x, -(start + page), axis=2) for x in live)
         if len(some) < len(self.counts):
             moved = (_put(x, at, y) for x, y in zip(self.live, moved, strict=True))
@@ -183,6 +193,8 @@ class Ragged:
             return out
         if self.config.sink and self.parted[i]:
             out.sink = tuple(mx.contiguous(x[i : i + 1]) for x in self.sink)
+        if self.keeps[i]:
+            out.last = tuple(mx.contiguous(x[i : i + 1]) for x in self.last)
         out.live = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.live)
         if count := self.pages.counts[i]:
             out.store = self.store.empty()
@@ -194,16 +206,19 @@ class Ragged:
         at = mx.array(indices, mx.int32)
         self.live = tuple(x[at] for x in self.live)
         self.sink = self.sink and tuple(x[at] for x in self.sink)
+        self.last = tuple(x[at] for x in self.last)
         self.offsets = [self.offsets[i] for i in indices]
         self.counts = [self.counts[i] for i in indices]
         self.parted = [self.parted[i] for i in indices]
+        self.keeps = [self.keeps[i] for i in indices]
         self.pages.select(indices)
 
     def trim(self, n: int) -> bool:
-        """Drop the last n tokens of every sequence; False, and nothing has changed, unless all have
-        more live tokens."""
+        """Drop the last n tokens of every sequence; False, and nothing has changed, unless all stay as
+        caches that read only the other tokens: with `recent` live tokens, or without pages."""
         self.settle()
-        if n >= min(self.counts):
+        least = (self.config.recent if pages else 0 for pages in self.pages.counts)
+        if any(count - n <= low for count, low in zip(self.counts, least, strict=True)):
             return False
         self.counts = [count - n for count in self.counts]
         self.offsets = [offset - n for offset in self.offsets]
@@ -211,12 +226,12 @@ class Ragged:
 
     def arrays(self) -> list[mx.array]:
         """What is allocated."""
-        return [*self.live, *(self.sink or ()), *self.pages.arrays.values()]
+        return [*self.live, *(self.sink or ()), *self.last, *self.pages.arrays.values()]
 
 
 def window_tokens(config: CacheConfig) -> int:
     """Tokens in full precision that are allocated for each sequence, at most."""
-    return 2 * config.sink + config.recent + config.page + DECODE_TOKENS
+    return 2 * config.sink + config.recent + 2 * config.page + DECODE_TOKENS
 
 
 def _padded(x: mx.array, room: int) -> mx.array:

@@ -240,8 +240,8 @@ class Contents:
     """What a cache holds, as `CompressedKVCache.contents` shows it.
 
     layer_maps: of the layer. plan, way: kernels and encoding of stores that it makes. offset: tokens
-    read. live, sink: keys and values in full precision, [B, G, T, D], or None. store: of the sealed
-    pages, or None.
+    read. live, sink: keys and values in full precision, [B, G, T, D], or None. last: exact tokens of
+    the page sealed last, or None. store: of the sealed pages, or None.
     """
 
     config: CacheConfig
@@ -251,4 +251,5 @@ class Contents:
     offset: int
     live: Pair | None
     sink: Pair | None
+    last: Pair | None
     store: Codes | Records | None

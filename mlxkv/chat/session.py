@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlxkv import console, faults
 from mlxkv.errors import MachineError, UserError
@@ -14,6 +13,7 @@ from mlxkv.models import prompt_cache
 from mlxkv.models.catalog.shapes import layers_of
 from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import Stats, new_cache, stream
+from mlxkv.models.taking_back import cut_back
 
 
 @dataclass(frozen=True)
@@ -215,24 +215,24 @@ class Session:
             raise UserError(f"[chat] the model's chat template refuses this: {error}") from None
 
     def _reuse(self, tokens: list[int]) -> int:
-        """Trim the cache to what it shares with `tokens`; returns how many tokens that is.
+        """Cut the cache back to what it shares with `tokens`; returns how many tokens that is.
 
-        At least one token is left to feed. A cache that cannot be trimmed (a sliding window that
-        has moved on) is dropped.
+        At least one token is left to feed, and as many as it takes to be as good as a fresh cache. A
+        cache that cannot be cut (a sliding window that has moved on) is dropped.
         """
         shared = 0
         for ours, theirs in zip(self.tokens, tokens[:-1], strict=False):
             if ours != theirs:
                 break
             shared += 1
-        surplus = len(self.tokens) - shared
-        if surplus:
-            trimmable = shared and can_trim_prompt_cache(self.cache)
-            if not trimmable or trim_prompt_cache(self.cache, surplus) != surplus:
-                self._forget_cache()
-                return 0
-            self.tokens = self.tokens[:shared]
-            self.text = ""
+        if shared == len(self.tokens):
+            return shared
+        shared = cut_back(self.cache, len(self.tokens), shared)
+        if not shared:
+            self._forget_cache()
+            return 0
+        self.tokens = self.tokens[:shared]
+        self.text = ""
         return shared
 
     @property

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlxkv.errors import UserError
-
 WINDOW = 32  # last queries that choose tokens, where no basis follows
 POOL = 7  # tokens: neighbours of an important token stay too
 BLOCK = 8  # queries whose scores are computed at a time
@@ -133,27 +131,29 @@ class Observing:
 
         self.dropped += page * self._store.keep(choose, self._fixed)
         self._fixed = self._count_pages
+        self._last = None  # of another page now
 
     # -- the rest of the contract
 
-    def trim(self, n: int) -> int:
-        """As without selection. Raises UserError where tokens are gone."""
-        if not self.dropped:
-            n = super().trim(n)
-        else:
-            since = self._count + (self._count_pages - self._fixed) * self.config.page
-            if n > since:
-                raise UserError(
-                    f"[CompressedKVCache] tokens were dropped: the last {since} can be trimmed; got {n}"
-                )
-            gone, self.dropped = self.dropped, 0  # positions in what is stored
-            fixed, self._fixed, self.offset = self._fixed, 0, self.offset - gone
-            n = super().trim(n)
-            self.offset, self.dropped, self._fixed = self.offset + gone, gone, fixed
-        self._since = max(0, self._since - n)
-        self._fixed = min(self._fixed, self._count_pages)
-        self._pending = self._queries = None
-        return n
+    @property
+    def trimmable(self) -> int:
+        """As without selection, but never into the prompt once tokens of it are gone."""
+        since = self._count + (self._count_pages - self._fixed) * self.config.page
+        return min(super().trimmable, since) if self.dropped else super().trimmable
+
+    @property
+    def _chosen(self) -> int:
+        """Pages of the prompt that tokens were chosen from."""
+        return self._fixed if self.dropped else 0
+
+    def cut(self, left: int) -> None:
+        """As without selection; bases keep what they have learned."""
+        n = self.offset - left
+        super().cut(left)
+        if n:
+            self._since = max(0, self._since - n)
+            self._fixed = min(self._fixed, self._count_pages)
+            self._pending = self._queries = None
 
     def _extra(self) -> tuple[dict, dict]:
         header = {"since": self._since, "dropped": self.dropped, "fixed": self._fixed}

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from mlxkv.models.catalog.reports import LayerReport, summarise
     from mlxkv.models.loader import Loaded, context_limit, load
     from mlxkv.models.seam import attach, detach
+    from mlxkv.models.taking_back import cut_back
 
 _HOME = {
     "attach": "seam",
+    "cut_back": "taking_back",
     "detach": "seam",
     "LayerReport": "catalog.reports",
     "summarise": "catalog.reports",
@@ -30,6 +32,7 @@ __all__ = [
     "Loaded",
     "attach",
     "context_limit",
+    "cut_back",
     "detach",
     "load",
     "summarise",

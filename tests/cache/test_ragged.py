@@ -254,8 +254,8 @@ def test_a_sequence_that_is_kept_twice_becomes_two(factory):
 def test_a_sink_without_pages_is_read_through_a_mask():
     """A sequence that was cut back to its first page: nothing is sealed, its sink has moved out."""
     with launch.using(make):
-        caches = filled(SMALL, (150, 90))
-        caches[0].trim(150 - SMALL.sink - 5)
+        caches = filled(SMALL, (SMALL.window + 1, 90))
+        caches[0].trim(SMALL.window + 1 - SMALL.sink - 5)
         batch = BatchedKVCache.merge(caches)
         view = step(batch, caches, 1, 0, 1e-5)
         assert view.lengths[0] == (0, SMALL.sink, 6)

@@ -37,7 +37,10 @@ def names(own: int, count: int = 70) -> list[int]:
 
 
 def same(a, b) -> bool:
-    left, right = (dict(tree_flatten(x.state)) for x in (a, b))
+    """Whether both hold the same, but for exact tokens of a sealed page, which a cache at rest drops."""
+    left, right = (
+        {n: y for n, y in tree_flatten(x.state) if not n.startswith("last.")} for x in (a, b)
+    )
     return left.keys() == right.keys() and all(
         mx.array_equal(x, right[name]).item() for name, x in left.items()
     )

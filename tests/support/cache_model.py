@@ -10,10 +10,10 @@ from mlxkv.formats.config import CacheConfig
 
 
 class CacheModel:
-    """seen: (keys, values) as stored, each [B, G, T, D] float64.
+    """seen: (keys, values) as stored, each [B, G, T, D] float64; raw: as they came.
 
-    pages: sealed pages. parted: the sink is a window of its own. touched: tokens at the start of
-    the live window that have been in a page and came back by a trim.
+    pages: sealed pages. parted: the sink is a window of its own. undoable: the page sealed last can
+    be taken back.
     """
 
     def __init__(self, config: CacheConfig):
@@ -22,7 +22,8 @@ class CacheModel:
 
     def _clear(self) -> None:
         self.seen: tuple[np.ndarray, np.ndarray] | None = None
-        self.pages, self.parted, self.touched = 0, False, 0
+        self.raw: tuple[np.ndarray, np.ndarray] | None = None
+        self.pages, self.parted, self.undoable = 0, False, False
 
     @property
     def tokens(self) -> int:
@@ -42,6 +43,8 @@ class CacheModel:
         the new tokens as they came."""
         c, before = self.config, self.seen or tuple(x[:, :, :0] for x in new)
         self.seen = tuple(np.concatenate(pair, 2) for pair in zip(before, new, strict=True))
+        raw = self.raw or before
+        self.raw = tuple(np.concatenate(pair, 2) for pair in zip(raw, new, strict=True))
         step = self.seen
         room = c.recent + c.page
         if self.live <= room + (0 if self.parted else c.sink):
@@ -54,20 +57,40 @@ class CacheModel:
             for x, side in zip(self.seen, (c.keys, c.values), strict=True)
         )
         self.pages += count
-        self.touched = max(0, self.touched - count * c.page)
+        self.undoable = True
         return step
 
-    def trim(self, count: int) -> None:
-        """Drop the last tokens. A page that is cut becomes live, with the values it had."""
+    def fresh(self, tokens: int) -> int:
+        """Pages of a cache that has read so many tokens one by one."""
+        c = self.config
+        over = tokens - c.sink - c.recent - c.page
+        return max(0, -(-over // c.page))
+
+    def takes_back(self, count: int) -> bool:
+        """Whether the last tokens can go so that a fresh cache's state is left."""
         left = max(0, self.tokens - count)
+        if count == 0 or left <= self.sink:
+            return True
+        return self.pages - self.fresh(left) <= self.undoable
+
+    def trim(self, count: int) -> None:
+        """Drop the last tokens, where `takes_back`: what was sealed too early is exact again."""
+        self.cut(left := max(0, self.tokens - count), min(self.pages, self.fresh(left)))
+
+    def cut(self, left: int, pages: int) -> None:
+        """Keep the first tokens, so many pages of them sealed."""
         if left == 0:
             return self._clear()
-        self.seen = tuple(x[:, :, :left] for x in self.seen)
-        if self.live >= 0:
-            self.touched = min(self.touched, self.live)
+        if left == self.tokens:
             return None
-        self.pages, cut = divmod(max(0, left - self.sink), self.config.page)
-        self.touched = cut
         if left <= self.sink:  # what is left of the sink is live again
-            self.parted = False
+            self.parted, pages = False, 0
+        self.undoable &= pages == self.pages
+        self.pages = pages
+        self.raw = tuple(x[:, :, :left] for x in self.raw)
+        end = self.sink + pages * self.config.page
+        self.seen = tuple(
+            np.concatenate([x[:, :, :end], y[:, :, end:]], 2)[:, :, :left]
+            for x, y in zip(self.seen, self.raw, strict=True)
+        )
         return None

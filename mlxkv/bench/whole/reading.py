@@ -21,7 +21,8 @@ def cache_bytes(caches: list) -> int:
 
 def _stored(cache) -> int:
     if isinstance(cache, CompressedKVCache):
-        return sum(x.nbytes for name, x in tree_flatten(cache.state) if name != "header")
+        unread = ("header", "last.keys", "last.values")
+        return sum(x.nbytes for name, x in tree_flatten(cache.state) if name not in unread)
     keys = getattr(cache, "keys", None)
     if keys is None or not hasattr(cache, "offset"):
         return cache.nbytes

@@ -60,11 +60,11 @@ def check_batch(have: int, got: int) -> None:
         raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
 
 
-def tree(header, live, sink, pages, more: dict) -> dict:
-    """What is saved: the header, the windows (keys, values) and the state of the store, each if there is one,
-    and entries of a kind of cache."""
+def tree(header, live, sink, pages, more: dict, last=None) -> dict:
+    """What is saved: the header, the windows (keys, values), the exact tokens of the last page and the state
+    of the store, each if there is one, and entries of a kind of cache."""
     out: dict = {"header": header}
-    for name, pair in (("live", live), ("sink", sink)):
+    for name, pair in (("live", live), ("sink", sink), ("last", last)):
         if pair is not None:
             out[name] = dict(zip(NAMES, pair, strict=True))
     return out | ({} if pages is None else {"pages": pages}) | more

@@ -46,7 +46,7 @@ class CacheShape:
             held = ragged.window_tokens(c)
             return int(most(pages) * self.page_bytes) + self.full * held
         windows = -(-(tokens + tokens // GROWTH) // STEP) * STEP
-        exact = min(c.sink + c.recent + c.page, windows)
+        exact = min(c.sink + c.recent + c.page, windows) + (c.page if pages else 0)
         kept = int((pages + pages // GROWTH) * self.page_bytes)
         return kept + self.full * exact + self.bases
 

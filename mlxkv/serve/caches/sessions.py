@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 
-from mlx_lm.models.cache import (
-    KVCache,
-    LRUPromptCache,
-    can_trim_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import KVCache, LRUPromptCache
 
+from mlxkv.models.taking_back import cut_back
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import Memory
 from mlxkv.serve.caches.shelf import Shelf
@@ -46,21 +42,17 @@ class Sessions(LRUPromptCache):
     def fetch_nearest_cache(self, model, tokens: list[int]):
         """Return a cache that holds the start of `tokens`, possibly empty, and the rest of the tokens: at
         least one, which the model has to read."""
-        cache, rest = super().fetch_nearest_cache(model, tokens)
+        cache, found = self._nearest(model, tokens)
         if self.disk is not None:
             entry, shared = self.disk.nearest(tokens)
-            if shared > len(tokens) - len(rest) and self._from_disk(model, entry):
-                cache, rest = super().fetch_nearest_cache(model, tokens)
-                if shared > len(tokens) - len(rest) + 1:  # it cannot be trimmed to the shared start
+            near = found + self._reread if found else 0  # what is in memory shares as much
+            if shared > near and self._from_disk(model, entry):
+                before, (cache, found) = found, self._nearest(model, tokens)
+                if found == before:  # it cannot be cut back to the shared start
                     self._useless.add(entry.path)
-        if cache is not None and not rest:
-            if can_trim_prompt_cache(cache):
-                trim_prompt_cache(cache, 1)
-                rest = tokens[-1:]
-            else:
-                cache = None
+        rest = tokens[found:]
         if cache is None:
-            cache, rest = self.new(), tokens
+            cache = self.new()
         for layer in cache:
             if type(layer) is KVCache and layer.keys is not None:  # its trim frees nothing
                 layer.keys = layer.keys[:, :, : layer.offset]
@@ -71,6 +63,27 @@ class Sessions(LRUPromptCache):
         self.tokens_found += len(tokens) - len(rest)
         self.shrink()
         return cache, rest
+
+    @property
+    def _reread(self) -> int:
+        """The most tokens that a cache is cut back before the end of a shared start."""
+        configs = [shape.config for shape in self.memory.shapes if shape.config is not None]
+        return 1 + max((c.recent + c.page for c in configs), default=0)
+
+    def _nearest(self, model, tokens: list[int]) -> tuple[list | None, int]:
+        """A working cache of the start of `tokens`, and how many of them it holds; (None, 0) if none does."""
+        near, last = self._trie.search(model, tokens), len(tokens) - 1
+        whole = near.exact if near.exact is not None else near.longer
+        short = 0 if near.shorter is None else len(near.shorter)
+        shared = len(tokens) if near.exact is not None else near.common_prefix
+        if whole is not None and shared > short:
+            cache = deepcopy(self._trie.get(near.model, whole).prompt_cache)
+            found = cut_back(cache, len(whole), min(shared, last))
+            if found > short:
+                return cache, found
+        if not short:
+            return None, 0
+        return deepcopy(self._trie.get(near.model, near.shorter).prompt_cache), short
 
     def _from_disk(self, model, entry) -> bool:
         cache = None if entry.path in self._useless else self.disk.load(entry)

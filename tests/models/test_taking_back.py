@@ -1,0 +1,76 @@
+"""Caches of whole models cut back: as good as fresh ones, however often, and all layers alike."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from random_models import random_model, tokens
+
+from mlxkv.cache.attention import _whole
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.models import attach, cut_back
+from mlxkv.models.hooks.probe import leaves
+
+PROMPT, REPLY = 420, 200
+
+
+def read(model, cache, start: int, stop: int, seed: int = 0) -> mx.array:
+    """Logits of the tokens read, one by one: no chunk says which tokens see which exactly."""
+    out = [model(tokens(stop, seed)[None, i : i + 1], cache=cache) for i in range(start, stop)]
+    return mx.concatenate(out, axis=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = random_model("llama")
+    attach(model, "srft-int2+g32")
+    return model
+
+
+def test_replies_taken_back_leave_the_codes_of_a_fresh_cache(model):
+    fresh, cache = make_prompt_cache(model), make_prompt_cache(model)
+    read(model, fresh, 0, PROMPT)
+    read(model, cache, 0, PROMPT)
+    for turn in range(3):
+        read(model, cache, PROMPT, PROMPT + REPLY, seed=turn + 1)
+        kept = cut_back(cache, PROMPT + REPLY, PROMPT)
+        assert 0 < kept <= PROMPT
+        read(model, cache, kept, PROMPT)
+    first = [one[0].keys_and_values()[0] for one in (cache, fresh)]
+    for ours, theirs in zip(*(_whole(view, mx.float32) for view in first), strict=True):
+        assert mx.array_equal(
+            ours, theirs
+        )  # later layers have seen codes where a fresh one saw tokens
+    assert [c._count_pages for c in cache] == [c._count_pages for c in fresh]
+    ours, theirs = (read(model, c, PROMPT, PROMPT + 8, seed=9) for c in (cache, fresh))
+    assert mx.abs(ours - theirs).max() < 0.05 * mx.abs(theirs).max()
+
+
+def test_a_short_way_back_needs_no_reading(model):
+    cache, fresh = make_prompt_cache(model), make_prompt_cache(model)
+    read(model, cache, 0, PROMPT)
+    read(model, cache, PROMPT, PROMPT + 20, seed=1)
+    read(model, fresh, 0, PROMPT)
+    assert cut_back(cache, PROMPT + 20, PROMPT) == PROMPT
+    ours, theirs = (read(model, c, PROMPT, PROMPT + 4, seed=9) for c in (cache, fresh))
+    assert mx.array_equal(ours, theirs)  # the seal was taken back
+
+
+def test_layers_with_sliding_windows_decide_for_all():
+    model = random_model("gemma3_text")
+    attach(model, "int4")
+    cache = make_prompt_cache(model)
+    kinds = {type(one) for _, one in leaves(cache)}
+    assert CompressedKVCache in kinds and len(kinds) == 2
+    read(model, cache, 0, 6)
+    assert cut_back(cache, 6, 4) == 4 and {one.offset for one in cache} == {4}
+    model(tokens(400)[None], cache=cache)
+    held = cache[0].offset
+    assert cut_back(cache, held, 200) == 0  # the windows have moved on
+    assert {one.offset for one in cache} == {held}
+
+
+def test_nothing_to_take_back_is_nothing(model):
+    cache = make_prompt_cache(model)
+    read(model, cache, 0, 10)
+    assert cut_back(cache, 10, 10) == 10 == cache[0].offset
+    assert cut_back(cache, 10, 0) == 0
