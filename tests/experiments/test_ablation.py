@@ -299,8 +299,8 @@ def test_bits_are_those_of_the_formula(preset):
         assert least <= exact <= least + config.page
         wanted = inside + (16 - inside) * exact / context
         assert row["in_use"] == pytest.approx(wanted, rel=1e-9)
-        assert row["in_use"] <= row["allocated"] <= row["in_use"] * 1.25
-        assert row["allocated"] <= row["decoding"] * 1.05 <= row["in_use"] * 1.3
+        assert row["in_use"] <= row["allocated"] <= row["in_use"] * 1.4  # the last page, twice
+        assert row["allocated"] <= row["decoding"] * 1.05 <= row["in_use"] * 1.45
         assert bits.formula(config, context) <= row["in_use"]
 
 
