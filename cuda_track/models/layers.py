@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.view import View
+from mlxkv.errors import UserError
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -50,6 +51,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens, as transformers counts them."""
+        _check_crop(tokens_to_remove)
         self.cache.trim(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -110,11 +112,39 @@ class StaticLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens, as transformers counts them."""
-        self.offset += tokens_to_remove
+        _check_crop(tokens_to_remove)
+        self.offset = max(0, self.offset + tokens_to_remove)
+
+
+def _check_crop(tokens_to_remove: int) -> None:
+    if tokens_to_remove > 0:
+        raise UserError(
+            f"[cache] crop takes away tokens, counted below 0; got {tokens_to_remove}; write "
+            f"crop(-{tokens_to_remove}) to drop so many from the end"
+        )
 
 
 class CompressedCache(Cache):
     """A model's cache: compressed layers, and transformers' own for the rest (sliding windows)."""
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        if layer_idx >= len(self.layers):
+            raise UserError(
+                f"[cache] a cache of {len(self.layers)} layers; got keys of layer {layer_idx}; give each "
+                "model a cache of its own, by new_cache(model)"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def __iter__(self):
+        """Keys, values and window of each layer in full precision: `DynamicCache(cache)` takes them."""
+        for layer in self.layers:
+            if not isinstance(layer, CompressedLayer):
+                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+            elif not layer.cache.offset:
+                yield None, None, None
+            else:
+                view = layer.cache.view()
+                yield *view.whole(view.live[0].dtype), None
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +165,7 @@ def plain_layers(model) -> list[CacheLayerMixin]:
 
 
 def replaceable(layer: CacheLayerMixin) -> bool:
-    """Whether a compressed layer can take the place of this one."""
+    """Whether a compressed layer may take the place of this one."""
     return type(layer) is DynamicLayer
 
 
