@@ -7,17 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicIndexedLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from cuda_track.cache import choose
 from cuda_track.models import dryrun
 from cuda_track.models.attending import name_for
-from cuda_track.models.layers import plain_layers, replaceable
+from cuda_track.models.layers import has_class, holds_state, plain_layers, replaceable
 from cuda_track.models.parallel import share_of
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
@@ -92,11 +87,11 @@ def _of_probe(probe: dryrun.Probe, latent: bool) -> Found:
 
 def _of_class(layer, reason: str | None = None) -> Found:
     """What the class of a layer's cache says. reason: why a plain one that grows is not replaced."""
-    state = isinstance(layer, LinearAttentionCacheLayerMixin)
+    state = holds_state(layer)
     if isinstance(layer, DynamicSlidingWindowLayer):
         beside = " beside a state" if state else ""
         return Found(f"sliding window {layer.sliding_window}{beside}", False, "small by nature")
-    if isinstance(layer, DynamicIndexedLayer):
+    if has_class(layer, "DynamicIndexedLayer"):
         return Found("indexed", True, "indexed cache that grows: not supported")
     if state and isinstance(layer, CacheLayerMixin):
         return Found(
@@ -106,10 +101,9 @@ def _of_class(layer, reason: str | None = None) -> Found:
         return Found("state", False, "constant size")
     if replaceable(layer):
         return Found("full", True, reason)
-    name = type(layer).__name__
-    if name == "DummyLayer":
+    if has_class(layer, "DummyLayer"):
         return Found("no cache of its own", False, "nothing is stored")
-    return Found(f"cache of class {name}", True, "mlxkv does not know this class")
+    return Found(f"cache of class {type(layer).__name__}", True, "mlxkv does not know this class")
 
 
 def _check_share(model: PreTrainedModel) -> None:

@@ -135,6 +135,38 @@ class CompressedCache(Cache):
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -tokens_to_remove tokens of all layers. Raises UserError, and changes nothing, where
+        a layer cannot take so many back without loss."""
+        _check_crop(tokens_to_remove)
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.cache.check_trim(-tokens_to_remove)
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CompressedLayer)):
+            layer.crop(tokens_to_remove)  # layers of transformers may refuse: first
+
+    def cut_back(self, left: int) -> int:
+        """Keep the first `left` tokens, or fewer, which are to be read again; return how many are kept. 0:
+        some layer cannot go back, and nothing has changed.
+
+        A compressed layer has no exact tokens left but the last ones: to keep `recent` exact ones it
+        goes back to the end of a page more than that before `left`.
+        """
+        held = self.get_seq_length()
+        ours = [layer.cache for layer in self.layers if isinstance(layer, CompressedLayer)]
+        limit, before = min(left, held), None
+        if not all(cache.keeps(limit) for cache in ours):
+            limit -= max(cache.config.recent for cache in ours) + 1
+        while limit != before and limit > 0:
+            before, limit = limit, min(_restart(layer, held, limit) for layer in self.layers)
+        if 0 < limit < held:
+            for layer in self.layers:
+                if isinstance(layer, CompressedLayer):
+                    layer.cache.cut(limit)
+                else:
+                    layer.crop(limit - held)
+        return max(limit, 0)
+
     def __iter__(self):
         """Keys, values and window of each layer in full precision: `DynamicCache(cache)` takes them."""
         for layer in self.layers:
@@ -152,6 +184,16 @@ class CompressedCache(Cache):
         return sum(_bytes(layer) for layer in self.layers)
 
 
+def _restart(layer, held: int, limit: int) -> int:
+    """The longest start, of at most `limit` of `held` tokens, that a layer can keep; 0: none."""
+    if isinstance(layer, CompressedLayer):
+        return layer.cache.restart(limit)
+    if limit == held:
+        return limit
+    full = getattr(layer, "is_sliding", False) and held >= layer.sliding_window
+    return 0 if full or holds_state(layer) else limit
+
+
 def _bytes(layer: CacheLayerMixin) -> int:
     if isinstance(layer, CompressedLayer):
         return layer.cache.nbytes
@@ -167,6 +209,16 @@ def plain_layers(model) -> list[CacheLayerMixin]:
 def replaceable(layer: CacheLayerMixin) -> bool:
     """Whether a compressed layer may take the place of this one."""
     return type(layer) is DynamicLayer
+
+
+def has_class(layer, name: str) -> bool:
+    """Whether a layer is of a class of transformers, which not every version has."""
+    return name in (kind.__name__ for kind in type(layer).__mro__)
+
+
+def holds_state(layer) -> bool:
+    """Whether a layer keeps a state in place of tokens, or beside them."""
+    return has_class(layer, "LinearAttentionCacheLayerMixin")
 
 
 def filled(model, caches: Mapping[int, CompressedKVCache]) -> CompressedCache:

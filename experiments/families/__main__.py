@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import transformers
-
 from experiments.families.building import families, not_built
 from experiments.families.checking import Family, apart
 from experiments.options import Parser, check_out
@@ -68,7 +66,6 @@ def page(found: list[Family], command: str) -> str:
     out += ["\n## Not compared\n", "| family | why |", "|---|---|"]
     out += [f"| {one.name} | {one.skipped.replace('|', '/')} |" for one in skipped]
     used = ", ".join(f"{name} {number}" for name, number in versions().items())
-    used += f", transformers {transformers.__version__}"
     out.append(f"\nMade by `{command}` on {machine()['chip']}; {used}.\n")
     return "\n".join(out)
 

@@ -64,9 +64,12 @@ def family(name: str) -> Family:
     try:
         model = build(name)
         found = replace(found, built=type(model).__name__)
+    except Exception as error:
+        return replace(found, skipped=f"is not built: {_line(error)}")
+    try:
         plain, logits = _written(model)
     except Exception as error:
-        return replace(found, skipped=_line(error))
+        return replace(found, skipped=f"plain `generate` fails in transformers: {_line(error)}")
     try:
         reports = _attached(model, EXACT)
         tokens, got = _written(model)
@@ -122,7 +125,9 @@ def apart(name: str, seconds: float) -> Family:
     context = multiprocessing.get_context("fork")  # transformers takes seconds to import
     here, there = context.Pipe(False)
     process = context.Process(target=_report, args=(name, there))
-    process.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the new process has one
+        process.start()
     there.close()
     try:
         return here.recv() if here.poll(seconds) else Family(name, fault=f"more than {seconds:g} s")
