@@ -40,7 +40,7 @@ def attend_or_pass(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend, by transformers' contract: query [B, H, L, D] -> ([B, L, H, D], weights [B, H, L, T] or None).
 
-    eager: without a view, and for the weights if they are asked for, do as eager attention does.
+    eager: without a view, do as the model's eager attention does. With one, weights are there if asked for.
     """
     sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
     bias = kwargs.get("position_bias")
@@ -69,7 +69,7 @@ def attend_or_pass(
         key = View((key, value))
     mask = _biased(mask, bias, query, key.live[0], key.tokens)
     out = attend(query, key, scale, mask, sinks, softcap)
-    asked = eager and _weights_asked(module, kwargs)
+    asked = _weights_asked(module, kwargs)
     p = weights(query, key, scale, mask, sinks, softcap) if asked else None
     return out.transpose(1, 2).contiguous(), p
 

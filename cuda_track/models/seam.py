@@ -60,7 +60,8 @@ def attach(
     calibration: for presets that need one; by default the one beside the model, else the user's own.
     Raises UserError; then the model is not attached. Warns if nothing at all is compressed.
     """
-    if not isinstance(model, PreTrainedModel):
+    needed = ("config", "generate", "set_attn_implementation")  # wrappers of models hand them on
+    if not all(hasattr(model, name) for name in needed):
         raise UserError(
             f"[attach] not a model of transformers; got {type(model).__name__}; give one that "
             "AutoModelForCausalLM has loaded"

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from cuda_track.cache.view import View
-from cuda_track.models import attending, dryrun, seam
+from cuda_track.models import attending, dryrun, prompt_cache, seam
 from cuda_track.models.layers import CompressedLayer
+from cuda_track.models.loader import Loaded
 from experiments.families.building import build, config_of
 from experiments.families.checking import EXACT, INT4, PROMPT, VOCABULARY, WINDOWS
 from mlxkv.errors import UserError
@@ -121,7 +122,7 @@ def test_attention_that_is_another_function_is_refused(llama, monkeypatch):
     own = sys.modules[module].eager_attention_forward
 
     def bent(module, query, key, value, mask, **kwargs):
-        return own(module, query, key * (1 + 0.05 * key.abs()), value, mask, **kwargs)
+        return own(module, query, key * (1 + 0.1 * key.abs()), value, mask, **kwargs)
 
     monkeypatch.setattr(sys.modules[module], "eager_attention_forward", bent)
     with pytest.warns(UserWarning, match="attention is another function"):
@@ -224,10 +225,12 @@ def test_a_cache_that_the_models_file_names_gives_way(attached, name):
     assert torch.equal(written(attached, cache_implementation="hybrid"), right)
 
 
-def test_weights_of_eager_attention_are_there(llama):
+@pytest.mark.parametrize("way", ["eager", "sdpa"])
+def test_weights_of_attention_are_there(llama, way):
     llama.set_attn_implementation("eager")
     options = {"return_dict_in_generate": True, "output_attentions": True}
     right = written(llama, **options).attentions
+    llama.set_attn_implementation(way)
     seam.attach(llama, EXACT)
     got = written(llama, **options).attentions
     assert len(got) == len(right) == NEW
@@ -310,6 +313,20 @@ def test_a_users_own_generate_comes_back(llama):
     assert llama.generate(IDS) == "own"
     seam.detach(llama)
     assert llama.generate(IDS) == "own"
+
+
+@pytest.mark.parametrize("family", ["jamba", "nemotron_h", "falcon_h1"])
+def test_sessions_of_states_are_refused(family, tmp_path):
+    model = build(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seam.attach(model, "int4")
+    cache = seam.new_cache(model)
+    step(model, cache, IDS[0].tolist())
+    loaded = Loaded(model, None, "m", "int4", [])
+    with pytest.raises(UserError, match="sessions hold keys and values; got a layer of"):
+        prompt_cache.save(tmp_path / "s", prompt_cache.Saved(cache, IDS[0].tolist()), loaded)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("way", ["sdpa", "eager"])
