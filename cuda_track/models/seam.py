@@ -225,7 +225,9 @@ class Generate:
                     "[generate] use_cache=False reads no cache; got past_key_values; leave one of them out"
                 )
         elif given is None:
-            kwargs["past_key_values"] = new_cache(model)
+            kwargs["past_key_values"] = cache = new_cache(model)
+            if self._asked("is_assistant", asked, kwargs):  # its windows are rolled back
+                cache.activate_past_recording()
             if model.generation_config.cache_implementation is not None:
                 kwargs["cache_implementation"] = None  # of the model's file: not asked for here
         elif isinstance(given, DynamicCache):

@@ -249,6 +249,40 @@ def test_assisted_text_is_the_models_own(attached):
     assert torch.equal(written(attached, prompt_lookup_num_tokens=3), right)
 
 
+def test_an_attached_assistant_rolls_its_windows_back():
+    model, assistant = build("gemma2"), build("gemma2")
+    for one in (model, assistant):
+        one.config.sliding_window = 32
+        for layer in one.model.layers:
+            layer.self_attn.sliding_window = layer.self_attn.sliding_window and 32
+    with torch.no_grad():
+        assistant.lm_head.weight.add_(0.03 * torch.randn_like(assistant.lm_head.weight))
+    options = {"max_new_tokens": 30, "min_new_tokens": 30}
+    right = written(model, **options)
+    for one in (model, assistant):
+        seam.attach(one, EXACT)
+    assert torch.equal(written(model, assistant_model=assistant, **options), right)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 5},
+        {"prefill_chunk_size": 16},
+        {"guidance_scale": 1.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_ways_to_generate_are_those_of_the_plain_model(family, options):
+    model = build(family)
+    right = written(model, **options)
+    seam.attach(model, EXACT)
+    assert torch.equal(written(model, **options), right)
+
+
 # -- copies, pickles, and other models' caches
 
 
