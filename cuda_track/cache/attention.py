@@ -29,13 +29,20 @@ def attend(
     scale: float,
     mask: Mask = None,
     sink_logits: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """queries: [B, H, L, D] -> [B, H, L, Dv].
 
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
-    sink_logits: [H], of attention sinks (gpt-oss).
+    sink_logits: [H], of attention sinks (gpt-oss). softcap: scores are bent to stay below it (Gemma 2).
     """
-    out = _attend(queries, view, scale, mask, sink_logits)
+    if softcap is None:
+        out = _attend(queries, view, scale, mask, sink_logits)
+    elif view.pages is None or queries.shape[2] > DECODE_TOKENS:
+        both = view.whole(queries.dtype)
+        out = _exact(queries, *both, scale, mask, sink_logits, softcap)
+    else:
+        out = _decode_codes(queries, view, scale, mask, sink_logits, softcap)
     if view.observer is not None:
         view.observer(queries, scale, mask)
     return out
@@ -159,19 +166,18 @@ def _plain(queries, keys, values, scale, mask: Mask, sink_logits):
     )
 
 
-def _exact(queries, keys, values, scale, mask: Mask, sink_logits):
+def _exact(queries, keys, values, scale, mask: Mask, sink_logits, softcap=None):
     """softmax(scale q k^T + mask) v by plain products in float32, attention sinks included."""
     q = _heads_together(queries.float(), keys.shape[1]) * scale
     scores = (q @ keys.float().mT).reshape(*queries.shape[:3], -1)
-    p = _softmax(scores, mask, sink_logits).reshape(*q.shape[:3], -1)
+    p = _softmax(scores, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
     return (p @ values.float()).reshape(*queries.shape[:3], -1).to(queries.dtype)
 
 
-def _decode_codes(queries, view: View, scale, mask: Mask, sink_logits):
+def _decode_codes(queries, view: View, scale, mask: Mask, sink_logits, softcap=None):
     """Attend by products with codes: scores of all parts side by side, one softmax, mixtures."""
-    q = _heads_together(queries.float(), view.live[0].shape[1]) * scale
-    s = scores(q, view).reshape(*queries.shape[:3], -1)
-    p, out, start = _softmax(s, mask, sink_logits).reshape(*q.shape[:3], -1), 0.0, 0
+    p = weights(queries, view, scale, mask, sink_logits, softcap)
+    p, out, start = _heads_together(p, view.live[0].shape[1]), 0.0, 0
     for length, mix in _in_order(
         view,
         lambda window: (window[1].shape[2], lambda x: x @ window[1].float()),
@@ -180,6 +186,13 @@ def _decode_codes(queries, view: View, scale, mask: Mask, sink_logits):
         out = out + mix(p[..., start : start + length])
         start += length
     return out.reshape(*queries.shape[:3], -1).to(queries.dtype)
+
+
+def weights(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=None):
+    """The weights of attention, as `attend` takes its arguments: [B, H, L, T] float32."""
+    q = _heads_together(queries.float(), view.live[0].shape[1]) * scale
+    s = scores(q, view).reshape(*queries.shape[:3], -1)
+    return _softmax(s, mask, sink_logits, softcap)
 
 
 def scores(q: torch.Tensor, view: View) -> torch.Tensor:
@@ -209,8 +222,15 @@ def masked(scores: torch.Tensor, mask: Mask) -> torch.Tensor:
     return scores if mask is None else scores + mask.float()
 
 
-def _softmax(scores: torch.Tensor, mask: Mask, sink_logits: torch.Tensor | None) -> torch.Tensor:
+def _softmax(
+    scores: torch.Tensor,
+    mask: Mask,
+    sink_logits: torch.Tensor | None,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """Softmax of scores [B, H, L, T] float32; the column of attention sinks takes part and is dropped."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores, total = masked(scores, mask), scores.shape[3]
     if sink_logits is None:
         return scores.softmax(-1)

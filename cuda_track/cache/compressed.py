@@ -3,7 +3,8 @@
     tokens:  [ sink: full precision ][ page ] ... [ page ][ live: full precision ]
 
 `live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
-and sealed. A sealed token has no full-precision copy.
+and sealed. The page that was sealed last keeps its exact tokens beside its codes, until the next one
+is sealed: so that a `trim` into it can take the seal back, and nothing is ever encoded twice.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class CompressedKVCache:
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
         self._sink: Pair | None = None
+        self._last: Pair | None = None  # exact tokens of the page sealed last
         self._store = None
 
     @property
@@ -131,7 +133,9 @@ class CompressedKVCache:
                 self._store.make_room(live, -(-self.expected // config.page))
         self._store.append(live, count, start)
         self._live, self._count = None, 0
-        self._append(tuple(x[:, :, start + count * config.page :] for x in live))
+        stop = start + count * config.page
+        self._last = tuple(x[:, :, stop - config.page : stop].clone() for x in live)
+        self._append(tuple(x[:, :, stop:] for x in live))
 
     def _check_heads(self, heads: int) -> None:
         turns = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
@@ -149,35 +153,92 @@ class CompressedKVCache:
     def trim(self, n: int) -> int:
         """Drop the last n tokens; return how many were dropped.
 
-        Exact inside `live`. Further back whole pages go and the cut page is decoded into `live`.
+        Leaves what a cache that read only the other tokens would hold. Raises UserError, and changes
+        nothing, where that would take tokens whose exact values are gone (`keeps`).
         """
         n = max(0, min(self.offset, n))
-        left, sink = self.offset - n, self._sink[0].shape[2] if self._sink else 0
-        if n <= self._count:
-            self._count -= n
-        elif left <= sink:  # only tokens of the sink are left: they are live again
-            live = tuple(x[:, :, :left] for x in self._sink) if left else None
-            self.clear()
-            if live is not None:
-                self._append(live)
-        else:
-            kept, cut = divmod(left - sink, self.config.page)
-            page = self._store.read(kept, kept + 1) if cut else None
-            self._count = 0
-            if page is not None:
-                dtype = self._live[0].dtype
-                self._append(tuple(page.decode(side, dtype)[:, :, :cut] for side in (0, 1)))
-            self._store.truncate(kept)
-        self.offset = left
+        self.check_trim(n)
+        self.cut(self.offset - n)
         return n
+
+    def check_trim(self, n: int) -> None:
+        """Raises UserError where the last n tokens cannot be taken back without loss."""
+        if not self.keeps(self.offset - min(self.offset, n)):
+            raise UserError(
+                f"[cache] at most {self.trimmable} tokens can be taken back without loss; got {n}; "
+                "read the prompt again, or use cut_back of the model's cache"
+            )
+
+    @property
+    def trimmable(self) -> int:
+        """How many of the last tokens `trim` takes back, though it may take all but the sink, too."""
+        if not self._count_pages or (self._count_pages == 1 and self._last is not None):
+            return self.offset
+        exact = self._count + (self.config.page if self._last is not None else 0)
+        return max(0, exact - self.config.recent - 1)
+
+    @property
+    def _sunk(self) -> int:
+        """Tokens of the sink that have left the live window."""
+        return self._sink[0].shape[2] if self._sink else 0
+
+    @property
+    def _chosen(self) -> int:
+        """Pages that only go with the whole cache."""
+        return 0
+
+    def keeps(self, left: int) -> bool:
+        """Whether the first `left` tokens can be kept as a cache that read only them holds them: with
+        `recent` exact tokens, or all."""
+        return self.offset - left <= self.trimmable or (left <= self._sunk and not self.dropped)
+
+    def restart(self, limit: int) -> int:
+        """The longest start of the tokens, of at most `limit`, that `cut` can keep, where tokens will be
+        read again behind it: it may end at a page."""
+        if self.keeps(limit):
+            return limit
+        whole = (limit - self.dropped - self._sunk) // self.config.page
+        whole = min(whole, self._count_pages)
+        if whole < self._chosen:
+            return 0
+        return self.dropped + self._sunk + whole * self.config.page
+
+    def cut(self, left: int) -> None:
+        """Keep the first `left` tokens, a length of `keeps` or `restart`."""
+        if left == self.offset:
+            return
+        page = self.config.page
+        live = left - self.dropped - self._sunk - self._count_pages * page
+        if not left or (left <= self._sunk and not self.dropped):  # of the sink: live again
+            kept = tuple(x[:, :, :left] for x in self._sink) if left else None
+            self.clear()
+            if kept is not None:
+                self._append(kept)
+        elif self._last is not None and -page < live <= self.config.recent:
+            self._unseal(live)
+        elif live >= 0:
+            self._count = live
+        else:
+            self._store.truncate(self._count_pages + live // page)
+            self._count, self._last = 0, None
+        self.offset = left
+
+    def _unseal(self, live: int) -> None:
+        """Take the last seal back; `live` tokens stay behind its page (negative: fewer than the page)."""
+        joined = (torch.cat(pair, 2) for pair in zip(self._last, self._read_live(), strict=True))
+        kept = tuple(x[:, :, : self.config.page + live] for x in joined)
+        self._store.truncate(self._count_pages - 1)
+        self._live, self._count, self._last = None, 0, None
+        self._append(kept)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order: beams, finished sequences, repeats."""
         if self._live is None:
             return
         self._live = tuple(x[rows] for x in self._live)
-        if self._sink is not None:
-            self._sink = tuple(x[rows] for x in self._sink)
+        for name in ("_sink", "_last"):
+            if (pair := getattr(self, name)) is not None:
+                setattr(self, name, tuple(x[rows] for x in pair))
         if self._store is not None:
             self._store.select(rows)
 
@@ -187,7 +248,8 @@ class CompressedKVCache:
         return sum(x.numel() * x.element_size() for x in self._arrays())
 
     def _arrays(self) -> list[torch.Tensor]:
-        windows = [x for pair in (self._live, self._sink) if pair is not None for x in pair]
+        pairs = (self._live, self._sink, self._last)
+        windows = [x for pair in pairs if pair is not None for x in pair]
         return [*windows, *(self._store.arrays() if self._store else ())]
 
     # -- what mlxkv saves
@@ -202,6 +264,7 @@ class CompressedKVCache:
             torch.frombuffer(bytearray(data), dtype=torch.uint8),
             live=None if self._live is None else self._read_live(),
             sink=self._sink,
+            last=self._last,
             pages=self._store.state if self._count_pages else None,
             more=more,
         )
@@ -240,8 +303,8 @@ class CompressedKVCache:
     def _restore(self, header: dict, tree: dict) -> None:
         self._restore_extra(header, tree)
         turn = self.layer_maps.values if header.get("folded") else None
-        self._live, self._sink = (
-            self._window_of(state.window(tree, name), turn) for name in ("live", "sink")
+        self._live, self._sink, self._last = (
+            self._window_of(state.window(tree, name), turn) for name in ("live", "sink", "last")
         )
         self._count = 0 if self._live is None else self._live[0].shape[2]
         if header["pages"]:

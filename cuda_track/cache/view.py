@@ -10,6 +10,7 @@ import torch
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.kernels.pool import PoolPages
 from cuda_track.mps.pages import RecordPages
+from mlxkv.errors import UserError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -47,6 +48,16 @@ class Parts:
         return torch.cat([part.decode(side, dtype) for part in self.parts], 2)
 
 
+class Foreign(UserError, AttributeError):
+    """A view met code that reads arrays."""
+
+    def __init__(self):
+        super().__init__(
+            "[cache] attention that cannot read compressed caches; got one of an attached model, after "
+            "detach or in another model; call attach(model, kv) first, or give the model its own cache"
+        )
+
+
 @dataclass(frozen=True)
 class View:
     """A cache as it was after one update.
@@ -59,6 +70,15 @@ class View:
     sink: Pair | None = None
     pages: CodePages | PoolPages | RecordPages | Parts | None = None
     observer: Callable[..., None] | None = field(default=None, repr=False)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Foreign
+
+    @classmethod
+    def __torch_function__(cls, *args, **kwargs):
+        raise Foreign
 
     @property
     def windows(self) -> list[Pair]:

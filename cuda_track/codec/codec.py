@@ -35,6 +35,12 @@ class Codec:
     def __deepcopy__(self, memo) -> Codec:
         return self  # holds no state: copies of a cache share it
 
+    def __getstate__(self) -> dict:
+        return {**vars(self), "method": None}  # a module: it does not pickle
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, method=METHODS[type(state["spec"])])
+
     def encode(self, x: torch.Tensor) -> Stored:
         """Encode x [B, G, T, D], whole pages; tokens, or groups of tokens, stay on axis 2."""
         return self.method.encode(self.spec, self.store(x), self.page)

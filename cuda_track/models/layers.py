@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.view import View
+from mlxkv.errors import UserError
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -50,6 +51,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens, as transformers counts them."""
+        _check_crop(tokens_to_remove)
         self.cache.trim(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -110,16 +112,86 @@ class StaticLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens, as transformers counts them."""
-        self.offset += tokens_to_remove
+        _check_crop(tokens_to_remove)
+        self.offset = max(0, self.offset + tokens_to_remove)
+
+
+def _check_crop(tokens_to_remove: int) -> None:
+    if tokens_to_remove > 0:
+        raise UserError(
+            f"[cache] crop takes away tokens, counted below 0; got {tokens_to_remove}; write "
+            f"crop(-{tokens_to_remove}) to drop so many from the end"
+        )
 
 
 class CompressedCache(Cache):
     """A model's cache: compressed layers, and transformers' own for the rest (sliding windows)."""
 
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        if layer_idx >= len(self.layers):
+            raise UserError(
+                f"[cache] a cache of {len(self.layers)} layers; got keys of layer {layer_idx}; give each "
+                "model a cache of its own, by new_cache(model)"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -tokens_to_remove tokens of all layers. Raises UserError, and changes nothing, where
+        a layer cannot take so many back without loss."""
+        _check_crop(tokens_to_remove)
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.cache.check_trim(-tokens_to_remove)
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CompressedLayer)):
+            layer.crop(tokens_to_remove)  # layers of transformers may refuse: first
+
+    def cut_back(self, left: int) -> int:
+        """Keep the first `left` tokens, or fewer, which are to be read again; return how many are kept. 0:
+        some layer cannot go back, and nothing has changed.
+
+        A compressed layer has no exact tokens left but the last ones: to keep `recent` exact ones it
+        goes back to the end of a page more than that before `left`.
+        """
+        held = self.get_seq_length()
+        ours = [layer.cache for layer in self.layers if isinstance(layer, CompressedLayer)]
+        limit, before = min(left, held), None
+        if not all(cache.keeps(limit) for cache in ours):
+            limit -= max(cache.config.recent for cache in ours) + 1
+        while limit != before and limit > 0:
+            before, limit = limit, min(_restart(layer, held, limit) for layer in self.layers)
+        if 0 < limit < held:
+            for layer in self.layers:
+                if isinstance(layer, CompressedLayer):
+                    layer.cache.cut(limit)
+                else:
+                    layer.crop(limit - held)
+        return max(limit, 0)
+
+    def __iter__(self):
+        """Keys, values and window of each layer in full precision: `DynamicCache(cache)` takes them."""
+        for layer in self.layers:
+            if not isinstance(layer, CompressedLayer):
+                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+            elif not layer.cache.offset:
+                yield None, None, None
+            else:
+                view = layer.cache.view()
+                yield *view.whole(view.live[0].dtype), None
+
     @property
     def nbytes(self) -> int:
         """Allocated bytes of all layers."""
         return sum(_bytes(layer) for layer in self.layers)
+
+
+def _restart(layer, held: int, limit: int) -> int:
+    """The longest start, of at most `limit` of `held` tokens, that a layer can keep; 0: none."""
+    if isinstance(layer, CompressedLayer):
+        return layer.cache.restart(limit)
+    if limit == held:
+        return limit
+    full = getattr(layer, "is_sliding", False) and held >= layer.sliding_window
+    return 0 if full or holds_state(layer) else limit
 
 
 def _bytes(layer: CacheLayerMixin) -> int:
@@ -135,8 +207,18 @@ def plain_layers(model) -> list[CacheLayerMixin]:
 
 
 def replaceable(layer: CacheLayerMixin) -> bool:
-    """Whether a compressed layer can take the place of this one."""
+    """Whether a compressed layer may take the place of this one."""
     return type(layer) is DynamicLayer
+
+
+def has_class(layer, name: str) -> bool:
+    """Whether a layer is of a class of transformers, which not every version has."""
+    return name in (kind.__name__ for kind in type(layer).__mro__)
+
+
+def holds_state(layer) -> bool:
+    """Whether a layer keeps a state in place of tokens, or beside them."""
+    return has_class(layer, "LinearAttentionCacheLayerMixin")
 
 
 def filled(model, caches: Mapping[int, CompressedKVCache]) -> CompressedCache:

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.cache_utils import DynamicLayer
 
 from cuda_track.cache.adaptive import AdaptiveKVCache
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.codec import maps
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.packing import as_file, from_file
-from cuda_track.models.layers import CompressedCache, CompressedLayer, plain_layers
+from cuda_track.models.layers import CompressedCache, CompressedLayer, holds_state, plain_layers
 from cuda_track.models.loader import Loaded
 from cuda_track.models.parallel import insist_on_one
 from cuda_track.models.seam import Attached, attached
@@ -111,6 +112,11 @@ def _finder(made: Attached) -> Callable[[str, str, CacheConfig], LayerMaps]:
 def _state_of(layer) -> tuple[str, dict]:
     if isinstance(layer, CompressedLayer):
         return type(layer.cache).__name__, layer.cache.state
+    if not isinstance(layer, DynamicLayer) or holds_state(layer):
+        raise UserError(
+            f"[save] sessions hold keys and values; got a layer of {type(layer).__name__}; choose a model "
+            "of attention alone"
+        )
     keys, values, tokens = layer.keys, layer.values, layer.get_seq_length()
     if not layer.is_sliding:
         return PLAIN, {"0": keys, "1": values, "2": tokens}

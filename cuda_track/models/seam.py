@@ -1,29 +1,27 @@
 """`attach` and `detach`: run a model of transformers on compressed caches, unchanged.
 
-An attention function is registered as "mlxkv". A compressed layer passes it a view, which `attend` reads;
-other calls go to torch SDPA. `model.generate` makes a compressed cache unless it is given one.
+`attending` is the attention that is registered for it, `examine` decides which layers are compressed.
+`model.generate` makes a compressed cache unless it is given one.
 """
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 
-import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers import DynamicCache, PreTrainedModel
 
-from cuda_track.cache import choose
 from cuda_track.cache.adaptive import AdaptiveKVCache
-from cuda_track.cache.attention import attend
 from cuda_track.cache.compressed import CompressedKVCache
-from cuda_track.cache.view import View
 from cuda_track.codec import maps
 from cuda_track.codec.maps import LayerMaps
-from cuda_track.models.layers import CompressedCache, filled, plain_layers, replaceable
+from cuda_track.models.attending import EAGER, NAME
+from cuda_track.models.examine import Found, examine, implementations, put_back
+from cuda_track.models.layers import CompressedCache, CompressedLayer, filled
 from cuda_track.models.parallel import insist_on_one, share_of
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
@@ -31,10 +29,8 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog import folder
-from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, compressed, with_own
-from mlxkv.models.catalog.shapes import LayerShape, layers_of
+from mlxkv.models.catalog.reports import LayerReport, nothing_compressed, with_own
 
-NAME = "mlxkv"
 _ATTACHED = "_mlxkv_attached"
 
 
@@ -42,87 +38,15 @@ _ATTACHED = "_mlxkv_attached"
 class Attached:
     """What `attach` did to a model.
 
-    kv: as given. fits: configuration and maps of each compressed layer. before, generate: the model's
-    own attention function and method.
+    kv: as given. fits: configuration and maps of each compressed layer. before: the names of the model's
+    own attention functions, by part.
     """
 
     kv: str | CacheConfig
     fits: dict[int, tuple[CacheConfig, LayerMaps | None]]
     layers: list[LayerReport]
-    before: str
+    before: list
     calibration: Calibration | None = None
-    generate: object = field(default=None, repr=False)
-
-
-def attend_or_pass(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor | View,
-    value: torch.Tensor | View,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Attend, by transformers' contract: query [B, H, L, D] -> ([B, L, H, D], None)."""
-    if not isinstance(key, View):
-        # Without a mask the queries are the newest tokens (`mask`); SDPA takes them for the oldest.
-        later = attention_mask is None and 1 < query.shape[2] < key.shape[2]
-        later = (
-            later and kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
-        )
-        if s_aux is None and not later:
-            return sdpa_attention_forward(
-                module, query, key, value, attention_mask, scaling=scaling, **kwargs
-            )
-        key = View((key, value))
-    for name in ("softcap", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise UserError(
-                f"[attach] this model's attention has a {name}; choose --kv fp16 for it"
-            )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if attention_mask is None and query.shape[2] > 1:
-        attention_mask = "causal"
-    out = attend(query, key, scale, attention_mask, s_aux)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs,
-) -> torch.Tensor | None:
-    """Make a mask, by transformers' contract: None for the newest tokens without padding.
-
-    `attend` masks those itself, and SDPA runs flash attention only without a matrix.
-    """
-    # Static caches count in tensors: reading those would wait for the GPU.
-    newest = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if mask_function is causal_mask_function and newest:
-        seen = kv_offset + kv_length
-        padded = attention_mask is not None and not attention_mask[:, :seen].all()
-        if not padded:
-            return None
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **kwargs,
-    )
-
-
-AttentionInterface.register(NAME, attend_or_pass)
-AttentionMaskInterface.register(NAME, mask)
 
 
 def attach(
@@ -132,31 +56,40 @@ def attach(
 ) -> list[LayerReport]:
     """Run `model` on the caches `kv`. Returns a report for each layer.
 
+    A dry run over three tokens decides which layers are compressed; it leaves the model as it was.
     calibration: for presets that need one; by default the one beside the model, else the user's own.
-    Raises UserError.
+    Raises UserError; then the model is not attached. Warns if nothing at all is compressed.
     """
-    detach(model)
+    needed = ("config", "generate", "set_attn_implementation")  # wrappers of models hand them on
+    if not all(hasattr(model, name) for name in needed):
+        raise UserError(
+            f"[attach] not a model of transformers; got {type(model).__name__}; give one that "
+            "AutoModelForCausalLM has loaded"
+        )
     config, label = (parse_kv(kv), kv) if isinstance(kv, str) else (kv, "custom")
+    if not isinstance(config, CacheConfig):
+        raise UserError(f"[attach] no cache; got {kv!r}; choose a preset such as int4")
+    detach(model)
     if config.listens:  # heads vote together, and each process has some of them
         insist_on_one(model, "attach", f"{label} runs")
-    shapes, plain = layers_of(model.config.to_dict()), plain_layers(model)
-    if len(shapes) != len(plain):
-        raise UserError(
-            f"[attach] {len(plain)} caches for {len(shapes)} layers; choose --kv fp16 for this model"
-        )
-    reports = [
-        _judge(i, shape, layer, config, label, model.device)
-        for i, (shape, layer) in enumerate(zip(shapes, plain, strict=True))
-    ]
-    chosen = {r.index: shapes[r.index] for r in reports if r.compressed}
-    fits, found = _fit(model, config, chosen, label, calibration)
+    before = implementations(model)
+    try:
+        found = examine(model, config)
+        reports = [one.report(i, config, label, model.device) for i, one in enumerate(found)]
+        chosen = {r.index: found[r.index] for r in reports if r.compressed}
+        fits, used = _fit(model, config, chosen, label, calibration)
+    except BaseException:
+        put_back(before)
+        raise
     reports = [with_own(r, config, fits[r.index][0]) if r.compressed else r for r in reports]
-    made = Attached(kv, fits, reports, model.config._attn_implementation, found)
+    made = Attached(kv, fits, reports, before, used)
     if chosen:
-        made.generate = model.generate
-        model.set_attn_implementation(NAME)
-        model.generate = _with_cache(model, model.generate)
+        vars(model)["generate"] = Generate(model, vars(model).get("generate"))
         model.init_continuous_batching = _no_batches
+    else:
+        put_back(before)
+        if message := nothing_compressed(reports):
+            warnings.warn(f"[attach] {message}", stacklevel=2)
     setattr(model, _ATTACHED, made)
     return reports
 
@@ -164,10 +97,16 @@ def attach(
 def detach(model: PreTrainedModel) -> None:
     """Undo `attach`."""
     made: Attached | None = vars(model).pop(_ATTACHED, None)
-    if made is not None and made.generate is not None:
-        for name in ("generate", "init_continuous_batching"):
-            vars(model).pop(name, None)
-        model.set_attn_implementation(made.before)
+    if made is None or not made.fits:
+        return
+    own = vars(model).pop("generate", None)
+    if isinstance(own, Generate):
+        own = own.own
+    if own is not None:
+        vars(model)["generate"] = own
+    vars(model).pop("init_continuous_batching", None)
+    if model.config._attn_implementation in (NAME, EAGER):  # else somebody has chosen another since
+        put_back(made.before)
 
 
 def attached(model: PreTrainedModel) -> Attached:
@@ -187,40 +126,21 @@ def new_cache(model: PreTrainedModel) -> CompressedCache:
     return filled(model, made)
 
 
-def _judge(
-    index: int, shape: LayerShape, layer, config: CacheConfig, label: str, device: torch.device
-) -> LayerReport:
-    kind = f"sliding window {shape.window}" if shape.kind == "sliding" else shape.kind
-    if not config.compresses:
-        return LayerReport(index, kind, False, ASKED_FOR, kernel="sdpa")
-    if shape.kind != "full" or not replaceable(layer):
-        sliding = shape.kind == "sliding"
-        reason = "small by nature" if sliding else "no plain cache that grows"
-        return LayerReport(index, kind, False, reason, kernel="sdpa", grows=not sliding)
-    why = choose.why_not(config, (shape.key_dim, shape.value_dim), device)
-    kernel = f"torch ops ({why})" if why else choose.way(device).capitalize()
-    sizes = (shape.kv_heads, shape.key_dim, shape.value_dim)
-    return compressed(index, kind, config, label, sizes, kernel)
-
-
 def _fit(
     model: PreTrainedModel,
     config: CacheConfig,
-    chosen: dict[int, LayerShape],
+    chosen: dict[int, Found],
     label: str,
     given: Calibration | Path | str | None,
 ) -> tuple[dict[int, tuple[CacheConfig, LayerMaps | None]], Calibration | None]:
     """The configuration and the maps of each layer, for the kv heads in this process."""
     share = share_of(model)
-    for i, shape in chosen.items():
-        if shape.kv_heads % share.size:
-            raise UserError(
-                f"[attach] {shape.kv_heads} kv heads of layer {i} cannot be shared by {share.size} "
-                "processes; choose a tp_size that divides them"
-            )
     if not config.calibrated or not chosen:
         return dict.fromkeys(chosen, (config, None)), None
-    sizes = {str(i): (s.kv_heads, s.key_dim, s.value_dim) for i, s in chosen.items()}
+    sizes = {  # of the whole model
+        str(i): (heads * share.size, *dims)
+        for i, (heads, *dims) in ((i, one.sizes) for i, one in chosen.items())
+    }
     found, mark = _calibration(model, config, given)
     if found is None:
         raise UserError(
@@ -252,16 +172,77 @@ def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None,
     return (artifact.find(mark, path, config.balanced or config.low) if mark else None), mark
 
 
-def _with_cache(model: PreTrainedModel, generate):
-    """`model.generate` that makes a compressed cache if none is given."""
+def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCache:
+    """A compressed cache of the tokens in `cache`, which stays as it is. The way back is
+    `DynamicCache(compressed)`, of what was stored.
 
-    @wraps(generate)
-    def wrapped(*args, **kwargs):
-        if kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = new_cache(model)
-        return generate(*args, **kwargs)
+    Raises UserError for a cache of another model, or a preset that needs to see queries.
+    """
+    if any(config.listens for config, _ in attached(model).fits.values()):
+        raise UserError(
+            "[cache] this preset observes queries, which a filled cache has not kept; read the prompt again"
+        )
+    out = new_cache(model)
+    if len(out.layers) != len(cache.layers):
+        raise UserError(
+            f"[cache] a model of {len(out.layers)} layers; got a cache of {len(cache.layers)}"
+        )
+    for i, (mine, given) in enumerate(zip(out.layers, cache.layers, strict=True)):
+        if not isinstance(mine, CompressedLayer):
+            out.layers[i] = copy.deepcopy(given)
+        elif given.get_seq_length():
+            mine.update(given.keys, given.values)
+    return out
 
-    return wrapped
+
+class Generate:
+    """Stands in for `model.generate`: makes a compressed cache if none is given.
+
+    An object, not a closure: copies and pickles of the model take one of their own with them. own: what
+    stood there for this very model, or None for the method of its class.
+    """
+
+    def __init__(self, model: PreTrainedModel, own: Callable | None = None):
+        self.model, self.own = model, own
+
+    def __call__(self, *args, **kwargs):
+        model, given = self.model, kwargs.get("past_key_values")
+        if model.config._attn_implementation not in (NAME, EAGER):
+            raise UserError(
+                "[generate] the attention of an attached model was exchanged; got "
+                f"{model.config._attn_implementation!r}; call attach(model, kv) again, or detach(model)"
+            )
+        asked = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        if self._asked("cache_implementation", asked, kwargs) not in (None, "hybrid"):
+            raise UserError(
+                "[generate] cache_implementation makes caches of transformers; got "
+                f"{self._asked('cache_implementation', asked, kwargs)!r} with a model that has compressed "
+                "ones; leave it out, or detach(model) first"
+            )
+        if self._asked("use_cache", asked, kwargs, model.generation_config) is False:
+            if isinstance(given, CompressedCache):
+                raise UserError(
+                    "[generate] use_cache=False reads no cache; got past_key_values; leave one of them out"
+                )
+        elif given is None:
+            kwargs["past_key_values"] = cache = new_cache(model)
+            if self._asked("is_assistant", asked, kwargs):  # its windows are rolled back
+                cache.activate_past_recording()
+            if model.generation_config.cache_implementation is not None:
+                kwargs["cache_implementation"] = None  # of the model's file: not asked for here
+        elif isinstance(given, DynamicCache):
+            warnings.warn(
+                "[generate] past_key_values is a DynamicCache: NOTHING IS COMPRESSED; give new_cache(model), "
+                "or compressed_from(model, cache)",
+                stacklevel=2,
+            )
+        return (self.own or MethodType(type(model).generate, model))(*args, **kwargs)
+
+    @staticmethod
+    def _asked(name: str, *givers):
+        """The first value of an option: of the call's configuration, its own options, or the model's."""
+        options = [x.get(name) if isinstance(x, dict) else getattr(x, name, None) for x in givers]
+        return next((x for x in options if x is not None), None)
 
 
 def _no_batches(*args, **kwargs):

@@ -56,7 +56,7 @@ def test_one_policy_of_runs_and_of_observing():
         assert all(name not in vars(kind) for kind in (Segments, MLXSegments)) and hasattr(
             Runs, name
         )
-    for name in ("_observe", "_learn", "_teach", "_keep", "_seal_rest", "trim"):
+    for name in ("_observe", "_learn", "_teach", "_keep", "_seal_rest", "cut"):
         assert all(name not in vars(kind) for kind in (AdaptiveKVCache, MLXAdaptive)) and hasattr(
             Observing, name
         )

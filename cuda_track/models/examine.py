@@ -1,0 +1,141 @@
+"""Which layers of a model are compressed, and why the others are not: never silence."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from cuda_track.cache import choose
+from cuda_track.models import dryrun
+from cuda_track.models.attending import name_for
+from cuda_track.models.layers import has_class, holds_state, plain_layers, replaceable
+from cuda_track.models.parallel import share_of
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, compressed
+from mlxkv.models.catalog.shapes import layers_of, text_config
+
+
+@dataclass(frozen=True)
+class Found:
+    """One cache of a model. kind: of its layer. sizes: kv heads in this process, key dim, value dim.
+
+    capped: scores are (softcap). reason: why it cannot be replaced, or None.
+    """
+
+    kind: str
+    grows: bool
+    reason: str | None
+    sizes: tuple[int, int, int] = (0, 0, 0)
+    capped: bool = False
+
+    def report(
+        self, index: int, config: CacheConfig, label: str, device: torch.device
+    ) -> LayerReport:
+        reason = self.reason if config.compresses else ASKED_FOR
+        if self.capped and config.listens:
+            reason = reason or "queries of capped scores cannot be observed"
+        if reason:
+            return LayerReport(index, self.kind, False, reason, kernel="sdpa", grows=self.grows)
+        why = choose.why_not(config, self.sizes[1:], device)
+        if self.capped:
+            why = "capped scores have no kernel"
+        kernel = f"torch ops ({why})" if why else choose.way(device).capitalize()
+        return compressed(index, self.kind, config, label, self.sizes, kernel)
+
+
+def examine(model: PreTrainedModel, config: CacheConfig) -> list[Found]:
+    """Find what each cache of `model` is, by a dry run, and leave attention ours.
+
+    A configuration that compresses nothing needs no run. Raises UserError for kv heads that the processes
+    of a model cannot share.
+    """
+    _check_share(model)
+    try:
+        layers = plain_layers(model)
+    except Exception as error:  # configurations that name no layers
+        return [Found("unknown", True, f"transformers makes no cache for this model ({error})")]
+    if not config.compresses:
+        return [_of_class(layer) for layer in layers]
+    growing = [i for i, layer in enumerate(layers) if replaceable(layer)]
+    probes: dict[int, dryrun.Probe] = {}
+    if growing and not _takes_caches(model):
+        return [_of_class(layer, "the model takes no past_key_values") for layer in layers]
+    if growing:
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation(name_for(model.config._attn_implementation))
+        probes = dryrun.run(model, layers, growing)
+    latent = bool(text_config(model.config.to_dict()).get("kv_lora_rank"))
+    return [
+        _of_probe(probes[i], latent) if i in probes else _of_class(layer)
+        for i, layer in enumerate(layers)
+    ]
+
+
+def _of_probe(probe: dryrun.Probe, latent: bool) -> Found:
+    reason = probe.verdict
+    if not probe.calls and not probe.refused:
+        return Found("not used", False, "the model uses no cache of transformers")
+    if reason and latent and probe.refused:
+        return Found("latent", True, "latent cache that grows: not supported")
+    return Found("full", True, reason, probe.sizes or (0, 0, 0), probe.capped)
+
+
+def _of_class(layer, reason: str | None = None) -> Found:
+    """What the class of a layer's cache says. reason: why a plain one that grows is not replaced."""
+    state = holds_state(layer)
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        beside = " beside a state" if state else ""
+        return Found(f"sliding window {layer.sliding_window}{beside}", False, "small by nature")
+    if has_class(layer, "DynamicIndexedLayer"):
+        return Found("indexed", True, "indexed cache that grows: not supported")
+    if state and isinstance(layer, CacheLayerMixin):
+        return Found(
+            "full beside a state", True, "a cache that grows beside a state: not supported"
+        )
+    if state:
+        return Found("state", False, "constant size")
+    if replaceable(layer):
+        return Found("full", True, reason)
+    if has_class(layer, "DummyLayer"):
+        return Found("no cache of its own", False, "nothing is stored")
+    return Found(f"cache of class {type(layer).__name__}", True, "mlxkv does not know this class")
+
+
+def _check_share(model: PreTrainedModel) -> None:
+    """Raises UserError where the processes of a model cannot share its kv heads."""
+    if (size := share_of(model).size) == 1:
+        return
+    for i, shape in enumerate(layers_of(model.config.to_dict())):
+        if shape.kind == "full" and shape.kv_heads % size:
+            raise UserError(
+                f"[attach] {shape.kv_heads} kv heads of layer {i} cannot be shared by {size} "
+                "processes; choose a tp_size that divides them"
+            )
+
+
+def _takes_caches(model: PreTrainedModel) -> bool:
+    names = inspect.signature(model.forward).parameters
+    return "past_key_values" in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
+
+
+def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
+    """The configurations of a model and of its parts, with the names of their attention functions."""
+    left = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    found: dict[int, PreTrainedConfig] = {}
+    while left:
+        config = left.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            left += [getattr(config, name, None) for name in config.sub_configs]
+    return [(config, config._attn_implementation_internal) for config in found.values()]
+
+
+def put_back(before: list[tuple[PreTrainedConfig, str | None]]) -> None:
+    """Undo `set_attn_implementation`."""
+    for config, name in before:
+        config._attn_implementation_internal = name

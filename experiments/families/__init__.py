@@ -1,0 +1,1 @@
+"""Every causal language model of transformers, small and random, on compressed caches."""

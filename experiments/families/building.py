@@ -1,0 +1,162 @@
+"""Small random models of every causal language model of transformers, for `python -m experiments.families`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+WINDOW = 512  # tokens of sliding windows, more than any text here
+LAYERS, HEADS, KV_HEADS, DIMS, HIDDEN = 4, 4, 2, 16, 64
+VOCABULARY = 120
+
+# Names of numbers in configurations -> small values.
+SMALL = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim_model", "emb_dim"), HIDDEN),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(("ffn_hidden_size", "dim_ff", "dff", "n_inner", "d_inner", "d_ff"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("shared_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("shared_experts_intermediate_size", "intermediate_size_mlp"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
+    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_encoder_layers", "num_blocks", "depth"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), HEADS),
+    **dict.fromkeys(("attention_heads", "num_encoder_attention_heads"), HEADS),
+    **dict.fromkeys(("num_decoder_attention_heads", "swa_num_attention_heads"), HEADS),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), KV_HEADS),
+    **dict.fromkeys(("num_global_key_value_heads", "kv_n_heads"), KV_HEADS),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim", "kv_channels"), DIMS),
+    **dict.fromkeys(("dim_head", "v_head_dim", "qk_nope_head_dim", "d_kv"), DIMS),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "index_head_dim"), DIMS),
+    **{"qk_head_dim": 2 * DIMS, "kv_lora_rank": 32, "q_lora_rank": 32, "o_lora_rank": 32},
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_num_experts", "ffn_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_groups"), 1),
+    **dict.fromkeys(("num_shared_experts", "n_shared_experts", "moe_num_shared_experts"), 1),
+    **{"index_n_heads": 2, "index_topk": 1024, "o_groups": 2},
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("unpadded_vocab_size", "codebook_size"), VOCABULARY),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 1024),
+    **dict.fromkeys(("model_max_length", "max_source_positions", "max_target_positions"), 1024),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), WINDOW),
+    **dict.fromkeys(("local_attention", "window_size", "keep_window_size"), WINDOW),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), DIMS),
+    **{"mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
+    **{"state_size": 16, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16},
+    **{"mamba_chunk_size": 16, "chunk_size": 16, "n_mamba_heads": 2, "mamba_dt_rank": 8},
+    **{"hidden_size_per_layer_input": 8, "laurel_rank": 8, "embedding_size": HIDDEN},
+    **{"first_k_dense_replace": 1, "num_dense_layers": 1, "num_kv_shared_layers": 0},
+    **{
+        "query_pre_attn_scalar": DIMS,
+        "prompt_length": 8,
+        "block_size": 16,
+        "num_nextn_predict_layers": 0,
+    },
+    **dict.fromkeys(("image_size", "num_position_embeddings"), 64),
+    **dict.fromkeys(("out_hidden_size", "backbone_hidden_size"), HIDDEN),
+    **{"max_window_layers": 2, "time_step_rank": 8, "conv_kernel": 4},
+}
+TOKENS_OF_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+def _small(defaults: dict, own: dict) -> dict:
+    """The options that make a configuration with these defaults small; own: of a family, by name."""
+    out = {}
+    for name, value in defaults.items():
+        if isinstance(value, dict) and "model_type" in value:
+            out[name] = _small(value, own.get(name, {}))
+        elif name in SMALL and (
+            isinstance(value, int) and not isinstance(value, bool) and value > 0
+        ):
+            out[name] = SMALL[name]
+        elif name in TOKENS_OF_CONFIG and value is not None:
+            out[name] = 1
+    return out | {k: v for k, v in own.items() if not isinstance(v, dict) or k not in out}
+
+
+_LATENT = {"num_key_value_heads": HEADS}  # every head of MLA has keys of its own
+_MIXED = ["linear_attention", "full_attention"] * 2
+_DIMS = {"head_dim": DIMS}
+# What some families need besides.
+OWN = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots3_note_text"), _LATENT),
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3"), _LATENT),
+    **dict.fromkeys(("youtu",), _LATENT),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), _DIMS),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _LATENT | {"layer_types": _MIXED}),
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "deepseek_v2": _LATENT | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 1e4}
+            for name in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "dots1": _DIMS
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": _MIXED},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "moshi": {"codebook_size": 128, "audio_encoder_config": {"codebook_size": 128}},
+    "nemotron": _DIMS | {"num_key_value_heads": KV_HEADS},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    **dict.fromkeys(
+        ("qwen4_exp_text",),
+        {"hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": DIMS}
+        | {"indexer_budget": 1024, "indexer_compress_ratio": 4},
+    ),
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def config_of(family: str):
+    kind = CONFIG_MAPPING[family]
+    return kind(**_small(kind().to_dict(), OWN.get(family, {})))
+
+
+def families() -> list[str]:
+    """The names of all causal language models in transformers."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def build(family: str) -> PreTrainedModel:
+    """A small random model. Matrices keep the variance of what they multiply: attention is not flat."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config_of(family)).eval().float()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.normal_(0, module.weight.shape[1] ** -0.5)
+    return model
+
+
+# What cannot be built, or does not run by itself, and why.
+NOT_BUILT = {
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"), "reads the cache of another model"
+    ),
+    **dict.fromkeys(
+        ("musicgen", "musicgen_melody"), "a model of three parts; its auto class builds none"
+    ),
+    "gemma3n": "takes timm for its images; gemma3n_text is here",
+    **dict.fromkeys(
+        ("dots3_note", "qwen4_exp"),
+        "settings by layer in a model of several parts; its text part is here",
+    ),
+}
+
+
+def not_built(family: str) -> str | None:
+    return NOT_BUILT.get(family)

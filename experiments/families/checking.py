@@ -1,0 +1,144 @@
+"""What one family does on compressed caches, found out in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+
+from cuda_track.models import seam
+from experiments.families.building import VOCABULARY, build
+from mlxkv.formats.affine import Full
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.names import parse_kv
+from mlxkv.models.catalog.reports import LayerReport, ranges
+
+PROMPT, NEW = 45, 20  # tokens; pages are sealed while reading and while writing
+WINDOWS = {"sink": 4, "recent": 16, "page": 16}
+NEAR = 1e-3  # of the norm of the logits
+
+
+class Lossless(CacheConfig):
+    """Pages that hold the numbers themselves, and go all the ways of compressed ones."""
+
+    compresses = True
+
+
+EXACT = Lossless(Side(Full()), Side(Full()), **WINDOWS)
+INT4 = replace(parse_kv("int4"), **WINDOWS)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What was found. built: name of its class. skipped: why nothing was compared. compressed: of `layers`
+    reports. exact: distance of the logits to the plain model's with lossless pages. fault: what is wrong."""
+
+    name: str
+    built: str = ""
+    skipped: str = ""
+    layers: tuple[LayerReport, ...] = ()
+    exact: float | None = None
+    int4: bool = False
+    fault: str = ""
+
+    @property
+    def compressed(self) -> list[int]:
+        return [r.index for r in self.layers if r.compressed]
+
+    @property
+    def why(self) -> str:
+        """Why the other layers are not compressed."""
+        groups: dict[str, list[int]] = {}
+        for r in self.layers:
+            if not r.compressed:
+                groups.setdefault(f"{r.kind}: {r.reason}", []).append(r.index)
+        return "; ".join(f"{ranges(found)} ({why})" for why, found in groups.items())
+
+
+def family(name: str) -> Family:
+    """Build `name` and compare it: plain, on lossless pages, on int4, and plain again after detach."""
+    found = Family(name)
+    try:
+        model = build(name)
+        found = replace(found, built=type(model).__name__)
+    except Exception as error:
+        return replace(found, skipped=f"is not built: {_line(error)}")
+    try:
+        plain, logits = _written(model)
+    except Exception as error:
+        return replace(found, skipped=f"plain `generate` fails in transformers: {_line(error)}")
+    try:
+        reports = _attached(model, EXACT)
+        tokens, got = _written(model)
+        gap = float((got - logits).norm() / logits.norm())
+        found = replace(found, layers=tuple(reports), exact=gap)
+        if not (torch.equal(tokens, plain) and gap < NEAR):
+            return replace(found, fault=f"lossless pages: logits {gap:.1e} apart")
+        reports = _attached(model, INT4)
+        tokens, got = _written(model)
+        if not got.isfinite().all():
+            return replace(found, fault="int4: logits are not finite")
+        found = replace(found, int4=any(r.compressed for r in reports))
+        seam.detach(model)
+        if not torch.equal(_written(model)[1], logits):
+            return replace(found, fault="after detach the model is another")
+    except Exception as error:
+        return replace(
+            found, fault=f"{_line(error)} at {traceback.extract_tb(error.__traceback__)[-1].name}"
+        )
+    return found
+
+
+def _attached(model, config: CacheConfig) -> list[LayerReport]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing is compressed stands in the table
+        return seam.attach(model, config)
+
+
+def _written(model) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens [1, NEW] and their logits [NEW, V]."""
+    torch.manual_seed(5)
+    ids = torch.randint(3, VOCABULARY - 20, (1, PROMPT))
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences, torch.cat(out.logits)
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:160]
+
+
+def apart(name: str, seconds: float) -> Family:
+    """`family` in a process that ends after `seconds`."""
+    context = multiprocessing.get_context("fork")  # transformers takes seconds to import
+    here, there = context.Pipe(False)
+    process = context.Process(target=_report, args=(name, there))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the new process has one
+        process.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(seconds) else Family(name, fault=f"more than {seconds:g} s")
+    except EOFError:
+        return Family(name, fault="the process died")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _report(name: str, there) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    there.send(family(name))

@@ -1,0 +1,444 @@
+"""What users of transformers do with an attached model: it is right, or refused in one line."""
+
+import copy
+import io
+import pickle
+import sys
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+from cuda_track.cache.view import View
+from cuda_track.models import attending, dryrun, prompt_cache, seam
+from cuda_track.models.layers import CompressedLayer
+from cuda_track.models.loader import Loaded
+from experiments.families.building import build, config_of
+from experiments.families.checking import EXACT, INT4, PROMPT, VOCABULARY, WINDOWS
+from mlxkv.errors import UserError
+from mlxkv.models.catalog.reports import summarise
+
+torch.set_num_threads(1)
+
+IDS = torch.randint(3, VOCABULARY - 20, (1, PROMPT), generator=torch.Generator().manual_seed(3))
+NEW = 8
+
+
+def written(model, **options):
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False} | options
+    ids = options.pop("ids", IDS)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+
+
+def step(model, cache, ids=(5,)):
+    with torch.no_grad():
+        return model(torch.tensor([ids]), past_key_values=cache).logits
+
+
+@pytest.fixture
+def llama():
+    return build("llama")
+
+
+@pytest.fixture
+def attached(llama):
+    seam.attach(llama, INT4)
+    return llama
+
+
+@pytest.fixture
+def filled(attached):
+    """A cache with pages, made by `attached`."""
+    return written(attached, return_dict_in_generate=True).past_key_values
+
+
+# -- which layers
+
+
+@pytest.mark.parametrize(
+    "family, line",
+    {
+        "falcon": "uses cached keys or values as arrays",
+        "gptj": "uses cached keys or values as arrays",
+        "jetmoe": "as arrays (repeat)",
+        "diffllama": "as arrays (chunk)",
+        "minimax": "uses cache of its own",
+        "openai-gpt": "uses no cache of transformers",
+        "xlnet": "uses no cache of transformers",
+        "rwkv": "uses no cache of transformers",
+        "deepseek_v3": "(latent): full precision, latent cache that grows: not supported",
+        "mistral": "layers 0-3 (sliding window 512): full precision, small by nature",
+        "falcon_h1": "(full beside a state): full precision, a cache that grows beside a state: not supp",
+        "mamba": "layers 0-3 (state): full precision, constant size",
+    }.items(),
+)
+def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(family, line):
+    model = build(family)
+    right, before = written(model), model.config._attn_implementation
+    with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
+        reports = seam.attach(model, "int4")
+    lines = summarise(reports)
+    assert lines[0].startswith("NOTHING IS COMPRESSED") and any(line in x for x in lines), lines
+    assert model.config._attn_implementation == before and "generate" not in vars(model)
+    assert torch.equal(written(model), right)
+
+
+@pytest.mark.parametrize("family", ["jamba", "bamba", "nemotron_h"])
+def test_attention_beside_state_layers_is_compressed(family):
+    reports = seam.attach(build(family), "int4")
+    kinds = {r.kind for r in reports if not r.compressed}
+    assert any(r.compressed for r in reports)
+    assert kinds <= {"state", "no cache of its own"} and "state" in kinds
+
+
+def test_the_dry_run_leaves_a_model_as_it_was(llama):
+    llama.train()
+    llama.model.layers[1].eval()
+    llama.model.register_buffer("counter", torch.zeros(3))
+    llama.model.seen = 0
+
+    def count(module, args, kwargs, out):
+        module.counter += 1
+        module.counter = module.counter.clone()
+        module.seen += torch.rand(1).item()
+
+    hook = llama.model.register_forward_hook(count, with_kwargs=True)
+    buffer, modes = llama.model.counter, [m.training for m in llama.modules()]
+    weights = [p.clone() for p in llama.parameters()]
+    state = torch.random.get_rng_state()
+    assert all(r.compressed for r in seam.attach(llama, "int4"))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [m.training for m in llama.modules()] == modes
+    assert llama.model.counter is buffer and not buffer.any() and llama.model.seen == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, llama.parameters(), strict=True))
+    assert all(p.grad is None for p in llama.parameters())
+    assert len(llama.model._forward_hooks) == 1
+    hook.remove()
+
+
+def test_attention_that_is_another_function_is_refused(llama, monkeypatch):
+    module = type(llama.model.layers[0].self_attn).__module__
+    own = sys.modules[module].eager_attention_forward
+
+    def bent(module, query, key, value, mask, **kwargs):
+        return own(module, query, key * (1 + 0.1 * key.abs()), value, mask, **kwargs)
+
+    monkeypatch.setattr(sys.modules[module], "eager_attention_forward", bent)
+    with pytest.warns(UserWarning, match="attention is another function"):
+        reports = seam.attach(llama, "int4")
+    assert not any(r.compressed for r in reports)
+
+
+@pytest.mark.parametrize(
+    "family, way",
+    [("gemma2", "eager"), ("gpt_oss", "eager"), ("bigbird_pegasus", "eager")]
+    + [("bart", "eager"), ("bart", "sdpa"), ("llama", "eager")],
+)
+def test_lossless_pages_give_the_plain_logits(family, way):
+    model = build(family)
+    model.set_attn_implementation(way)
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    two = IDS.repeat(2, 1)
+    mask = torch.ones_like(two)
+    mask[1, :7] = 0  # padded on the left
+    plain = model.generate(two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options)
+    assert any(r.compressed for r in seam.attach(model, EXACT))
+    got = model.generate(two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options)
+    for a, b in zip(plain.logits, got.logits, strict=True):
+        assert (a - b).norm() < 1e-3 * a.norm()
+    with torch.no_grad():  # and without any cache
+        model(IDS, use_cache=False)
+
+
+def test_models_that_are_not_causal_stay_so():
+    config = config_of("bert")
+    config.is_decoder = False
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        plain = model(IDS, past_key_values=DynamicCache(config=config), use_cache=True).logits
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seam.attach(model, EXACT)
+        got = model(IDS, past_key_values=seam.new_cache(model), use_cache=True).logits
+        assert (plain - got).abs().max() < 1e-5
+        # The module says that it is not causal, and is given a view.
+        layer = model.bert.encoder.layer[0].attention.self
+        q, k, v = torch.randn(3, 1, 4, 6, 16)
+        assert layer.is_causal is False
+        out, _ = attending.attend_or_pass(layer, q, View((k, v)), View((k, v)), None)
+        right = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        assert (out - right.transpose(1, 2)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "model, kv, text", [(torch.nn.Linear(2, 2), "int4", "not a model"), (None, None, "not a model")]
+)
+def test_attach_takes_models_of_transformers(model, kv, text):
+    with pytest.raises(UserError, match=text):
+        seam.attach(model, kv)
+
+
+def test_attach_takes_a_cache(llama):
+    with pytest.raises(UserError, match="no cache; got None"):
+        seam.attach(llama, None)
+
+
+# -- options of generate
+
+
+def test_no_cache_is_the_plain_model(llama):
+    right = written(llama)
+    seam.attach(llama, INT4)
+    assert torch.equal(written(llama, use_cache=False), right)
+    own = GenerationConfig(use_cache=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
+    got = llama.generate(IDS, own, attention_mask=torch.ones_like(IDS))
+    assert torch.equal(got, right)
+    llama.generation_config.use_cache = False
+    assert torch.equal(written(llama), right)
+    cached = written(llama, use_cache=True, return_dict_in_generate=True).past_key_values
+    assert cached.get_seq_length() == PROMPT + NEW - 1
+    with pytest.raises(UserError, match="reads no cache; got past_key_values"):
+        written(llama, past_key_values=seam.new_cache(llama))
+
+
+@pytest.mark.parametrize(
+    "name", ["static", "dynamic", "quantized", "offloaded", "offloaded_static", "sliding_window"]
+)
+def test_caches_of_transformers_are_refused_by_name(attached, name):
+    with pytest.raises(UserError, match=f"cache_implementation .* got '{name}'"):
+        written(attached, cache_implementation=name)
+    own = GenerationConfig(cache_implementation="static")
+    with pytest.raises(UserError, match="cache_implementation"):
+        attached.generate(IDS, generation_config=own)
+
+
+@pytest.mark.parametrize("name", ["static", "hybrid", "dynamic"])
+def test_a_cache_that_the_models_file_names_gives_way(attached, name):
+    right = written(attached)
+    attached.generation_config.cache_implementation = name
+    out = written(attached, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, right)
+    assert all(type(layer) is CompressedLayer for layer in out.past_key_values.layers)
+    assert torch.equal(written(attached, cache_implementation="hybrid"), right)
+
+
+@pytest.mark.parametrize("way", ["eager", "sdpa"])
+def test_weights_of_attention_are_there(llama, way):
+    llama.set_attn_implementation("eager")
+    options = {"return_dict_in_generate": True, "output_attentions": True}
+    right = written(llama, **options).attentions
+    llama.set_attn_implementation(way)
+    seam.attach(llama, EXACT)
+    got = written(llama, **options).attentions
+    assert len(got) == len(right) == NEW
+    for ours, theirs in zip(got, right, strict=True):
+        assert len(ours) == len(theirs) == 4
+        assert all((a - b).abs().max() < 1e-5 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_assisted_text_is_the_models_own(attached):
+    right = written(attached)
+    assistant = build("llama")
+    with torch.no_grad():
+        for p in assistant.lm_head.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    assert torch.equal(written(attached, assistant_model=assistant), right)
+    assert torch.equal(written(attached, prompt_lookup_num_tokens=3), right)
+
+
+def test_an_attached_assistant_rolls_its_windows_back():
+    model, assistant = build("gemma2"), build("gemma2")
+    for one in (model, assistant):
+        one.config.sliding_window = 32
+        for layer in one.model.layers:
+            layer.self_attn.sliding_window = layer.self_attn.sliding_window and 32
+    with torch.no_grad():
+        assistant.lm_head.weight.add_(0.03 * torch.randn_like(assistant.lm_head.weight))
+    options = {"max_new_tokens": 30, "min_new_tokens": 30}
+    right = written(model, **options)
+    for one in (model, assistant):
+        seam.attach(one, EXACT)
+    assert torch.equal(written(model, assistant_model=assistant, **options), right)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 5},
+        {"prefill_chunk_size": 16},
+        {"guidance_scale": 1.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_ways_to_generate_are_those_of_the_plain_model(family, options):
+    model = build(family)
+    right = written(model, **options)
+    seam.attach(model, EXACT)
+    assert torch.equal(written(model, **options), right)
+
+
+# -- copies, pickles, and other models' caches
+
+
+def test_a_copy_answers_with_its_own_weights(attached):
+    right = written(attached)
+    other = copy.deepcopy(attached)
+    assert torch.equal(written(other), right)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert set(written(other)[0, PROMPT:].tolist()) == {0}
+    assert torch.equal(written(attached), right)
+    seam.detach(other)
+    assert set(written(other)[0, PROMPT:].tolist()) == {0}
+    assert other.config._attn_implementation == "sdpa" and "generate" not in vars(other)
+    assert torch.equal(written(attached), right)
+
+
+def test_detach_of_the_original_leaves_a_copy(llama):
+    plain = written(llama)
+    seam.attach(llama, INT4)
+    right, other = written(llama), copy.deepcopy(llama)
+    seam.detach(llama)
+    assert torch.equal(written(other), right) and torch.equal(written(llama), plain)
+    seam.detach(llama)  # again: nothing happens
+
+
+def test_models_pickle(llama, tmp_path):
+    plain = written(llama)
+    seam.attach(llama, INT4)
+    right = written(llama)
+    torch.save(llama, tmp_path / "model.pt")
+    other = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(written(other), right)
+    assert vars(other)["generate"].model is other
+    seam.detach(other)
+    assert torch.equal(written(other), plain)
+    llama.save_pretrained(tmp_path / "folder")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert torch.equal(written(again), plain)
+
+
+@pytest.mark.parametrize("kv", ["int4", "naive-int4", "kvarn-int2", "turbo-int4"])
+def test_caches_pickle(llama, kv):
+    seam.attach(llama, kv)
+    ids = IDS.repeat(1, 6)
+    cache = written(llama, ids=ids, return_dict_in_generate=True).past_key_values
+    assert cache.layers[0].cache._count_pages
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    others = [loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
+    right = step(llama, cache)
+    assert all(torch.equal(step(llama, other), right) for other in others)
+    assert cache.get_seq_length() == loaded.get_seq_length()
+
+
+def test_a_users_own_generate_comes_back(llama):
+    llama.generate = lambda *args, **kwargs: "own"
+    seam.attach(llama, "int4")
+    assert llama.generate(IDS) == "own"
+    seam.detach(llama)
+    assert llama.generate(IDS) == "own"
+
+
+@pytest.mark.parametrize("family", ["jamba", "nemotron_h", "falcon_h1"])
+def test_sessions_of_states_are_refused(family, tmp_path):
+    model = build(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seam.attach(model, "int4")
+    cache = seam.new_cache(model)
+    step(model, cache, IDS[0].tolist())
+    loaded = Loaded(model, None, "m", "int4", [])
+    with pytest.raises(UserError, match="sessions hold keys and values; got a layer of"):
+        prompt_cache.save(tmp_path / "s", prompt_cache.Saved(cache, IDS[0].tolist()), loaded)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("way", ["sdpa", "eager"])
+def test_a_cache_after_detach_is_one_line(attached, filled, way):
+    seam.detach(attached)
+    attached.set_attn_implementation(way)
+    with pytest.raises(UserError, match="cannot read compressed caches.*after detach") as found:
+        step(attached, filled)
+    assert "\n" not in str(found.value)
+    with pytest.raises(UserError, match="call attach"):
+        seam.new_cache(attached)
+
+
+def test_a_cache_of_another_model_is_one_line(attached):
+    with pytest.raises(UserError, match="cannot read compressed caches"):
+        step(build("gpt2"), seam.new_cache(attached))
+    config = config_of("llama")
+    config.num_hidden_layers = 6
+    config.layer_types = None
+    deeper = AutoModelForCausalLM.from_config(config).eval()
+    seam.attach(deeper, INT4)
+    with pytest.raises(UserError, match="a cache of 4 layers; got keys of layer 4"):
+        step(deeper, seam.new_cache(attached))
+
+
+def test_exchanged_attention_is_one_line(attached):
+    attached.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match="was exchanged; got 'sdpa'"):
+        written(attached)
+    seam.detach(attached)
+    assert attached.config._attn_implementation == "sdpa"
+
+
+def test_dynamic_caches_go_both_ways(llama):
+    with torch.no_grad():
+        plain = llama(IDS, past_key_values=DynamicCache(config=llama.config)).past_key_values
+    before = copy.deepcopy(plain)
+    seam.attach(llama, EXACT)
+    ours = seam.compressed_from(llama, plain)
+    assert ours.layers[0].cache._count_pages
+    right = step(llama, plain)
+    assert (step(llama, ours) - right).norm() < 1e-4 * right.norm()
+    back = DynamicCache(seam.compressed_from(llama, before))
+    for a, b in zip(back.layers, before.layers, strict=True):
+        assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+    assert DynamicCache(seam.new_cache(llama)).get_seq_length() == 0
+    with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
+        written(llama, past_key_values=DynamicCache(config=llama.config))
+    with pytest.raises(UserError, match="a model of 4 layers; got a cache of 0"):
+        seam.compressed_from(llama, DynamicCache())
+
+
+def test_crop_counts_as_transformers_does(attached, filled):
+    tokens = filled.get_seq_length()
+    with pytest.raises(ValueError, match=r"got 100; write crop\(-100\)"):
+        filled.crop(100)
+    assert filled.get_seq_length() == tokens
+    filled.crop(0)
+    assert filled.get_seq_length() == tokens
+    filled.crop(-3)
+    assert filled.get_seq_length() == tokens - 3
+    filled.crop(-1000)
+    assert filled.get_seq_length() == 0
+    fresh = step(attached, seam.new_cache(attached), IDS[0].tolist())
+    assert torch.equal(step(attached, filled, IDS[0].tolist()), fresh)
+
+
+def test_a_probe_notes_what_is_done_with_it():
+    probe = dryrun.Probe()
+    keys, values = probe.update(torch.ones(1, 2, 2, 16), torch.ones(1, 2, 2, 16))
+    assert (
+        probe.sizes == (2, 16, 16)
+        and probe.verdict == "the model computes attention in its own way"
+    )
+    assert keys.shape == (1, 2, 2, 16)
+    assert probe.verdict == "the model uses cached keys or values as arrays (shape)"
+    assert type(values + 1) is torch.Tensor
+
+
+def test_windows_are_small_enough_to_seal():
+    assert sum(WINDOWS.values()) < PROMPT

@@ -1,0 +1,278 @@
+"""Tokens that are taken back leave what a cache fed with the others alone would hold."""
+
+import copy
+import pickle
+import random
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from cuda_track.cache import choose
+from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.models import seam
+from experiments.families.building import VOCABULARY, build
+from experiments.families.checking import EXACT, INT4
+from mlxkv.cache.compressed import CompressedKVCache as MLXCache
+from mlxkv.errors import UserError
+from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.names import parse_kv
+
+torch.set_num_threads(1)
+
+PLAIN = CacheConfig(Side(Affine(4, 32)), Side(Affine(2, 32)), sink=16, recent=32, page=32)
+CHANNEL = CacheConfig(
+    Side(Affine(4, 0, axis="channel")), Side(Affine(4, 64)), sink=0, recent=16, page=32
+)
+SMALL = {"sink": 16, "recent": 16, "page": 32}
+CONFIGS = {
+    "affine": PLAIN,
+    "channels": CHANNEL,
+    "no recent": replace(PLAIN, recent=0),
+    "turned": replace(parse_kv("srft-int4"), **SMALL),
+    "kvarn": replace(parse_kv("kvarn-int2"), **SMALL),
+    "codebook": replace(parse_kv("turbo-int4"), **SMALL),
+}
+BATCH, HEADS, DIMS, LONGEST = 2, 2, 64, 3100
+
+
+def data(rows, seed=0):
+    """Keys and values of LONGEST tokens for these rows of the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(BATCH, HEADS, LONGEST, DIMS, generator=generator)[rows] for _ in "kv")
+
+
+def feed(cache, pair, start, stop):
+    if stop > start:
+        cache.update_and_fetch(*(x[:, :, start:stop] for x in pair))
+
+
+def same(cache, other):
+    """Both hold the same codes and windows; a product of another shape may round a code otherwise.
+
+    A sink that has left the window stays out of it, though nothing may be sealed any more.
+    """
+    assert cache.offset == other.offset and cache._count_pages == other._count_pages
+    if not cache.offset:
+        return
+    exact = min(cache._count, other._count)
+    views = (one.view().whole(torch.float32) for one in (cache, other))
+    for x, y in zip(*views, strict=True):
+        assert torch.equal(x[:, :, -exact:], y[:, :, -exact:])
+        assert (x - y).abs().gt(1e-4).float().mean() < 2e-3
+    if cache._count_pages:
+        assert cache._count == other._count
+    if cache._last is not None and other._last is not None:
+        assert all(torch.equal(x, y) for x, y in zip(cache._last, other._last, strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", range(2))
+def test_any_walk_ends_where_a_fresh_cache_is(name, seed):
+    """Append, take back, cut back and read on, save and load, copy, pickle, other rows."""
+    config, dice = CONFIGS[name], random.Random(seed)
+    page = config.page
+    rows, pair = [0, 1], data([0, 1])
+    cache, tokens, refused, unsealed = CompressedKVCache(config), 0, 0, 0
+    actions = ["append"] * 6 + ["trim"] * 5 + ["back"] * 2 + ["load", "copy", "pickle", "rows"]
+    for _ in range(60):
+        action = dice.choice(actions)
+        if tokens > 20 * page:
+            action = "back"
+        if action == "append":
+            more = dice.choice((1, 2, 5, page - 1, page, 2 * page, 4 * page - 8))
+            feed(cache, pair, tokens, tokens + more)
+            tokens += more
+        elif action == "trim":
+            n = dice.choice((0, 1, 3, page - 1, page, page + 40))
+            left, pages = max(0, tokens - n), cache._count_pages
+            if cache.keeps(left):
+                assert cache.trim(n) == tokens - left
+                unsealed += cache._count_pages < pages
+                tokens = left
+            else:
+                refused += 1
+                with pytest.raises(UserError, match=f"at most {cache.trimmable} tokens"):
+                    cache.trim(n)
+        elif action == "back":
+            limit = dice.randint(0, tokens)
+            kept = cache.restart(limit if cache.keeps(limit) else limit - config.recent - 1)
+            if kept <= 0:
+                cache.clear()
+            elif kept < tokens:
+                cache.cut(kept)
+            feed(cache, pair, max(kept, 0), limit)
+            tokens = limit
+        elif action == "load":
+            cache = CompressedKVCache.from_state(cache.state)
+        elif action == "copy":
+            cache = copy.deepcopy(cache)
+        elif action == "pickle":
+            cache = pickle.loads(pickle.dumps(cache))
+        else:
+            order = dice.choice(([1, 0], [0, 1], [1, 1]))
+            rows = [rows[i] for i in order]
+            pair = data(rows)
+            cache.select(torch.tensor(order))
+        fresh = CompressedKVCache(config)
+        feed(fresh, pair, 0, tokens)
+        same(cache, fresh)
+    assert refused and unsealed
+
+
+@pytest.mark.parametrize("way", [choose.OPS, choose.TRITON])
+def test_taking_a_reply_back_a_hundred_times_loses_nothing(way):
+    """With the windows of the preset; int4's pages also in a pool, whose places come back."""
+    if way == choose.TRITON:
+        pytest.importorskip("cuda_track.kernels.interpreter")
+    config, pair = replace(parse_kv("naive-int4"), **SMALL), data([0])
+    times = 100 if way == choose.OPS else 4
+    with choose.using(way):
+        cache, fresh = (CompressedKVCache(config) for _ in "ab")
+        feed(fresh, pair, 0, 151)
+        feed(cache, pair, 0, 151)
+        for _ in range(times):
+            feed(cache, data([0], 1), 0, 31)
+            assert cache.trim(31) == 31
+            same(cache, fresh)
+        feed(cache, data([0], 1), 0, 300)
+        with pytest.raises(UserError, match="read the prompt again, or use cut_back"):
+            cache.trim(300)
+        assert cache.offset == 451
+
+
+def test_files_without_the_last_page_load():
+    """As they were before its exact tokens were kept."""
+    pair, cache = data([0, 1]), CompressedKVCache(PLAIN)
+    feed(cache, pair, 0, 300)
+    old = {name: x for name, x in cache.state.items() if name != "last"}
+    loaded = CompressedKVCache.from_state(old)
+    assert cache.trimmable == loaded.trimmable + PLAIN.page
+    assert torch.equal(loaded.view().whole(torch.float32)[0], cache.view().whole(torch.float32)[0])
+    feed(loaded, pair, 300, 310)
+    assert loaded.trim(7) == 7  # a rejected draft
+    back = CompressedKVCache.from_state(cache.state)
+    assert back.trim(cache.trimmable) == cache.trim(cache.trimmable)
+    same(back, cache)
+
+
+def test_the_other_track_reads_the_last_page():
+    import mlx.core as mx
+
+    pair, cache = data([0, 1]), CompressedKVCache(PLAIN)
+    feed(cache, pair, 0, 300)
+
+    def moved(tree):
+        return {
+            name: moved(x) if isinstance(x, dict) else mx.array(_unsigned(x))
+            for name, x in tree.items()
+        }
+
+    other = MLXCache.from_state(moved(cache.state))
+    assert other.trimmable == cache.trimmable
+    assert other.trim(other.trimmable) == cache.trim(cache.trimmable)
+    assert other._count == cache._count and other._count_pages == cache._count_pages
+    for x, y in zip(other._read_live(), cache._read_live(), strict=True):
+        assert (torch.tensor(x.tolist()) - y).abs().max() == 0
+
+
+def _unsigned(x):
+    return x.numpy().view("uint32") if x.dtype == torch.int32 else x.numpy()
+
+
+# -- the caches of models
+
+
+def read(model, cache, ids):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits
+
+
+def ids(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY - 20, (1, count), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = build("llama")
+    seam.attach(model, INT4)
+    return model
+
+
+def test_crop_refuses_as_a_whole(model):
+    cache = seam.new_cache(model)
+    read(model, cache, ids(100))
+    with pytest.raises(
+        UserError, match=r"\[cache\] at most \d+ tokens can be taken back.*got 90"
+    ) as e:
+        cache.crop(-90)
+    assert "\n" not in str(e.value)
+    assert {layer.cache.offset for layer in cache.layers} == {100}
+    cache.crop(-10)
+    twin = seam.new_cache(model)
+    read(model, twin, ids(100)[:, :90])
+    right = read(model, twin, ids(5, 2))
+    assert (read(model, cache, ids(5, 2)) - right).abs().max() < 0.05 * right.abs().max()
+
+
+def test_cut_back_and_read_on_is_a_fresh_cache():
+    """Pages that lose nothing, so that logits tell."""
+    model = build("llama")
+    seam.attach(model, EXACT)
+    text, cache, fresh = ids(200), seam.new_cache(model), seam.new_cache(model)
+    read(model, fresh, text[:, :90])
+    right = read(model, fresh, text[:, 90:91])
+    read(model, cache, text)
+    for _ in range(5):
+        kept = cache.cut_back(90)
+        assert 90 - EXACT.recent - 1 - EXACT.page < kept <= 90
+        read(model, cache, text[:, kept:90])
+        assert cache.get_seq_length() == 90
+        got = read(model, cache, text[:, 90:91])
+        assert (got - right).norm() < 1e-4 * right.norm()
+        read(model, cache, ids(70, 3))
+    assert cache.cut_back(1) == 1  # of the sink
+    assert cache.cut_back(0) == 0 and cache.get_seq_length() == 1
+
+
+@pytest.mark.parametrize("family, kept", [("jamba", 0), ("gemma2", 0), ("gemma2", 93)])
+def test_cut_back_asks_every_layer(family, kept):
+    """States cannot go back, windows only before they are full."""
+    model = build(family)
+    if family == "gemma2" and not kept:
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = layer.self_attn.sliding_window and 32
+        model.config.sliding_window = 32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seam.attach(model, INT4)
+    cache = seam.new_cache(model)
+    read(model, cache, ids(100))
+    before = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
+    assert cache.cut_back(93) == kept
+    after = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
+    assert after == ([93] * len(before) if kept else before)
+
+
+def test_assisted_text_goes_on_over_many_seals(model):
+    prompt = ids(60)
+    write = partial(
+        model.generate,
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=90,
+        min_new_tokens=90,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    right = write()
+    assistant = build("llama")
+    with torch.no_grad():
+        assistant.lm_head.weight.add_(0.05 * torch.randn_like(assistant.lm_head.weight))
+    for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 6}):
+        got = write(**options)
+        agree = (got == right).float().mean()
+        assert got.shape == right.shape and agree > 0.5

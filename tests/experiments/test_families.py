@@ -1,0 +1,50 @@
+"""The table of transformers' families: a dozen of them, and the page."""
+
+import subprocess
+import sys
+
+import pytest
+
+from experiments.families import __main__ as table
+from experiments.families.building import families, not_built
+from experiments.families.checking import Family, apart
+from mlxkv.errors import MachineError, UserError
+from mlxkv.models.catalog.reports import LayerReport
+
+
+@pytest.mark.slow
+def test_one_of_each_sort_has_no_fault(tmp_path):
+    command = [sys.executable, "-m", "experiments.families", "--short", "--out"]
+    subprocess.run([*command, str(tmp_path / "families.md")], check=True, timeout=300)
+    text = (tmp_path / "families.md").read_text(encoding="utf-8")
+    assert f"{len(table.SHORT)} families: {len(table.SHORT)} built and compared" in text
+    assert "| llama | LlamaForCausalLM | 0-3 of 4 | - | yes | yes |" in text
+    assert "latent cache that grows: not supported" in text and "0 with a fault" in text
+
+
+def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
+    layer = LayerReport(0, "full", False, "a | reason")
+    monkeypatch.setattr(
+        table, "apart", lambda name, _: Family(name, "X", "", (layer,), fault="bad")
+    )
+    with pytest.raises(MachineError, match="1 of 1 have a fault: llama"):
+        table.main(["llama"])
+    out = capsys.readouterr().out
+    assert (
+        "| llama | X | - | 0 (full: a / reason) | **bad** |  |" in out and "1 with a fault" in out
+    )
+
+
+def test_a_family_that_hangs_or_dies_is_a_fault(monkeypatch):
+    from experiments.families import checking
+
+    monkeypatch.setattr(checking, "family", lambda name: __import__("time").sleep(60))
+    assert apart("llama", 0.2).fault == "more than 0.2 s"
+    monkeypatch.setattr(checking, "family", lambda name: __import__("os")._exit(3))
+    assert apart("llama", 20).fault == "the process died"
+
+
+def test_names_are_those_of_transformers():
+    assert len(families()) > 150 and not not_built("llama")
+    with pytest.raises(UserError, match="no causal model 'lama'"):
+        table.main(["lama"])
