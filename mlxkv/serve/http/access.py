@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from email.message import Message
 from hashlib import sha256
+from math import ceil
 from urllib.parse import urlsplit
 
 from mlxkv.serve.options import LOOPBACK, ServeOptions
@@ -36,8 +37,8 @@ class Keys:
         now, who = time.monotonic(), _network(peer)
         debt, then = self._debts.get(who, (0.0, now))
         debt = max(0.0, debt - (now - then) * RATE)
-        if given and debt >= FREE:
-            wait = int((debt - FREE) / RATE) + 1
+        if given and debt > FREE - 1:
+            wait = ceil((debt - FREE + 1) / RATE)
             raise Refused(
                 429,
                 f"[Authorization] too many wrong keys from this address; wait {wait} s",

@@ -52,7 +52,7 @@ class Connections:
         self._arriving = 0  # bytes of requests that are arriving
         self._back: deque[Line] = deque()  # their replies have been written
         self._told = 0.0
-        self._stopping, self._ended = False, Event()
+        self._stopping, self._closed, self._ended = False, False, Event()
         self._ended.set()
         self._selector = DefaultSelector()
         self._waker, self._wakes = socket.socketpair()
@@ -118,7 +118,8 @@ class Connections:
         self._ended.wait()
 
     def server_close(self) -> None:
-        """Close everything. Threads that write replies find their connections closed."""
+        """Close everything. Threads that write replies find that their client has left, and close."""
+        self._closed = True
         for one in (self.socket, self._waker, self._wakes):
             one.close()
         for state in STATES:
@@ -127,6 +128,8 @@ class Connections:
                     line.sock.shutdown(socket.SHUT_RDWR)
                 if state != "busy":
                     line.close()
+        while self._back:
+            self._back.popleft().close()
         self._selector.close()
 
     def _wake(self) -> None:
@@ -248,6 +251,8 @@ class Connections:
         finally:
             self._back.append(line)
             self._wake()
+            if self._closed:
+                line.close()
 
     def _after(self, line: Line) -> None:
         """Go on with a connection whose reply has been written."""

@@ -14,8 +14,8 @@ _NAMES = {
         chat_template continue_final_message custom_logit_processor detokenize documents
         early_stopping ebnf enable_thinking guided_choice guided_decoding_backend guided_grammar
         guided_json guided_regex guided_whitespace_pattern ignore_eos include_reasoning
-        include_stop_str_in_output json_schema kv_transfer_params length_penalty logit_processors
-        logits_processors logprob_token_ids lora_path max_think_tokens media_io_kwargs min_tokens
+        include_stop_str_in_output json_schema kv_transfer_params length_penalty
+        logits_processors lora_path media_io_kwargs min_tokens
         mm_processor_kwargs no_stop_trim priority prompt_embeds prompt_logprobs regex request_id
         return_hidden_states return_token_ids return_tokens_as_token_ids rid separate_reasoning
         session_id session_params skip_special_tokens spaces_between_special_tokens stop_regex
@@ -30,10 +30,10 @@ _NAMES = {
         reasoning_budget reasoning_format repeat_last_n repeat_penalty response_fields
         return_progress return_tokens samplers slot_id t_max_predict_ms tfs_z thinking_budget
         thinking_forced_open timings_per_token top_a top_n_sigma typical typical_p
-        use_default_badwordsids
+       
     """,
     "Ollama, LM Studio, mlx-lm": """
-        context_length draft_tokens format frequency_penalty_context images keep_alive mode
+        context_length format images keep_alive mode
         num_batch num_ctx num_draft_tokens num_gpu num_keep num_predict num_thread options raw
         template think ttl
     """,
