@@ -5,18 +5,20 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import re
 import time
 from collections import OrderedDict
 from email.message import Message
 from hashlib import sha256
 from math import ceil
-from urllib.parse import urlsplit
 
 from mlxkv.serve.options import LOOPBACK, ServeOptions
 from mlxkv.serve.refusals import Refused
 
 FREE, RATE = 10, 1.0  # wrong keys that an address may send at once, and then each second
 ADDRESSES = 1024  # that are remembered: the latest
+HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\s@:/?#\[\]\\]+)(:\d{0,5})?")
+ABSOLUTE = re.compile(r"https?://(?P<host>[^/?#]+)(?P<path>[^?#]*)", re.IGNORECASE)
 TOLD = 10.0  # seconds between lines of the log
 
 
@@ -84,21 +86,16 @@ def locate(target: str, headers: Message) -> tuple[str, str]:
     host = headers.get("Host") or ""
     if target.startswith("/"):
         return target.partition("?")[0].partition("#")[0], host
-    try:
-        found = urlsplit(target)
-    except ValueError:
-        found = None
-    if found is None or found.scheme not in ("http", "https") or not found.netloc:
+    found = ABSOLUTE.match(target)
+    if found is None or not HOST.fullmatch(found["host"]):
         raise Refused(400, "[request] its target is no path")
-    return found.path or "/", found.netloc
+    return found["path"] or "/", found["host"]
 
 
 def check_host(host: str, headers: Message, options: ServeOptions) -> None:
     """Keep out web pages that were not allowed. host: what the client calls this server. Raises Refused."""
-    try:
-        name = urlsplit(f"//{host}").hostname
-    except ValueError:
-        name = ""
+    found = HOST.fullmatch(host)
+    name = found["name"].strip("[]").lower() if found else ""
     if options.local and name not in (*LOOPBACK, options.host):
         # DNS rebinding: a web page's own name that was made to point here.
         raise Refused(403, "[Host] this server is for this machine alone")

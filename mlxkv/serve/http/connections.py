@@ -57,7 +57,9 @@ class Connections:
         self._selector = DefaultSelector()
         self._waker, self._wakes = socket.socketpair()
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" is IPv4, too
-        self.socket = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
+        self.socket = socket.create_server(
+            address, family=family, backlog=1024, dualstack_ipv6=both
+        )
         self.server_address = self.socket.getsockname()
         for one in (self._waker, self._wakes, self.socket):
             one.setblocking(False)
