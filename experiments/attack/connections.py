@@ -35,7 +35,7 @@ def attempts(short: bool) -> Iterator[Attempt]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
     try:
         with server("--max-requests", "700") as running:
-            yield from _many(running, 1.0 if short else 5.0)
+            yield from _many(running, short)
         with server("--max-requests", "4", "--max-body", "1MB") as running:
             yield from _half(running)
             yield from _kept(running)
@@ -97,15 +97,15 @@ def quick(port: int) -> tuple[bool, str]:
     return status == 200 and seconds < 5, f"{status} after {seconds:.1f} s {data[:80]!r}"
 
 
-def _many(running, seconds: float) -> Iterator[Attempt]:
-    port, pid = running.port, running.process.pid
+def _many(running, short: bool) -> Iterator[Attempt]:
+    port, pid, seconds = running.port, running.process.pid, 1.0 if short else 5.0
     kinds = {
         f"{IDLE} idle connections": (IDLE, b""),
         f"{OPEN} connections with half a head": (OPEN, GET[:20]),
         f"{OPEN} connections with half a body": (OPEN, post(prompt="a")[:-3]),
         f"{OPEN} connections that have asked, and wait": (OPEN, GET),
     }
-    for name, (count, data) in kinds.items():
+    for name, (count, data) in list(kinds.items())[: 2 if short else 4]:
         with opened(port, count, data):
             share = busy(pid, seconds)
             yield Attempt(f"{name}: the server rests", share < 0.3, f"{share:.0%} of a core")
@@ -113,10 +113,11 @@ def _many(running, seconds: float) -> Iterator[Attempt]:
             yield Attempt(f"{name}: a stream is answered", *stream(port))
         yield Attempt(f"{name}, closed: a request is answered", *quick(port))
     start = time.perf_counter()
-    for _ in range(1500):
+    count = 300 if short else 1500
+    for _ in range(count):
         connect(port).close()
     took = time.perf_counter() - start
-    yield Attempt("1,500 connections that open and close", *quick(port))
+    yield Attempt(f"{count} connections that open and close", *quick(port))
     lines = [line for line in running.output().splitlines() if "oldest that wait" in line]
     yield Attempt("its log stays short", len(lines) <= 2 + took, f"{len(lines)} lines")
 
@@ -202,7 +203,7 @@ def _left(running, count: int) -> Iterator[Attempt]:
     for name, more in {"a reply": {}, "a stream": {"stream": True}}.items():
         for how in ("close", "reset"):
             for pause in (0.0, 0.3):
-                for _ in range(3):
+                for _ in range(count // 20):
                     with connect(running.port) as line:
                         line.sendall(post(**endless, **more))
                         time.sleep(pause)
