@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from email.message import Message
@@ -10,6 +11,7 @@ import pytest
 from serving import complete, get, send, serving
 
 from mlxkv.errors import UserError
+from mlxkv.serve.command import serve
 from mlxkv.serve.http import access
 from mlxkv.serve.http.access import Keys, given_key, locate
 from mlxkv.serve.options import ServeOptions
@@ -132,6 +134,17 @@ def test_keys_that_no_header_carries_are_refused_at_the_start(key):
         ServeOptions(api_key=key)
     assert "\n" not in str(found.value) and "\x00" not in str(found.value)
     assert ServeOptions(api_key="a b").api_key == "a b"
+
+
+def test_an_empty_key_is_none_that_was_forgotten(monkeypatch):
+    """`--api-key "$KEY"` with no such variable must not start a server that is open."""
+    monkeypatch.setenv("MLXKV_API_KEY", "from the environment")
+    given = dataclasses.asdict(ServeOptions()) | {"api_key": ""}
+    with pytest.raises(UserError, match=r"^\[--api-key\] must be ASCII and not empty"):
+        serve(**given)
+    monkeypatch.setenv("MLXKV_API_KEY", "ab ")
+    with pytest.raises(UserError, match=r"^\[--api-key\] begins or ends"):
+        serve(**given | {"api_key": None})
 
 
 def test_over_http(model_folder, monkeypatch):

@@ -380,6 +380,20 @@ def test_a_client_that_does_not_read_keeps_nobody_out():
         until(lambda: not server.lines["busy"])
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_every_address_is_ipv4_too():
+    try:
+        listening = connections._listen(socket.AF_INET6, ("::", 0, 0, 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with listening, socket.create_connection(("127.0.0.1", listening.getsockname()[1])):
+        accepted, address = listening.accept()
+        with accepted:
+            assert address[0] == "::ffff:127.0.0.1"
+        with pytest.raises(OSError, match="in use"):
+            connections._listen(socket.AF_INET6, listening.getsockname())
+
+
 def test_it_ends_with_connections_of_every_kind():
     with running() as server:
         lines = [connect(server) for _ in range(3)]

@@ -38,6 +38,21 @@ def most() -> int:
     return MOST if limit == resource.RLIM_INFINITY else max(limit // 2, min(limit - RESERVE, MOST))
 
 
+def _listen(family: int, address: tuple) -> socket.socket:
+    """A socket that listens. Raises OSError."""
+    out = socket.socket(family)
+    try:
+        out.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and socket.has_dualstack_ipv6():
+            out.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # "::" is IPv4, too
+        out.bind(address)
+        out.listen(1024)
+    except BaseException:
+        out.close()
+        raise
+    return out
+
+
 class Connections:
     """Accepts connections and reads requests. A subclass answers them.
 
@@ -54,12 +69,9 @@ class Connections:
         self._told = 0.0
         self._stopping, self._closed, self._ended = False, False, Event()
         self._ended.set()
+        self.socket = _listen(family, address)
         self._selector = DefaultSelector()
         self._waker, self._wakes = socket.socketpair()
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" is IPv4, too
-        self.socket = socket.create_server(
-            address, family=family, backlog=1024, dualstack_ipv6=both
-        )
         self.server_address = self.socket.getsockname()
         for one in (self._waker, self._wakes, self.socket):
             one.setblocking(False)
