@@ -98,6 +98,11 @@ class ServeOptions:
                 raise UserError(f"[--{name.replace('_', '-')}] must be at least 1; got {value}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise UserError("[--api-key] must be ASCII and not empty; got something else")
+        if self.api_key is not None and not _sendable(self.api_key):
+            raise UserError(
+                "[--api-key] begins or ends with a space, or has a line break or control character, "
+                "which no client can send; got one that does; choose another"
+            )
         if not self.local and self.api_key is None:
             raise UserError(
                 f"[--host] other machines may reach {self.host}; got no --api-key; "
@@ -134,3 +139,8 @@ class ServeOptions:
     @property
     def disk_folder(self) -> Path | None:
         return Path(self.kv_disk).expanduser() if self.kv_disk else None
+
+
+def _sendable(key: str) -> bool:
+    """Whether a header of HTTP can carry a key as it is."""
+    return key == key.strip() and key.isprintable()

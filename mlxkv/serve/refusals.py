@@ -16,9 +16,13 @@ KINDS = {
     408: "timeout_error",
     411: "invalid_request_error",
     413: "invalid_request_error",
+    414: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
+    501: "invalid_request_error",
     503: "overloaded_error",
     504: "timeout_error",
+    505: "invalid_request_error",
 }
 
 

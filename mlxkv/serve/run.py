@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-import sys
 import time
-from functools import partial
-from http.server import ThreadingHTTPServer
 
 import mlx.core as mx
 
@@ -17,27 +14,25 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.serve import ranks
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.http.arrival import Door
+from mlxkv.serve.http.arrival import Line
+from mlxkv.serve.http.connections import Connections
 from mlxkv.serve.http.handler import Handler, Site
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 
 
-class Server(ThreadingHTTPServer):
-    """Serves each connection in a thread, at most `4 * max_requests` of them. Raises what loading raises,
+class Server(Connections):
+    """Serves each request in a thread, at most `4 * max_requests` of them. Raises what loading raises,
     and OSError where it cannot listen."""
-
-    daemon_threads = True
-    request_queue_size = 128
 
     def __init__(self, options: ServeOptions):
         self.metrics = Metrics()
-        self.door = Door(4 * options.max_requests)
         self.engine = Engine(options, self.metrics)
         try:
             self.site = Site(options, self.engine, self.metrics)
-            self.address_family, address = _address(options)
-            super().__init__(address, partial(Handler, self.site))
+            family, address = _address(options)
+            busy = 4 * options.max_requests
+            super().__init__(family, address, Handler.timeout, options.body_bytes, busy)
         except BaseException:
             self.engine.stop_and_join()
             raise
@@ -47,25 +42,14 @@ class Server(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def process_request(self, request, client_address):
-        if not self.door.enter(request):
-            self.shutdown_request(request)  # an answer would take a thread
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self.door.leave(request)
-            raise
+    def admit(self, line: Line) -> None:
+        Handler(self.site, line).admit()
 
-    def process_request_thread(self, request, client_address):
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.door.leave(request)
+    def answer(self, line: Line) -> None:
+        Handler(self.site, line).answer()
 
-    def handle_error(self, request, client_address):
-        error = sys.exc_info()[1]
-        if isinstance(error, ConnectionError | TimeoutError):
+    def failed(self, error: Exception) -> None:
+        if isinstance(error, OSError):
             self.metrics.add(cut_off=1)
         else:
             logging.error("a connection failed", exc_info=error)

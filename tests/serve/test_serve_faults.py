@@ -77,10 +77,10 @@ def test_clients_that_hang_up_anywhere(server):
     ("data", "status"),
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n", b"400"),  # TLS
-        (b"GET / HTTP/9.9\r\n\r\n", b"505"),
+        (b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n", b"505"),
         (b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"501"),
-        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
-        (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", b"411"),
         (raw_post(b"{}", 1 << 40)[:-2], b""),  # announces a terabyte and leaves
     ],

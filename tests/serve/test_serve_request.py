@@ -6,13 +6,16 @@ import inspect
 import json
 from dataclasses import FrozenInstanceError
 
+import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mlx_lm.sample_utils import make_sampler
 from request_bodies import BODIES, GOOD, SERVED, VOCABULARY, check
 from transformers import PreTrainedTokenizerBase
 
 from mlxkv.serve.http import request
+from mlxkv.serve.http.handler import finite, finite_steps
 from mlxkv.serve.refusals import Refused
 
 
@@ -77,6 +80,107 @@ def test_any_bytes_are_refused_as_a_body(raw):
 def test_each_limit_holds(field, value):
     with pytest.raises(Refused, match=rf"\[{field}\]"):
         check(GOOD | {field: value}, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("top-k", "top_k"),
+        ("message", "messages"),
+        ("", None),
+        ("\x1b[31mred\n", None),
+        ("x" * 5000, None),
+        ("qwertyuiop", None),
+    ],
+)
+def test_names_that_nobody_knows_are_refused(name, meant):
+    with pytest.raises(Refused, match="no such field") as found:
+        check(GOOD | {name: 1}, True)
+    said = found.value.message
+    assert found.value.status == 400 and found.value.code == "unknown_parameter"
+    assert said.isprintable() and len(said) < 210 and said.startswith("[")
+    assert (f"did you mean {meant}?" in said) if meant else ("leave it out" in said)
+
+
+def test_names_that_openais_client_has_are_known():
+    """Taken or dropped; those that this server cannot do have a refusal of their own."""
+    types = pytest.importorskip("openai.types")
+    chat = types.chat.completion_create_params.CompletionCreateParamsBase
+    text = types.completion_create_params.CompletionCreateParamsBase
+    names = {*inspect.get_annotations(chat), *inspect.get_annotations(text)}
+    assert len(names) > 30
+    assert names <= request.KNOWN
+
+
+def test_fields_of_other_servers_change_nothing():
+    want = check(GOOD, True)
+    for name in sorted(request.IGNORED):
+        assert check(GOOD | {name: {"anything": [1]}}, True) == want
+    assert not request.IGNORED & {*request.TAKEN, *request.ONLY}
+
+
+@pytest.mark.parametrize("depth", [request.DEPTH - 2, request.DEPTH + 1, 976, 980, 5000])
+def test_nested_bodies(depth):
+    """Lists, objects, and arguments of calls that are JSON in a text."""
+    nested = (b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth)
+    for inside in nested:
+        raw = b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "metadata": %s}'
+        if depth < request.DEPTH:
+            assert request.parse(raw % inside, True, SERVED).messages
+        else:
+            with pytest.raises(Refused, match=r"\[body\] nested too deeply; at most 64 levels"):
+                request.parse(raw % inside, True, SERVED)
+    for content in nested:
+        with pytest.raises(Refused, match=r"\[(body|messages.0.content)\]"):
+            raw = b'{"messages": [{"role": "user", "content": %s}]}'
+            request.parse(raw % content, True, SERVED)
+    call = {"function": {"name": "f", "arguments": nested[1].decode()}}
+    body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    if depth < request.DEPTH:
+        assert check(body, True)
+    else:
+        with pytest.raises(Refused, match=r"arguments\] must be a JSON object"):
+            check(body, True)
+
+
+@pytest.mark.parametrize("cold", [0, 1e-320, 1e-45, 1e-40, 1e-38, 1e-7, 9e-4])
+def test_temperatures_that_cannot_be_divided_by_are_greedy(cold):
+    assert check(GOOD | {"temperature": cold}, True)["temperature"] == 0.0
+    assert check(GOOD | {"temperature": 1e-3}, True)["temperature"] == 1e-3
+
+
+def test_the_coldest_temperature_still_draws_the_best_token():
+    """In 16 bits, where the best is as unlikely as it can be, and at the least `top_p`."""
+    for dtype in (mx.float16, mx.bfloat16, mx.float32):
+        logits = mx.zeros((1, 50_000), dtype=dtype)
+        logits[0, 7] = 0.5
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        for settings_ in ({"temp": request.COLDEST}, {"temp": 1.0, "top_p": request.LEAST_TOP_P}):
+            draw = make_sampler(**settings_)
+            assert {draw(logprobs).item() for _ in range(4)} == {7}
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-45, 1e-7])
+def test_the_least_top_p_is_not_all_of_them(top_p):
+    assert check(GOOD | {"top_p": top_p}, True)["top_p"] == request.LEAST_TOP_P
+    assert check(GOOD | {"top_p": 0}, True)["top_p"] == 0
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e-45, 0.0099, 101, -1])
+def test_penalties_beyond_numbers(penalty):
+    with pytest.raises(Refused, match=r"\[repetition_penalty\] must be"):
+        check(GOOD | {"repetition_penalty": penalty}, True)
+    assert check(GOOD | {"repetition_penalty": 0.01}, True)["repetition_penalty"] == 0.01
+
+
+def test_log_probabilities_are_numbers_of_json():
+    inf, nan = float("inf"), float("nan")
+    assert finite([-1.5, -inf, inf, nan, -1e30, 0.0]) == [-1.5, -9999.0, None, None, -9999.0, 0.0]
+    step = ({"id": 1, "token": "a", "logprob": -inf}, {"id": 2, "token": "b", "logprob": nan})
+    assert [one["logprob"] for one in finite_steps([step])[0]] == [-9999.0, None]
+    assert finite_steps([()]) == [()] and step[0]["logprob"] == -inf
 
 
 def test_the_preset_may_be_named():

@@ -126,7 +126,10 @@ class Caller:
 
 def _tool_calls(parse, text: str, tools) -> list[dict]:
     """The calls that `parse` reads in a model's text. Raises ValueError: mlx-lm then drops the call."""
-    found = parse(text, tools)
+    try:
+        found = parse(text, tools)
+    except RecursionError as error:  # JSON of a model that never closes its brackets
+        raise ValueError(str(error)) from None
     calls = found if isinstance(found, list) else [found]
     for call in calls:
         named = isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]

@@ -1,18 +1,17 @@
-"""One connection: checks, mlx-lm's handler for replies, and pages about the model and its caches."""
+"""One request: checks, mlx-lm's handler for replies, and pages about the model and its caches."""
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
-import select
-import socket
 import time
 from dataclasses import asdict, fields
+from email.message import Message
+from email.utils import formatdate
 from importlib.resources import files
-from io import BufferedReader
+from math import isfinite
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import mlx.core as mx
 from mlx_lm import server
@@ -20,11 +19,12 @@ from mlx_lm import server
 from mlxkv import __version__
 from mlxkv.metal.launch import backend
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.http.arrival import Arriving, read_body
+from mlxkv.serve.http.access import Keys, check_host, given_key, locate
+from mlxkv.serve.http.arrival import Line
 from mlxkv.serve.http.caller import Answer, Caller, Left
 from mlxkv.serve.http.request import Request, Served, parse
 from mlxkv.serve.metrics import Metrics
-from mlxkv.serve.options import LOOPBACK, ServeOptions
+from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.refusals import Refused, fault
 
 CHAT = ("/v1/chat/completions", "/chat/completions")
@@ -35,6 +35,11 @@ PAGE = {
     "/page.js": ("page.js", "text/javascript"),
 }
 OPEN = ("/health", *PAGE)  # without a key: nothing there belongs to a client
+ALLOW = "GET, HEAD, POST, OPTIONS"
+POLICY = (
+    "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+LEAST = -9999.0  # the log-probability of what cannot come, as OpenAI writes it
 # mlx-lm's handler keeps a request as attributes with the same names, but for these.
 APART = ("chat", "include_usage", "stop", "prompt", "messages", "tools")
 SETTINGS = [one.name for one in fields(Request) if one.name not in APART]
@@ -45,7 +50,7 @@ class Site:
 
     def __init__(self, options: ServeOptions, engine: Engine, metrics: Metrics):
         self.options, self.engine, self.metrics = options, engine, metrics
-        self.loaded = engine.started()
+        self.loaded, self.keys = engine.started(), Keys()
         name = Path(self.loaded.name).expanduser()
         # The name of a local folder, but not where it lies.
         self.name = name.resolve().name if name.is_dir() else self.loaded.name
@@ -108,154 +113,54 @@ class Site:
             yield f"sessions_{name}", "Of the prompt cache.", value
         for name, value in (found["disk"] or {}).items():
             yield f"disk_{name}", "Of sessions on disk.", value
+        yield "wrong_keys", "API keys that were refused since the start.", self.keys.wrong
+
+
+def finite(logprobs: list[float]) -> list[float | None]:
+    """Log-probabilities that JSON has: minus infinity is `LEAST`, what is no number null."""
+    return [max(x, LEAST) if isfinite(x) or x < 0 else None for x in logprobs]
+
+
+def finite_steps(steps: list[tuple[dict, ...]]) -> list[tuple[dict, ...]]:
+    """The same for the best tokens of each step."""
+    return [tuple(one | {"logprob": finite([one["logprob"]])[0]} for one in step) for step in steps]
 
 
 class Handler(server.APIHandler):
-    """mlx-lm's handler behind checks: of its routes only replies are left to it."""
+    """Answers one request: mlx-lm's handler behind checks; of its routes only replies are left to it.
+
+    mlx-lm's is one of `http.server`, which reads and writes here through `line` instead.
+    """
 
     timeout = 30  # seconds for a request to arrive, and for each part of a reply to leave
-    server_version = f"mlxkv/{__version__}"
-    sys_version = ""
 
-    def __init__(self, site: Site, *args, **kwargs):
-        self.site, self.started = site, time.monotonic()
+    def __init__(self, site: Site, line: Line):
+        self.site, self.line, self.wfile = site, line, line
+        self.started, self.created = line.began, int(time.time())
+        self.response_generator, self.system_fingerprint = site.engine, site.fingerprint
         self._status, self._begun, self._called = 0, False, False
-        super().__init__(site.engine, *args, system_fingerprint=site.fingerprint, **kwargs)
+        self._headers: list[tuple[str, str]] = []
+        self.command, self.target, self.headers = "", "", Message()
+        if line.head is not None:
+            self.command, self.target = line.head.method.decode(), line.head.target.decode()
+            for name, value in line.head.headers:
+                self.headers.add_header(name.decode(), value.decode("latin-1"))
 
-    def setup(self):
-        super().setup()
-        self.rfile.close()
-        self.rfile = BufferedReader(Arriving(self.connection, self.timeout))
-        self.command, self.requestline, self.headers = "", "", {}  # before they are read
-
-    def handle(self):
-        try:
-            super().handle()
-        except Refused as refused:  # the head did not arrive in time
-            self.request_version = self.protocol_version
-            self._refuse(refused)
-
-    def parse_request(self) -> bool:
-        whole = super().parse_request()
-        if whole and self.command != "POST":
-            self.server.door.arrived(self.connection)
-        return whole
-
-    # -- answering
-
-    def log_message(self, format, *args):
-        logging.debug(format, *args)
-
-    def send_response(self, code, message=None):
-        self._status = code
-        super().send_response(code, message)
-
-    def end_headers(self):
-        self.send_header("X-Content-Type-Options", "nosniff")
-        super().end_headers()
-        self.site.metrics.answered(self._status)
-        self._begun = True
-
-    def _send(self, status: int, data: bytes, kind: str, headers: dict | None = None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(data)))
-        self._set_cors_headers()
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def _send_json(self, document: dict, status: int = 200, headers: dict | None = None) -> None:
-        self._send(status, json.dumps(document).encode(), "application/json", headers)
-
-    def _refuse(self, refused: Refused) -> None:
-        if self._begun:  # a stream is under way, where OpenAI's clients look for errors, too
-            self.wfile.write(f"data: {json.dumps(refused.body())}\n\n".encode())
-            return
-        self._headers_buffer = []  # drop the headers of the reply that failed
-        headers = {} if refused.retry is None else {"Retry-After": str(refused.retry)}
-        if refused.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        self._send_json(refused.body(), refused.status, headers)
-
-    # -- checks
-
-    def _guard(self, path: str) -> None:
-        """Check the headers Host, Origin and Authorization. Raises Refused."""
+    def admit(self) -> None:
+        """Check where a request goes and who asks, before its body is read. Raises Refused."""
+        path, host = locate(self.target, self.headers)
         options = self.site.options
-        host = self.headers.get("Host") or ""
+        check_host(host, self.headers, options)
+        # A preflight has no key: it asks whether one may be sent.
+        if options.api_key is not None and path not in OPEN and self.command != "OPTIONS":
+            self.site.keys.check(given_key(self.headers), options.api_key, self.line.peer)
+
+    def answer(self) -> None:
+        """Write the reply. Raises ConnectionError or TimeoutError if the client has left."""
         try:
-            name = urlsplit(f"//{host}").hostname
-        except ValueError:
-            name = ""
-        if options.local and name not in (*LOOPBACK, options.host):
-            # DNS rebinding: a web page's own name that was made to point here.
-            raise Refused(403, "[Host] this server is for this machine alone")
-        origin = self.headers.get("Origin")
-        own = (f"http://{host}", f"https://{host}", *options.origins)
-        if origin is not None and origin not in own and "*" not in options.origins:
-            raise Refused(403, f"[Origin] {origin[:80]} may not ask; see --allow-origin")
-        if options.api_key is not None and path not in OPEN:
-            given = (self.headers.get("Authorization") or "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode(), options.api_key.encode()):
-                raise Refused(401, "[Authorization] missing or wrong API key", "invalid_api_key")
-
-    # -- routes
-
-    def do_GET(self):
-        path = urlsplit(self.path).path
-        try:
-            self._guard(path)
-            if path in PAGE:
-                self._page(*PAGE[path])
-            elif path == "/health":
-                self.handle_health_check()
-            elif path == "/v1/kv":
-                self._send_json(self.site.kv())
-            elif path == "/metrics":
-                text = self.site.metrics.text(self.site.gauges())
-                self._send(200, text.encode(), "text/plain; version=0.0.4")
-            elif path == "/v1/models" or path.startswith("/v1/models/"):
-                self._models(unquote(path.removeprefix("/v1/models").strip("/")))
-            elif path in (*CHAT, *TEXT):
-                raise Refused(405, f"[{path}] takes POST")
-            else:
-                raise Refused(404, "[path] nothing here; see /v1/models, /v1/kv, /health, /metrics")
-        except Refused as refused:
-            self._refuse(refused)
-
-    do_HEAD = do_GET
-
-    def _page(self, name: str, kind: str) -> None:
-        policy = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        data = files("mlxkv.serve.http").joinpath(name).read_bytes()
-        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
-        self._send(200, data, kind, headers)
-
-    def _models(self, wanted: str) -> None:
-        name = self.site.name
-        one = {"id": name, "object": "model", "created": self.created, "owned_by": "mlxkv"}
-        if wanted and wanted != name:
-            raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
-        self._send_json(one if wanted else {"object": "list", "data": [one]})
-
-    def do_POST(self):
-        path = urlsplit(self.path).path
-        try:
-            self._guard(path)
-            if path not in (*CHAT, *TEXT):
-                raise Refused(404, "[path] nothing here to POST to")
-            length = self.headers.get("Content-Length")
-            raw = read_body(self.rfile, length, self.site.options.body_bytes)
-            self.server.door.arrived(self.connection)
-            request = parse(raw, path in CHAT, self.site.served)
-            self.site.metrics.add(active=1)
-            try:
-                self._reply(request)
-            finally:
-                self.site.metrics.add(active=-1)
+            if self.line.refused is not None:
+                raise self.line.refused
+            self._route()
         except Refused as refused:
             self._refuse(refused)
         except Answer as answer:
@@ -267,12 +172,124 @@ class Handler(server.APIHandler):
         except Exception as error:  # of mlxkv or of mlx-lm's handler
             logging.exception("a request failed")
             self._refuse(fault(error))
+        self.line.finish()
+
+    # -- writing; mlx-lm's handler calls these, too
+
+    def send_response(self, code, message=None):
+        self._status = code
+        self._headers = [("Server", f"mlxkv/{__version__}"), ("Date", formatdate(usegmt=True))]
+
+    def send_header(self, keyword, value):
+        self._headers.append((keyword, str(value)))
+
+    def end_headers(self):
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.site.metrics.answered(self._status)
+        self._begun = True
+        self.line.start(self._status, self._headers)
+
+    def _set_cors_headers(self):
+        allowed, origin = self.site.options.origins, self.headers.get("Origin")
+        if "*" in allowed:
+            self.send_header("Access-Control-Allow-Origin", "*")
+        elif origin in allowed:
+            self.send_header("Access-Control-Allow-Origin", origin)
+            self.send_header("Vary", "Origin")
+
+    def _send(self, status: int, data: bytes, kind: str, headers: dict | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self._set_cors_headers()
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _send_json(self, document: dict, status: int = 200, headers: dict | None = None) -> None:
+        data = json.dumps(document, allow_nan=False).encode()
+        self._send(status, data, "application/json", headers)
+
+    def _refuse(self, refused: Refused) -> None:
+        if self._begun:  # a stream is under way, where OpenAI's clients look for errors, too
+            self.line.last = True
+            self.wfile.write(f"data: {json.dumps(refused.body())}\n\n".encode())
+            return
+        headers = {} if refused.retry is None else {"Retry-After": str(refused.retry)}
+        if refused.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if refused.status == 405:
+            headers["Allow"] = ALLOW
+        self._send_json(refused.body(), refused.status, headers)
+
+    # -- routes
+
+    def _route(self) -> None:
+        path, _ = locate(self.target, self.headers)
+        replies = path in (*CHAT, *TEXT)
+        if self.command == "OPTIONS":
+            self._preflight()
+        elif self.command == "POST" and replies:
+            self._reply(parse(bytes(self.line.body), path in CHAT, self.site.served))
+        elif self.command in ("GET", "HEAD") and not replies:
+            self._page(path)
+        elif self.command in ("GET", "HEAD"):
+            raise Refused(405, f"[{path}] takes POST")
+        elif self.command == "POST":
+            raise Refused(404, "[path] nothing here to POST to")
+        else:
+            raise Refused(501, f"[request] {self.command[:20]} is not known; choose from {ALLOW}")
+
+    def _preflight(self) -> None:
+        self.send_response(204)
+        self._set_cors_headers()
+        self.send_header("Access-Control-Allow-Methods", ALLOW)
+        self.send_header("Access-Control-Allow-Headers", "*, Authorization")  # "*" leaves that out
+        self.send_header("Access-Control-Max-Age", "600")
+        self.end_headers()
+
+    def _page(self, path: str) -> None:
+        site = self.site
+        if path in PAGE:
+            name, kind = PAGE[path]
+            data = files("mlxkv.serve.http").joinpath(name).read_bytes()
+            headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+            self._send(200, data, kind, headers)
+        elif path == "/health":
+            well = site.engine.is_healthy
+            self._send_json({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+        elif path == "/v1/kv":
+            self._send_json(site.kv())
+        elif path == "/metrics":
+            text = site.metrics.text(site.gauges())
+            self._send(200, text.encode(), "text/plain; version=0.0.4")
+        elif path == "/v1/models" or path.startswith("/v1/models/"):
+            self._models(unquote(path.removeprefix("/v1/models").strip("/")))
+        else:
+            raise Refused(404, "[path] nothing here; see /v1/models, /v1/kv, /health, /metrics")
+
+    def _models(self, wanted: str) -> None:
+        name = self.site.name
+        one = {"id": name, "object": "model", "created": self.created, "owned_by": "mlxkv"}
+        if wanted and wanted != name:
+            raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
+        self._send_json(one if wanted else {"object": "list", "data": [one]})
 
     def _reply(self, request: Request) -> None:
+        """Write the reply to a request, if it is not one too many."""
+        limit, metrics = self.site.options.max_requests, self.site.metrics
+        metrics.add(active=1)
+        try:
+            if metrics.active > limit:
+                others = metrics.active - 1
+                raise Refused(429, f"[--max-requests] {others} under way", "busy", retry=1)
+            self._complete(request)
+        finally:
+            metrics.add(active=-1)
+
+    def _complete(self, request: Request) -> None:
         """Hand a request to mlx-lm's `handle_completion`, which writes the reply."""
-        limit, active = self.site.options.max_requests, self.site.metrics.active
-        if active > limit:
-            raise Refused(429, f"[--max-requests] {active - 1} under way", "busy", retry=1)
         for name in SETTINGS:
             setattr(self, name, getattr(request, name))
         self.stream_options = {"include_usage": request.include_usage}
@@ -284,7 +301,7 @@ class Handler(server.APIHandler):
         else:
             self.body = {"prompt": request.prompt}
             completion = self.handle_text_completions()
-        caller = Caller(self.site.engine, self.started, self.gone)
+        caller = Caller(self.site.engine, self.started, self.line.gone)
         self.response_generator = caller
         try:
             self.handle_completion(completion, request.stop)
@@ -295,6 +312,9 @@ class Handler(server.APIHandler):
         self._called = self._called or bool(kwargs.get("tool_calls"))
         if finish_reason == "tool_calls" and not self._called:  # no call could be read
             finish_reason = "stop"
+        for name, plain in (("token_logprobs", finite), ("top_tokens", finite_steps)):
+            if kwargs.get(name):
+                kwargs[name] = plain(kwargs[name])
         response = super().generate_response(text, finish_reason, *args, **kwargs)
         if finish_reason is not None:
             response["kv"] = self.response_generator.numbers()
@@ -303,12 +323,3 @@ class Handler(server.APIHandler):
     def completion_usage_response(self, *args, **kwargs):
         response = super().completion_usage_response(*args, **kwargs)
         return response | {"kv": self.response_generator.numbers()}
-
-    def gone(self) -> bool:
-        """Whether the client has hung up."""
-        try:
-            if not select.select([self.connection], [], [], 0)[0]:
-                return False
-            return not self.connection.recv(1, socket.MSG_PEEK)
-        except (OSError, ValueError):
-            return True

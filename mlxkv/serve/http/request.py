@@ -1,16 +1,18 @@
 """One request for a reply: read from JSON once, every field checked, nothing unknown kept.
 
-Fields that could change what is computed, and that the server does not have, are refused; anything
-else that clients send is dropped.
+Fields that could change what is computed, and that the server does not have, are refused; so is a name
+that no client of such servers has: it would be a typing error. What else clients send is dropped.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
+from mlxkv.serve.http.fields import IGNORED
 from mlxkv.serve.refusals import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -36,7 +38,14 @@ ONLY: dict[str, tuple] = {
     "functions": ([],),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto",),
+    "modalities": (["text"],),
 }
+DEPTH = 64  # lists and objects inside one another
+# 16-bit logits are divided by it: anything colder is greedy. Log-probabilities of the best token, about -12 at
+# the least, stay numbers in float16.
+COLDEST = 1e-3
+LEAST_PENALTY = 0.01  # logits are divided by it, and have to stay numbers in float16
+LEAST_TOP_P = 1e-6  # what float32 tells from 0 beside 1: the best token alone
 NUMBER = (int, float)
 
 
@@ -67,7 +76,7 @@ class Request:
     top_p: float = _limits(NUMBER, 0, 1, 1.0)
     top_k: int = _limits(int, 0, 1 << 20, 0)
     min_p: float = _limits(NUMBER, 0, 1, 0.0)
-    repetition_penalty: float = _limits(NUMBER, 0, 100, 0.0)
+    repetition_penalty: float = _limits(NUMBER, 0, 100, 0.0)  # 0: none
     repetition_context_size: int = _limits(int, 0, 1 << 20, 20)
     presence_penalty: float = _limits(NUMBER, -100, 100, 0.0)
     presence_context_size: int = _limits(int, 0, 1 << 20, 20)
@@ -82,6 +91,15 @@ class Request:
 # Numbers by field: (type, lowest, highest).
 NUMBERS = {one.name: one.metadata["limits"] for one in fields(Request) if one.metadata}
 NUMBERS["max_completion_tokens"] = NUMBERS["max_tokens"]  # OpenAI's newer name
+
+
+# Fields that mean something here, and all that are taken.
+TAKEN = (
+    *NUMBERS,
+    *("model", "kv", "stream", "stream_options", "stop", "logprobs", "top_logprobs", "logit_bias"),
+    *("prompt", "messages", "tools", "chat_template_kwargs"),
+)
+KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,11 @@ def bad(name: str, what: str, got: object = None) -> Refused:
     return Refused(400, f"[{name}] {what}; got {shown}", "invalid_value")
 
 
+def _plain(name: str) -> str:
+    """A name that a client made up, in one line."""
+    return json.dumps(name[:60])[1:-1]
+
+
 def parse(raw: bytes, chat: bool, served: Served) -> Request:
     """The request in a body. chat: whether it came to the path of chats. Raises Refused."""
     return check(_document(raw), chat, served)
@@ -110,18 +133,30 @@ def parse(raw: bytes, chat: bool, served: Served) -> Request:
 def _document(raw: bytes) -> dict:
     try:
         body = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+        if isinstance(body, list | dict) and not _shallow(body):
+            raise RecursionError
         json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
     except UnicodeError:
         raise Refused(
             400, "[body] not UTF-8, or text that is not Unicode", "invalid_json"
         ) from None
     except RecursionError:
-        raise Refused(400, "[body] nested too deeply", "invalid_json") from None
+        raise Refused(
+            400, f"[body] nested too deeply; at most {DEPTH} levels", "invalid_json"
+        ) from None
     except ValueError as error:
         raise Refused(400, f"[body] not JSON: {error}"[:200], "invalid_json") from None
     if not isinstance(body, dict):
         raise bad("body", "must be a JSON object", body)
     return body
+
+
+def _shallow(value: object, depth: int = DEPTH) -> bool:
+    """Whether the lists and objects of a list or object are nested at most `depth` deep."""
+    inside = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(
+        _shallow(one, depth - 1) for one in inside if isinstance(one, list | dict)
+    )
 
 
 def _no_constant(name: str):
@@ -131,6 +166,10 @@ def _no_constant(name: str):
 def check(body: dict, chat: bool, served: Served) -> Request:
     """The request of a JSON object. Raises Refused, which names the field."""
     body = {key: value for key, value in body.items() if value is not None}
+    for name in body.keys() - KNOWN:
+        close = get_close_matches(name[:40], TAKEN, 1)
+        meant = f"; did you mean {close[0]}?" if close else "; leave it out"
+        raise Refused(400, f"[{_plain(name)}] no such field{meant}"[:200], "unknown_parameter")
     for name, values in ONLY.items():
         if name in body and not any(_same(body[name], value) for value in values):
             choices = f"; choose {json.dumps(values[0])}" if values else ", leave it out"
@@ -153,6 +192,14 @@ def check(body: dict, chat: bool, served: Served) -> Request:
     numbers["max_tokens"] = max_tokens or served.max_tokens
     if numbers.get("top_k", 0) >= served.vocabulary:
         numbers["top_k"] = 0  # all of them: mlx-lm's sampler raises in the thread of all requests
+    if numbers.get("temperature", 0) < COLDEST:
+        numbers["temperature"] = 0.0
+    if numbers.get("top_p", 0) > 0:  # mlx-lm takes 0 for "all of them"
+        numbers["top_p"] = max(numbers["top_p"], LEAST_TOP_P)
+    penalty = numbers.get("repetition_penalty", 0)
+    if 0 < penalty < LEAST_PENALTY:
+        what = f"must be 0 for none, or from {LEAST_PENALTY:g} to 100"
+        raise bad("repetition_penalty", what, penalty)
     return Request(
         chat=chat,
         stream=stream,
@@ -306,15 +353,16 @@ def _tool_calls(where: str, calls: object) -> list:
         arguments = function.get("arguments") or "{}"
         try:
             read = json.loads(arguments) if isinstance(arguments, str) else arguments
+            text = json.dumps(read, allow_nan=False)
         except (ValueError, RecursionError):
             read = None
-        if not isinstance(read, dict):
+        if not isinstance(read, dict) or not _shallow(read):
             raise bad(f"{where}.arguments", "must be a JSON object", arguments)
         out.append(
             {
                 "id": str(call.get("id") or ""),
                 "type": "function",
-                "function": {"name": function["name"], "arguments": json.dumps(read)},
+                "function": {"name": function["name"], "arguments": text},
             }
         )
     return out

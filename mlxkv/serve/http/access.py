@@ -1,0 +1,112 @@
+"""Who may ask: hosts, origins and keys, from the head of a request. Wrong keys are slowed down."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import re
+import time
+from collections import OrderedDict
+from email.message import Message
+from hashlib import sha256
+from math import ceil
+
+from mlxkv.serve.options import LOOPBACK, ServeOptions
+from mlxkv.serve.refusals import Refused
+
+FREE, RATE = 10, 1.0  # wrong keys that an address may send at once, and then each second
+ADDRESSES = 1024  # that are remembered: the latest
+HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\s@:/?#\[\]\\]+)(:\d{0,5})?")
+ABSOLUTE = re.compile(r"https?://(?P<host>[^/?#]+)(?P<path>[^?#]*)", re.IGNORECASE)
+TOLD = 10.0  # seconds between lines of the log
+
+
+class Keys:
+    """Compares keys in constant time. An address that sent `FREE` wrong ones waits for the next try,
+    whatever it sends: its guesses are not compared meanwhile. For one thread.
+
+    wrong: keys refused since the start.
+    """
+
+    def __init__(self):
+        self.wrong = 0
+        self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # wrong keys, and when
+        self._untold, self._tell = 0, 0.0
+
+    def check(self, given: str, key: str, peer: str) -> None:
+        """Compare a key that a client sent, "" for none. Raises Refused."""
+        now, who = time.monotonic(), _network(peer)
+        debt, then = self._debts.get(who, (0.0, now))
+        debt = max(0.0, debt - (now - then) * RATE)
+        if given and debt > FREE - 1:
+            wait = ceil((debt - FREE + 1) / RATE)
+            raise Refused(
+                429,
+                f"[Authorization] too many wrong keys from this address; wait {wait} s",
+                "invalid_api_key",
+                retry=wait,
+            )
+        if hmac.compare_digest(_digest(given), _digest(key)):
+            return
+        if given:  # none at all is no guess: pages ask for a key when they are told
+            self._debts[who] = (debt + 1, now)
+            self._debts.move_to_end(who)
+            if len(self._debts) > ADDRESSES:
+                self._debts.popitem(last=False)
+            self._log(peer, now)
+        raise Refused(401, "[Authorization] missing or wrong API key", "invalid_api_key")
+
+    def _log(self, peer: str, now: float) -> None:
+        self.wrong += 1
+        self._untold += 1
+        if now >= self._tell:
+            count = f"{self._untold} wrong keys" if self._untold > 1 else "a wrong key"
+            logging.warning(f"[Authorization] {count}, the last from {peer}")
+            self._untold, self._tell = 0, now + TOLD
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode()).digest()  # of one length
+
+
+def _network(peer: str) -> str:
+    """An address, or for IPv6 the network of 64 bits that one customer has."""
+    try:
+        found = ipaddress.ip_address(peer.partition("%")[0])
+    except ValueError:
+        return peer
+    if found.version == 4:
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+
+
+def locate(target: str, headers: Message) -> tuple[str, str]:
+    """Path and host of a request: of its target, or of the header Host. Raises Refused."""
+    host = headers.get("Host") or ""
+    if target.startswith("/"):
+        return target.partition("?")[0].partition("#")[0], host
+    found = ABSOLUTE.match(target)
+    if found is None or not HOST.fullmatch(found["host"]):
+        raise Refused(400, "[request] its target is no path")
+    return found["path"] or "/", found["host"]
+
+
+def check_host(host: str, headers: Message, options: ServeOptions) -> None:
+    """Keep out web pages that were not allowed. host: what the client calls this server. Raises Refused."""
+    found = HOST.fullmatch(host)
+    name = found["name"].strip("[]").lower() if found else ""
+    if options.local and name not in (*LOOPBACK, options.host):
+        # DNS rebinding: a web page's own name that was made to point here.
+        raise Refused(403, "[Host] this server is for this machine alone")
+    origin = headers.get("Origin")
+    own = (f"http://{host}", f"https://{host}", *options.origins)
+    if origin is not None and origin not in own and "*" not in options.origins:
+        raise Refused(403, f"[Origin] {origin[:80]} may not ask; see --allow-origin")
+
+
+def given_key(headers: Message) -> str:
+    """The key in the header Authorization, "" for none."""
+    found = headers.get("Authorization") or ""
+    scheme, _, key = found.partition(" ")
+    return (key if scheme.lower() == "bearer" else found).strip()

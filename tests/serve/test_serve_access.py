@@ -1,0 +1,182 @@
+"""Who may ask: keys, the addresses that guess them, targets, preflights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from email.message import Message
+
+import pytest
+from serving import complete, get, send, serving
+
+from mlxkv.errors import UserError
+from mlxkv.serve.command import serve
+from mlxkv.serve.http import access
+from mlxkv.serve.http.access import Keys, given_key, locate
+from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.refusals import Refused
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A list with the time, which tests move."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def tried(keys: Keys, given: str, peer: str = "10.0.0.1") -> int:
+    """The status of an attempt; 200 if the key is right."""
+    try:
+        keys.check(given, "secret", peer)
+    except Refused as refused:
+        assert refused.status in (401, 429) and "secret" not in refused.message
+        assert (refused.retry is None) == (refused.status == 401)
+        return refused.status
+    return 200
+
+
+def test_guesses_are_slowed_down(clock):
+    keys = Keys()
+    found = [tried(keys, f"guess {i}") for i in range(100)]
+    assert found == [401] * access.FREE + [429] * (100 - access.FREE)
+    assert tried(keys, "secret") == 429  # or guesses would be compared
+    assert tried(keys, "secret", "10.0.0.2") == 200
+    clock[0] += 1.01
+    assert [tried(keys, "a"), tried(keys, "b")] == [401, 429]
+    clock[0] += 60
+    assert tried(keys, "secret") == 200
+    assert keys.wrong == access.FREE + 1
+
+
+def test_no_key_is_no_guess(clock):
+    keys = Keys()
+    assert {tried(keys, "") for _ in range(50)} == {401}
+    assert tried(keys, "secret") == 200 and not keys._debts
+
+
+def test_memory_and_log_of_guesses_are_bounded(clock, caplog):
+    keys = Keys()
+    with caplog.at_level(logging.WARNING):
+        for i in range(5000):
+            tried(keys, "guess", f"10.{i >> 8}.{i & 255}.1")
+            clock[0] += 0.01
+    assert len(keys._debts) == access.ADDRESSES
+    assert len(caplog.messages) == 5  # in 50 seconds
+    assert caplog.messages[0] == "[Authorization] a wrong key, the last from 10.0.0.1"
+    assert "1001 wrong keys" in caplog.messages[1]
+    assert not any("guess" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("fe80::1%eth0", "fe80::2", True),
+        ("10.0.0.1", "10.0.0.2", False),
+    ],
+)
+def test_what_counts_as_one_address(one, other, same):
+    assert (access._network(one) == access._network(other)) == same
+
+
+def head(**fields: str) -> Message:
+    out = Message()
+    for name, value in fields.items():
+        out[name] = value
+    return out
+
+
+@pytest.mark.parametrize(
+    ("field", "key"),
+    [
+        ("Bearer a b", "a b"),
+        ("bearer a", "a"),
+        ("a", "a"),
+        ("Basic a", "Basic a"),
+        ("Bearer ", ""),
+        ("Bearer é", "é"),
+    ],
+)
+def test_the_key_in_a_header(field, key):
+    assert given_key(head(Authorization=field)) == key
+    assert given_key(head()) == ""
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["http://[", "http://[::1", "//[", "*", "a", "ftp://a/", "http:///x", "mailto:a", "http:/x"],
+)
+def test_targets_that_are_none(target):
+    if target.startswith("/"):
+        assert locate(target, head(Host="a")) == (target, "a")
+        return
+    with pytest.raises(Refused) as found:
+        locate(target, head(Host="a"))
+    assert found.value.status == 400
+
+
+def test_targets():
+    assert locate("/a?b#c", head(Host="h:1")) == ("/a", "h:1")
+    assert locate("http://evil.example/v1/kv?x", head(Host="localhost")) == (
+        "/v1/kv",
+        "evil.example",
+    )
+    assert locate("http://localhost:1", head()) == ("/", "localhost:1")
+
+
+@pytest.mark.parametrize("key", ["ab ", " ab", "ab\n", "\tab", "a\x00b", "a\nb", "a\x7fb"])
+def test_keys_that_no_header_carries_are_refused_at_the_start(key):
+    with pytest.raises(UserError, match=r"^\[--api-key\] begins or ends") as found:
+        ServeOptions(api_key=key)
+    assert "\n" not in str(found.value) and "\x00" not in str(found.value)
+    assert ServeOptions(api_key="a b").api_key == "a b"
+
+
+def test_an_empty_key_is_none_that_was_forgotten(monkeypatch):
+    """`--api-key "$KEY"` with no such variable must not start a server that is open."""
+    monkeypatch.setenv("MLXKV_API_KEY", "from the environment")
+    given = dataclasses.asdict(ServeOptions()) | {"api_key": ""}
+    with pytest.raises(UserError, match=r"^\[--api-key\] must be ASCII and not empty"):
+        serve(**given)
+    monkeypatch.setenv("MLXKV_API_KEY", "ab ")
+    with pytest.raises(UserError, match=r"^\[--api-key\] begins or ends"):
+        serve(**given | {"api_key": None})
+
+
+def test_over_http(model_folder, monkeypatch):
+    origin = "http://app.example"
+    with serving(model_folder, api_key="secret", allow_origin=[origin]) as server:
+        key = {"Authorization": "Bearer secret"}
+        asked = {"Origin": origin, "Access-Control-Request-Headers": "authorization"}
+        status, headers, data = send(server, "OPTIONS", "/v1/completions", headers=asked)
+        assert status == 204 and not data and headers["Access-Control-Allow-Origin"] == origin
+        assert "Authorization" in headers["Access-Control-Allow-Headers"]
+        assert "POST" in headers["Access-Control-Allow-Methods"]
+        status, headers, _ = send(
+            server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, asked | key
+        )
+        assert status == 200 and headers["Access-Control-Allow-Origin"] == origin
+        asked["Origin"] = "http://evil.example"
+        status, headers, _ = send(server, "OPTIONS", "/v1/completions", headers=asked)
+        assert status == 403 and "Access-Control-Allow-Origin" not in headers
+        # A body is not read before the key was seen.
+        length = {"Content-Length": str(4 << 20)}
+        assert send(server, "POST", "/v1/completions", None, length)[0] == 401
+        # The target's own host counts.
+        assert send(server, "GET", "http://evil.example/v1/kv", headers=key)[0] == 403
+        found = [
+            send(server, "GET", "/v1/kv", headers={"Authorization": f"Bearer {i}"})[0]
+            for i in range(30)
+        ]
+        assert found[: access.FREE] == [401] * access.FREE and 429 in found[access.FREE :]
+        assert send(server, "HEAD", "/health")[2] == b""
+        monkeypatch.setattr(access, "FREE", 1000)
+        assert get(server, "/v1/kv", **key)["kv"] == "int4"
+        text = send(server, "GET", "/metrics", headers=key)[2].decode()
+        assert "mlxkv_wrong_keys 1" in text
+        with pytest.raises(AssertionError, match="401|missing"):
+            complete(server, "a", 1)

@@ -1,0 +1,406 @@
+"""Connections without a model: what is read as a request, what is refused, and who gives way to whom."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import socket
+import time
+from contextlib import contextmanager
+from http.client import HTTPResponse
+from threading import Event, Thread
+
+import pytest
+
+from mlxkv.serve.http import arrival, connections
+from mlxkv.serve.http.connections import Connections
+from mlxkv.serve.refusals import Refused
+
+PATIENCE = 20.0
+LIMIT = 1 << 16
+HOST = b"Host: a\r\n"
+GET = b"GET /x HTTP/1.1\r\n" + HOST + b"\r\n"
+LAST = b"GET /x HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n"
+
+
+class Echo(Connections):
+    """Replies with the target and body of a request; /wait waits for `go`, /large is 32 MB."""
+
+    def __init__(self, seconds: float, busy: int):
+        self.go, self.errors, self.left = Event(), [], []
+        super().__init__(socket.AF_INET, ("127.0.0.1", 0), seconds, LIMIT, busy)
+
+    def admit(self, line):
+        if line.head.target == b"/secret":
+            raise Refused(401, "[Authorization] missing")
+
+    def answer(self, line):
+        if line.refused is not None:
+            line.start(line.refused.status, [("Content-Length", "0")])
+            line.finish()
+            return
+        if line.head.target == b"/wait":
+            while not self.go.wait(0.01):
+                if line.gone():
+                    self.left.append(line)
+                    raise ConnectionAbortedError
+        large = line.head.target == b"/large"
+        data = bytes(32 << 20) if large else line.head.target + b" " + bytes(line.body)
+        line.start(
+            200, [] if line.head.target == b"/chunks" else [("Content-Length", str(len(data)))]
+        )
+        line.write(data)
+        line.finish()
+
+    def failed(self, error):
+        self.errors.append(error)
+
+
+@contextmanager
+def running(seconds: float = PATIENCE, busy: int = 16, most: int | None = None):
+    server = Echo(seconds, busy)
+    server.most = most or server.most
+    thread = Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.go.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def echo():
+    with running() as server:
+        yield server
+
+
+def connect(server) -> socket.socket:
+    return socket.create_connection(server.server_address[:2], timeout=PATIENCE)
+
+
+def reply(line: socket.socket, method: str = "GET") -> tuple[int, bytes]:
+    response = HTTPResponse(line, method=method)
+    response.begin()
+    return response.status, response.read()
+
+
+def whole(line: socket.socket) -> bytes:
+    """All that comes until the end."""
+    return b"".join(iter(lambda: line.recv(1 << 16), b""))
+
+
+def ended(line: socket.socket) -> bool:
+    """Whether the server closes the connection, and says nothing more."""
+    try:
+        return not line.recv(1)
+    except ConnectionError:
+        return True
+
+
+def until(condition) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.003)
+
+
+def post(body: bytes, *fields: bytes, target: bytes = b"/x", version: bytes = b"1.1") -> bytes:
+    head = b"POST " + target + b" HTTP/" + version + b"\r\n" + HOST
+    return head + b"".join(field + b"\r\n" for field in fields) + b"\r\n" + body
+
+
+def sized(body: bytes) -> bytes:
+    return post(body, b"Content-Length: %d" % len(body))
+
+
+# -- requests
+
+
+def test_one_connection_has_many_requests(echo):
+    with connect(echo) as line:
+        for i in range(5):
+            line.sendall(sized(b"%d" % i))
+            assert reply(line) == (200, b"/x %d" % i)
+
+
+def test_requests_that_come_at_once_are_answered_in_their_order(echo):
+    chunked = post(b"2\r\nbc\r\n0\r\n\r\n", b"Transfer-Encoding: chunked")
+    with connect(echo) as line:
+        line.sendall(sized(b"a") + GET + chunked + LAST)
+        parts = whole(line).split(b"HTTP/1.1 200")[1:]
+    assert [part.split(b"\r\n\r\n")[1] for part in parts] == [b"/x a", b"/x ", b"/x bc", b"/x "]
+
+
+def test_a_request_byte_by_byte(echo):
+    with connect(echo) as line:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in sized(b"abc"):
+            line.sendall(bytes([byte]))
+        assert reply(line) == (200, b"/x abc")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        LAST,
+        b"GET /x HTTP/1.0\r\n\r\n",
+        b"GET /chunks HTTP/1.0\r\n\r\n",
+    ],
+)
+def test_connections_that_end_with_the_reply(echo, data):
+    with connect(echo) as line:
+        line.sendall(data)
+        assert reply(line)[0] == 200 and ended(line)
+
+
+def test_a_reply_of_unknown_length_comes_in_chunks(echo):
+    with connect(echo) as line:
+        for _ in range(2):
+            line.sendall(GET.replace(b"/x", b"/chunks"))
+            assert reply(line) == (200, b"/chunks ")
+
+
+def test_head_has_no_body(echo):
+    with connect(echo) as line:
+        line.sendall(GET.replace(b"GET", b"HEAD") + LAST)
+        got = whole(line)
+    assert got.count(b"/x") == 1 and got.count(b"HTTP/1.1 200") == 2
+
+
+def test_expectations(echo):
+    """100 where a body is awaited; none where it will be refused."""
+    with connect(echo) as line:
+        line.sendall(post(b"", b"Content-Length: 1", b"Expect: 100-continue"))
+        assert line.recv(100).startswith(b"HTTP/1.1 100")
+        line.sendall(b"a")
+        assert reply(line) == (200, b"/x a")
+    with connect(echo) as line:
+        line.sendall(post(b"", b"Content-Length: 999999", b"Expect: 100-continue"))
+        assert line.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_who_has_no_more_to_say_gets_the_reply(echo):
+    with connect(echo) as line:
+        line.sendall(GET)
+        line.shutdown(socket.SHUT_WR)
+        assert reply(line) == (200, b"/x ") and ended(line)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (post(b"a", b"Content-Length: 1", b"Transfer-Encoding: chunked"), 400),
+        (post(b"0\r\n\r\n", b"Transfer-Encoding: chunked", b"Content-Length: 5"), 400),
+        (post(b"0\r\n\r\n", b"Transfer-Encoding: chunked", version=b"1.0"), 400),
+        (post(b"ab", b"Content-Length: 1", b"Content-Length: 2"), 400),
+        (post(b"ab", b"Content-Length: 1, 2"), 400),
+        (post(b"", b"Content-Length: 999999999999999999"), 413),
+        (post(b"", b"Content-Length: " + b"9" * 400), 400),
+        (post(b"", b"Content-Length: -1"), 400),
+        (post(b"", b"Content-Length: 0x1"), 400),
+        (post(b"", b"Content-Length: 1_0"), 400),
+        (post(b"", b"Content-Length : 1"), 400),
+        (post(b"", b"Transfer-Encoding: gzip, chunked"), 501),
+        (post(b"", b"Transfer-Encoding: xchunked"), 501),
+        (post(b"", b"Transfer-Encoding: chunked", b"Transfer-Encoding: identity"), 501),
+        (post(b"zz\r\n", b"Transfer-Encoding: chunked"), 400),
+        (post(b"fffffff\r\n" + bytes(LIMIT + 9), b"Transfer-Encoding: chunked"), 413),
+        (post(b""), 411),
+        (b"GET /x HTTP/2.0\r\n" + HOST + b"\r\n", 505),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"GET /x HTTP/1.1\r\n\r\n", 400),  # no host
+        (b"GET /x HTTP/1.1\r\n" + HOST * 2 + b"\r\n", 400),
+        (b"GET /x\r\n\r\n", 400),
+        (b"GET  /x HTTP/1.1\r\n" + HOST + b"\r\n", 400),
+        (b"GET /x HTTP/1.1\r\n" + HOST + b"A: b\x00\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\n" + HOST + b"A : b\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\n" + HOST + b"nonsense\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\n" + HOST + b"A: b\r\n" * 101 + b"\r\n", 431),
+        (b"GET /x HTTP/1.1\r\n" + HOST + b"A: " + b"b" * 200_000, 431),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n" + HOST + b"\r\n", 414),
+        (b"GET /" + b"a" * 200_000, 414),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n", 400),  # TLS
+        (b"\x00" * 100, 400),
+        (GET.replace(b"/x", b"/secret"), 401),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, bytes) else "",
+)
+def test_what_is_refused_closes_the_connection(echo, data, status):
+    """The request that hides behind it is not read."""
+    with connect(echo) as line:
+        line.sendall(data + GET)
+        assert reply(line) == (status, b"") and ended(line)
+
+
+def test_a_refusal_is_read_by_a_client_that_goes_on_sending(echo):
+    data = bytes(8 << 20)
+    with connect(echo) as line:
+        line.sendall(sized(data))
+        assert reply(line) == (413, b"")
+
+
+# -- clients that leave, or do nothing
+
+
+def test_leaving_is_not_the_same_as_having_no_more_to_say(echo):
+    echo.go.clear()
+    before = len(echo.left)
+    with connect(echo) as stays, connect(echo) as leaves:
+        for line in (stays, leaves):
+            line.sendall(GET.replace(b"/x", b"/wait"))
+        stays.shutdown(socket.SHUT_WR)
+        leaves.close()
+        until(lambda: len(echo.left) > before)
+        time.sleep(0.05)
+        echo.go.set()
+        response = HTTPResponse(stays)
+        response.begin()  # skips 100
+        assert (response.status, response.read()) == (200, b"/wait ")
+    assert len(echo.left) == before + 1
+
+
+def test_descriptors_above_1024():
+    pair = socket.socketpair()
+    number = fcntl.fcntl(pair[0].fileno(), fcntl.F_DUPFD, 1500)
+    with socket.socket(fileno=number) as high, pair[0], pair[1]:
+        line = arrival.Line(high, "peer")
+        assert not line.gone()
+        pair[1].close()
+        assert not line.gone()  # perhaps it has no more to say; but no head came to be asked about
+        high.close()
+        assert line.gone()
+
+
+def test_idle_connections_give_way():
+    with running(most=8) as server:
+        lines = [connect(server) for _ in range(30)]
+        with connect(server) as line:
+            line.sendall(GET)
+            assert reply(line) == (200, b"/x ")
+        until(lambda: sum(map(len, server.lines.values())) <= 8)
+        assert all(ended(line) for line in lines[:20])
+        lines[-1].sendall(GET)
+        assert reply(lines[-1]) == (200, b"/x ")
+        for line in lines:
+            line.close()
+
+
+def test_requests_under_way_do_not_give_way():
+    with running(most=3, busy=3) as server:
+        lines = [connect(server) for _ in range(3)]
+        for line in lines:
+            line.sendall(GET.replace(b"/x", b"/wait"))
+        until(lambda: len(server.lines["busy"]) == 3)
+        with connect(server) as line:
+            assert reply(line) == (503, b"") and ended(line)
+        server.go.set()
+        for line in lines:
+            assert reply(line) == (200, b"/wait ")
+            line.close()
+
+
+def test_more_requests_than_threads():
+    with running(busy=1) as server, connect(server) as first, connect(server) as second:
+        first.sendall(GET.replace(b"/x", b"/wait"))
+        until(lambda: server.lines["busy"])
+        second.sendall(GET)
+        assert reply(second) == (503, b"") and ended(second)
+        server.go.set()
+        assert reply(first) == (200, b"/wait ")
+
+
+def test_no_descriptor_left(monkeypatch):
+    """No loop without a pause: the listener rests until the next look."""
+    with running() as server:
+        plain, tries = server.socket, []
+
+        class Exhausted:
+            fileno = plain.fileno
+            close = plain.close
+
+            def accept(self):
+                tries.append(1)
+                if len(tries) < 4:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return plain.accept()
+
+        server._selector.unregister(plain)
+        server.socket = Exhausted()
+        with connect(server) as line:
+            line.sendall(GET)
+            assert reply(line) == (200, b"/x ")
+        assert len(tries) < 20
+
+
+def test_late_requests_are_told(monkeypatch, caplog):
+    with running(seconds=0.1) as server, connect(server) as line, connect(server) as idle:
+        line.sendall(GET[:10])
+        assert reply(line) == (408, b"") and ended(line)
+        time.sleep(0.2)
+        idle.sendall(GET)  # the limit is for requests, not for waiting
+        assert reply(idle) == (200, b"/x ")
+    (said,) = caplog.messages
+    assert "did not arrive in 0.1 s; got 10 bytes from 127.0.0.1" in said
+
+
+def test_idle_connections_are_closed_in_the_end(monkeypatch):
+    monkeypatch.setattr(connections, "IDLE", 0.1)
+    with running() as server, connect(server) as line:
+        line.sendall(GET)
+        assert reply(line) == (200, b"/x ")
+        assert ended(line)
+
+
+def test_bodies_that_arrive_at_once_are_bounded(monkeypatch):
+    monkeypatch.setattr(connections, "BODIES", 2)
+    with running() as server:
+        lines = [connect(server) for _ in range(5)]
+        for line in lines:
+            line.sendall(sized(bytes(LIMIT))[:-1])
+            time.sleep(0.03)
+        assert reply(lines[0]) == reply(lines[1]) == (503, b"")
+        lines[-1].sendall(b"\0")
+        assert reply(lines[-1])[0] == 200
+        for line in lines:
+            line.close()
+        until(lambda: not server.lines["arriving"])
+        assert server._arriving == 0
+
+
+def test_a_client_that_does_not_read_keeps_nobody_out():
+    with running(seconds=0.3) as server, connect(server) as line, connect(server) as other:
+        line.sendall(GET.replace(b"/x", b"/large"))
+        other.sendall(GET)
+        assert reply(other) == (200, b"/x ")
+        until(lambda: server.errors)
+        assert isinstance(server.errors[0], TimeoutError)
+        until(lambda: not server.lines["busy"])
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_every_address_is_ipv4_too():
+    try:
+        listening = connections._listen(socket.AF_INET6, ("::", 0, 0, 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with listening, socket.create_connection(("127.0.0.1", listening.getsockname()[1])):
+        accepted, address = listening.accept()
+        with accepted:
+            assert address[0] == "::ffff:127.0.0.1"
+        with pytest.raises(OSError, match="in use"):
+            connections._listen(socket.AF_INET6, listening.getsockname())
+
+
+def test_it_ends_with_connections_of_every_kind():
+    with running() as server:
+        lines = [connect(server) for _ in range(3)]
+        lines[0].sendall(GET[:5])
+        lines[1].sendall(GET.replace(b"/x", b"/wait"))
+        until(lambda: len(server.lines["busy"]) == len(server.lines["arriving"]) == 1)
+    for line in lines:
+        while line.recv(100):
+            pass
+        line.close()
