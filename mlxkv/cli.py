@@ -13,6 +13,7 @@ from mlxkv import __version__
 from mlxkv.bench.command import SHARE, BenchGroup, ShareCommand, bench
 from mlxkv.calibrate.command import calibrate
 from mlxkv.chat.command import chat
+from mlxkv.console import note, one_line
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.serve.command import serve
@@ -135,15 +136,11 @@ class BenchCommands(Commands, BenchGroup):
 app.add_typer(bench, name="bench", cls=BenchCommands)
 
 
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())
-
-
 def _usage_line(error: Exception) -> str:
     """Turn a usage error into one line that lists the choices."""
     ctx = getattr(error, "ctx", None)
     where = ctx.command.name if ctx and ctx.parent else "mlxkv"
-    text = _one_line(error.format_message()).rstrip(".")
+    text = " ".join(error.format_message().split()).rstrip(".")
     if hasattr(error, "option_name"):
         names = [opt for param in ctx.command.params for opt in param.opts] if ctx else []
         text = f"no such option; got {error.option_name}; choose from {', '.join(names)}"
@@ -171,5 +168,5 @@ def main(args: list[str] | None = None) -> int:
         else:
             name = type(error).__name__
             line, code = f"[mlxkv] {name}: {error}; MLXKV_TRACEBACK=1 shows where", 1
-    print(_one_line(line), file=sys.stderr, flush=True)
+    note(one_line(line))
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -14,12 +15,46 @@ from typing import NoReturn
 
 from mlxkv.errors import MachineError, UserError
 
+# What a terminal may obey, or a log may show otherwise than it is: control characters, directions of
+# writing, lone surrogates. Text of several lines keeps what moves within a line.
+_RAW = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_RAW_LINES = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def plain(text: object, lines: bool = False) -> str:
+    """Return text from files, models and requests as a terminal and a log may show it: control characters
+    are written as escapes, `\\x1b`.
+
+    lines: keep tabs and ends of lines, and letters that are written from the right; replies need them.
+    """
+    raw, text = (_RAW_LINES, str(text).replace("\r", "")) if lines else (_RAW, str(text))
+    return raw.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: object) -> str:
+    """`plain` text with single spaces in place of ends of lines and longer spaces."""
+    return plain(" ".join(str(text).split()))
+
+
+class PlainLog(logging.Formatter):
+    """Records of a log as `plain` text: one line each, and tracebacks."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return plain(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record), lines=True)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print `plain` text of any number of lines on stdout, at once."""
+    print(plain(text, lines=True), end=end, flush=True)
 
 
 def note(text: str) -> None:
     """Print a line on stderr; stdout holds only results."""
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text, lines=True), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
@@ -27,7 +62,7 @@ def warn(text: str) -> None:
     from rich.console import Console
 
     out = Console(stderr=True, highlight=False, soft_wrap=True)
-    out.print(text, style="bold red", markup=False)
+    out.print(plain(text, lines=True), style="bold red", markup=False)
 
 
 @contextmanager
@@ -57,17 +92,18 @@ def run_tool(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main() or 0
     except UserError as error:
-        note(str(error))
+        note(one_line(error))
         code = 2
     except MachineError as error:
-        note(str(error))
+        note(one_line(error))
         code = 1
     sys.exit(code)
 
 
 def print_json(data: dict) -> None:
-    """Print one JSON document on one line."""
-    print(json.dumps(data, ensure_ascii=False), flush=True)
+    """Print one JSON document on one line. What a terminal may obey is escaped as JSON does it."""
+    text = json.dumps(data, ensure_ascii=False)
+    print(_RAW.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
@@ -75,13 +111,19 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=Text(plain(title)) if title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for index, column in enumerate(columns):
         numeric = index > 0 and all(re.match(r"^[\d.,\-]", str(row[index])) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(Text(plain(cell)) for cell in row))
     # A pipe has no width, and another program may read its lines: break none.
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 

@@ -10,6 +10,7 @@ from random_model import write_model
 
 from mlxkv import __version__
 from mlxkv.cli import app, main
+from mlxkv.console import plain
 from mlxkv.formats.presets import COMPARED, PRESETS
 from mlxkv.models.catalog.aliases import EMBEDDED
 
@@ -57,7 +58,7 @@ def test_chat_prints_the_reply_alone_on_stdout(run, model_folder):
     options = ("chat", "--model", model_folder, "--max-tokens", "9")
     out, err = run(*options, "--prompt", "hello")
     data = last_json(run(*options, "--prompt", "hello", "--json")[0])
-    assert out == data["text"] + "\n"
+    assert out == plain(data["text"], lines=True) + "\n"
     assert str(model_folder) in err and "int4" in err and "tokens/s" in err
     assert run(*options, stdin="hello")[0] == out
 

@@ -1,9 +1,13 @@
-"""How modules that are started by `python -m` end."""
+"""How modules that are started by `python -m` end, and what text may reach a terminal or a log."""
+
+import json
+import logging
 
 import pytest
 
 from experiments import orderings
 from mlxkv import console
+from mlxkv.cli import main
 from mlxkv.errors import MachineError, UserError
 
 
@@ -32,3 +36,58 @@ def test_orderings_refuse_too_few_seeds(capsys):
         console.run_tool(lambda: orderings.main(["seeds", "--seeds", "1"]))
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("[--seeds]")
+
+
+RAW = "\x1b]0;owned\x07\x1b[31mred\x9b\x7f\r\nnext\tend\u202e\udc9b [/b]"
+
+
+def test_plain_text_moves_no_terminal():
+    shown = console.plain(RAW)
+    assert shown == ("\\x1b]0;owned\\x07\\x1b[31mred\\x9b\\x7f\\r\\nnext\\tend\\u202e\\udc9b [/b]")
+    assert (
+        console.plain("Größe 你好 👩‍👩‍👧 \u200f") == "Größe 你好 👩‍👩‍👧 \u200f"
+    )  # letters and joiners stay
+    several = console.plain(RAW, lines=True)
+    assert several == "\\x1b]0;owned\\x07\\x1b[31mred\\x9b\\x7f\nnext\tend\u202e\\udc9b [/b]"
+    assert console.one_line(" a\n\x1b b ") == "a \\x1b b"
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        console.say,
+        console.note,
+        console.warn,
+        lambda text: console.print_table(["a", "b"], [["1", text]], text),
+        lambda text: console.print_json({"text": text}),
+        lambda text: main(["chat", "--prompt", "x", "--model", text]),
+        lambda text: main([text]),
+        lambda text: main(["chat", "--prompt", "x", "--kv", text]),
+    ],
+)
+def test_nothing_shows_raw_text(show, capsys):
+    show(RAW)
+    said = capsys.readouterr()
+    shown = said.out + said.err
+    assert "owned" in shown and not set(shown) & set("\x1b\x07\x9b\x7f\r\udc9b")
+
+
+def test_json_is_exact(capsys):
+    console.print_json({"text": RAW})
+    assert json.loads(capsys.readouterr().out) == {"text": RAW}
+
+
+def test_a_log_has_plain_lines(capsys):
+    handler = logging.StreamHandler()
+    handler.setFormatter(console.PlainLog())
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    logger.warning("got %s", RAW)
+    try:
+        raise ValueError(RAW)
+    except ValueError:
+        logger.exception("failed")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("got \\x1b]0;owned") and lines[0].endswith("[/b]")
+    assert lines[1:3] == ["failed", "Traceback (most recent call last):"]
+    assert not set("\n".join(lines)) & set("\x1b\x07\x9b\x7f\r")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlxkv.calibrate import publish
 from mlxkv.calibrate.options import CalibrateOptions
-from mlxkv.console import human_bytes, note, print_json, print_table
+from mlxkv.console import human_bytes, note, print_json, print_table, say
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact
@@ -257,7 +257,7 @@ def report(
         _report_clips(kv, found)
     title = f"{made.model}: {made.tokens} tokens of {made.text}, target {made.target}, {shared}"
     print_table(COLUMNS, cells, title)
-    print(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {made.digest}")
+    say(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {made.digest}")
     print("condition: largest over smallest eigenvalue, the worst kv head; balanced: largest over")
     print("smallest singular value of the balanced transform")
 
@@ -302,8 +302,8 @@ def report_learned(
     print(
         "error: of codes, relative energy, on rows that nothing was learned from; srft: random SRFT"
     )
-    print(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {made.digest}")
+    say(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {made.digest}")
     preset = f"learned-int{learned.bits}"
     if (own := parse_kv(preset).keys.quantizer.group) != learned.group:
         note(f"{preset} has groups of {own}; these maps were learned for groups of {learned.group}")
-    print(f"use it: --kv {preset} --calibration {path}")
+    say(f"use it: --kv {preset} --calibration {path}")

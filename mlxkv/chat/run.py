@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.session import Session
 from mlxkv.codec import encoding
-from mlxkv.console import human_bytes, note, print_json
+from mlxkv.console import human_bytes, note, print_json, say
 from mlxkv.errors import UserError
 from mlxkv.formats.names import with_keep
 from mlxkv.models import load
@@ -79,12 +79,12 @@ def one_shot(session: Session, prompt: str, show: bool) -> None:
         pieces = session.ask(prompt, progress)
         first = next(pieces, "")
     if show:
-        print(first, end="", flush=True)
+        say(first, end="")
     for piece in pieces:
         if show:
-            print(piece, end="", flush=True)
+            say(piece, end="")
     if show:
-        print(flush=True)
+        say("")
 
 
 def report(session: Session) -> dict:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from mlxkv.chat.session import Session
-from mlxkv.console import cache_dir, human_bytes
+from mlxkv.console import cache_dir, human_bytes, one_line, plain, say
 from mlxkv.errors import MachineError, UserError
 
 HELP = {
@@ -115,7 +115,7 @@ def interactive(session: Session) -> None:
                 elif line:
                     _reply(session, out, line)
             except (UserError, MachineError) as error:
-                out.print(str(error), style="red", markup=False)
+                out.print(one_line(error), style="red", markup=False)
             except KeyboardInterrupt:
                 out.print("\n[dim]interrupted; the conversation is kept[/dim]")
 
@@ -139,8 +139,7 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
             pieces = session.ask(prompt, progress, stop)
             piece = next(pieces, None)
         while piece is not None:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            say(piece, end="")
             piece = next(pieces, None)
     stats = session.stats
     if not stats.generated_tokens:
@@ -171,16 +170,21 @@ def _command(session: Session, out: Console, line: str) -> bool:
         out.print("[dim]the conversation is forgotten[/dim]")
     elif name == "/save":
         path = session.save(argument)
-        out.print(f"[dim]saved {len(session.tokens)} tokens to {path}[/dim]")
+        _dim(out, f"saved {len(session.tokens)} tokens to {path}")
     elif name == "/load":
         if not argument:
             raise UserError("[/load] no file name; write /load FILE")
         session.load(argument)
-        out.print(f"[dim]goes on from {argument}: {len(session.tokens)} tokens[/dim]")
+        _dim(out, f"goes on from {argument}: {len(session.tokens)} tokens")
     else:
         choices = ", ".join(command.split()[0] for command in HELP)
         raise UserError(f"[chat] no such command; got {name}; choose from {choices}")
     return True
+
+
+def _dim(out: Console, text: str) -> None:
+    """Print a line with names in it, which may look like markup."""
+    out.print(plain(text), style="dim", markup=False)
 
 
 def _stats(session: Session) -> Table:
@@ -198,5 +202,5 @@ def _stats(session: Session) -> Table:
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows.items():
-        table.add_row(f"[dim]{name}[/dim]", value)
+        table.add_row(Text(name, "dim"), Text(plain(value)))
     return table

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from mlxkv.console import human_bytes, parse_size, parse_tokens, print_json, print_table
+from mlxkv.console import human_bytes, parse_size, parse_tokens, plain, print_json, print_table
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
@@ -108,7 +108,7 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         "latent": "keep a latent vector per token (MLA), never compressed",
         "state": "keep a state of fixed size, not counted",
     }
-    print(plan.name, file=file)
+    print(plain(plan.name), file=file)
     for group in data["layers"]:
         heads = f": {group['kv_heads']} kv heads x {group['key_dim']}" if group["kv_heads"] else ""
         text = texts[group["kind"]].format(**group)

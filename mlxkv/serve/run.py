@@ -9,7 +9,7 @@ import time
 
 import mlx.core as mx
 
-from mlxkv.console import human_bytes, note
+from mlxkv.console import PlainLog, human_bytes, note
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.serve import ranks
@@ -75,7 +75,9 @@ def _address(options: ServeOptions) -> tuple[socket.AddressFamily, tuple]:
 
 def run(options: ServeOptions) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log = logging.StreamHandler()
+    log.setFormatter(PlainLog())
+    logging.basicConfig(level=logging.WARNING, handlers=[log])
     group = mx.distributed.init()
     if group.rank():
         _follow(options)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from rich.console import Console
 
-from mlxkv.chat.terminal import LONG_PROMPT, History, prefill_bar, stop_on_interrupt
+from mlxkv.chat.session import Session
+from mlxkv.chat.terminal import (
+    LONG_PROMPT,
+    History,
+    interactive,
+    prefill_bar,
+    stop_on_interrupt,
+)
+from mlxkv.console import plain
 
 
 def test_the_first_interrupt_asks_the_second_insists():
@@ -24,8 +33,6 @@ def test_the_first_interrupt_asks_the_second_insists():
 
 
 def test_an_interrupt_stops_the_reply_and_keeps_the_session(loaded):
-    from mlxkv.chat.session import Session
-
     session, seen = Session(loaded, max_tokens=200), []
     with stop_on_interrupt() as stop:
         for piece in session.ask("hello", stop=stop):
@@ -68,3 +75,39 @@ def test_only_long_prompts_show_a_bar_and_only_in_a_terminal(capfd, monkeypatch)
         progress(512, LONG_PROMPT)
     said = capfd.readouterr()
     assert "512/1024 tokens" in said.err and said.out == ""
+
+
+def talk(session, lines: list[str], monkeypatch) -> None:
+    """`interactive`, with `lines` typed."""
+    rest = iter(lines)
+
+    def typed(prompt: str) -> str:
+        if (line := next(rest, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    interactive(session)
+
+
+@pytest.mark.parametrize("odd", ["x[/b]", "a[", "[red]", "\x1b[31m", "\\"])
+def test_names_are_no_markup(loaded, odd, tmp_path, monkeypatch, capsys):
+    session = Session(replace(loaded, name=f"/models/{odd}"), max_tokens=4)
+    folder = tmp_path / odd
+    folder.mkdir(parents=True)
+    talk(session, ["hello", "/stats", f"/save {folder}/s", f"/load {folder}/s", odd], monkeypatch)
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert shown.count(plain(odd)) >= 3 and "\x1b" not in shown
+    assert "saved" in shown and "goes on from" in shown
+
+
+def test_a_reply_moves_no_terminal(loaded, monkeypatch, capsys):
+    session = Session(loaded, max_tokens=4)
+    pieces = ["a\x1b", "]0;owned\x07\n", "\tb\x9b", "\r\nc"]
+
+    def ask(prompt, progress, stop):
+        yield from pieces
+
+    monkeypatch.setattr(session, "ask", ask)
+    talk(session, ["hello"], monkeypatch)
+    assert "a\\x1b]0;owned\\x07\n\tb\\x9b\nc" in capsys.readouterr().out

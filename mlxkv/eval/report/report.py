@@ -195,11 +195,11 @@ def show(data: dict, blocks: bool) -> None:
             if chosen:
                 cells = [[row[i] for i in chosen] for row in rows]
                 console.print_table([columns[i] for i in chosen], cells, title)
-        print("\n".join([*reasons(data, context), ""]))
+        console.say("\n".join([*reasons(data, context), ""]))
         if rows := subspace.table(data["parts"].get(f"{subspace.TASK}-{context}", {})):
             console.print_table([*subspace.COLUMNS, *subspace.MORE], rows, f"{title}: subspaces")
         part = data["parts"].get(f"divergence-{context}", {})
         for name, result in part.items() if blocks else ():
             for leg, summary in result["legs"].items():
-                print(f"{name}, {context} tokens, {leg}\n{block(summary)}\n")
-    print("\n".join(notes(data)))
+                console.say(f"{name}, {context} tokens, {leg}\n{block(summary)}\n")
+    console.say("\n".join(notes(data)))
