@@ -156,6 +156,22 @@ def parse_tokens(text: str, where: str) -> int:
     return count
 
 
+def user_path(name: Path | str, where: str) -> Path:
+    """The path that a user named, `~` expanded. Raises UserError, with `where` in brackets, for a name that
+    no file can have: too long, of an unknown user, with a zero byte in it."""
+    try:
+        path = Path(name).expanduser()
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".") or "no such name"
+        raise UserError(
+            f"[{where}] no file can have this name ({reason}); got {str(name)[:60]!r}; choose another"
+        ) from None
+    return path
+
+
 def cache_dir() -> Path:
     """The user's cache folder of mlxkv, which may not exist yet."""
     if sys.platform == "darwin":

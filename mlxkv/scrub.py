@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mlxkv.console import note
+from mlxkv import untrusted
+from mlxkv.console import note, user_path
 from mlxkv.errors import MachineError, UserError
+from mlxkv.untrusted import Unsound
 
 LARGEST = 1 << 20  # bytes of a file that is read
 PATH = re.compile(r"(?<![\w.~])(?:~|\.{1,2})?(?:/[^\s/:'\"(),;]+)+/?")
@@ -37,7 +39,7 @@ _OWN = re.compile(r"(?:.*/)?(?:Users|Volumes|home)/[^/]*", re.IGNORECASE)
 def put(shared: dict, name: str, kind: str = "bench") -> Path:
     """Write `shared`, already scrubbed, to the file `name`, or for "" to `default_file` in the current
     folder. Returns the file. Raises MachineError if it cannot be written."""
-    file = Path(name).expanduser() if name else default_file(shared, Path(), kind)
+    file = user_path(name, "--share") if name else default_file(shared, Path(), kind)
     try:
         file.write_text(json.dumps(shared, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -58,7 +60,7 @@ def default_file(data: dict, folder: Path, kind: str = "bench") -> Path:
 
 def public_name(model: str) -> str:
     """Return an alias or hub name unchanged, of a folder its last name."""
-    path = Path(model).expanduser()
+    path = user_path(model, "--model")
     if path.is_dir() or path.is_absolute() or model.startswith((".", "~")):
         return path.resolve().name or "model"
     return model
@@ -85,16 +87,11 @@ def read_json(
         return UserError(f"[{where}] {file.name}: {what}")
 
     try:
-        with file.open("rb") as opened:
-            text = opened.read(LARGEST + 1)
-    except OSError as error:
+        data = untrusted.read_json(file, LARGEST)
+    except FileNotFoundError as error:
         raise bad(f"cannot be read ({error.strerror})") from None
-    if len(text) > LARGEST:
-        raise bad(f"larger than {LARGEST} bytes")
-    try:
-        data = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError):
-        raise bad("not JSON") from None
+    except Unsound as error:
+        raise bad(str(error)) from None
     if not isinstance(data, dict) or data.get("format") != form:
         raise bad(f"not a file of {form.replace('-', ' ')} --share (no format {form!r})")
     found = data.get("version")
@@ -112,7 +109,7 @@ def read_json(
 def read_folder(folder: str, where: str, read: Callable[[Path], dict]) -> tuple[list[dict], int]:
     """Read every .json file of `folder`: (contents, number of bad files). Each bad file is one line on
     stderr. Raises UserError if there is no such folder."""
-    path, found, bad = Path(folder).expanduser(), [], 0
+    path, found, bad = user_path(folder, where), [], 0
     if not path.is_dir():
         raise UserError(f"[{where}] no such folder; got {folder}; choose one with shared files")
     for file in sorted(path.glob("*.json")):

@@ -172,7 +172,10 @@ def safetensors(path: Path | str, follow: bool = True, most: int = HEADER) -> He
         if length > most:
             raise Unsound(f"has a header larger than {most} bytes")
         text = file.read(length)
-    head, start = parse(text), 8 + length
+    try:
+        head, start = parse(text), 8 + length
+    except Unsound as error:
+        raise Unsound(f"has a header that {error}") from None
     if not isinstance(head, dict):
         raise Unsound("has a header that is not valid")
     metadata = head.pop("__metadata__", None) or {}

@@ -171,7 +171,7 @@ def test_fit(fails, tmp_path):
     config = tmp_path / "config.json"
     assert "no such file" in fails("fit", "--config", config)
     config.write_text("{")
-    assert "is not JSON" in fails("fit", "--config", config)
+    assert "is not valid JSON" in fails("fit", "--config", config)
     config.write_text("[]")
     assert "not the config" in fails("fit", "--config", config)
     config.write_text('{"model_type": "bert"}')

@@ -170,7 +170,7 @@ def test_headers_of_safetensors(tmp_path):
         (b"", "no room for its header in 0 bytes"),
         (b"\xff" * 100, "no room for its header"),
         (packed({}, length=1 << 62), "no room for its header"),
-        (packed(b"{{{{"), "not valid JSON"),
+        (packed(b"{{{{"), "header that is not valid JSON"),
         (packed([]), "header that is not valid"),
         (packed(b"[" * 5000), "nested deeper"),
         (packed({"a": entry()}), "promises"),

@@ -17,6 +17,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import HUB, Source, resolve
+from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.plant import plant
 from mlxkv.models.catalog.reports import LayerReport
 
@@ -62,7 +63,7 @@ def load(
         )
     mark = None
     if source.folder is not None:
-        mark = folder.fingerprint(folder.check(source.folder), source.planted)
+        mark = fingerprint(folder.check(source.folder), source.planted)
     where = source.folder or source.repo
     logging.disable_progress_bar()
     kind = DTYPES[dtype] if dtype else torch.float32 if device.type == "cpu" else "auto"

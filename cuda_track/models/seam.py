@@ -29,6 +29,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog import folder
+from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.reports import LayerReport, nothing_compressed, with_own
 
 _ATTACHED = "_mlxkv_attached"
@@ -164,7 +165,7 @@ def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None,
     path = Path(model.config._name_or_path)
     mark = getattr(model, "_mlxkv_fingerprint", None)
     if mark is None and path.is_dir():
-        mark = folder.fingerprint(folder.check(path))
+        mark = fingerprint(folder.check(path))
     if isinstance(given, Calibration):
         return given, mark
     if given is not None:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from mlxkv.calibrate import publish
 from mlxkv.calibrate.options import CalibrateOptions
-from mlxkv.console import human_bytes, note, print_json, print_table, say
+from mlxkv.console import human_bytes, note, print_json, print_table, say, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.marks import names, same_model
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import load
 from mlxkv.models.calibration import clips
@@ -62,6 +63,7 @@ def run_fitting(options: CalibrateOptions) -> None:
     """Fit rotations and balanced transforms, or take those of a file, then search clips if asked."""
     chosen = given(options.calibration) if options.calibration else None
     _insist_on_file(options, chosen or options)
+    out = options.out and user_path(options.out, "--out")
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = Text("none", [])
     fits = options.target not in WITHOUT_TEXT  # rotations to the text, not only clips
@@ -85,7 +87,7 @@ def run_fitting(options: CalibrateOptions) -> None:
             timing=timing,
             **reading,
         )
-        path = Path(options.out or artifact.kept_path(made.fingerprint)).expanduser()
+        path = out or artifact.kept_path(made.fingerprint)
         made = _with_kept_clips(made, path)
         for name, config in searched.items():
             made, trials[name] = clips.search(
@@ -105,6 +107,7 @@ def run_fitting(options: CalibrateOptions) -> None:
 
 def run_learning(options: CalibrateOptions) -> None:
     """Learn maps from the keys and values of the text (--learn)."""
+    out = options.out and user_path(options.out, "--out")
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = _read(loaded, options)
     start = time.perf_counter()
@@ -112,13 +115,13 @@ def run_learning(options: CalibrateOptions) -> None:
     learned = Learned(**options.learning)
     with progress_bar(steps(made, learned), "learning") as progress:
         made, outcomes = learn(made, samples, learned, progress)
-    path = Path(options.out or learned_path(made.fingerprint)).expanduser()
+    path = out or learned_path(made.fingerprint)
     artifact.write(path, made)
     report_learned(made, path, time.perf_counter() - start, outcomes, options.json)
 
 
 def _read(loaded, options: CalibrateOptions) -> Text:
-    files = [Path(name).expanduser() for name in options.text or ()]
+    files = [user_path(name, "--text") for name in options.text or ()]
     text = calibration_tokens(loaded, options.tokens, files)
     if LEAST <= len(text.tokens) < options.tokens:
         note(f"{text.name} has {len(text.tokens)} tokens, fewer than {options.tokens}")
@@ -127,7 +130,7 @@ def _read(loaded, options: CalibrateOptions) -> Text:
 
 def learned_path(fingerprint: str) -> Path:
     """Where learned maps are kept: beside the user's own calibration of the model, which stays."""
-    return artifact.folder() / f"{fingerprint}-learned.safetensors"
+    return artifact.kept_path(fingerprint, "-learned")
 
 
 def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
@@ -184,11 +187,13 @@ def _insist_on_file(options: CalibrateOptions, made: CalibrateOptions | Calibrat
 
 def _with_kept_clips(made: Calibration, path: Path) -> Calibration:
     """`made` with the clips of the file that it replaces, where the transforms are the same."""
+    if not path.exists() and path == artifact.kept_path(made.fingerprint):
+        path = artifact.kept_path(names(made.fingerprint)[-1])  # of an earlier version
     try:
         old = artifact.read(path)
     except UserError:  # not there, or not worth keeping
         return made
-    if (old.fingerprint, old.parts) != (made.fingerprint, made.parts):
+    if not same_model(old.fingerprint, made.fingerprint) or old.parts != made.parts:
         return made
     made, lost = made.with_clips_of(old)
     if lost:

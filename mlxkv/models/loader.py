@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog.aliases import DEFAULT, EMBEDDED, resolve
-from mlxkv.models.catalog.folder import Folder, check, fingerprint
+from mlxkv.models.catalog.fingerprint import fingerprint
+from mlxkv.models.catalog.folder import Folder, check
 from mlxkv.models.catalog.hub import fetch, first_line
 from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
@@ -111,6 +113,7 @@ def load(
             f"[load] the embedded model is not installed; got {source.folder}; reinstall mlxkv"
         )
     folder = check(source.folder or fetch(source.repo))
+    _check_temp()
     model, full_config = _model(folder)
     size = 1 if group is None else group.size()
     if size > 1:
@@ -123,6 +126,7 @@ def load(
         model.load_weights(list(weights.items()))
     if size == 1:
         mx.eval(model.parameters())
+        _try_out(model, folder)
     tokenizer = _tokenizer(folder, full_config)
     mark = fingerprint(folder, source.planted)
     context = context_limit(folder.config)
@@ -154,19 +158,47 @@ def _model(folder: Folder) -> tuple[nn.Module, dict]:
     kind = folder.config["model_type"]
     try:
         _get_classes(folder.config)
-    except ValueError:
+    except (ValueError, AttributeError, TypeError):  # no such file in mlx-lm, or none with a model
         raise UserError(
             f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in "
             f"{folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
         ) from None
     try:
         return load_model(folder.path, lazy=True)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError) as error:
-        # mlx-lm raises any of these when files are wrong.
+    except Exception as error:  # mlx-lm raises anything when files are wrong
         raise UserError(
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
             f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
         ) from error
+
+
+def _try_out(model: nn.Module, folder: Folder) -> None:
+    """Raise UserError for a model whose code fails on two tokens and on a third. Nothing is computed: MLX
+    is lazy."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    try:
+        caches = make_prompt_cache(model)
+        for tokens in (2, 1):
+            model(mx.zeros((1, tokens), mx.int32), cache=caches)
+    except Exception as error:
+        raise UserError(
+            f"[load] config.json describes a model that cannot run ({type(error).__name__}: "
+            f"{first_line(error)}); got a {folder.config['model_type']} in {folder.path}; fetch the "
+            "model again"
+        ) from error
+
+
+def _check_temp() -> None:
+    """Raise UserError where MLX has no folder for what it compiles: on a CPU its compiler reads files."""
+    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order of std::filesystem
+    name = next((name for name in names if os.environ.get(name) is not None), None)
+    folder = os.environ[name] if name else "/tmp"
+    if mx.default_device() == mx.Device(mx.cpu) and not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(
+            f"[{name or 'TMPDIR'}] no folder for temporary files, which MLX needs; got {folder!r}; set "
+            "TMPDIR to a folder that can be written"
+        )
 
 
 def _check_shares(model: nn.Module, folder: Folder, size: int) -> None:
@@ -204,7 +236,11 @@ def _tokenizer(folder: Folder, config: dict):
         return load_tokenizer(
             folder.path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )
-    except Exception as error:  # the tokenizer libraries raise bare Exception
+    except (
+        BaseException
+    ) as error:  # the tokenizer libraries raise bare Exception, and panics of Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(
             f"[load] the tokenizer cannot be loaded ({type(error).__name__}: "
             f"{first_line(error)}); got {folder.path}; fetch the model again"

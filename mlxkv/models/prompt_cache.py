@@ -10,6 +10,7 @@ from pathlib import Path
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.console import user_path
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.saved import session
 from mlxkv.formats.saved.session import Saved
@@ -17,11 +18,17 @@ from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves
 
 ENDING = ".safetensors"
+LONGEST = 200  # bytes of a name; file systems take 255, with the ending and the number of a draft
 
 
-def path_for(name: str) -> Path:
-    """The file for a name the user typed; mlx reads the format from the ending."""
-    path = Path(name).expanduser()
+def path_for(name: str, where: str) -> Path:
+    """The file for a name the user typed; mlx reads the format from the ending. Raises UserError, `where` in
+    brackets, for a name that no file can have."""
+    path = user_path(name, where)
+    if path.name in ("", ".."):
+        raise UserError(f"[{where}] not a name for a file; got {name!r}; write one, like notes")
+    if len(os.fsencode(path.name)) > LONGEST:
+        raise UserError(f"[{where}] the name is too long for a file; got {name[:60]!r}...")
     return path if path.suffix == ENDING else path.with_name(path.name + ENDING)
 
 
@@ -31,7 +38,7 @@ def save(name: str, saved: Saved, loaded) -> Path:
         raise UserError("[/save] no file name; write /save FILE")
     if not saved.tokens:
         raise UserError("[/save] nothing to save yet: the session is empty")
-    path = path_for(name)
+    path = path_for(name, "/save")
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"[/save] no such folder; got {str(path.parent)!r}")
     entries = session.entries(
@@ -64,7 +71,8 @@ def load(name: str, loaded) -> Saved:
     """Read a session for this model and preset. Raises UserError for any other file."""
     if not name.strip():
         raise UserError("[load] no file name; got an empty one")
-    path = path_for(name) if not Path(name).expanduser().is_file() else Path(name).expanduser()
+    path = user_path(name, "load")
+    path = path if path.is_file() else path_for(name, "load")
     data = session.read_entries(path)
     session.check(path, data if path.suffix == ENDING else {}, loaded.name, loaded.fingerprint)
     session.check_cache(path, data, loaded.kv_name, loaded.kv)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Option
 
-from mlxkv.console import parse_size
+from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -138,7 +138,7 @@ class ServeOptions:
 
     @property
     def disk_folder(self) -> Path | None:
-        return Path(self.kv_disk).expanduser() if self.kv_disk else None
+        return user_path(self.kv_disk, "--kv-disk") if self.kv_disk else None
 
 
 def _sendable(key: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mlxkv.bench.options import (
     BASELINE,
@@ -13,6 +12,7 @@ from mlxkv.bench.options import (
     parse_contexts,
     parse_presets,
 )
+from mlxkv.console import user_path
 from mlxkv.errors import UserError
 
 SHORTEST = 16  # tokens of context
@@ -75,7 +75,7 @@ def make(*, kv: str, contexts: str | None, **options) -> BenchPlan:
     if not 0 < plan.timeout <= 1e6:
         raise UserError(f"[--timeout] got {plan.timeout:g}; choose more than 0 seconds")
     if plan.share:
-        file = Path(plan.share).expanduser()
+        file = user_path(plan.share, "--share")
         if file.is_dir() or not file.absolute().parent.is_dir():
             raise UserError(
                 f"[--share] no file can be written there; got {plan.share}; choose a file in a "

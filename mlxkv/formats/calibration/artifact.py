@@ -37,6 +37,7 @@ from mlxkv.formats.calibration import balance
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import PAIRED
+from mlxkv.formats.marks import names, same_model
 
 FORMAT = 2
 FORMATS = (1, 2)  # that this version reads
@@ -205,7 +206,7 @@ class Calibration:
     def check(self, shapes: Mapping[str, tuple[int, int, int]], fingerprint: str | None) -> None:
         """Raise UserError unless made for this model. shapes: (kv heads, key dim, value dim) of each
         layer that needs rotations. fingerprint: the model's, None if unknown."""
-        if fingerprint is not None and fingerprint != self.fingerprint:
+        if fingerprint is not None and not same_model(self.fingerprint, fingerprint):
             raise self._fault(
                 f"belongs to another model; got one for {self.model} ({self.fingerprint}), this "
                 f"model is {fingerprint}"
@@ -266,7 +267,7 @@ def write(path: Path, calibration: Calibration) -> None:
 
 def read(path: Path | str) -> Calibration:
     """Read and check a file, or the one in a folder. Raises UserError on any fault."""
-    path = Path(path).expanduser()
+    path = console.user_path(path, "--calibration")
     if path.is_dir():
         path = path / f"{NAME}.safetensors"
     header, tensors = _open(path, True)
@@ -372,8 +373,9 @@ def folder() -> Path:
     return console.cache_dir() / "calibration"
 
 
-def kept_path(fingerprint: str) -> Path:
-    return folder() / f"{fingerprint}.safetensors"
+def kept_path(fingerprint: str, more: str = "") -> Path:
+    """Where the user's calibration of a model is kept. more: of its name, for one that stands beside it."""
+    return folder() / f"{names(fingerprint)[0]}{more}.safetensors"
 
 
 def find(fingerprint: str, model_folder: Path | None, balanced: bool = False) -> Calibration | None:
@@ -384,14 +386,17 @@ def find(fingerprint: str, model_folder: Path | None, balanced: bool = False) ->
     shipped = sorted(model_folder.glob(f"{NAME}*.safetensors")) if model_folder else []
     for path in shipped:
         # The hard form of an embedded model shares the folder with the plain one; each has a file.
-        if len(shipped) == 1 or _open(path, False)[0].get("fingerprint") == fingerprint:
+        mark = _open(path, False)[0].get("fingerprint")
+        if len(shipped) == 1 or same_model(str(mark), fingerprint):
             found = read(path)
             if found.balanced or not balanced:
                 return found
             break
-    path = kept_path(fingerprint)
-    found = read(path) if path.exists() else None
-    return found if found is None or found.balanced or not balanced else None
+    for mark in names(fingerprint):  # one that an earlier version kept has the older name
+        if (path := kept_path(mark)).exists():
+            found = read(path)
+            return found if found.balanced or not balanced else None
+    return None
 
 
 def with_digest(digest: str) -> Calibration | None:

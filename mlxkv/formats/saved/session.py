@@ -16,6 +16,7 @@ from typing import Any
 from mlxkv import __version__
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.marks import same_model
 
 FORMAT = "1"
 KEY = "mlxkv_checksum"
@@ -73,7 +74,7 @@ def check(path: Path, data: dict[str, str], loaded_name: str, fingerprint: str) 
         raise UserError(
             f"[load] {str(path)!r} was changed after it was saved: the checksum differs"
         )
-    if data["fingerprint"] != fingerprint:
+    if not same_model(data["fingerprint"], fingerprint):
         raise UserError(
             f"[load] {str(path)!r} belongs to another model; got {data['model']}; this is {loaded_name}"
         )

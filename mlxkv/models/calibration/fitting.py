@@ -41,7 +41,7 @@ def given(calibration: Calibration | Path | str) -> Calibration:
     if isinstance(calibration, str):
         name = calibration.strip()
         # A path that is not there stays a path: "calibrations/mine.safetensors" is no repository.
-        is_path = Path(name).expanduser().exists() or name.endswith(".safetensors")
+        is_path = console.user_path(name, "--calibration").exists() or name.endswith(".safetensors")
         if REPO.fullmatch(name) and not is_path:
             calibration = fetch_file(name, FILE, ON_THE_HUB)
     return artifact.read(calibration)

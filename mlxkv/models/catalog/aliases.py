@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from mlxkv.console import user_path
 from mlxkv.errors import UserError
 
 HERE = Path(__file__).parents[1] / "embedded"
@@ -70,7 +71,7 @@ def resolve(name: str) -> Source:
         return EMBEDDED[text]
     if text in HUB:
         return Source(text, repo=HUB[text])
-    folder = Path(text).expanduser()
+    folder = user_path(text, "--model")
     if text and folder.is_dir():
         return Source(text, folder=folder)
     if folder.is_file():
@@ -84,6 +85,6 @@ def resolve(name: str) -> Source:
     close = get_close_matches(text.lower(), choices, n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
-        f"[--model] no such model; got {text!r}; {hint}choose from {', '.join(choices)}, a folder, "
+        f"[--model] no such model; got {text[:60]!r}; {hint}choose from {', '.join(choices)}, a folder, "
         "or owner/name on the hub"
     )

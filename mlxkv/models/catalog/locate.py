@@ -5,13 +5,13 @@ No framework is imported here, and no weights are read: `fit` and `models` need 
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxkv import untrusted
 from mlxkv.models.catalog.aliases import resolve
-from mlxkv.models.catalog.folder import INDEX
+from mlxkv.models.catalog.folder import INDEX, SMALL
 from mlxkv.models.catalog.hub import fetch
 
 
@@ -54,11 +54,12 @@ def _local(name: str, folder: Path) -> Place:
 def _weights(folder: Path) -> int | None:
     """Bytes of a model's weights: from its index, else the size of its files, else None."""
     try:
-        index = json.loads((folder / INDEX).read_bytes())
+        index = untrusted.read_json(folder / INDEX, SMALL)
         return int(index["metadata"]["total_size"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # Unsound is a ValueError
         pass  # a small model has one file and no index
-    return sum(path.stat().st_size for path in folder.glob("model*.safetensors")) or None
+    files = (path for path in folder.glob("model*.safetensors") if path.is_file())
+    return sum(path.stat().st_size for path in files) or None
 
 
 def _hub(name: str) -> Place:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mlxkv import untrusted
+from mlxkv.console import user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
+from mlxkv.models.catalog import numbers
+from mlxkv.models.catalog.folder import SMALL
 from mlxkv.models.catalog.shapes import (
     LayerShape,
     activation_bytes,
@@ -15,6 +18,7 @@ from mlxkv.models.catalog.shapes import (
     layers_of,
     weight_bytes,
 )
+from mlxkv.untrusted import Unsound
 
 CHUNK = 2048  # tokens that a prefill takes at a time
 MOST_TOKENS = 1 << 24  # of a model that names no limit
@@ -87,7 +91,7 @@ def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:
 def read_plan(model: str, config: str | None) -> ModelPlan:
     """Finds config.json and the weights' size: a file, a local folder, the hub's cache or the hub."""
     if config is not None:
-        data = _read_config(Path(config).expanduser(), "--config")
+        data = _read_config(user_path(config, "--config"), "--config")
         return _plan(str(config), data, None)
     from mlxkv.models.catalog.locate import locate
 
@@ -98,19 +102,25 @@ def read_plan(model: str, config: str | None) -> ModelPlan:
 
 def _plan(name: str, config: dict, weights: int | None) -> ModelPlan:
     source = "from the files" if weights else "estimated from config.json"
-    return ModelPlan(name, config, layers_of(config), weights or weight_bytes(config), source)
+    try:
+        return ModelPlan(name, config, layers_of(config), weights or weight_bytes(config), source)
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"[config.json] sizes that do not fit together ({error}); got {name}"
+        ) from None
 
 
 def _read_config(path: Path, where: str) -> dict:
     path = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = untrusted.read_json(path, SMALL, infinity=True)
+        if not isinstance(data, dict):
+            raise Unsound("is not the config of a model")
+        numbers.check(data, numbers.LAYERS)
     except FileNotFoundError:
         raise UserError(f"[{where}] no such file; got {str(path)!r}") from None
-    except OSError as error:
-        raise UserError(f"[{where}] cannot read {str(path)!r}: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"[{where}] {str(path)!r} is not JSON") from None
-    if not isinstance(data, dict):
-        raise UserError(f"[{where}] {str(path)!r} is not the config of a model")
+    except Unsound as error:
+        raise UserError(f"[{where}] {str(path)!r} {error}") from None
     return data

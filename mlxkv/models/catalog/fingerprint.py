@@ -1,0 +1,81 @@
+"""Which model it is: a hash over its configuration, its tokenizer and some bytes of every tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from mlxkv.formats.marks import DIGITS
+from mlxkv.models.catalog.folder import TOKENIZER_FILES, Folder
+
+PIECES, PIECE = 1 << 14, 1 << 12  # of all tensors together, at least one each; bytes of one
+MOST = 16  # pieces of one tensor
+ENDS = 64 << 10  # bytes at both ends of a file, in fingerprints of earlier versions
+
+
+def fingerprint(folder: Folder, planted: bool = False) -> str:
+    """32 hex digits that identify a model (`mlxkv.formats.marks`); .1 s to 2 s for any size.
+
+    Hashed: the configuration, the tokenizer, whether outliers are planted (keys differ then), and of every
+    tensor its name, type, shape and up to 16 pieces of 4 KiB, evenly spread, both ends among them; 64 MiB
+    of a large model. Names of files and how tensors are dealt to them do not count. A model that differs
+    between the pieces only is not told apart: this tells models apart that were made apart, it is no seal.
+    """
+    digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
+    digest.update(b"planted" if planted else b"plain")
+    for file in _tokenizers(folder):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while part := stream.read(1 << 20):
+                digest.update(part)
+    tensors = sorted(
+        (name, i, tensor)
+        for i, header in enumerate(folder.headers)
+        for name, tensor in header.tensors.items()
+    )
+    pieces = max(1, min(MOST, PIECES // max(1, len(tensors))))
+    streams = [os.open(file, os.O_RDONLY) for file in folder.weights]
+    try:
+        for name, i, tensor in tensors:
+            digest.update(f"{name!r} {tensor.dtype} {tensor.shape}\n".encode())
+            for start, size in _pieces(*tensor.span, pieces):
+                digest.update(os.pread(streams[i], size, start))
+    finally:
+        for stream in streams:
+            os.close(stream)
+    return digest.hexdigest()[:DIGITS] + older(folder, planted)
+
+
+def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:
+    """(start, bytes) of `count` pieces between two places, or of all that lies between if that is no more."""
+    if last - first <= count * PIECE:
+        return [(first, last - first)]
+    if count == 1:
+        return [((first + last - PIECE) // 2, PIECE)]
+    room = last - first - PIECE
+    return [(first + room * i // (count - 1), PIECE) for i in range(count)]
+
+
+def _tokenizers(folder: Folder) -> list[Path]:
+    return [folder.path / name for name in TOKENIZER_FILES if (folder.path / name).is_file()]
+
+
+def older(folder: Folder, planted: bool = False) -> str:
+    """16 hex digits, the fingerprint of versions before: the headers of the weight files and 64 KiB at both
+    ends of their data and of the tokenizer files. Two models of one shape may have the same."""
+    digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
+    digest.update(b"planted" if planted else b"plain")
+    starts = {
+        file: header.start for file, header in zip(folder.weights, folder.headers, strict=True)
+    }
+    for file in [*folder.weights, *_tokenizers(folder)]:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            # The older form read 8 bytes, the header that they announce if it is of weights, and 64 KiB.
+            digest.update(stream.read(starts.get(file, 8) + ENDS))
+            stream.seek(max(0, size - ENDS))
+            digest.update(stream.read(ENDS))
+    return digest.hexdigest()[:DIGITS]

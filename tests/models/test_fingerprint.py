@@ -1,0 +1,113 @@
+"""Fingerprints: every tensor counts, wherever it lies; files of earlier versions are recognised."""
+
+# ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from model_folders import WEIGHTS, folder, saved
+from safetensors.numpy import load_file, save_file
+
+from mlxkv.formats.calibration import artifact
+from mlxkv.formats.marks import names, same_model
+from mlxkv.models.catalog.aliases import EMBEDDED
+from mlxkv.models.catalog.fingerprint import PIECE, PIECES, _pieces, fingerprint, older
+from mlxkv.models.catalog.folder import INDEX, check
+
+# What earlier versions named these models; shipped calibrations and old sessions have these.
+BEFORE = {"tiny": "d4b5f9b86ad0ae6a", "tiny-qwen": "38e72523ee1c1772"}
+
+
+def of(path) -> str:
+    return fingerprint(check(path))
+
+
+def test_every_tensor_counts(folder):
+    first, weights = of(folder), load_file(folder / WEIGHTS)
+    seen = {first}
+    for name, array in weights.items():
+        # One bit in the middle of a tensor of 4 KiB or less: all of it is read.
+        changed = array.copy()
+        changed.reshape(-1).view(np.uint8)[changed.nbytes // 2] ^= 1
+        save_file({**weights, name: changed}, folder / WEIGHTS, {"format": "mlx"})
+        seen.add(of(folder))
+    assert len(seen) == len(weights) + 1
+
+
+def test_a_large_tensor_that_differs_in_a_share_of_its_bytes(tmp_path, saved):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / WEIGHTS)
+    weights["large"] = np.zeros(1 << 21, np.uint8)
+    save_file(weights, tmp_path / WEIGHTS)
+    first = of(tmp_path)
+    weights["large"][1 << 20 : (1 << 20) + (1 << 18)] = 1  # an eighth of it, in the middle
+    save_file(weights, tmp_path / WEIGHTS)
+    second = of(tmp_path)
+    assert not same_model(first, second)
+    # Earlier versions saw the ends of files only, and know no difference.
+    assert first[16:] == second[16:] == older(check(tmp_path)) and same_model(first[16:], second)
+
+
+def test_copies_links_and_shards_are_the_same_model(folder, tmp_path_factory):
+    first = of(folder)
+    hub = tmp_path_factory.mktemp(
+        "hub"
+    )  # a snapshot of links into blobs, as the hub's cache has it
+    (hub / "blobs").mkdir()
+    for i, file in enumerate(sorted(folder.iterdir())):
+        shutil.copy(file, hub / "blobs" / str(i))
+        (hub / file.name).symlink_to(f"blobs/{i}")
+    assert of(hub) == first
+    weights = sorted(load_file(folder / WEIGHTS).items())
+    (folder / WEIGHTS).unlink()
+    table = {}
+    for i in range(2):
+        name = f"model-{i + 1:05}-of-00002.safetensors"
+        save_file(dict(weights[i::2]), folder / name, {"format": "mlx"})
+        table |= dict.fromkeys(dict(weights[i::2]), name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": table}))
+    assert same_model(of(folder), first) and of(folder)[16:] != first[16:]
+
+
+def test_the_tokenizer_counts_whole(folder):
+    file = folder / "tokenizer.json"
+    data = json.loads(file.read_text())
+    words = data["model"]["vocab"]
+    words |= {f"word{i}": 1000 + i for i in range(20_000)}
+    seen = set()
+    for last in (5_000, 5_001):
+        words["middle"] = 1000 + last
+        words["word5000"], words["word5001"] = 6000, 6001
+        file.write_text(json.dumps(data))
+        seen.add(of(folder)[:16])
+    assert len(seen) == 2
+
+
+def test_pieces_are_spread_and_bounded():
+    assert _pieces(10, 20, 16) == [(10, 10)]
+    assert _pieces(0, 1 << 30, 1) == [((1 << 29) - PIECE // 2, PIECE)]
+    spread = _pieces(100, 100 + (1 << 20), 16)
+    assert spread[0] == (100, PIECE) and sum(spread[-1]) == 100 + (1 << 20)
+    gaps = np.diff([start for start, _ in spread])
+    assert len(spread) == 16 and gaps.min() >= PIECE and gaps.max() - gaps.min() <= 1
+    assert PIECES * PIECE == 64 << 20
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_files_of_earlier_versions_are_recognised(name, tmp_path, monkeypatch):
+    here = of(EMBEDDED[name].folder)
+    assert here[16:] == BEFORE[name] == names(here)[1]
+    assert same_model(BEFORE[name], here) and same_model(here, here)
+    for other in ("", here[:16], "0" * 16, "0" * 16 + here[16:], here[16:] * 2):
+        assert not same_model(other, here)
+    # A calibration that an earlier version kept is found, one of this version goes first.
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
+    shipped = artifact.find(here, EMBEDDED[name].folder)
+    shipped.check({}, here)
+    artifact.write(artifact.kept_path(BEFORE[name]), shipped)
+    assert artifact.find(here, None).path.stem == BEFORE[name]
+    artifact.write(artifact.kept_path(here), shipped)
+    assert artifact.find(here, None).path.stem == here[:16]
