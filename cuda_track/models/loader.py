@@ -19,6 +19,7 @@ from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import HUB, Source, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.plant import plant
+from mlxkv.models.catalog.rendering import bound
 from mlxkv.models.catalog.reports import LayerReport
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -70,6 +71,9 @@ def load(
     try:
         model = AutoModelForCausalLM.from_pretrained(where, dtype=kind)
         tokenizer = AutoTokenizer.from_pretrained(where)
+        bound(tokenizer, Path(where))
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"[load] transformers cannot read {name!r}: {first}") from None

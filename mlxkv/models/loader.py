@@ -18,6 +18,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.calibration.fitting import given
+from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.aliases import DEFAULT, EMBEDDED, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
@@ -114,6 +115,7 @@ def load(
         )
     folder = check(source.folder or fetch(source.repo))
     _check_temp()
+    rendering.RENDERER.start()  # it is ready by the time that the weights are
     model, full_config = _model(folder)
     size = 1 if group is None else group.size()
     if size > 1:
@@ -128,6 +130,7 @@ def load(
         mx.eval(model.parameters())
         _try_out(model, folder)
     tokenizer = _tokenizer(folder, full_config)
+    rendering.bound(tokenizer._tokenizer, folder.path)
     mark = fingerprint(folder, source.planted)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))

@@ -1,0 +1,145 @@
+"""Chat templates run in a process of their own: the same texts, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from mlxkv.errors import UserError
+from mlxkv.models.catalog import rendering
+from mlxkv.models.catalog.rendering import RENDERER, Excess, Renderer, bound
+
+TALK = [
+    {"role": "system", "content": "Be kind. \x1b\u202e😀 é"},
+    {"role": "user", "content": "Hi", "extra": {"a": [1, 2.5, None, True]}},
+    {"role": "assistant", "content": "Hello", "reasoning_content": "hm"},
+]
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{{ m.extra | default(1) | tojson }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ tools | tojson }}{{ bos_token }}{{ key }}"
+)
+EXCESSIVE = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "doubling": "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}",
+    "product": "{{ 'a' * 10000000000 }}",
+    "method": "{{ 'a'.center(10000000000) }}",
+    "filter": "{{ 'a' | center(10000000000) }}",
+    "format": "{{ '%09999999999d' % 1 }}",
+    "lists": "{% for i in ([0] * 3000000000) %}{% endfor %}",
+}
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", chat_template=PLAIN)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"add_generation_prompt": True},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "key": "value"},
+        {"continue_final_message": True},
+        {"chat_template": "{{ messages[1].content }}"},
+    ],
+)
+def test_texts_are_those_of_transformers(tokenizer, given, tmp_path):
+    original = PreTrainedTokenizerBase.apply_chat_template
+    expected = original(tokenizer, TALK, tokenize=False, **given)
+    bound(tokenizer, tmp_path)
+    assert tokenizer.apply_chat_template(TALK, tokenize=False, **given) == expected
+    ids = original(tokenizer, TALK, return_dict=False, **given)
+    assert tokenizer.apply_chat_template(TALK, return_dict=False, **given) == ids
+    assert type(tokenizer).apply_chat_template is original  # of all others
+
+
+def test_functions_as_tools_stay_possible(tokenizer, tmp_path):
+    def look(place: str) -> str:
+        """Look somewhere.
+
+        Args:
+            place: where
+        """
+
+    bound(tokenizer, tmp_path)
+    assert "look" in tokenizer.apply_chat_template(TALK, tools=[look], tokenize=False)
+
+
+def test_what_a_template_says_is_passed_on(tokenizer, tmp_path):
+    tokenizer.chat_template = "{{ raise_exception('roles ' ~ messages[0].role) }}"
+    bound(tokenizer, tmp_path)  # no fault yet: it may want another beginning
+    with pytest.raises(ValueError, match="^roles system$"):
+        tokenizer.apply_chat_template(TALK, tokenize=False)
+    tokenizer.chat_template = "{% if %}"
+    with pytest.raises(ValueError, match="Expected an expression"):
+        tokenizer.apply_chat_template(TALK, tokenize=False)
+
+
+@pytest.mark.parametrize("name", EXCESSIVE)
+def test_an_excessive_template_is_refused(tokenizer, name, tmp_path, monkeypatch):
+    tokenizer.chat_template = EXCESSIVE[name]
+    with pytest.raises(UserError, match=r"^\[load\] the chat template takes more than .*; got /"):
+        bound(tokenizer, tmp_path)
+    tokenizer.chat_template = PLAIN  # and the next one is rendered
+    assert tokenizer.apply_chat_template(TALK, tokenize=False).startswith("<system>Be kind.")
+
+
+def test_excess_that_depends_on_the_messages(tokenizer, tmp_path):
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'go' %}{{ 'a' * 99999999999 }}{% endif %}"
+    )
+    bound(tokenizer, tmp_path)
+    with pytest.raises(Excess):
+        tokenizer.apply_chat_template([{"role": "user", "content": "go"}], tokenize=False)
+
+
+def test_threads_and_a_killed_process():
+    renderer = Renderer()
+    question = b'{"conversations": [[{"role": "user", "content": "%d"}]], "chat_template": "%s"}'
+    text = b"{{ messages[0].content }}"
+
+    def ask(i: int) -> list[str]:
+        return renderer.ask(question % (i, text))[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(64))) == [[str(i)] for i in range(64)]
+    process = renderer._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert ask(3) == ["3"] and renderer._process is not process
+    renderer.end()
+    renderer.end()
+
+
+def test_nothing_around_the_process_chooses_its_modules(tmp_path, monkeypatch):
+    for name in ("json.py", "transformers.py", "jinja2.py"):
+        (tmp_path / name).write_text("import os; os._exit(7)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    renderer = Renderer()
+    assert renderer.ask(b'{"conversations": [[{"role": "user"}]], "chat_template": "x"}')[0] == [
+        "x"
+    ]
+    renderer.end()
+
+
+def test_the_process_ends_with_its_pipe():
+    RENDERER.start()
+    renderer = Renderer()
+    renderer.start()
+    process = renderer._process
+    process.stdin.close()
+    start = time.perf_counter()
+    process.wait(30)
+    assert time.perf_counter() - start < 30
+    process.stdout.close()
+    assert rendering.RENDERER is RENDERER
