@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 DEPTH = 64  # lists and objects inside each other; the files of models need less than 10
-HEADER = 32 << 20  # bytes of a safetensors header: room for 200,000 tensors
+HEADER = 16 << 20  # bytes of a safetensors header: room for 100,000 tensors in one file
 DIMS = 16  # of a tensor
 # Bits of a number, by the names that safetensors gives types.
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "C128": 128, "BOOL": 8, "F4": 4}
@@ -42,8 +42,7 @@ class Unsound(ValueError):
     """What is wrong with a file or a text, in a few words without anything from inside it."""
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor in a safetensors file. span: its first byte and the one after its last, in the file."""
 
     dtype: str

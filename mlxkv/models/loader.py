@@ -244,8 +244,10 @@ def _tokenizer(folder: Folder, config: dict):
     ) as error:  # the tokenizer libraries raise bare Exception, and panics of Rust
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        kind = type(error).__name__  # transformers reads config.json, too
+        what = "config.json" if kind.startswith("StrictDataclass") else "the tokenizer"
         raise UserError(
-            f"[load] the tokenizer cannot be loaded ({type(error).__name__}: "
+            f"[load] {what} cannot be loaded ({kind}: "
             f"{first_line(error)}); got {folder.path}; fetch the model again"
         ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from mlxkv.models.catalog.shapes import DEFAULTS, ROTATING, context_limit, text_config
@@ -10,6 +11,7 @@ from mlxkv.untrusted import Unsound, whole
 # Each layer is objects of Python, whatever it weighs: more layers than these are believed only where
 # there are as many tensors. The largest models have 126.
 LAYERS = 256
+WIDE = 8192  # tensors of a layer: 384 experts of 9 tensors are 3456
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 COUNTS = (
     *("num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "head_dim"),
@@ -40,6 +42,7 @@ def check(config: dict, tensors: int | None = None) -> None:
         context_limit(config)
     except (TypeError, ValueError, ArithmeticError):
         raise Unsound("has a context length, scaling or model_type of no sound type") from None
+    _insist_on_finite(text)
     for name, (low, most) in BOUNDS.items():
         values = text.get(name)
         if isinstance(values, str) and name == "sliding_window_pattern":
@@ -48,7 +51,7 @@ def check(config: dict, tensors: int | None = None) -> None:
             if value is not None:
                 whole(_integer(value), name, low, most)
     deep = max((text[name] for name in DEPTH if isinstance(text.get(name), int)), default=0)
-    if tensors is not None and deep > max(LAYERS, tensors):
+    if tensors is not None and (deep > max(LAYERS, tensors) or tensors > WIDE * (deep or LAYERS)):
         raise Unsound(f"names {deep} layers, but the weights have {tensors} tensors")
     # In families that slide; others carry the number along.
     types, kind = text.get("layer_types"), text.get("model_type")
@@ -56,6 +59,15 @@ def check(config: dict, tensors: int | None = None) -> None:
     slides = slides or bool(text.get("sliding_window_pattern"))
     if kind in ROTATING and (slides or kind in DEFAULTS) and text.get("sliding_window") is not None:
         whole(_integer(text["sliding_window"]), "sliding_window", 1)
+
+
+def _insist_on_finite(values: dict) -> None:
+    """Raise Unsound for infinity, except as a limit of time steps, where models mean it."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _insist_on_finite(value)
+        if isinstance(value, float) and not isfinite(value) and "limit" not in name:
+            raise Unsound("has Infinity for a number")
 
 
 def _integer(value: Any) -> Any:

@@ -1,0 +1,130 @@
+"""Model folders that mean harm: one line naming the file, before anything is built from what they say."""
+
+# ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import mlx.core as mx
+import pytest
+from model_folders import WEIGHTS, error_of, folder, saved
+
+from mlxkv.errors import UserError
+from mlxkv.models import load
+from mlxkv.models.catalog import numbers
+from mlxkv.models.catalog.folder import INDEX, check
+from mlxkv.untrusted import Unsound
+
+DEEP = {"lists": "[" * 100_000, "objects": '{"a":' * 1000 + "1" + "}" * 1000}
+
+
+def edit(folder, name: str = "config.json", **changes) -> None:
+    data = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(data | changes))
+
+
+@pytest.fixture(autouse=True)
+def _soon():
+    start = time.process_time()
+    yield
+    assert (
+        time.process_time() - start < 10
+    )  # 0.1 s on a quiet machine, the imports of a first load aside
+
+
+@pytest.mark.parametrize("text", DEEP.values(), ids=list(DEEP))
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", INDEX, "tokenizer.json", "tokenizer_config.json", "generation_config.json"],
+)
+def test_nested_files(folder, name, text):
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name} is nested deeper than 64; got /"):
+        check(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS, "tokenizer.json", "merges.txt", INDEX])
+@pytest.mark.parametrize("kind", ["pipe", "loop", "device"])
+def test_pipes_loops_and_devices(folder, name, kind):
+    file = folder / name
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero" if kind == "device" else name)
+    with pytest.raises(UserError, match=rf"^\[load\] {name} "):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers from 1 to 65536; got 1000000"),
+        ({"num_hidden_layers": 60_000}, "names 60000 layers, but the weights have"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": "8"}, "num_hidden_layers from 1 to 65536; got a str"),
+        ({"vocab_size": 1 << 40}, "vocab_size from 1 to 2147483647; got 1099511627776"),
+        ({"vocab_size": 10**400}, "vocab_size from 1 to 2147483647; got a huge number"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"text_config": {"num_hidden_layers": 1 << 40}}, "num_hidden_layers"),
+        ({"intermediate_size": [64, 1 << 60]}, "intermediate_size"),
+        ({"sliding_window": 0, "layer_types": ["sliding_attention"]}, "sliding_window from 1"),
+        ({"sliding_window": -1, "layer_types": ["sliding_attention"]}, "sliding_window from 1"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern from 1"),
+        ({"rope_theta": float("inf")}, "Infinity for a number"),
+        ({"rope_scaling": {"factor": float("inf")}}, "Infinity"),
+        ({"rope_scaling": {"factor": 1e308, "type": "linear"}, "n_ctx": 1 << 60}, "no sound type"),
+        ({"text_config": {"model_type": []}}, "no sound type"),
+    ],
+)
+def test_numbers_that_no_model_has(folder, changes, what):
+    edit(folder, **changes)
+    with pytest.raises(UserError, match=rf"^\[load\] config.json .*{what}.*; got /"):
+        check(folder)
+
+
+def test_numbers_that_models_have():
+    for config in (
+        {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]},
+        {"model_type": "x", "time_step_limit": float("inf"), "num_key_value_heads": None},
+        {"model_type": "gemma3n", "intermediate_size": [16384] * 35},
+        {"model_type": "exaone4", "sliding_window_pattern": "LLLG", "sliding_window": 4096},
+        {"model_type": "qwen2", "sliding_window": 0, "use_sliding_window": False},
+        {"model_type": "llama", "num_hidden_layers": 126, "vocab_size": 128256.0},
+        {"model_type": "llama", "sliding_window": 0, "layer_types": ["full_attention"] * 4},
+    ):
+        numbers.check(config, 1000)
+    with pytest.raises(Unsound, match="4 layers, but the weights have 99999 tensors"):
+        numbers.check({"model_type": "llama", "num_hidden_layers": 4}, 99999)
+
+
+@pytest.mark.parametrize("kind", ["cache", "base", "switch_layers", "__init__", "rope_utils", ""])
+def test_files_of_mlx_lm_that_are_no_models(folder, kind):
+    edit(folder, model_type=kind)
+    assert "mlx-lm does not know this kind of model" in error_of(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_attention_heads": 0}, {"num_key_value_heads": 0}, {"head_dim": 0}, {"hidden_size": 0}],
+)
+def test_sizes_that_cannot_run(folder, changes):
+    edit(folder, **changes)
+    text = error_of(folder)
+    assert "do not fit together" in text or "cannot run" in text
+
+
+@pytest.mark.parametrize("value", [[], {}, 3, None])
+def test_an_index_of_odd_values(folder, value):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": value, "b": "x"}}))
+    assert f"{INDEX} names files by something else than texts" in error_of(folder)
+
+
+def test_no_folder_for_temporary_files(folder, monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    if mx.default_device() == mx.Device(mx.cpu):
+        assert error_of(folder).startswith("[TMPDIR] no folder for temporary files")
+    else:
+        load(str(folder))
