@@ -8,7 +8,9 @@ import json
 import pytest
 from random_model import write_model, write_tokenizer
 
+from mlxkv.chat.session import Session
 from mlxkv.cli import main
+from mlxkv.errors import UserError
 
 
 class Terminal(io.StringIO):
@@ -116,7 +118,7 @@ def test_no_chat_template(chat, tmp_path):
 
 def test_nan_in_the_logits(chat, tmp_path):
     folder = write_model(tmp_path / "nan", poison=True)
-    assert "NaN or infinity in the logits" in chat("--prompt", "hi", model=folder, code=1)
+    assert "[load] the weights hold NaN in model." in chat("--prompt", "hi", model=folder)
 
 
 def test_session_files(chat, tmp_path):
@@ -202,3 +204,28 @@ def test_a_bug_is_one_line_too(monkeypatch, capsys):
     assert main(["presets"]) == 1
     said = capsys.readouterr().err
     assert said == "[mlxkv] RuntimeError: first second; MLXKV_TRACEBACK=1 shows where\n"
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize("name", ["~nouser/x", LONG, f"{LONG}/x", "a\0b"])
+def test_names_that_no_file_can_have(chat, fails, name):
+    for option in ("--load", "--calibration"):
+        line = chat("--prompt", "hi", option, name)
+        assert "no file can have this name" in line and len(line) < 400
+    for command in (("chat", "--prompt", "hi"), ("fit",), ("eval",), ("calibrate",)):
+        line = fails(*command, "--model", name)
+        assert line.startswith("[--model] no file can have this name") and len(line) < 400
+    assert "no file can have this name" in fails("fit", "--config", name)
+    assert "no file can have this name" in fails("calibrate", "--out", name)
+
+
+@pytest.mark.parametrize("name", [".", "/", "..", "a" * 250])
+def test_names_of_no_session(chat, loaded, name):
+    assert chat("--prompt", "hi", "--load", name).startswith("[load] ")
+    session = Session(loaded)
+    list(session.ask("hello"))
+    for act in (session.save, session.load):
+        with pytest.raises(UserError, match=r"^\[(/save|load)\] (not a name|the name is too long)"):
+            act(name)

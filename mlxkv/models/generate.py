@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
@@ -140,7 +141,7 @@ def stream(
             stats.generated_tokens += 1
             stats.held = len(tokens) + stats.generated_tokens
             if checked.broken.popleft().item():
-                raise MachineError(_broken_logits(loaded, stats.generated_tokens))
+                raise _broken_logits(loaded, stats.generated_tokens)
             stats.finish_reason = response.finish_reason or ""
             yield Piece(response.token, response.text)
             if stop and stop():
@@ -153,11 +154,19 @@ def stream(
         responses.close()
 
 
-def _broken_logits(loaded, step: int) -> str:
+def _broken_logits(loaded, step: int) -> Exception:
+    """What to raise for NaN or infinity in the logits: a UserError where the weights hold NaN already."""
+    for name, x in tree_flatten(loaded.model.parameters()):
+        if mx.issubdtype(x.dtype, mx.floating) and mx.isnan(x).any().item():
+            return UserError(
+                f"[load] the weights hold NaN in {name}; got {loaded.name}; fetch the model again"
+            )
     advice = (
         "" if loaded.kv_name == "fp16" else "; try --kv fp16 to see whether the cache is the cause"
     )
-    return f"[generate] NaN or infinity in the logits of {loaded.name} at token {step}{advice}"
+    return MachineError(
+        f"[generate] NaN or infinity in the logits of {loaded.name} at token {step}{advice}"
+    )
 
 
 def new_cache(loaded) -> list:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -114,6 +115,51 @@ def test_files_that_are_none(path, tmp_path):
     refused(tmp_path / "nowhere", "is not there")
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda text: "[" * 100_000, "header is nested deeper than 64"),
+        (lambda text: "[3]", "no such header"),
+        (lambda text: text.replace('"format": 2', '"format": "2"'), "has format 2; this version"),
+        (lambda text: text.replace('"format": 2', '"format": true'), "has format True"),
+        (lambda text: text.replace('"format": 2', '"format": 1e999'), "beyond all bounds"),
+        (lambda text: text.replace('"floored": [0', '"floored": [1e999'), "beyond all bounds"),
+        (lambda text: text.replace('"floored": [0', '"floored": [-1'), "parts missing .*floored"),
+        (lambda text: text.replace('"floored": [0', '"floored": [0.5'), "parts missing .*floored"),
+        (lambda text: text.replace('"lacking": [null', '"lacking": ["x"'), "parts missing"),
+        (lambda text: text.replace('"kv_heads": 2', '"kv_heads": 1e9'), "parts missing"),
+        (
+            lambda text: text.replace('"kv_heads": 2', '"kv_heads": true'),
+            "parts missing",
+        ),
+    ],
+)
+def test_headers_that_mean_harm(path, change, reason):
+    with safe_open(path, "numpy") as file:
+        text = file.metadata()["mlxkv"]
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert change(text) != text
+    path.write_bytes(save(found, {"mlxkv": change(text)}))
+    refused(path, reason)
+
+
+def test_what_is_no_file(path):
+    path.unlink()
+    os.mkfifo(path)
+    refused(path, "is a named pipe, not a file")
+    path.unlink()
+    path.symlink_to(path.name)
+    refused(path, "Too many levels")
+    path.unlink()
+    with path.open("wb") as file:
+        head = b'{"a":{"dtype":"U8","shape":[2147483648],"data_offsets":[0,2147483648]}}'
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + (2 << 30))  # sparse
+    refused(path, "larger than")
+    with pytest.raises(UserError, match=r"^\[--calibration\] no file can have this name"):
+        artifact.read("~nouser/x")
+
+
 def test_another_version(path):
     rewritten(path, {"format": 3})
     refused(path, "has format 3; this version reads 1 and 2")
@@ -165,7 +211,7 @@ def test_wrong_shapes_and_signs(path):
     [
         ([{"int2 g64": 1.5}, {}], "no share .* in layer 1, keys; got int2 g64: 1.5"),
         ([{}, {"int2 g64": 0}], "no share .* in layer 1, values; got int2 g64: 0"),
-        ([{"int2 g64": float("nan")}, {}], "no share .* got int2 g64: nan"),
+        ([{"int2 g64": float("nan")}, {}], "its header has NaN for a number"),
         ([{"int2 g64": "much"}, {}], "no share .* got int2 g64: much"),
         ([{"int2 g64": True}, {}], "no share"),
         ([{}], "parts missing"),
