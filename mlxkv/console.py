@@ -140,18 +140,18 @@ def human_bytes(count: float) -> str:
 def parse_size(text: str, where: str) -> int:
     """'16GB', '8GiB', '512M' -> bytes. GB and GiB are the same: powers of two. Raises UserError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
-    if not match or float(match[1]) <= 0:
-        raise UserError(f"[{where}] not a size; got {text!r}; write it like 16GB or 512MiB")
+    if not match or not 0 < float(match[1]) < 1e15:
+        raise UserError(f"[{where}] not a size; got {text[:60]!r}; write it like 16GB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def parse_tokens(text: str, where: str) -> int:
     """'32k', '128K', '8192' -> tokens; k is 1024. Raises UserError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([km]?)\s*", text.lower())
-    count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    count = int(float(match[1]) * _UNITS[match[2]]) if match and float(match[1]) < 1e15 else 0
     if count < 1:
         raise UserError(
-            f"[{where}] not a number of tokens; got {text!r}; write it like 8192 or 32k"
+            f"[{where}] not a number of tokens; got {text[:60]!r}; write it like 8192 or 32k"
         )
     return count
 

@@ -118,7 +118,9 @@ def test_no_chat_template(chat, tmp_path):
 
 def test_nan_in_the_logits(chat, tmp_path):
     folder = write_model(tmp_path / "nan", poison=True)
-    assert "[load] the weights hold NaN in model." in chat("--prompt", "hi", model=folder)
+    assert "[load] the weights hold NaN or infinity in model." in chat(
+        "--prompt", "hi", model=folder
+    )
 
 
 def test_session_files(chat, tmp_path):

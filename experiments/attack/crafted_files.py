@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
 from experiments.attack._folders import Case, replace, tried, whole
@@ -17,6 +16,8 @@ from experiments.attack.frame import Attempt, command
 from mlxkv.console import one_line
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
+from mlxkv.formats.calibration.artifact import Basis
+from mlxkv.formats.calibration.balance import Balance
 from mlxkv.models.catalog.aliases import EMBEDDED
 
 RAW = "\x1b]0;owned\x07\x1b[31mred"
@@ -45,22 +46,37 @@ def _read(what: str, file: Path) -> Attempt:
         artifact.read(file)
     except UserError as error:
         line = str(error)
-        held = line.startswith(f"[calibration] {file}") and len(line) < 1000
+        held = (
+            what != "nothing wrong"
+            and line.startswith(f"[calibration] {file}")
+            and len(line) < 1000
+        )
         return Attempt(f"calibration: {what}", held, one_line(error)[:160])
     except Exception as error:
         return Attempt(f"calibration: {what}", False, one_line(repr(error))[:160])
-    return Attempt(f"calibration: {what}", False, "it was read")
+    return Attempt(f"calibration: {what}", what == "nothing wrong", "it was read")
 
 
 def _parts() -> tuple[dict, dict]:
-    with safe_open(FILE, "numpy") as file:
-        return json.loads(file.metadata()["mlxkv"]), load_file(FILE)
+    """Header and tensors of a calibration of one layer, with small maps of no meaning."""
+    rng = np.random.default_rng(3)
+    sides = {}
+    for side in artifact.SIDES:
+        vectors, _ = np.linalg.qr(rng.standard_normal((2, 16, 16)))
+        values = np.sort(rng.random((2, 16)), 1).astype(np.float32) + np.float32(0.1)
+        down = np.broadcast_to(np.eye(16, dtype=np.float32), (2, 16, 16)).copy()
+        sides[side] = Basis(values, vectors.astype(np.float32), 0, {}, Balance(down, values, 0))
+    about = ("f" * 16, "some", "llama", "attention", "uhp", False, 9, "text", "d")
+    made = artifact.Calibration(*about, {"3": artifact.Layer(2, **sides)})
+    return made.header(), made._tensors()
 
 
 def _calibrations() -> Iterator[tuple[str, Callable[[Path], object]]]:
     header, tensors = _parts()
     layer = next(iter(header["layers"]))
-    text, data = json.dumps(header), FILE.read_bytes()
+    text = json.dumps(header)
+    data = save(tensors, {"mlxkv": text})
+    yield "nothing wrong", lambda file: file.write_bytes(data)
 
     def with_text(new: str) -> Callable[[Path], object]:
         return lambda file: file.write_bytes(save(tensors, {"mlxkv": new}))
@@ -158,8 +174,7 @@ def _weights(base: Path, short: bool) -> Iterator[Case]:
         weights[name] = weights[name].copy()
         weights[name][3, 5] = value
         replace(folder, WEIGHTS, save(weights, {"format": "mlx"}))
-        # Infinity may be meant; what it makes of a reply is a line of its own.
-        yield Case(f"weights: {what}", folder, "weights hold NaN" if what == "NaN" else "")
+        yield Case(f"weights: {what}", folder, "weights hold NaN")
     if short:
         return
     folder = whole(base / "calibration beside the weights", "tiny-qwen")

@@ -155,11 +155,12 @@ def stream(
 
 
 def _broken_logits(loaded, step: int) -> Exception:
-    """What to raise for NaN or infinity in the logits: a UserError where the weights hold NaN already."""
+    """What to raise for NaN or infinity in the logits: a UserError where the weights hold them
+    already."""
     for name, x in tree_flatten(loaded.model.parameters()):
-        if mx.issubdtype(x.dtype, mx.floating) and mx.isnan(x).any().item():
+        if mx.issubdtype(x.dtype, mx.floating) and not mx.isfinite(x).all().item():
             return UserError(
-                f"[load] the weights hold NaN in {name}; got {loaded.name}; fetch the model again"
+                f"[load] the weights hold NaN or infinity in {name}; got {loaded.name}; fetch the model again"
             )
     advice = (
         "" if loaded.kv_name == "fp16" else "; try --kv fp16 to see whether the cache is the cause"

@@ -73,6 +73,8 @@ def load(name: str, loaded) -> Saved:
         raise UserError("[load] no file name; got an empty one")
     path = user_path(name, "load")
     path = path if path.is_file() else path_for(name, "load")
+    if path.exists() and not path.is_file():  # a pipe would wait for a writer
+        raise UserError(f"[load] {str(path)!r} is a folder, a pipe or a device, not a file")
     data = session.read_entries(path)
     session.check(path, data if path.suffix == ENDING else {}, loaded.name, loaded.fingerprint)
     session.check_cache(path, data, loaded.kv_name, loaded.kv)

@@ -75,7 +75,9 @@ def test_nan_in_the_logits_is_one_line(tmp_path, temp):
 
     broken = load(str(write_model(tmp_path / "nan", poison=True)), "fp16")
     cache = make_prompt_cache(broken.model)
-    with pytest.raises(UserError, match=r"^\[load\] the weights hold NaN in model\..*; got /"):
+    with pytest.raises(
+        UserError, match=r"^\[load\] the weights hold NaN or infinity in model\..*; got /"
+    ):
         list(stream(broken, PROMPT, cache, sampler_for(temp), max_tokens=5))
 
 
