@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from random_model import write_model
 
 from mlxkv.chat.session import Session
-from mlxkv.errors import MachineError, UserError
+from mlxkv.errors import UserError
 from mlxkv.models import load
 
 
@@ -149,7 +149,7 @@ def _interrupted(*args, **options):
 def test_nan_keeps_the_conversation(tmp_path):
     broken = load(str(write_model(tmp_path / "nan", poison=True)), "fp16")
     session = Session(broken, max_tokens=5)
-    with pytest.raises(MachineError):
+    with pytest.raises(UserError, match="weights hold NaN"):
         ask(session, "hello")
     assert session.messages == [] and session.tokens == [] and in_step(session)
 
