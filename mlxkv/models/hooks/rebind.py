@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import cache as mlx_cache
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
@@ -19,19 +20,21 @@ from mlxkv.models.hooks.probe import Handle
 from mlxkv.models.hooks.taps import ObservedView
 
 NAME = "scaled_dot_product_attention"
-CACHE_MODULE = "mlx_lm.models.cache"  # load_prompt_cache looks classes up in its globals
 
 Slot = tuple[str, str]  # module name, attribute
+
+# For good: load_prompt_cache looks classes up in its globals, also before any model is attached.
+for _class in (CompressedKVCache, AdaptiveKVCache):
+    setattr(mlx_cache, _class.__name__, _class)
 
 
 @dataclass
 class _Bound:
-    before: Any  # what the attribute was, or _ABSENT
-    now: Any
+    before: Callable  # what the attribute was
+    now: Callable
     users: int
 
 
-_ABSENT = object()
 _bound: dict[Slot, _Bound] = {}
 
 
@@ -46,12 +49,20 @@ def bind(model: nn.Module) -> list[Slot]:
 
     Returns the slots to `release` later.
     """
-    slots = []
-    for file in files_of(model):
-        if callable(original := getattr(file, NAME, None)):
-            slots.append(_take(file, NAME, through(original)))
-    for cls in (CompressedKVCache, AdaptiveKVCache):
-        slots.append(_take(sys.modules[CACHE_MODULE], cls.__name__, cls))
+    files = (file for file in files_of(model) if callable(getattr(file, NAME, None)))
+    return take([(file.__name__, NAME) for file in files])
+
+
+def take(slots: list[Slot]) -> list[Slot]:
+    """Count one more user of each slot; the first one rebinds it. Returns the slots."""
+    for slot in slots:
+        if slot in _bound:
+            _bound[slot].users += 1
+            continue
+        file, name = sys.modules[slot[0]], slot[1]
+        before = getattr(file, name)
+        _bound[slot] = _Bound(before, through(before), 1)
+        setattr(file, name, _bound[slot].now)
     return slots
 
 
@@ -64,22 +75,8 @@ def release(slots: list[Slot]) -> None:
             continue
         del _bound[slot]
         file, name = sys.modules[slot[0]], slot[1]
-        if getattr(file, name, None) is not bound.now:
-            continue  # patched by somebody else since: theirs stays
-        if bound.before is _ABSENT:
-            delattr(file, name)
-        else:
+        if getattr(file, name, None) is bound.now:  # else patched by somebody since: theirs stays
             setattr(file, name, bound.before)
-
-
-def _take(file: ModuleType, name: str, value: Any) -> Slot:
-    slot = (file.__name__, name)
-    if slot in _bound:
-        _bound[slot].users += 1
-    else:
-        _bound[slot] = _Bound(getattr(file, name, _ABSENT), value, 1)
-        setattr(file, name, value)
-    return slot
 
 
 def through(original):
