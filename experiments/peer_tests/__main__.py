@@ -41,6 +41,7 @@ SIZE = "wants caches bounded by max_kv_size: it has no effect on an attached mod
 CLASS = "wants the class `KVCache`"
 # Why a test fails, by its name: without our caches too, or only with them.
 PLAIN_REASONS = {
+    "test_bitnet": "needs Metal",
     "test_gated_delta": "needs Metal",
     "test_gated_delta_masked": "needs Metal",
     "test_generate_with_logit_bias": SAID,

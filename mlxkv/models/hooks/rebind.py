@@ -16,12 +16,14 @@ from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.view import CacheView
+from mlxkv.errors import UserError
 from mlxkv.models.hooks.probe import Handle
 from mlxkv.models.hooks.taps import ObservedView
 
 NAME = "scaled_dot_product_attention"
 
-Slot = tuple[str, str]  # module name, attribute
+Slot = tuple[str, str]  # module name, attribute, of a class in it where there is a dot
+REUSE: Slot = (mlx_cache.__name__, "LRUPromptCache.fetch_nearest_cache")
 
 # For good: load_prompt_cache looks classes up in its globals, also before any model is attached.
 for _class in (CompressedKVCache, AdaptiveKVCache):
@@ -50,7 +52,7 @@ def bind(model: nn.Module) -> list[Slot]:
     Returns the slots to `release` later.
     """
     files = (file for file in files_of(model) if callable(getattr(file, NAME, None)))
-    return take([(file.__name__, NAME) for file in files])
+    return take([(file.__name__, NAME) for file in files] + [REUSE])
 
 
 def take(slots: list[Slot]) -> list[Slot]:
@@ -59,10 +61,11 @@ def take(slots: list[Slot]) -> list[Slot]:
         if slot in _bound:
             _bound[slot].users += 1
             continue
-        file, name = sys.modules[slot[0]], slot[1]
-        before = getattr(file, name)
-        _bound[slot] = _Bound(before, through(before), 1)
-        setattr(file, name, _bound[slot].now)
+        owner, name = _place(slot)
+        before = getattr(owner, name)
+        wrap = afresh if slot == REUSE else through
+        _bound[slot] = _Bound(before, wrap(before), 1)
+        setattr(owner, name, _bound[slot].now)
     return slots
 
 
@@ -74,9 +77,30 @@ def release(slots: list[Slot]) -> None:
         if bound.users:
             continue
         del _bound[slot]
-        file, name = sys.modules[slot[0]], slot[1]
-        if getattr(file, name, None) is bound.now:  # else patched by somebody since: theirs stays
-            setattr(file, name, bound.before)
+        owner, name = _place(slot)
+        if getattr(owner, name, None) is bound.now:  # else patched by somebody since: theirs stays
+            setattr(owner, name, bound.before)
+
+
+def _place(slot: Slot) -> tuple[ModuleType | type, str]:
+    """The module or class, and the attribute."""
+    inside, _, name = slot[1].rpartition(".")
+    file = sys.modules[slot[0]]
+    return (getattr(file, inside) if inside else file), name
+
+
+def afresh(original):
+    """Wrap `original`, by which mlx-lm's server finds a cache for a prompt: where one would have to be cut
+    back further than is exact, there is none, and the prompt is read afresh."""
+
+    @wraps(original)
+    def fetch_nearest_cache(self, model, tokens):
+        try:
+            return original(self, model, tokens)
+        except UserError:
+            return None, tokens
+
+    return fetch_nearest_cache
 
 
 def through(original):
