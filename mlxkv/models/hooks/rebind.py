@@ -12,9 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_cache
 
-from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
-from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.view import CacheView
 from mlxkv.errors import UserError
 from mlxkv.models.hooks.probe import Handle
@@ -24,11 +22,6 @@ NAME = "scaled_dot_product_attention"
 
 Slot = tuple[str, str]  # module name, attribute, of a class in it where there is a dot
 REUSE: Slot = (mlx_cache.__name__, "LRUPromptCache.fetch_nearest_cache")
-
-# For good: load_prompt_cache looks classes up in its globals, also before any model is attached.
-for _class in (CompressedKVCache, AdaptiveKVCache):
-    setattr(mlx_cache, _class.__name__, _class)
-
 
 @dataclass
 class _Bound:
