@@ -64,10 +64,11 @@ HEAD = """# mlx-lm's own tests with our caches
 
 The tests of mlx-lm {mlx_lm} as they are, {kinds}: every model of theirs is attached when it first makes a prompt
 cache. *tight* is int4 with sink 0, recent 0 and pages of 16 tokens, so that codes are read from the 17th token on.
-Passed of run, skipped ones left out.
+Passed of run, skipped ones left out. *Models*: attached ones of which all layers that grow are compressed, a part of
+them, or none (refused with a reason, or nothing grows).
 
-| suite | plain | int4 | tight | what differs from plain, and why |
-|---|---:|---:|---:|---|
+| suite | models | plain | int4 | tight | what fails or differs, and why |
+|---|---:|---:|---:|---:|---|
 """
 
 
@@ -155,22 +156,15 @@ def short(test: str) -> str:
     return f"`{test.rsplit('::', 1)[-1]}`"
 
 
-def compressed(runs: Mapping[str, Run]) -> str:
-    counts = runs["int4"].models
-    return (
-        f"Of {sum(counts.values())} models, {counts['all']} have all layers that grow compressed, "
-        f"{counts['part']} a part of them, {counts['none']} none (refused, or nothing grows)."
-    )
-
-
 def page(rows: Mapping[str, Mapping[str, Run]], command: str) -> str:
     """The page: a row for each suite."""
     kinds = "with its own caches and with ours"
     out = [HEAD.format(mlx_lm=version("mlx-lm"), kinds=kinds)]
     for suite, runs in rows.items():
-        lines = [compressed(runs), *differences(runs)[0]]
+        lines = "<br>".join(differences(runs)[0]) or "nothing"
         counts = " | ".join(runs[kind].count for kind in names.KINDS)
-        out.append(f"| {suite} | {counts} | {'; '.join(lines)} |\n")
+        models = " / ".join(map(str, runs["int4"].models.values()))
+        out.append(f"| {suite} | {models} | {counts} | {lines} |\n")
     used = ", ".join(f"{name} {number}" for name, number in versions().items())
     out.append(f"\nMade by `{command}` on {machine()['chip']}; {used}.\n")
     return "".join(out)
@@ -193,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         unknown += differences(rows[suite])[1]
         counts = ", ".join(f"{kind} {one.count}" for kind, one in rows[suite].items())
         console.note(f"{suite}: {counts}")
-    text = page(rows, "python -m experiments.peer_tests --tests FOLDER")
+    text = page(rows, "python -m experiments.peer_tests --tests FOLDER --out FILE")
     if args.out is None:
         print(text)
     else:

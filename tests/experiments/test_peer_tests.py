@@ -45,7 +45,7 @@ def test_differences_have_reasons():
     ]
     assert unknown == ["a.py::A::test_x (tight): why"]
     text = page({"a": runs}, "command")
-    assert "| a | 3 / 4 | 2 / 4 | 1 / 4 | Of 3 models, 2 have all layers" in text
+    assert "| a | 2 / 1 / 0 | 3 / 4 | 2 / 4 | 1 / 4 | `test_gated_delta` (plain too)" in text
 
 
 def test_a_folder_without_tests(tmp_path):

@@ -23,6 +23,7 @@ NAME = "scaled_dot_product_attention"
 Slot = tuple[str, str]  # module name, attribute, of a class in it where there is a dot
 REUSE: Slot = (mlx_cache.__name__, "LRUPromptCache.fetch_nearest_cache")
 
+
 @dataclass
 class _Bound:
     before: Callable  # what the attribute was
