@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.contract import Contract
 from mlxkv.cache.ragged import Ragged
 from mlxkv.cache.view import OPS, BatchView
 from mlxkv.errors import UserError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from mlxkv.cache.compressed import CompressedKVCache
 
 
-class BatchedKVCache:
+class BatchedKVCache(Contract):
     """Caches of one layer, each of a batch of 1."""
 
     def __init__(self, rows: Sequence[CompressedKVCache]):
@@ -211,6 +212,10 @@ class BatchedKVCache:
         if self._ragged is not None:
             return sum(x.nbytes for x in self._ragged.arrays())
         return sum(row.nbytes for row in self._rows)
+
+    def __reduce__(self):
+        rows = [self.extract(i) for i in range(len(self.offsets))]
+        return BatchedKVCache, (rows,), {"_left": self._left, "_new": self._new}
 
     @property
     def state(self) -> list:

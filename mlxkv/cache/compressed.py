@@ -15,6 +15,7 @@ import numpy as np
 
 from mlxkv.cache import choose
 from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.contract import Contract, from_state
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Contents, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View
@@ -27,7 +28,7 @@ from mlxkv.formats.saved import state
 STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
 
 
-class CompressedKVCache:
+class CompressedKVCache(Contract):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`. plan: its kernels, where they have been chosen
@@ -103,8 +104,8 @@ class CompressedKVCache:
         The view holds the new tokens exactly, also when they are sealed by this very call.
         """
         if self._count + keys.shape[2] <= self._room:
-            if self._live is None or self._live[0].shape[0] != keys.shape[0]:
-                self._check_batch(keys)
+            if self._live is None or not _alike(self._live, (keys, values)):
+                self._check_new(keys, values)
             self._append(keys, values)
             self.offset += keys.shape[2]
             return self.keys_and_values()
@@ -127,7 +128,7 @@ class CompressedKVCache:
 
     def _behind_live(self, keys: mx.array, values: mx.array) -> Pair:
         """The live tokens and new ones."""
-        self._check_batch(keys)
+        self._check_new(keys, values)
         if not self._count:
             return keys, values
         old_keys, old_values = self._read_live()
@@ -135,13 +136,22 @@ class CompressedKVCache:
             [old_values, values], axis=2
         )
 
-    def _check_batch(self, keys: mx.array) -> None:
-        """Raises UserError for keys of another batch, or for other heads than were calibrated."""
+    def _check_new(self, keys: mx.array, values: mx.array) -> None:
+        """Raises UserError for another batch or another model's heads, or heads that were not calibrated."""
         if self._live is None:
             if self.layer_maps is not None:
                 self.layer_maps.check(keys.shape[1])
-        else:
-            state.check_batch(self._live[0].shape[0], keys.shape[0])
+            return
+        have = self._live
+        state.check_batch(have[0].shape[0], keys.shape[0])
+        if not _alike(have, (keys, values)):
+            sizes = (
+                f"{k.shape[1]} heads of {k.shape[3]}/{v.shape[3]}"
+                for k, v in (have, (keys, values))
+            )
+            raise UserError(
+                "[CompressedKVCache] the cache holds {}; got {}, as of another model".format(*sizes)
+            )
 
     def plan(self, dims: tuple[int, int], dtype: mx.Dtype) -> KernelPlan:
         """The kernels for pages of heads of these (key, value) dims; kept until the machine changes."""
@@ -383,6 +393,9 @@ class CompressedKVCache:
         """Sequences as one batch (mlx-lm's BatchGenerator)."""
         return BatchedKVCache.merge(caches)
 
+    def __reduce__(self):
+        return from_state, (type(self), self.state, self.way)
+
     def __copy__(self) -> CompressedKVCache:
         """As independent as a deep copy: writing in place must not change the other."""
         out = self.from_state(self.state)
@@ -436,6 +449,12 @@ class CompressedKVCache:
         out.way, out._plan = encoding.KERNEL, None
         out.state = state
         return out
+
+
+def _alike(one: Pair, other: Pair) -> bool:
+    """Whether both have the same batch, heads and dims."""
+    (k, v), (x, y) = one, other
+    return k.shape[:2] == x.shape[:2] and k.shape[3] == x.shape[3] and v.shape[3] == y.shape[3]
 
 
 def _saved_maps(header: dict, kinds: maps.Kinds) -> LayerMaps:

@@ -51,9 +51,19 @@ class LayerMaps:
     def __deepcopy__(self, memo):
         return self  # constant: copies of a cache share it
 
+    def __reduce__(self):
+        key = (self.digest, self.layer, self.kinds, self.folded)
+        return _known, (self.keys, self.values, *key)
+
 
 Key = tuple[str, str, Kinds, bool]  # digest, layer, kinds, folded
 _at_hand: WeakValueDictionary[Key, LayerMaps] = WeakValueDictionary()
+
+
+def _known(keys: Transform, values: Transform, *key) -> LayerMaps:
+    """Unpickle: maps at hand are shared, as copies do; others are at hand from here on."""
+    made = LayerMaps(keys, values, *key)
+    return _at_hand.setdefault(key, made) if made.digest else made
 
 
 def of(

@@ -16,7 +16,6 @@ from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.aliases import DEFAULT, EMBEDDED, resolve
@@ -27,7 +26,7 @@ from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.decoders import not_used
 from mlxkv.models.origin import Origin, introduce
-from mlxkv.models.seam import attach, check_fold, name_of
+from mlxkv.models.seam import attach, check_fold, name_of, read_kv
 
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
@@ -102,7 +101,7 @@ def load(
     full disk.
     """
     # First, so that a typing mistake does not cost a download.
-    config = parse_kv(kv) if isinstance(kv, str) else kv
+    config = read_kv(kv)
     check_fold(config, name_of(kv), fold)
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,7 +29,6 @@ from mlxkv.models.decoders import question, with_kernels
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.layers import examine, with_searched
 from mlxkv.models.hooks.mark import mark, own_make_cache, unmark
-from mlxkv.models.hooks.probe import put
 from mlxkv.models.hooks.rebind import bind, release
 
 
@@ -45,8 +45,9 @@ def attach(
     or a configuration.
 
     Returns one report per cache. Attaching again replaces what was attached. A configuration that
-    compresses nothing (`fp16`) leaves mlx-lm's own caches. The `max_kv_size` of make_prompt_cache
-    has no effect on an attached model.
+    compresses nothing (`fp16`) leaves mlx-lm's own caches. Copies of an attached model, deep or
+    unpickled, are attached themselves. mlx-lm's `max_kv_size`, and `kv_bits` on compressed layers, have
+    no effect on an attached model, and warn.
 
     calibration: for a preset that needs one, a file or `owner/name` on the hub; by default the one
     that came with the model, or the user's own, or one that is made on the spot, for models that
@@ -63,12 +64,13 @@ def attach(
 
     encode: how pages are encoded: "kernel", or on the CPU "cpu" or "cpu-columns".
 
-    Raises UserError for an unknown preset, a calibration that does not fit, and calibrated values
+    Raises UserError for what is no model, an unknown preset, a calibration that does not fit, and calibrated values
     where the weights are folded for other maps; with `strict` also if any layer whose cache grows
     with the context would stay in full precision. Then the model is left as it was. Without
     `strict`, warns if nothing at all is compressed.
     """
-    config, label = parse_kv(kv) if isinstance(kv, str) else kv, name_of(kv)
+    _check_model(model)
+    config, label = read_kv(kv), name_of(kv)
     encoding.check(encode)
     check_fold(config, label, fold)
     own = own_make_cache(model)
@@ -103,14 +105,7 @@ def attach(
         raise
 
     kind = AdaptiveKVCache if config.listens else CompressedKVCache
-
-    def make_cache() -> list:
-        caches = own()
-        for place in places:
-            put(caches, place, kind(*fitted[place], plans[place], encode))
-        return caches
-
-    mark(model, slots, make_cache)
+    mark(model, slots, {p: partial(kind, *fitted[p], plans[p], encode) for p in places})
     return reports
 
 
@@ -151,6 +146,28 @@ def _with_fold(report: LayerReport, folded: Fold, asked: bool) -> LayerReport:
     return replace(report, fold=reason) if asked or reason == FOLDED else report
 
 
+def read_kv(kv: str | CacheConfig) -> CacheConfig:
+    """The configuration that `kv` is or names. Raises UserError."""
+    if isinstance(kv, str):
+        return parse_kv(kv)
+    if not isinstance(kv, CacheConfig):
+        raise UserError(
+            f"[--kv] is the name of a preset, or a CacheConfig; got {kv!r}; choose from "
+            f"{', '.join(PRESETS)}"
+        )
+    return kv
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises UserError unless it may be a model of mlx-lm."""
+    if isinstance(model, nn.Module) and (hasattr(model, "layers") or hasattr(model, "make_cache")):
+        return
+    raise UserError(
+        f"[attach] takes a model of mlx-lm, which has layers; got {type(model).__name__}; choose the "
+        "first of what mlx_lm.load returns, or the .model of what mlxkv.load returns"
+    )
+
+
 def name_of(kv: str | CacheConfig) -> str:
     """The name of `kv` in reports: as given, or the labels of its sides."""
     return kv.strip() if isinstance(kv, str) else f"{kv.keys.label} / {kv.values.label}"
@@ -160,7 +177,7 @@ def detach(model: nn.Module) -> None:
     """Undo `attach`; nothing happens to a model that is not attached.
 
     Folded weights stay folded, with a note on stderr: the model computes the same as before `attach`,
-    its caches hold turned values.
+    its caches hold turned values. Raises UserError for what is no model.
     """
     if _detach(model) and fold_of(model) is not None:
         console.note("[detach] the weights stay folded; load the model again for the original ones")
@@ -168,10 +185,11 @@ def detach(model: nn.Module) -> None:
 
 def _detach(model: nn.Module) -> bool:
     """Undo `attach` without a word. Returns whether the model was attached."""
-    attachment = unmark(model)
-    if attachment is not None:
-        release(attachment.slots)
-    return attachment is not None
+    if not isinstance(model, nn.Module):
+        _check_model(model)
+    slots = unmark(model)
+    release(slots or [])
+    return slots is not None
 
 
 def _insist(model: nn.Module, reports: list[LayerReport], label: str) -> None:

@@ -1,2 +1,11 @@
 """What observes and replaces parts of an mlx-lm model: its caches, its attention function, its weights.
 Nothing here decides what a command does, and nothing else changes a model."""
+
+from mlx_lm.models import cache as _cache
+
+from mlxkv.cache.adaptive import AdaptiveKVCache
+from mlxkv.cache.compressed import CompressedKVCache
+
+# For good: mlx-lm's load_prompt_cache looks classes up in its globals, also before any model is attached.
+for _class in (CompressedKVCache, AdaptiveKVCache):
+    setattr(_cache, _class.__name__, _class)

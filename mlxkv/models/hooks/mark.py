@@ -2,50 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from mlxkv.models.hooks import rebind
+from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.rebind import Slot
 
 _MARK = "_mlxkv_attachment"
 _MAKE = "make_cache"
+NewCache = partial  # (class, config, layer maps, plan, way): called, it makes a compressed cache
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attachment:
-    """What `attach` changed. slots: of `bind`. before: the instance's own make_cache, if it had one."""
+    """What `attach` changed, and the `make_cache` of `model` from then on.
 
+    slots: of `bind`. new: what makes the caches of compressed places. before: the instance's own
+    make_cache, if it had one. Deep and unpickled copies of a model are attached themselves.
+    """
+
+    model: nn.Module = field(repr=False)
     slots: list[Slot]
+    new: Mapping[Place, NewCache]
     before: Callable[[], list] | None
 
+    def __call__(self) -> list:
+        """As the model makes them, with compressed caches in their places."""
+        _say_ignored(sys._getframe(1))
+        caches = self.own()
+        for place, new in self.new.items():
+            put(caches, place, new())
+        return caches
 
-def mark(model: nn.Module, slots: list[Slot], make_cache: Callable[[], list]) -> None:
-    """Give `model` a new `make_cache` and record what was there."""
-    setattr(model, _MARK, Attachment(slots, vars(model).get(_MAKE)))
-    setattr(model, _MAKE, make_cache)
+    def own(self) -> list:
+        """The caches of the model as it was before `attach`."""
+        inherited = getattr(type(self.model), _MAKE, None)
+        make = self.before or (inherited and inherited.__get__(self.model)) or _plain(self.model)
+        return make()
+
+    def __deepcopy__(self, memo) -> Attachment:
+        model, before = deepcopy(self.model, memo), deepcopy(self.before, memo)
+        return Attachment(model, rebind.take(self.slots), self.new, before)
+
+    def __reduce__(self):
+        # Kernels are chosen again where the model comes alive: they belong to a machine.
+        kinds = {p: (new.func, *new.args[:2], None, new.args[3]) for p, new in self.new.items()}
+        return _attached, (self.model, self.slots, kinds, self.before)
 
 
-def unmark(model: nn.Module) -> Attachment | None:
-    """Undo `mark`. Returns what it recorded, or None for a model that is not attached."""
+def _attached(model: nn.Module, slots: list[Slot], kinds: dict, before) -> Attachment:
+    """Unpickle."""
+    return Attachment(model, rebind.take(slots), {p: partial(*k) for p, k in kinds.items()}, before)
+
+
+def _say_ignored(caller) -> None:
+    """Warn where mlx-lm makes caches for a `max_kv_size`, which it hands to no model's make_cache."""
+    if caller.f_code.co_name != "make_prompt_cache":
+        return
+    if (size := caller.f_locals.get("max_kv_size")) is not None:
+        warnings.warn(
+            f"[attach] max_kv_size has no effect on an attached model, whose compressed caches keep every "
+            f"token; got {size}; leave it out, or detach the model",
+            stacklevel=4,
+        )
+
+
+def _plain(model: nn.Module) -> Callable[[], list]:
+    return lambda: [KVCache() for _ in model.layers]
+
+
+def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> None:
+    """Give `model` a `make_cache` with `new` caches and record what was there."""
+    attachment = Attachment(model, slots, new, vars(model).get(_MAKE))
+    setattr(model, _MARK, attachment)
+    setattr(model, _MAKE, attachment)
+
+
+def unmark(model: nn.Module) -> list[Slot] | None:
+    """Undo `mark`. Returns the slots to release, or None for a model that is not attached.
+
+    A make_cache that was set or deleted since stays so. A shallow copy shares its slots with the model
+    that was attached, which goes on.
+    """
     attachment = vars(model).get(_MARK)
     if attachment is None:
         return None
     delattr(model, _MARK)
-    delattr(model, _MAKE)
-    if attachment.before is not None:
-        setattr(model, _MAKE, attachment.before)
-    return attachment
+    if vars(model).get(_MAKE) is attachment:
+        delattr(model, _MAKE)
+        if attachment.before is not None:
+            setattr(model, _MAKE, attachment.before)
+    return attachment.slots if attachment.model is model else []
 
 
 def own_make_cache(model: nn.Module) -> Callable[[], list]:
-    """The function by which the model makes its own caches, attached or not."""
-    attachment = vars(model).get(_MARK)
-    if attachment is None:
-        make = getattr(model, _MAKE, None)
-    else:
-        inherited = getattr(type(model), _MAKE, None)
-        make = attachment.before or (inherited and inherited.__get__(model))
-    return make or (lambda: [KVCache() for _ in model.layers])
+    """The function by which the model makes its own caches, attached or not; what the user set since
+    counts as its own."""
+    make, attachment = getattr(model, _MAKE, None), vars(model).get(_MARK)
+    if attachment is not None and make is attachment:
+        return attachment.own
+    return make or _plain(model)

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import cache as mlx_cache
 
-from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
-from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.view import CacheView
+from mlxkv.errors import UserError
 from mlxkv.models.hooks.probe import Handle
 from mlxkv.models.hooks.taps import ObservedView
 
 NAME = "scaled_dot_product_attention"
-CACHE_MODULE = "mlx_lm.models.cache"  # load_prompt_cache looks classes up in its globals
 
-Slot = tuple[str, str]  # module name, attribute
+Slot = tuple[str, str]  # module name, attribute, of a class in it where there is a dot
+REUSE: Slot = (mlx_cache.__name__, "LRUPromptCache.fetch_nearest_cache")
 
 
 @dataclass
 class _Bound:
-    before: Any  # what the attribute was, or _ABSENT
-    now: Any
+    before: Callable  # what the attribute was
+    now: Callable
     users: int
 
 
-_ABSENT = object()
 _bound: dict[Slot, _Bound] = {}
 
 
@@ -46,12 +45,21 @@ def bind(model: nn.Module) -> list[Slot]:
 
     Returns the slots to `release` later.
     """
-    slots = []
-    for file in files_of(model):
-        if callable(original := getattr(file, NAME, None)):
-            slots.append(_take(file, NAME, through(original)))
-    for cls in (CompressedKVCache, AdaptiveKVCache):
-        slots.append(_take(sys.modules[CACHE_MODULE], cls.__name__, cls))
+    files = (file for file in files_of(model) if callable(getattr(file, NAME, None)))
+    return take([(file.__name__, NAME) for file in files] + [REUSE])
+
+
+def take(slots: list[Slot]) -> list[Slot]:
+    """Count one more user of each slot; the first one rebinds it. Returns the slots."""
+    for slot in slots:
+        if slot in _bound:
+            _bound[slot].users += 1
+            continue
+        owner, name = _place(slot)
+        before = getattr(owner, name)
+        wrap = afresh if slot == REUSE else through
+        _bound[slot] = _Bound(before, wrap(before), 1)
+        setattr(owner, name, _bound[slot].now)
     return slots
 
 
@@ -63,23 +71,30 @@ def release(slots: list[Slot]) -> None:
         if bound.users:
             continue
         del _bound[slot]
-        file, name = sys.modules[slot[0]], slot[1]
-        if getattr(file, name, None) is not bound.now:
-            continue  # patched by somebody else since: theirs stays
-        if bound.before is _ABSENT:
-            delattr(file, name)
-        else:
-            setattr(file, name, bound.before)
+        owner, name = _place(slot)
+        if getattr(owner, name, None) is bound.now:  # else patched by somebody since: theirs stays
+            setattr(owner, name, bound.before)
 
 
-def _take(file: ModuleType, name: str, value: Any) -> Slot:
-    slot = (file.__name__, name)
-    if slot in _bound:
-        _bound[slot].users += 1
-    else:
-        _bound[slot] = _Bound(getattr(file, name, _ABSENT), value, 1)
-        setattr(file, name, value)
-    return slot
+def _place(slot: Slot) -> tuple[ModuleType | type, str]:
+    """The module or class, and the attribute."""
+    inside, _, name = slot[1].rpartition(".")
+    file = sys.modules[slot[0]]
+    return (getattr(file, inside) if inside else file), name
+
+
+def afresh(original):
+    """Wrap `original`, by which mlx-lm's server finds a cache for a prompt: where one would have to be cut
+    back further than is exact, there is none, and the prompt is read afresh."""
+
+    @wraps(original)
+    def fetch_nearest_cache(self, model, tokens):
+        try:
+            return original(self, model, tokens)
+        except UserError:
+            return None, tokens
+
+    return fetch_nearest_cache
 
 
 def through(original):

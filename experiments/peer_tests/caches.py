@@ -1,0 +1,76 @@
+"""Put our caches, and a model that is at hand, in place inside mlx-lm."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm.server  # noqa: F401 (all modules that hold what is replaced are imported)
+import mlx_lm.utils
+from mlx_lm.models import cache
+
+from experiments.peer_tests.names import KINDS, MODEL
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models import attach
+from mlxkv.models.catalog.aliases import resolve
+from mlxkv.models.catalog.reports import LayerReport
+
+INT4 = PRESETS["int4"]
+CONFIGS = dict(zip(KINDS, (None, INT4, replace(INT4, sink=0, recent=0, page=16)), strict=True))
+
+models = {"all": 0, "part": 0, "none": 0}  # how much of each model's caches that grow is compressed
+
+
+def put(kind: str) -> None:
+    """Models that tests fetch are MODEL; with a kind of ours every model is attached."""
+    _replace(_local(mlx_lm.utils.load))
+    if (kv := CONFIGS[kind]) is not None:
+        _replace(_attached(cache.make_prompt_cache, kv))
+
+
+def _attached(make, kv):
+    """make_prompt_cache that attaches a model first, and again where a test took its make_cache away."""
+
+    @wraps(make)
+    def make_prompt_cache(model, max_kv_size=None):
+        if "make_cache" not in vars(model) and "_peer_refused" not in vars(model):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                reports = attach(model, kv)
+            if not any(report.compressed for report in reports):
+                model._peer_refused = True
+            _count(reports)
+        return make(model, max_kv_size)
+
+    return make_prompt_cache
+
+
+def _local(load):
+    """load that takes MODEL for every name on the hub."""
+
+    @wraps(load)
+    def local(name, *args, **kwargs):
+        folder = name if Path(name).is_dir() else resolve(MODEL).folder
+        model, *rest = load(str(folder), *args, **kwargs)
+        model.set_dtype(mx.float32)  # 16 bits are slow on a CPU
+        mx.eval(model.parameters())  # here: servers of the tests run it in another thread
+        return model, *rest
+
+    return local
+
+
+def _count(reports: list[LayerReport]) -> None:
+    grown = [report.compressed for report in reports if report.grows]
+    models["none" if not any(grown) else "all" if all(grown) else "part"] += 1
+
+
+def _replace(made) -> None:
+    """Put `made` in place of what it wraps in every module of mlx-lm."""
+    before = made.__wrapped__
+    for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "mlx_lm"]:
+        if getattr(module, before.__name__, None) is before:
+            setattr(module, before.__name__, made)

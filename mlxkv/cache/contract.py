@@ -1,0 +1,48 @@
+"""What mlx-lm and Python ask of a cache beside its tokens: plain attention, `kv_bits`, copies, pickles."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from copy import deepcopy
+
+from mlxkv.errors import UserError
+
+
+class Contract:
+    """A mixin of caches. A subclass defines `__reduce__`, by its state: pickles hold no kernels."""
+
+    @property
+    def bits(self):
+        """No attribute: mlx-lm takes caches that have it for its own quantized ones.
+
+        Raises UserError where mlx-lm's plain attention asks for it: there the model is not bound to our
+        attention, and what came next would be a TypeError about arrays.
+        """
+        if sys._getframe(1).f_code.co_name == "scaled_dot_product_attention":
+            raise UserError(
+                "[attach] only an attached model reads compressed caches; got one in a model that is "
+                "not attached, or not any more; attach the model first, or make another cache"
+            )
+        raise AttributeError("bits")
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4):
+        """Itself: mlx-lm's `kv_bits` quantizes full-precision caches, and this one is compressed."""
+        warnings.warn(
+            f"[attach] kv_bits has no effect on layers that are compressed already; got {bits}; "
+            "choose their bits by attach(model, kv)",
+            stacklevel=2,
+        )
+        return self
+
+    def __deepcopy__(self, memo):
+        out = memo[id(self)] = object.__new__(type(self))
+        vars(out).update(deepcopy(vars(self), memo))
+        return out
+
+
+def from_state(cls: type, state: dict, way: str):
+    """Unpickle a cache of one sequence."""
+    out = cls.from_state(state)
+    out.encode_by(way)
+    return out

@@ -1,0 +1,366 @@
+"""Copies and pickles of attached models, caches out of place, what users set: right, or one clear line."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models.cache as mlx_cache
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.generate import generate_step
+from mlx_lm.models import base, llama
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from random_models import random_model, tokens
+
+import mlxkv
+from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.errors import UserError
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models import attach, detach
+
+EARLY = replace(PRESETS["int4"], sink=16, recent=16, page=16)  # pages are sealed early
+PLAIN = base.scaled_dot_product_attention
+NOT_ATTACHED = r"^\[attach\] only an attached model reads compressed caches; got one in a model"
+
+
+@pytest.fixture
+def model():
+    model = random_model("llama")
+    yield model
+    detach(model)
+
+
+def last(model, text: mx.array, cache: list | None = None) -> mx.array:
+    """The logits behind `text`, which is read into a new cache of the model unless one is given."""
+    return model(text[None], cache=cache or make_prompt_cache(model))[0, -1]
+
+
+def kinds(model) -> set[str]:
+    return {type(cache).__name__ for cache in make_prompt_cache(model)}
+
+
+# -- copies of models
+
+
+def unpickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, unpickled])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_copy_is_a_model_of_its_own(model, twin, first):
+    attach(model, EARLY)
+    text = tokens(100)
+    right = last(model, text)
+    pair = [model, twin(model)]
+    assert kinds(pair[1]) == {"CompressedKVCache"}
+    assert make_prompt_cache(pair[1])[0].config == EARLY
+    detach(pair[first])
+    left = pair[1 - first]
+    assert mx.array_equal(last(left, text), right)
+    assert kinds(left) == {"CompressedKVCache"} and kinds(pair[first]) == {"KVCache"}
+    detach(left)
+    assert llama.scaled_dot_product_attention is PLAIN
+    assert mx.array_equal(last(left, text), last(pair[first], text))
+
+
+def test_a_copy_answers_with_its_own_weights(model):
+    attach(model, EARLY)
+    other, text = copy.deepcopy(model), tokens(60)
+    before = last(model, text)
+    other.update(tree_map(mx.zeros_like, other.parameters()))
+    assert not last(other, text).any() and mx.array_equal(last(model, text), before)
+    detach(other)
+
+
+def test_a_shallow_copy_leaves_the_original_attached(model):
+    attach(model, EARLY)
+    text = tokens(60)
+    right, other = last(model, text), copy.copy(model)
+    detach(other)
+    assert kinds(other) == {"KVCache"} and mx.array_equal(last(model, text), right)
+
+
+def test_a_make_cache_bound_to_the_model_follows_the_copy(model):
+    mine = vars(model)["make_cache"] = LlamaCaches.of.__get__(model)
+    attach(model, EARLY)
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        assert kinds(each) == {"CompressedKVCache"}
+        detach(each)
+    assert model.make_cache is mine and other.make_cache.__self__ is other
+    del model.make_cache
+
+
+class LlamaCaches:
+    def of(self) -> list:
+        return [KVCache() for _ in self.layers]
+
+
+def test_a_loaded_model_is_copied_with_its_calibration(tmp_path, monkeypatch, model_folder):
+    from mlxkv.formats.calibration import artifact
+    from mlxkv.models.calibration import measure
+
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(measure, "TOKENS", 600)
+    model = mlxkv.load(str(model_folder), "oscar-int2").model
+    text = tokens(400)
+    right = last(model, text)
+    for other in (copy.deepcopy(model), unpickled(model)):
+        assert mx.array_equal(last(other, text), right)
+        ours, theirs = (make_prompt_cache(m)[0].layer_maps for m in (model, other))
+        assert ours is theirs
+        detach(other)
+    detach(model)
+
+
+# -- what users set
+
+
+def test_a_make_cache_set_after_attach_survives(model):
+    attach(model, EARLY)
+    mine = model.make_cache = lambda: [KVCache() for _ in model.layers]
+    assert kinds(model) == {"KVCache"}
+    detach(model)
+    assert model.make_cache is mine and llama.scaled_dot_product_attention is PLAIN
+
+
+def test_a_make_cache_set_and_deleted_after_attach(model):
+    attach(model, EARLY)
+    model.make_cache = lambda: [KVCache() for _ in model.layers]
+    del model.make_cache
+    detach(model)
+    assert "make_cache" not in vars(model) and kinds(model) == {"KVCache"}
+
+
+def test_a_make_cache_set_after_attach_counts_for_the_next(model):
+    attach(model, EARLY)
+    mine = model.make_cache = lambda: [KVCache(), mlx_cache.RotatingKVCache(32)]
+    attach(model, EARLY)
+    assert kinds(model) == {"CompressedKVCache", "RotatingKVCache"}
+    detach(model)
+    assert model.make_cache is mine
+
+
+@pytest.mark.parametrize("kv", [None, 4, b"int4", ["int4"]])
+def test_kv_of_another_type(model, kv):
+    with pytest.raises(
+        UserError, match=r"^\[--kv\] is the name of a preset, or a CacheConfig; got ."
+    ):
+        attach(model, kv)
+    with pytest.raises(UserError, match=r"^\[--kv\]"):
+        mlxkv.load("tiny", kv)
+
+
+NO_MODELS = (None, "tiny", nn.Linear(2, 2), (nn.Linear(2, 2), 1), {}, random_model)
+
+
+@pytest.mark.parametrize("what", NO_MODELS, ids=lambda what: type(what).__name__)
+def test_what_is_no_model(what):
+    calls = [lambda: attach(what, "int4")]
+    if not isinstance(what, nn.Module):
+        calls.append(lambda: detach(what))
+    for call in calls:
+        with pytest.raises(
+            UserError, match=r"^\[attach\] takes a model of mlx-lm.*; got \w+; choose"
+        ):
+            call()
+
+
+def test_kv_bits_warn_and_change_nothing(model):
+    attach(model, EARLY)
+    text = tokens(60)
+    plain = [t for t, _ in generate_step(text, model, max_tokens=4)]
+    with pytest.warns(
+        UserWarning, match="kv_bits has no effect on layers that are compressed"
+    ) as said:
+        found = [
+            t for t, _ in generate_step(text, model, max_tokens=4, kv_bits=4, quantized_kv_start=0)
+        ]
+    assert found == plain
+    assert all("got 4" in str(one.message) for one in said)
+
+
+def test_kv_bits_warn_once(model):
+    attach(model, EARLY)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        list(generate_step(tokens(60), model, max_tokens=4, kv_bits=4, quantized_kv_start=0))
+    assert len(said) == 1 and said[0].filename.endswith("generate.py")
+
+
+def test_max_kv_size_warns(model):
+    attach(model, EARLY)
+    with pytest.warns(UserWarning, match="max_kv_size has no effect on an attached model") as said:
+        cache = make_prompt_cache(model, max_kv_size=32)
+    assert type(cache[0]) is CompressedKVCache
+    assert said[0].filename == __file__
+    with pytest.warns(UserWarning, match="max_kv_size"):
+        next(generate_step(tokens(8), model, max_kv_size=32))
+
+
+# -- mlx-lm's prompt cache, which cuts caches back as far as it likes
+
+
+def test_a_prompt_that_goes_back_too_far_is_read_afresh(model):
+    plain = mlx_cache.LRUPromptCache.fetch_nearest_cache
+    attach(model, EARLY)
+    text, cache, kept = tokens(120), make_prompt_cache(model), mlx_cache.LRUPromptCache()
+    last(model, text, cache)
+    kept.insert_cache("m", text.tolist(), cache)
+    near, far = [*text[:110].tolist(), 3], [*text[:60].tolist(), 3]
+    found, rest = kept.fetch_nearest_cache("m", near)
+    assert (found[0].offset, rest) == (110, [3])
+    fresh = make_prompt_cache(model)
+    last(model, text[:110], fresh)
+    ours, right = (last(model, mx.array(rest), one) for one in (found, fresh))
+    assert mx.allclose(ours, right, atol=1e-4)
+    assert kept.fetch_nearest_cache("m", far) == (None, far)
+    detach(model)
+    assert mlx_cache.LRUPromptCache.fetch_nearest_cache is plain
+
+
+# -- caches out of place
+
+
+def test_a_cache_used_after_detach(model):
+    attach(model, EARLY)
+    text, cache = tokens(60), make_prompt_cache(model)
+    last(model, text, cache)
+    detach(model)
+    with pytest.raises(UserError, match=NOT_ATTACHED):
+        last(model, text[:1], cache)
+
+
+def test_a_batch_used_after_detach(model):
+    attach(model, EARLY)
+    caches = [make_prompt_cache(model) for _ in range(2)]
+    for cache in caches:
+        last(model, tokens(60), cache)
+    batch = [CompressedKVCache.merge(list(layer)) for layer in zip(*caches, strict=True)]
+    detach(model)
+    with pytest.raises(UserError, match=NOT_ATTACHED):
+        model(mx.zeros((2, 1), mx.int32), cache=batch)
+
+
+def test_detach_during_generation(model):
+    attach(model, EARLY)
+    going = generate_step(tokens(60), model, max_tokens=8)
+    next(going)
+    detach(model)
+    with pytest.raises(UserError, match=NOT_ATTACHED):
+        list(going)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "gpt_oss", "phi3"])
+def test_a_cache_in_another_family(model, family):
+    """Of the same shape, in a model that nobody attached."""
+    attach(model, EARLY)
+    cache = make_prompt_cache(model)
+    last(model, tokens(60), cache)
+    with pytest.raises(
+        UserError, match=f"{NOT_ATTACHED}|the cache holds . heads of .*another model"
+    ):
+        last(random_model(family), tokens(1), cache)
+
+
+def test_a_cache_of_another_shape_in_an_attached_model(model):
+    attach(model, EARLY)
+    cache = make_prompt_cache(model)
+    last(model, tokens(20), cache)
+    heads = cache[0].keys_and_values()[0].live[0].shape[1]
+    x = mx.zeros((1, heads + 1, 1, 64))
+    for wrong in ((x, x), (x[:, :heads, :, :32],) * 2, (x[:, :heads], x[:, :heads, :, :32])):
+        with pytest.raises(UserError, match=r"the cache holds \d heads of .*, as of another model"):
+            cache[0].update_and_fetch(*wrong)
+    assert cache[0].offset == 20
+
+
+def test_hosts_find_no_bits_on_a_cache():
+    """Hosts ask so for mlx-lm's own quantized caches."""
+    cache = CompressedKVCache(EARLY)
+    assert not hasattr(cache, "bits") and not hasattr(BatchedKVCache([cache]), "bits")
+
+
+# -- pickles of caches
+
+
+def filled(kv: str | None, count: int, batch: int = 1) -> CompressedKVCache:
+    cache = CompressedKVCache(EARLY if kv is None else PRESETS[kv])
+    mx.random.seed(count)
+    x = mx.random.normal((batch, 2, count, 64)).astype(mx.bfloat16)
+    cache.update_and_fetch(x, -x)
+    return cache
+
+
+def same_state(one, other) -> bool:
+    ours, theirs = (dict(tree_flatten(cache.state)) for cache in (one, other))
+    return ours.keys() == theirs.keys() and all(
+        mx.array_equal(x, theirs[n]) for n, x in ours.items()
+    )
+
+
+@pytest.mark.parametrize("kv", [None, "int8", "kvarn-int2", "polar"])
+@pytest.mark.parametrize("count", [0, 5, 600])
+def test_a_cache_comes_back_from_a_pickle(kv, count):
+    cache = filled(kv, count) if count else CompressedKVCache(EARLY)
+    cache.encode_by("cpu")
+    back = unpickled(cache)
+    assert type(back) is CompressedKVCache and back.offset == count and back.way == "cpu"
+    assert back.config == cache.config and same_state(back, cache)
+    x = mx.ones((1, 2, 1, 64), mx.bfloat16)
+    for one in (cache, back):
+        one.update_and_fetch(x, x)
+    assert same_state(back, cache)
+
+
+def test_a_pickle_of_a_batch():
+    batch = CompressedKVCache.merge([filled(None, 70), filled(None, 40)])
+    back = unpickled(batch)
+    assert back.offset.tolist() == [70, 40]
+    assert all(same_state(back.extract(i), batch.extract(i)) for i in range(2))
+
+
+def test_a_pickle_of_an_adaptive_cache():
+    model = mlxkv.load("tiny-qwen", "oja-0.5+int4").model
+    cache = make_prompt_cache(model)
+    last(model, tokens(300), cache)
+    back = unpickled(cache)
+    text = tokens(3)
+    assert mx.array_equal(last(model, text, back), last(model, text, cache))
+    detach(model)
+
+
+def test_a_deep_copy_of_a_cache_goes_its_own_way():
+    cache = filled(None, 100)
+    other = copy.deepcopy(cache)
+    other.trim(10)
+    assert (cache.offset, other.offset) == (100, 90)
+    assert same_state(cache, filled(None, 100))
+
+
+# -- prompt caches before any attach
+
+LOAD = """
+import sys
+from {first} import {name}
+from mlx_lm.models.cache import load_prompt_cache
+print(type(load_prompt_cache(sys.argv[1])[0]).__name__)
+"""
+
+
+@pytest.mark.parametrize("first, name", [("mlxkv", "attach"), ("mlxkv.models", "load")])
+def test_prompt_caches_load_before_any_attach(tmp_path, first, name, without_torch):
+    file = tmp_path / "cache.safetensors"
+    mlx_cache.save_prompt_cache(str(file), [filled(None, 40)])
+    script = LOAD.format(first=first, name=name)
+    ran = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True)
+    assert ran.stdout.strip() == "CompressedKVCache", ran.stderr
