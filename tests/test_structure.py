@@ -15,7 +15,7 @@ from experiments.structure import circles, import_edges
 ROOT = Path(__file__).parents[1]
 # A room may import from the rows below its own. The last row may import from itself.
 LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor > models > cache > metal > codec
-            > texts > spec > formats > errors console faults machine plots scrub versions"""
+            > texts > spec > formats > errors console faults machine plots scrub untrusted versions"""
 FLOOR = {room: -i for i, rooms in enumerate(LAYERS.split(">")) for room in rooms.split()}
 LOWEST = FLOOR[""] = min(FLOOR.values())  # "": the package itself
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
@@ -23,7 +23,16 @@ NO_FRAMEWORK = {"mlxkv.formats", "mlxkv.spec", "mlxkv.texts", "mlxkv.models.cata
 # Planting outliers in weights takes either framework's arrays, handed in.
 EXCEPTIONS = {"mlxkv.models.catalog.plant"}
 USES_MLX_LM = ("models", "serve", "bench", "chat.session", "eval.tasks.harness")
-SHARED = ["formats", "spec", "texts", "models.catalog", "metal.sources", "errors", "console"]
+SHARED = [
+    "formats",
+    "spec",
+    "texts",
+    "models.catalog",
+    "metal.sources",
+    "errors",
+    "console",
+    "untrusted",
+]
 EDGES, _ = import_edges(ROOT)
 
 

@@ -1,0 +1,200 @@
+"""Read files that somebody else wrote: regular files only, bounded bytes, bounded JSON, no surprises.
+
+A fault raises `Unsound`, whose text says what is wrong in words of our own; the caller says in which file.
+Only a file that is not there raises FileNotFoundError. No framework is imported here.
+
+    config = untrusted.read_json(path, 16 << 20)        # an object, a list, ...: as `json.loads`
+    head = untrusted.safetensors(path)                  # head.metadata, head.tensors, head.start
+    count = untrusted.whole(config["layers"], "layers", 1, 1000)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+DEPTH = 64  # lists and objects inside each other; the files of models need less than 10
+HEADER = 32 << 20  # bytes of a safetensors header: room for 200,000 tensors
+DIMS = 16  # of a tensor
+# Bits of a number, by the names that safetensors gives types.
+BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "C128": 128, "BOOL": 8, "F4": 4}
+BITS |= {f"{sign}{bits}": bits for sign in "IU" for bits in (8, 16, 32, 64)}
+BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
+BITS |= {"F6_E2M3": 6, "F6_E3M2": 6}
+KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a named pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISLNK: "a link",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
+
+
+class Unsound(ValueError):
+    """What is wrong with a file or a text, in a few words without anything from inside it."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in a safetensors file. span: its first byte and the one after its last, in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a safetensors file. start: where the data begins. size: of the file, in bytes."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, Tensor]
+    start: int
+    size: int
+
+
+@contextmanager
+def opened(path: Path | str, follow: bool = True) -> Iterator[BinaryIO]:
+    """Open a regular file, for `with`; nothing else is opened, so that no pipe waits for a writer.
+
+    follow: whether the path's last part may be a link. Raises FileNotFoundError, and Unsound for anything
+    else that is wrong, inside the `with`, too.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    if "\0" in os.fspath(path):
+        raise Unsound("has no name that a file can have")
+    try:
+        # Before it is opened: opening a device may do something.
+        _insist(os.stat(path, follow_symlinks=follow).st_mode)
+        handle = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+        with os.fdopen(handle, "rb") as file:
+            _insist(os.fstat(handle).st_mode)  # it may be another one by now
+            yield file
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unsound(f"cannot be read ({error.strerror or type(error).__name__})") from None
+
+
+def _insist(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for test, name in KINDS.items() if test(mode)), "something else")
+        raise Unsound(f"is {kind}, not a file")
+
+
+def read(path: Path | str, most: int, follow: bool = True) -> bytes:
+    """The bytes of a regular file, at most `most` of them. Raises FileNotFoundError and Unsound."""
+    with opened(path, follow) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise Unsound(f"is larger than {most} bytes")
+    return data
+
+
+def read_json(
+    path: Path | str, most: int, follow: bool = True, depth: int = DEPTH, infinity: bool = False
+) -> Any:
+    """The JSON in a file. Raises as `read` and `parse`."""
+    return parse(read(path, most, follow), depth, infinity)
+
+
+def parse(data: bytes | str, depth: int = DEPTH, infinity: bool = False) -> Any:
+    """JSON text -> Python. At most `depth` lists and objects inside each other, and finite numbers only;
+    infinity: the words Infinity and -Infinity may stand, as some configurations of models have them.
+    Raises Unsound."""
+
+    def constant(word: str) -> float:
+        if word == "NaN" or not infinity:
+            raise Unsound(f"has {word} for a number")
+        return float(word)
+
+    try:
+        text = data.decode("utf-8") if isinstance(data, bytes) else data
+        out = json.loads(text, parse_float=_finite, parse_constant=constant)
+    except RecursionError:
+        raise Unsound(f"is nested deeper than {depth}") from None
+    except Unsound:
+        raise
+    except UnicodeDecodeError:
+        raise Unsound("is not valid JSON (not UTF-8)") from None
+    except json.JSONDecodeError as error:
+        raise Unsound(f"is not valid JSON ({error})") from None
+    except ValueError:  # Python refuses to read integers of thousands of digits
+        raise Unsound("has a number with too many digits") from None
+    level = [out] if isinstance(out, (dict, list)) else []
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return out
+    raise Unsound(f"is nested deeper than {depth}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise Unsound("has a number beyond all bounds")
+    return number
+
+
+def whole(value: Any, what: str, low: int = 0, most: int = 1 << 40) -> int:
+    """`value` if it is an integer from `low` to `most`. what: its name, for the error. Raises Unsound."""
+    if type(value) is not int or not low <= value <= most:
+        got = value if type(value) is int and abs(value) < 1 << 64 else f"a {type(value).__name__}"
+        got = "a huge number" if got == "a int" else got
+        raise Unsound(f"has no {what} from {low} to {most}; got {got}")
+    return value
+
+
+def safetensors(path: Path | str, follow: bool = True, most: int = HEADER) -> Header:
+    """The header of a safetensors file, checked against its types, shapes and the file's size: tensors
+    lie side by side and fill it. Nothing is allocated but the header, of at most `most` bytes.
+
+    Raises FileNotFoundError, and Unsound for any fault.
+    """
+    with opened(path, follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise Unsound(f"is no safetensors file: no room for its header in {size} bytes")
+        if length > most:
+            raise Unsound(f"has a header larger than {most} bytes")
+        text = file.read(length)
+    head, start = parse(text), 8 + length
+    if not isinstance(head, dict):
+        raise Unsound("has a header that is not valid")
+    metadata = head.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
+        raise Unsound("has metadata that are no texts by name")
+    tensors = {name: _tensor(entry, start) for name, entry in head.items()}
+    at = start
+    for first, last in sorted(one.span for one in tensors.values()):
+        if first != at:
+            raise Unsound("has tensors that overlap, or leave gaps")
+        at = last
+    if at != size:
+        raise Unsound(f"is not whole: its header promises {at} bytes, it has {size}")
+    return Header(metadata, tensors, start, size)
+
+
+def _tensor(entry: Any, start: int) -> Tensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [first, last]}:
+            numbers = [*shape, first, last]
+            sound = all(type(x) is int and 0 <= x < 1 << 63 for x in numbers)
+            sound = sound and dtype in BITS and len(shape) <= DIMS
+            if sound and prod(shape) * BITS[dtype] == 8 * (last - first):
+                return Tensor(dtype, tuple(shape), (start + first, start + last))
+    raise Unsound("has a header with a tensor whose type, shape and place do not fit together")
