@@ -42,7 +42,6 @@ def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.ar
     dims, heads = (keys.shape[3], values.shape[3]), keys.shape[1]
     token = tuple((1, heads, 1, dim) for dim in dims)
     tree, held, maps, page, bases = cache.state, cache.contents(), like.layer_maps, {}, {}
-    _check_floats([x for pair in (held.live, held.sink) if pair is not None for x in pair])
     runs = [] if held.store is None else getattr(held.store, "runs", [held.store])
     if any(run.count for run in runs):
         one = choose.store(like.plan(dims, keys.dtype), maps, like.way)
@@ -53,8 +52,10 @@ def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.ar
     state.check_shapes(tree, like.config, token, page, [run.count for run in runs], bases)
     parts = [codes_of(run) for run in runs if run.count]
     rest = {name: x for name, x in tree.get("pages", {}).items() if name.startswith("basis")}
-    whole = {name: x for name, x in tree.items() if name != "pages"}
-    return [x for _, x in tree_flatten([whole, rest, parts])]
+    rest |= {name: x for name, x in tree.items() if name not in ("header", "pages")}
+    exact = [x for _, x in tree_flatten(rest)]
+    _check_floats(exact)
+    return exact + [x for _, x in tree_flatten(parts)]
 
 
 def _plain(cache, like) -> list[mx.array]:
@@ -90,10 +91,10 @@ def _check_rows(cache) -> None:
     place, most = getattr(cache, "_idx", cache.offset), getattr(cache, "max_size", None)
     needed = cache.offset - start if most is None else min(cache.offset, most - 1)
     whole = cache.values.shape[2] == rows >= needed and 0 <= start <= cache.offset
-    if cache.offset > rows and most is not None:  # a ring whose next token goes to `_idx`
-        sound = cache.keep <= place <= rows
-    else:
+    if cache.offset <= rows or most is None:
         sound = place == cache.offset
+    else:  # a window that has moved on: a ring whose next token goes to `place`, or in order
+        sound = cache.keep <= place <= rows if rows == most else place == rows
     if not whole or not sound:
         raise ValueError(f"{rows} tokens in a cache of {cache.offset}")
 

@@ -99,11 +99,12 @@ def check_shapes(
     for i, count in enumerate(counts):
         if count:
             _check_pages(pages.get(f"run{i}", pages), page, count)
-    own = [pages.get(f"basis{i}", {}) for i in range(len(counts))]
-    for side, basis in (
-        (s, one) for one in (*own, tree.get("basis", {})) for s, one in one.items()
-    ):
-        _check("basis", basis, bases[side])
+    following = {name for name in NAMES if getattr(config, name).follows}
+    for one in (tree.get("basis"), *(pages.get(f"basis{i}") for i in range(len(counts)))):
+        if one and set(one) != following:
+            raise ValueError("a basis of another side")
+        for side, basis in (one or {}).items():
+            _check("basis", basis, bases[side])
     if "asked" in tree:  # [1, G, H / G, w, D]
         (_, heads, _, dims), asked = token[0], tree["asked"]
         _check("asked", asked, (1, heads, *asked.shape[2:4], dims))
