@@ -77,26 +77,16 @@ def _plain(cache, like) -> list[mx.array]:
     if any(getattr(cache, name, None) != getattr(like, name, None) for name in FIXED):
         raise ValueError("a cache with other settings")
     if isinstance(getattr(like, "keys", None), mx.array) and isinstance(like.offset, int):
-        _check_rows(cache)
+        rows, start = cache.keys.shape[2], getattr(cache, "start_position", 0)
+        if cache.values.shape[2] != rows or not 0 <= start <= cache.offset:
+            raise ValueError("keys and values of other tokens")
+        ring = (getattr(cache, name, None) for name in ("max_size", "_idx"))
+        state.check_rows(rows, cache.offset - start, getattr(cache, "keep", 0), *ring)
     return arrays
 
 
 def _without_tokens(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], *shape[-1:])
-
-
-def _check_rows(cache) -> None:
-    """Raise ValueError unless there are as many keys and values as the cache's own counts promise."""
-    rows, start = cache.keys.shape[2], getattr(cache, "start_position", 0)
-    place, most = getattr(cache, "_idx", cache.offset), getattr(cache, "max_size", None)
-    needed = cache.offset - start if most is None else min(cache.offset, most - 1)
-    whole = cache.values.shape[2] == rows >= needed and 0 <= start <= cache.offset
-    if cache.offset <= rows or most is None:
-        sound = place == cache.offset
-    else:  # a window that has moved on: a ring whose next token goes to `place`, or in order
-        sound = cache.keep <= place <= rows if rows == most else place == rows
-    if not whole or not sound:
-        raise ValueError(f"{rows} tokens in a cache of {cache.offset}")
 
 
 def _check_floats(arrays: list[mx.array]) -> None:

@@ -75,12 +75,8 @@ def read(path: Path, loaded, follow: bool = True) -> Saved:
     head = session.read_header(path, follow)
     if path.suffix != ENDING:
         raise head.wrong("is not a session saved by mlxkv chat")
-    session.check(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv)
-    if (wrote := head.entries["mlx_lm_version"]).split(".")[:2] != version("mlx-lm").split(".")[:2]:
-        raise head.wrong(
-            f"was saved with mlx-lm {session.shown(wrote)}; its cache format differs from that of "
-            f"mlx-lm {version('mlx-lm')}"
-        )
+    here = version("mlx-lm")
+    session.check(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv, here)
     saved = session.saved_of(head, None, vocabulary_of(loaded.config))
     like = make_prompt_cache(loaded.model)
     if head.kinds != [type(cache).__name__ for cache in like]:  # mlx-lm makes what it is told
@@ -98,7 +94,7 @@ def read(path: Path, loaded, follow: bool = True) -> Saved:
     except Exception as error:  # what others wrote may make MLX and mlx-lm raise anything
         said = session.shown(str(error))
         raise head.wrong(
-            f"cannot be read by mlx-lm {version('mlx-lm')} ({type(error).__name__}: {said})"
+            f"cannot be read by mlx-lm {here} ({type(error).__name__}: {said})"
         ) from None
     return saved
 

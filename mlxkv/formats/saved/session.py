@@ -23,6 +23,7 @@ from mlxkv.untrusted import Tensor, Unsound
 
 FORMAT = "1"
 KEY = "mlxkv_checksum"
+LIST = "CacheList"  # of mlx-lm: several caches of one layer
 NO_CHECKSUM = "0" * 64
 LONGEST = 64 << 20  # bytes of a header: room for the tokens and the text of a million
 MOST = 512  # tensors of a layer
@@ -109,7 +110,7 @@ def read_header(path: Path, follow: bool = True) -> Header:
             raise wrong(path, "is not a session saved by mlxkv chat")
         said, classes, flags = (parts.get(str(int(at) + n), {}) for n in range(3))
         kinds = [classes[str(i)] for i in range(len(classes))]
-        _check_tensors(head.tensors, len(kinds), flags)
+        _check_tensors(head.tensors, kinds, flags)
     except FileNotFoundError:
         raise UserError(f"[load] no such file; got {str(path)!r}") from None
     except Unsound as error:
@@ -121,9 +122,10 @@ def read_header(path: Path, follow: bool = True) -> Header:
     return Header(path, said, kinds)
 
 
-def _check_tensors(tensors: dict[str, Tensor], count: int, flags: dict[str, str]) -> None:
-    """Raise Unsound or KeyError for tensors of other layers than the `count` there are, for too many, and for
+def _check_tensors(tensors: dict[str, Tensor], kinds: list[str], flags: dict[str, str]) -> None:
+    """Raise Unsound or KeyError for tensors of other layers than those of `kinds`, for too many, and for
     numbers and names, which `flags` lists, that are none."""
+    count = len(kinds)
     layers = {name.partition(".")[0] for name in tensors}
     if not layers <= {str(i) for i in range(count)} or len(tensors) > MOST * count:
         raise Unsound("has other tensors than its caches")
@@ -133,7 +135,9 @@ def _check_tensors(tensors: dict[str, Tensor], count: int, flags: dict[str, str]
     for key, name in flags.items():
         if key.endswith(".0"):
             size, flag = prod(tensors[name].shape), flags[f"{key[:-1]}1"]
-            if size not in {"scalar": (1,), "none": (0,), "string": range(100)}.get(flag, ()):
+            inside = kinds[int(name.partition(".")[0])] == LIST  # which names the caches inside
+            names = {"string": range(100)} if inside else {}
+            if size not in ({"scalar": (1,), "none": (0,)} | names).get(flag, ()):
                 raise Unsound("has a number or a name that is none")
 
 
@@ -142,9 +146,11 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:80])
 
 
-def check(head: Header, loaded_name: str, fingerprint: str, kv_name: str, kv: CacheConfig) -> None:
+def check(
+    head: Header, loaded_name: str, fingerprint: str, kv_name: str, kv: CacheConfig, mlx_lm: str
+) -> None:
     """Raise UserError unless the file is a whole session of the model with this fingerprint, saved with
-    this cache."""
+    this cache, in the format of this version of mlx-lm."""
     data = head.entries
     if data["mlxkv_format"] != FORMAT:
         got = shown(data["mlxkv_format"])
@@ -163,6 +169,10 @@ def check(head: Header, loaded_name: str, fingerprint: str, kv_name: str, kv: Ca
         raise head.wrong(
             f"was saved with another cache; got --kv {shown(data['kv_name'])}; "
             f"this session runs --kv {kv_name}"
+        )
+    if (wrote := data["mlx_lm_version"]).split(".")[:2] != mlx_lm.split(".")[:2]:
+        raise head.wrong(
+            f"was saved with mlx-lm {shown(wrote)}; its cache format differs from that of mlx-lm {mlx_lm}"
         )
 
 

@@ -15,6 +15,7 @@ from mlxkv.formats.records import NAMES
 
 VERSION = 2
 LONGEST = 1 << 20  # bytes of a header
+PARTS = {"header", "live", "sink", "pages", "basis", "asked"}  # of a state
 Shape = tuple[int, ...]
 COUNTS = ("since", "dropped", "fixed")  # of caches that observe queries
 
@@ -94,20 +95,22 @@ def check_shapes(
         if (pair := window(tree, name)) is not None:
             count = config.sink if name == "sink" else pair[0].shape[2]
             for x, one in zip(pair, token, strict=True):
-                _check(name, x, (*one[:2], count, *one[3:]))
+                check_shape(name, x, (*one[:2], count, *one[3:]))
     pages = tree.get("pages", {})
     for i, count in enumerate(counts):
         if count:
             _check_pages(pages.get(f"run{i}", pages), page, count)
+    if not set(tree) <= PARTS:
+        raise ValueError("parts that no cache has")
     following = {name for name in NAMES if getattr(config, name).follows}
     for one in (tree.get("basis"), *(pages.get(f"basis{i}") for i in range(len(counts)))):
         if one and set(one) != following:
             raise ValueError("a basis of another side")
         for side, basis in (one or {}).items():
-            _check("basis", basis, bases[side])
+            check_shape("basis", basis, bases[side])
     if "asked" in tree:  # [1, G, H / G, w, D]
         (_, heads, _, dims), asked = token[0], tree["asked"]
-        _check("asked", asked, (1, heads, *asked.shape[2:4], dims))
+        check_shape("asked", asked, (1, heads, *asked.shape[2:4], dims))
 
 
 def _check_pages(pages: dict, page: dict, count: int) -> None:
@@ -117,15 +120,32 @@ def _check_pages(pages: dict, page: dict, count: int) -> None:
         if isinstance(one, dict):
             _check_pages(pages[name], one, count)
         else:
-            _check(name, pages[name], (*one.shape[:2], one.shape[2] * count, *one.shape[3:]))
+            check_shape(name, pages[name], (*one.shape[:2], one.shape[2] * count, *one.shape[3:]))
             types = [str(x.dtype) for x in (pages[name], one)]
             if types[0] != types[1] and not all("float" in name for name in types):
                 raise ValueError(f"{name} of type {types[0]}")
 
 
-def _check(name: str, x, shape: Shape) -> None:
+def check_shape(name: str, x, shape: Shape) -> None:
+    """Raise ValueError unless a tensor has this shape."""
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} of shape {tuple(x.shape)}, not {tuple(shape)}")
+
+
+def check_rows(
+    rows: int, offset: int, keep: int = 0, most: int | None = None, place: int | None = None
+) -> None:
+    """Raise ValueError unless a cache of mlx-lm with so many rows may have read `offset` tokens.
+
+    most: of its window, in a rotating cache, with `keep` first ones. place: of the next token.
+    """
+    whole = rows >= (offset if most is None else min(offset, most - 1))
+    if most is None or offset <= rows:
+        sound = place in (None, offset)
+    else:  # a window that has moved on: a ring whose next token goes to `place`, or in order
+        sound = keep <= place <= rows if rows == most else place == rows
+    if not whole or not sound or offset < 0:
+        raise ValueError(f"{rows} tokens in a cache of {offset}")
 
 
 def window(saved: dict, name: str):
