@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
 
 import mlx.core as mx
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    can_trim_prompt_cache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 
 from mlxkv import files
 from mlxkv.cache import restored
@@ -58,6 +64,7 @@ def write(file: BinaryIO, saved: Saved, loaded) -> None:
         kv=loaded.kv,
         mlx_lm=version("mlx-lm"),
     )
+    entries["trims"] = json.dumps(can_trim_prompt_cache(saved.cache))
     save_prompt_cache(file, saved.cache, entries)
     session.fill_checksum(file)
 
@@ -105,6 +112,8 @@ def vocabulary_of(config: dict) -> int | None:
     return config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
 
 
-def tokens_of(path: Path) -> list[int]:
-    """The tokens of a saved session, from the header alone. Raises UserError for other files, and links."""
-    return session.tokens_of(session.read_header(path, follow=False))
+def about(path: Path) -> tuple[list[int], bool]:
+    """The tokens of a saved session, and whether it can be cut back to a part of them, from the header
+    alone. Raises UserError for other files, and links."""
+    head = session.read_header(path, follow=False)
+    return session.tokens_of(head), head.entries.get("trims") != "false"

@@ -18,6 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from weakref import finalize
 
+from mlx_lm.models.cache import can_trim_prompt_cache
+
 from mlxkv import files
 from mlxkv.errors import UserError
 from mlxkv.models import prompt_cache
@@ -30,11 +32,12 @@ WHERE = "--kv-disk"
 
 @dataclass
 class Entry:
-    """A file. tokens: those in its cache."""
+    """A file. tokens: those in its cache. trims: whether it can be cut back to a part of them."""
 
     path: Path
     tokens: list[int]
     nbytes: int
+    trims: bool = True
 
 
 class Disk:
@@ -95,7 +98,8 @@ class Disk:
         """Read the header of a file; None if it is damaged, or no session."""
         path = self.folder / name
         try:
-            return Entry(path, prompt_cache.tokens_of(path), size)
+            tokens, trims = prompt_cache.about(path)
+            return Entry(path, tokens, size, trims)
         except Exception as error:  # whatever it is, the server starts
             self.failed += 1
             logging.warning(f"a session cannot be read, it is left alone: {error}")
@@ -118,8 +122,10 @@ class Disk:
             logging.warning(f"a session could not be kept: {error}")
             return
         self.saved += 1
-        self._drop([e for e in self.entries if tokens[: len(e.tokens)] == e.tokens])
-        self.entries.append(Entry(path, tokens, size))
+        trims = can_trim_prompt_cache(cache)
+        if trims:  # else a start of it serves where it cannot: a window has moved on
+            self._drop([e for e in self.entries if tokens[: len(e.tokens)] == e.tokens])
+        self.entries.append(Entry(path, tokens, size, trims))
         self._bound()
 
     def _touch(self, entry: Entry) -> None:
@@ -146,10 +152,13 @@ class Disk:
             self._drop(self.entries[:1])
 
     def nearest(self, tokens: list[int]) -> tuple[Entry | None, int]:
-        """The file that shares the longest start with `tokens`, and the length of that start."""
+        """The file that shares the longest start with `tokens`, and the length of that start. One that
+        cannot be cut back has to be that start, with a token behind it for the model to read."""
         best, most = None, 0
         for entry in self.entries:
-            if (shared := _shared(entry.tokens, tokens)) > most:
+            shared = _shared(entry.tokens, tokens)
+            usable = entry.trims or shared == len(entry.tokens) < len(tokens)
+            if usable and shared > most:
                 best, most = entry, shared
         return best, most
 
@@ -165,6 +174,7 @@ class Disk:
             self._set_aside(entry)
             return None
         self.found += 1
+        entry.trims = can_trim_prompt_cache(saved.cache)  # files of earlier versions do not tell
         self._touch(entry)
         return saved.cache
 
