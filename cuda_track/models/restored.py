@@ -14,6 +14,7 @@ from mlxkv.formats.records import NAMES
 from mlxkv.formats.saved import state
 from mlxkv.models.catalog.shapes import LayerShape
 
+WINDOWS = ("live", "sink", "last", "basis", "asked")  # of a state, in floating-point numbers
 CPU = torch.device("cpu")
 
 
@@ -44,7 +45,7 @@ def check_compressed(
     tree = tree | {"pages": pages}
     state.check_shapes(tree, config, token, one.state, counts, bases)
     rest = {name: x for name, x in pages.items() if name.startswith("basis")}
-    _check_floats(rest | {name: tree.get(name, {}) for name in ("live", "sink", "basis", "asked")})
+    _check_floats(rest | {name: tree.get(name, {}) for name in WINDOWS})
     check_finite(tree)
 
 

@@ -15,7 +15,7 @@ from mlxkv.formats.records import NAMES
 
 VERSION = 2
 LONGEST = 1 << 20  # bytes of a header
-PARTS = {"header", "live", "sink", "pages", "basis", "asked"}  # of a state
+PARTS = {"header", "live", "sink", "last", "pages", "basis", "asked"}  # of a state
 Shape = tuple[int, ...]
 COUNTS = ("since", "dropped", "fixed")  # of caches that observe queries
 
@@ -91,16 +91,16 @@ def check_shapes(
     token: of the keys and the values of one token, [1, G, 1, D]. page: the state of one page. counts: pages
     of each run. bases: of the basis of each side that has one.
     """
-    for name in ("live", "sink"):
+    for name in ("live", "sink", "last"):
         if (pair := window(tree, name)) is not None:
-            count = config.sink if name == "sink" else pair[0].shape[2]
+            count = {"sink": config.sink, "last": config.page}.get(name, pair[0].shape[2])
             for x, one in zip(pair, token, strict=True):
                 check_shape(name, x, (*one[:2], count, *one[3:]))
     pages = tree.get("pages", {})
     for i, count in enumerate(counts):
         if count:
             _check_pages(pages.get(f"run{i}", pages), page, count)
-    if not set(tree) <= PARTS:
+    if not set(tree) <= PARTS or ("last" in tree and not sum(counts)):
         raise ValueError("parts that no cache has")
     following = {name for name in NAMES if getattr(config, name).follows}
     for one in (tree.get("basis"), *(pages.get(f"basis{i}") for i in range(len(counts)))):
