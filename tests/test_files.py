@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +132,21 @@ def test_what_is_no_folder_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(UserError, match="another user"):
         files.own_folder(tmp_path / "folder", "--kv-disk")
+
+
+def test_what_is_kept_for_a_user(tmp_path, monkeypatch):
+    from mlxkv import console
+    from mlxkv.chat import terminal
+    from mlxkv.formats.calibration import artifact
+    from mlxkv.models.catalog import locate
+
+    for module in (console, terminal):
+        monkeypatch.setattr(module, "cache_dir", lambda: tmp_path / "cache" / "mlxkv")
+    with terminal.History():
+        pass
+    made = artifact.read(Path(locate.__file__).parents[1] / "embedded" / "tiny")
+    artifact.write(tmp_path / "of" / "mine" / "c.safetensors", made)
+    assert artifact.read(tmp_path / "of" / "mine" / "c.safetensors").digest == made.digest
+    for path in tmp_path.rglob("*"):
+        assert mode(path) == (0o700 if path.is_dir() else 0o600), path
+    assert (tmp_path / "cache" / "mlxkv" / "chat_history").exists()

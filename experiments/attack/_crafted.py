@@ -187,8 +187,9 @@ def _heads(good: bytes) -> Made:
 
 
 def _entries(good: bytes) -> Made:
+    spared = ("0.mlxkv_checksum", "0.mlxkv_version", "0.trims")
     for name in Crafted(good).metadata:
-        if name.startswith("0.") and name not in ("0.mlxkv_checksum", "0.mlxkv_version"):
+        if name.startswith("0.") and name not in spared:
             yield f"{name} is missing", _changed(good, lambda c, name=name: c.metadata.pop(name))
     for name in ("tokens", "messages", "kv", "raw"):
         for text in ODD:
@@ -336,17 +337,8 @@ def _said(good: bytes) -> Made:
         yield f"cache header: {text[:12]!r}", _changed(good, lambda c, t=text: c.text(name, t))
     for key in ("version", "config", "offset", "pages"):
         yield f"cache header: no {key}", _changed(good, lambda c, k=key: c.say(name, **{k: None}))
-        for value in (
-            -1,
-            0,
-            said[key] + 1 if key != "config" else 7,
-            1 << 40,
-            1.5,
-            "a",
-            [1],
-            {},
-            True,
-        ):
+        more = said[key] + 1 if key != "config" else 7
+        for value in (-1, more, 1 << 40, 1.5, "a", [1], {}, True):
             put = _changed(good, lambda c, k=key, v=value: c.say(name, **{k: v}))
             yield f"cache header: {key} {value!r}", put
     for key, value in {"sink": 1, "page": 1 << 20, "recent": 0, "keep": 0.5}.items():

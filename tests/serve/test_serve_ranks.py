@@ -179,6 +179,8 @@ def test_a_folder_that_one_process_cannot_open(tmp_path, loaded):
     gc.collect()
     disks = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert [disk.entries for disk in disks] == [[], []]
+    errors = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    assert all("another server keeps its sessions there" in str(error) for error in errors)
 
 
 def test_rank_0_decides_and_refuses_for_all():
