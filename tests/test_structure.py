@@ -15,7 +15,8 @@ from experiments.structure import circles, import_edges
 ROOT = Path(__file__).parents[1]
 # A room may import from the rows below its own. The last row may import from itself.
 LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor > models > cache > metal > codec
-            > texts > spec > formats > errors console faults machine plots scrub untrusted versions"""
+            > texts > spec > formats > errors console faults files machine plots scrub untrusted
+            versions"""
 FLOOR = {room: -i for i, rooms in enumerate(LAYERS.split(">")) for room in rooms.split()}
 LOWEST = FLOOR[""] = min(FLOOR.values())  # "": the package itself
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
@@ -32,6 +33,7 @@ SHARED = [
     "metal.sources",
     "errors",
     "console",
+    "files",
     "untrusted",
 ]
 EDGES, _ = import_edges(ROOT)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers.cache_utils import DynamicLayer
 
 from cuda_track.cache.adaptive import AdaptiveKVCache
@@ -19,15 +19,18 @@ from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.codec import maps
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.packing import as_file, from_file
+from cuda_track.models import restored
 from cuda_track.models.layers import CompressedCache, CompressedLayer, holds_state, plain_layers
 from cuda_track.models.loader import Loaded
 from cuda_track.models.parallel import insist_on_one
 from cuda_track.models.seam import Attached, attached
+from mlxkv import files
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.saved import session
 from mlxkv.formats.saved.session import Saved
+from mlxkv.models.catalog.shapes import layers_of, text_config
 
 MLX_LM = "0.32"  # whose format of prompt caches this is
 PLAIN, ROTATING = "KVCache", "RotatingKVCache"
@@ -58,39 +61,57 @@ def save(path: Path, saved: Saved, loaded: Loaded) -> None:
     entries["2.0"] = ""
     for n, name in enumerate(scalars, 1):
         entries |= {f"2.{n}.0": name, f"2.{n}.1": "scalar"}
-    save_file(tensors, path, entries)
-    session.fill_checksum(path)
+    with files.written(path) as file:
+        file.write(safetensors.torch.save(tensors, entries))
+        session.fill_checksum(file)
 
 
 def load(path: Path, loaded: Loaded) -> Saved:
     """Read a session of either track. Raises UserError for any other file, model or cache."""
     insist_on_one(loaded.model, "load", "sessions are loaded")
-    data = session.read_entries(path)
-    session.check(path, data, loaded.name, loaded.fingerprint or "")
-    session.check_cache(path, data, loaded.kv_name, parse_kv(loaded.kv_name))
+    head = session.read_header(path)
+    kv = parse_kv(loaded.kv_name)
+    session.check(head, loaded.name, loaded.fingerprint or "", loaded.kv_name, kv, MLX_LM)
+    saved = session.saved_of(
+        head, None, text_config(loaded.model.config.to_dict()).get("vocab_size")
+    )
     try:
         with safe_open(path, "pt") as file:
-            entries = file.metadata()
             tensors = {name: from_file(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-        return session.saved_of(data, _cache(entries, tensors, loaded))
-    except (KeyError, IndexError, TypeError) as error:
-        raise UserError(f"[load] {str(path)!r} has parts missing ({error})") from None
+        saved.cache = _cache(head.kinds, tensors, len(saved.tokens), loaded)
+    except UserError as error:
+        raise head.wrong(f"cannot be used: {error}") from None
+    except Exception as error:  # what others wrote may make torch raise anything
+        said = session.shown(str(error))
+        raise head.wrong(f"cannot be read ({type(error).__name__}: {said})") from None
+    return saved
 
 
-def _cache(entries: dict[str, str], tensors: dict, loaded: Loaded) -> CompressedCache:
-    layers, find = plain_layers(loaded.model), _finder(attached(loaded.model))
-    for i, plain in enumerate(layers):
+def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> CompressedCache:
+    """The caches of these classes, of so many tokens. Raises anything where they are none of this model's."""
+    made, layers = attached(loaded.model), plain_layers(loaded.model)
+    find, shapes = _finder(made), layers_of(loaded.model.config.to_dict())
+    if len(kinds) != len(layers):
+        raise ValueError(f"{len(kinds)} caches for {len(layers)} layers")
+    for i, (kind, plain, shape) in enumerate(zip(kinds, layers, shapes, strict=True)):
         tree = _tree({n[len(f"{i}.") :]: x for n, x in tensors.items() if n.startswith(f"{i}.")})
-        kind = entries[f"1.{i}"]
-        if kind in OURS:
-            made = OURS[kind].from_state(tree, find, loaded.model.device)
-            layers[i] = CompressedLayer(made)
-            layers[i].is_initialized = True
-        elif kind in (PLAIN, ROTATING):
+        if (fit := made.fits.get(i)) is None:
+            _insist(kind, ROTATING if plain.is_sliding else PLAIN)
+            window = plain.sliding_window if plain.is_sliding else None
+            restored.check_plain(tree, shape, window, tokens)
             _fill(plain, tree, loaded.model.device)
-        else:
-            raise UserError(f"[load] no layer of this track; got {kind}")
+            continue
+        _insist(kind, (AdaptiveKVCache if fit[0].listens else CompressedKVCache).__name__)
+        restored.check_compressed(tree, shape, *fit, tokens)
+        cache = OURS[kind].from_state(tree, find, loaded.model.device)
+        layers[i] = CompressedLayer(cache)
+        layers[i].is_initialized = True
     return CompressedCache(layers=layers)
+
+
+def _insist(kind: str, expected: str) -> None:
+    if kind != expected:
+        raise ValueError(f"a cache of the class {kind}, not {expected}")
 
 
 def _finder(made: Attached) -> Callable[[str, str, CacheConfig], LayerMaps]:

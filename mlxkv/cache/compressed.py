@@ -346,7 +346,7 @@ class CompressedKVCache(Contract):
     @state.setter
     def state(self, tree: dict) -> None:
         try:
-            data = np.array(tree["header"]).tobytes()
+            data = np.array(tree["header"][: state.LONGEST]).tobytes()
         except (KeyError, TypeError, ValueError, AttributeError):
             raise state.unreadable() from None
         header, self.config = state.read_header(data)

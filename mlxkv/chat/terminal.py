@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from mlxkv import files
 from mlxkv.chat.session import Session
 from mlxkv.console import cache_dir, human_bytes, one_line, plain, say
 from mlxkv.errors import MachineError, UserError
@@ -94,9 +96,12 @@ class History:
 
     def __exit__(self, *exc) -> None:
         if self.readline:
+            before = os.umask(0o077)  # it is nobody else's
             with contextlib.suppress(OSError):  # a read-only home is no reason to fail
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                files.make_folder(self.path.parent)
                 self.readline.write_history_file(self.path)
+                os.chmod(self.path, 0o600)
+            os.umask(before)
 
 
 def interactive(session: Session) -> None:

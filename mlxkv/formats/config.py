@@ -267,7 +267,9 @@ class CacheConfig:
             kept = {name: data[name] for name in ("keep", "whole_pages") if name in data}
             windows = {name: data[name] for name in ("sink", "recent", "page")}
             return CacheConfig(**sides, **windows, **kept)
-        except (KeyError, TypeError, AttributeError) as error:
+        except UserError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise UserError(
                 f"[CacheConfig] not a cache configuration this version reads ({error})"
             ) from None

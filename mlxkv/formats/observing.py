@@ -168,6 +168,8 @@ class Observing:
         self._since, self.dropped, self._fixed = (header[n] for n in ("since", "dropped", "fixed"))
         if "basis" in tree:
             self._now = self._loaded(tree["basis"])
+        if ("asked" in tree) != ("scale" in header):
+            raise ValueError("queries without their scale, or without queries")
         if "asked" in tree:
             self._queries = tree["asked"], float(header["scale"])
 

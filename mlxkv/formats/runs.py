@@ -164,8 +164,9 @@ class Runs:
     def restore(self, state: dict, count: int) -> None:
         """Take over the pages of a state."""
         counts = state["counts"].tolist()
-        if sum(counts) != count:
-            raise ValueError(f"{sum(counts)} pages in runs")
+        most = self.rule.runs if self.rule else 1
+        if sum(counts) != count or min(counts) < 0 or len(counts) > most:
+            raise ValueError(f"{sum(counts)} pages in {len(counts)} runs")
         self.runs, self.bases = [], []
         for i, pages in enumerate(counts):
             self.bases.append(self._loaded(state.get(f"basis{i}", {})))

@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlxkv import __version__, console
+from mlxkv import __version__, console, files, untrusted
 from mlxkv.metal.launch import SIGNATURES, body, header
 
 PASSED, FAILED, TRYING, DIED, BUSY = "passed", "failed", "trying", "died", "busy"
@@ -64,8 +63,7 @@ def _key(layout: object, dims: int, dtype: mx.Dtype, tiled: bool) -> str:
 def _file() -> dict[str, dict]:
     """The rows on disk; none if the file is damaged, or of another version or GPU."""
     try:
-        with _path().open("rb") as file:
-            data = json.loads(file.read(LONGEST))
+        data = json.loads(untrusted.read(_path(), LONGEST))
         rows = data["rows"] if data["here"] == _here() else {}
         return {str(k): dict(row) for k, row in rows.items() if isinstance(row["state"], str)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -93,8 +91,9 @@ def _alone() -> Iterator[None]:
     """Keep other processes from changing the file meanwhile, where locks are possible."""
     number, path = None, _path()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        number = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        files.make_folder(path.parent)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        number = os.open(path.with_suffix(".lock"), flags, 0o600)
         fcntl.flock(number, fcntl.LOCK_EX)
     except OSError:
         pass
@@ -115,18 +114,8 @@ def _change(key: str, change: Callable[[dict | None], dict | None]) -> None:
             into.pop(key, None)
             if row is not None:
                 into[key] = row
-        path, name = _path(), None
-        try:
-            number, name = tempfile.mkstemp(prefix=".kernels-", dir=path.parent)  # mode 0600
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                json.dump({"here": _here(), "rows": rows}, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except OSError:
-            if name is not None:
-                with suppress(OSError):
-                    os.unlink(name)
+        with suppress(OSError), files.written(_path()) as file:
+            file.write(json.dumps({"here": _here(), "rows": rows}, indent=1).encode())
 
 
 def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:

@@ -6,9 +6,18 @@ import json
 import os
 from importlib.metadata import version
 from pathlib import Path
+from typing import BinaryIO
 
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    can_trim_prompt_cache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 
+from mlxkv import files
+from mlxkv.cache import restored
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.console import user_path
 from mlxkv.errors import MachineError, UserError
@@ -33,7 +42,8 @@ def path_for(name: str, where: str) -> Path:
 
 
 def save(name: str, saved: Saved, loaded) -> Path:
-    """Write a session; the file is complete or untouched. Returns its path. Raises UserError, MachineError."""
+    """Write a session, private; the file is complete or untouched, a link in its place is replaced. Returns
+    its path. Raises UserError, MachineError."""
     if not name.strip():
         raise UserError("[/save] no file name; write /save FILE")
     if not saved.tokens:
@@ -41,6 +51,19 @@ def save(name: str, saved: Saved, loaded) -> Path:
     path = path_for(name, "/save")
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"[/save] no such folder; got {str(path.parent)!r}")
+    try:
+        with files.written(path) as file:
+            write(file, saved, loaded)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise MachineError(
+            f"[/save] could not write {str(path)!r}: {reason}; nothing was changed"
+        ) from None
+    return path
+
+
+def write(file: BinaryIO, saved: Saved, loaded) -> None:
+    """Write a session to an empty file, open to write and to read. Raises OSError, RuntimeError."""
     entries = session.entries(
         saved,
         model=loaded.name,
@@ -49,22 +72,9 @@ def save(name: str, saved: Saved, loaded) -> Path:
         kv=loaded.kv,
         mlx_lm=version("mlx-lm"),
     )
-    # In the same folder: os.replace is atomic only within one file system.
-    draft = path.with_name(f".{path.stem}.{os.getpid()}{ENDING}")
-    try:
-        save_prompt_cache(str(draft), saved.cache, entries)
-        session.fill_checksum(draft)
-        os.replace(draft, path)
-    except (OSError, RuntimeError, UserError) as error:
-        # fill_checksum raises UserError: mlx does not report a short write, the file just ends early.
-        cut = "the file was cut short, is the disk full?" if isinstance(error, UserError) else ""
-        reason = cut or getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise MachineError(
-            f"[/save] could not write {str(path)!r}: {reason}; nothing was changed"
-        ) from None
-    finally:
-        draft.unlink(missing_ok=True)
-    return path
+    entries["trims"] = json.dumps(can_trim_prompt_cache(saved.cache))
+    save_prompt_cache(file, saved.cache, entries)
+    session.fill_checksum(file)
 
 
 def load(name: str, loaded) -> Saved:
@@ -73,34 +83,46 @@ def load(name: str, loaded) -> Saved:
         raise UserError("[load] no file name; got an empty one")
     path = user_path(name, "load")
     path = path if path.is_file() else path_for(name, "load")
-    if path.exists() and not path.is_file():  # a pipe would wait for a writer
-        raise UserError(f"[load] {str(path)!r} is a folder, a pipe or a device, not a file")
-    data = session.read_entries(path)
-    session.check(path, data if path.suffix == ENDING else {}, loaded.name, loaded.fingerprint)
-    session.check_cache(path, data, loaded.kv_name, loaded.kv)
-    here = version("mlx-lm").split(".")[:2]
-    if data["mlx_lm_version"].split(".")[:2] != here:
-        raise UserError(
-            f"[load] {str(path)!r} was saved with mlx-lm {data['mlx_lm_version']}; "
-            f"its cache format differs from that of mlx-lm {version('mlx-lm')}"
-        )
+    return read(path, loaded)
+
+
+def read(path: Path, loaded, follow: bool = True) -> Saved:
+    """Read a session from a file, which may be a link only if `follow`. Raises UserError."""
+    head = session.read_header(path, follow)
+    if path.suffix != ENDING:
+        raise head.wrong("is not a session saved by mlxkv chat")
+    here = version("mlx-lm")
+    session.check(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv, here)
+    saved = session.saved_of(head, None, vocabulary_of(loaded.config))
+    like = make_prompt_cache(loaded.model)
+    if head.kinds != [type(cache).__name__ for cache in like]:  # mlx-lm makes what it is told
+        raise head.wrong("has other caches than this model")
     try:
-        cache = load_prompt_cache(str(path))
-        match_fold(loaded.model, cache)
-        for _, one in leaves(cache):
+        saved.cache = load_prompt_cache(str(path))
+        match_fold(loaded.model, saved.cache)
+        loaded.model(mx.array([[0]]), cache=like)  # for its shapes alone: nothing is computed
+        for (_, one), (_, other) in zip(leaves(saved.cache), leaves(like), strict=True):
+            restored.check(one, other, len(saved.tokens))
             if isinstance(one, CompressedKVCache):
                 one.encode_by(loaded.encode)
-        return session.saved_of(data, cache)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"[load] {str(path)!r} cannot be read by mlx-lm {version('mlx-lm')} "
-            f"({type(error).__name__}: {error})"
+    except UserError as error:
+        raise head.wrong(f"cannot be used: {error}") from None
+    except Exception as error:  # what others wrote may make MLX and mlx-lm raise anything
+        said = session.shown(str(error))
+        raise head.wrong(
+            f"cannot be read by mlx-lm {here} ({type(error).__name__}: {said})"
         ) from None
+    return saved
 
 
-def tokens_of(path: Path) -> list[int]:
-    """The tokens of a saved session, from the header alone. Raises UserError for other files."""
-    try:
-        return [int(token) for token in json.loads(session.read_entries(path)["tokens"])]
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"[load] {str(path)!r} is not a session saved by mlxkv") from None
+def vocabulary_of(config: dict) -> int | None:
+    """Tokens that a model knows, by its config.json, or None."""
+    text = config.get("text_config")
+    return config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+
+
+def about(path: Path) -> tuple[list[int], bool]:
+    """The tokens of a saved session, and whether it can be cut back to a part of them, from the header
+    alone. Raises UserError for other files, and links."""
+    head = session.read_header(path, follow=False)
+    return session.tokens_of(head), head.entries.get("trims") != "false"

@@ -36,9 +36,9 @@ class ServeOptions:
     kv_disk: Annotated[
         str | None, Option("--kv-disk", help="Folder for sessions that memory has no room for.")
     ] = None
-    kv_disk_size: Annotated[str, Option("--kv-disk-size", help="Most space in that folder.")] = (
-        "16GB"
-    )
+    kv_disk_size: Annotated[
+        str, Option("--kv-disk-size", help="Most space there, for each model and preset.")
+    ] = "16GB"
     host: Annotated[
         str, Option("--host", help="Address; needs --api-key unless it is loopback.")
     ] = "127.0.0.1"

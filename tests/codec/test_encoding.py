@@ -92,7 +92,9 @@ def test_caches_of_an_attached_model_and_saved_ones_encode_as_asked(tmp_path):
         attach(loaded.model, "int4", encode="gpu")
     cache = make_prompt_cache(loaded.model)
     loaded.model(mx.arange(300)[None], cache=cache)
-    path = prompt_cache.save(str(tmp_path / "a"), prompt_cache.Saved(cache, [1], [], ""), loaded)
+    path = prompt_cache.save(
+        str(tmp_path / "a"), prompt_cache.Saved(cache, list(range(300)), [], ""), loaded
+    )
     for caches in (cache, prompt_cache.load(str(path), loaded).cache):
         ours = [one for one in caches if isinstance(one, CompressedKVCache)]
         assert ours and {(c.way, c._store.way) for c in ours} == {(encoding.COLUMNS,) * 2}

@@ -18,6 +18,7 @@ from cuda_track.models import prompt_cache, seam
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
 from cuda_track.models.parallel import Share, share_of
+from experiments.attack import _crafted
 from mlxkv import models
 from mlxkv.errors import UserError
 from mlxkv.models import generate as mlx_generate
@@ -128,6 +129,24 @@ def test_prompt_caches_are_read_on_the_other_side(pair, tokens, tmp_path):
     path.write_bytes(data)
     with pytest.raises(UserError, match="checksum"):
         prompt_cache.load(path, ours)
+
+
+@pytest.mark.skipif(version("mlx-lm") < "0.32", reason="the files of mlx-lm 0.32")
+def test_files_that_somebody_changed_are_refused_in_one_line(pair, tokens, tmp_path):
+    """Of this track and of the other."""
+    ours, theirs = pair
+    path, bad = tmp_path / "torch.safetensors", tmp_path / "bad.safetensors"
+    prompt_cache.save(path, prompt_cache.Saved(_torch_cache(ours, tokens)[0], tokens), ours)
+    assert path.stat().st_mode & 0o777 == 0o600
+    saved = mlx_prompt_cache.Saved(_mlx_cache(theirs, tokens), tokens, [], "")
+    for file in (path, mlx_prompt_cache.save(str(tmp_path / "mlx"), saved, theirs)):
+        for name, data in _crafted.cases(file.read_bytes(), every=20):
+            bad.write_bytes(data)
+            with pytest.raises(UserError) as caught:
+                prompt_cache.load(bad, ours)
+                pytest.fail(f"{name} was used")
+            said = str(caught.value)
+            assert str(bad) in said and said.isprintable(), (name, said)
 
 
 def test_left_padded_batches_say_what_single_prompts_say(pair, tokens):

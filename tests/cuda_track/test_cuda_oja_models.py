@@ -87,7 +87,7 @@ def crosses(kv, sides, tokens, caches, tmp_path):
     """Prompt caches of each side go on alike on the other."""
     (ours, theirs), (cache, other) = sides, caches
     ours.kv_name, theirs.kv_name, theirs.kv = kv, kv, parse_kv(kv)
-    path = tmp_path / "torch.safetensors"
+    path, tokens = tmp_path / "torch.safetensors", [*tokens, *[1] * DECODED]  # as many as are held
     prompt_cache.save(path, prompt_cache.Saved(cache, tokens), ours)
     back = mlx_prompt_cache.load(str(path), theirs).cache
     mine = prompt_cache.load(path, ours).cache

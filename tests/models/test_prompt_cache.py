@@ -11,6 +11,7 @@ import sys
 import pytest
 from patience import PATIENCE
 
+from mlxkv import files
 from mlxkv.chat.session import Session
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.presets import PRESETS
@@ -114,12 +115,12 @@ def test_raw_and_chat_do_not_mix(session, saved):
 def test_truncated(session, saved, keep):
     data = saved.read_bytes()
     saved.write_bytes(data[:keep])
-    refused(session, saved, "truncated|only part of one")
+    refused(session, saved, "is not whole|is no safetensors file|not valid JSON")
 
 
 def test_bytes_appended(session, saved):
     saved.write_bytes(saved.read_bytes() + b"x")
-    refused(session, saved, "truncated or has bytes too many")
+    refused(session, saved, "is not whole: its header promises")
 
 
 def test_edited_tensors(session, saved):
@@ -153,9 +154,9 @@ def test_files_of_others(session, tmp_path):
     mx.save_safetensors(str(path), {"a": mx.zeros(3)})
     refused(session, path, "not a session saved by mlxkv chat")
     (tmp_path / "notes.txt").write_text("hello")
-    refused(session, tmp_path / "notes.txt", "not a safetensors file")
+    refused(session, tmp_path / "notes.txt", "is no safetensors file")
     refused(session, tmp_path / "missing", "no such file")
-    refused(session, tmp_path, "no such file|cannot read")
+    refused(session, tmp_path, "no such file|is a folder")
 
 
 def test_what_cannot_be_saved(session, tmp_path):
@@ -173,7 +174,7 @@ def test_a_full_disk_keeps_the_old_file(session, saved, monkeypatch):
         raise OSError(28, "No space left on device")
 
     before, tokens = saved.read_bytes(), list(session.tokens)
-    monkeypatch.setattr(prompt_cache.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(MachineError, match="No space left on device; nothing was changed"):
         session.save(str(saved))
     assert saved.read_bytes() == before and os.listdir(saved.parent) == [saved.name]
@@ -183,12 +184,11 @@ def test_a_full_disk_keeps_the_old_file(session, saved, monkeypatch):
 
 
 def test_a_file_cut_short_without_an_error_is_noticed(session, saved, monkeypatch):
-    """mlx ignores a short write; the file just ends early."""
     real = prompt_cache.save_prompt_cache
 
-    def short(name, *args):
-        real(name, *args)
-        os.truncate(name, os.path.getsize(name) - 100)
+    def short(file, *args):
+        real(file, *args)
+        file.truncate(file.tell() - 100)
 
     before = saved.read_bytes()
     monkeypatch.setattr(prompt_cache, "save_prompt_cache", short)

@@ -24,7 +24,8 @@ from read_caches import maker, memory_of, read
 from request_bodies import FIELDS, GOOD, check
 from serving import LONG, complete, get, raw_post, refused, send, serving, settled, text_of
 
-from mlxkv.models import load, prompt_cache
+from mlxkv import files
+from mlxkv.models import load
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.refusals import Refused
@@ -184,7 +185,7 @@ def test_a_disk_that_fails(small, tmp_path, monkeypatch, where, number):
     def fails(*args, **kwargs):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(prompt_cache.os, where, fails)
+    monkeypatch.setattr(files.os, where, fails)
     disk.save([2] * 10, read(small.model, 10))
     assert (disk.failed, len(disk.entries)) == ((0, 2) if where == "utime" else (1, 1))
     assert not list(disk.folder.glob(".*"))
@@ -237,7 +238,9 @@ def test_a_damaged_file_is_dropped_and_never_read(small, whole, tmp_path_factory
         content[:at] + content[at + 1 :],
     )[how]
     base = tmp_path_factory.mktemp("damaged")
-    folder = Disk(base, 1 << 30, small).folder
+    disk = Disk(base, 1 << 30, small)
+    folder = disk.folder
+    disk.close()
     (folder / name).write_bytes(bad)
     (folder / f".{name}").write_bytes(content[:at])  # what kill -9 leaves: it is swept away
     disk = Disk(base, 1 << 30, small)
@@ -269,6 +272,7 @@ def test_clocks_that_jump(server, small, tmp_path, monkeypatch):
     for i, date in enumerate((-1e9, 2e10, 0)):
         disk.save([i] * 10, read(small.model, 10))
         os.utime(disk.entries[-1].path, (date, date))
+    disk.close()
     again = Disk(tmp_path, 1 << 30, small)
     assert [entry.tokens[0] for entry in again.entries] == [0, 2, 1]
     assert all(again.load(entry) for entry in list(again.entries))

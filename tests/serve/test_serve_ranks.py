@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import subprocess
@@ -174,8 +175,12 @@ def test_a_folder_that_one_process_cannot_open(tmp_path, loaded):
     errors = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert isinstance(errors[0], MachineError) and "--kv-disk" in str(errors[1])
     (tmp_path / "2-of-2").unlink()
+    errors.clear()  # they hold what rank 0 had opened
+    gc.collect()
     disks = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert [disk.entries for disk in disks] == [[], []]
+    errors = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    assert all("another server keeps its sessions there" in str(error) for error in errors)
 
 
 def test_rank_0_decides_and_refuses_for_all():
@@ -221,6 +226,7 @@ def test_a_session_that_one_process_has_lost(tmp_path, loaded):
         disk = Disk(tmp_path / place, 1 << 30, loaded)
         for first in (1, 4, 7):
             disk.save([first, 2, 3], caches)
+        disk.close()
     disk.entries[1].path.unlink()
     disk.entries[2].path.write_bytes(disk.entries[2].path.read_bytes()[:-1] + b"?")
 

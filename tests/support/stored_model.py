@@ -61,6 +61,7 @@ def small(config):
 def as_loaded(model, kv: str, config):
     """What `prompt_cache` reads of a loaded model."""
     return SimpleNamespace(
+        config={},
         model=model,
         name="stored",
         fingerprint="5" * 16,

@@ -18,9 +18,7 @@ The header holds searched clips by layer, side and format: `"clips": [{"int2 g12
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -30,7 +28,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from mlxkv import __version__, console, untrusted
+from mlxkv import __version__, console, files, untrusted
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance
@@ -251,20 +249,16 @@ def _fault(path: Path | str, what: str, more: str = "") -> UserError:
 
 
 def write(path: Path, calibration: Calibration) -> None:
-    """Write the file, atomically. Raises MachineError if that fails."""
+    """Write the file, private, whole or not at all. Raises MachineError if that fails."""
     metadata = {"mlxkv": json.dumps(calibration.header())}
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    tensors = {k: np.ascontiguousarray(x) for k, x in calibration._tensors().items()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {k: np.ascontiguousarray(x) for k, x in calibration._tensors().items()}
-        draft.write_bytes(save(tensors, metadata))
-        os.replace(draft, path)
+        files.make_folder(path.parent)
+        with files.written(path) as file:
+            file.write(save(tensors, metadata))
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise MachineError(f"[calibration] could not write {path}: {reason}") from None
-    finally:
-        with suppress(OSError):
-            draft.unlink()
 
 
 def read(path: Path | str) -> Calibration:

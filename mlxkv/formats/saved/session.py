@@ -6,21 +6,47 @@ No framework is imported here: both tracks write and read these files.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from mlxkv import __version__
+from mlxkv import __version__, untrusted
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.marks import same_model
+from mlxkv.untrusted import Tensor, Unsound
 
 FORMAT = "1"
 KEY = "mlxkv_checksum"
+LIST = "CacheList"  # of mlx-lm: several caches of one layer
 NO_CHECKSUM = "0" * 64
+LONGEST = 64 << 20  # bytes of a header: room for the tokens and the text of a million
+MOST = 512  # tensors of a layer
+TYPES = {
+    "F32",
+    "F16",
+    "BF16",
+    "BOOL",
+    *(f"{sign}{bits}" for sign in "IU" for bits in (8, 16, 32, 64)),
+}
+ENTRIES = (
+    "fingerprint",
+    "kv",
+    "kv_name",
+    "messages",
+    "mlx_lm_version",
+    "model",
+    "raw",
+    "text",
+    "tokens",
+)
+ENTRIES += (KEY,)
 
 
 @dataclass
@@ -54,87 +80,157 @@ def entries(
     }
 
 
-def read_entries(path: Path) -> dict[str, str]:
-    """Metadata of a safetensors file, by the name that `entries` gives; {} if it has none. Raises UserError."""
-    return {key.split(".", 1)[1]: value for key, value in header(path).items() if "." in key}
+@dataclass(frozen=True)
+class Header:
+    """What a file says before any tensor is read. entries: by the names that `entries` gives. kinds: the
+    classes of its caches, in their order."""
+
+    path: Path
+    entries: dict[str, str]
+    kinds: list[str]
+
+    def wrong(self, what: str) -> UserError:
+        return wrong(self.path, what)
 
 
-def check(path: Path, data: dict[str, str], loaded_name: str, fingerprint: str) -> None:
-    """Raise UserError unless the file is a whole session of the model with this fingerprint.
-
-    data: `read_entries` of it.
-    """
-    if "mlxkv_format" not in data:
-        raise UserError(f"[load] {str(path)!r} is not a session saved by mlxkv chat")
-    if data["mlxkv_format"] != FORMAT:
-        raise UserError(
-            f"[load] {str(path)!r} has session format {data['mlxkv_format']}; this version reads {FORMAT}"
-        )
-    if checksum(path) != data.get(KEY):
-        raise UserError(
-            f"[load] {str(path)!r} was changed after it was saved: the checksum differs"
-        )
-    if not same_model(data["fingerprint"], fingerprint):
-        raise UserError(
-            f"[load] {str(path)!r} belongs to another model; got {data['model']}; this is {loaded_name}"
-        )
+def wrong(path: Path, what: str) -> UserError:
+    return UserError(f"[load] {str(path)!r} {what}")
 
 
-def check_cache(path: Path, data: dict[str, str], kv_name: str, kv: CacheConfig) -> None:
-    """Raise UserError unless the session was saved with this cache."""
-    if CacheConfig.from_dict(json.loads(data["kv"])) != kv:
-        raise UserError(
-            f"[load] {str(path)!r} was saved with another cache; got --kv {data['kv_name']}; "
-            f"this session runs --kv {kv_name}"
-        )
-
-
-def saved_of(data: dict[str, str], cache) -> Saved:
-    """The session of these entries. Raises KeyError or ValueError for entries that are missing or cut."""
-    return Saved(
-        cache,
-        tokens=json.loads(data["tokens"]),
-        messages=json.loads(data["messages"]),
-        text=data["text"],
-        raw=json.loads(data["raw"]),
-    )
-
-
-def header(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file, after a check that the file is whole. Raises UserError."""
+def read_header(path: Path, follow: bool = True) -> Header:
+    """Read and check the header of a session. follow: whether the path may be a link. Raises UserError."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ValueError
-            head = json.loads(file.read(length))
-        metadata = head.pop("__metadata__", None) or {}
-        ends = [entry["data_offsets"][1] for entry in head.values()]
+        head = untrusted.safetensors(path, follow, LONGEST)
+        found = re.compile(r"(\d)\.(.+)", re.DOTALL)
+        parts: dict[str, dict[str, str]] = {}  # in the order of mlx-lm's version that wrote it
+        for name, text in head.metadata.items():
+            if match := found.fullmatch(name):
+                parts.setdefault(match[1], {})[match[2]] = text
+        at = next((n for n, part in parts.items() if "mlxkv_format" in part), None)
+        if at is None:
+            raise wrong(path, "is not a session saved by mlxkv chat")
+        said, classes, flags = (parts.get(str(int(at) + n), {}) for n in range(3))
+        kinds = [classes[str(i)] for i in range(len(classes))]
+        _check_tensors(head.tensors, kinds, flags)
     except FileNotFoundError:
         raise UserError(f"[load] no such file; got {str(path)!r}") from None
-    except OSError as error:
-        raise UserError(f"[load] cannot read {str(path)!r}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f"[load] {str(path)!r} is not a safetensors file, or only part of one"
-        ) from None
-    if size != 8 + length + max(ends, default=0):
-        raise UserError(f"[load] {str(path)!r} is truncated or has bytes too many")
-    return metadata
+    except Unsound as error:
+        raise wrong(path, str(error)) from None
+    except KeyError as error:
+        raise wrong(path, f"has parts missing ({shown(str(error))})") from None
+    if missing := [name for name in ENTRIES if name not in said]:
+        raise wrong(path, f"has parts missing ({', '.join(missing)})")
+    return Header(path, said, kinds)
+
+
+def _check_tensors(tensors: dict[str, Tensor], kinds: list[str], flags: dict[str, str]) -> None:
+    """Raise Unsound or KeyError for tensors of other layers than those of `kinds`, for too many, and for
+    numbers and names, which `flags` lists, that are none."""
+    count = len(kinds)
+    layers = {name.partition(".")[0] for name in tensors}
+    if not layers <= {str(i) for i in range(count)} or len(tensors) > MOST * count:
+        raise Unsound("has other tensors than its caches")
+    for tensor in tensors.values():
+        if tensor.dtype not in TYPES or max(tensor.shape, default=0) >= 1 << 31:
+            raise Unsound("has tensors of types or sizes that no cache has")
+    for key, name in flags.items():
+        if key.endswith(".0"):
+            size, flag = prod(tensors[name].shape), flags[f"{key[:-1]}1"]
+            inside = kinds[int(name.partition(".")[0])] == LIST  # which names the caches inside
+            names = {"string": range(100)} if inside else {}
+            if size not in ({"scalar": (1,), "none": (0,)} | names).get(flag, ()):
+                raise Unsound("has a number or a name that is none")
+
+
+def shown(text: str) -> str:
+    """A text from a file for an error: short, without control characters."""
+    return "".join(c if c.isprintable() else "?" for c in text[:80])
+
+
+def check(
+    head: Header, loaded_name: str, fingerprint: str, kv_name: str, kv: CacheConfig, mlx_lm: str
+) -> None:
+    """Raise UserError unless the file is a whole session of the model with this fingerprint, saved with
+    this cache, in the format of this version of mlx-lm."""
+    data = head.entries
+    if data["mlxkv_format"] != FORMAT:
+        got = shown(data["mlxkv_format"])
+        raise head.wrong(f"has session format {got}; this version reads {FORMAT}")
+    if checksum(head.path) != data[KEY]:
+        raise head.wrong("was changed after it was saved: the checksum differs")
+    if not same_model(data["fingerprint"], fingerprint):
+        raise head.wrong(
+            f"belongs to another model; got {shown(data['model'])}; this is {loaded_name}"
+        )
+    try:
+        same = CacheConfig.from_dict(untrusted.parse(data["kv"])) == kv
+    except (Unsound, UserError):
+        raise head.wrong("names a cache that this version does not know") from None
+    if not same:
+        raise head.wrong(
+            f"was saved with another cache; got --kv {shown(data['kv_name'])}; "
+            f"this session runs --kv {kv_name}"
+        )
+    if (wrote := data["mlx_lm_version"]).split(".")[:2] != mlx_lm.split(".")[:2]:
+        raise head.wrong(
+            f"was saved with mlx-lm {shown(wrote)}; its cache format differs from that of mlx-lm {mlx_lm}"
+        )
+
+
+def tokens_of(head: Header, vocabulary: int = 1 << 31) -> list[int]:
+    """Its tokens. Raises UserError unless they are numbers below `vocabulary`."""
+    try:
+        tokens = untrusted.parse(head.entries["tokens"], 1)
+    except Unsound as error:
+        raise head.wrong(f"has a list of tokens that {error}") from None
+    if type(tokens) is not list or not all(type(t) is int and 0 <= t < vocabulary for t in tokens):
+        raise head.wrong("has tokens that are none of this model's")
+    return tokens
+
+
+def saved_of(head: Header, cache, vocabulary: int | None) -> Saved:
+    """The session of a header. Raises UserError for entries of the wrong types."""
+    try:
+        messages, raw = (untrusted.parse(head.entries[name], 2) for name in ("messages", "raw"))
+    except Unsound as error:
+        raise head.wrong(f"has a conversation that {error}") from None
+    sound = type(messages) is list and all(_is_message(one) for one in messages)
+    if not sound or type(raw) is not bool:
+        raise head.wrong("has messages that are no conversation")
+    tokens = tokens_of(head, vocabulary or 1 << 31)
+    return Saved(cache, tokens, messages, head.entries["text"], raw)
+
+
+def _is_message(one) -> bool:
+    match one:
+        case {"role": "system" | "user" | "assistant", "content": str()}:
+            return len(one) == 2
+    return False
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of the file as it was before its own checksum was filled in."""
+    """SHA-256 of the file as it was before its own checksum was filled in. Raises UserError."""
+    try:
+        with untrusted.opened(path) as file:
+            return _checksum(file)[0]
+    except FileNotFoundError:
+        raise wrong(path, "is gone") from None
+    except Unsound as error:
+        raise wrong(path, str(error)) from None
+    except ValueError:
+        raise wrong(path, "has no checksum where it belongs") from None
+
+
+def _checksum(file: BinaryIO) -> tuple[str, int]:
+    """The checksum, and where it belongs."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        start = file.read(8)
-        head = file.read(int.from_bytes(start, "little"))
-        at = checksum_at(head)
-        digest.update(start + head[:at] + NO_CHECKSUM.encode() + head[at + 64 :])
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    start = file.read(8)
+    head = file.read(int.from_bytes(start, "little"))
+    at = checksum_at(head)
+    digest.update(start + head[:at] + NO_CHECKSUM.encode() + head[at + 64 :])
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest(), 8 + at
 
 
 def checksum_at(head: bytes) -> int:
@@ -143,14 +239,20 @@ def checksum_at(head: bytes) -> int:
     return head.index(b'"', key) + 1
 
 
-def fill_checksum(path: Path) -> None:
-    """Write the checksum into its place and wait until the disk has the whole file."""
-    header(path)  # raises when a full disk cut the file short
-    found = checksum(path)
-    with path.open("r+b") as file:
-        start = file.read(8)
-        at = checksum_at(file.read(int.from_bytes(start, "little")))
-        file.seek(8 + at)
-        file.write(found.encode())
-        file.flush()
-        os.fsync(file.fileno())
+def fill_checksum(file: BinaryIO) -> None:
+    """Write the checksum of a session into its place. Raises OSError where the file ends too early."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        head = json.loads(file.read(min(length, size)))
+        ends = [entry["data_offsets"][1] for key, entry in head.items() if key != "__metadata__"]
+        whole = size == 8 + length + max(ends, default=0)
+    except ValueError:
+        whole = False
+    if not whole:
+        raise OSError(errno.ENOSPC, "the file was cut short, is the disk full?")
+    file.seek(0)
+    found, at = _checksum(file)
+    file.seek(at)
+    file.write(found.encode())

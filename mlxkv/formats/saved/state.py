@@ -6,12 +6,18 @@ No framework is imported here: both tracks write and read it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
+from mlxkv import untrusted
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES
 
 VERSION = 2
+LONGEST = 1 << 20  # bytes of a header
+PARTS = {"header", "live", "sink", "last", "pages", "basis", "asked"}  # of a state
+Shape = tuple[int, ...]
+COUNTS = ("since", "dropped", "fixed")  # of caches that observe queries
 
 
 def header(
@@ -33,9 +39,11 @@ def header(
 def read_header(data: bytes) -> tuple[dict, CacheConfig]:
     """Invert `header`. Raises UserError for anything else, and for other versions."""
     try:
-        out = json.loads(data)
-        version = out["version"]
-    except (KeyError, TypeError, ValueError, AttributeError):
+        out = untrusted.parse(data)
+        version = untrusted.whole(out["version"], "version")
+        for name in ("offset", "pages", *(name for name in COUNTS if name in out)):
+            untrusted.whole(out[name], name, most=1 << 31)
+    except (KeyError, TypeError, ValueError):
         raise unreadable() from None
     if version != VERSION:
         raise UserError(
@@ -68,6 +76,76 @@ def tree(header, live, sink, pages, more: dict, last=None) -> dict:
         if pair is not None:
             out[name] = dict(zip(NAMES, pair, strict=True))
     return out | ({} if pages is None else {"pages": pages}) | more
+
+
+def check_shapes(
+    tree: dict,
+    config: CacheConfig,
+    token: tuple[Shape, Shape],
+    page: dict,
+    counts: Sequence[int],
+    bases: dict[str, tuple[int, ...]],
+) -> None:
+    """Raise ValueError unless all in `tree` has the shape that this configuration gives it.
+
+    token: of the keys and the values of one token, [1, G, 1, D]. page: the state of one page. counts: pages
+    of each run. bases: of the basis of each side that has one.
+    """
+    for name in ("live", "sink", "last"):
+        if (pair := window(tree, name)) is not None:
+            count = {"sink": config.sink, "last": config.page}.get(name, pair[0].shape[2])
+            for x, one in zip(pair, token, strict=True):
+                check_shape(name, x, (*one[:2], count, *one[3:]))
+    pages = tree.get("pages", {})
+    for i, count in enumerate(counts):
+        if count:
+            _check_pages(pages.get(f"run{i}", pages), page, count)
+    if not set(tree) <= PARTS or ("last" in tree and not sum(counts)):
+        raise ValueError("parts that no cache has")
+    following = {name for name in NAMES if getattr(config, name).follows}
+    for one in (tree.get("basis"), *(pages.get(f"basis{i}") for i in range(len(counts)))):
+        if one and set(one) != following:
+            raise ValueError("a basis of another side")
+        for side, basis in (one or {}).items():
+            check_shape("basis", basis, bases[side])
+    if "asked" in tree:  # [1, G, H / G, w, D]
+        (_, heads, _, dims), asked = token[0], tree["asked"]
+        check_shape("asked", asked, (1, heads, *asked.shape[2:4], dims))
+
+
+def _check_pages(pages: dict, page: dict, count: int) -> None:
+    if set(pages) != set(page):
+        raise ValueError(f"pages of {len(pages)} parts, not {len(page)}")
+    for name, one in page.items():
+        if isinstance(one, dict):
+            _check_pages(pages[name], one, count)
+        else:
+            check_shape(name, pages[name], (*one.shape[:2], one.shape[2] * count, *one.shape[3:]))
+            types = [str(x.dtype) for x in (pages[name], one)]
+            if types[0] != types[1] and not all("float" in name for name in types):
+                raise ValueError(f"{name} of type {types[0]}")
+
+
+def check_shape(name: str, x, shape: Shape) -> None:
+    """Raise ValueError unless a tensor has this shape."""
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} of shape {tuple(x.shape)}, not {tuple(shape)}")
+
+
+def check_rows(
+    rows: int, offset: int, keep: int = 0, most: int | None = None, place: int | None = None
+) -> None:
+    """Raise ValueError unless a cache of mlx-lm with so many rows may have read `offset` tokens.
+
+    most: of its window, in a rotating cache, with `keep` first ones. place: of the next token.
+    """
+    whole = rows >= (offset if most is None else min(offset, most - 1))
+    if most is None or offset <= rows:
+        sound = place in (None, offset)
+    else:  # a window that has moved on: a ring whose next token goes to `place`, or in order
+        sound = keep <= place <= rows if rows == most else place == rows
+    if not whole or not sound or offset < 0:
+        raise ValueError(f"{rows} tokens in a cache of {offset}")
 
 
 def window(saved: dict, name: str):

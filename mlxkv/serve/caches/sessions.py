@@ -136,5 +136,7 @@ class Sessions(LRUPromptCache):
         self.disk = disk
 
     def close(self) -> None:
-        """Evict everything to disk, if there is one."""
+        """Evict everything to disk, if there is one, and let others have it."""
         self.shrink(-1)
+        if self.disk is not None:
+            self.disk.close()

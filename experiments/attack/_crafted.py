@@ -1,0 +1,379 @@
+"""Session files as somebody who means harm would write them: changed, and with the right checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+
+DEEP = 100_000  # brackets
+NAMES = [
+    "nn",
+    "mx",
+    "copy",
+    "List",
+    "Any",
+    "deque",
+    "dataclass",
+    "create_attention_mask",
+    "tree_map",
+]
+NAMES += [
+    "LRUPromptCache",
+    "PromptTrie",
+    "TokenBuffer",
+    "__builtins__",
+    "__name__",
+    "__file__",
+    "os",
+]
+NAMES += ["_BaseCache", "ConcatenateKVCache", "QuantizedKVCache", "ChunkedKVCache", "ArraysCache"]
+NAMES += ["CacheList", "BatchKVCache", "BatchRotatingKVCache", "KVCache", "RotatingKVCache"]
+NAMES += ["CompressedKVCache", "AdaptiveKVCache", "", "\x1b[31mred", "x" * 5000]
+ODD = [
+    "",
+    "5",
+    "null",
+    "{}",
+    '"a"',
+    "x",
+    "NaN",
+    "[1e999]",
+    '["a"]',
+    "[-1]",
+    "[1.5]",
+    "[true]",
+    "[null]",
+]
+ODD += [
+    "[[1]]",
+    "[9999999999]",
+    "[" * DEEP,
+    "[" + "9" * 5000 + "]",
+    '{"a":' * DEEP,
+    "\x1b[31mred\x07",
+]
+SIZES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
+Tensor = tuple[str, list[int], bytes]
+
+
+class Crafted:
+    """A file taken apart. metadata: by mlx-lm's numbered names. tensors: (type, shape, bytes) by name."""
+
+    def __init__(self, data: bytes):
+        length = struct.unpack("<Q", data[:8])[0]
+        head = json.loads(data[8 : 8 + length])
+        self.metadata: dict[str, str] = head.pop("__metadata__")
+        self.tensors: dict[str, Tensor] = {}
+        for name, one in head.items():
+            first, last = (8 + length + at for at in one["data_offsets"])
+            self.tensors[name] = one["dtype"], one["shape"], data[first:last]
+
+    def head(self) -> dict:
+        out, at = {"__metadata__": self.metadata | {"0.mlxkv_checksum": "0" * 64}}, 0
+        for name, (kind, shape, data) in self.tensors.items():
+            out[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + len(data)]}
+            at += len(data)
+        return out
+
+    def file(self, head: dict | str | None = None) -> bytes:
+        """The bytes of the file with these, or another, header; its checksum is right."""
+        text = json.dumps(self.head() if head is None else head) if type(head) is not str else head
+        data = struct.pack("<Q", len(text.encode())) + text.encode()
+        data += b"".join(one[2] for one in self.tensors.values())
+        return signed(data)
+
+    def set(
+        self, name: str, kind: str | None = None, shape=None, data: bytes | None = None
+    ) -> None:
+        old = self.tensors[name]
+        new = (kind, shape, data)
+        self.tensors[name] = tuple(b if a is None else a for a, b in zip(new, old, strict=True))
+
+    def number(self, name: str, value: int) -> None:
+        kind = self.tensors[name][0]
+        self.set(name, data=struct.pack("<q" if kind == "I64" else "<i", value))
+
+    def say(self, name: str, **entries) -> None:
+        """Change the header of a compressed cache; None takes an entry out."""
+        said = json.loads(self.tensors[name][2]) | entries
+        said = {key: value for key, value in said.items() if value is not None}
+        self.text(name, json.dumps(said))
+
+    def text(self, name: str, text: str) -> None:
+        self.set(name, "U8", [len(text.encode())], text.encode())
+
+
+def signed(data: bytes) -> bytes:
+    at = data.find(b'.mlxkv_checksum": "') + len(b'.mlxkv_checksum": "')
+    if at < 40:
+        return data
+    whole = data[:at] + b"0" * 64 + data[at + 64 :]
+    return data[:at] + hashlib.sha256(whole).hexdigest().encode() + data[at + 64 :]
+
+
+def cases(good: bytes, every: int = 1) -> Iterator[tuple[str, bytes]]:
+    """Yield (name, file) of everything that must not be used. every: only every so many of them."""
+    made = [*_cuts(good), *_heads(good), *_entries(good), *_kinds(good), *_tensors(good)]
+    made += [*_numbers(good), *_said(good)]
+    for name, make in made[::every]:
+        yield name, make()
+
+
+Made = Iterator[tuple[str, Callable[[], bytes]]]
+
+
+def _changed(good: bytes, change: Callable[[Crafted], object]) -> Callable[[], bytes]:
+    def make() -> bytes:
+        crafted = Crafted(good)
+        change(crafted)
+        return crafted.file()
+
+    return make
+
+
+def _cuts(good: bytes) -> Made:
+    for at in (0, 1, 7, 8, 9, 100, len(good) // 2, len(good) - 1):
+        yield f"cut to {at} bytes", lambda at=at: good[:at]
+    yield "a byte more", lambda: good + b"x"
+    yield "a length beyond the file", lambda: b"\xff" * 8 + good[8:]
+    yield "one bit changed", lambda: good[:-9] + bytes([good[-9] ^ 4]) + good[-8:]
+
+
+def _heads(good: bytes) -> Made:
+    whole = Crafted(good)
+    for name, text in {
+        "nested lists": "[" * DEEP,
+        "nested objects": '{"a":' * DEEP,
+        "no object": "[]",
+        "a number": "5",
+        "nothing": "",
+        "not UTF-8": "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
+    }.items():
+        yield f"header: {name}", lambda text=text: whole.file(text)
+    first = next(iter(whole.tensors))
+    for name, change in {
+        "metadata is a list": {"__metadata__": [1]},
+        "metadata is text": {"__metadata__": "a"},
+        "metadata holds numbers": {"__metadata__": whole.metadata | {"0.tokens": 5}},
+        "metadata is missing": {"__metadata__": None},
+        "no entries of ours": {"__metadata__": {"a": "b"}},
+        "a tensor is a list": {first: []},
+        "a tensor is empty": {first: {}},
+        "offsets are text": {first: {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}},
+        "offsets are floats": {first: {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}},
+        "offsets are one": {first: {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
+        "offsets go back": {first: {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}},
+        "a shape is text": {first: {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}},
+        "a shape is negative": {first: {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}},
+        "a shape is huge": {
+            first: {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}
+        },
+        "a shape is huge and empty": {
+            "0.x": {"dtype": "F32", "shape": [0, 1 << 62], "data_offsets": [0, 0]}
+        },
+        "a type is unknown": {first: {"dtype": "Q9", "shape": [1], "data_offsets": [0, 4]}},
+        "a type is a list": {first: {"dtype": [], "shape": [1], "data_offsets": [0, 4]}},
+        "a type that no cache has": {"0.x": {"dtype": "C64", "shape": [0], "data_offsets": [0, 0]}},
+        "a tensor of no layer": {"99.x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}},
+        "20,000 tensors": {
+            f"0.x{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)
+        },
+    }.items():
+        yield f"header: {name}", lambda change=change: whole.file(whole.head() | change)
+
+
+def _entries(good: bytes) -> Made:
+    spared = ("0.mlxkv_checksum", "0.mlxkv_version", "0.trims")
+    for name in Crafted(good).metadata:
+        if name.startswith("0.") and name not in spared:
+            yield f"{name} is missing", _changed(good, lambda c, name=name: c.metadata.pop(name))
+    for name in ("tokens", "messages", "kv", "raw"):
+        for text in ODD:
+            if (name, text) not in {("messages", "[]"), ("messages", "")} or not text:
+                put = _changed(good, lambda c, n=name, t=text: c.metadata.update({f"0.{n}": t}))
+                yield f"{name}: {text[:12]!r}", put
+    for name in ("mlxkv_format", "fingerprint", "mlx_lm_version", "model"):
+        if name != "model":
+            put = _changed(good, lambda c, n=name: c.metadata.update({f"0.{n}": "\x1b[31mred\x07"}))
+            yield f"{name}: escapes", put
+    tokens = json.loads(Crafted(good).metadata["0.tokens"])
+    for name, found in {
+        "one token less": tokens[:-1],
+        "one token more": [*tokens, 1],
+        "no tokens": [],
+        "a token beyond the vocabulary": [*tokens[:-1], 1 << 30],
+        "tokens that are floats": [float(token) for token in tokens],
+    }.items():
+        put = _changed(good, lambda c, t=found: c.metadata.update({"0.tokens": json.dumps(t)}))
+        yield name, put
+    for name, found in {
+        "a role with escapes": [{"role": "\x1b[31m", "content": "a"}],
+        "a role of its own": [{"role": "tool", "content": "a"}],
+        "content that is a list": [{"role": "user", "content": [1]}],
+        "content that is missing": [{"role": "user"}],
+        "a message with more": [{"role": "user", "content": "a", "tool_calls": "b"}],
+    }.items():
+        put = _changed(good, lambda c, m=found: c.metadata.update({"0.messages": json.dumps(m)}))
+        yield f"messages: {name}", put
+    kv = json.loads(Crafted(good).metadata["0.kv"])
+    for name, change in {
+        "a page of 1e300": {"page": 1e300},
+        "another sink": {"sink": kv["sink"] + 1},
+        "keys are a list": {"keys": []},
+        "keys of no method": {"keys": {"quantizer": {"method": "os"}}},
+        "more than there is": {"keys": kv["keys"] | {"more": 1}},
+    }.items():
+        text = json.dumps(kv | change)
+        yield f"kv: {name}", _changed(good, lambda c, t=text: c.metadata.update({"0.kv": t}))
+
+
+def _kinds(good: bytes) -> Made:
+    whole = Crafted(good).metadata
+    kinds = {name: kind for name, kind in whole.items() if name.startswith("1.")}
+    for place in list(kinds)[:2]:
+        for kind in NAMES:
+            if kind != kinds[place]:
+                put = _changed(good, lambda c, p=place, k=kind: c.metadata.update({p: k}))
+                yield f"class {kind[:20]!r} for {kinds[place]}", put
+    last = f"1.{len(kinds) - 1}"
+    yield "a class missing", _changed(good, lambda c: c.metadata.pop(last))
+    more = {f"1.{len(kinds)}": "KVCache"}
+    yield "a class too many", _changed(good, lambda c: c.metadata.update(more))
+
+
+def _tensors(good: bytes) -> Made:
+    whole = Crafted(good)
+    seen: set[tuple] = set()
+    for name, (kind, shape, data) in whole.tensors.items():
+        flat = (prod(shape),)
+        layer, _, rest = name.partition(".")
+        place = (whole.metadata[f"1.{layer}"], rest)
+        if place in seen:
+            continue
+        seen.add(place)
+        yield f"{place} missing", _changed(good, lambda c, n=name: c.tensors.pop(n))
+        if len(shape) < 3:
+            continue
+        half = [*shape[:2], shape[2] // 2, *shape[3:]]
+        size = prod(half) * SIZES[kind]
+        cut = _changed(good, lambda c, n=name, h=half, d=data[:size]: c.set(n, shape=h, data=d))
+        if rest != "asked":  # of fewer heads: they choose other tokens
+            yield f"{place}: half the rows", cut
+        two = [2, *shape[1:]]
+        yield (
+            f"{place}: twice the batch",
+            _changed(good, lambda c, n=name, s=two, d=data * 2: c.set(n, shape=s, data=d)),
+        )
+        two = [shape[0], 2 * shape[1], *shape[2:]]
+        yield (
+            f"{place}: twice the heads",
+            _changed(good, lambda c, n=name, s=two, d=data * 2: c.set(n, shape=s, data=d)),
+        )
+        two = [*shape[:-1], 2 * shape[-1]]
+        yield (
+            f"{place}: twice the width",
+            _changed(good, lambda c, n=name, s=two, d=data * 2: c.set(n, shape=s, data=d)),
+        )
+        yield (
+            f"{place}: flat",
+            _changed(good, lambda c, n=name, s=flat: c.set(n, shape=s)),
+        )
+        yield f"{place}: empty", _changed(good, lambda c, n=name: c.set(n, shape=[0], data=b""))
+        if kind in ("F16", "F32", "BF16"):
+            for what, value in (("NaN", b"\xff" * 4), ("infinity", b"\x00\x7c" * 2)):
+                if what == "infinity" and kind != "F16":
+                    value = struct.pack("<f", float("inf"))
+                bad = data[: len(data) - 4] + value
+                yield f"{place}: {what}", _changed(good, lambda c, n=name, d=bad: c.set(n, data=d))
+            other = {2: "I16", 4: "I32"}[SIZES[kind]]
+            yield f"{place}: integers", _changed(good, lambda c, n=name, k=other: c.set(n, k))
+
+
+def _numbers(good: bytes) -> Made:
+    """Of mlx-lm's own caches: tokens, window, place of the next token."""
+    whole = Crafted(good)
+    flags = [name for name in whole.metadata if name.startswith("2.") and name[2:].endswith(".0")]
+    seen = set()
+    for flag in flags:
+        name = whole.metadata[flag]
+        place = (whole.metadata[f"1.{name.partition('.')[0]}"], name.partition(".")[2])
+        if place in seen:
+            continue
+        seen.add(place)
+        kind, _, data = whole.tensors[name]
+        value = int.from_bytes(data, "little", signed=True)
+        others = {value + 1, -1, 1 << 30}
+        if place != ("RotatingKVCache", "5"):  # a ring may begin anywhere
+            others |= {value - 1, 0, value * 2} - {value}
+        for other in sorted(others):
+            yield f"{place} is {other}", _changed(good, lambda c, n=name, v=other: c.number(n, v))
+        yield (
+            f"{place}: two numbers",
+            _changed(good, lambda c, n=name, d=data: c.set(n, shape=[2], data=d * 2)),
+        )
+        yield (
+            f"{place}: a float",
+            _changed(good, lambda c, n=name, v=value: c.set(n, "F32", [], struct.pack("<f", v))),
+        )
+        for what in ("string", "none", "os", "\x1b[31m"):
+            put = _changed(good, lambda c, f=flag, w=what: c.metadata.update({f"{f[:-1]}1": w}))
+            yield f"{place} is called a {what!r}", put
+        gone = _changed(good, lambda c, f=flag: c.metadata.update({f: "9.9"}))
+        yield f"{place} is called another tensor's", gone
+
+
+def _said(good: bytes) -> Made:
+    """The headers of compressed caches."""
+    whole = Crafted(good)
+    name = next((name for name in whole.tensors if name.endswith(".header")), None)
+    if name is None:
+        return
+    said = json.loads(whole.tensors[name][2])
+    for text in [*ODD, "[]", '{"version":1e999}', '{"version":' + "[" * 5000]:
+        yield f"cache header: {text[:12]!r}", _changed(good, lambda c, t=text: c.text(name, t))
+    for key in ("version", "config", "offset", "pages"):
+        yield f"cache header: no {key}", _changed(good, lambda c, k=key: c.say(name, **{k: None}))
+        more = said[key] + 1 if key != "config" else 7
+        for value in (-1, more, 1 << 40, 1.5, "a", [1], {}, True):
+            put = _changed(good, lambda c, k=key, v=value: c.say(name, **{k: v}))
+            yield f"cache header: {key} {value!r}", put
+    for key, value in {"sink": 1, "page": 1 << 20, "recent": 0, "keep": 0.5}.items():
+        if said["config"].get(key) == value:
+            continue
+        config = said["config"] | {key: value}
+        yield (
+            f"cache header: {key} {value}",
+            _changed(good, lambda c, v=config: c.say(name, config=v)),
+        )
+    long = "[" + " " * (2 << 20) + "]"
+    yield "cache header: 2 MiB", _changed(good, lambda c: c.text(name, long))
+
+
+def odd_files(folder: Path, name: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What may stand in place of a file: (what, a function that puts it there)."""
+    import os
+    import socket
+
+    path = folder / name
+
+    def bind() -> None:
+        here = os.open(".", os.O_RDONLY)
+        os.chdir(folder)
+        with socket.socket(socket.AF_UNIX) as line:
+            line.bind(name[:90])
+        os.fchdir(here)
+        os.close(here)
+
+    yield "a named pipe", lambda: os.mkfifo(path)
+    yield "a folder", lambda: path.mkdir()
+    yield "a link to itself", lambda: path.symlink_to(path)
+    yield "a link to nothing", lambda: path.symlink_to(folder / "none")
+    yield "a link to a device", lambda: path.symlink_to("/dev/zero")
+    yield "a link to a file", lambda: path.symlink_to(__file__)
+    yield "a socket", bind
+    yield "an empty file", lambda: path.write_bytes(b"")
+    yield "a text", lambda: path.write_text("hello")
