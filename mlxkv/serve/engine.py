@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from types import FunctionType, MethodType
@@ -20,6 +21,7 @@ from mlxkv.errors import MachineError
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.decoders import step_down
 from mlxkv.models.loader import Loaded
+from mlxkv.models.turns import Cut, Turns
 from mlxkv.serve.alone import Alone
 from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
@@ -128,6 +130,7 @@ class Engine(server.ResponseGenerator):
         logits = loaded.model(mx.array([[0]]), cache=caches)
         mx.eval(logits)
         self.vocabulary = logits.shape[-1]
+        self.turns = Turns(loaded.tokenizer)
         bound = self.options.memory_bytes
         if bound is None:
             spare = int(USABLE * machine_memory()) - mx.get_active_memory()
@@ -205,7 +208,7 @@ class Engine(server.ResponseGenerator):
             if not tokenizer.encode(word, add_special_tokens=False):
                 raise Refused(400, f"[stop] has no tokens; got {word!r}", "invalid_value")
         try:
-            found = super()._tokenize(tokenizer, request, args)
+            found = super()._tokenize(*self._with_text(tokenizer, request, args))
         except Exception as error:  # templates raise anything
             raise Refused(
                 400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
@@ -221,6 +224,20 @@ class Engine(server.ResponseGenerator):
                 "context_length_exceeded",
             )
         return found
+
+    def _with_text(self, tokenizer, request, args: Arguments) -> tuple:
+        """The same, with special tokens in contents as text. A prompt without a template is the caller's own."""
+        mark, (chat, tools, extra) = self.turns.broken(
+            request.messages, request.tools, args.chat_template_kwargs
+        )
+        if mark is None:
+            return tokenizer, request, args
+        request = replace(request, messages=chat, tools=tools)
+        return (
+            Cut(tokenizer, self.turns, mark),
+            request,
+            replace(args, chat_template_kwargs=extra),
+        )
 
     def _is_batchable(self, args) -> bool:
         """Requests with a seed are, too, unlike in mlx-lm: `Seeded` has a key of its own."""
