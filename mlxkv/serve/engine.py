@@ -25,7 +25,7 @@ from mlxkv.models.turns import Cut, Turns
 from mlxkv.serve.alone import Alone
 from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
-from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.caches.sessions import Owned, Sessions
 from mlxkv.serve.job import Arguments, Job
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
@@ -198,6 +198,7 @@ class Engine(server.ResponseGenerator):
         if limit:
             args.max_tokens = min(args.max_tokens, limit - len(prompt))
         self.memory.promise(args.job, len(prompt) + args.max_tokens)
+        self.sessions.tenant = args.job.tenant  # mlx-lm looks its cache up next
         return found
 
     def _read(self, tokenizer, request, args: Arguments):
@@ -340,8 +341,14 @@ class Batches(server.BatchGenerator):
         for response in written:
             if response.finish_reason is not None and (job := self.engine.leave(response.uid)):
                 job.measured(response.prompt_cache, len(response.all_tokens))
+                response.prompt_cache = Owned(response.prompt_cache, job.tenant)
         self.engine.measure(self, any(response.finish_reason for response in written))
         return read, written
+
+    def extract_cache(self, uids):
+        found = super().extract_cache(uids)
+        jobs = self.engine.jobs
+        return {u: (Owned(cache, jobs[u].tenant), tokens) for u, (cache, tokens) in found.items()}
 
     def remove(self, uids, *args, **kwargs):
         found = super().remove(uids, *args, **kwargs)

@@ -96,6 +96,11 @@ def run(options: ServeOptions) -> None:
     )
     if not server.engine.model_provider.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")
+    if not options.local and len(options.api_keys) == 1:
+        note(
+            "  one key: who has it can tell what others who have it asked (from times and reused tokens); "
+            "give each user an --api-key, or let requests name a cache_salt"
+        )
     note(f"chat: {server.url}/   API: {server.url}/v1   Ctrl-C ends it")
     signal.signal(signal.SIGTERM, _interrupt)
     try:

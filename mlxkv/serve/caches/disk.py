@@ -23,11 +23,15 @@ SUFFIX = ".safetensors"
 
 @dataclass
 class Entry:
-    """A file. tokens: those in its cache."""
+    """A file. tokens: those in its cache. tenant: whose it is, as its name tells."""
 
     path: Path
     tokens: list[int]
     nbytes: int
+
+    @property
+    def tenant(self) -> str:
+        return self.path.stem.rpartition("-")[0]
 
 
 class Disk:
@@ -69,9 +73,10 @@ class Disk:
             logging.warning(f"a session cannot be read, it is left alone: {error}")
             return None
 
-    def save(self, tokens: list[int], cache: list) -> None:
+    def save(self, tokens: list[int], cache: list, tenant: str = "") -> None:
         """Write a cache. One that cannot be written is lost, and logged."""
-        path = self.folder / (_digest(tokens) + SUFFIX)
+        name = f"{tenant}-{_digest(tokens)}" if tenant else _digest(tokens)
+        path = self.folder / (name + SUFFIX)
         known = next((entry for entry in self.entries if entry.path == path), None)
         if known is not None:
             self._touch(known)
@@ -85,7 +90,8 @@ class Disk:
             logging.warning(f"a session could not be kept: {error}")
             return
         self.saved += 1
-        self._drop([e for e in self.entries if tokens[: len(e.tokens)] == e.tokens])
+        own = [entry for entry in self.entries if entry.tenant == tenant]
+        self._drop([e for e in own if tokens[: len(e.tokens)] == e.tokens])
         self.entries.append(Entry(path, tokens, size))
         self._bound()
 
@@ -109,11 +115,11 @@ class Disk:
         while self.entries and self.nbytes > self.limit:
             self._drop(self.entries[:1])
 
-    def nearest(self, tokens: list[int]) -> tuple[Entry | None, int]:
-        """The file that shares the longest start with `tokens`, and the length of that start."""
+    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[Entry | None, int]:
+        """The tenant's file that shares the longest start with `tokens`, and the length of that start."""
         best, most = None, 0
         for entry in self.entries:
-            if (shared := _shared(entry.tokens, tokens)) > most:
+            if entry.tenant == tenant and (shared := _shared(entry.tokens, tokens)) > most:
                 best, most = entry, shared
         return best, most
 
@@ -139,8 +145,8 @@ class Agreed(Disk):
         super().__init__(base / f"{ranks.rank + 1}-of-{ranks.size}", limit, loaded)
         self._ranks = ranks
 
-    def nearest(self, tokens: list[int]) -> tuple[Entry | None, int]:
-        entry, shared = super().nearest(tokens)
+    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[Entry | None, int]:
+        entry, shared = super().nearest(tokens, tenant)
         name, shared = self._ranks.share((entry and entry.path.name, shared))
         own = next((entry for entry in self.entries if entry.path.name == name), None)
         if self._ranks.least(own is not None):

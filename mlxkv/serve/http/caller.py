@@ -34,9 +34,9 @@ class Caller:
     """started: when the request began to arrive, by `time.monotonic`. gone: whether the client has hung
     up. stop: ends the reply; does nothing before there is one."""
 
-    def __init__(self, engine: Engine, started: float, gone: Callable[[], bool]):
+    def __init__(self, engine: Engine, started: float, gone: Callable[[], bool], tenant: str = ""):
         self.engine, self.started, self._gone = engine, started, gone
-        self.job = Job()
+        self.job = Job(tenant=tenant)
         self.context: server.GenerationContext | None = None
 
     def __getattr__(self, name: str):
