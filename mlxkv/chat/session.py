@@ -252,7 +252,8 @@ class Session:
     def save(self, name: str):
         """Write the session to a file, completely or not at all. Returns the path."""
         saved = prompt_cache.Saved(self.cache, self.tokens, self.messages, self.text, self.raw)
-        return prompt_cache.save(name, saved, self.loaded)
+        with console.unbroken():
+            return prompt_cache.save(name, saved, self.loaded)
 
     def load(self, name: str) -> None:
         """Replace the session by a saved one; a file that is refused changes nothing."""

@@ -31,7 +31,7 @@ from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.provider import Provider, make_sampler
 from mlxkv.serve.ranks import Ranks
-from mlxkv.serve.refusals import Refused
+from mlxkv.serve.refusals import Refused, ending
 
 MEASURE_SECONDS = 0.25
 LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
@@ -40,14 +40,15 @@ LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
 class Engine(server.ResponseGenerator):
     """Loads the model and generates, in a thread of its own. Other threads only read attributes.
 
-    ready: set when the model is loaded. problem: the error that ended the thread for good, or None.
+    ready: set when the model is loaded. problem: the error that ended the thread for good, or None. over:
+    whether it takes no more requests, and puts sessions away.
     jobs: requests in the batch, by mlx-lm's number. kv_bytes: of caches in use. kv_bytes_fp16: the same
     in plain 16-bit caches. vocabulary: tokens that the model knows.
     """
 
     def __init__(self, options: ServeOptions, metrics: Metrics):
         self.options, self.metrics = options, metrics
-        self.ready, self.problem = Event(), None
+        self.ready, self.problem, self.over = Event(), None, False
         self.vocabulary = 0
         self.memory: Memory | None = None
         self.sessions: Sessions | None = None
@@ -100,7 +101,17 @@ class Engine(server.ResponseGenerator):
                 if self.ranks.many:  # they are no longer in step
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
+        self.over = True
+        self._tell(ending())
         self.sessions.close()
+
+    def _tell(self, error: Exception) -> None:
+        """End all requests that wait for something with an error."""
+        while not self.requests.empty():
+            self.requests.get_nowait()[0].put(error)
+        for job in list(self._taken):
+            job.line.put(error)
+        self._taken.clear()
 
     def _loop(self) -> None:
         self.prompt_cache = self.sessions  # mlx-lm deletes this reference as it ends
@@ -309,7 +320,7 @@ class Engine(server.ResponseGenerator):
 
     @property
     def is_healthy(self) -> bool:
-        return self._generation_thread.is_alive() and self.problem is None
+        return self._generation_thread.is_alive() and self.problem is None and not self.over
 
     def generation_available(self) -> bool:
         return self.is_healthy

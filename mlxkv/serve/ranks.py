@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlxkv import __version__
+from mlxkv import __version__, console
 from mlxkv.console import note
 from mlxkv.errors import MachineError
 
@@ -158,7 +158,8 @@ class Ranks:
 
 
 def follow(ranks: Ranks) -> None:
-    """Set the signals of a process other than rank 0: ignore Ctrl-C, which rank 0 gets, too; SIGTERM ends
-    all processes."""
+    """Set the signals of a process other than rank 0: ignore Ctrl-C, which rank 0 gets, too; others end all
+    processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: ranks.end())
+    for number in console.ENDING - {signal.SIGINT}:
+        console.on(number, lambda *_: ranks.end())

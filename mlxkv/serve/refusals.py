@@ -55,6 +55,11 @@ class Refused(Exception):
         return {"error": error | self.details}
 
 
+def ending() -> Refused:
+    """What clients read whose reply the end of the server has cut off."""
+    return Refused(503, "[serve] is ending", "ending")
+
+
 def fault(error: Exception) -> Refused:
     """Log a failure of mlxkv, mlx-lm or the machine, and turn it into what the client reads."""
     logging.warning(f"a request failed: {type(error).__name__}: {error}")

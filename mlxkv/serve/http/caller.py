@@ -13,7 +13,7 @@ from mlx_lm import server
 from mlxkv.errors import MachineError
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.job import Arguments, Job
-from mlxkv.serve.refusals import Refused, fault
+from mlxkv.serve.refusals import Refused, ending, fault
 
 WAIT_SECONDS = 0.25
 
@@ -54,6 +54,8 @@ class Caller:
             if progress_callback is not None:
                 progress_callback(done, total)
 
+        if self.engine.over:
+            raise Answer(ending())
         args = Arguments(**vars(args), job=self.job)
         try:
             # With this object in the engine's place, for `_await_response`.
@@ -75,6 +77,8 @@ class Caller:
             try:
                 return line.get(timeout=WAIT_SECONDS)
             except Empty:
+                if self.engine.over and line.empty():  # it came too late to be told
+                    raise ending() from None
                 if not self.engine.generation_available() and line.empty():
                     raise MachineError("[serve] the generation thread has ended") from None
                 self._check()
