@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from queue import Queue
 from threading import Event
 from types import FunctionType, MethodType
 from weakref import WeakSet
@@ -22,6 +23,7 @@ from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.decoders import step_down
 from mlxkv.models.loader import Loaded
 from mlxkv.models.turns import Cut, Turns
+from mlxkv.serve import told
 from mlxkv.serve.alone import Alone
 from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
@@ -120,10 +122,20 @@ class Engine(server.ResponseGenerator):
         )()
 
     def _share_object(self, obj):
-        """Tell all processes rank 0's object, and whether this is the end."""
+        """Tell all processes rank 0's object, which is JSON, and whether this is the end."""
         obj = self.ranks.share(obj)
         self._stop = self._stop or self.ranks.ended
         return obj
+
+    def _share_request(self, request):
+        """Tell all processes rank 0's next request, or None."""
+        if not self.ranks.many:
+            return request
+        said = self._share_object(told.of_request(request and request[1:]))
+        if self.ranks.rank == 0:
+            return request
+        found = told.to_request(said)
+        return found and (Queue(), *found)
 
     def stop_and_join(self) -> None:
         self.ranks.end()
@@ -204,7 +216,9 @@ class Engine(server.ResponseGenerator):
 
     def _tokenize(self, tokenizer, request, args: Arguments):
         """Tokenize a request as mlx-lm does, and set memory aside for it. Raises Refused."""
-        found = self.ranks.decide(lambda: self._read(tokenizer, request, args))
+        found = self.ranks.decide(
+            lambda: self._read(tokenizer, request, args), told.of_prompt, told.to_prompt
+        )
         prompt, limit = found[0], self.model_provider.loaded.context
         if limit:
             args.max_tokens = min(args.max_tokens, limit - len(prompt))

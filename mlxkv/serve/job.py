@@ -23,9 +23,6 @@ class Job:
     tokens: int = 0
     kv_bytes: int = 0
 
-    def __reduce__(self):
-        return Job, ()  # other processes have no client
-
     def measured(self, caches: list, tokens: int) -> None:
         """Note the size of the caches, which hold so many tokens."""
         self.kv_bytes, self.tokens = sum(cache.nbytes for cache in caches), tokens

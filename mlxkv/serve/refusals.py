@@ -45,9 +45,6 @@ class Refused(Exception):
         self.status, self.message, self.code = status, message, code
         self.retry, self.details = retry, details or {}
 
-    def __reduce__(self):
-        return Refused, (self.status, self.message, self.code, self.retry, self.details)
-
     def body(self) -> dict:
         """The JSON document that OpenAI's clients expect."""
         kind = KINDS.get(self.status, "server_error")

@@ -147,7 +147,7 @@ class Agreed(Disk):
 
     def nearest(self, tokens: list[int], tenant: str = "") -> tuple[Entry | None, int]:
         entry, shared = super().nearest(tokens, tenant)
-        name, shared = self._ranks.share((entry and entry.path.name, shared))
+        name, shared = self._ranks.share([entry and entry.path.name, shared])
         own = next((entry for entry in self.entries if entry.path.name == name), None)
         if self._ranks.least(own is not None):
             return own, shared
