@@ -149,6 +149,8 @@ def run(options: ServeOptions) -> None:
                 "ending: replies have a few seconds, sessions are put away; again cuts replies short"
             )
         server.close(lambda: len(asked) > 1)
+        for number in ENDING:  # Python takes handlers of its own away before the process ends
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _follow(options: ServeOptions) -> None:
