@@ -6,12 +6,14 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mlxkv.errors import MachineError, UserError
 
@@ -19,6 +21,10 @@ from mlxkv.errors import MachineError, UserError
 # writing, lone surrogates. Text of several lines keeps what moves within a line.
 _RAW = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _RAW_LINES = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+# Signals that ask a process to end: Ctrl-C, `kill`, a terminal that was closed.
+ENDING = {
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+}
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -98,6 +104,30 @@ def run_tool(main: Callable[[], int | None]) -> NoReturn:
         note(one_line(error))
         code = 1
     sys.exit(code)
+
+
+def on(number: int, handler: Callable) -> Any:
+    """Handle a signal, unless it is ignored, as under nohup. Returns the handler before."""
+    before = signal.getsignal(number)
+    return before if before is signal.SIG_IGN else signal.signal(number, handler)
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Hold signals that ask to end back until the block is done. Elsewhere than in the main thread, where they
+    arrive, nothing is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: on(number, lambda number, _: came.append(number)) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            on(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def print_json(data: dict) -> None:

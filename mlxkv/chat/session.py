@@ -14,6 +14,7 @@ from mlxkv.models.catalog.shapes import layers_of
 from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import Stats, new_cache, stream
 from mlxkv.models.taking_back import cut_back
+from mlxkv.models.turns import Turns, cut_front
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Session:
             raise UserError("[--system] needs a chat template; it cannot go with --raw")
         self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
         self.system = system
+        self.turns = Turns(loaded.tokenizer)
         self.limit = loaded.context or 0
         self.reset()
 
@@ -184,7 +186,7 @@ class Session:
         for content in (shown, exact):
             candidate = [*messages, {"role": "assistant", "content": content}]
             try:
-                if self._as_text(candidate).startswith(self.text):
+                if "".join(self._pieces(candidate)).startswith(self.text):
                     return candidate
             except UserError:  # the next question raises it
                 pass
@@ -196,21 +198,19 @@ class Session:
         If the text only grows, the cached tokens are kept and the rest is encoded alone: encoding a
         reply again may give other tokens than the model wrote.
         """
-        tokenizer = self.loaded.tokenizer
-        text = self._as_text(messages)
+        pieces = self._pieces(messages)
+        text = "".join(pieces)
         if self.text and text.startswith(self.text):
-            rest = tokenizer.encode(text[len(self.text) :], add_special_tokens=False)
-            return text, self.tokens + list(rest)
+            return text, self.tokens + self.turns.encode(cut_front(pieces, len(self.text)))
         # A chat template writes its own first token.
-        return text, list(tokenizer.encode(text, add_special_tokens=self.raw))
+        return text, self.turns.encode(pieces, add_special_tokens=self.raw)
 
-    def _as_text(self, messages: list[dict]) -> str:
+    def _pieces(self, messages: list[dict]) -> list[str]:
+        """The conversation as text, in pieces to encode one by one."""
         if self.raw:
-            return "".join(message["content"] for message in messages)
+            return ["".join(message["content"] for message in messages)]
         try:
-            return self.loaded.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            return self.turns.render(messages, add_generation_prompt=True)
         except Exception as error:  # of jinja, or raised by the template
             raise UserError(f"[chat] the model's chat template refuses this: {error}") from None
 
@@ -252,7 +252,8 @@ class Session:
     def save(self, name: str):
         """Write the session to a file, completely or not at all. Returns the path."""
         saved = prompt_cache.Saved(self.cache, self.tokens, self.messages, self.text, self.raw)
-        return prompt_cache.save(name, saved, self.loaded)
+        with console.unbroken():
+            return prompt_cache.save(name, saved, self.loaded)
 
     def load(self, name: str) -> None:
         """Replace the session by a saved one; a file that is refused changes nothing."""

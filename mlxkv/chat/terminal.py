@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from mlxkv import files
+from mlxkv import console, files
 from mlxkv.chat.session import Session
 from mlxkv.console import cache_dir, human_bytes, one_line, plain, say
 from mlxkv.errors import MachineError, UserError
@@ -79,6 +79,22 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
+def left_by_signals() -> Iterator[None]:
+    """Leave as by /exit when asked to end or when the terminal is closed: the history is kept."""
+
+    def leave(number, frame):
+        raise SystemExit(128 + number)
+
+    numbers = console.ENDING - {signal.SIGINT}
+    before = {number: console.on(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            console.on(number, handler)
+
+
 class History:
     """Line editing and a history file in the user's cache folder, where readline exists."""
 
@@ -108,7 +124,7 @@ def interactive(session: Session) -> None:
     """Read prompts and commands until /exit or Ctrl-D."""
     out = Console(highlight=False)
     out.print("[dim]/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves[/dim]")
-    with History():
+    with History(), left_by_signals():
         while True:
             line = _read_line(out)
             if line is None:
@@ -131,7 +147,8 @@ def _read_line(out: Console) -> str | None:
         line = input("> ").strip()
         return line.encode("utf-8", "replace").decode("utf-8")
     except EOFError:
-        out.print()
+        with contextlib.suppress(OSError):  # the terminal is gone
+            out.print()
         return None
     except KeyboardInterrupt:
         out.print("\n[dim]Ctrl-D or /exit leaves[/dim]")

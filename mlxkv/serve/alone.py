@@ -10,7 +10,7 @@ from mlx_lm import server
 from mlxkv.errors import MachineError
 from mlxkv.serve.job import Job
 from mlxkv.serve.ranks import Ranks
-from mlxkv.serve.refusals import Refused
+from mlxkv.serve.refusals import Refused, ending
 
 ENDING = 2  # beside 0 and 1 for a client that is there or has left
 
@@ -58,7 +58,7 @@ class Alone:
         gone = self._stopped.is_set() or self._job.given_up
         found = self._ranks.most(ENDING if self._ranks.ending else gone)
         if found == ENDING:  # if it just stopped, half of a reply would pass for a whole one
-            raise Refused(503, "[serve] is ending", "ending")
+            raise ending()
         if found and (
             reading or self._ranks.many
         ):  # mlx-lm cannot stop a reply of several processes

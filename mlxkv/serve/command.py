@@ -11,8 +11,8 @@ from mlxkv.serve.options import ServeOptions
 def serve(**given) -> None:
     """Serve many chats at once: OpenAI's API, and a page at /. One model over several machines:
     mlx.launch --hostfile HOSTS -- mlxkv serve ..."""
-    if given["api_key"] is None:  # "" was meant to be one, and is refused
-        given["api_key"] = os.environ.get("MLXKV_API_KEY") or None
+    if given["api_key"] in (None, []):  # "" was meant to be one, and is refused
+        given["api_key"] = os.environ.get("MLXKV_API_KEY", "").splitlines()
     options = ServeOptions(**given)
     from mlxkv.serve.run import run
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from queue import Queue
 from threading import Event
 from types import FunctionType, MethodType
 from weakref import WeakSet
@@ -20,16 +22,18 @@ from mlxkv.errors import MachineError
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.decoders import step_down
 from mlxkv.models.loader import Loaded
+from mlxkv.models.turns import Cut, Turns
+from mlxkv.serve import told
 from mlxkv.serve.alone import Alone
 from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
-from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.caches.sessions import Owned, Sessions
 from mlxkv.serve.job import Arguments, Job
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.provider import Provider, make_sampler
 from mlxkv.serve.ranks import Ranks
-from mlxkv.serve.refusals import Refused
+from mlxkv.serve.refusals import Refused, ending
 
 MEASURE_SECONDS = 0.25
 LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
@@ -38,14 +42,15 @@ LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
 class Engine(server.ResponseGenerator):
     """Loads the model and generates, in a thread of its own. Other threads only read attributes.
 
-    ready: set when the model is loaded. problem: the error that ended the thread for good, or None.
+    ready: set when the model is loaded. problem: the error that ended the thread for good, or None. over:
+    whether it takes no more requests, and puts sessions away.
     jobs: requests in the batch, by mlx-lm's number. kv_bytes: of caches in use. kv_bytes_fp16: the same
     in plain 16-bit caches. vocabulary: tokens that the model knows.
     """
 
     def __init__(self, options: ServeOptions, metrics: Metrics):
         self.options, self.metrics = options, metrics
-        self.ready, self.problem = Event(), None
+        self.ready, self.problem, self.over = Event(), None, False
         self.vocabulary = 0
         self.memory: Memory | None = None
         self.sessions: Sessions | None = None
@@ -98,7 +103,17 @@ class Engine(server.ResponseGenerator):
                 if self.ranks.many:  # they are no longer in step
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
+        self.over = True
+        self._tell(ending())
         self.sessions.close()
+
+    def _tell(self, error: Exception) -> None:
+        """End all requests that wait for something with an error."""
+        while not self.requests.empty():
+            self.requests.get_nowait()[0].put(error)
+        for job in list(self._taken):
+            job.line.put(error)
+        self._taken.clear()
 
     def _loop(self) -> None:
         self.prompt_cache = self.sessions  # mlx-lm deletes this reference as it ends
@@ -107,10 +122,20 @@ class Engine(server.ResponseGenerator):
         )()
 
     def _share_object(self, obj):
-        """Tell all processes rank 0's object, and whether this is the end."""
+        """Tell all processes rank 0's object, which is JSON, and whether this is the end."""
         obj = self.ranks.share(obj)
         self._stop = self._stop or self.ranks.ended
         return obj
+
+    def _share_request(self, request):
+        """Tell all processes rank 0's next request, or None."""
+        if not self.ranks.many:
+            return request
+        said = self._share_object(told.of_request(request and request[1:]))
+        if self.ranks.rank == 0:
+            return request
+        found = told.to_request(said)
+        return found and (Queue(), *found)
 
     def stop_and_join(self) -> None:
         self.ranks.end()
@@ -128,6 +153,7 @@ class Engine(server.ResponseGenerator):
         logits = loaded.model(mx.array([[0]]), cache=caches)
         mx.eval(logits)
         self.vocabulary = logits.shape[-1]
+        self.turns = Turns(loaded.tokenizer)
         bound = self.options.memory_bytes
         if bound is None:
             spare = int(USABLE * machine_memory()) - mx.get_active_memory()
@@ -190,11 +216,14 @@ class Engine(server.ResponseGenerator):
 
     def _tokenize(self, tokenizer, request, args: Arguments):
         """Tokenize a request as mlx-lm does, and set memory aside for it. Raises Refused."""
-        found = self.ranks.decide(lambda: self._read(tokenizer, request, args))
+        found = self.ranks.decide(
+            lambda: self._read(tokenizer, request, args), told.of_prompt, told.to_prompt
+        )
         prompt, limit = found[0], self.model_provider.loaded.context
         if limit:
             args.max_tokens = min(args.max_tokens, limit - len(prompt))
         self.memory.promise(args.job, len(prompt) + args.max_tokens)
+        self.sessions.tenant = args.job.tenant  # mlx-lm looks its cache up next
         return found
 
     def _read(self, tokenizer, request, args: Arguments):
@@ -205,7 +234,7 @@ class Engine(server.ResponseGenerator):
             if not tokenizer.encode(word, add_special_tokens=False):
                 raise Refused(400, f"[stop] has no tokens; got {word!r}", "invalid_value")
         try:
-            found = super()._tokenize(tokenizer, request, args)
+            found = super()._tokenize(*self._with_text(tokenizer, request, args))
         except Exception as error:  # templates raise anything
             raise Refused(
                 400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
@@ -221,6 +250,20 @@ class Engine(server.ResponseGenerator):
                 "context_length_exceeded",
             )
         return found
+
+    def _with_text(self, tokenizer, request, args: Arguments) -> tuple:
+        """The same, with special tokens in contents as text. A prompt without a template is the caller's own."""
+        mark, (chat, tools, extra) = self.turns.broken(
+            request.messages, request.tools, args.chat_template_kwargs
+        )
+        if mark is None:
+            return tokenizer, request, args
+        request = replace(request, messages=chat, tools=tools)
+        return (
+            Cut(tokenizer, self.turns, mark),
+            request,
+            replace(args, chat_template_kwargs=extra),
+        )
 
     def _is_batchable(self, args) -> bool:
         """Requests with a seed are, too, unlike in mlx-lm: `Seeded` has a key of its own."""
@@ -291,7 +334,7 @@ class Engine(server.ResponseGenerator):
 
     @property
     def is_healthy(self) -> bool:
-        return self._generation_thread.is_alive() and self.problem is None
+        return self._generation_thread.is_alive() and self.problem is None and not self.over
 
     def generation_available(self) -> bool:
         return self.is_healthy
@@ -323,8 +366,14 @@ class Batches(server.BatchGenerator):
         for response in written:
             if response.finish_reason is not None and (job := self.engine.leave(response.uid)):
                 job.measured(response.prompt_cache, len(response.all_tokens))
+                response.prompt_cache = Owned(response.prompt_cache, job.tenant)
         self.engine.measure(self, any(response.finish_reason for response in written))
         return read, written
+
+    def extract_cache(self, uids):
+        found = super().extract_cache(uids)
+        jobs = self.engine.jobs
+        return {u: (Owned(cache, jobs[u].tenant), tokens) for u, (cache, tokens) in found.items()}
 
     def remove(self, uids, *args, **kwargs):
         found = super().remove(uids, *args, **kwargs)

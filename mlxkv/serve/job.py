@@ -13,16 +13,15 @@ class Job:
     """What the thread of a client and the generation thread tell each other beside mlx-lm's messages.
 
     given_up: the client has left, or its time is over; told by its thread. line: the queue of those
-    messages. tokens, kv_bytes: of its caches at the end, told by the generation thread.
+    messages. tenant: whose prompt cache it uses. tokens, kv_bytes: of its caches at the end, told by the
+    generation thread.
     """
 
     given_up: bool = False
+    tenant: str = ""
     line: Queue = field(default_factory=Queue, repr=False)
     tokens: int = 0
     kv_bytes: int = 0
-
-    def __reduce__(self):
-        return Job, ()  # other processes have no client
 
     def measured(self, caches: list, tokens: int) -> None:
         """Note the size of the caches, which hold so many tokens."""

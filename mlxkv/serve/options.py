@@ -44,10 +44,11 @@ class ServeOptions:
     ] = "127.0.0.1"
     port: Annotated[int, Option("--port", help="Port; 0 takes a free one.")] = 8080
     api_key: Annotated[
-        str | None,
+        list[str] | None,
         Option(
             "--api-key",
-            help="Key that clients must send. Or set MLXKV_API_KEY: process lists do not show it.",
+            help="Key that clients must send; repeatable: one for each user, the operator's first. "
+            "Or set MLXKV_API_KEY, a key a line: process lists do not show it.",
         ),
     ] = None
     allow_origin: Annotated[
@@ -96,14 +97,14 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"[--{name.replace('_', '-')}] must be at least 1; got {value}")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+        if not all(key.isascii() and key.strip() for key in self.api_keys):
             raise UserError("[--api-key] must be ASCII and not empty; got something else")
-        if self.api_key is not None and not _sendable(self.api_key):
+        if not all(_sendable(key) for key in self.api_keys):
             raise UserError(
                 "[--api-key] begins or ends with a space, or has a line break or control character, "
                 "which no client can send; got one that does; choose another"
             )
-        if not self.local and self.api_key is None:
+        if not self.local and not self.api_keys:
             raise UserError(
                 f"[--host] other machines may reach {self.host}; got no --api-key; "
                 "set one, or choose --host 127.0.0.1"
@@ -119,6 +120,11 @@ class ServeOptions:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys, the operator's first."""
+        return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
 
     @property
     def origins(self) -> tuple[str, ...]:

@@ -11,20 +11,21 @@ generation thread, and every process has to make the same calls.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from mlxkv import __version__
+from mlxkv import __version__, console
 from mlxkv.console import note
 from mlxkv.errors import MachineError
+from mlxkv.serve import told
 
 T = TypeVar("T")
+MOST = 256 << 20  # bytes that rank 0 may tell at once: a prompt of millions of tokens
 PATIENCE = 30.0  # seconds for a part of a prompt, during which processes do not meet
 
 
@@ -44,19 +45,24 @@ class Ranks:
         self.heard = time.monotonic()
 
     def share(self, thing: T) -> T:
-        """Return rank 0's `thing`, which has to pickle."""
+        """Return rank 0's `thing`, which JSON has to give back as it is. Raises MachineError if it is too long."""
         if not self.many:
             return thing
-        data = pickle.dumps(thing) if self.rank == 0 else b""
+        data = told.dump(thing) if self.rank == 0 else b""
         size, ending = mx.distributed.all_sum(mx.array([len(data), self.ending])).tolist()
         self.ended = self.ended or ending > 0
+        if not 0 < size <= MOST:  # before anything is allocated
+            raise MachineError(f"[serve] rank 0 tells {size} bytes at once; at most {MOST}")
         own = mx.array(data) if data else mx.zeros(size, mx.uint8)
-        told = bytes(memoryview(mx.distributed.all_sum(own)))
+        came = bytes(memoryview(mx.distributed.all_sum(own)))
         self.heard = time.monotonic()
-        return thing if self.rank == 0 else pickle.loads(told)
+        return thing if self.rank == 0 else told.load(came)
 
-    def decide(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 alone; return or raise in all processes what it returns or raises."""
+    def decide(
+        self, work: Callable[[], T], tell: Callable[[T], Any], read: Callable[[Any], T]
+    ) -> T:
+        """Run `work` on rank 0 alone; return or raise in all processes what it returns or raises. tell, read:
+        make JSON of what it returns, and back."""
         if not self.many:
             return work()
         found, error = None, None
@@ -65,7 +71,14 @@ class Ranks:
                 found = work()
             except Exception as raised:
                 error = raised
-        found, error = self.share((found, error))
+        said = None
+        if self.rank == 0:
+            said = [tell(found), None] if error is None else [None, told.of_error(error)]
+        said = told.checked(list, self.share(said))
+        if self.rank:
+            found, error = (
+                (read(said[0]), None) if said[1] is None else (None, told.to_error(said[1]))
+            )
         if error is not None:
             raise error
         return found
@@ -134,11 +147,11 @@ class Ranks:
             return
         error, mark = None, None
         try:
-            mark = load(), __version__, version("mlx-lm"), version("mlx")
+            mark = [load(), __version__, version("mlx-lm"), version("mlx")]
         except Exception as raised:
             error = raised
-        told = self.share(mark)
-        fine = self.least(error is None and mark == told)
+        fine = self.share(mark) == mark
+        fine = self.least(error is None and fine)
         if error is not None:
             raise error
         if not fine:
@@ -158,7 +171,8 @@ class Ranks:
 
 
 def follow(ranks: Ranks) -> None:
-    """Set the signals of a process other than rank 0: ignore Ctrl-C, which rank 0 gets, too; SIGTERM ends
-    all processes."""
+    """Set the signals of a process other than rank 0: ignore Ctrl-C, which rank 0 gets, too; others end all
+    processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: ranks.end())
+    for number in console.ENDING - {signal.SIGINT}:
+        console.on(number, lambda *_: ranks.end())

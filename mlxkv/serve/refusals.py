@@ -45,14 +45,16 @@ class Refused(Exception):
         self.status, self.message, self.code = status, message, code
         self.retry, self.details = retry, details or {}
 
-    def __reduce__(self):
-        return Refused, (self.status, self.message, self.code, self.retry, self.details)
-
     def body(self) -> dict:
         """The JSON document that OpenAI's clients expect."""
         kind = KINDS.get(self.status, "server_error")
         error = {"message": self.message, "type": kind, "code": self.code, "param": None}
         return {"error": error | self.details}
+
+
+def ending() -> Refused:
+    """What clients read whose reply the end of the server has cut off."""
+    return Refused(503, "[serve] is ending", "ending")
 
 
 def fault(error: Exception) -> Refused:

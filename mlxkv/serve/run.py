@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from threading import get_ident
 
 import mlx.core as mx
 
-from mlxkv.console import PlainLog, human_bytes, note
+from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.serve import ranks
@@ -20,19 +24,28 @@ from mlxkv.serve.http.handler import Handler, Site
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 
+GRACE = 5.0  # seconds for replies under way when the end is asked for; Docker kills after 10
+TOLD = 2.0  # seconds for their clients to read that they were cut off
+
 
 class Server(Connections):
     """Serves each request in a thread, at most `4 * max_requests` of them. Raises what loading raises,
-    and OSError where it cannot listen."""
+    and OSError where it cannot listen.
+
+    under_way: threads that write replies.
+    """
 
     def __init__(self, options: ServeOptions):
         self.metrics = Metrics()
+        self.under_way: set[int] = set()
         self.engine = Engine(options, self.metrics)
         try:
             self.site = Site(options, self.engine, self.metrics)
             family, address = _address(options)
             busy = 4 * options.max_requests
             super().__init__(family, address, Handler.timeout, options.body_bytes, busy)
+        except KeyboardInterrupt:  # nothing is there to lose, and loading stops for nobody
+            os._exit(128 + signal.SIGINT)
         except BaseException:
             self.engine.stop_and_join()
             raise
@@ -46,7 +59,12 @@ class Server(Connections):
         Handler(self.site, line).admit()
 
     def answer(self, line: Line) -> None:
-        Handler(self.site, line).answer()
+        thread = get_ident()
+        self.under_way.add(thread)
+        try:
+            Handler(self.site, line).answer()
+        finally:
+            self.under_way.discard(thread)
 
     def failed(self, error: Exception) -> None:
         if isinstance(error, OSError):
@@ -57,10 +75,20 @@ class Server(Connections):
     def service_actions(self):
         self.engine.check()  # called twice a second
 
-    def close(self) -> None:
-        """End the engine; sessions go to disk, if there is one."""
-        self.server_close()
+    def close(self, hurry: Callable[[], bool] = lambda: True) -> None:
+        """End the engine; sessions go to disk, if there is one. Replies under way have `GRACE` seconds, unless
+        hurry() becomes true; then their clients are told."""
+        self.socket.close()  # nobody comes in
+        self._settle(GRACE, hurry)
         self.engine.stop_and_join()
+        self._settle(TOLD, lambda: False)
+        self.server_close()
+
+    def _settle(self, seconds: float, hurry: Callable[[], bool]) -> None:
+        """Wait for replies under way."""
+        end = time.monotonic() + seconds
+        while self.under_way and time.monotonic() < end and not hurry():
+            time.sleep(0.02)
 
 
 def _address(options: ServeOptions) -> tuple[socket.AddressFamily, tuple]:
@@ -74,7 +102,7 @@ def _address(options: ServeOptions) -> tuple[socket.AddressFamily, tuple]:
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. A second one cuts replies short; sessions are put away then, too."""
     log = logging.StreamHandler()
     log.setFormatter(PlainLog())
     logging.basicConfig(level=logging.WARNING, handlers=[log])
@@ -98,14 +126,33 @@ def run(options: ServeOptions) -> None:
     )
     if not server.engine.model_provider.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")
+    if not options.local and len(options.api_keys) == 1:
+        note(
+            "  one key: who has it can tell what others who have it asked (from times and reused tokens); "
+            "give each user an --api-key, or let requests name a cache_salt"
+        )
     note(f"chat: {server.url}/   API: {server.url}/v1   Ctrl-C ends it")
-    signal.signal(signal.SIGTERM, _interrupt)
+    asked: list[int] = []
+
+    def end(number, frame) -> None:
+        # Notes it, and no more: what a handler raises can be lost, or break what this thread is doing.
+        asked.append(number)
+        server.stop()
+
+    for number in ENDING:
+        on(number, end)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        note("ending: sessions are put away")
+        pass  # another process was asked
     finally:
-        server.close()
+        with suppress(OSError):  # the terminal is gone
+            note(
+                "ending: replies have a few seconds, sessions are put away; again cuts replies short"
+            )
+        server.close(lambda: len(asked) > 1)
+        for number in ENDING:  # Python takes handlers of its own away before the process ends
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _follow(options: ServeOptions) -> None:
@@ -119,7 +166,3 @@ def _follow(options: ServeOptions) -> None:
             time.sleep(0.2)
     except KeyboardInterrupt:
         engine.stop_and_join()
-
-
-def _interrupt(*_) -> None:
-    raise KeyboardInterrupt

@@ -29,7 +29,7 @@ def clock(monkeypatch):
 def tried(keys: Keys, given: str, peer: str = "10.0.0.1") -> int:
     """The status of an attempt; 200 if the key is right."""
     try:
-        keys.check(given, "secret", peer)
+        keys.check(given, ("secret", "other"), peer)
     except Refused as refused:
         assert refused.status in (401, 429) and "secret" not in refused.message
         assert (refused.retry is None) == (refused.status == 401)

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from threading import Barrier
@@ -37,7 +38,7 @@ from serving import (
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
-from mlxkv.serve import engine, ranks
+from mlxkv.serve import engine, ranks, told
 from mlxkv.serve.alone import Alone
 from mlxkv.serve.caches.disk import Disk, open_disk
 from mlxkv.serve.job import Job
@@ -145,7 +146,7 @@ class Pair(Ranks):
         return [self.table[0], self.table[1]]
 
     def share(self, thing):
-        return self._meet(thing)[0]
+        return told.load(self._meet(told.dump(thing))[0])
 
     def _all(self, number):
         return self._meet(int(number))
@@ -187,10 +188,24 @@ def test_rank_0_decides_and_refuses_for_all():
     def refuse():
         raise Refused(400, "[prompt] no", "invalid_value")
 
-    works = [lambda r: r.decide(lambda: [r.rank])] * 2
-    assert both_do(*works) == [[0], [0]]
-    errors = both_do(lambda r: r.decide(refuse), lambda r: r.decide(None))
+    def decide(work):
+        return lambda r: r.decide(work and partial(work, r), list, tuple)
+
+    assert both_do(decide(lambda r: (r.rank,)), decide(None)) == [(0,), (0,)]
+    errors = both_do(decide(lambda r: refuse()), decide(None))
     assert [(e.status, e.code) for e in errors] == [(400, "invalid_value")] * 2
+    errors = both_do(decide(lambda r: 1 / 0), decide(None))
+    assert [type(e) for e in errors] == [ZeroDivisionError, MachineError]
+    assert "division by zero" in str(errors[1])
+
+
+def test_what_is_too_long_is_refused_before_it_is_read(monkeypatch):
+    alone = Solo()
+    alone.rank = 1
+    for size in (0, -1, ranks.MOST + 1):
+        monkeypatch.setattr(mx.distributed, "all_sum", lambda x, size=size: mx.array([size, 0]))
+        with pytest.raises(MachineError, match="at once"):
+            Ranks.share(alone, None)
 
 
 def blank(kind: type):

@@ -239,6 +239,6 @@ def test_what_clients_send_is_taken():
     )
     assert [m["role"] for m in out["messages"]] == ["system", "user", "assistant", "tool"]
     assert [m["content"] for m in out["messages"]] == ["be brief", "a", "", "7"]
-    assert out["max_tokens"] == 100 and out["top_p"] == 1 and "user" not in out
+    assert out["max_tokens"] == 100 and out["top_p"] == 1 and out["user"] == "someone"
     text = check({"prompt": ["a"], "logprobs": 3}, False)
     assert (text["prompt"], text["logprobs"], text["top_logprobs"]) == ("a", True, 3)

@@ -32,12 +32,17 @@ WHERE = "--kv-disk"
 
 @dataclass
 class Entry:
-    """A file. tokens: those in its cache. trims: whether it can be cut back to a part of them."""
+    """A file. tokens: those in its cache. trims: whether it can be cut back to a part of them. tenant: whose
+    it is, as its name tells."""
 
     path: Path
     tokens: list[int]
     nbytes: int
     trims: bool = True
+
+    @property
+    def tenant(self) -> str:
+        return self.path.stem.rpartition("-")[0]
 
 
 class Disk:
@@ -105,9 +110,10 @@ class Disk:
             logging.warning(f"a session cannot be read, it is left alone: {error}")
             return None
 
-    def save(self, tokens: list[int], cache: list) -> None:
+    def save(self, tokens: list[int], cache: list, tenant: str = "") -> None:
         """Write a cache. One that cannot be written is lost, and logged."""
-        path = self.folder / (_digest(tokens) + SUFFIX)
+        name = f"{tenant}-{_digest(tokens)}" if tenant else _digest(tokens)
+        path = self.folder / (name + SUFFIX)
         known = next((entry for entry in self.entries if entry.path == path), None)
         if known is not None:
             self._touch(known)
@@ -124,7 +130,8 @@ class Disk:
         self.saved += 1
         trims = can_trim_prompt_cache(cache)
         if trims:  # else a start of it serves where it cannot: a window has moved on
-            self._drop([e for e in self.entries if tokens[: len(e.tokens)] == e.tokens])
+            own = [entry for entry in self.entries if entry.tenant == tenant]
+            self._drop([e for e in own if tokens[: len(e.tokens)] == e.tokens])
         self.entries.append(Entry(path, tokens, size, trims))
         self._bound()
 
@@ -151,11 +158,13 @@ class Disk:
         while self.entries and self.nbytes > self.limit:
             self._drop(self.entries[:1])
 
-    def nearest(self, tokens: list[int]) -> tuple[Entry | None, int]:
-        """The file that shares the longest start with `tokens`, and the length of that start. One that
-        cannot be cut back has to be that start, with a token behind it for the model to read."""
+    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[Entry | None, int]:
+        """The tenant's file that shares the longest start with `tokens`, and the length of that start. One
+        that cannot be cut back has to be that start, with a token behind it for the model to read."""
         best, most = None, 0
         for entry in self.entries:
+            if entry.tenant != tenant:
+                continue
             shared = _shared(entry.tokens, tokens)
             usable = entry.trims or shared == len(entry.tokens) < len(tokens)
             if usable and shared > most:
@@ -194,9 +203,9 @@ class Agreed(Disk):
         super().__init__(base / f"{ranks.rank + 1}-of-{ranks.size}", limit, loaded)
         self._ranks = ranks
 
-    def nearest(self, tokens: list[int]) -> tuple[Entry | None, int]:
-        entry, shared = super().nearest(tokens)
-        name, shared = self._ranks.share((entry and entry.path.name, shared))
+    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[Entry | None, int]:
+        entry, shared = super().nearest(tokens, tenant)
+        name, shared = self._ranks.share([entry and entry.path.name, shared])
         own = next((entry for entry in self.entries if entry.path.name == name), None)
         if self._ranks.least(own is not None):
             return own, shared

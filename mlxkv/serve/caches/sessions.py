@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 
 from mlx_lm.models.cache import KVCache, LRUPromptCache
@@ -15,9 +15,18 @@ from mlxkv.serve.caches.shelf import Shelf
 MANY = 1 << 62  # sequences, bytes: mlx-lm's bounds are not used
 
 
-class Sessions(LRUPromptCache):
-    """Caches of finished prompts and replies, found by their tokens.
+class Owned(list):
+    """The caches of one sequence, a layer each. tenant: whose they are."""
 
+    def __init__(self, caches: Iterable, tenant: str):
+        super().__init__(caches)
+        self.tenant = tenant
+
+
+class Sessions(LRUPromptCache):
+    """Caches of finished prompts and replies, found by their tokens, by the tenant whose they are.
+
+    tenant: of the next look-up; mlx-lm's loop does not hand it on. Caches that come to stay are `Owned`.
     memory: has the room for them. new: makes an empty cache. disk: takes those that have no room, if
     not None. reuse: whether any are kept. agree: turns this process's bytes into a number that is the
     same in every process of the model. For the generation thread; others may read numbers.
@@ -34,6 +43,7 @@ class Sessions(LRUPromptCache):
         super().__init__(MANY, MANY)
         self.memory, self.new, self.disk, self.reuse = memory, new, disk, reuse
         self.agree = agree
+        self.tenant = ""
         self.shelf = Shelf()
         self.bytes_fp16 = 0  # of the same tokens in plain 16-bit caches
         self._useless: set = set()  # files whose caches cannot be trimmed to a shared start
@@ -42,12 +52,13 @@ class Sessions(LRUPromptCache):
     def fetch_nearest_cache(self, model, tokens: list[int]):
         """Return a cache that holds the start of `tokens`, possibly empty, and the rest of the tokens: at
         least one, which the model has to read."""
-        cache, found = self._nearest(model, tokens)
+        own = model, self.tenant
+        cache, found = self._nearest(own, tokens)
         if self.disk is not None:
-            entry, shared = self.disk.nearest(tokens)
+            entry, shared = self.disk.nearest(tokens, self.tenant)
             near = found + self._reread if found else 0  # what is in memory shares as much
-            if shared > near and self._from_disk(model, entry):
-                before, (cache, found) = found, self._nearest(model, tokens)
+            if shared > near and self._from_disk(own, entry):
+                before, (cache, found) = found, self._nearest(own, tokens)
                 if found == before:  # it cannot be cut back to the shared start
                     self._useless.add(entry.path)
         rest = tokens[found:]
@@ -62,7 +73,7 @@ class Sessions(LRUPromptCache):
         self.tokens += len(tokens)
         self.tokens_found += len(tokens) - len(rest)
         self.shrink()
-        return cache, rest
+        return Owned(cache, self.tenant), rest
 
     @property
     def _reread(self) -> int:
@@ -70,9 +81,9 @@ class Sessions(LRUPromptCache):
         configs = [shape.config for shape in self.memory.shapes if shape.config is not None]
         return 1 + max((c.recent + c.page for c in configs), default=0)
 
-    def _nearest(self, model, tokens: list[int]) -> tuple[list | None, int]:
+    def _nearest(self, own: tuple, tokens: list[int]) -> tuple[list | None, int]:
         """A working cache of the start of `tokens`, and how many of them it holds; (None, 0) if none does."""
-        near, last = self._trie.search(model, tokens), len(tokens) - 1
+        near, last = self._trie.search(own, tokens), len(tokens) - 1
         whole = near.exact if near.exact is not None else near.longer
         short = 0 if near.shorter is None else len(near.shorter)
         shared = len(tokens) if near.exact is not None else near.common_prefix
@@ -85,22 +96,23 @@ class Sessions(LRUPromptCache):
             return None, 0
         return deepcopy(self._trie.get(near.model, near.shorter).prompt_cache), short
 
-    def _from_disk(self, model, entry) -> bool:
+    def _from_disk(self, own: tuple, entry) -> bool:
         cache = None if entry.path in self._useless else self.disk.load(entry)
         if cache is None:
             return False
-        self._insert(model, entry.tokens, cache)
+        self._insert(own, entry.tokens, cache)
         return True
 
     def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
         """Keep a cache, and take it over: parts that others have, too, are stored once."""
         if self.reuse:
-            self._insert(model, tokens, prompt_cache, **kwargs)
+            own = model, getattr(prompt_cache, "tenant", "")
+            self._insert(own, tokens, prompt_cache, **kwargs)
             self.shrink()
 
-    def _insert(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
-        self.shelf.put(tokens, prompt_cache)
-        super().insert_cache(model, tokens, prompt_cache, **kwargs)
+    def _insert(self, own: tuple, tokens: list[int], prompt_cache: list, **kwargs) -> None:
+        self.shelf.put(tokens, prompt_cache, own[1])
+        super().insert_cache(own, tokens, prompt_cache, **kwargs)
 
     @property
     def nbytes(self) -> int:
@@ -116,14 +128,16 @@ class Sessions(LRUPromptCache):
         """Evict the least recently used until the rest fits into `room` bytes (default: the memory's)."""
         room = self.memory.room if room is None else room
         while len(self) and self.agree(self.nbytes) > room:
-            model, tokens = self._lru.pop()
-            entry = self._trie.pop(model, tokens)
+            own, tokens = self._lru.pop()
+            entry = self._trie.pop(own, tokens)
+            if not self._trie._trie[own]:  # there may be any number of tenants
+                del self._trie._trie[own]
             self._n_bytes -= entry.nbytes
             self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
             self.evicted += 1
             if self.disk is not None:
                 self.disk.save(
-                    list(tokens), deepcopy(entry.prompt_cache)
+                    list(tokens), deepcopy(entry.prompt_cache), own[1]
                 )  # a copy is whole, without shared parts
             del entry  # frees its shared parts before the next look at the size
         kept = (tokens for lru in self._lru._lrus.values() for _, tokens in lru)

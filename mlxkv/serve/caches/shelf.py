@@ -66,14 +66,14 @@ class Shelf:
         self._blocks: WeakValueDictionary[tuple, Block] = WeakValueDictionary()
         self.saved = 0
 
-    def put(self, tokens: list[int], caches: list) -> None:
+    def put(self, tokens: list[int], caches: list, tenant: str = "") -> None:
         """Replace compressed caches, which hold a start of `tokens`, by `Kept` ones in place, layer by layer:
-        only one layer has two copies at a time."""
+        only one layer has two copies at a time. tenant: shares with its own sessions alone."""
         for layer, cache in enumerate(caches):
             if type(cache) is CompressedKVCache and not cache.empty():
-                caches[layer] = self._kept(layer, tokens, cache)
+                caches[layer] = self._kept((tenant, layer), tokens, cache)
 
-    def _kept(self, layer: int, tokens: list[int], cache: CompressedKVCache) -> Kept:
+    def _kept(self, place: tuple, tokens: list[int], cache: CompressedKVCache) -> Kept:
         state, config = cache.state, cache.config
         state.pop("last", None)  # who uses this cache again cuts it back by whole pages
         paged = [(f"pages.{name}", x) for name, x in tree_flatten(state.pop("pages", {}))]
@@ -89,7 +89,7 @@ class Shelf:
         rest = [(n, _rows(x, pages - pages % each, pages, pages)) for n, x in paged]
         if pages % each:
             state |= dict(tree_unflatten(rest))
-        blocks = self._shared(list(zip(_keys(layer, tokens, ends), found, strict=True)))
+        blocks = self._shared(list(zip(_keys(place, tokens, ends), found, strict=True)))
         state = tree_map(_own, state)
         mx.eval(state, [block.arrays for block in blocks])
         kept = Kept(blocks, state, cache.size())
@@ -121,13 +121,13 @@ class Shelf:
             self.saved -= block.nbytes if block.users else 0
 
 
-def _keys(layer: int, tokens: list[int], ends: list[int]) -> Iterator[tuple]:
+def _keys(place: tuple, tokens: list[int], ends: list[int]) -> Iterator[tuple]:
     """Yield a key for each end: a digest of all tokens before it."""
     digest, start = hashlib.sha256(), 0
     for end in ends:
         digest.update(array("Q", tokens[start:end]).tobytes())
         start = end
-        yield layer, end, digest.digest()
+        yield place, end, digest.digest()
 
 
 def _rows(x: mx.array, first: int, last: int, pages: int) -> mx.array:

@@ -34,7 +34,7 @@ class Keys:
         self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # wrong keys, and when
         self._untold, self._tell = 0, 0.0
 
-    def check(self, given: str, key: str, peer: str) -> None:
+    def check(self, given: str, keys: tuple[str, ...], peer: str) -> None:
         """Compare a key that a client sent, "" for none. Raises Refused."""
         now, who = time.monotonic(), _network(peer)
         debt, then = self._debts.get(who, (0.0, now))
@@ -47,7 +47,8 @@ class Keys:
                 "invalid_api_key",
                 retry=wait,
             )
-        if hmac.compare_digest(_digest(given), _digest(key)):
+        same = [hmac.compare_digest(_digest(given), _digest(key)) for key in keys]
+        if any(same):  # compared with all of them, whichever it is
             return
         if given:  # none at all is no guess: pages ask for a key when they are told
             self._debts[who] = (debt + 1, now)

@@ -13,7 +13,7 @@ from mlx_lm import server
 from mlxkv.errors import MachineError
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.job import Arguments, Job
-from mlxkv.serve.refusals import Refused, fault
+from mlxkv.serve.refusals import Refused, ending, fault
 
 WAIT_SECONDS = 0.25
 
@@ -34,9 +34,9 @@ class Caller:
     """started: when the request began to arrive, by `time.monotonic`. gone: whether the client has hung
     up. stop: ends the reply; does nothing before there is one."""
 
-    def __init__(self, engine: Engine, started: float, gone: Callable[[], bool]):
+    def __init__(self, engine: Engine, started: float, gone: Callable[[], bool], tenant: str = ""):
         self.engine, self.started, self._gone = engine, started, gone
-        self.job = Job()
+        self.job = Job(tenant=tenant)
         self.context: server.GenerationContext | None = None
 
     def __getattr__(self, name: str):
@@ -54,6 +54,8 @@ class Caller:
             if progress_callback is not None:
                 progress_callback(done, total)
 
+        if self.engine.over:
+            raise Answer(ending())
         args = Arguments(**vars(args), job=self.job)
         try:
             # With this object in the engine's place, for `_await_response`.
@@ -75,6 +77,8 @@ class Caller:
             try:
                 return line.get(timeout=WAIT_SECONDS)
             except Empty:
+                if self.engine.over and line.empty():  # it came too late to be told
+                    raise ending() from None
                 if not self.engine.generation_available() and line.empty():
                     raise MachineError("[serve] the generation thread has ended") from None
                 self._check()

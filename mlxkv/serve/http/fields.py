@@ -7,10 +7,10 @@ _NAMES = {
     "OpenAI's own clients": """
         audio cache_control function_call input metadata moderation parallel_tool_calls prediction
         prompt_cache_key prompt_cache_options prompt_cache_retention reasoning reasoning_effort
-        safety_identifier service_tier store thinking timeout user verbosity web_search_options
+        safety_identifier service_tier store thinking timeout verbosity web_search_options
     """,
     "vLLM, SGLang, transformers": """
-        add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt
+        add_generation_prompt add_special_tokens allowed_token_ids bad_words
         chat_template continue_final_message custom_logit_processor detokenize documents
         early_stopping ebnf enable_thinking guided_choice guided_decoding_backend guided_grammar
         guided_json guided_regex guided_whitespace_pattern ignore_eos include_reasoning

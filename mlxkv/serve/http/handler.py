@@ -26,6 +26,7 @@ from mlxkv.serve.http.request import Request, Served, parse
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.refusals import Refused, fault
+from mlxkv.serve.tenants import tenant
 
 CHAT = ("/v1/chat/completions", "/chat/completions")
 TEXT = ("/v1/completions",)
@@ -63,15 +64,15 @@ class Site:
             vocabulary=engine.vocabulary,
         )
 
-    def kv(self) -> dict:
-        """The document of /v1/kv."""
+    def kv(self, whole: bool = True) -> dict:
+        """The document of /v1/kv. whole: with numbers that depend on what all clients ask."""
         engine, loaded = self.engine, self.loaded
         memory, sessions, disk = engine.memory, engine.sessions, engine.sessions.disk
         kept = None
         if disk is not None:
             counts = {"saved": disk.saved, "found": disk.found, "failed": disk.failed}
             kept = {"files": len(disk.entries), "bytes": disk.nbytes, **counts}
-        return {
+        own = {
             "model": self.name,
             "kv": loaded.kv_name,
             "backend": backend(),
@@ -81,6 +82,11 @@ class Site:
             "processes": engine.ranks.size,  # bytes below are those of one
             "report": loaded.report(),
             "layers": [asdict(layer) for layer in loaded.layers],
+            "memory": {"bound_bytes": memory.bound},
+        }
+        if not whole:
+            return own
+        return own | {
             "memory": {
                 "bound_bytes": memory.bound,
                 "promised_bytes": memory.promised,
@@ -152,8 +158,18 @@ class Handler(server.APIHandler):
         options = self.site.options
         check_host(host, self.headers, options)
         # A preflight has no key: it asks whether one may be sent.
-        if options.api_key is not None and path not in OPEN and self.command != "OPTIONS":
-            self.site.keys.check(given_key(self.headers), options.api_key, self.line.peer)
+        if options.api_keys and path not in OPEN and self.command != "OPTIONS":
+            self.site.keys.check(given_key(self.headers), options.api_keys, self.line.peer)
+
+    @property
+    def _key(self) -> str | None:
+        """The API key of a request that was admitted, None where the server has none."""
+        return given_key(self.headers) if self.site.options.api_keys else None
+
+    @property
+    def _operator(self) -> bool:
+        """Whether this client may know what all of them do together: it has the first key, or nobody has one."""
+        return self._key in (None, *self.site.options.api_keys[:1])
 
     def answer(self) -> None:
         """Write the reply. Raises ConnectionError or TimeoutError if the client has left."""
@@ -260,7 +276,9 @@ class Handler(server.APIHandler):
             well = site.engine.is_healthy
             self._send_json({"status": "ok" if well else "unavailable"}, 200 if well else 503)
         elif path == "/v1/kv":
-            self._send_json(site.kv())
+            self._send_json(site.kv(self._operator))
+        elif path == "/metrics" and not self._operator:
+            raise Refused(403, "[/metrics] tells of all clients: it is for the first --api-key")
         elif path == "/metrics":
             text = site.metrics.text(site.gauges())
             self._send(200, text.encode(), "text/plain; version=0.0.4")
@@ -301,7 +319,8 @@ class Handler(server.APIHandler):
         else:
             self.body = {"prompt": request.prompt}
             completion = self.handle_text_completions()
-        caller = Caller(self.site.engine, self.started, self.line.gone)
+        whose = tenant(self._key, request.user, request.cache_salt)
+        caller = Caller(self.site.engine, self.started, self.line.gone, whose)
         self.response_generator = caller
         try:
             self.handle_completion(completion, request.stop)

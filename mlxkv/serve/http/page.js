@@ -160,15 +160,16 @@ async function gauge() {
   if (document.hidden) return;
   try {
     const kv = await (await ask("/v1/kv")).json(), memory = kv.memory;
-    const most = Math.max(memory.bytes, memory.bytes_fp16, 1);
     $("model").textContent = kv.model;
     $("preset").textContent = `--kv ${kv.kv}`;
     $("preset").title = kv.report.join("\n");
+    document.title = `${kv.model} · mlxkv`;
+    if (memory.bytes === undefined) return;  // told to the first key alone
+    const most = Math.max(memory.bytes, memory.bytes_fp16, 1);
     $("level").style.width = `${100 * memory.bytes / most}%`;
     $("level").parentNode.setAttribute("aria-valuemax", most);
     $("level").parentNode.setAttribute("aria-valuenow", memory.bytes);
     $("memory").textContent = `cache ${size(memory.bytes)} of ${size(memory.bytes_fp16)} in fp16`;
-    document.title = `${kv.model} · mlxkv`;
   } catch (error) { $("memory").textContent = error.message; }
 }
 

@@ -18,6 +18,7 @@ from mlxkv.serve.refusals import Refused
 ROLES = ("system", "developer", "user", "assistant", "tool")
 STOPS, STOP_LENGTH = 16, 256
 LOGIT_BIASES = 1024
+NAME_LENGTH = 512
 # Arguments of transformers' apply_chat_template that a client may not set: some change what it
 # returns, and padding makes a prompt of any length before its tokens are counted.
 RESERVED = (
@@ -58,7 +59,8 @@ class Request:
     """Fields have the names of OpenAI's API and of mlx-lm's server.
 
     chat: whether `messages` (with `tools`, `chat_template_kwargs`) are to be answered, or `prompt` to
-    be continued. include_usage: whether a stream ends with counts. top_logprobs: -1 for none.
+    be continued. include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user,
+    cache_salt: whose caches are used, within an API key.
     """
 
     chat: bool
@@ -72,6 +74,8 @@ class Request:
     messages: list[dict] = field(default_factory=list)
     tools: list[dict] | None = None
     chat_template_kwargs: dict | None = None
+    user: str = ""
+    cache_salt: str = ""
     temperature: float = _limits(NUMBER, 0, 100, 0.0)
     top_p: float = _limits(NUMBER, 0, 1, 1.0)
     top_k: int = _limits(int, 0, 1 << 20, 0)
@@ -97,7 +101,7 @@ NUMBERS["max_completion_tokens"] = NUMBERS["max_tokens"]  # OpenAI's newer name
 TAKEN = (
     *NUMBERS,
     *("model", "kv", "stream", "stream_options", "stop", "logprobs", "top_logprobs", "logit_bias"),
-    *("prompt", "messages", "tools", "chat_template_kwargs"),
+    *("prompt", "messages", "tools", "chat_template_kwargs", "user", "cache_salt"),
 )
 KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 
@@ -208,6 +212,7 @@ def check(body: dict, chat: bool, served: Served) -> Request:
         stop=_stop(body),
         **_logprobs(body, chat),
         logit_bias=_logit_bias(body, served.vocabulary),
+        **{name: _name(body, name) for name in ("user", "cache_salt")},
         **(_chat(body) if chat else _text(body)),
     )
 
@@ -220,6 +225,13 @@ def _boolean(body: dict, name: str) -> bool:
     value = body.get(name, False)
     if not isinstance(value, bool):
         raise bad(name, "must be true or false", value)
+    return value
+
+
+def _name(body: dict, name: str) -> str:
+    value = body.get(name, "")
+    if not isinstance(value, str) or len(value) > NAME_LENGTH:
+        raise bad(name, f"must be a text of at most {NAME_LENGTH} characters", value)
     return value
 
 

@@ -1,0 +1,154 @@
+"""The contents of a chat are text: a special token that somebody writes there is not one.
+
+A chat template joins contents and the tokens between turns to one text, in which nobody can tell whose
+`<|im_start|>` is whose. So such words in contents are broken by a mark before the template runs, and its
+text is cut at the marks: no piece holds the word. Chats without such words are encoded as ever; where
+there are some, a tokenizer whose words begin with a space may see one more inside them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+MARKS = [chr(code) for code in range(0xE000, 0xE040)]  # private use: in no template
+
+
+class Turns:
+    """What a tokenizer takes for a token of its own in any text: its special tokens, and those of its added
+    tokens that its chat template writes (`<think>`, `<tool_call>`).
+
+    words: finds their places in a text; None if there are none. reply: the same for messages of the
+    assistant, which may hold marks of thinking and of tool calls, as the model wrote them.
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        own = [getattr(tokenizer, f"{name}_{end}", None) or "" for name, end in _REPLY]
+        template = str(getattr(tokenizer, "chat_template", None) or "") + " ".join(own)
+        added = (getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
+        # Of the others not plain words, which a text has every right to.
+        words = {
+            str(one)
+            for one in added
+            if one.special or (str(one) in template and not str(one).strip().isalnum())
+        }
+        words |= set(getattr(tokenizer, "all_special_tokens", ()))
+        # A normalizer may lower the case before it looks for a token.
+        folds = any(one.special and one.normalized for one in added) and _normalizes(tokenizer)
+        self.words = _finder(words, folds)
+        self.reply = _finder({word for word in words if not any(word in x for x in own)}, folds)
+
+    def broken(self, chat: list[dict], *more: Any) -> tuple[str | None, list]:
+        """Break such words in messages, and in other values that a template reads (tools). Returns the mark
+        and [messages, *more]; the mark is None, and they are the same, if there is nothing to break."""
+        found: list[str] = []
+        chat = [_with_arguments(message) for message in chat]
+        self._each(chat, more, lambda text, words: found.append(text) if words.search(text) else 0)
+        if not found:
+            return None, [chat, *more]
+        every = json.dumps([chat, more], ensure_ascii=False, default=str)
+        mark = next((mark for mark in MARKS if mark not in every), None)
+        if mark is None:
+            raise ValueError(
+                "every character of private use that could mark a place is in the text"
+            )
+        return mark, self._each(chat, more, lambda text, words: words.sub(rf"\g<1>{mark}", text))
+
+    def _each(self, chat: list[dict], more: tuple, change) -> list:
+        """A copy in which change(text, words) stands for every text."""
+        if self.words is None:
+            return [chat, *more]
+        kinds = [self.reply if one.get("role") == "assistant" else self.words for one in chat]
+        out = [_mapped(one, change, words) for one, words in zip(chat, kinds, strict=True)]
+        return [out, *(_mapped(one, change, self.words) for one in more)]
+
+    def render(self, chat: list[dict], **asked) -> list[str]:
+        """The text of the chat template, in pieces to encode one by one. asked: arguments of
+        `apply_chat_template`. Raises what the template raises."""
+        mark, (chat,) = self.broken(chat)
+        return pieces(self._tokenizer.apply_chat_template(chat, tokenize=False, **asked), mark)
+
+    def encode(self, parts: list[str], add_special_tokens: bool = False) -> list[int]:
+        """The tokens of a text in pieces."""
+        out: list[int] = []
+        for i, part in enumerate(parts):
+            first = add_special_tokens and i == 0
+            out += self._tokenizer.encode(part, add_special_tokens=first)
+        return out
+
+
+class Cut:
+    """A tokenizer for one chat whose contents are broken by `mark`: it encodes text in pieces."""
+
+    def __init__(self, tokenizer, turns: Turns, mark: str):
+        self._tokenizer, self._turns, self._mark = tokenizer, turns, mark
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._turns.encode(pieces(text, self._mark), add_special_tokens)
+
+    def apply_chat_template(self, chat: list[dict], tokenize: bool = True, **asked):
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False, **asked)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+_REPLY = [(kind, end) for kind in ("think", "tool_call") for end in ("start", "end")]
+
+
+def pieces(text: str, mark: str | None) -> list[str]:
+    """A rendered text, cut at its marks; JSON that escapes more than it has to writes them as \\ue000."""
+    if mark is None:
+        return [text]
+    return re.split(f"{mark}|{re.escape(json.dumps(mark)[1:-1])}", text)
+
+
+def cut_front(parts: list[str], count: int) -> list[str]:
+    """A text in pieces without its first `count` characters."""
+    at = 0
+    while at < len(parts) - 1 and count >= len(parts[at]):
+        count -= len(parts[at])
+        at += 1
+    return [parts[at][count:], *parts[at + 1 :]]
+
+
+def _finder(words: set[str], folds: bool) -> re.Pattern | None:
+    """Finds the first characters of such words: to break behind each one breaks those that overlap, too."""
+    some = sorted(word for word in words if len(word) > 1 and not word.isspace())
+    if not some:
+        return None
+    rests = "|".join(f"{re.escape(w[0])}(?={re.escape(w[1:])})" for w in some)
+    return re.compile(f"({rests})", re.IGNORECASE if folds else 0)
+
+
+def _mapped(thing: Any, change, words: re.Pattern | None) -> Any:
+    if isinstance(thing, str):
+        return change(thing, words) if words is not None else thing
+    if isinstance(thing, dict):
+        pairs = [(_mapped(k, change, words), _mapped(v, change, words)) for k, v in thing.items()]
+        return dict(pairs)
+    if isinstance(thing, list | tuple):
+        return [_mapped(one, change, words) for one in thing]
+    return thing
+
+
+def _with_arguments(message: dict) -> dict:
+    """A message whose tool calls have arguments as values: JSON may spell a word in escapes."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    return message | {"tool_calls": [_read_arguments(call) for call in message["tool_calls"]]}
+
+
+def _read_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = function["arguments"]
+    return call | {"function": function | {"arguments": json.loads(arguments or "{}")}}
+
+
+def _normalizes(tokenizer) -> bool:
+    return getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None) is not None

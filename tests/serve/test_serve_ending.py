@@ -1,0 +1,131 @@
+"""The end of a server: replies under way have a while, clients are told, signals break nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from threading import Thread
+
+import pytest
+from serving import ENDLESS, LONG, asking, complete, get, send, until
+
+from mlxkv import console
+from mlxkv.chat import terminal
+from mlxkv.serve import run
+from mlxkv.serve.http.caller import Caller
+from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.refusals import Refused, ending
+from mlxkv.serve.run import Server
+
+
+@pytest.fixture(params=[True, False], ids=["batched", "alone"])
+def server(model_folder, tmp_path, request):
+    made = Server(ServeOptions(model=str(model_folder), port=0, kv_disk=str(tmp_path)))
+    made.engine.model_provider.is_batchable = request.param
+    thread = Thread(target=made.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        thread.join()
+        made.close()
+
+
+def end(server: Server, hurry) -> float:
+    """End a server; return how long that took."""
+    server.shutdown()
+    start = time.monotonic()
+    server.close(hurry)
+    return time.monotonic() - start
+
+
+def test_replies_under_way_are_written_to_the_end(server, monkeypatch):
+    monkeypatch.setattr(run, "GRACE", 60)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(complete, server, LONG, 60, logit_bias={"257": -100})
+        until(lambda: server.under_way)
+        end(server, lambda: False)
+        assert job.result()["usage"]["completion_tokens"] == 60
+    assert len(server.engine.sessions) == 0 and server.engine.sessions.disk.saved > 0
+
+
+def test_clients_are_told_when_their_time_is_over(server, monkeypatch):
+    monkeypatch.setattr(run, "GRACE", 0.1)
+    complete(server, LONG, 2)
+    with asking(server, **ENDLESS, stream=True) as stream, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(send, server, "POST", "/v1/completions", ENDLESS)
+        assert b"200" in stream.recv(64)
+        until(lambda: len(server.under_way) == 2)
+        assert end(server, lambda: False) < 30
+        got = b""
+        while part := stream.recv(1 << 16):
+            got += part
+        status, _, data = whole.result()
+    error = json.loads(got.decode().split("data: ")[-1].split("\n")[0])["error"]
+    assert error["code"] == "ending" and b"[DONE]" not in got
+    assert (status, json.loads(data)["error"]["code"]) == (503, "ending")
+    assert server.engine.sessions.disk.saved > 0
+
+
+def test_a_second_signal_is_in_a_hurry(server, monkeypatch):
+    monkeypatch.setattr(run, "GRACE", 60)
+    with asking(server, **ENDLESS, stream=True) as stream:
+        assert b"200" in stream.recv(64)
+        assert end(server, lambda: True) < 30
+
+
+def test_who_comes_too_late_is_told(server):
+    """A request of a connection that was there before the end."""
+    server.engine.over = True
+    status, _, data = send(server, "POST", "/v1/completions", {"prompt": "a"})
+    assert (status, json.loads(data)["error"]["code"]) == (503, "ending")
+    server.engine.over = False
+    assert get(server, "/health") == {"status": "ok"}
+    end(server, lambda: True)
+    caller = Caller(server.engine, time.monotonic(), lambda: False)
+    with pytest.raises(Refused, match="is ending"):
+        caller._await_response(Queue())
+    server.engine.requests.put((line := Queue(), None, None))
+    server.engine._tell(ending())
+    assert line.get_nowait().code == "ending"
+
+
+def test_signals_wait_for_a_block():
+    came = []
+    before = {n: signal.signal(n, lambda n, _: came.append(n)) for n in console.ENDING}
+    try:
+        with console.unbroken():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.raise_signal(number)
+            assert came == []
+        assert came == [signal.SIGTERM]  # the first: it ends what the others would end
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+        with console.unbroken(), terminal.left_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with pytest.raises(ZeroDivisionError), console.unbroken():
+            _ = 1 / 0
+        signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGTERM] * 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_elsewhere_than_in_the_main_thread_nothing_is_held():
+    def work() -> str:
+        with console.unbroken():
+            return "done"
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == "done"
+
+
+def test_a_chat_is_left_with_the_number_of_the_signal():
+    with pytest.raises(SystemExit) as found, terminal.left_by_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert found.value.code == 128 + signal.SIGTERM

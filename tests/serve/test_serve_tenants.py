@@ -1,0 +1,177 @@
+"""Prompt caches belong to whoever asked: nobody finds another's, in memory, on disk or in numbers."""
+
+from __future__ import annotations
+
+import gc
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from random_models import tokens
+from read_caches import maker, memory_of, read
+from serving import LONG, get, send, serving
+
+from mlxkv.errors import UserError
+from mlxkv.models import load
+from mlxkv.serve.caches.disk import Disk
+from mlxkv.serve.caches.sessions import Owned, Sessions
+from mlxkv.serve.caches.shelf import Shelf
+from mlxkv.serve.command import serve
+from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.tenants import tenant
+
+KEYS = ["operator", "one", "two"]
+
+
+def test_who_is_who():
+    asked = [(None, "", ""), ("a", "", ""), ("b", "", ""), (None, "a", ""), (None, "", "a")]
+    asked += [("a", "b", ""), ("a", "", "b"), ("ab", "", ""), (None, "ab", ""), (None, '", "', "")]
+    names = [tenant(*one) for one in asked]
+    assert len(set(names)) == len(asked) and names[0] == ""
+    assert all(len(name) == 32 and name.isalnum() for name in names[1:])
+    assert tenant("a", "b", "c") == tenant("a", "b", "c")
+
+
+def test_keys_come_from_options_and_the_environment(monkeypatch):
+    assert ServeOptions(api_key="a").api_keys == ("a",)
+    assert ServeOptions(api_key=["a", "b"]).api_keys == ("a", "b")
+    assert ServeOptions(api_key=[]).api_keys == ServeOptions().api_keys == ()
+    for bad in ("", " ", "\u00e9", ["a", ""], "a ", "a\n"):
+        with pytest.raises(UserError, match="--api-key"):
+            ServeOptions(api_key=bad)
+    with pytest.raises(UserError, match="got no --api-key"):
+        ServeOptions(host="0.0.0.0", api_key=[])
+    seen = []
+    monkeypatch.setenv("MLXKV_API_KEY", "x\ny")
+    monkeypatch.setattr("mlxkv.serve.run.run", seen.append)
+    serve(api_key=None)
+    serve(api_key=["z"])
+    assert [one.api_keys for one in seen] == [("x", "y"), ("z",)]
+
+
+@pytest.fixture(scope="module")
+def small(model_folder):
+    return load(str(model_folder), "int4")
+
+
+def test_sessions_are_found_by_their_tenant_alone(small, tmp_path):
+    memory, names = memory_of(small.model), tokens(300).tolist()
+    disk = Disk(tmp_path, 1 << 30, small)
+    sessions = Sessions(memory, maker(small), disk)
+
+    def found(whose: str) -> int:
+        sessions.tenant = whose
+        cache, rest = sessions.fetch_nearest_cache("m", [*names, 1, 2])
+        assert cache.tenant == whose
+        return len(names) + 2 - len(rest)
+
+    sessions.insert_cache("m", names, Owned(read(small.model, 300), "a"))
+    assert [found(whose) for whose in ("a", "b", "")] == [300, 0, 0]
+    sessions.insert_cache("m", names, read(small.model, 300))  # nobody's
+    assert [found(whose) for whose in ("a", "b", "")] == [300, 0, 300]
+    sessions.shrink(-1)
+    assert len(sessions) == 0 and not sessions._trie._trie  # names of tenants do not pile up
+    assert sorted(entry.tenant for entry in disk.entries) == ["", "a"]
+    assert [found(whose) for whose in ("b", "a", "")] == [0, 300, 300]
+    again = Disk(tmp_path, 1 << 30, small)  # after a restart
+    assert sorted(entry.tenant for entry in again.entries) == ["", "a"]
+    assert [again.nearest(names, whose)[1] for whose in ("b", "a", "")] == [0, 300, 300]
+    again.save(names + [1], read(small.model, 301), "a")  # stands for the shorter one of its own
+    assert sorted(len(entry.tokens) for entry in again.entries) == [300, 301]
+
+
+def test_what_two_tenants_have_in_common_is_stored_twice(small):
+    shelf, names = Shelf(), tokens(900).tolist()
+    one, other, again = (read(small.model, 900) for _ in range(3))
+    shelf.put(names, one, "a")
+    shelf.put(names, other, "b")
+    assert shelf.saved == 0
+    shelf.put(names, again, "b")
+    assert shelf.saved > 0
+    del other, again
+    gc.collect()
+    assert shelf.saved == 0
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["batched", "alone"])
+def server(model_folder, request):
+    with serving(model_folder, api_key=KEYS) as running:
+        running.engine.model_provider.is_batchable = request.param
+        yield running
+
+
+def ask(server, key: str, prompt: str = LONG, **more) -> dict:
+    """A reply's numbers, without those of time."""
+    headers = {"Authorization": f"Bearer {key}"}
+    body = {"prompt": prompt, "max_tokens": 3, **more}
+    status, _, data = send(server, "POST", "/v1/completions", body, headers)
+    assert status == 200, data
+    found = json.loads(data)
+    counts = found["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    assert found["kv"]["cached_tokens"] == counts
+    return {"usage": found["usage"], "kv": found["kv"]}
+
+
+def cached(*asked, **more) -> int:
+    return ask(*asked, **more)["kv"]["cached_tokens"]
+
+
+def test_keys_users_and_salts_share_nothing(server):
+    first = ask(server, "one")
+    assert first["kv"]["cached_tokens"] == 0
+    for other in ({"key": "two"}, {"key": "one", "user": "u"}, {"key": "one", "cache_salt": "u"}):
+        assert ask(server, **other) == first  # bytes and counts as if nobody had asked
+        assert cached(server, **other) == len(LONG) - 1
+    assert cached(server, "one") == len(LONG) - 1
+    assert cached(server, "one", user="v") == 0
+
+
+def test_a_chats_prompt_is_its_keys_too(server):
+    """A prompt of several segments is kept segment by segment."""
+    body = {"messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "a"}]}
+
+    def found(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        data = send(server, "POST", "/v1/chat/completions", {**body, "max_tokens": 1}, headers)[2]
+        return json.loads(data)["kv"]["cached_tokens"]
+
+    assert [found("one"), found("two")] == [0, 0]
+    body["messages"][1]["content"] = "b"
+    assert found("one") > len(LONG) and found("one") > 0 and found("two") > len(LONG)
+
+
+def test_who_asks_beside_others_reads_the_same_numbers(server):
+    alone = ask(server, "one", "x" + LONG, user="alone")
+    with ThreadPoolExecutor(6) as pool:
+        jobs = [pool.submit(ask, server, "one", "x" + LONG, user=f"{i}") for i in range(6)]
+        assert [job.result() for job in jobs] == [alone] * 6
+
+
+def test_numbers_of_all_are_for_the_first_key(server):
+    ask(server, "two")
+    whole = get(server, "/v1/kv", Authorization="Bearer operator")
+    assert whole["sessions"]["count"] > 0 and "bytes" in whole["memory"]
+    own = get(server, "/v1/kv", Authorization="Bearer one")
+    assert own["memory"] == {"bound_bytes": whole["memory"]["bound_bytes"]}
+    assert not {"sessions", "disk", "active_requests"} & set(own)
+    ask(server, "two", "another prompt")
+    assert get(server, "/v1/kv", Authorization="Bearer one") == own
+    for key, status in (("one", 403), ("operator", 200), ("none", 401)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert send(server, "GET", "/metrics", headers=headers)[0] == status
+
+
+def test_a_name_is_a_short_text(server):
+    for name in ("user", "cache_salt"):
+        for bad in (1, ["a"], "a" * 513):
+            body = {"prompt": "a", name: bad}
+            headers = {"Authorization": "Bearer one"}
+            status, _, data = send(server, "POST", "/v1/completions", body, headers)
+            assert status == 400 and f"[{name}]" in json.loads(data)["error"]["message"]
+
+
+def test_the_caches_of_a_request_are_marked(server):
+    """mlx-lm hands caches on as lists: all that come to stay say whose they are."""
+    ask(server, "one", "marked")
+    kept = [own for lru in server.engine.sessions._lru._lrus.values() for own, _ in lru]
+    assert kept and all(whose for _, whose in kept)
