@@ -17,12 +17,12 @@ from mlx_lm.models.cache import (
 )
 
 from mlxkv import files
-from mlxkv.cache import restored
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.console import user_path
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.saved import session
 from mlxkv.formats.saved.session import Saved
+from mlxkv.models import restored
 from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves
 

@@ -89,7 +89,7 @@ def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
         turns += [text_of(complete(one, LONG + turns[0] + "And then?", 9))]
         drawn = text_of(complete(one, "abc", 16, temperature=1, seed=1))
         whole = complete(one, LONG, 9)["kv"]["bytes"]
-    options = ("--kv-memory", "1200KB", "--kv-disk", str(tmp_path))
+    options = ("--kv-memory", "1400KB", "--kv-disk", str(tmp_path))
     with two_processes(folder, *options) as both:
         with ThreadPoolExecutor(8) as pool:
             jobs = [pool.submit(complete, both, p, 12 + i) for i, p in enumerate(PROMPTS)]
