@@ -127,7 +127,7 @@ def test_session_files(chat, tmp_path):
     assert "no such file" in chat("--prompt", "hi", "--load", tmp_path / "missing")
     assert "no file name" in chat("--prompt", "hi", "--load", "")
     (tmp_path / "notes.safetensors").write_text("hello")
-    assert "not a safetensors" in chat("--prompt", "hi", "--load", tmp_path / "notes.safetensors")
+    assert "no safetensors file" in chat("--prompt", "hi", "--load", tmp_path / "notes.safetensors")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -155,16 +155,16 @@ def test_render_names_bad_files_and_goes_on(capsys, workers, tmp_path):
 
     rows = good["rows"]
     bad = {
-        "a.json": ("{", "not JSON"),
+        "a.json": ("{", "not valid JSON"),
         "b.json": ("[1]", "not a file of"),
         "c.json": (spoilt(version=2), "version 2 of the format; this mlxkv reads 1"),
         "d.json": (spoilt(rows=[rows[0] | {"tokens_per_second": "x"}]), "tokens_per_second"),
         "e.json": (spoilt(machine={}), "parts missing"),
-        "f.json": (spoilt(rows=[rows[0] | {"peak_bytes": float("inf")}]), "peak_bytes is not"),
+        "f.json": (spoilt(rows=[rows[0] | {"peak_bytes": float("inf")}]), "has Infinity"),
         "g.json": (spoilt(rows={}), "rows is not a list"),
         "h.json": (spoilt(versions={"mlxkv": 1, "mlx": "1", "mlx-lm": "1"}), "mlxkv is not"),
         "i.json": (" " * (LARGEST + 1), "larger than"),
-        "j.json": ("\udcff", "not JSON"),
+        "j.json": ("\udcff", "not valid JSON"),
     }
     for name, (text, _) in bad.items():
         (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))

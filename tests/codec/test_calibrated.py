@@ -10,7 +10,6 @@ from mlx_lm.models.cache import (
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
-    trim_prompt_cache,
 )
 from on_emulator import make, make_tiles
 from random_models import random_model
@@ -27,6 +26,7 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration import measure
+from mlxkv.models.taking_back import cut_back
 from mlxkv.spec import affine as ref
 
 OSCAR = dataclasses.replace(PRESETS["oscar-int2+g32"], sink=16, recent=16, page=16)
@@ -172,12 +172,14 @@ def test_saved_prompt_caches_come_back(model, made, caches, tmp_path):
     np.testing.assert_array_equal(next_logits(model, back), next_logits(model, caches))
 
 
-def test_trimming_into_a_page(model, caches):
+def test_cutting_back_to_a_page(model, caches):
     before = [np.array(attention._whole(c.keys_and_values()[0], mx.float32)[0]) for c in caches]
-    assert trim_prompt_cache(caches, 50) == 50
+    held = caches[0].offset
+    kept = cut_back(caches, held, held - 50)
+    assert 0 < kept < held - 50
     for cache, keys in zip(caches, before, strict=True):
         after = np.array(attention._whole(cache.keys_and_values()[0], mx.float32)[0])
-        np.testing.assert_allclose(after, keys[:, :, :50], atol=1e-5)
+        np.testing.assert_allclose(after, keys[:, :, :kept], atol=1e-5)
 
 
 def test_a_state_is_read_with_its_own_rotations_only(made, caches, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ COMMANDS = sorted(
 )
 NEEDED = {"ablation": ["bits"], "ablation.collect": ["x.json"], "collect": ["x"]}
 NEEDED |= {"following": ["shift"], "methods": ["--out", "x"], "orderings": ["seeds"]}
+NEEDED |= {"peer_tests": ["--tests", "x"]}
 
 
 def main_of(name):

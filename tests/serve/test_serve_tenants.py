@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from random_models import tokens
 from read_caches import maker, memory_of, read
-from serving import LONG, get, send, serving
+from serving import LONG, get, send, serving, until
 
 from mlxkv.errors import UserError
 from mlxkv.models import load
@@ -73,6 +73,7 @@ def test_sessions_are_found_by_their_tenant_alone(small, tmp_path):
     assert len(sessions) == 0 and not sessions._trie._trie  # names of tenants do not pile up
     assert sorted(entry.tenant for entry in disk.entries) == ["", "a"]
     assert [found(whose) for whose in ("b", "a", "")] == [0, 300, 300]
+    disk.close()
     again = Disk(tmp_path, 1 << 30, small)  # after a restart
     assert sorted(entry.tenant for entry in again.entries) == ["", "a"]
     assert [again.nearest(names, whose)[1] for whose in ("b", "a", "")] == [0, 300, 300]
@@ -173,5 +174,6 @@ def test_a_name_is_a_short_text(server):
 def test_the_caches_of_a_request_are_marked(server):
     """mlx-lm hands caches on as lists: all that come to stay say whose they are."""
     ask(server, "one", "marked")
+    until(lambda: len(server.engine.sessions))  # it is kept after the reply
     kept = [own for lru in server.engine.sessions._lru._lrus.values() for own, _ in lru]
     assert kept and all(whose for _, whose in kept)

@@ -48,12 +48,11 @@ class CompressedObserver(AdaptiveKVCache):
     def keys_and_values(self) -> tuple[View, View]:
         return self._observed(super().keys_and_values()[0])
 
-    def trim(self, n: int) -> int:
-        n = super().trim(n)
-        self._plain.trim(n)
+    def cut(self, left: int) -> None:
+        self._plain.trim(self.offset - left)
+        super().cut(left)
         if self.exact is not None:
             self.exact = tuple(x[:, :, : self.offset] for x in self.exact)
-        return n
 
     def _observed(self, view: View) -> tuple[View, View]:
         if not isinstance(
