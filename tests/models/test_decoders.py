@@ -111,7 +111,7 @@ def test_a_kernel_that_is_not_built_is_told_from_a_wrong_one():
     ],
 )
 def test_nothing_is_built_after_a_model_is_attached(family, dtype, tiles):
-    """Long prompts in chunks, short rests of prompts, replies, pages sealed on the way, a trim."""
+    """Long prompts in chunks, short rests of prompts, replies, pages sealed on the way, a way back."""
     model, built = random_model(family), []
     model.set_dtype(dtype)
     factory = counting(built, tiles)
@@ -138,7 +138,7 @@ def test_nothing_is_built_after_a_model_is_attached(family, dtype, tiles):
         stores = [c._store for c in cache if hasattr(c, "_store")]
         assert stores and all(type(store) is Records for store in stores)
         for layer in cache:
-            layer.trim(100) if hasattr(layer, "_store") else None
+            layer.cut(layer.restart(layer.offset - 100)) if hasattr(layer, "_store") else None
         mx.eval([c.state for c in cache])
         detach(model)
     assert built == known

@@ -102,7 +102,7 @@ def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
             pass
         found = settled(both)
         assert found["processes"] == 2 and found["sessions"]["evicted"] > 0
-        assert found["memory"]["bytes"] <= found["memory"]["bound_bytes"] == 1200 << 10
+        assert found["memory"]["bytes"] <= found["memory"]["bound_bytes"] == 1400 << 10
 
         assert text_of(complete(both, LONG, 9)) == turns[0]
         second = complete(both, LONG + turns[0] + "And then?", 9)
@@ -112,7 +112,7 @@ def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
 
         assert refused(both, 400, prompt="")["code"] == "invalid_value"
         again = complete(both, PROMPTS[4], 16)  # long ago evicted
-        assert text_of(again) == alone[4] and again["kv"]["cached_tokens"] > 200
+        assert text_of(again) == alone[4] and again["kv"]["cached_tokens"] > 100
         both.running[1].send_signal(signal.SIGTERM)  # either may be asked
         assert [process.wait(PATIENCE) for process in both.running] == [0, 0]
     files = [{path.name for path in tmp_path.glob(f"{i}-of-2/*/*")} for i in (1, 2)]
