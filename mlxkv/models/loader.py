@@ -114,7 +114,9 @@ def load(
         )
     folder = check(source.folder or fetch(source.repo))
     _check_temp()
-    rendering.RENDERER.start()  # it is ready by the time that the weights are
+    foreign = source not in EMBEDDED.values()  # whose templates are our own
+    if foreign:
+        rendering.RENDERER.start()  # it is ready by the time that the weights are
     model, full_config = _model(folder)
     size = 1 if group is None else group.size()
     if size > 1:
@@ -129,7 +131,8 @@ def load(
         mx.eval(model.parameters())
         _try_out(model, folder)
     tokenizer = _tokenizer(folder, full_config)
-    rendering.bound(tokenizer._tokenizer, folder.path)
+    if foreign:
+        rendering.bound(tokenizer._tokenizer, folder.path)
     mark = fingerprint(folder, source.planted)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
