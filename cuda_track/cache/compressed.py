@@ -20,20 +20,19 @@ from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.going_back import GoesBack
 from mlxkv.formats.saved import state
 
 STEP = 256  # the live window grows by whole steps
 FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
 
 
-class CompressedKVCache:
+class CompressedKVCache(GoesBack):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`. expected: tokens that will come, or 0; a pool makes room
-    for their pages at once. dropped: tokens that were read and are not stored.
+    for their pages at once.
     """
-
-    dropped = 0
 
     def __init__(self, config: CacheConfig, layer_maps: LayerMaps | None = None, expected: int = 0):
         state.check_calibrated(config, layer_maps)
@@ -150,86 +149,15 @@ class CompressedKVCache:
         dims = tuple(x.shape[3] for x in live)
         return store(self.config, dims, live[0].device, self.layer_maps)
 
-    def trim(self, n: int) -> int:
-        """Drop the last n tokens; return how many were dropped.
+    def _forget(self) -> None:
+        self.clear()
 
-        Leaves what a cache that read only the other tokens would hold. Raises UserError, and changes
-        nothing, where that would take tokens whose exact values are gone (`keeps`).
-        """
-        n = max(0, min(self.offset, n))
-        self.check_trim(n)
-        self.cut(self.offset - n)
-        return n
+    def _put_live(self, pair: Pair) -> None:
+        self._append(pair)
 
-    def check_trim(self, n: int) -> None:
-        """Raises UserError where the last n tokens cannot be taken back without loss."""
-        if not self.keeps(self.offset - min(self.offset, n)):
-            raise UserError(
-                f"[cache] at most {self.trimmable} tokens can be taken back without loss; got {n}; "
-                "read the prompt again, or use cut_back of the model's cache"
-            )
-
-    @property
-    def trimmable(self) -> int:
-        """How many of the last tokens `trim` takes back, though it may take all but the sink, too."""
-        if not self._count_pages or (self._count_pages == 1 and self._last is not None):
-            return self.offset
-        exact = self._count + (self.config.page if self._last is not None else 0)
-        return max(0, exact - self.config.recent - 1)
-
-    @property
-    def _sunk(self) -> int:
-        """Tokens of the sink that have left the live window."""
-        return self._sink[0].shape[2] if self._sink else 0
-
-    @property
-    def _chosen(self) -> int:
-        """Pages that only go with the whole cache."""
-        return 0
-
-    def keeps(self, left: int) -> bool:
-        """Whether the first `left` tokens can be kept as a cache that read only them holds them: with
-        `recent` exact tokens, or all."""
-        return self.offset - left <= self.trimmable or (left <= self._sunk and not self.dropped)
-
-    def restart(self, limit: int) -> int:
-        """The longest start of the tokens, of at most `limit`, that `cut` can keep, where tokens will be
-        read again behind it: it may end at a page."""
-        if self.keeps(limit):
-            return limit
-        whole = (limit - self.dropped - self._sunk) // self.config.page
-        whole = min(whole, self._count_pages)
-        if whole < self._chosen:
-            return 0
-        return self.dropped + self._sunk + whole * self.config.page
-
-    def cut(self, left: int) -> None:
-        """Keep the first `left` tokens, a length of `keeps` or `restart`."""
-        if left == self.offset:
-            return
-        page = self.config.page
-        live = left - self.dropped - self._sunk - self._count_pages * page
-        if not left or (left <= self._sunk and not self.dropped):  # of the sink: live again
-            kept = tuple(x[:, :, :left] for x in self._sink) if left else None
-            self.clear()
-            if kept is not None:
-                self._append(kept)
-        elif self._last is not None and -page < live <= self.config.recent:
-            self._unseal(live)
-        elif live >= 0:
-            self._count = live
-        else:
-            self._store.truncate(self._count_pages + live // page)
-            self._count, self._last = 0, None
-        self.offset = left
-
-    def _unseal(self, live: int) -> None:
-        """Take the last seal back; `live` tokens stay behind its page (negative: fewer than the page)."""
-        joined = (torch.cat(pair, 2) for pair in zip(self._last, self._read_live(), strict=True))
-        kept = tuple(x[:, :, : self.config.page + live] for x in joined)
-        self._store.truncate(self._count_pages - 1)
-        self._live, self._count, self._last = None, 0, None
-        self._append(kept)
+    def _last_and_live(self) -> Pair:
+        pairs = zip(self._last, self._read_live(), strict=True)
+        return tuple(torch.cat(pair, 2) for pair in pairs)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order: beams, finished sequences, repeats."""

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from experiments.attack._folders import edit, replace, whole
 from experiments.attack.frame import Attempt, ask, command, server
 from mlxkv.chat.session import Session
-from mlxkv.formats.marks import same_model
+from mlxkv.formats.saved.marks import same_model
 from mlxkv.models import load
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check

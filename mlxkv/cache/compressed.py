@@ -23,12 +23,13 @@ from mlxkv.codec import encoding, maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.going_back import GoesBack
 from mlxkv.formats.saved import state
 
 STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
 
 
-class CompressedKVCache(Contract):
+class CompressedKVCache(GoesBack, Contract):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`. plan: its kernels, where they have been chosen
@@ -36,7 +37,6 @@ class CompressedKVCache(Contract):
     """
 
     observes = False  # queries: then sequences are not decoded together
-    dropped = 0  # tokens that were read and are not stored
 
     def __init__(
         self,
@@ -196,7 +196,8 @@ class CompressedKVCache(Contract):
         self._store.append(live, count, start)  # whole: kernels would copy slices
         self._live, self._count = None, 0
         start += count * size
-        self._last = tuple(mx.contiguous(x[:, :, start - size : start]) for x in live)
+        last = slice(start - size, start)
+        self._last = mx.contiguous(keys[:, :, last]), mx.contiguous(values[:, :, last])
         self._append(keys[:, :, start:], values[:, :, start:])
 
     # -- the rest of mlx-lm's contract
@@ -204,86 +205,15 @@ class CompressedKVCache(Contract):
     def is_trimmable(self) -> bool:
         return True
 
-    def trim(self, n: int) -> int:
-        """Drop the last n tokens, return how many were dropped.
+    def _forget(self) -> None:
+        self._clear()
 
-        Leaves what a cache that read only the other tokens would hold. Raises UserError, and changes
-        nothing, where that would take tokens whose exact values are gone (`keeps`).
-        """
-        n = max(0, min(self.offset, n))
-        if not self.keeps(self.offset - n):
-            raise UserError(
-                f"[cache] at most {self.trimmable} tokens can be taken back without loss; got {n}; "
-                "read the prompt again, or use mlxkv.models.cut_back"
-            )
-        self.cut(self.offset - n)
-        return n
+    def _put_live(self, pair: Pair) -> None:
+        self._append(*pair)
 
-    @property
-    def trimmable(self) -> int:
-        """How many of the last tokens `trim` takes back, though it may take all but the sink, too."""
-        if not self._count_pages or (self._count_pages == 1 and self._last is not None):
-            return self.offset
-        return max(0, self._count + self._kept_exact - self.config.recent - 1)
-
-    @property
-    def _kept_exact(self) -> int:
-        """Sealed tokens whose exact values are kept."""
-        return self.config.page if self._last is not None else 0
-
-    @property
-    def _sunk(self) -> int:
-        """Tokens of the sink that have left the live window."""
-        return self._sink[0].shape[2] if self._sink else 0
-
-    def keeps(self, left: int) -> bool:
-        """Whether the first `left` tokens can be kept as a cache that read only them holds them: with
-        `recent` exact tokens, or all."""
-        return self.offset - left <= self.trimmable or (left <= self._sunk and not self.dropped)
-
-    def restart(self, limit: int) -> int:
-        """The longest start of the tokens, of at most `limit`, that `cut` can keep, where tokens will be
-        read again behind it: it may end at a page."""
-        if self.keeps(limit):
-            return limit
-        whole = (limit - self.dropped - self._sunk) // self.config.page
-        whole = min(whole, self._count_pages)
-        if whole < self._chosen:
-            return 0
-        return self.dropped + self._sunk + whole * self.config.page
-
-    @property
-    def _chosen(self) -> int:
-        """Pages that only go with the whole cache."""
-        return 0
-
-    def cut(self, left: int) -> None:
-        """Keep the first `left` tokens, a length of `keeps` or `restart`."""
-        if left == self.offset:
-            return
-        live = left - self.dropped - self._sunk - self._paged
-        if not left or (left <= self._sunk and not self.dropped):  # of the sink: live again
-            kept = tuple(x[:, :, :left] for x in self._sink) if left else None
-            self._clear()
-            if kept is not None:
-                self._append(*kept)
-        elif self._last is not None and -self.config.page < live <= self.config.recent:
-            self._unseal(live)
-        elif live >= 0:
-            self._count = live
-        else:
-            self._store.truncate(self._count_pages + live // self.config.page)
-            self._count, self._last = 0, None
-        self.offset = left
-
-    def _unseal(self, live: int) -> None:
-        """Take the last seal back; `live` tokens stay behind its page (negative: fewer than the page)."""
-        parts = (self._last, self._read_live())
-        joined = (mx.concatenate(pair, axis=2) for pair in zip(*parts, strict=True))
-        keys, values = (x[:, :, : self.config.page + live] for x in joined)
-        self._store.truncate(self._count_pages - 1)
-        self._live, self._count, self._last = None, 0, None
-        self._append(keys, values)
+    def _last_and_live(self) -> Pair:
+        pairs = zip(self._last, self._read_live(), strict=True)
+        return tuple(mx.concatenate(pair, axis=2) for pair in pairs)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """None, "causal" or a boolean [N, offset + N], as of mlx-lm's own cache."""

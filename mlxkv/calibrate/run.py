@@ -15,8 +15,8 @@ from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.marks import names, same_model
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.models import load
 from mlxkv.models.calibration import clips
 from mlxkv.models.calibration.fitting import given

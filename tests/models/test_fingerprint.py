@@ -12,7 +12,7 @@ from model_folders import WEIGHTS, folder, saved
 from safetensors.numpy import load_file, save_file
 
 from mlxkv.formats.calibration import artifact
-from mlxkv.formats.marks import names, same_model
+from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.models.catalog.aliases import EMBEDDED
 from mlxkv.models.catalog.fingerprint import PIECE, PIECES, _pieces, fingerprint, older
 from mlxkv.models.catalog.folder import INDEX, check

@@ -10,8 +10,8 @@ from mlxkv.eval import feed
 from mlxkv.eval.tasks.exact import divergence
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig, Side
-from mlxkv.formats.marks import same_model
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.saved.marks import same_model
 from mlxkv.models import attach, detach, load
 from mlxkv.models.catalog.aliases import EMBEDDED
 from mlxkv.texts.sources import story_tokens

@@ -7,7 +7,7 @@ from random_models import random_model, tokens
 
 from mlxkv.cache.attention import _whole
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.models import attach, cut_back
+from mlxkv.models import attach, cut_back, detach
 from mlxkv.models.hooks.probe import leaves
 
 PROMPT, REPLY = 420, 200
@@ -23,7 +23,8 @@ def read(model, cache, start: int, stop: int, seed: int = 0) -> mx.array:
 def model():
     model = random_model("llama")
     attach(model, "srft-int2+g32")
-    return model
+    yield model
+    detach(model)
 
 
 def test_replies_taken_back_leave_the_codes_of_a_fresh_cache(model):
@@ -67,6 +68,7 @@ def test_layers_with_sliding_windows_decide_for_all():
     held = cache[0].offset
     assert cut_back(cache, held, 200) == 0  # the windows have moved on
     assert {one.offset for one in cache} == {held}
+    detach(model)
 
 
 def test_nothing_to_take_back_is_nothing(model):

@@ -35,7 +35,7 @@ from mlxkv.formats.calibration import balance
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import PAIRED
-from mlxkv.formats.marks import names, same_model
+from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.untrusted import Unsound, whole
 
 FORMAT = 2

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from mlxkv import __version__, untrusted
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.marks import same_model
+from mlxkv.formats.saved.marks import same_model
 from mlxkv.untrusted import Tensor, Unsound
 
 FORMAT = "1"

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from mlxkv.formats.marks import DIGITS
+from mlxkv.formats.saved.marks import DIGITS
 from mlxkv.models.catalog.folder import TOKENIZER_FILES, Folder
 
 PIECES, PIECE = 1 << 14, 1 << 12  # of all tensors together, at least one each; bytes of one
@@ -16,7 +16,7 @@ ENDS = 64 << 10  # bytes at both ends of a file, in fingerprints of earlier vers
 
 
 def fingerprint(folder: Folder, planted: bool = False) -> str:
-    """32 hex digits that identify a model (`mlxkv.formats.marks`); .1 s to 2 s for any size.
+    """32 hex digits that identify a model (`mlxkv.formats.saved.marks`); .1 s to 2 s for any size.
 
     Hashed: the configuration, the tokenizer, whether outliers are planted (keys differ then), and of every
     tensor its name, type, shape and up to 16 pieces of 4 KiB, evenly spread, both ends among them; 64 MiB
