@@ -118,9 +118,7 @@ def _started(whole: bool) -> Iterator[Attempt]:
             process.send_signal(number)
             code = _wait(process, 20)
             _, err = process.communicate()
-            fine = code in (0, -number, 128 + number) and (
-                number is not INT or code != -INT or wait < 1
-            )
+            fine = code in (0, -number, 128 + number) and b"Traceback" not in err
             name = f"{number.name} {wait:g} s after the start"
             yield Attempt(name, fine, f"{code} {err[-120:]!r}")
 
