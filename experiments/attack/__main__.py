@@ -7,9 +7,11 @@ attempt did not hold.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
-from experiments.attack.frame import Area, Attempt, areas
+from experiments.attack.frame import Area, Attempt, areas, tried
 from experiments.options import Parser, check_out
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
@@ -56,9 +58,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise UserError(f"[attack] unknown area; got {name!r}; choose from {', '.join(there)}")
     rows = []
     for area in [there[name] for name in args.areas] or there.values():
-        start, attempts = time.perf_counter(), []
-        for attempt in area.run(args.short):
-            attempts.append(attempt)
+        start = time.perf_counter()
+        # In a process of its own: areas leave models attached, and handlers of signals.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            attempts = pool.submit(tried, area, args.short).result()
+        for attempt in attempts:
             if not attempt.held:
                 console.warn(f"{area.name}: {attempt.name}: {attempt.note}")
         seconds = time.perf_counter() - start

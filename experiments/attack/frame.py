@@ -55,6 +55,11 @@ def areas() -> list[Area]:
     return sorted(out, key=lambda area: area.name)
 
 
+def tried(area: Area, short: bool) -> list[Attempt]:
+    """All attempts of an area."""
+    return list(area.run(short))
+
+
 @dataclass(frozen=True)
 class Ran:
     """A command that ended, or was stopped after `PATIENCE` seconds (code None)."""
