@@ -2,7 +2,7 @@
 
 A prompt is read, then a reply is read and taken back, so many times, as `regenerate` and edited messages
 do: the cache is cut back (`mlxkv.models.cut_back`) and what it lost is read again. Then the text goes on,
-and its divergence from full precision is compared with that of a cache that read only the prompt.
+and its divergence from full precision stands beside the divergence of a cache that read only the prompt.
 Several prompts run as one batch, one from each place of the text.
 """
 

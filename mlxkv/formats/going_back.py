@@ -2,7 +2,7 @@
 
     tokens:  [ sink ][ page ] ... [ last page ][ live ]
 
-Behind pages nothing exact is left but the live tokens, and those of the page that was sealed last, which
+Behind pages nothing exact is left but the live tokens and the page that was sealed last, whose exact tokens
 are kept until the next one is sealed. So a short way back takes that seal back and leaves what a cache that
 read only the other tokens would hold; a longer one ends at a page, and what was lost is read again.
 """
