@@ -47,6 +47,8 @@ def attend(
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T]; of a batch an
     array is one that `BatchedKVCache.make_mask` made. sink_logits: [H], of attention sinks (gpt-oss).
     """
+    if view.fixed:
+        return _attend_fixed(queries, view, scale, mask, sink_logits)
     if view.batched:
         return _attend_batch(queries, view, scale, mask, sink_logits)
     if view.sealed:
@@ -65,6 +67,23 @@ def attend(
         buffers = view.buffers or live
         out = _decode_records(queries, pages.parts, sink, buffers, lengths, scale, sink_logits)
     return out if view.observer is None else view.observer(queries, out, scale, mask)
+
+
+def _attend_fixed(queries, view, scale, mask, sink_logits):
+    """As `attend`, in a step of fixed shapes. Raises UserError for a mask that is an array: what the
+    columns of buffers hold is not what a model's code thinks."""
+    if isinstance(mask, mx.array):
+        raise UserError("[attend] this model's code makes a mask of its own for compressed layers")
+    if view.pages is None:
+        seen = view.seen(queries.shape[2])
+        return mx.fast.scaled_dot_product_attention(
+            queries, *view.live, scale=scale, mask=seen, sinks=sink_logits
+        )
+    if view.pages.plan.body == OPS:
+        seen = view.seen(queries.shape[2])
+        return _decode_codes(queries, view, scale, seen, sink_logits)
+    parts, windows = (view.pages,), (view.sink, view.live)
+    return _decode_records(queries, parts, *windows, view.lengths, scale, sink_logits)
 
 
 def _attend_batch(queries, view, scale, mask, sink_logits):

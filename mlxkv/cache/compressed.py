@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.cache import choose
+from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.contract import Contract, from_state
 from mlxkv.cache.pages import GROWTH
@@ -55,7 +56,7 @@ class CompressedKVCache(GoesBack, Contract):
     def _clear(self):
         self.offset = 0
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
-        self._count = 0
+        self._count, self._fixed = 0, False  # whether buffers are of fixed room (`windows`)
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page sealed last
         self._store: Codes | Records | None = None
@@ -172,6 +173,8 @@ class CompressedKVCache(GoesBack, Contract):
         if self._live is None or end > self._live[0].shape[2]:
             spare = max(end, self._count + self._count // GROWTH)
             capacity = min(self._room, -(-spare // STEP) * STEP)
+            if self._fixed:
+                capacity = self._room + DECODE_TOKENS
             grown = []
             for x in (keys, values):
                 grown.append(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype))
@@ -199,6 +202,43 @@ class CompressedKVCache(GoesBack, Contract):
         last = slice(start - size, start)
         self._last = mx.contiguous(keys[:, :, last]), mx.contiguous(values[:, :, last])
         self._append(keys[:, :, start:], values[:, :, start:])
+
+    # -- a step of fixed shapes (`cache.fixed`)
+
+    @property
+    def windows(self) -> Pair | None:
+        """The buffers of the live window, with room for all tokens that come before a page is sealed, and
+        `DECODE_TOKENS` more; None before there are pages, which have room for one more."""
+        if not self._count_pages:
+            return None
+        self._store.make_room()
+        if self._live[0].shape[2] < self._room + DECODE_TOKENS:
+            live, self._live, self._count, self._fixed = self._read_live(), None, 0, True
+            self._append(*live)
+        return self._live
+
+    @property
+    def store(self) -> Codes | Records | None:
+        """The sealed pages."""
+        return self._store
+
+    @property
+    def sink(self) -> Pair | None:
+        """The first tokens, once they have left the live window."""
+        return self._sink
+
+    @property
+    def count(self) -> int:
+        """Live tokens."""
+        return self._count
+
+    def written(self, live: Pair, new: int) -> None:
+        """Take over the buffers of `windows` with `new` tokens more, and seal what is due."""
+        self._live = live
+        self._count += new
+        self.offset += new
+        if self._count > self._room:
+            self._seal(self._read_live())
 
     # -- the rest of mlx-lm's contract
 

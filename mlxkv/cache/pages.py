@@ -25,16 +25,26 @@ import mlx.core as mx
 
 from mlxkv.formats.records import TOKENS, RecordLayout
 
-GROWTH = 16  # room is at most 1/16 of what is stored, or what one append adds
+GROWTH = 16  # room is at most 1/16 of what is stored, or LEAST pages, or what one append adds
+LEAST = (
+    8  # pages of room at most where few are stored: a decode step is traced anew for each capacity
+)
 WASTE = 16  # at most one page of so many is a gap
 Named = dict[Hashable, mx.array]
 Part = tuple[Named, int]  # the arrays of exactly so many pages; {} for none
 Block = tuple[tuple[int, ...], mx.Dtype]  # shape and type of the array of one page
 
 
+def grown(pages: int) -> int:
+    """A capacity for so many pages and one more, which others of about this length have, too, so that they
+    share the trace of a decode step."""
+    step = max(LEAST, 1 << max(0, pages.bit_length() - GROWTH.bit_length()))
+    return -(-(pages + 1) // step) * step
+
+
 def most(pages: int) -> int:
     """Pages that a sequence of so many takes among others at most, with its share of room and gaps."""
-    return -(-(pages * (GROWTH + 1) + GROWTH) * WASTE // (GROWTH * (WASTE - 1)))
+    return max(grown(pages), -(-(pages * (GROWTH + 1) + GROWTH) * WASTE // (GROWTH * (WASTE - 1))))
 
 
 class Pages:
@@ -98,6 +108,11 @@ class Pages:
             room = max(count, sum(self.counts) // (GROWTH * len(self.counts)))
             self._lay_out(self._parts(), room, i, encoded, count)
         self.counts[i] += count
+
+    def make_room(self) -> None:
+        """Have room for a page behind the only sequence."""
+        if self.capacity == self.counts[0]:
+            self._lay_out(self._parts(), grown(self.capacity) - self.capacity)
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` pages of the only sequence; give back more room than growing leaves."""

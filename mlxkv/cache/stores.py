@@ -6,8 +6,11 @@ saved, so that a cache saved on one machine is read on any other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
@@ -19,6 +22,13 @@ from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, TOKENS, record_layout
 from mlxkv.metal import attend, balance, launch, seal
+
+
+class Form:
+    """Stands for what a trace over pages takes for granted beside shapes."""
+
+
+_forms: WeakValueDictionary[tuple, Form] = WeakValueDictionary()
 
 
 class _Store:
@@ -42,6 +52,16 @@ class _Store:
     def encode_by(self, way: str) -> None:
         """Encode the next pages this way."""
         self.way = way
+
+    @cached_property
+    def form(self) -> Form:
+        """The same for stores whose pages are read by the same code, with the same transforms."""
+        key = type(self), self.config, self.dims, *self._read_by
+        return _forms.setdefault(key, Form())
+
+    @property
+    def _read_by(self) -> tuple:
+        return tuple(code.transform for code in self.codecs)
 
 
 class Codes(_Store):
@@ -92,6 +112,20 @@ class Codes(_Store):
         if self._whole is None:
             self._whole = self.read(0, self.count)
         return self._whole
+
+    def make_room(self) -> None:
+        """Have room for one page more."""
+        if self.pages.capacity == self.count:
+            self._whole = None
+            self.pages.make_room()
+
+    def room(self, arrays: Sequence[mx.array]) -> CodePages:
+        """A snapshot of `arrays`, in the order of `self.arrays()`, with their spare room as pages of zeros."""
+        sides: dict[str, Stored] = {name: {} for name in NAMES}
+        for (side, name), x in zip(self.pages.arrays, arrays, strict=True):
+            sides[side][name] = x
+        tokens = self.pages.capacity * self.config.page
+        return CodePages(self.codecs, tuple(sides.values()), tokens)
 
     def truncate(self, count: int) -> None:
         self._whole = None
@@ -210,6 +244,20 @@ class Records(_Store):
     def whole(self) -> RecordPages:
         """A snapshot of all pages."""
         return self.read(0, self.count)
+
+    @property
+    def _read_by(self) -> tuple:
+        return *super()._read_by, self.plan.body, self.plan.make
+
+    def make_room(self) -> None:
+        """As `Codes.make_room`."""
+        self.pages.make_room()
+
+    def room(self, arrays: Sequence[mx.array]) -> RecordPages:
+        """As `Codes.room`."""
+        held = dict(zip(self.pages.arrays, arrays, strict=True))
+        tokens = self.pages.capacity * self.config.page
+        return RecordPages(self.codecs, self.plan, held["records"], tokens, held.get("headers"))
 
     def truncate(self, count: int) -> None:
         self.pages.truncate(count)

@@ -31,6 +31,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.records import NAMES, TOKENS, RecordLayout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal.launch import Factory
+from mlxkv.metal.lengths import Later
 
 Pair = tuple[mx.array, mx.array]
 OPS, PORTABLE, TILES = "plain ops", "kernels", "tile kernels"
@@ -240,9 +241,10 @@ class CacheView:
 
     batched: whether sequences of different lengths are read; then `rows` has the view of each, with
     the number of new tokens that are its own (None: all), or None where all are padding.
+    fixed: whether shapes are the same at every step (`FixedView`).
     """
 
-    batched = False
+    batched = fixed = False
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -285,6 +287,32 @@ class View(CacheView):
 
     @property
     def tokens(self) -> int:
+        sink = self.sink[0].shape[2] if self.sink else 0
+        pages = self.pages.tokens if self.pages else 0
+        return sink + pages + self.live[0].shape[2]
+
+
+@dataclass(frozen=True, eq=False)
+class FixedView(CacheView):
+    """What attention reads in a step of fixed shapes: whole buffers, of which an array says how much is in
+    use (`cache.fixed`).
+
+    live, sink: (keys, values), each [B, G, room, D]. pages: with the spare room of their arrays, or
+    None. lengths: for kernels, where there are pages. seen: for plain ops, new tokens -> which columns
+    of (sink | pages | live) each of them sees, boolean [B or 1, 1, L, T].
+    """
+
+    live: Pair
+    sink: Pair | None
+    pages: CodePages | RecordPages | None
+    lengths: Later | None
+    seen: Callable[[int], mx.array]
+
+    fixed = True
+
+    @property
+    def tokens(self) -> int:
+        """The room for tokens."""
         sink = self.sink[0].shape[2] if self.sink else 0
         pages = self.pages.tokens if self.pages else 0
         return sink + pages + self.live[0].shape[2]

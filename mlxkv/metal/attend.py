@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
+from mlxkv.metal.lengths import Known, Later, division, five, own_starts
 from mlxkv.metal.template import LOG2E, Pair, ints, nothing, sides_template
 
 SIMDGROUPS = 4  # of a threadgroup
@@ -154,7 +155,7 @@ def attend(
     layout: RecordLayout,
     sink: Pair | None,
     live: Pair,
-    lengths: tuple[tuple[int, int, int], ...],
+    lengths: Known | Later,
     scale: float,
     new_tokens: int,
     make: Factory,
@@ -171,7 +172,7 @@ def attend(
         belongs to new token i % new_tokens, the last tokens of live.
     buffer: [B, G, capacity, words]. headers: [B, G, pages, header words], for formats that have
         them. sink, live: (keys, values), [B, G, tokens, D].
-    lengths: for each of the batch (records, sink tokens, live tokens).
+    lengths: for each of the batch (records, sink tokens, live tokens), or `Later`, with the starts.
     starts: where all of a batch share buffer [1, G, capacity, words] and headers, the first record
         of each, the first of a page.
     up: [RV, D], [G, RV, D] or [B, G, RV, D] float32, from the stored domain of the values to the
@@ -181,13 +182,13 @@ def attend(
     """
     batch, heads, rows, dims = q_window.shape
     capacity = buffer.shape[2]
+    window_units = sum(-(-x[0].shape[2] // TOKENS) for x in (sink, live) if x is not None)
     sink = sink or live  # never read: its length is 0
     tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
     tiles = -(-rows // tile)
-    most = max(records for records, _, _ in lengths)
+    most = division(lengths, starts, capacity).records
     starts = starts or own_starts(batch, heads, capacity)
     more, runs = (second.records, 2) if second else (0, 1)
-    window_units = max(-(-s // TOKENS) + -(-n // TOKENS) for _, s, n in lengths)
     page_splits, window_splits = splits_for(
         most + more, window_units, batch * heads * tiles, gpu.cores(make)
     )
@@ -215,10 +216,7 @@ def attend(
                 *(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
                 *(first, after.buffer.shape[2] if second else 0, runs, 0),
             ),
-            ints(
-                *(n for at, one in zip(starts, lengths, strict=True) for n in (*one, at, more)),
-                *[0] * 4,
-            ),
+            five(lengths, starts, more),
             numbers,
             after.buffer,
             nothing(mx.uint32) if after.headers is None else after.headers,
@@ -295,12 +293,6 @@ def splits_for(records: int, windows: int, others: int, cores: int | None) -> tu
     # Windows get splits of their own, each with at least as many units as a split of the records.
     each = max(SIMDGROUPS, -(-records // pages))
     return pages, max(1, min(most, -(-windows // each)))
-
-
-@lru_cache(maxsize=64)
-def own_starts(batch: int, heads: int, capacity: int) -> tuple[int, ...]:
-    """The first record of each of a batch in [B, G, capacity, words]."""
-    return tuple(i * heads * capacity for i in range(batch))
 
 
 def _both_up(

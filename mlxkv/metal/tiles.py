@@ -19,8 +19,8 @@ from mlxkv.codec.transform import Transform
 from mlxkv.formats import levels
 from mlxkv.formats.records import BLOCK, RecordLayout, SideLayout
 from mlxkv.metal import gpu, trust
-from mlxkv.metal.attend import own_starts
 from mlxkv.metal.launch import Factory, build
+from mlxkv.metal.lengths import Division, Known, Later, behind, division, own_starts
 from mlxkv.metal.template import LOG2E, Pair, nothing, side_template
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
@@ -186,15 +186,6 @@ def splits_for(
     return max(1, min(MAX_SPLITS - windows, room - windows, few)), windows
 
 
-def _busy(lengths: tuple[tuple[int, int, int], ...], merges: int) -> int:
-    """`merges` with each sequence counted by its share of the longest, so that a long one among short
-    ones is split as if it were nearly alone."""
-    records = [one[0] for one in lengths]
-    if not any(records):
-        return merges
-    return max(1, round(merges * sum(records) / (len(records) * max(records))))
-
-
 def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
     """Bytes: two records for each."""
     return simdgroups * 2 * layout.words * 4
@@ -258,16 +249,15 @@ def _plan(
     heads: int,
     layout: RecordLayout,
     counts: tuple[int, int],
-    lengths: tuple[tuple[int, int, int], ...],
+    division: Division,
     scale: float,
     make: Factory,
     window: int,
     has_sinks: bool,
     splits: tuple[int, int] | None,
-    starts: tuple[int, ...] | None,
     second: tuple[int, int] | None = None,
 ):
-    """(kernel, sizes, the rest of the call), the same for all layers of a step.
+    """(kernel, sizes but for the lengths, the rest of the call), the same for all layers of a step.
 
     rooms: records, or tokens, that the buffers of records, sink and live hold. counts: maps of keys
         and of values. second: what the buffer of a second run holds, and its records.
@@ -282,10 +272,9 @@ def _plan(
     )
     strides = (size if n > 1 else 0 for n, size in zip(counts, sizes, strict=True))
     own = sum(bit for bit, n in zip((1, 2), counts, strict=True) if n > heads)
-    most, (capacity, more) = max(one[0] for one in lengths), second or (0, 0)
-    starts = starts or own_starts(batch, heads, rooms[0])
+    most, (capacity, more) = division.records, second or (0, 0)
     wide = _is_wide(layout, dims)
-    busy = _busy(lengths, merges)
+    busy = division.busy(merges)
     simdgroups = _simdgroups(layout.words, wide, busy, make)
     splits = splits or splits_for(most + more, busy, simdgroups, wide, gpu.cores(make))
     if second:
@@ -293,15 +282,11 @@ def _plan(
     first = splits[0]
     if second:
         first = min(splits[0] - 1, max(1, round(splits[0] * most / (most + more))))
-    size = mx.array(
-        [
-            *(rows, splits[0], *rooms, new_tokens, window, heads, *strides),
-            *(_bits(scale * LOG2E), _bits(LOG2E)),
-            *(*_masks(layout.keys), *_masks(layout.values)),
-            *(first, capacity, more, own),
-            *(n for at, one in zip(starts, lengths, strict=True) for n in (*one, at)),
-        ],
-        mx.int32,
+    size = (
+        *(rows, splits[0], *rooms, new_tokens, window, heads, *strides),
+        *(_bits(scale * LOG2E), _bits(LOG2E)),
+        *(*_masks(layout.keys), *_masks(layout.values)),
+        *(first, capacity, more, own),
     )
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
     mapped, runs = tuple(n > 0 for n in counts), 2 if second else 1
@@ -352,7 +337,7 @@ def attend(
     transforms: tuple[Transform | None, Transform | None],
     sink: Pair | None,
     live: Pair,
-    lengths: tuple[tuple[int, int, int], ...],
+    lengths: Known | Later,
     scale: float,
     make: Factory,
     window: int = 0,
@@ -381,12 +366,15 @@ def attend(
             second.headers,
             *(_spread(*x)[0] for x in zip(others, most, strict=True)),
         )
-    kernel, sizes, call = _plan(
+    own = own_starts(q.shape[0], buffer.shape[1], buffer.shape[2])
+    kernel, numbers, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
-        *(buffer.shape[1], layout, (keys[1], values[1]), lengths, scale, make, window),
-        *(sink_logits is not None, splits, starts),
+        *(buffer.shape[1], layout, (keys[1], values[1])),
+        *(division(lengths, starts, buffer.shape[2]), scale, make, window),
+        *(sink_logits is not None, splits),
         (second.buffer.shape[2], second.records) if second else None,
     )
+    sizes = behind(numbers, lengths, starts or own)
     logits = nothing() if sink_logits is None else sink_logits.astype(mx.float32)
     counter = _counters().take(call["grid"][2])
     inputs = [q, buffer, headers, *sink, *live, keys[0], values[0], logits, sizes, counter, *after]

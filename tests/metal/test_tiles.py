@@ -17,7 +17,7 @@ from mlxkv.codec.transform import Transform
 from mlxkv.codec.transform import make as make_transform
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import RecordLayout
-from mlxkv.metal import attend, launch, seal, tiles
+from mlxkv.metal import attend, launch, lengths, seal, tiles
 from mlxkv.models import attach, detach
 
 # D, H, G, L, records, sink, live, key bits, value bits, window, dtype
@@ -196,10 +196,10 @@ def test_the_reason_why_not():
 
 def test_a_long_sequence_among_short_ones_is_split_as_if_alone():
     def splits(*records):
-        count, lengths = len(records), tuple((n, 0, 1) for n in records)
+        count = len(records)
         both = RecordLayout(*(layout(4, 64, False, 128, side) for side in (True, False)))
         shape, rooms = (count, 32, 1, 128), (max(records) * count, 1, 1)
-        options = (0, 0), lengths, 1.0, make_tiles, 0, False, None, None
+        options = (0, 0), lengths.shared(records), 1.0, make_tiles, 0, False, None
         _, _, call = tiles._plan(shape, mx.float16, rooms, 8, both, *options)
         return call["grid"][1]
 

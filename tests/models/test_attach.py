@@ -34,8 +34,8 @@ ATTENTION = base.scaled_dot_product_attention
 @pytest.fixture(autouse=True)
 def nothing_left_behind(monkeypatch):
     """Nor before: models that tests of other files left attached are set aside meanwhile."""
-    for (file, name), bound in rebind._bound.items():
-        monkeypatch.setattr(sys.modules[file], name, bound.before)
+    for slot, bound in rebind._bound.items():
+        monkeypatch.setattr(*rebind._place(slot), bound.before)
     monkeypatch.setattr(rebind, "_bound", {})
     yield
     files = [m for name, m in list(sys.modules.items()) if name.startswith("mlx_lm.models.")]

@@ -12,11 +12,11 @@ from functools import partial
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from mlxkv.models.compiled.step import Steps
 from mlxkv.models.hooks import rebind
 from mlxkv.models.hooks.probe import Place, put
-from mlxkv.models.hooks.rebind import Slot
+from mlxkv.models.hooks.rebind import MARK, Slot
 
-_MARK = "_mlxkv_attachment"
 _MAKE = "make_cache"
 NewCache = partial  # (class, config, layer maps, plan, way): called, it makes a compressed cache
 
@@ -26,13 +26,15 @@ class Attachment:
     """What `attach` changed, and the `make_cache` of `model` from then on.
 
     slots: of `bind`. new: what makes the caches of compressed places. before: the instance's own
-    make_cache, if it had one. Deep and unpickled copies of a model are attached themselves.
+    make_cache, if it had one. steps: the model's decode steps, traced. Deep and unpickled copies of a model
+    are attached themselves.
     """
 
     model: nn.Module = field(repr=False)
     slots: list[Slot]
     new: Mapping[Place, NewCache]
     before: Callable[[], list] | None
+    steps: Steps = field(default_factory=Steps, repr=False)
 
     def __call__(self) -> list:
         """As the model makes them, with compressed caches in their places."""
@@ -82,7 +84,7 @@ def _plain(model: nn.Module) -> Callable[[], list]:
 def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> None:
     """Give `model` a `make_cache` with `new` caches and record what was there."""
     attachment = Attachment(model, slots, new, vars(model).get(_MAKE))
-    setattr(model, _MARK, attachment)
+    setattr(model, MARK, attachment)
     setattr(model, _MAKE, attachment)
 
 
@@ -92,10 +94,10 @@ def unmark(model: nn.Module) -> list[Slot] | None:
     A make_cache that was set or deleted since stays so. A shallow copy shares its slots with the model
     that was attached, which goes on.
     """
-    attachment = vars(model).get(_MARK)
+    attachment = vars(model).get(MARK)
     if attachment is None:
         return None
-    delattr(model, _MARK)
+    delattr(model, MARK)
     if vars(model).get(_MAKE) is attachment:
         delattr(model, _MAKE)
         if attachment.before is not None:
@@ -106,7 +108,7 @@ def unmark(model: nn.Module) -> list[Slot] | None:
 def own_make_cache(model: nn.Module) -> Callable[[], list]:
     """The function by which the model makes its own caches, attached or not; what the user set since
     counts as its own."""
-    make, attachment = getattr(model, _MAKE, None), vars(model).get(_MARK)
+    make, attachment = getattr(model, _MAKE, None), vars(model).get(MARK)
     if attachment is not None and make is attachment:
         return attachment.own
     return make or _plain(model)

@@ -19,6 +19,8 @@ from mlxkv.models.hooks.probe import Handle
 from mlxkv.models.hooks.taps import ObservedView
 
 NAME = "scaled_dot_product_attention"
+CALL = "__call__"
+MARK = "_mlxkv_attachment"  # the attribute of an attached model
 
 Slot = tuple[str, str]  # module name, attribute, of a class in it where there is a dot
 REUSE: Slot = (mlx_cache.__name__, "LRUPromptCache.fetch_nearest_cache")
@@ -46,7 +48,14 @@ def bind(model: nn.Module) -> list[Slot]:
     Returns the slots to `release` later.
     """
     files = (file for file in files_of(model) if callable(getattr(file, NAME, None)))
-    return take([(file.__name__, NAME) for file in files] + [REUSE])
+    return take([(file.__name__, NAME) for file in files] + [REUSE, *_call_of(model)])
+
+
+def _call_of(model: nn.Module) -> list[Slot]:
+    """The slot of the model's own call; none for a class that its module does not name."""
+    cls = next(cls for cls in type(model).__mro__ if CALL in vars(cls))
+    named = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    return [(cls.__module__, f"{cls.__name__}.{CALL}")] if named and cls is not nn.Module else []
 
 
 def take(slots: list[Slot]) -> list[Slot]:
@@ -57,7 +66,7 @@ def take(slots: list[Slot]) -> list[Slot]:
             continue
         owner, name = _place(slot)
         before = getattr(owner, name)
-        wrap = afresh if slot == REUSE else through
+        wrap = afresh if slot == REUSE else through if slot[1] == NAME else stepped
         _bound[slot] = _Bound(before, wrap(before), 1)
         setattr(owner, name, _bound[slot].now)
     return slots
@@ -95,6 +104,22 @@ def afresh(original):
             return None, tokens
 
     return fetch_nearest_cache
+
+
+def stepped(original):
+    """Wrap `original`, the call of a class of models: a decode step of a model that is attached is replayed
+    where it can be (`models.compiled`)."""
+
+    @wraps(original)
+    def __call__(self, inputs, *args, **kwargs):
+        attachment = vars(self).get(MARK)
+        if attachment is not None and len(args) + len(kwargs) == 1:
+            caches = args[0] if args else kwargs.get("cache")
+            if caches and (out := attachment.steps(self, original, inputs, caches)) is not None:
+                return out
+        return original(self, inputs, *args, **kwargs)
+
+    return __call__
 
 
 def through(original):

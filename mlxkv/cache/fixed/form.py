@@ -1,0 +1,140 @@
+"""`Form`: what a traced step has to know of one cache, and what it leaves in it.
+
+A step goes through three stages. On the host, `form` looks at a cache: its arrays, its numbers (how much of
+the arrays is in use), and what a trace takes for granted. In the trace, `standing_in` is what the model's code sees
+in place of the cache. On the host again, `commit` hands the arrays that were written back to the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import mlx.core as mx
+
+
+class Untraceable(Exception):
+    """A step cannot be traced, for good: its text says why."""
+
+
+class NotYet(Exception):
+    """This cache takes this step as it is; a later one may be traced."""
+
+
+class Numbers:
+    """The integers of a cache in a step: an array in the trace, shared by caches that go in step.
+
+    array: int32. made: what layers have made of it, for others in the same step.
+    """
+
+    def __init__(self, array: mx.array):
+        self.array = array
+        self.made: dict[Hashable, object] = {}
+
+    def once(self, key: Hashable, make: Callable[[], object]) -> object:
+        """What `make` returned for this key in this step."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def places(self, first: int, shape: tuple[int, ...]) -> mx.array:
+        """Where new keys, or values, of this shape [B, G, L, D] go: number `first`, and the next ones."""
+
+        def make() -> mx.array:
+            at = self.array[first] + mx.arange(shape[2], dtype=mx.int32)
+            return mx.broadcast_to(at[None, None, :, None], shape)
+
+        return self.once(("places", first, shape), make)
+
+
+class Form:
+    """A cache, as the next step of `new` tokens finds it. A subclass sets what follows.
+
+    key: what the trace takes for granted, beside the shapes of arrays. lockstep: caches with equal ones
+    have equal numbers, as a rule. arrays: which the step reads, and may write. numbers: integers.
+    advance: by how much each of them grows in the step, where nothing is sealed. emulated: whether its kernels
+    are such that no trace can hold them.
+    """
+
+    emulated = False
+
+    key: Hashable
+    lockstep: Hashable
+    arrays: Sequence[mx.array]
+    numbers: tuple[int, ...]
+    advance: tuple[int, ...]
+
+    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
+        """What the model's code sees in the trace. arrays, numbers: in the trace."""
+        raise NotImplementedError
+
+    def commit(self, written: Sequence[mx.array]) -> None:
+        """Take over what the trace wrote (`StandIn.written`)."""
+        raise NotImplementedError
+
+
+class Unused(Form):
+    """A cache that holds nothing when others do: the model's code never asks for it."""
+
+    def __init__(self):
+        self.key = self.lockstep = Unused
+        self.arrays, self.numbers, self.advance = [], (), ()
+
+    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
+        return _UnusedStandIn()
+
+    def commit(self, written: Sequence[mx.array]) -> None:
+        pass
+
+
+def put(pair: tuple, new: tuple, numbers: Numbers, first: int) -> tuple[mx.array, mx.array]:
+    """The buffers [B, G, room, D] with new keys and values from the place on that number `first` says.
+
+    By a scatter: a slice at a dynamic place takes MLX twice as many kernels.
+    """
+    return tuple(
+        mx.put_along_axis(old, numbers.places(first, x.shape), x.astype(old.dtype), axis=2)
+        for old, x in zip(pair, new, strict=True)
+    )
+
+
+class StandIn:
+    """A cache in a trace. Any use that a replay could not repeat raises Untraceable."""
+
+    written: Sequence[mx.array] | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        """The position of the first new token, int32: a scalar, or [B]."""
+        raise NotImplementedError
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        raise NotImplementedError
+
+    def keys_and_values(self):
+        """What `update_and_fetch` returned, for layers that share a cache (mlx-lm 0.32)."""
+        raise NotImplementedError
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        if return_array or window_size is not None:
+            raise Untraceable("the model's code asks compressed layers for a mask as an array")
+        return None if N == 1 else "causal"
+
+    def __getattr__(self, name: str):
+        if (
+            name.startswith("__") or name == "bits"
+        ):  # "bits": mlx-lm looks for its own quantized caches
+            raise AttributeError(name)
+        raise Untraceable(f"the model's code uses .{name} of its cache")
+
+
+class _UnusedStandIn(StandIn):
+    written = ()
+
+    @property
+    def offset(self) -> mx.array:
+        raise NotYet("nothing is read yet")
+
+    def _asked(self, *args, **kwargs):
+        raise NotYet("nothing is read yet")
+
+    update_and_fetch = keys_and_values = make_mask = _asked

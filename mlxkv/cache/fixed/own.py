@@ -1,0 +1,86 @@
+"""The form of `CompressedKVCache`: its pages as they are, its live window in buffers of fixed room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, put
+from mlxkv.cache.stores import Records
+from mlxkv.cache.view import FixedView
+from mlxkv.formats.records import TOKENS
+from mlxkv.metal.lengths import Later
+
+
+class Own(Form):
+    """Numbers: offset, live tokens before, then, of each sequence, records, sink tokens, live tokens
+    after, first record; in place of the records of plain ops, their tokens."""
+
+    def __init__(self, cache: CompressedKVCache, new: int):
+        if (live := cache.windows) is None:
+            raise NotYet("nothing is sealed yet")
+        self.cache, self.new, self.store = cache, new, cache.store
+        sink, config, pages = cache.sink, cache.config, self.store.pages
+        self.n_sink = 0 if sink is None else sink[0].shape[2]
+        self.key = self.store.form, self.n_sink
+        self.lockstep = config.page, config.recent, self.n_sink
+        self.arrays = [*live, *(sink or ()), *pages.arrays.values()]
+        tokens, count = pages.counts[0] * config.page, cache.count
+        rows = [cache.offset, count]
+        if isinstance(self.store, Records):
+            self.emulated = self.store.plan.make not in (mx.fast.metal_kernel, mx.fast.cuda_kernel)
+            batch, heads = live[0].shape[:2]
+            room = pages.arrays["records"].shape[2]
+            for i in range(batch):
+                rows += tokens // TOKENS, self.n_sink, count + new, i * heads * room
+        else:
+            rows += tokens, self.n_sink, count + new, 0
+        self.numbers = tuple(rows)
+        self.advance = (new, new, *(0, 0, new, 0) * ((len(rows) - 2) // 4))
+
+    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
+        return _OwnStandIn(self, arrays, numbers)
+
+    def commit(self, written: Sequence[mx.array]) -> None:
+        self.cache.written(tuple(written), self.new)
+
+
+class _OwnStandIn(StandIn):
+    def __init__(self, form: Own, arrays: Sequence[mx.array], numbers: Numbers):
+        self._numbers, self._live = numbers, tuple(arrays[:2])
+        rest = 4 if form.n_sink else 2
+        self._sink = tuple(arrays[2:rest]) or None
+        self._pages = form.store.room(arrays[rest:])
+        self._view: FixedView | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        return self._numbers.once("offset", lambda: self._numbers.array[0])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        self.written = put(self._live, (keys, values), self._numbers, 1)
+        lengths = self._numbers.once("lengths", lambda: Later(self._numbers.array[2:]))
+        self._view = FixedView(self.written, self._sink, self._pages, lengths, self._seen)
+        return self._view, self._view
+
+    def keys_and_values(self):
+        return self._view, self._view
+
+    def _seen(self, new: int) -> mx.array:
+        sink = self._sink[0].shape[2] if self._sink else 0
+        pages, live = self._pages.tokens, self._live[0].shape[2]
+        return self._numbers.once(
+            ("seen", sink, pages, live, new),
+            lambda: _columns(sink, pages, live, new, self._numbers.array),
+        )
+
+
+def _columns(sink: int, pages: int, live: int, new: int, numbers: mx.array) -> mx.array:
+    """[1, 1, L, sink + pages + live] bool: what each new token sees, with rooms of so many tokens."""
+    in_pages = mx.arange(pages) < numbers[2]
+    in_live = mx.arange(live)[None] <= numbers[1] + mx.arange(new)[:, None]
+    before = mx.concatenate([mx.ones((sink,), mx.bool_), in_pages])
+    before = mx.broadcast_to(before[None], (new, sink + pages))
+    return mx.concatenate([before, in_live], axis=1)[None, None]

@@ -1,0 +1,209 @@
+"""`Steps`: the decode steps of one model. Each kind of step is traced once, then replayed.
+
+A replay costs the host what MLX needs to hand the graph to the device; without it, Python builds the graph
+of every token anew, which takes longer than a GPU needs for many models.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, Unused
+from mlxkv.cache.fixed.own import Own
+from mlxkv.errors import UserError
+from mlxkv.models.compiled.plain import Arrays, Plain, Ring
+from mlxkv.models.compiled.weights import Assigned, Weights
+
+SWITCH = "MLXKV_COMPILE"  # an environment variable; 0: every step is built by Python
+MOST_TRACES = 64  # of one kind of step: beyond, all are dropped and made anew as they are needed
+FORMS = {
+    CompressedKVCache: Own,
+    RotatingKVCache: Ring,
+    KVCache: Plain,
+    ArraysCache: Arrays,
+}
+
+
+class Steps:
+    """The traced steps of one model.
+
+    off: why there are none, or None. refused: lists of caches, by their classes, that have none -> why.
+    traced: how many traces were made. compiles: False where steps of fixed shapes are not traced, but run
+    as they are, for tests of kernels that no trace can hold.
+    """
+
+    def __init__(self):
+        self.off = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else None
+        self.refused: dict[tuple[type, ...], str] = {}
+        self.traced, self.compiles = 0, True
+        self._kinds: dict[tuple, _Kind] = {}
+        self._weights: Weights | None = None
+
+    def __call__(
+        self, model, call: Callable, tokens: mx.array, caches: Sequence
+    ) -> mx.array | None:
+        """The logits of `call(model, tokens, cache=caches)` by a traced step; None where this step cannot be
+        one, and nothing has changed. tokens: [B, L]."""
+        classes = tuple(map(type, caches))
+        if self.off or classes in self.refused:
+            return None
+        if tokens.ndim != 2 or not 0 < tokens.shape[1] <= DECODE_TOKENS:
+            return None
+        try:
+            return self._step(model, call, tokens, caches)
+        except NotYet:
+            return None
+        except Assigned as error:
+            return self._try(call, model, tokens, caches, error)
+        except Untraceable as error:
+            self.refused[classes] = str(error)
+        except UserError as error:  # of our views, where an array is expected
+            self.refused[classes] = str(error)
+        except ValueError as error:  # of MLX, for a model that looks at the numbers in arrays
+            if "transformations" not in str(error):
+                raise
+            self.refused[classes] = "the model's code looks at numbers that only the device has"
+        return None
+
+    def _step(self, model, call: Callable, tokens: mx.array, caches: Sequence) -> mx.array:
+        forms = [form for cache in caches for form in forms_of(cache, tokens.shape[1])]
+        if self.compiles and any(form.emulated for form in forms):
+            raise Untraceable("kernels of no GPU")
+        if self._weights is None or self._weights.model is not model:
+            self._weights = Weights(model)
+        elif self._weights.changed():
+            self._kinds.clear()
+        places, values, advances = _grouped(forms)
+        stream = mx.default_stream(mx.default_device())
+        key = str(stream), places, advances, *(form.key for form in forms)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind(self._weights, call, self.compiles)
+        before = kind.traces
+        logits, written = kind(tokens, forms, caches, places, values, advances)
+        self.traced += kind.traces - before
+        if kind.traces > MOST_TRACES:
+            del self._kinds[key]
+        for form, arrays in zip(forms, written, strict=True):
+            form.commit(arrays)
+        return logits
+
+    def _try(self, call: Callable, model, tokens, caches, error: Assigned) -> mx.array:
+        """Take a step as it is, and see whether what the model's code assigns is what was there."""
+        before = [container.get(key) for container, key in error.places]
+        logits = call(model, tokens, cache=caches)
+        same = all(
+            was is not None
+            and was.shape == container[key].shape
+            and mx.array_equal(was, container[key])
+            for was, (container, key) in zip(before, error.places, strict=True)
+        )
+        if same:
+            self._weights.harmless(error.places)
+        else:
+            self.refused[tuple(map(type, caches))] = str(error)
+        return logits
+
+    def __deepcopy__(self, memo) -> Steps:
+        return Steps()
+
+    def __reduce__(self):
+        return Steps, ()
+
+
+class _Kind:
+    """Steps that differ in shapes and numbers alone."""
+
+    def __init__(self, weights: Weights, call: Callable, compiles: bool):
+        self.weights, self.call, self.traces = weights, call, 0
+        self._now: tuple | None = None
+        self._carried: dict[tuple[int, ...], mx.array] = {}
+        self._run = mx.compile(self._trace) if compiles else self._trace
+
+    def __call__(self, tokens, forms, caches, places, values, advances):
+        """The logits, and what each form's stand-in wrote."""
+        # The last step has left the numbers on the device: uploading them takes CUDA longer than all
+        # that a replay does on the host.
+        numbers = [
+            self._carried[one] if one in self._carried else mx.array(one, mx.int32)
+            for one in values
+        ]
+        self._now = forms, caches, places, advances
+        try:
+            arrays = [form.arrays for form in forms]
+            logits, written, then = self._run(tokens, numbers, arrays, self.weights.arrays())
+        finally:
+            self._now = None
+        pairs = zip(values, advances, strict=True)
+        after = (tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs)
+        self._carried = dict(zip(after, then, strict=True))
+        return logits, written
+
+    def _trace(self, tokens, numbers, arrays, weights):
+        self.traces += 1
+        forms, caches, places, advances = self._now
+        groups = [Numbers(one) for one in numbers]
+        stands = [
+            form.standing_in(own, groups[place])
+            for form, own, place in zip(forms, arrays, places, strict=True)
+        ]
+        each = iter(stands)
+        with self.weights.replaced(weights):
+            own = [_in_place(cache, each) for cache in caches]
+            logits = self.call(self.weights.model, tokens, cache=own)
+        then = [
+            one + mx.array(by, mx.int32) if by else one
+            for one, by in zip(numbers, advances, strict=True)
+        ]
+        return logits, [_written(stand) for stand in stands], then
+
+
+def _written(stand: StandIn) -> list[mx.array]:
+    if stand.written is None:
+        raise Untraceable("a layer does not write to its cache")
+    return list(stand.written)
+
+
+def forms_of(cache, new: int) -> list[Form]:
+    """The forms of a cache, of each in a list of caches. Raises NotYet, Untraceable."""
+    if isinstance(cache, CacheList):
+        return [form for one in cache.caches for form in forms_of(one, new)]
+    kind = FORMS.get(type(cache))
+    if kind is None and isinstance(cache, ArraysCache):
+        kind = Arrays
+    if kind is None:
+        raise Untraceable(f"no fixed form of {type(cache).__name__}")
+    return [Unused() if cache.empty() else kind(cache, new)]
+
+
+def _in_place(cache, stands):
+    """The stand-ins in the places of the caches."""
+    if not isinstance(cache, CacheList):
+        return next(stands)
+    out = CacheList.__new__(CacheList)
+    out.caches = tuple(_in_place(one, stands) for one in cache.caches)
+    return out
+
+
+def _grouped(forms: Sequence[Form]):
+    """Numbers that several caches share: for each form the place of its own, then these numbers, and by how
+    much they grow."""
+    groups, places, values, advances = {}, [], [], []
+    for i, form in enumerate(forms):
+        label, numbers = form.lockstep, form.numbers
+        found = groups.get(label)
+        if found is not None and values[found] != numbers:  # one that was taken back alone
+            label = i
+            found = None
+        if found is None:
+            found = groups[label] = len(values)
+            values.append(numbers)
+            advances.append(form.advance)
+        places.append(found)
+    return tuple(places), values, tuple(advances)
