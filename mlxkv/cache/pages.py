@@ -44,7 +44,7 @@ def grown(pages: int) -> int:
 
 def most(pages: int) -> int:
     """Pages that a sequence of so many takes among others at most, with its share of room and gaps."""
-    return max(grown(pages), -(-(pages * (GROWTH + 1) + GROWTH) * WASTE // (GROWTH * (WASTE - 1))))
+    return -(-(pages * (GROWTH + 1) + GROWTH) * WASTE // (GROWTH * (WASTE - 1)))
 
 
 class Pages:

@@ -317,6 +317,11 @@ class FixedView(CacheView):
         pages = self.pages.tokens if self.pages else 0
         return sink + pages + self.live[0].shape[2]
 
+    @property
+    def shape(self):
+        """Raises UserError: how many tokens there are is known on the device alone."""
+        raise UserError("[attend] this model's code reads how many tokens a cache holds")
+
 
 @dataclass(frozen=True)
 class BatchView(CacheView):

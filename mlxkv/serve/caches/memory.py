@@ -9,8 +9,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
 from mlxkv.cache import ragged
+from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.compressed import STEP, CompressedKVCache
-from mlxkv.cache.pages import GROWTH, most
+from mlxkv.cache.pages import GROWTH, grown, most
 from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
 from mlxkv.serve.refusals import Refused
@@ -46,8 +47,11 @@ class CacheShape:
             held = ragged.window_tokens(c)
             return int(most(pages) * self.page_bytes) + self.full * held
         windows = -(-(tokens + tokens // GROWTH) // STEP) * STEP
-        exact = min(c.sink + c.recent + c.page, windows) + (c.page if pages else 0)
-        kept = int((pages + pages // GROWTH) * self.page_bytes)
+        exact = min(c.sink + c.recent + c.page, windows)
+        kept = 0
+        if pages:  # with the room that steps of fixed shapes take
+            exact = c.sink + c.recent + 2 * c.page + DECODE_TOKENS
+            kept = int(max(grown(pages), pages + pages // GROWTH) * self.page_bytes)
         return kept + self.full * exact + self.bases
 
     def bytes_fp16(self, tokens: int) -> int:
