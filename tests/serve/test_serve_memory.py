@@ -33,7 +33,7 @@ def test_what_caches_take_is_known_before(family, kv):
     memory = memory_of(model)
     for count in (5, 300, 900):
         taken = sum(cache.nbytes for cache in read(model, count))
-        assert taken <= memory.need(count) <= 1.2 * taken
+        assert taken <= memory.need(count) <= 1.25 * taken
     plain = random_model(family)
     taken = sum(cache.nbytes for cache in read(plain, 900))
     assert memory.fp16(900) <= taken <= 2.3 * memory.fp16(900)  # it runs in 32 bits here
@@ -186,17 +186,17 @@ def test_a_folder_that_is_none(small, tmp_path):
 
 def test_a_server_within_its_bound(model_folder, tmp_path):
     """Sessions go to disk and come back with the same reply; what cannot fit is refused with numbers."""
-    with serving(model_folder, kv_memory="300KB", kv_disk=str(tmp_path)) as server:
+    with serving(model_folder, kv_memory="340KB", kv_disk=str(tmp_path)) as server:
         first = [complete(server, f"{i}{LONG}", 6) for i in range(4)]
         found = get(server, "/v1/kv")
-        assert found["memory"]["sessions_bytes"] <= 300 << 10 and found["disk"]["saved"] >= 1
+        assert found["memory"]["sessions_bytes"] <= 340 << 10 and found["disk"]["saved"] >= 1
         again = [complete(server, f"{i}{LONG}", 6) for i in range(4)]
         assert [text_of(x) for x in again] == [text_of(x) for x in first]
         assert all(x["kv"]["cached_tokens"] == len(LONG) for x in again)
         error = refused(server, 503, prompt="x" * 2000, max_tokens=500)
-        assert error["need_bytes"] > error["kv_memory_bytes"] == 300 << 10
+        assert error["need_bytes"] > error["kv_memory_bytes"] == 340 << 10
         assert error["code"] == "kv_memory" and get(server, "/health") == {"status": "ok"}
-    with serving(model_folder, kv_memory="300KB", kv_disk=str(tmp_path)) as server:
+    with serving(model_folder, kv_memory="340KB", kv_disk=str(tmp_path)) as server:
         last = complete(server, f"3{LONG}", 6)
         assert text_of(last) == text_of(first[3]) and last["kv"]["cached_tokens"] == len(LONG)
 
@@ -205,7 +205,7 @@ def test_a_server_within_its_bound(model_folder, tmp_path):
 def test_killed_while_saving(model_folder, tmp_path, without_torch):
     """kill -9 while sessions are saved: the next start finds whole ones or none."""
     command = [sys.executable, "-m", "mlxkv", "serve", "--model", str(model_folder), "--port", "0"]
-    command += ["--kv-memory", "400KB", "--kv-disk", str(tmp_path)]
+    command += ["--kv-memory", "440KB", "--kv-disk", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         url = next(line for line in process.stderr if line.startswith("chat: ")).split()[1]
@@ -222,7 +222,7 @@ def test_killed_while_saving(model_folder, tmp_path, without_torch):
         process.kill()
         process.wait()
         process.stderr.close()
-    with serving(model_folder, kv_memory="400KB", kv_disk=str(tmp_path)) as server:
+    with serving(model_folder, kv_memory="440KB", kv_disk=str(tmp_path)) as server:
         assert get(server, "/v1/kv")["disk"]["failed"] == 0
         assert send(server, "POST", "/v1/completions", {"prompt": f"0{LONG}"})[0] == 200
         assert get(server, "/v1/kv")["disk"]["failed"] == 0
