@@ -33,7 +33,7 @@ def test_what_caches_take_is_known_before(family, kv):
     memory = memory_of(model)
     for count in (5, 300, 900):
         taken = sum(cache.nbytes for cache in read(model, count))
-        assert taken <= memory.need(count) <= 1.25 * taken
+        assert taken <= memory.need(count) <= 1.3 * taken
     plain = random_model(family)
     taken = sum(cache.nbytes for cache in read(plain, 900))
     assert memory.fp16(900) <= taken <= 2.3 * memory.fp16(900)  # it runs in 32 bits here
