@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import getitem, is_
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,20 +34,25 @@ class Weights:
         self._look()
 
     def _look(self) -> None:
-        self._places, self._links = _walk(self.model)
+        self._places, links = _walk(self.model)
+        # Apart, so that every step looks through them without a line of Python for each.
+        self._containers, self._keys = zip(*self._places, strict=True)
+        self._links = tuple(zip(*links, strict=True))
 
     def changed(self) -> bool:
         """Whether modules, or lists of them, have been replaced since the last look; looks again."""
-        for container, key, one in self._links:
-            now = container.get(key) if isinstance(container, dict) else container[key]
-            if now is not one:
-                self._look()
-                return True
-        return False
+        containers, keys, found = self._links
+        try:
+            if all(map(is_, map(getitem, containers, keys), found)):
+                return False
+        except (KeyError, IndexError):
+            pass
+        self._look()
+        return True
 
     def arrays(self) -> list[mx.array]:
         """What the places hold now."""
-        return [container[key] for container, key in self._places]
+        return list(map(getitem, self._containers, self._keys))
 
     @contextmanager
     def replaced(self, traced: Sequence[mx.array]) -> Iterator[None]:
