@@ -151,6 +151,7 @@ def _decode_records(
             headers=pages.headers,
             second=_tile_run(more[0]) if more else None,
             starts=starts,
+            page=pages.codecs[0].page,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
     exact = q.astype(mx.float32)
@@ -171,6 +172,7 @@ def _decode_records(
         headers=pages.headers,
         second=_run(more[0], exact) if more else None,
         starts=starts,
+        page=pages.codecs[0].page,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 

@@ -105,7 +105,8 @@ def _no_records(question: Question) -> str | None:
         stored = side.dims(dim)
         if reason := why_no_record(side.quantizer, stored, config.page, keys=i == 0):
             return reason
-        if side_layout(side.quantizer, stored, config.page, i == 0).saves_nothing(dim):
+        layout = side_layout(side.quantizer, stored, config.page, i == 0)
+        if side.low is not None and layout.saves_nothing(dim):
             return f"{stored} float16 dims would take the room of {dim} in records"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"

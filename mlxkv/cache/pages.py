@@ -24,6 +24,7 @@ from itertools import chain
 import mlx.core as mx
 
 from mlxkv.formats.records import TOKENS, RecordLayout
+from mlxkv.metal.lengths import grown
 
 GROWTH = 16  # room is at most 1/16 of what is stored, or LEAST pages, or what one append adds
 LEAST = (
@@ -33,13 +34,6 @@ WASTE = 16  # at most one page of so many is a gap
 Named = dict[Hashable, mx.array]
 Part = tuple[Named, int]  # the arrays of exactly so many pages; {} for none
 Block = tuple[tuple[int, ...], mx.Dtype]  # shape and type of the array of one page
-
-
-def grown(pages: int) -> int:
-    """A capacity for so many pages and one more, which others of about this length have, too, so that they
-    share the trace of a decode step."""
-    step = max(LEAST, 1 << max(0, pages.bit_length() - GROWTH.bit_length()))
-    return -(-(pages + 1) // step) * step
 
 
 def most(pages: int) -> int:
@@ -110,9 +104,9 @@ class Pages:
         self.counts[i] += count
 
     def make_room(self) -> None:
-        """Have room for a page behind the only sequence."""
-        if self.capacity == self.counts[0]:
-            self._lay_out(self._parts(), grown(self.capacity) - self.capacity)
+        """Have the room of steps of fixed shapes behind the only sequence."""
+        if self.capacity != (wanted := grown(self.counts[0])):
+            self._lay_out(self._parts(), wanted - self.counts[0])
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` pages of the only sequence; give back more room than growing leaves."""

@@ -22,6 +22,7 @@ from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, TOKENS, record_layout
 from mlxkv.metal import attend, balance, launch, seal
+from mlxkv.metal.lengths import grown
 
 
 class Form:
@@ -114,9 +115,9 @@ class Codes(_Store):
         return self._whole
 
     def make_room(self) -> None:
-        """Have room for one page more."""
-        if self.pages.capacity == self.count:
-            self._whole = None
+        """Have the room of steps of fixed shapes."""
+        if self.pages.capacity != grown(self.count):
+            self._whole = None  # a hold on the arrays
             self.pages.make_room()
 
     def room(self, arrays: Sequence[mx.array]) -> CodePages:

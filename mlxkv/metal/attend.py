@@ -165,6 +165,7 @@ def attend(
     headers: mx.array | None = None,
     second: Run | None = None,
     starts: tuple[int, ...] | None = None,
+    page: int = 0,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -177,6 +178,7 @@ def attend(
         of each, the first of a page.
     up: [RV, D], [G, RV, D] or [B, G, RV, D] float32, from the stored domain of the values to the
         model's, or None. second: more records, behind these, in the same pass.
+    page: tokens that are sealed together, at least the layout's.
     window: sliding window in tokens, 0 for none. sink_logits: [H] logits of attention sinks.
     Returns [B, G, N, D] in the dtype of q_window.
     """
@@ -186,7 +188,7 @@ def attend(
     sink = sink or live  # never read: its length is 0
     tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
     tiles = -(-rows // tile)
-    most = division(lengths, starts, capacity).records
+    most = division(lengths, starts, (page or layout.page) // TOKENS).records
     starts = starts or own_starts(batch, heads, capacity)
     more, runs = (second.records, 2) if second else (0, 1)
     page_splits, window_splits = splits_for(

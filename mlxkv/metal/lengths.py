@@ -16,7 +16,8 @@ import mlx.core as mx
 from mlxkv.metal.template import ints
 
 Known = tuple[tuple[int, int, int], ...]  # of each sequence: records, sink tokens, live tokens
-STEPS = 16  # in which the longest of several sequences is counted, between powers of two
+LEAST = 2  # pages of room in steps of fixed shapes, where few are stored
+STEPS = 16  # in which lengths are counted between powers of two
 PARTS = 32  # in which the mean length of a batch is counted, of the longest
 
 
@@ -25,12 +26,12 @@ class Later:
     """Lengths that an array holds.
 
     numbers: [4 B] int32, of each sequence records, sink tokens, live tokens and its first record.
-    division: for which the kernels are launched; None: by the room of the buffer. made: arrays for the kernels of this
-    step, which its layers share.
+    division: for which kernels are launched. made: arrays for the kernels of this step, which its layers
+    share.
     """
 
     numbers: mx.array
-    division: Division | None = None
+    division: Division
     made: dict = field(default_factory=dict, repr=False)
 
 
@@ -50,12 +51,22 @@ class Division:
         return max(1, round(merges * self.parts / PARTS))
 
 
-def division(lengths: Known | Later, starts: tuple[int, ...] | None, room: int) -> Division:
-    """The division for these lengths. starts: None where each sequence has a buffer of its own, with
-    `room` for so many records."""
+def division(lengths: Known | Later, starts: tuple[int, ...] | None, each: int) -> Division:
+    """The division for these lengths. starts: None where each sequence has a buffer of its own. each:
+    records of a page."""
     if isinstance(lengths, Later):
-        return lengths.division or Division(room)
-    return Division(room) if starts is None else shared(tuple(one[0] for one in lengths))
+        return lengths.division
+    most = max(one[0] for one in lengths)
+    if starts is None:
+        return Division(each * grown(most // each))
+    return shared(tuple(one[0] for one in lengths))
+
+
+def grown(pages: int) -> int:
+    """The capacity for so many pages and one more, in steps of fixed shapes: others of about this length
+    have the same, and share the trace of a step."""
+    step = max(LEAST, 1 << max(0, pages.bit_length() - STEPS.bit_length()))
+    return -(-(pages + 1) // step) * step
 
 
 @lru_cache(maxsize=256)

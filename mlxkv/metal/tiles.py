@@ -17,7 +17,7 @@ import numpy as np
 
 from mlxkv.codec.transform import Transform
 from mlxkv.formats import levels
-from mlxkv.formats.records import BLOCK, RecordLayout, SideLayout
+from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout, SideLayout
 from mlxkv.metal import gpu, trust
 from mlxkv.metal.launch import Factory, build
 from mlxkv.metal.lengths import Division, Known, Later, behind, division, own_starts
@@ -346,6 +346,7 @@ def attend(
     headers: mx.array | None = None,
     starts: tuple[int, ...] | None = None,
     second: Run | None = None,
+    page: int = 0,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -370,7 +371,7 @@ def attend(
     kernel, numbers, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
         *(buffer.shape[1], layout, (keys[1], values[1])),
-        *(division(lengths, starts, buffer.shape[2]), scale, make, window),
+        *(division(lengths, starts, (page or layout.page) // TOKENS), scale, make, window),
         *(sink_logits is not None, splits),
         (second.buffer.shape[2], second.records) if second else None,
     )

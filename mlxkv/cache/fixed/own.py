@@ -11,7 +11,7 @@ from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, put
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import FixedView
 from mlxkv.formats.records import TOKENS
-from mlxkv.metal.lengths import Later
+from mlxkv.metal.lengths import Division, Later
 
 
 class Own(Form):
@@ -53,6 +53,7 @@ class _OwnStandIn(StandIn):
         rest = 4 if form.n_sink else 2
         self._sink = tuple(arrays[2:rest]) or None
         self._pages = form.store.room(arrays[rest:])
+        self._division = Division(self._pages.tokens // TOKENS)
         self._view: FixedView | None = None
 
     @property
@@ -61,7 +62,9 @@ class _OwnStandIn(StandIn):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         self.written = put(self._live, (keys, values), self._numbers, 1)
-        lengths = self._numbers.once("lengths", lambda: Later(self._numbers.array[2:]))
+        lengths = self._numbers.once(
+            ("lengths", self._division), lambda: Later(self._numbers.array[2:], self._division)
+        )
         self._view = FixedView(self.written, self._sink, self._pages, lengths, self._seen)
         return self._view, self._view
 

@@ -11,9 +11,10 @@ from mlx_lm.models.cache import BatchKVCache
 from mlxkv.cache import ragged
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.compressed import STEP, CompressedKVCache
-from mlxkv.cache.pages import GROWTH, grown, most
+from mlxkv.cache.pages import GROWTH, most
 from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
+from mlxkv.metal.lengths import grown
 from mlxkv.serve.refusals import Refused
 
 
