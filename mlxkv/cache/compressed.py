@@ -56,7 +56,8 @@ class CompressedKVCache(GoesBack, Contract):
     def _clear(self):
         self.offset = 0
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
-        self._count, self._fixed = 0, False  # whether buffers are of fixed room (`windows`)
+        self._count = 0
+        self._fixed = 0  # pages at the last step of fixed shapes, whose room buffers have from then on
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page sealed last
         self._store: Codes | Records | None = None
@@ -209,12 +210,15 @@ class CompressedKVCache(GoesBack, Contract):
     def windows(self) -> Pair | None:
         """The buffers of the live window, with room for all tokens that come before a page is sealed, and
         `DECODE_TOKENS` more; None before there are pages, which have room for one more."""
-        if not self._count_pages:
-            return None
-        self._store.make_room()
-        if self._live[0].shape[2] < self._room + DECODE_TOKENS:
-            live, self._live, self._count, self._fixed = self._read_live(), None, 0, True
-            self._append(*live)
+        if self._fixed != (count := self._count_pages):
+            if not count:
+                return None
+            self._store.make_room()
+            if self._live[0].shape[2] != self._room + DECODE_TOKENS:
+                live, self._live, self._count = self._read_live(), None, 0
+                self._fixed = count
+                self._append(*live)
+            self._fixed = count
         return self._live
 
     @property
