@@ -43,6 +43,7 @@ class _Store:
         way: str,
     ):
         self.config, self.dims, self.way = config, dims, way
+        self.emulated = False  # whether its kernels are such that no trace can hold them
         self.codecs = tuple(
             Codec(side, dim, config.page, getattr(layer_maps, name))
             if side.calibrated and layer_maps is not None
@@ -170,6 +171,7 @@ class Records(_Store):
         self.layout = record_layout(config, *(code.dims for code in self.codecs))
         body = TILES if tiled else PORTABLE
         self.plan = KernelPlan(body, layout=self.layout, make=make)
+        self.emulated = make not in (mx.fast.metal_kernel, mx.fast.cuda_kernel)
         self._sealer = seal.sealer(self.layout)
         self.pages = Pages()
 

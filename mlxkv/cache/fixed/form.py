@@ -50,7 +50,8 @@ class Form:
     """A cache, as the next step of `new` tokens finds it. A subclass sets what follows.
 
     key: what the trace takes for granted, beside the shapes of arrays. lockstep: caches with equal ones
-    have equal numbers, as a rule. arrays: which the step reads, and may write. numbers: integers.
+    have equal numbers, as a rule. state: what the numbers follow from, for equal `lockstep` and shapes.
+    arrays: which the step reads, and may write. numbers: integers.
     advance: by how much each of them grows in the step, where nothing is sealed. emulated: whether its kernels
     are such that no trace can hold them.
     """
@@ -59,6 +60,7 @@ class Form:
 
     key: Hashable
     lockstep: Hashable
+    state: Hashable
     arrays: Sequence[mx.array]
     numbers: tuple[int, ...]
     advance: tuple[int, ...]
@@ -77,7 +79,7 @@ class Unused(Form):
 
     def __init__(self):
         self.key = self.lockstep = Unused
-        self.arrays, self.numbers, self.advance = [], (), ()
+        self.arrays, self.state, self.numbers, self.advance = [], (), (), ()
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
         return _UnusedStandIn()

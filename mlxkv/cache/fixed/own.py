@@ -23,22 +23,28 @@ class Own(Form):
             raise NotYet("nothing is sealed yet")
         self.cache, self.new, self.store = cache, new, cache.store
         sink, config, pages = cache.sink, cache.config, self.store.pages
-        self.n_sink = 0 if sink is None else sink[0].shape[2]
+        self.n_sink = config.sink if sink else 0
         self.key = self.store.form, self.n_sink
-        self.lockstep = config.page, config.recent, self.n_sink
+        self.lockstep = Own, config.page, config.recent, self.n_sink
+        self.state = cache.offset, cache.count, pages.counts[0]
         self.arrays = [*live, *(sink or ()), *pages.arrays.values()]
-        tokens, count = pages.counts[0] * config.page, cache.count
-        rows = [cache.offset, count]
+        self.emulated = self.store.emulated
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        (offset, count, pages), batch = self.state, 1
+        stored, step = pages * self.cache.config.page, 0
         if isinstance(self.store, Records):
-            self.emulated = self.store.plan.make not in (mx.fast.metal_kernel, mx.fast.cuda_kernel)
-            batch, heads = live[0].shape[:2]
-            room = pages.arrays["records"].shape[2]
-            for i in range(batch):
-                rows += tokens // TOKENS, self.n_sink, count + new, i * heads * room
-        else:
-            rows += tokens, self.n_sink, count + new, 0
-        self.numbers = tuple(rows)
-        self.advance = (new, new, *(0, 0, new, 0) * ((len(rows) - 2) // 4))
+            batch, heads, room, _ = self.store.pages.arrays["records"].shape
+            stored, step = stored // TOKENS, heads * room
+        rows = ((stored, self.n_sink, count + self.new, i * step) for i in range(batch))
+        return offset, count, *(n for row in rows for n in row)
+
+    @property
+    def advance(self) -> tuple[int, ...]:
+        new, batch = self.new, self.cache.windows[0].shape[0]
+        rows = batch if isinstance(self.store, Records) else 1
+        return new, new, *(0, 0, new, 0) * rows
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
         return _OwnStandIn(self, arrays, numbers)

@@ -33,7 +33,7 @@ class Ring(Form):
         self.key = Ring, self.is_full
         self.lockstep = Ring, cache.max_size, cache.keep
         self.arrays = [cache.keys, cache.values]
-        self.numbers = cache.offset, self.at
+        self.state = self.numbers = cache.offset, self.at
         self.advance = new, new
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
@@ -60,7 +60,7 @@ class Plain(Form):
         self.cache, self.new = cache, new
         self.key = self.lockstep = Plain
         self.arrays = [cache.keys, cache.values]
-        self.numbers = cache.offset, cache.offset
+        self.state = self.numbers = cache.offset, cache.offset
         self.advance = new, new
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
@@ -130,7 +130,7 @@ class Arrays(Form):
         self.key = Arrays, type(cache), len(cache.cache), *self.held, *self.others
         self.lockstep = Arrays
         self.arrays = self.of(cache)
-        self.numbers = self.advance = ()
+        self.state = self.numbers = self.advance = ()
 
     def of(self, cache: ArraysCache) -> list[mx.array]:
         """The arrays that `cache` holds."""

@@ -194,16 +194,15 @@ def _in_place(cache, stands):
 def _grouped(forms: Sequence[Form]):
     """Numbers that several caches share: for each form the place of its own, then these numbers, and by how
     much they grow."""
-    groups, places, values, advances = {}, [], [], []
+    groups, places, members = {}, [], []
     for i, form in enumerate(forms):
-        label, numbers = form.lockstep, form.numbers
-        found = groups.get(label)
-        if found is not None and values[found] != numbers:  # one that was taken back alone
-            label = i
+        found = groups.get(form.lockstep)
+        if (
+            found is not None and members[found].state != form.state
+        ):  # one that was taken back alone
             found = None
         if found is None:
-            found = groups[label] = len(values)
-            values.append(numbers)
-            advances.append(form.advance)
+            found = groups[form.lockstep if form.lockstep not in groups else i] = len(members)
+            members.append(form)
         places.append(found)
-    return tuple(places), values, tuple(advances)
+    return tuple(places), [one.numbers for one in members], tuple(one.advance for one in members)
