@@ -212,9 +212,9 @@ class CompressedKVCache(GoesBack, Contract):
     def windows(self) -> Pair | None:
         """The buffers of the live window, with room for all tokens that come before a page is sealed, and
         `DECODE_TOKENS` more; None before there are pages, which have room for one more."""
-        if self._fixed != (count := self._count_pages):
-            if not count:
-                return None
+        if not (count := self._count_pages):
+            return None
+        if self._fixed != count:
             self._store.make_room()
             if self._live[0].shape[2] != self._room + DECODE_TOKENS:
                 live, self._live, self._count = self._read_live(), None, 0
