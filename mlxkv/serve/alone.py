@@ -12,6 +12,7 @@ from mlxkv.serve.job import Job
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
 
+EVERY = 16  # tokens between two agreements of several processes: each waits for the step under way
 ENDING = 2  # beside 0 and 1 for a client that is there or has left
 
 
@@ -19,7 +20,8 @@ class Alone:
     """Stands where mlx-lm puts what it sends to the client.
 
     mlx-lm asks between the tokens of a reply whether the client has left. This asks between the parts
-    of a prompt, too, and whether the server is ending; processes agree on it, as one alone may know.
+    of a prompt, too, and whether the server is ending; processes agree on it, as one alone may know, at
+    one token in `EVERY`.
     fault: the machine's error that ended the request, or None.
     """
 
@@ -27,7 +29,7 @@ class Alone:
         self._line, self._job, self._ranks = line, job, ranks
         self._context: server.GenerationContext | None = None
         self._caches: list = []
-        self._stopped = Event()
+        self._stopped, self._tokens = Event(), 0
         self.fault: Exception | None = None
 
     def generate(self, **asked):
@@ -40,7 +42,7 @@ class Alone:
             self._context = item
             item.stop = self._stopped.set  # called by the thread that serves the client
         reading = isinstance(item, tuple)  # counts of the prompt's tokens
-        if reading or isinstance(item, server.Response):
+        if reading or (isinstance(item, server.Response) and self._turn()):
             self._look_up(reading)
         if isinstance(item, server.Response) and item.finish_reason is not None:
             self._job.measured(
@@ -52,6 +54,12 @@ class Alone:
         self._line.put(item)
         if fault and self._context is not None and self._ranks.many:
             raise item  # mlx-lm would go on with the next request, out of step with the others
+
+    def _turn(self) -> bool:
+        """Whether this token is one at which to look up; all processes count the same."""
+        self._ranks.hear()
+        self._tokens += 1
+        return not self._ranks.many or self._tokens % EVERY == 1
 
     def _look_up(self, reading: bool) -> None:
         """Raises Refused, or stops the reply, where nobody waits for it or the server is ending."""

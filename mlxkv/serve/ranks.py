@@ -25,6 +25,8 @@ from mlxkv.errors import MachineError
 from mlxkv.serve import told
 
 T = TypeVar("T")
+SHORT = 248  # bytes of JSON that travel with their length; longer ones take a second sum
+_HEAD = 8  # bytes: the length in 7 of them, how many processes were asked to end
 MOST = 256 << 20  # bytes that rank 0 may tell at once: a prompt of millions of tokens
 PATIENCE = 30.0  # seconds for a part of a prompt, during which processes do not meet
 
@@ -48,13 +50,17 @@ class Ranks:
         """Return rank 0's `thing`, which JSON has to give back as it is. Raises MachineError if it is too long."""
         if not self.many:
             return thing
+        # Reading a sum waits for all that the device was given before it: one sum, where the thing is short.
         data = told.dump(thing) if self.rank == 0 else b""
-        size, ending = mx.distributed.all_sum(mx.array([len(data), self.ending])).tolist()
-        self.ended = self.ended or ending > 0
+        head = len(data).to_bytes(_HEAD - 1, "little") + bytes([self.ending])
+        came = _summed(head + data[:SHORT].ljust(SHORT, b"\0"))
+        size = int.from_bytes(came[: _HEAD - 1], "little")
+        self.ended = self.ended or came[_HEAD - 1] > 0
         if not 0 < size <= MOST:  # before anything is allocated
             raise MachineError(f"[serve] rank 0 tells {size} bytes at once; at most {MOST}")
-        own = mx.array(data) if data else mx.zeros(size, mx.uint8)
-        came = bytes(memoryview(mx.distributed.all_sum(own)))
+        came = came[_HEAD:][:size]
+        if size > SHORT:
+            came += _summed(data[SHORT:] or bytes(size - SHORT))
         self.heard = time.monotonic()
         return thing if self.rank == 0 else told.load(came)
 
@@ -116,11 +122,16 @@ class Ranks:
         """Return rank 0's tokens [B]: logits of different machines differ in the last bit."""
         if not self.many:
             return drawn
-        return mx.distributed.all_sum(drawn if self.rank == 0 else mx.zeros_like(drawn))
+        # Zeros that come of what was drawn: MLX would sum others before the model's sums, or without them.
+        return mx.distributed.all_sum(drawn if self.rank == 0 else drawn * 0)
+
+    def hear(self) -> None:
+        """Note that all are in step: a token came that every one of them had a part in."""
+        self.heard = time.monotonic()
 
     def step(self, batch) -> None:
         """Replace the next tokens of a batch by rank 0's, after each of its steps."""
-        self.heard = time.monotonic()
+        self.hear()
         if self.many and batch.uids:
             batch._next_tokens = self.tokens(batch._next_tokens)
             mx.async_eval(batch._next_tokens)
@@ -168,6 +179,11 @@ class Ranks:
             return lambda logprobs: self.tokens(draw(logprobs))
 
         return made if self.many else make
+
+
+def _summed(data: bytes) -> bytes:
+    """The sum of all processes' bytes, place by place."""
+    return bytes(memoryview(mx.distributed.all_sum(mx.array(data))))
 
 
 def follow(ranks: Ranks) -> None:

@@ -7,17 +7,19 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from queue import Queue
+from queue import Queue, SimpleQueue
 from threading import Barrier
 from types import SimpleNamespace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import GenerationContext, Response
@@ -39,7 +41,7 @@ from serving import (
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
 from mlxkv.serve import engine, ranks, told
-from mlxkv.serve.alone import Alone
+from mlxkv.serve.alone import EVERY, Alone
 from mlxkv.serve.caches.disk import Disk, open_disk
 from mlxkv.serve.job import Job
 from mlxkv.serve.options import ServeOptions
@@ -202,10 +204,37 @@ def test_rank_0_decides_and_refuses_for_all():
 def test_what_is_too_long_is_refused_before_it_is_read(monkeypatch):
     alone = Solo()
     alone.rank = 1
-    for size in (0, -1, ranks.MOST + 1):
-        monkeypatch.setattr(mx.distributed, "all_sum", lambda x, size=size: mx.array([size, 0]))
+    for size in (0, 2**56 - 1, ranks.MOST + 1):
+        said = mx.array(size.to_bytes(7, "little") + bytes(1 + ranks.SHORT))
+        monkeypatch.setattr(mx.distributed, "all_sum", lambda x, said=said: said)
         with pytest.raises(MachineError, match="at once"):
             Ranks.share(alone, None)
+
+
+def test_what_is_short_takes_one_sum(monkeypatch):
+    """Every sum that is read waits for the model's step under way."""
+    sums, lines = [], [SimpleQueue(), SimpleQueue()]
+
+    def meet(rank: int, x: mx.array) -> mx.array:
+        sums.append(x.size)
+        lines[rank].put(np.array(x))
+        return mx.array(np.array(x) + lines[1 - rank].get(timeout=PATIENCE))
+
+    def tell(rank: int, thing, ending: bool):
+        local.rank = rank
+        one = Solo()
+        one.rank, one.ending = rank, ending
+        return Ranks.share(one, thing if rank == 0 else None), one.ended
+
+    local = threading.local()
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x: meet(local.rank, x))
+    longest = "x" * (ranks.SHORT - 2)  # and two quotes
+    for thing, want in ((None, 1), ([], 1), (longest, 1), (longest + "y", 2), ([7] * 999, 2)):
+        sums.clear()
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [pool.submit(tell, rank, thing, rank == 1) for rank in range(2)]
+            assert [job.result(PATIENCE) for job in jobs] == [(thing, True)] * 2
+        assert len(sums) == 2 * want
 
 
 def blank(kind: type):
@@ -222,15 +251,20 @@ def test_who_leaves_outside_of_a_batch_has_left_in_all_processes():
         for item in (context, (1, 2), token, token):
             line.put(item)
         job.given_up = ranks.rank == 0
-        for item in (token, (2, 2)):
-            with pytest.raises(Refused, match="given up"):
-                line.put(item)
+        with pytest.raises(Refused, match="given up"):
+            line.put((2, 2))
+        before = queue.qsize()
+        with pytest.raises(Refused, match="given up"):
+            for _ in range(EVERY):
+                line.put(token)
+        after = queue.qsize()
         ranks.ending = ranks.rank == 1
         with pytest.raises(Refused, match="ending"):
-            line.put(token)
-        return [context._should_stop, queue.qsize()]
+            for _ in range(EVERY):
+                line.put(token)
+        return [context._should_stop, before, after < before + EVERY]
 
-    assert both_do(write, write) == [[None, 4]] * 2
+    assert both_do(write, write) == [[None, 4, True]] * 2
 
 
 def test_a_session_that_one_process_has_lost(tmp_path, loaded):
