@@ -181,11 +181,19 @@ def decode(
             help="prefill, direct (random keys and values), auto: direct above 32k (CPU: 1k).",
         ),
     ] = "auto",
+    uncompiled: Annotated[
+        bool,
+        typer.Option("--uncompiled", help="Each preset once more, its steps built by Python."),
+    ] = False,
     dtype: Dtype = None,
     bits: Bits = None,
     json: Json = False,
 ) -> None:
-    """Measure first token, prefill, decode and memory quickly, in one process, per preset and context."""
+    """Measure first token, prefill, decode and memory quickly, in one process, per preset and context, and
+    what host and device take for a token.
+
+    --kv also takes fp16-replayed and fp16-pages: full precision through steps like those of compressed caches.
+    """
     from mlxkv.bench.whole.decode import run
 
     run(
@@ -195,6 +203,7 @@ def decode(
         tokens=tokens,
         rounds=rounds,
         fill=fill,
+        uncompiled=uncompiled,
         dtype=dtype,
         bits=bits,
         as_json=json,

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from mlxkv import console
 from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.presets import FULL_PAGES
 
 BASELINE = "fp16"
+# Full precision through steps like those of compressed caches, for `mlxkv bench decode` alone: mlx-lm's own
+# caches in a replayed step, and float16 pages that our kernels read.
+REPLAYED, PAGED = "fp16-replayed", "fp16-pages"
 MLX_LM = {"mlx-lm-kv8": 8, "mlx-lm-kv4": 4}  # mlx-lm's own quantized cache: name -> kv_bits
 MLX_LM_GROUP = 64
 DTYPES = ("float32", "float16", "bfloat16")
 BITS = (2, 3, 4, 6, 8)
 
 
-def parse_presets(text: str) -> list[str]:
-    """'fp16, int4' -> ["fp16", "int4"], each once. Raises UserError for an unknown preset."""
+def parse_presets(text: str, others: tuple[str, ...] = ()) -> list[str]:
+    """'fp16, int4' -> ["fp16", "int4"], each once. others: names that are allowed beside presets. Raises
+    UserError for an unknown preset."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        parse_kv(name)
+        if name not in others:
+            parse_kv(name)
     return names
+
+
+def cache_config(name: str) -> CacheConfig:
+    """What the caches of a row of this name store."""
+    if name == PAGED:
+        return FULL_PAGES
+    return parse_kv(BASELINE if name == REPLAYED else name)
 
 
 def parse_contexts(text: str, least: int, why: str = "too short to time") -> tuple[int, ...]:

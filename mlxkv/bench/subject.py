@@ -14,17 +14,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxkv.bench.options import MLX_LM
+from mlxkv.bench.options import MLX_LM, REPLAYED, cache_config
 from mlxkv.cache import choose
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
-from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine
 from mlxkv.metal.gpu import backends
 from mlxkv.metal.launch import backend
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration.measure import calibrate
 from mlxkv.models.catalog.shapes import layers_of, text_config
+from mlxkv.models.hooks.mark import mark, steps_of
+from mlxkv.models.hooks.rebind import bind
 
 GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
 _QWEN = {
@@ -104,10 +105,16 @@ class Subject:
         return calibrate(self.model, target="random") if self.weights == "random" else None
 
     @contextmanager
-    def attached(self, preset: str) -> Iterator[list]:
-        """Attach `preset` inside a `with` block; yields the reports of `attach`."""
-        calibration = self.calibration if parse_kv(preset).calibrated else None
-        reports = attach(self.model, preset, calibration=calibration)
+    def attached(self, preset: str, by_python: bool = False) -> Iterator[list]:
+        """Attach `preset` inside a `with` block; yields the reports of `attach`. REPLAYED: the model keeps
+        its own caches, and its steps are replayed. by_python: no step is."""
+        config = cache_config(preset)
+        calibration = self.calibration if config.calibrated else None
+        reports = attach(self.model, config, calibration=calibration)
+        if preset == REPLAYED:
+            mark(self.model, bind(self.model), {})
+        if by_python and (steps := steps_of(self.model)) is not None:
+            steps.off = "--uncompiled"
         try:
             yield reports
         finally:
@@ -121,7 +128,7 @@ class Subject:
         """What computes attention in the layers that keep the whole context."""
         if preset in MLX_LM:
             return "mlx-lm"
-        config = parse_kv(preset)
+        config = cache_config(preset)
         shape = next((s for s in layers_of(self.config) if s.kind == "full"), None)
         if not config.compresses or shape is None:
             return "MLX"

@@ -191,5 +191,8 @@ PRESETS: dict[str, CacheConfig] = {
     "oja-0.75+int4": _oja(0.75, Affine(4, 64)),
 }
 
+# Full precision in pages: they save nothing, and no `--kv` names them. `mlxkv bench decode` compares with them.
+FULL_PAGES = CacheConfig(Side(Half()), Side(Half()))
+
 # Slower at decode than full precision on a GPU (docs/kernels.md): for comparison, not offered.
 COMPARED = ("turbo-3.5", "turbo-2.5", "polar-int3")

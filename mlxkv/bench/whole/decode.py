@@ -17,6 +17,9 @@ from mlxkv.bench.options import (
     BASELINE,
     MLX_LM,
     MLX_LM_GROUP,
+    PAGED,
+    REPLAYED,
+    cache_config,
     check_choice,
     check_counts,
     check_weights,
@@ -25,10 +28,10 @@ from mlxkv.bench.options import (
 )
 from mlxkv.bench.show import print_machine, spread, weights_text
 from mlxkv.bench.subject import Subject, load_subject, machine_in_use, short
+from mlxkv.bench.whole import steps
 from mlxkv.bench.whole.reading import cache_bytes
 from mlxkv.bench.whole.rows import add_ratios, medians, speed_cells
 from mlxkv.errors import MachineError, UserError
-from mlxkv.formats.names import parse_kv
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import interleaved
 from mlxkv.models.catalog.shapes import layers_of
@@ -63,12 +66,14 @@ def run(
     tokens: int,
     rounds: int,
     fill: str,
+    uncompiled: bool,
     dtype: str | None,
     bits: int | None,
     as_json: bool,
 ) -> None:
-    """Measure and print. contexts, kv: by commas. rounds: each runs every preset twice, A B B A."""
-    presets = parse_presets(kv)
+    """Measure and print. contexts, kv: by commas. rounds: each runs every preset twice, A B B A. uncompiled:
+    also every preset with steps that Python builds."""
+    presets = parse_presets(kv, (REPLAYED, PAGED))
     lengths = parse_contexts(contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS), 2)
     check_counts(tokens=tokens, rounds=rounds)
     check_choice("fill", fill, FILLS)
@@ -76,15 +81,16 @@ def run(
     machine, installed = machine_in_use(), versions()
     it = load_subject(model, dtype, bits)
     print_machine(machine, installed)
+    arms = _arms(presets, uncompiled)
     rows = []
     with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("decode", total=len(lengths) * len(presets) * (2 * rounds + 1))
+        bar = bars.add_task("decode", total=len(lengths) * len(arms) * (2 * rounds + 1))
         for context in lengths:
             bars.update(bar, description=f"{model} {context}")
             rows += _rows(
                 it,
                 context,
-                presets,
+                arms,
                 fill=_fill_of(fill, context),
                 tokens=tokens,
                 rounds=rounds,
@@ -97,6 +103,16 @@ def run(
         console.print_json({"machine": machine, "versions": installed, "rows": rows})
 
 
+def _arms(presets: list[str], uncompiled: bool) -> list[tuple[str, bool]]:
+    """What is measured: presets, and whether Python builds their steps, as it always does in full precision."""
+    both = (False, True) if uncompiled else (False,)
+    return [
+        (name, by_python)
+        for name in presets
+        for by_python in (both if name == REPLAYED or cache_config(name).compresses else both[:1])
+    ]
+
+
 def _fill_of(fill: str, context: int) -> str:
     if fill != "auto":
         return fill
@@ -107,37 +123,52 @@ def _fill_of(fill: str, context: int) -> str:
 def _rows(
     it: Subject,
     context: int,
-    presets: list[str],
+    arms: list[tuple[str, bool]],
     *,
     fill: str,
     tokens: int,
     rounds: int,
     done: Callable[[], None],
 ) -> list[dict]:
-    """One row per preset: medians over interleaved runs, after one of each to warm up."""
-    for name in presets:  # one token, but all where a basis that follows builds kernels on its way
-        measure(it, name, context, fill, tokens if parse_kv(name).follows else 1)
+    """One row per preset, and whether Python builds its steps: medians over interleaved runs, after one of
+    each to warm up."""
+    for name, by_python in arms:  # one token, but all where a basis that follows builds kernels
+        measure(it, name, context, fill, tokens if cache_config(name).follows else 1, by_python, 1)
         done()
-    tasks = {name: lambda name=name: measure(it, name, context, fill, tokens) for name in presets}
+    tasks = {
+        arm: lambda arm=arm: measure(it, arm[0], context, fill, tokens, arm[1], tokens)
+        for arm in arms
+    }
     rows = []
-    for name, runs in interleaved(tasks, rounds, done).items():
-        row = {"preset": name, "by": it.decoded_by(name), "context": context}
-        row |= {"fill": fill, "runs": len(runs)} | medians(runs)
+    for (name, by_python), runs in interleaved(tasks, rounds, done).items():
+        row = {"preset": name, "uncompiled": by_python, "by": it.decoded_by(name)}
+        row |= {"context": context, "fill": fill, "runs": len(runs)} | medians(runs)
+        row |= steps.medians(runs)
         row["spread"] = spread([one["tokens_per_second"] for one in runs])
         rows.append(row)
     add_ratios(rows)
     return rows
 
 
-def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> dict:
+def measure(
+    it: Subject,
+    preset: str,
+    context: int,
+    fill: str,
+    tokens: int,
+    by_python: bool = False,
+    apart: int = 0,
+) -> dict:
     """Fill a fresh cache with `context` tokens, decode WARM tokens, then time `tokens` more.
 
     preset: one of ours, or a name in MLX_LM: mlx-lm then quantises its own cache from the first token
-    on. fill: "prefill" or "direct". prefill_seconds: the prompt without its last token.
-    first_token_seconds: until the first token. Both are None if the cache was filled directly.
+    on. fill: "prefill" or "direct". by_python: no step is replayed. apart: steps after these, whose parts
+    are timed apart (`steps.parts`), and returned too.
+    prefill_seconds: the prompt without its last token. first_token_seconds: until the first token. Both are
+    None if the cache was filled directly.
     """
     bits = MLX_LM.get(preset)
-    with it.attached(BASELINE if bits else preset):
+    with it.attached(BASELINE if bits else preset, by_python):
         cache = make_prompt_cache(it.model)
         mx.random.seed(0)
         mx.clear_cache()
@@ -160,15 +191,15 @@ def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> d
         options["prompt_progress_callback"] = progress
         with wired_limit(it.model):  # as mlx-lm generates
             times = [time.perf_counter()]
-            for _, logprobs in generate_step(prompt, it.model, prompt_cache=cache, **options):
+            for one in generate_step(prompt, it.model, prompt_cache=cache, **options):
                 times.append(time.perf_counter())
-                last = logprobs
+                token, last = one
         if not mx.isfinite(last.max()).item():  # one NaN in the logits makes all of them NaN
             raise MachineError(f"[bench] NaN or infinity in the logits with {preset}; no times")
         prefill = read[0] - times[0] if fill == "prefill" else None
         timed = times[WARM:]
         gaps = [b - a for a, b in zip(timed, timed[1:], strict=False)]
-        return {
+        found = {
             "prefill_seconds": prefill,
             "prefill_tokens_per_second": prefill and (context - 1) / prefill,
             "first_token_seconds": prefill and times[1] - times[0],
@@ -178,6 +209,7 @@ def measure(it: Subject, preset: str, context: int, fill: str, tokens: int) -> d
             "kv_bytes": sum(layer.nbytes for layer in cache),
             "read_bytes": cache_bytes(cache),
         }
+        return found | (steps.parts(it.model, cache, token, apart) if apart else {})
 
 
 def fill_directly(cache: list, it: Subject, tokens: int) -> None:
@@ -204,7 +236,7 @@ def _show(rows: list[dict], tokens: int, rounds: int) -> None:
     table = [
         [
             row["context"],
-            row["preset"],
+            steps.name_of(row),
             row["by"],
             row["fill"],
             *speed_cells(row),
@@ -223,3 +255,4 @@ def _show(rows: list[dict], tokens: int, rounds: int) -> None:
         "filled with random keys and values without a prefill, and the peak is of decoding alone\n"
         "peak: weights included; cache: allocated, rotating windows included"
     )
+    steps.show(rows)

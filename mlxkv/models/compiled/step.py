@@ -34,14 +34,16 @@ class Steps:
     """The traced steps of one model.
 
     off: why there are none, or None. refused: lists of caches, by their classes, that have none -> why.
-    traced: how many traces were made. compiles: False where steps of fixed shapes are not traced, but run
-    as they are, for tests of kernels that no trace can hold.
+    traced: how many traces were made. replayed: how many steps went by one, those that made it included.
+    waits_for: why the last step could not go by one yet, or None. compiles: False where steps of fixed
+    shapes are not traced, but run as they are, for tests of kernels that no trace can hold.
     """
 
     def __init__(self):
         self.off = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else None
         self.refused: dict[tuple[type, ...], str] = {}
-        self.traced, self.compiles = 0, True
+        self.traced, self.replayed, self.compiles = 0, 0, True
+        self.waits_for: str | None = None
         self._kinds: dict[tuple, _Kind] = {}
         self._weights: Weights | None = None
 
@@ -57,7 +59,8 @@ class Steps:
             return None
         try:
             return self._step(model, call, tokens, caches)
-        except NotYet:
+        except NotYet as error:
+            self.waits_for = str(error)
             return None
         except Assigned as error:
             return self._try(call, model, tokens, caches, error)
@@ -70,6 +73,11 @@ class Steps:
                 raise
             self.refused[classes] = "the model's code looks at numbers that only the device has"
         return None
+
+    @property
+    def why_not(self) -> str | None:
+        """Why some of this model's steps are built by Python for good, or None where none is known to be."""
+        return self.off or next(iter(self.refused.values()), None)
 
     def _step(self, model, call: Callable, tokens: mx.array, caches: Sequence) -> mx.array:
         forms = [form for cache in caches for form in forms_of(cache, tokens.shape[1])]
@@ -92,6 +100,7 @@ class Steps:
             del self._kinds[key]
         for form, arrays in zip(forms, written, strict=True):
             form.commit(arrays)
+        self.replayed, self.waits_for = self.replayed + 1, None
         return logits
 
     def _try(self, call: Callable, model, tokens, caches, error: Assigned) -> mx.array:

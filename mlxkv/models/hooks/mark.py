@@ -88,6 +88,12 @@ def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> 
     setattr(model, _MAKE, attachment)
 
 
+def steps_of(model: nn.Module) -> Steps | None:
+    """The decode steps of an attached model, or None."""
+    attachment = vars(model).get(MARK)
+    return None if attachment is None else attachment.steps
+
+
 def unmark(model: nn.Module) -> list[Slot] | None:
     """Undo `mark`. Returns the slots to release, or None for a model that is not attached.
 

@@ -1,0 +1,135 @@
+"""What the host and what the device take for a decode step, apart, and which of them waits for the other.
+
+In mlx-lm's loop the host builds a step and hands it over while the device runs the one before, and then
+waits for that one's token. Handing over waits, too, where more than a few pieces of work are under way: so
+the host's own share is the processor time of its thread, which waiting does not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter, thread_time
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+
+from mlxkv import console
+from mlxkv.models.compiled.step import Steps
+from mlxkv.models.hooks.mark import steps_of
+
+MOST = 16  # steps for each of the two measurements
+TOGETHER = 4  # steps in one evaluation
+WAITING = 0.1  # share of a token: the host waits where it waits longer than this
+NUMBERS = ("host_ms", "build_ms", "wait_ms", "device_ms")
+COLUMNS = ("context", "preset", "step", "token ms", "host ms", "wait ms", "device ms", "waits")
+Step = Callable[[mx.array], tuple[mx.array, mx.array]]
+
+
+def parts(model: nn.Module, cache: list, token: int, count: int) -> dict:
+    """NUMBERS in ms, "waits" ("host" or "device"), and "step": how steps were made. Decodes after `token`.
+
+    host_ms: processor time for building a step and handing it over; build_ms: for the first of the two.
+    wait_ms: the rest of a token, in which the host waits. device_ms: a step of several that are built before
+    and evaluated at once; no less than handing it over takes.
+    """
+    count, steps = min(count, MOST), steps_of(model)
+
+    def step(last: mx.array) -> tuple[mx.array, mx.array]:
+        logits = model(last[None], cache=cache)[:, -1, :]
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        return mx.argmax(logprobs, axis=-1), logprobs.squeeze(0)
+
+    with wired_limit(model), mx.stream(generation_stream):
+        before = steps.replayed if steps else 0
+        last, build, host, whole = _in_loop(step, mx.array([token]), count)
+        how = made(steps, before, count + 1)
+        device = _together(step, last, -(-count // TOGETHER))
+    wait = max(0.0, whole - host)
+    numbers = (1e3 * x for x in (host, build, wait, device))
+    found = dict(zip(NUMBERS, numbers, strict=True))
+    return found | {"waits": "host" if wait > WAITING * whole else "device", "step": how}
+
+
+def _in_loop(step: Step, last: mx.array, count: int) -> tuple[mx.array, float, float, float]:
+    """The last token, and the median seconds of a token in mlx-lm's loop: processor time for building,
+    for building and handing over, and all of its time."""
+    now, times = step(last), []
+    mx.async_eval(*now)
+    for _ in range(count):
+        start, begun = perf_counter(), thread_time()
+        following = step(now[0])
+        built = thread_time()
+        mx.async_eval(*following)
+        handed = thread_time()
+        now[0].item()
+        times.append((built - begun, handed - begun, perf_counter() - start))
+        now = following
+    return now[0], *(median(column) for column in zip(*times, strict=True))
+
+
+def _together(step: Step, last: mx.array, count: int) -> float:
+    """Median seconds of a step, `TOGETHER` of which are built before and evaluated at once."""
+    times = []
+    for _ in range(count):
+        mx.eval(last)
+        mx.synchronize()
+        for _ in range(TOGETHER):
+            last, _ = step(last)
+        start = perf_counter()
+        mx.eval(last)
+        mx.synchronize()
+        times.append((perf_counter() - start) / TOGETHER)
+    return median(times)
+
+
+def made(steps: Steps | None, before: int, count: int) -> str:
+    """How the last `count` steps were made, of which `steps.replayed` was `before`."""
+    if steps is None:
+        return "by Python: not attached"
+    if (replayed := steps.replayed - before) == count:
+        return "replayed"
+    why = steps.why_not or steps.waits_for
+    if replayed:
+        return f"replayed {replayed} of {count}" + (f": {why}" if why else "")
+    return f"by Python: {why}"
+
+
+def medians(runs: list[dict]) -> dict:
+    """Of the runs of one row: the median of each number, and what most runs say."""
+    out = {name: median(run[name] for run in runs) for name in NUMBERS}
+    for name in ("waits", "step"):
+        said = [run[name] for run in runs]
+        out[name] = max(said, key=said.count)
+    return out
+
+
+def show(rows: list[dict]) -> None:
+    """Print the table, and how to read it."""
+    table = [
+        [
+            row["context"],
+            name_of(row),
+            row["step"].partition(":")[0],
+            *(f"{row[name]:.2f}" for name in ("token_ms", "host_ms", "wait_ms", "device_ms")),
+            f"the {row['waits']}",
+        ]
+        for row in rows
+    ]
+    console.print_table(COLUMNS, table, "one step: the host's part and the device's")
+    whys = dict.fromkeys(f"{name_of(row)}: {row['step']}" for row in rows if ":" in row["step"])
+    for why in whys:
+        print(why)
+    print(
+        "step: replayed from a trace, or built by Python, token by token; host ms: processor time for building a "
+        "step and handing it over; wait ms: the rest of a token, in which the host waits for the device\n"
+        f"device ms: a step of {TOGETHER} that are built before and evaluated at once, no less than handing it "
+        f"over; waits: the host, where it waits more than {100 * WAITING:.0f} % of a token, else the device; "
+        f"medians of up to {MOST} steps a run, after those above"
+    )
+
+
+def name_of(row: dict) -> str:
+    """The preset of a row, and whether its steps were to be built by Python."""
+    return row["preset"] + (" uncompiled" if row["uncompiled"] else "")

@@ -1,0 +1,96 @@
+"""`mlxkv bench decode`: the parts of a step, how steps are made, full precision through the same steps."""
+
+from __future__ import annotations
+
+import time
+
+import mlx.core as mx
+import pytest
+from bench_workers import fails, said, subject
+
+from mlxkv.bench.options import cache_config
+from mlxkv.bench.whole import steps
+from mlxkv.bench.whole.decode import measure
+from mlxkv.cache.choose import Question
+from mlxkv.formats.names import parse_kv
+from mlxkv.models.hooks.mark import steps_of
+
+PARTS = {*steps.NUMBERS, "waits", "step"}
+
+
+def test_rows_say_how_steps_are_made(capsys, bare_folder):
+    options = ("--kv", "fp16,fp16-replayed,fp16-pages,int4", "--contexts", "200", "--tokens", 2)
+    options += ("--rounds", 1, "--uncompiled", "--json", "--model", bare_folder)
+    out, data = said(capsys, "bench", "decode", *options)
+    found = {(row["preset"], row["uncompiled"]): row for row in data["rows"]}
+    assert {arm: row["step"] for arm, row in found.items()} == {
+        ("fp16", False): "by Python: not attached",
+        **{(name, False): "replayed" for name in ("fp16-replayed", "fp16-pages", "int4")},
+        **{
+            (name, True): "by Python: --uncompiled"
+            for name in ("fp16-replayed", "fp16-pages", "int4")
+        },
+    }
+    assert all(set(row) >= PARTS and row["waits"] in ("host", "device") for row in data["rows"])
+    assert found["int4", False]["kv_bytes"] < found["fp16-pages", False]["kv_bytes"]
+    assert "int4 uncompiled: by Python: --uncompiled" in out and "processor time" in out
+
+
+@pytest.mark.parametrize("name", ["fp16-pages", "fp16-replayed"])
+def test_names_of_the_bench_are_no_presets(capsys, name):
+    assert "[--kv]" in fails(capsys, "chat", "--kv", name, "--prompt", "x")
+    assert "[--kv]" in fails(capsys, "bench", "batch", "--kv", name)
+
+
+def test_the_model_is_as_it_was_after_a_replayed_row():
+    it = subject("llama")
+    call = type(it.model).__call__
+    assert measure(it, "fp16-replayed", 70, "prefill", 1, apart=1)["step"] == "replayed"
+    assert steps_of(it.model) is None and type(it.model).__call__ is call
+    assert "host_ms" not in measure(it, "fp16", 70, "prefill", 1)
+
+
+class Slow:
+    """A model whose call keeps the host busy, or asleep."""
+
+    def __init__(self, seconds: float, asleep: bool):
+        self.seconds, self.asleep = seconds, asleep
+
+    def __call__(self, tokens, cache):
+        start = time.thread_time()
+        if self.asleep:
+            time.sleep(self.seconds)
+        while not self.asleep and time.thread_time() - start < self.seconds:
+            pass
+        return mx.zeros((*tokens.shape, 4))
+
+    def parameters(self):
+        return {}
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_waiting_is_no_work_of_the_host(monkeypatch, asleep):
+    monkeypatch.setattr(steps, "steps_of", lambda model: None)
+    found = steps.parts(Slow(0.02, asleep), [], 0, 4)
+    assert (found["build_ms"] < 10) == (found["host_ms"] < 10) == asleep
+    assert found["host_ms"] + found["wait_ms"] >= 20
+    assert found["waits"] == "host" or not asleep
+
+
+def test_steps_in_part_by_python():
+    it = subject("llama")
+    with it.attached("int4"):
+        made = steps_of(it.model)
+        made.replayed, made.waits_for = 7, "nothing is sealed yet"
+        assert steps.made(made, 7, 3) == "by Python: nothing is sealed yet"
+        assert steps.made(made, 5, 3) == "replayed 2 of 3: nothing is sealed yet"
+        assert steps.made(made, 4, 3) == "replayed"
+        made.refused[(int,)] = "no fixed form of int"
+        assert steps.made(made, 7, 3) == "by Python: no fixed form of int"
+
+
+def test_full_precision_pages_have_kernels():
+    """Though they save nothing; low rank that saves nothing has none."""
+    for dims in (64, 128):
+        assert Question(cache_config("fp16-pages"), (dims, dims), mx.float16).has_kernels
+    assert not Question(parse_kv("static-1"), (128, 128), mx.float16).has_kernels
