@@ -1,14 +1,20 @@
-"""`mlxkv bench batch`: a whole model decoding many sequences at once, per preset and batch."""
+"""`mlxkv bench batch`: a whole model decoding many sequences at once, per preset and batch.
+
+Full precision is there twice: in mlx-lm's own batches, which make a mask array for sequences of any
+lengths, and without a mask, in mlx-lm's caches of one sequence whose first axis is the batch.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from copy import copy
 from statistics import median
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import wired_limit
+from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import console
@@ -22,14 +28,20 @@ from mlxkv.bench.options import (
 from mlxkv.bench.show import print_machine, ratio_text, spread, weights_text
 from mlxkv.bench.subject import Subject, load_subject, machine_in_use, short
 from mlxkv.bench.whole.decode import WARM, fill_directly
+from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.view import CacheView
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal.launch import backend
+from mlxkv.metal.timing import seconds_to_run
+from mlxkv.models.catalog.shapes import layers_of, text_config
 from mlxkv.versions import versions
 
 CONTEXT, CONTEXT_CPU = "16k", "1k"
-LINE = "{:<16}{:>6}  {:<14}{:<9}{:>9}{:>9}{:>8}{:>9}{:>12}{:>14}"
+NO_MASK = "fp16-no-mask"
+ATTENTIONS = 5  # attentions of all layers that are timed alone
+LINE = "{:<16}{:>6}  {:<14}{:<9}{:>9}{:>9}{:>12}{:>8}{:>9}{:>10}{:>9}{:>12}{:>14}"
 TITLES = [
     "preset",
     "batch",
@@ -37,8 +49,11 @@ TITLES = [
     "together",
     "tok/s",
     "of fp16",
+    "of no mask",
     "spread",
     "step ms",
+    "attn ms",
+    "of SDPA",
     "cache",
     "a sequence",
 ]
@@ -57,7 +72,8 @@ def run(
     bits: int | None,
     as_json: bool,
 ) -> None:
-    """Measure and print. batches, kv: by commas. Full precision runs first, in mlx-lm's own batches."""
+    """Measure and print. batches, kv: by commas. Full precision runs first: it is what others are
+    compared with."""
     presets = sorted(parse_presets(kv), key=lambda name: name != BASELINE)
     for name in presets:
         if parse_kv(name).listens:
@@ -81,17 +97,22 @@ def run(
     )
     print(LINE.format(*TITLES), flush=True)
     rows, plain = [], {}
+    if presets[0] == BASELINE:
+        presets.insert(1, NO_MASK)
     for name in presets:
         for row in _preset(it, name, sizes, length, tokens, rounds):
-            if name == BASELINE:
-                plain[row["batch"]] = row["tokens_per_second"]
-            base = plain.get(row["batch"])
-            row["baseline_ratio"] = row["tokens_per_second"] / base if base else None
+            plain[name, row["batch"]] = row
+            row |= _ratios(row, plain)
             rows.append({"model": model, "dtype": short(it.dtype), "context": length} | row)
             _show(row)
     print(
         f"tok/s: of all sequences, {tokens} steps after {WARM}, sealing pages included; the median of "
         f"{rounds} rounds; spread: between these rounds\n"
+        "of fp16: over mlx-lm's own batch, whose mask is an array; of no mask: over the same model and bytes "
+        f"without one ({NO_MASK}), which takes sequences of equal lengths\n"
+        "attn ms: of one step, alone: a token's keys and values written and attention, in all layers that keep "
+        "the whole context, the graph built before; of SDPA: over mx.fast.scaled_dot_product_attention "
+        "without a mask on the same tokens\n"
         "together: the whole batch in one scatter of new keys, one of new values, and one attention\n"
         "caches hold random keys and values, without a prefill; cache: allocated, with room to grow"
     )
@@ -107,12 +128,27 @@ def run(
         console.print_json({"machine": machine, "versions": installed, "rows": rows} | about)
 
 
+def _ratios(row: dict, plain: dict[tuple[str, int], dict]) -> dict:
+    """How much faster than both baselines of this batch, as far as they ran."""
+
+    def over(name: str, key: str) -> float | None:
+        base = plain.get((name, row["batch"]), {}).get(key)
+        return row[key] / base if base and row[key] else None
+
+    attention = over(NO_MASK, "attention_ms")
+    return {
+        "baseline_ratio": over(BASELINE, "tokens_per_second"),
+        "no_mask_ratio": over(NO_MASK, "tokens_per_second"),
+        "sdpa_ratio": 1 / attention if attention else None,
+    }
+
+
 def _preset(
     it: Subject, name: str, sizes: tuple[int, ...], length: int, tokens: int, rounds: int
 ) -> Iterator[dict]:
     """Yield a row for each batch when it is measured. All sequences of a batch are copies of one."""
     try:
-        with it.attached(name):
+        with it.attached(BASELINE if name == NO_MASK else name):
             mx.random.seed(0)
             one = make_prompt_cache(it.model)
             fill_directly(one, it, length)
@@ -120,13 +156,56 @@ def _preset(
                 mx.clear_cache()
                 caches = []
                 for layer in one:
-                    caches.append(layer.merge([layer] * batch))
+                    many = _repeated if name == NO_MASK else _merged
+                    caches.append(many(layer, batch))
                     mx.eval(caches[-1].state)  # layer by layer: frees the copies at once
-                row = {"preset": name, "by": it.decoded_by(name), "batch": batch}
+                by = it.decoded_by(BASELINE if name == NO_MASK else name)
+                row = {"preset": name, "by": by, "batch": batch}
                 yield row | measure(it, caches, batch, tokens, rounds)
                 del caches
     finally:
         mx.clear_cache()
+
+
+def _merged(cache, batch: int):
+    return cache.merge([cache] * batch)
+
+
+def _repeated(cache, batch: int):
+    """mlx-lm's cache of one sequence with `batch` of them side by side, all as long: it needs no mask."""
+    out = copy(cache)
+    out.keys, out.values = (mx.repeat(x, batch, axis=0) for x in (cache.keys, cache.values))
+    return out
+
+
+def attention_seconds(it: Subject, caches: list, batch: int) -> float | None:
+    """Of one step, in all layers that keep the whole context: a token's keys and values are written, then
+    attention, layer by layer. Building the graph is left out. None where there is no such layer."""
+    own = [(c, s) for c, s in zip(caches, layers_of(it.config), strict=True) if s.kind == "full"]
+    heads = int(text_config(it.config)["num_attention_heads"])
+    new = [
+        [mx.random.normal((batch, count, 1, dims), it.dtype) for count, dims in sizes]
+        for sizes in (
+            ((heads, s.key_dim), (s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim)) for _, s in own
+        )
+    ]
+
+    def step() -> list[mx.array]:
+        mask, out = own[0][0].make_mask(1, return_array=False, window_size=None), []
+        for (cache, shape), (queries, *pair) in zip(own, new, strict=True):
+            if out:  # as in a model: layers do not overlap
+                queries = mx.depends(queries, out[-1:])
+            keys, values = cache.update_and_fetch(*pair)
+            scale = shape.key_dim**-0.5
+            if isinstance(keys, CacheView):
+                out.append(attend(queries, keys, scale, mask))
+            else:
+                more = {"cache": cache, "scale": scale, "mask": mask}
+                out.append(scaled_dot_product_attention(queries, keys, values, **more))
+        return out
+
+    mx.eval(new)
+    return seconds_to_run(step, ATTENTIONS) if own else None
 
 
 def measure(it: Subject, caches: list, batch: int, tokens: int, rounds: int) -> dict:
@@ -154,6 +233,7 @@ def measure(it: Subject, caches: list, batch: int, tokens: int, rounds: int) -> 
     with wired_limit(it.model):  # as mlx-lm generates
         steps(WARM)
         speeds = [batch * tokens / steps(tokens) for _ in range(rounds)]
+        peak, attention = mx.get_peak_memory(), attention_seconds(it, caches, batch)
     ours = [cache for cache in caches if isinstance(cache, BatchedKVCache)]
     speed, held = median(speeds), sum(cache.nbytes for cache in caches)
     return {
@@ -163,7 +243,8 @@ def measure(it: Subject, caches: list, batch: int, tokens: int, rounds: int) -> 
         "step_ms": 1e3 * batch / speed,
         "kv_bytes": held,
         "sequence_bytes": held // batch,
-        "peak_bytes": mx.get_peak_memory(),
+        "peak_bytes": peak,
+        "attention_ms": attention and 1e3 * attention,
     }
 
 
@@ -177,8 +258,11 @@ def _show(row: dict) -> None:
         together,
         f"{row['tokens_per_second']:.1f}",
         ratio_text(row["baseline_ratio"]),
+        ratio_text(row["no_mask_ratio"]),
         f"{100 * row['spread']:.0f} %",
         f"{row['step_ms']:.2f}",
+        f"{row['attention_ms']:.2f}" if row["attention_ms"] else "-",
+        ratio_text(row["sdpa_ratio"]),
         console.human_bytes(row["kv_bytes"]),
         console.human_bytes(row["sequence_bytes"]),
     )
