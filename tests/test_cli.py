@@ -17,7 +17,7 @@ from mlxkv.models.catalog.aliases import EMBEDDED
 CHAT_KEYS = [
     *("model", "kv", "backend", "prompt_tokens", "generated_tokens", "prefill_seconds"),
     *("decode_seconds", "tokens_per_second", "kv_bytes", "kv_bytes_fp16", "bits_per_value"),
-    *("peak_bytes", "text", "layers"),
+    *("peak_bytes", "text", "steps", "layers"),
 ]
 
 

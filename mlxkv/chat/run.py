@@ -14,7 +14,7 @@ from mlxkv.codec import encoding
 from mlxkv.console import human_bytes, note, print_json, say
 from mlxkv.errors import UserError
 from mlxkv.formats.names import with_keep
-from mlxkv.models import load
+from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, sampler_for
 
 
@@ -56,6 +56,7 @@ def _talk(options: ChatOptions, kv: str, prompt: str | None, sampler: Callable) 
     session = Session(loaded, options.system, options.raw, sampler, options.max_tokens)
     note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")
     loaded.tell()
+    warm_up(loaded)
     if options.load is not None:
         session.load(options.load)
         note(f"  goes on from {options.load}: {len(session.tokens)} tokens")
@@ -85,6 +86,7 @@ def one_shot(session: Session, prompt: str, show: bool) -> None:
             say(piece, end="")
     if show:
         say("")
+    session.loaded.tell_steps()
 
 
 def report(session: Session) -> dict:
@@ -104,6 +106,7 @@ def report(session: Session) -> dict:
         "bits_per_value": round(usage.bits_per_value, 3),
         "peak_bytes": mx.get_peak_memory(),
         "text": session.messages[-1]["content"] if session.messages else "",
+        "steps": loaded.steps,
         "layers": [asdict(layer) for layer in loaded.layers],
     }
 

@@ -163,6 +163,7 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
         while piece is not None:
             say(piece, end="")
             piece = next(pieces, None)
+    session.loaded.tell_steps()
     stats = session.stats
     if not stats.generated_tokens:
         out.print(
@@ -220,6 +221,7 @@ def _stats(session: Session) -> Table:
         "cache": f"{human_bytes(usage.kv_bytes)} (16 bits: {human_bytes(usage.kv_bytes_fp16)})",
         "bits per value": f"{usage.bits_per_value:.2f} measured"
         + (f" (exact up to {loaded.kv.window} tokens)" if session.all_exact else ""),
+        "decode steps": loaded.steps,
         "peak memory": human_bytes(mx.get_peak_memory()),
     }
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlxkv.models.loader import Loaded, context_limit, load
     from mlxkv.models.seam import attach, detach
     from mlxkv.models.taking_back import cut_back
+    from mlxkv.models.warm import warm_up
 
 _HOME = {
     "attach": "seam",
@@ -25,6 +26,7 @@ _HOME = {
     "Loaded": "loader",
     "context_limit": "loader",
     "load": "loader",
+    "warm_up": "warm",
 }
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "detach",
     "load",
     "summarise",
+    "warm_up",
 ]
 
 

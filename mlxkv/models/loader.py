@@ -26,6 +26,7 @@ from mlxkv.models.catalog.hub import fetch, first_line
 from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.decoders import not_used
+from mlxkv.models.hooks.mark import steps_of
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach, check_fold, name_of, read_kv
 
@@ -59,6 +60,7 @@ class Loaded:
     context: int | None = None
     notes: list[str] = field(default_factory=list)
     encode: str = encoding.KERNEL
+    _told: bool = field(default=False, init=False, repr=False)
 
     @property
     def embedded(self) -> bool:
@@ -68,6 +70,19 @@ class Loaded:
     def report(self) -> list[str]:
         """Return one line per kind of layer, then the notes."""
         return summarise(self.layers) + self.notes
+
+    @property
+    def steps(self) -> str:
+        """How decode steps are made: "replayed", "built by Python: ..." or "none yet"."""
+        steps = steps_of(self.model)
+        return "built by Python: nothing is compressed" if steps is None else steps.state
+
+    def tell_steps(self) -> None:
+        """Say on stderr, once, why decode steps are built by Python, where that is not as asked for."""
+        steps = steps_of(self.model)
+        if steps is not None and steps.refused and not self._told:
+            self._told = True
+            console.note(f"  decode steps are {steps.state}")
 
     def tell(self) -> None:
         """Print the report on stderr, and warnings about versions and kernels that are not used."""

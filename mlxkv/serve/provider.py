@@ -9,7 +9,7 @@ from mlx_lm import server
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from mlxkv.models import load
+from mlxkv.models import load, warm_up
 from mlxkv.models.catalog.reports import left_out
 from mlxkv.models.generate import prefill_step
 from mlxkv.models.loader import Loaded
@@ -28,10 +28,12 @@ class Provider:
         self.is_batchable = False
 
     def load_default(self) -> str:
-        """Load the model, and return its fingerprint. For the generation thread, where it runs."""
+        """Load the model, build what decoding needs, and return the model's fingerprint. For the generation
+        thread, where it runs."""
         o = self.options
         loaded = load(o.model, o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
+        warm_up(loaded)
         mixed = any(r.compressed for r in loaded.layers) and left_out(loaded.layers)
         caches = make_prompt_cache(self.model)
         # Batched caches of two kinds need two masks, and mlx-lm makes one: such a model does not batch.

@@ -79,6 +79,13 @@ class Steps:
         """Why some of this model's steps are built by Python for good, or None where none is known to be."""
         return self.off or next(iter(self.refused.values()), None)
 
+    @property
+    def state(self) -> str:
+        """How this model's steps are made, in a few words."""
+        if self.why_not is not None:
+            return f"built by Python: {self.why_not}"
+        return "replayed" if self.replayed else "none yet"
+
     def _step(self, model, call: Callable, tokens: mx.array, caches: Sequence) -> mx.array:
         forms = [form for cache in caches for form in forms_of(cache, tokens.shape[1])]
         if self.compiles and any(form.emulated for form in forms):

@@ -81,6 +81,7 @@ class Site:
             "batched": engine.model_provider.is_batchable,
             "processes": engine.ranks.size,  # bytes below are those of one
             "report": loaded.report(),
+            "steps": loaded.steps,
             "layers": [asdict(layer) for layer in loaded.layers],
             "memory": {"bound_bytes": memory.bound},
         }
