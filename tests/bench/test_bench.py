@@ -34,6 +34,7 @@ DECODE_KEYS = {
     *("model", "weights", "bits", "dtype", "preset", "by", "context", "fill", "runs"),
     *("prefill_seconds", "prefill_tokens_per_second", "tokens_per_second", "token_ms"),
     *("first_token_seconds", "peak_bytes", "kv_bytes", "read_bytes", "spread", "baseline_ratio"),
+    *("uncompiled", "host_ms", "build_ms", "wait_ms", "device_ms", "waits", "step"),
 }
 
 
