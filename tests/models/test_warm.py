@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from threading import get_ident
+
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generation_stream
 from random_model import write_model
+from serving import get, serving
 
 from mlxkv.chat.session import Session
 from mlxkv.models import load, warm, warm_up
 from mlxkv.models.compiled.step import FORMS
 from mlxkv.models.generate import new_cache
 from mlxkv.models.hooks.mark import steps_of
+from mlxkv.serve import provider
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,21 @@ def test_a_fault_while_it_warms_up_is_no_end(folder, on_a_gpu, monkeypatch, caps
     assert "! instead of a kernel" in capsys.readouterr().err
     monkeypatch.setattr(warm, "step_down", lambda loaded, error: None)
     warm_up(loaded)
+
+
+def test_a_server_warms_up_where_it_decodes(folder, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(provider, "warm_up", lambda loaded: warmed.append(get_ident()))
+    with serving(folder) as server:
+        assert get(server, "/v1/kv")["steps"] == "none yet"
+    assert len(warmed) == 1 and warmed[0] != get_ident()
+
+
+def test_some_steps_by_python_are_told_from_all(folder, on_a_gpu):
+    loaded = load(folder, "int4")
+    warm_up(loaded)
+    steps_of(loaded.model).refused[(int,)] = "no fixed form of int"
+    assert loaded.steps == "replayed, some built by Python: no fixed form of int"
 
 
 def test_steps_built_by_python_are_said_once(folder, on_a_gpu, monkeypatch, capsys):

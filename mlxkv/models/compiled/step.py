@@ -82,9 +82,10 @@ class Steps:
     @property
     def state(self) -> str:
         """How this model's steps are made, in a few words."""
-        if self.why_not is not None:
-            return f"built by Python: {self.why_not}"
-        return "replayed" if self.replayed else "none yet"
+        by_python = "" if self.why_not is None else f"built by Python: {self.why_not}"
+        if self.replayed:
+            return f"replayed, some {by_python}" if by_python else "replayed"
+        return by_python or "none yet"
 
     def _step(self, model, call: Callable, tokens: mx.array, caches: Sequence) -> mx.array:
         forms = [form for cache in caches for form in forms_of(cache, tokens.shape[1])]
