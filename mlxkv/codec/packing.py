@@ -6,6 +6,7 @@ a multiple of 32 it is also the order of `mx.quantize`, so MLX's quantized produ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
@@ -67,3 +68,21 @@ def unpack(words: mx.array, bits: int, dims: int) -> mx.array:
     after = mx.take(words, mx.array(np.minimum(word + 1, words.shape[-1] - 1)), -1)
     high = mx.where(mx.array(straddles), after << mx.array(((32 - bit) % 32).astype(np.uint32)), 0)
     return (low | high) & mask
+
+
+def planes(words: mx.array, bits: int) -> list[mx.array]:
+    """words: any shape, of bits that divide 32 -> for each place in a word the codes there, float32 less half
+    of their range, in the shape of `words`: code j of word w is code w * 32 / bits + j of a token."""
+    return _planes(bits)(words)
+
+
+@cache
+def _planes(bits: int) -> Callable[[mx.array], list[mx.array]]:
+    top, middle = (1 << bits) - 1, 1 << (bits - 1)
+
+    def split(words: mx.array) -> list[mx.array]:
+        codes = ((words >> start) & top for start in range(0, 32, bits))
+        # By way of signed numbers, which processors turn into floats in one instruction.
+        return [code.astype(mx.int32).astype(mx.float32) - middle for code in codes]
+
+    return mx.compile(split)
