@@ -186,31 +186,38 @@ def _has_compiler() -> bool:
 
 
 def _plane_scores(spec, q, stored, dims, group):
-    """As `_product`, by a float product for each place in a word, with tokens side by side in memory: a plain
-    BLAS multiplies those in half the time.
-
-    q . (scale * code + bias) = scale * (q . (code - middle)) + (bias + middle * scale) * sum(q), of groups.
-    """
-    codes = stored["codes"]
-    (*lead, tokens, words), groups = codes.shape, dims // group
-    parts = packing.planes(mx.contiguous(codes.swapaxes(-1, -2)), spec.bits)
-    grouped = q.reshape(*lead, q.shape[2], groups, words // groups, -1)
-    each = mx.contiguous(grouped.transpose(5, 0, 1, 3, 2, 4))  # [place, B, G, groups, N, words]
-    out = None
-    for x, part in zip(each, parts, strict=True):
-        part = part.reshape(*lead, groups, -1, tokens)
-        out = x @ part if out is None else mx.addmm(out, x, part)
-    scale = _by_group(stored["scale"])
-    out = out * scale
+    """As `_product`, where `_splits` holds, by products with codes less half of their range:
+    q . (scale * code + bias) = (q * scale) . (code - middle) + q . (bias + middle * scale)."""
+    codes, scale = stored["codes"], stored["scale"].astype(q.dtype)
+    offset = None
     if not spec.symmetric:
-        offset = _by_group(stored["bias"]) + scale * 2 ** (spec.bits - 1)
-        out = out + grouped.sum((-1, -2)).swapaxes(-1, -2)[..., None] * offset
-    return sum((out[:, :, i] for i in range(1, groups)), out[:, :, 0])
+        offset = stored["bias"].astype(q.dtype) + scale * 2 ** (spec.bits - 1)
+    if spec.axis == "channel":  # each group of tokens has queries of its own, [B, G, T/g, N, R]
+        codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])
+        out = _plane_products(q[:, :, None] * scale[:, :, :, None], codes, spec.bits)
+        out = out.swapaxes(2, 3)  # [B, G, N, T/g, g]
+        if offset is not None:
+            out = out + (q @ offset.swapaxes(-1, -2))[..., None]
+        return out.reshape(*out.shape[:3], -1)
+    q = q.reshape(*q.shape[:3], -1, group).swapaxes(2, 3)  # [B, G, R/g, N, g]
+    codes = codes.reshape(*codes.shape[:3], dims // group, -1).swapaxes(2, 3)
+    out = _plane_products(q, codes, spec.bits) * scale.swapaxes(-1, -2)[:, :, :, None]
+    if offset is not None:
+        out = out + q.sum(-1, keepdims=True) * offset.swapaxes(-1, -2)[:, :, :, None]
+    return sum((out[:, :, i] for i in range(1, out.shape[2])), out[:, :, 0])
 
 
-def _by_group(x: mx.array) -> mx.array:
-    """[B, G, T, groups] -> [B, G, groups, 1, T] float32."""
-    return x.astype(mx.float32).swapaxes(-1, -2)[:, :, :, None]
+def _plane_products(x: mx.array, codes: mx.array, bits: int) -> mx.array:
+    """x: [..., N, R] float32, codes: [..., T, W] words -> [..., N, T], products with codes less half of their
+    range. One float product for each place in a word, with tokens side by side in memory: a plain BLAS
+    takes half as long so."""
+    words = mx.contiguous(codes.swapaxes(-1, -2))
+    places = x.reshape(*x.shape[:-1], words.shape[-2], -1)
+    places = mx.contiguous(mx.moveaxis(places, -1, 0))
+    out = None
+    for one, plane in zip(places, packing.planes(words, bits), strict=True):
+        out = one @ plane if out is None else mx.addmm(out, one, plane)
+    return out
 
 
 def _folded_scores(spec, q, stored, dims, group):
@@ -241,7 +248,7 @@ def _product(spec, x, stored, dims, page, transpose):
             return whole + _product(spec, x[..., split:], tail, rest, page, True)
         whole = _product(spec, x, head, split, page, False)
         return mx.concatenate([whole, _product(spec, x, tail, rest, page, False)], axis=-1)
-    if transpose and form.mlx and _splits(spec, stored["codes"].shape[2]):
+    if transpose and (form.mlx or form.folds) and _splits(spec, stored["codes"].shape[2]):
         return _plane_scores(spec, x, stored, dims, form.group)
     pays = (form.mlx or transpose and form.folds) and _product_pays(x.shape[-2])
     if pays and form.mlx:
