@@ -14,6 +14,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Triton reads it when it is imported first, by whatever test does so.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Decode steps are traced here as they are on a GPU; on a CPU they have to be asked for.
+os.environ.setdefault("MLXKV_COMPILE", "1")
 # The workers of a run share the cores: one thread each for OpenBLAS and torch, read as they load.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

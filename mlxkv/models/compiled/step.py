@@ -16,7 +16,7 @@ from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, Unused
 from mlxkv.cache.fixed.own import Own
-from mlxkv.errors import UserError
+from mlxkv.metal import launch
 from mlxkv.models.compiled.plain import Arrays, Plain, Ring
 from mlxkv.models.compiled.weights import Assigned, Weights
 
@@ -30,6 +30,16 @@ FORMS = {
 }
 
 
+def _why_off() -> str | None:
+    asked = os.environ.get(SWITCH)
+    if asked == "0":
+        return f"{SWITCH}=0"
+    if launch.backend() == "cpu" and asked != "1":
+        # MLX would have a C++ compiler build some 26 kernels before the second token.
+        return f"on a CPU they begin with a compiler; {SWITCH}=1 switches them on"
+    return None
+
+
 class Steps:
     """The traced steps of one model.
 
@@ -40,7 +50,7 @@ class Steps:
     """
 
     def __init__(self):
-        self.off = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else None
+        self.off = _why_off()
         self.refused: dict[tuple[type, ...], str] = {}
         self.traced, self.replayed, self.compiles = 0, 0, True
         self.waits_for: str | None = None
@@ -66,12 +76,6 @@ class Steps:
             return self._try(call, model, tokens, caches, error)
         except Untraceable as error:
             self.refused[classes] = str(error)
-        except UserError as error:  # of our views, where an array is expected
-            self.refused[classes] = str(error)
-        except ValueError as error:  # of MLX, for a model that looks at the numbers in arrays
-            if "transformations" not in str(error):
-                raise
-            self.refused[classes] = "the model's code looks at numbers that only the device has"
         return None
 
     @property
@@ -138,7 +142,7 @@ class _Kind:
     """Steps that differ in shapes and numbers alone."""
 
     def __init__(self, weights: Weights, call: Callable, compiles: bool):
-        self.weights, self.call, self.traces = weights, call, 0
+        self.weights, self.call, self.compiles, self.traces = weights, call, compiles, 0
         self._now: tuple | None = None
         self._carried: dict[tuple[int, ...], mx.array] = {}
         self._run = mx.compile(self._trace) if compiles else self._trace
@@ -173,12 +177,29 @@ class _Kind:
         each = iter(stands)
         with self.weights.replaced(weights):
             own = [_in_place(cache, each) for cache in caches]
-            logits = self.call(self.weights.model, tokens, cache=own)
+            logits = self._call(tokens, own)
         then = [
             one + mx.array(by, mx.int32) if by else one
             for one, by in zip(numbers, advances, strict=True)
         ]
         return logits, [_written(stand) for stand in stands], then
+
+    def _call(self, tokens: mx.array, caches: list) -> mx.array:
+        """The model's call. Whatever its code raises in a trace is a reason not to trace it: taken as it is,
+        the step raises what is a fault of its own."""
+        try:
+            return self.call(self.weights.model, tokens, cache=caches)
+        except (NotYet, Untraceable):
+            raise
+        except Exception as error:
+            if not self.compiles:
+                raise
+            if isinstance(error, ValueError) and "transformation" in str(error):
+                raise Untraceable(
+                    "the model's code looks at numbers that only the device has"
+                ) from None
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise Untraceable(said) from error
 
 
 def _written(stand: StandIn) -> list[mx.array]:
