@@ -11,7 +11,6 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, put
 from mlxkv.cache.fixed.own import Own
-from mlxkv.cache.ragged import Ragged
 from mlxkv.cache.view import BatchView, FixedView
 from mlxkv.metal.launch import is_emulated
 from mlxkv.metal.lengths import Later, shared
