@@ -24,6 +24,7 @@ from small_cache import SMALL
 
 from mlxkv.bench.whole.batched import measure
 from mlxkv.cache import selftest
+from mlxkv.cache.fixed import batch as fixed
 from mlxkv.cache.fixed.batch import Rows, Together, of_batch
 from mlxkv.cache.fixed.form import NotYet
 from mlxkv.metal import launch, tiles
@@ -78,6 +79,12 @@ def noted(steps, monkeypatch) -> list[int]:
     return taken
 
 
+def exact(cache) -> tuple[mx.array, mx.array]:
+    """The keys and values that a cache has in full precision."""
+    pair = cache.keys_and_values()
+    return getattr(pair[0], "live", pair)
+
+
 class Pair:
     """The same batch twice: `ours` takes steps of fixed shapes, `plain` does not."""
 
@@ -121,13 +128,13 @@ class Pair:
             assert ours.offset.tolist() == plain.offset.tolist()
             for i in range(len(plain.offset.tolist())):
                 a, b = ours.extract(i), plain.extract(i)
-                a, b = ([x for x in one.keys_and_values()] for one in (a, b))
-                a, b = [one[0].live if hasattr(one[0], "live") else one for one in (a, b)]
-                for x, y in zip(a, b, strict=True):
+                for x, y in zip(exact(a), exact(b), strict=True):
                     assert x.shape == y.shape and mx.allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kernels", FACTORIES)
+@pytest.mark.parametrize(
+    "kernels", ["ops", "tiles", pytest.param("portable", marks=pytest.mark.slow)]
+)
 def test_sequences_come_go_and_are_taken_back(kernels, monkeypatch):
     """Over pages that are sealed at different steps."""
     with by(kernels):
@@ -201,6 +208,7 @@ def test_layers_in_full_precision_beside(monkeypatch):
     assert len(taken) == 34
 
 
+@pytest.mark.slow
 def test_states_beside(monkeypatch):
     model, steps = attached("qwen3_next")
     taken = noted(steps, monkeypatch)
@@ -259,6 +267,38 @@ def test_members_in_shared_arrays_that_change_make_no_trace():
             assert traced(pair.ours[0]) == before
         pair.each(lambda cache: cache.filter([1, 2]))
         assert traced(pair.ours[0]) != before
+
+
+def adding(input_names, **texts):
+    """A factory of kernels of plain ops, which a trace can hold: they add up what says how much is read."""
+
+    def call(inputs, template, grid, threadgroup, output_shapes, output_dtypes):
+        named = dict(zip(input_names, inputs, strict=True))
+        read = [x.astype(mx.float32).sum() for n, x in named.items() if x.dtype == mx.int32]
+        said = mx.sin(sum(read, mx.array(float(grid[1]))))  # how the work is shared out, too
+        zeros = (mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True))
+        return [(x + said).astype(x.dtype) for x in zeros]
+
+    return call
+
+
+@pytest.mark.parametrize("tiled", [True, False], ids=["tiles", "portable"])
+def test_shared_arrays_are_traced(tiled, monkeypatch):
+    """Over pages that are sealed, with kernels that tell lengths, starts and divisions apart."""
+    monkeypatch.setattr(adding, "tiles", tiled, raising=False)
+    monkeypatch.setattr(fixed, "is_emulated", lambda make: False)
+    with launch.using(adding):
+        model, steps = attached(num_hidden_layers=2)
+        pair = Pair(model, steps, (150, 97, 121))
+        pair.say(1)
+        assert all(cache.together for cache in pair.ours)
+        pair.say(4)
+        assert steps.traced == 1
+        pair.say(30)
+        pair.say(1, new=3)
+        pair.each(lambda cache: cache.filter([2, 0]))
+        pair.say(3)
+        assert 3 <= steps.traced <= 9 and not steps.refused
 
 
 def test_padding_is_read_without_a_trace():
