@@ -78,11 +78,6 @@ def state() -> tuple:
     return factory(), TILES in _off or os.environ.get(TILES_SWITCH) == "0"
 
 
-def is_emulated(make: Factory) -> bool:
-    """Whether these are no kernels of MLX, but a test's."""
-    return make not in (mx.fast.metal_kernel, mx.fast.cuda_kernel)
-
-
 def absent() -> str:
     """Why there is no factory."""
     if off := switched_off(KERNELS):

@@ -23,8 +23,7 @@ from serving import LONG, complete, serving, text_of
 from small_cache import SMALL
 
 from mlxkv.bench.whole.batched import measure
-from mlxkv.cache import selftest
-from mlxkv.cache.fixed import batch as fixed
+from mlxkv.cache import selftest, view
 from mlxkv.cache.fixed.batch import Rows, Together, of_batch
 from mlxkv.cache.fixed.form import NotYet
 from mlxkv.metal import launch, tiles
@@ -285,13 +284,15 @@ def adding(input_names, **texts):
 @pytest.mark.parametrize("tiled", [True, False], ids=["tiles", "portable"])
 def test_shared_arrays_are_traced(tiled, monkeypatch):
     """Over pages that are sealed, with kernels that tell lengths, starts and divisions apart."""
+    monkeypatch.setattr(mx.fast, "metal_kernel", adding)
     monkeypatch.setattr(adding, "tiles", tiled, raising=False)
-    monkeypatch.setattr(fixed, "is_emulated", lambda make: False)
     with launch.using(adding):
         model, steps = attached(num_hidden_layers=2)
         pair = Pair(model, steps, (150, 97, 121))
         pair.say(1)
         assert all(cache.together for cache in pair.ours)
+        body = view.TILES if tiled else view.PORTABLE
+        assert pair.ours[0].ragged.store.plan.body == body
         pair.say(4)
         assert steps.traced == 1
         pair.say(30)

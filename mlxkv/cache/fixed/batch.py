@@ -12,7 +12,6 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, put
 from mlxkv.cache.fixed.own import Own
 from mlxkv.cache.view import BatchView, FixedView
-from mlxkv.metal.launch import is_emulated
 from mlxkv.metal.lengths import Later, shared
 
 
@@ -41,19 +40,23 @@ class Together(Form):
         ragged = self.ragged
         ragged.settle()
         store, config = ragged.store, ragged.config
-        starts, lengths = ragged.lengths
-        self.batch = len(starts)
-        self.division = shared(tuple(one[0] for one in lengths))
+        self.batch, pages = len(ragged.counts), ragged.pages
+        self.division = shared(tuple(n * ragged.each for n in pages.counts))
         self.has_sink = ragged.sink is not None
-        self.emulated = is_emulated(store.plan.make)
+        self.emulated = store.emulated
         self.key = Together, store.form, self.division, self.has_sink
         self.lockstep = Together, config.page, config.recent, config.sink
-        self.arrays = [*ragged.live, *(ragged.sink or ()), *ragged.pages.arrays.values()]
-        rows = [*ragged.offsets, *ragged.counts]
-        for at, (records, sink, live) in zip(starts, lengths, strict=True):
-            rows += records, sink, live + new, at
-        self.numbers = tuple(rows)
+        state = ragged.offsets, ragged.counts, ragged.parted, pages.counts, pages.starts
+        self.state = tuple(map(tuple, state))
+        self.arrays = [*ragged.live, *(ragged.sink or ()), *pages.arrays.values()]
         self.advance = (new,) * (2 * self.batch) + (0, 0, new, 0) * self.batch
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        rows = [*self.ragged.offsets, *self.ragged.counts]
+        for at, (records, sink, live) in zip(*self.ragged.lengths, strict=True):
+            rows += records, sink, live + self.new, at
+        return tuple(rows)
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
         return _TogetherStandIn(self, arrays, numbers)
@@ -112,9 +115,16 @@ class Rows(Form):
         self.emulated = any(form.emulated for form in self.forms)
         self.key = Rows, *(form.key for form in self.forms)
         self.lockstep = Rows, *(form.lockstep for form in self.forms)
+        self.state = tuple(form.state for form in self.forms)
         self.arrays = [x for form in self.forms for x in form.arrays]
-        self.numbers = tuple(n for form in self.forms for n in form.numbers)
-        self.advance = tuple(n for form in self.forms for n in form.advance)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(n for form in self.forms for n in form.numbers)
+
+    @property
+    def advance(self) -> tuple[int, ...]:
+        return tuple(n for form in self.forms for n in form.advance)
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
         return _RowsStandIn(self.forms, arrays, numbers)

@@ -42,6 +42,10 @@ class _Padded(Form):
             return tuple(cache.offset.tolist()), tuple(cache.left_padding.tolist())
         return found[2:]
 
+    @property
+    def state(self) -> tuple[int, Integers, Integers]:
+        return self.place, *self.held
+
     @cached_property
     def numbers(self) -> Integers:
         offsets, padding = self.held
@@ -87,7 +91,7 @@ class PaddedRing(_Padded):
         if not self.rotated:
             _make_room(cache, at + 1, cache.max_size)
         super().__init__(cache, new, 0 if at == cache.max_size else at)
-        self.lockstep = PaddedRing, cache.max_size
+        self.lockstep = PaddedRing, cache.max_size, self.rotated
 
     @property
     def taken(self) -> int:
