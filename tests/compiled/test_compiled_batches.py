@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -18,7 +19,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from on_emulator import make, make_tiles
-from random_models import random_model, tokens
+from random_models import config_of, random_model, tokens
 from serving import LONG, complete, serving, text_of
 from small_cache import SMALL
 
@@ -331,10 +332,13 @@ def test_padding_is_read_without_a_trace():
 def test_a_bench_of_batches_goes_through_the_steps():
     model, steps = attached(num_hidden_layers=1)
     pair = Pair(model, steps, (150, 97))
-    subject = type(
-        "", (), {"model": model, "random_tokens": lambda _, *shape: mx.ones(shape, mx.int32)}
+    subject = SimpleNamespace(
+        model=model,
+        config=config_of("llama") | {"num_hidden_layers": 1},
+        dtype=mx.float32,
+        random_tokens=lambda *shape: mx.ones(shape, mx.int32),
     )
-    assert measure(subject(), pair.ours, 2, 4, 1)["tokens_per_second"] > 0
+    assert measure(subject, pair.ours, 2, 4, 1)["tokens_per_second"] > 0
     assert steps.traced > 0
 
 
