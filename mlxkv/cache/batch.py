@@ -46,6 +46,16 @@ class BatchedKVCache(Contract):
         return self._rows
 
     @property
+    def ragged(self) -> Ragged | None:
+        """The shared arrays of all sequences, while there are any."""
+        return self._ragged
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether padding may come with the next tokens."""
+        return self._left is not None
+
+    @property
     def together(self) -> bool:
         """Whether the last tokens of all sequences went into shared arrays."""
         return self._ragged is not None

@@ -57,9 +57,8 @@ class CompressedKVCache(GoesBack, Contract):
         self.offset = 0
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
-        self._fixed = (
-            0  # pages at the last step of fixed shapes, whose room buffers have from then on
-        )
+        # Pages at the last step of fixed shapes, whose room buffers have from then on.
+        self._fixed = 0
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page sealed last
         self._store: Codes | Records | None = None

@@ -11,8 +11,8 @@ A cache of its own is one sequence with the arrays to itself, [B, G, rows, W], s
 them without a copy. Caches that are decoded together are sequences of one holder, [1, G, rows, W].
 
 A sequence grows into the room behind it. Where that ends, all are laid out anew, with the same room
-for each, in all a sixteenth of what is stored. A sequence that is removed leaves a gap that later
-ones may fill.
+for each, in all a sixteenth of what is stored, and what makes the capacity a round number. A
+sequence that is removed leaves a gap that later ones may fill.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ class Pages:
     """Pages of sequences that are numbered from 0, at first one without pages.
 
     starts, counts: the first page and the pages of each. capacity: pages that the arrays hold.
-    arrays: by name, [B, G, capacity * rows of a page, W].
+    arrays: by name, [B, G, capacity * rows of a page, W]. is_shared: whether they may hold several sequences.
     """
 
     def __init__(self):
         self.starts, self.counts, self.capacity = [0], [0], 0
         self.arrays: Named = {}
         self._blocks: dict[Hashable, Block] = {}
+        self.is_shared = False
 
     @classmethod
     def of_many(cls, layout: RecordLayout, page: int, heads: int) -> Pages:
         """For records of pages of `page` tokens; no sequence yet."""
         out = cls()
-        out.starts, out.counts = [], []
+        out.starts, out.counts, out.is_shared = [], [], True
         out._blocks["records"] = (1, heads, page // TOKENS, layout.words), mx.uint32
         if layout.header_words:
             out._blocks["headers"] = (1, heads, 1, layout.header_words), mx.uint32
@@ -145,7 +146,8 @@ class Pages:
         self.counts = [self.counts[i] for i in indices]
         parts = self._parts()
         room = self._room(parts)
-        if (self.capacity - self.count - len(parts) * room) * WASTE > self.capacity:
+        least = self.count + len(parts) * room
+        if self.capacity > grown(least - 1) and (self.capacity - least) * WASTE > self.capacity:
             self._lay_out(parts, room)
 
     def _describe(self, arrays: Named, count: int) -> None:
@@ -161,6 +163,16 @@ class Pages:
     def _room(parts: Sequence[Part]) -> int:
         """Free pages behind each of several sequences."""
         return max(1, sum(count for _, count in parts) // (GROWTH * max(1, len(parts))))
+
+    def _rooms(self, least: int) -> list[int]:
+        """Free pages behind each sequence, at least so many, by which several have a capacity that many
+        others have, too."""
+        count, each, more = len(self.counts), least, 0
+        if self.is_shared:
+            taken = sum(self.counts) + count * least
+            spare, more = divmod(grown(taken - 1) - taken, count)
+            each += spare
+        return [each + (i < more) for i in range(count)]
 
     def _gap(self, count: int) -> int | None:
         """Where `count` pages fit, with room behind them and behind the sequence before."""
@@ -182,23 +194,23 @@ class Pages:
         self,
         parts: Sequence[Part],
         room: int,
-        grown: int | None = None,
+        to: int | None = None,
         added: Named | None = None,
         count: int = 0,
     ) -> None:
-        """Make new arrays with `room` pages behind each of `parts`. The room of sequence `grown`
+        """Make new arrays with at least `room` pages behind each of `parts`. The room of sequence `to`
         begins with `count` pages `added`. Only free room is filled with zeros."""
         self.counts, self.starts, self.capacity = [n for _, n in parts], [], 0
-        for n in self.counts:
+        rooms = self._rooms(room)
+        for n, room in zip(self.counts, rooms, strict=True):
             self.starts.append(self.capacity)
             self.capacity += n + room
         for name, ((batch, heads, rows, width), dtype) in self._blocks.items():
             pieces = []
-            for i, (stored, _) in enumerate(parts):
-                free = room
+            for i, ((stored, _), free) in enumerate(zip(parts, rooms, strict=True)):
                 if stored:
                     pieces.append(stored[name])
-                if i == grown:
+                if i == to:
                     pieces.append(added[name])
                     free -= count
                 if free:

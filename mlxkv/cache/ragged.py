@@ -126,13 +126,18 @@ class Ragged:
         self.settle()
         new = keys.shape[2]
         at = _positions(tuple(self.counts), new)
-        self.live = tuple(
+        live = tuple(
             mx.put_along_axis(old, mx.broadcast_to(at, x.shape), x.astype(old.dtype), axis=2)
             for old, x in zip(self.live, (keys, values), strict=True)
         )
+        self.written(live, new)
+        return self._view()
+
+    def written(self, live: Pair, new: int) -> None:
+        """Take over the live windows with `new` tokens more of each sequence."""
+        self.live = live
         self.counts = [n + new for n in self.counts]
         self.offsets = [n + new for n in self.offsets]
-        return self._view()
 
     def view(self) -> RaggedView:
         """What attention reads without new tokens."""
@@ -140,18 +145,24 @@ class Ragged:
         return self._view()
 
     def _view(self) -> RaggedView:
-        pages, store, sink = self.pages, self.store, self.config.sink
-        records = (n * self.each for n in pages.counts)
+        pages = self.room(list(self.pages.arrays.values()))
+        return RaggedView(pages, *self.lengths, self.sink, self.live)
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:
+        """The first record of each sequence, and of each (records, sink tokens, live tokens)."""
+        pages, sink, each = self.pages, self.config.sink, self.each
+        records = (n * each for n in pages.counts)
         sinks = (sink if parted else 0 for parted in self.parted)
-        buffer, headers = pages.arrays["records"], pages.arrays.get("headers")
-        tokens = pages.count * self.config.page
-        return RaggedView(
-            RecordPages(store.codecs, store.plan, buffer, tokens, headers),
-            tuple(n * self.each for n in pages.starts),
-            tuple(zip(records, sinks, self.counts, strict=True)),
-            self.sink,
-            self.live,
+        return tuple(n * each for n in pages.starts), tuple(
+            zip(records, sinks, self.counts, strict=True)
         )
+
+    def room(self, arrays: Sequence[mx.array]) -> RecordPages:
+        """A snapshot of `arrays`, in the order of those of `pages`, with all room in them."""
+        store, held = self.store, dict(zip(self.pages.arrays, arrays, strict=True))
+        tokens = self.pages.capacity * self.config.page
+        return RecordPages(store.codecs, store.plan, held["records"], tokens, held.get("headers"))
 
     def settle(self) -> None:
         """Seal a page of each sequence whose live window is full."""

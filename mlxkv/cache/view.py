@@ -344,7 +344,7 @@ class BatchView(CacheView):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        _, heads, _, dims = self.live[0].shape
+        _, heads, _, dims = next(row[0] for row in self.rows if row is not None).shape
         return len(self.rows), heads, self.tokens, dims
 
 

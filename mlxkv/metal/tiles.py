@@ -325,9 +325,18 @@ def _counters() -> _Counters:
     return _Counters()
 
 
+_forgotten = [0]
+
+
 def forget_counters() -> None:
     """Make new counters: a kernel that was stopped by an error may leave one that is not zero."""
     _counters.cache_clear()
+    _forgotten[0] += 1
+
+
+def times_forgotten() -> int:
+    """How often counters were made anew: what holds older ones, as a trace does, has to go."""
+    return _forgotten[0]
 
 
 def attend(

@@ -21,6 +21,7 @@ from mlxkv.console import warn
 from mlxkv.errors import MachineError
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.decoders import step_down
+from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
 from mlxkv.models.turns import Cut, Turns
 from mlxkv.serve import told
@@ -75,6 +76,8 @@ class Engine(server.ResponseGenerator):
             self._serve()
         finally:
             # Arrays that outlive this thread's streams abort the process as it ends (MLX 0.32).
+            if (loaded := self.model_provider.loaded) is not None:
+                forget_steps(loaded.model)
             getattr(mx, "clear_streams", lambda: None)()
 
     def _serve(self) -> None:

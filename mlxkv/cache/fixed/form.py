@@ -36,12 +36,14 @@ class Numbers:
             self.made[key] = make()
         return self.made[key]
 
-    def places(self, first: int, shape: tuple[int, ...]) -> mx.array:
-        """Where new keys, or values, of this shape [B, G, L, D] go: number `first`, and the next ones."""
+    def places(self, first: int, shape: tuple[int, ...], each: bool = False) -> mx.array:
+        """Where new keys, or values, of this shape [B, G, L, D] go: the place that number `first` says, and
+        the next ones. each: B numbers from `first` on say it, one for each sequence."""
 
         def make() -> mx.array:
-            at = self.array[first] + mx.arange(shape[2], dtype=mx.int32)
-            return mx.broadcast_to(at[None, None, :, None], shape)
+            at = self.array[first : first + (shape[0] if each else 1)]
+            at = at[:, None] + mx.arange(shape[2], dtype=mx.int32)
+            return mx.broadcast_to(at[:, None, :, None], shape)
 
         return self.once(("places", first, shape), make)
 
@@ -88,13 +90,15 @@ class Unused(Form):
         pass
 
 
-def put(pair: tuple, new: tuple, numbers: Numbers, first: int) -> tuple[mx.array, mx.array]:
-    """The buffers [B, G, room, D] with new keys and values from the place on that number `first` says.
+def put(
+    pair: tuple, new: tuple, numbers: Numbers, first: int, each: bool = False
+) -> tuple[mx.array, mx.array]:
+    """The buffers [B, G, room, D] with new keys and values; first, each: as in `Numbers.places`.
 
     By a scatter: a slice at a dynamic place takes MLX twice as many kernels.
     """
     return tuple(
-        mx.put_along_axis(old, numbers.places(first, x.shape), x.astype(old.dtype), axis=2)
+        mx.put_along_axis(old, numbers.places(first, x.shape, each), x.astype(old.dtype), axis=2)
         for old, x in zip(pair, new, strict=True)
     )
 

@@ -26,7 +26,7 @@ class Ring(Form):
         if cache.offset < cache.max_size and cache._idx != cache.offset:
             raise NotYet("a ring that was taken back")
         if end > cache.keys.shape[2] < cache.max_size:
-            _grow(cache, min(cache.max_size, _steps(end, cache.step)))
+            grow(cache, min(cache.max_size, whole_steps(end, cache.step)))
         self.cache, self.new = cache, new
         self.at = cache.keep if cache._idx == cache.max_size else cache._idx
         self.is_full = end >= cache.keys.shape[2]
@@ -37,7 +37,7 @@ class Ring(Form):
         self.advance = new, new
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return _Window(arrays, numbers, self.is_full)
+        return Window(arrays, numbers, self.is_full)
 
     def commit(self, written: Sequence[mx.array]) -> None:
         cache = self.cache
@@ -56,7 +56,7 @@ class Plain(Form):
         if backend() == "cuda":
             raise Untraceable("full precision with a mask is slow on CUDA")
         if cache.offset + new > cache.keys.shape[2]:
-            _grow(cache, _steps(cache.offset + new, cache.step))
+            grow(cache, whole_steps(cache.offset + new, cache.step))
         self.cache, self.new = cache, new
         self.key = self.lockstep = Plain
         self.arrays = [cache.keys, cache.values]
@@ -64,18 +64,19 @@ class Plain(Form):
         self.advance = new, new
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return _Window(arrays, numbers, False)
+        return Window(arrays, numbers, False)
 
     def commit(self, written: Sequence[mx.array]) -> None:
         self.cache.keys, self.cache.values = written
         self.cache.offset += self.new
 
 
-def _steps(tokens: int, step: int) -> int:
+def whole_steps(tokens: int, step: int) -> int:
+    """So many tokens, rounded up."""
     return -(-tokens // step) * step
 
 
-def _grow(cache, room: int) -> None:
+def grow(cache, room: int) -> None:
     """Make room for so many tokens in the buffers of a cache of mlx-lm."""
     for name in ("keys", "values"):
         x = getattr(cache, name)
@@ -83,8 +84,10 @@ def _grow(cache, room: int) -> None:
         setattr(cache, name, mx.concatenate([x, more], axis=2))
 
 
-class _Window(StandIn):
-    """Numbers: offset, place."""
+class Window(StandIn):
+    """Numbers: offset, place. place: which number is the place."""
+
+    place = 1
 
     def __init__(self, arrays: Sequence[mx.array], numbers: Numbers, is_full: bool):
         self._numbers, self._live, self._is_full = numbers, tuple(arrays), is_full
@@ -97,7 +100,7 @@ class _Window(StandIn):
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         if self.written is not None:
             raise Untraceable("a layer writes to its cache twice")
-        self.written = put(self._live, (keys, values), self._numbers, 1)
+        self.written = put(self._live, (keys, values), self._numbers, self.place)
         view = FixedView(self.written, None, None, None, self._seen)
         self._pair = self.written if self._is_full else (view, view)
         return self._pair

@@ -10,23 +10,37 @@ import os
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+)
 
 from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.fixed.batch import of_batch
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, Unused
 from mlxkv.cache.fixed.own import Own
-from mlxkv.metal import launch
+from mlxkv.metal import launch, tiles
+from mlxkv.models.compiled.batched import PaddedPlain, PaddedRing
 from mlxkv.models.compiled.plain import Arrays, Plain, Ring
 from mlxkv.models.compiled.weights import Assigned, Weights
 
 SWITCH = "MLXKV_COMPILE"  # an environment variable; 0: every step is built by Python
 MOST_TRACES = 64  # of one kind of step: beyond, all are dropped and made anew as they are needed
+MOST_KINDS = 256  # beyond, too: how work is shared out among kernels changes as a batch grows
 FORMS = {
     CompressedKVCache: Own,
     RotatingKVCache: Ring,
     KVCache: Plain,
     ArraysCache: Arrays,
+    BatchedKVCache: of_batch,
+    BatchRotatingKVCache: PaddedRing,
+    BatchKVCache: PaddedPlain,
 }
 
 
@@ -56,6 +70,12 @@ class Steps:
         self.waits_for: str | None = None
         self._kinds: dict[tuple, _Kind] = {}
         self._weights: Weights | None = None
+        self._counters = tiles.times_forgotten()
+
+    def forget(self) -> None:
+        """Drop all traces. To be called in a thread that has made some, before it ends: the arrays in them
+        belong to its streams."""
+        self._kinds.clear()
 
     def __call__(
         self, model, call: Callable, tokens: mx.array, caches: Sequence
@@ -102,6 +122,9 @@ class Steps:
         places, values, advances = _grouped(forms)
         stream = mx.default_stream(mx.default_device())
         key = str(stream), places, advances, *(form.key for form in forms)
+        if self._counters != tiles.times_forgotten() or len(self._kinds) > MOST_KINDS:
+            self._kinds.clear()
+            self._counters = tiles.times_forgotten()
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _Kind(self._weights, call, self.compiles)

@@ -111,6 +111,13 @@ def unmark(model: nn.Module) -> list[Slot] | None:
     return attachment.slots if attachment.model is model else []
 
 
+def forget_steps(model: nn.Module) -> None:
+    """Drop the traced steps of `model`, if it is attached: for a thread that ends (`Steps.forget`)."""
+    attachment = vars(model).get(MARK)
+    if attachment is not None:
+        attachment.steps.forget()
+
+
 def own_make_cache(model: nn.Module) -> Callable[[], list]:
     """The function by which the model makes its own caches, attached or not; what the user set since
     counts as its own."""

@@ -46,7 +46,8 @@ class CacheShape:
         )  # a cache that was trimmed may have no exact tokens
         if self.together:
             held = ragged.window_tokens(c)
-            return int(most(pages) * self.page_bytes) + self.full * held
+            # One that runs alone grows as `grown` says, and several together fill up to such a number.
+            return int(max(most(pages), grown(pages)) * self.page_bytes) + self.full * held
         windows = -(-(tokens + tokens // GROWTH) // STEP) * STEP
         exact = min(c.sink + c.recent + c.page, windows)
         kept = 0

@@ -1,0 +1,396 @@
+"""Decode steps of fixed shapes in batches: they say, and leave, what steps that Python builds do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from batches import together
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    KVCache,
+    make_prompt_cache,
+)
+from on_emulator import make, make_tiles
+from random_models import config_of, random_model, tokens
+from serving import LONG, complete, serving, text_of
+from small_cache import SMALL
+
+from mlxkv.bench.whole.batched import measure
+from mlxkv.cache import selftest, view
+from mlxkv.cache.fixed.batch import Rows, Together, of_batch
+from mlxkv.cache.fixed.form import NotYet
+from mlxkv.metal import launch, tiles
+from mlxkv.models import attach
+from mlxkv.models.compiled import step
+from mlxkv.models.hooks.mark import MARK, forget_steps
+
+FACTORIES = {"ops": None, "portable": make, "tiles": make_tiles}
+HYBRID = {"gemma3_text": BatchRotatingKVCache, "gpt_oss": BatchRotatingKVCache}
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_trusted(monkeypatch):
+    """Their own test is another test's matter, and takes seconds."""
+    monkeypatch.setattr(selftest, "fault", lambda *_, **__: None)
+
+
+def by(name: str):
+    factory = FACTORIES[name]
+    return nullcontext() if factory is None else launch.using(factory)
+
+
+def attached(family: str = "llama", kernels: str = "ops", config=SMALL, **changes):
+    """A model and its steps, which no trace holds where kernels are the emulator's. Tiles are of 16 bits."""
+    model = random_model(family, **changes)
+    if kernels == "tiles":
+        model.set_dtype(mx.float16)
+    attach(model, config, strict=family == "llama")
+    steps = vars(model)[MARK].steps
+    steps.compiles = kernels == "ops"
+    return model, steps
+
+
+@contextmanager
+def without(steps):
+    """Inside, Python builds every step."""
+    steps.off = "for this test"
+    try:
+        yield
+    finally:
+        steps.off = None
+
+
+def noted(steps, monkeypatch) -> list[int]:
+    """The batches of the steps of fixed shapes that are taken from now on."""
+    taken, take = [], steps._step
+
+    def note(model, call, inputs, caches):
+        out = take(model, call, inputs, caches)
+        taken.append(inputs.shape[0])
+        return out
+
+    monkeypatch.setattr(steps, "_step", note)
+    return taken
+
+
+def exact(cache) -> tuple[mx.array, mx.array]:
+    """The keys and values that a cache has in full precision."""
+    pair = cache.keys_and_values()
+    return getattr(pair[0], "live", pair)
+
+
+def close(x: mx.array, y: mx.array) -> bool:
+    bound = 1e-2 if x.dtype == mx.float16 else 1e-3
+    return mx.allclose(x, y, rtol=bound, atol=bound).item()
+
+
+class Pair:
+    """The same batch twice: `ours` takes steps of fixed shapes, `plain` does not."""
+
+    def __init__(self, model, steps, lengths):
+        self.model, self.steps, self.seed = model, steps, 100
+        self.ours = self.read(lengths)
+        self.plain = deepcopy(self.ours)
+
+    def read(self, lengths) -> list:
+        rows = []
+        for length in lengths:
+            rows.append(make_prompt_cache(self.model))
+            mx.eval(self.model(tokens(length, seed=length)[None], cache=rows[-1]))
+        return [layers[0].merge(list(layers)) for layers in zip(*rows, strict=True)]
+
+    def say(self, count: int, new: int = 1) -> None:
+        for _ in range(count):
+            self.seed += 1
+            batch = len(self.plain[-1].offset.tolist())
+            inputs = tokens(batch * new, seed=self.seed).reshape(batch, new)
+            got = self.model(inputs, cache=self.ours)
+            with without(self.steps):
+                want = self.model(inputs, cache=self.plain)
+            assert close(got, want)
+        self.check()
+
+    def each(self, what) -> None:
+        """Do it to every cache of both."""
+        for caches in (self.ours, self.plain):
+            for cache in caches:
+                what(cache)
+
+    def join(self, lengths) -> None:
+        new = self.read(lengths)
+        for caches, more in ((self.ours, deepcopy(new)), (self.plain, new)):
+            for cache, other in zip(caches, more, strict=True):
+                cache.extend(other)
+
+    def check(self) -> None:
+        for ours, plain in zip(self.ours, self.plain, strict=True):
+            assert ours.offset.tolist() == plain.offset.tolist()
+            for i in range(len(plain.offset.tolist())):
+                a, b = ours.extract(i), plain.extract(i)
+                for x, y in zip(exact(a), exact(b), strict=True):
+                    assert x.shape == y.shape and close(x, y)
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    ["ops", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiles", "portable"))],
+)
+def test_sequences_come_go_and_are_taken_back(kernels, monkeypatch):
+    """Over pages that are sealed at different steps."""
+    with by(kernels):
+        model, steps = attached(kernels=kernels, num_hidden_layers=1)
+        pair = Pair(model, steps, (150, 97, 121))
+        pair.say(1)  # sequences join
+        taken = noted(steps, monkeypatch)
+        pair.say(20)
+        pair.each(lambda cache: cache.filter([2, 0]))
+        pair.say(5)
+        pair.join((110, 86))
+        pair.say(2)
+        pair.say(1, new=3)
+        pair.each(lambda cache: cache.trim(2))
+        pair.say(4)
+        pair.each(lambda cache: cache.filter(mx.array([3])))
+        pair.say(3)
+        assert {1, 2, 3, 4} <= set(taken) and len(taken) >= 33 and not steps.refused
+        forms = [of_batch(cache, 1) for cache in pair.ours]
+        assert all(type(form) is (Rows if kernels == "ops" else Together) for form in forms)
+        if kernels != "ops":
+            body = view.TILES if kernels == "tiles" else view.PORTABLE
+            assert all(form.ragged.store.plan.body == body for form in forms)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_windows_of_mlx_lm_beside(family, monkeypatch):
+    """Rings with padding, before they are full and around."""
+    model, steps = attached(family, sliding_window=200)
+    pair = Pair(model, steps, (150, 97, 121))
+    taken = noted(steps, monkeypatch)
+    assert any(type(cache) is HYBRID[family] for cache in pair.ours)
+    pair.say(70)
+    pair.each(lambda cache: cache.filter([0, 2]))
+    pair.join((130,))
+    pair.say(100)
+    assert len(taken) >= 165 and not steps.refused
+    for ours, plain in zip(pair.ours, pair.plain, strict=True):
+        if type(plain) is BatchRotatingKVCache:
+            names = ("_idx", "_offset", "rotated")
+            assert [getattr(ours, n) for n in names] == [getattr(plain, n) for n in names]
+            assert ours.left_padding.tolist() == plain.left_padding.tolist()
+
+
+def test_a_ring_that_is_full_takes_no_mask(monkeypatch):
+    model, steps = attached("gemma3_text")  # windows of 16
+    pair, masks, plain = Pair(model, steps, (150, 97)), [], mx.fast.scaled_dot_product_attention
+    pair.say(2)
+
+    def note(*args, mask=None, **kwargs):
+        masks.append(mask)
+        return plain(*args, mask=mask, **kwargs)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", note)
+    forget_steps(model)
+    mx.eval(model(mx.array([[1], [2]]), cache=pair.ours))
+    assert len(masks) == 2 and all(mask is None for mask in masks)
+
+
+def test_layers_in_full_precision_beside(monkeypatch):
+    """mlx-lm's padded caches of all tokens, whose room grows in whole steps."""
+    model, steps = attached()
+    new, taken = vars(model)[MARK].new, noted(steps, monkeypatch)
+    for place in list(new):  # in one place, then in both: there, sequences may be padded
+        monkeypatch.setitem(new, place, KVCache)
+        lengths = (250, 250) if len({*new.values()}) == 2 else (250, 230)
+        pair = Pair(model, steps, lengths)
+        pair.say(10)
+        assert type(pair.ours[0]) is BatchKVCache and pair.ours[0].keys.shape[2] % 256 == 0
+        pair.each(lambda cache: cache.filter([1]))
+        pair.say(4, new=2)
+        pair.each(lambda cache: cache.trim(3))
+        pair.say(3)
+    assert len(taken) == 34
+
+
+@pytest.mark.slow
+def test_states_beside(monkeypatch):
+    model, steps = attached("qwen3_next")
+    taken = noted(steps, monkeypatch)
+    prompts = [tokens(n, seed=n).tolist() for n in (150, 97, 121)]
+    ours = together(model, prompts, (40, 60, 50), late=1)
+    assert len(taken) > 50 and not steps.refused
+    with without(steps):
+        assert together(model, prompts, (40, 60, 50), late=1) == ours
+
+
+@pytest.mark.parametrize("kernels", ["ops", pytest.param("tiles", marks=pytest.mark.slow)])
+def test_a_generator_of_batches_replies_the_same(kernels, monkeypatch):
+    counts = (60, 20, 90, 40) if kernels == "ops" else (9, 4, 12, 5)
+    with by(kernels):
+        model, steps = attached(kernels=kernels, num_hidden_layers=1)
+        taken = noted(steps, monkeypatch)
+        prompts = [tokens(n, seed=n).tolist() for n in (150, 97, 121, 200)]
+        ours = together(model, prompts, counts)
+        assert {1, 2} <= set(taken) and len(taken) > max(counts) - 6
+        with without(steps):
+            assert together(model, prompts, counts) == ours
+
+
+def test_members_that_change_make_no_trace():
+    model, steps = attached(num_hidden_layers=1)
+    pair = Pair(model, steps, (90, 92))
+    pair.say(5)
+    before = steps.traced
+    assert before == 1
+    pair.each(lambda cache: cache.filter([1]))
+    pair.join((91,))
+    pair.say(5)
+    assert steps.traced == before
+    pair.join((93,))
+    pair.say(2)
+    assert steps.traced == before + 1
+
+
+def test_members_in_shared_arrays_that_change_make_no_trace():
+    """No trace holds kernels of the emulator: what decides whether there is a new one has to be the same."""
+
+    def traced(cache) -> tuple:
+        form = of_batch(cache, 1)
+        return form.key, tuple(x.shape for x in form.arrays)
+
+    with by("tiles"):
+        model, steps = attached(kernels="tiles", num_hidden_layers=1)
+        pair = Pair(model, steps, (200, 201, 202))
+        with pytest.raises(NotYet):
+            of_batch(pair.ours[0], 1)
+        pair.say(1)
+        before = traced(pair.ours[0])
+        for length in (203, 190, 180):
+            pair.each(lambda cache: cache.filter([1, 2]))
+            pair.join((length,))
+            assert traced(pair.ours[0]) == before
+        pair.each(lambda cache: cache.filter([1, 2]))
+        assert traced(pair.ours[0]) != before
+
+
+def adding(input_names, **texts):
+    """A factory of kernels of plain ops, which a trace can hold: they add up what says how much is read."""
+
+    def call(inputs, template, grid, threadgroup, output_shapes, output_dtypes):
+        named = dict(zip(input_names, inputs, strict=True))
+        read = [x.astype(mx.float32).sum() for n, x in named.items() if x.dtype == mx.int32]
+        said = mx.sin(sum(read, mx.array(float(grid[1]))))  # how the work is shared out, too
+        zeros = (mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True))
+        return [(x + said).astype(x.dtype) for x in zeros]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "tiled",
+    [pytest.param(True, id="tiles", marks=pytest.mark.slow), pytest.param(False, id="portable")],
+)
+def test_shared_arrays_are_traced(tiled, monkeypatch):
+    """Over pages that are sealed, with kernels that tell lengths, starts and divisions apart."""
+    monkeypatch.setattr(adding, "tiles", tiled, raising=False)
+    with launch.using(adding):
+        model, steps = attached(kernels="tiles" if tiled else "portable", num_hidden_layers=2)
+        steps.compiles = True
+        pair = Pair(model, steps, (150, 97, 121))
+        pair.say(1)
+        assert all(cache.together for cache in pair.ours)
+        body = view.TILES if tiled else view.PORTABLE
+        for cache in pair.ours:
+            assert cache.ragged.store.plan.body == body
+            cache.ragged.store.emulated = False
+        pair.say(4)
+        assert steps.traced == 1
+        pair.say(30)
+        pair.say(1, new=3)
+        pair.each(lambda cache: cache.filter([2, 0]))
+        pair.say(3)
+        assert 3 <= steps.traced <= 9 and not steps.refused
+
+
+def test_padding_is_read_without_a_trace():
+    """Prompts of unequal lengths, which are as short as a draft."""
+    model, steps = attached(num_hidden_layers=1)
+    caches = Pair(model, steps, (150, 97)).ours
+    for cache in caches:
+        cache.prepare(lengths=[2, 1], right_padding=[0, 1])
+    mx.eval(model(mx.array([[1, 2], [3, 0]]), cache=caches))
+    assert caches[0].offset.tolist() == [152, 98] and steps.traced == 0 and not steps.refused
+
+
+def test_a_bench_of_batches_goes_through_the_steps():
+    model, steps = attached(num_hidden_layers=1)
+    pair = Pair(model, steps, (150, 97))
+    subject = SimpleNamespace(
+        model=model,
+        config=config_of("llama") | {"num_hidden_layers": 1},
+        dtype=mx.float32,
+        random_tokens=lambda *shape: mx.ones(shape, mx.int32),
+    )
+    assert measure(subject, pair.ours, 2, 4, 1)["tokens_per_second"] > 0
+    assert steps.traced > 0
+
+
+def test_traces_with_older_counters_go():
+    model, steps = attached(num_hidden_layers=1)
+    pair = Pair(model, steps, (150, 97))
+    pair.say(2)
+    kinds = list(steps._kinds.values())
+    tiles.forget_counters()
+    pair.say(2)
+    assert kinds and not set(kinds) & set(steps._kinds.values())
+
+
+def test_a_batch_grows_through_few_kinds_of_traces(monkeypatch):
+    monkeypatch.setattr(step, "MOST_KINDS", 1)
+    model, steps = attached(num_hidden_layers=1)
+    pair = Pair(model, steps, (150, 97, 99))
+    for keep in ([0, 1], [0]):
+        pair.say(2)
+        pair.each(lambda cache, keep=keep: cache.filter(keep))
+    pair.say(2)
+    assert len(steps._kinds) <= 2
+
+
+@pytest.mark.slow
+def test_a_server_replies_the_same_with_and_without(model_folder, monkeypatch):
+    """Requests that run together; pages are sealed under way."""
+    replies = []
+    for switch in "01":
+        monkeypatch.setenv(step.SWITCH, switch)
+        with serving(model_folder) as server, ThreadPoolExecutor(3) as pool:
+            jobs = [pool.submit(complete, server, f"{i}{LONG[i * 40 :]}", 90) for i in range(3)]
+            replies.append([text_of(job.result()) for job in jobs])
+            steps = vars(server.engine.model_provider.loaded.model)[MARK].steps
+        assert (steps.traced > 0) is (switch == "1")
+        assert not steps._kinds  # they would outlive the thread
+    assert replies[0] == replies[1]
+
+
+ENDS = """
+import sys
+sys.path.insert(0, {support!r})
+from serving import LONG, complete, serving
+with serving({folder!r}) as server:
+    complete(server, LONG, 40)
+print("ended")
+"""
+
+
+@pytest.mark.slow
+def test_a_server_with_traces_ends(model_folder):
+    support = next(path for path in sys.path if path.endswith("support"))
+    code = ENDS.format(support=support, folder=str(model_folder))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "ended" in done.stdout, done.stderr
