@@ -53,10 +53,10 @@ class Form:
     have equal numbers, as a rule. state: what the numbers follow from, for equal `lockstep` and shapes.
     arrays: which the step reads, and may write. numbers: integers.
     advance: by how much each of them grows in the step, where nothing is sealed. emulated: whether its kernels
-    are such that no trace can hold them.
+    are such that no trace can hold them. seals: whether the step seals a page.
     """
 
-    emulated = False
+    emulated = seals = False
 
     key: Hashable
     lockstep: Hashable
@@ -100,8 +100,12 @@ def put(pair: tuple, new: tuple, numbers: Numbers, first: int) -> tuple[mx.array
 
 
 class StandIn:
-    """A cache in a trace. Any use that a replay could not repeat raises Untraceable."""
+    """A cache in a trace. Any use that a replay could not repeat raises Untraceable.
 
+    written: the form's arrays after the step. shared: whether other layers read it, too.
+    """
+
+    shared = False
     written: Sequence[mx.array] | None = None
 
     @property

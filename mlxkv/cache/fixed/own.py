@@ -24,6 +24,7 @@ class Own(Form):
         self.cache, self.new, self.store = cache, new, cache.store
         sink, config, pages = cache.sink, cache.config, self.store.pages
         self.n_sink = config.sink if sink else 0
+        self.seals = cache.count + new > config.room(sink is not None)
         self.key = self.store.form, self.n_sink
         self.lockstep = Own, config.page, config.recent, self.n_sink
         self.state = cache.offset, cache.count, pages.counts[0]
@@ -75,6 +76,7 @@ class _OwnStandIn(StandIn):
         return self._view, self._view
 
     def keys_and_values(self):
+        self.shared = True
         return self._view, self._view
 
     def _seen(self, new: int) -> mx.array:
