@@ -5,10 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
-from random_models import FAMILIES, random_model, tokens
+from random_models import FAMILIES, tokens
 from stepping import Twins, prompted, small, steps_of, untraced
-
-from mlxkv.models import attach, detach
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 # Not attached: nothing of them is compressed. phi3small corrupts memory at this size in plain mlx-lm.
@@ -33,21 +31,6 @@ KINDS = {
     "falcon_h1": {"CacheList"},
     "iquestloopcoder": {"CompressedKVCache", "RotatingKVCache"},
 }
-
-
-@pytest.fixture
-def attached():
-    """Makes an attached model, which is detached behind the test."""
-    models = []
-
-    def make(family: str, config=None, **changes):
-        models.append(random_model(family, **changes))
-        attach(models[-1], config or small())
-        return models[-1]
-
-    yield make
-    for model in models:
-        detach(model)
 
 
 @pytest.fixture(autouse=True)

@@ -123,7 +123,8 @@ class Walk(Twins):
         self.traced, self.plain = self.plain, self.traced
 
     def finish(self) -> None:
-        for self.traced, self.plain in self.left_behind:
+        for pair in self.left_behind:
+            self.traced, self.plain = pair
             self.compare()
         assert not self.steps.refused
 

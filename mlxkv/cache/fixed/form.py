@@ -91,11 +91,15 @@ class Unused(Form):
 def put(pair: tuple, new: tuple, numbers: Numbers, first: int) -> tuple[mx.array, mx.array]:
     """The buffers [B, G, room, D] with new keys and values from the place on that number `first` says.
 
-    By a scatter: a slice at a dynamic place takes MLX twice as many kernels.
+    By a scatter: a slice at a dynamic place takes MLX twice as many kernels. Raises Untraceable for
+    another batch or other heads, which a scatter would broadcast.
     """
+    both = list(zip(pair, new, strict=True))
+    if any(x.shape[:2] + x.shape[3:] != old.shape[:2] + old.shape[3:] for old, x in both):
+        raise Untraceable("keys of another batch, or of other heads, than the cache holds")
     return tuple(
         mx.put_along_axis(old, numbers.places(first, x.shape), x.astype(old.dtype), axis=2)
-        for old, x in zip(pair, new, strict=True)
+        for old, x in both
     )
 
 
