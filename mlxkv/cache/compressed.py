@@ -27,6 +27,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.going_back import GoesBack
 from mlxkv.formats.saved import state
 
+NEW = -1
 STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
 
 
@@ -57,9 +58,8 @@ class CompressedKVCache(GoesBack, Contract):
         self.offset = 0
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
-        self._fixed = (
-            0  # pages at the last step of fixed shapes, whose room buffers have from then on
-        )
+        # Pages at the last step of fixed shapes, whose room buffers have from then on; NEW: others since.
+        self._fixed = 0
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page sealed last
         self._store: Codes | Records | None = None
@@ -84,6 +84,7 @@ class CompressedKVCache(GoesBack, Contract):
         if (old := self._store) is not None:
             self._store = self._new_store(old.dims, self._live[0].dtype)
             self._store.restore(old.state, old.count)
+            self._fixed = NEW if self._fixed else 0
 
     # -- reading and writing
 
@@ -200,6 +201,7 @@ class CompressedKVCache(GoesBack, Contract):
         if self._store is None:
             self._store = self._new_store((keys.shape[3], values.shape[3]), keys.dtype)
         self._store.append(live, count, start)  # whole: kernels would copy slices
+        self._fixed = NEW if self._fixed else 0  # as many as before, if some were taken back
         self._live, self._count = None, 0
         start += count * size
         last = slice(start - size, start)

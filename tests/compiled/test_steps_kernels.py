@@ -118,6 +118,22 @@ def test_headers_of_pages(emulated, body):
     go(model, parts=(1, 4, 8, 8, 8, 8, 1), prompt=80)
 
 
+def test_pages_that_are_taken_back_and_sealed_again(emulated):
+    """Buffers have the room of steps of fixed shapes again, as many pages as before or not."""
+    model = emulated("portable", num_hidden_layers=1)
+    twins = go(model, parts=(1, 1), prompt=184)
+    ours, plain = twins.traced[0], twins.plain[0]
+    before, n = (ours.store.count, ours.store.pages.capacity), ours.trimmable
+    assert before[0] < before[1]
+    for cache in (ours, plain):
+        cache.trim(n)
+        assert cache.store.count == before[0] - 1
+    twins.read(tokens(n))
+    twins.read(tokens(1))
+    assert (ours.store.count, ours.store.pages.capacity) == before
+    twins.compare()
+
+
 @pytest.mark.parametrize("body", ["portable", "tiles"])
 def test_a_batch_of_one_length(emulated, body):
     """Each sequence has a first record of its own."""

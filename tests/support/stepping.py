@@ -86,12 +86,12 @@ class Twins:
             same_caches(ours, plain, self.near)
 
 
-def same_caches(ours, plain, near: float = NEAR) -> None:
-    """Codes and numbers are equal, keys and values within `near`."""
+def same_caches(ours, plain, near: float = NEAR, codes: float = 0.0) -> None:
+    """Codes and numbers are equal, but for this share of the words of codes; keys and values within `near`."""
     assert type(ours) is type(plain)
     if isinstance(ours, CacheList):
         for one, other in zip(ours.caches, plain.caches, strict=True):
-            same_caches(one, other, near)
+            same_caches(one, other, near, codes)
         return
     assert getattr(ours, "offset", None) == getattr(plain, "offset", None)
     one, other = (dict(tree_flatten(_held(cache))) for cache in (ours, plain))
@@ -103,7 +103,7 @@ def same_caches(ours, plain, near: float = NEAR) -> None:
             x, y = (np.array(a.astype(mx.float32)) for a in (x, y))
             np.testing.assert_allclose(x, y, atol=near, rtol=near, err_msg=name)
         else:
-            assert mx.array_equal(x, y), name
+            assert mx.mean(x != y).item() <= (codes if name.endswith("codes") else 0), name
 
 
 def _held(cache):
