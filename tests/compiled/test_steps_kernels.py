@@ -23,6 +23,7 @@ from mlxkv.cache.view import PORTABLE, TILES
 from mlxkv.formats.config import Affine, Side
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
+from mlxkv.models.compiled.step import _grouped
 
 BODIES = {
     "portable": (make, mx.float32, PORTABLE),
@@ -143,6 +144,40 @@ def test_a_batch_of_one_length(emulated, body):
     for part in (text[:, :60], text[:, 60:61], text[:, 61:65], text[:, 65:66]):
         assert mx.array_equal(model(part, cache=ours), untraced(model, part, plain))
     assert steps_of(model).traced == 3
+
+
+def filled(factory, heads: int = 2, batch: int = 2, count: int = 70) -> CompressedKVCache:
+    """A cache that holds sealed pages, made where kernels come from `factory`."""
+    with launch.using(factory):
+        cache = CompressedKVCache(PAGES)
+        x = mx.random.normal((batch, heads, count, 64), key=mx.random.key(0))
+        cache.update_and_fetch(x, x)
+    return cache
+
+
+def taken_back(cache: CompressedKVCache) -> CompressedKVCache:
+    cache.trim(2)
+    return cache
+
+
+OTHERS = {
+    "the same": (lambda: filled(make), 1),
+    "plain ops": (lambda: filled(None), 2),
+    "more heads": (lambda: filled(make, heads=3), 2),
+    "taken back alone": (lambda: taken_back(filled(make)), 2),
+    "longer": (lambda: filled(make, count=71), 2),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_caches_share_only_equal_numbers(other):
+    """Layers of one model may differ in heads, and in which code reads their pages."""
+    make_other, groups = OTHERS[other]
+    forms = [Own(cache, 1) for cache in (filled(make), make_other(), filled(make))]
+    places, numbers, advances = _grouped(forms)
+    assert [numbers[place] for place in places] == [form.numbers for form in forms]
+    assert [advances[place] for place in places] == [form.advance for form in forms]
+    assert len(numbers) == groups and places[0] == places[2]
 
 
 def test_a_trace_holds_no_kernel_of_the_emulator(emulated):
