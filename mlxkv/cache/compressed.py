@@ -27,6 +27,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.going_back import GoesBack
 from mlxkv.formats.saved import state
 
+NEW = -1
 STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
 
 
@@ -57,8 +58,8 @@ class CompressedKVCache(GoesBack, Contract):
         self.offset = 0
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
-        # Pages at the last step of fixed shapes, whose room buffers have from then on.
-        self._fixed = 0
+        # Pages at the last step of fixed shapes, whose room buffers have from then on; NEW: others since.
+        self._roomy = 0
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page sealed last
         self._store: Codes | Records | None = None
@@ -83,6 +84,7 @@ class CompressedKVCache(GoesBack, Contract):
         if (old := self._store) is not None:
             self._store = self._new_store(old.dims, self._live[0].dtype)
             self._store.restore(old.state, old.count)
+            self._roomy = NEW if self._roomy else 0
 
     # -- reading and writing
 
@@ -175,7 +177,7 @@ class CompressedKVCache(GoesBack, Contract):
         if self._live is None or end > self._live[0].shape[2]:
             spare = max(end, self._count + self._count // GROWTH)
             capacity = min(self._room, -(-spare // STEP) * STEP)
-            if self._fixed:
+            if self._roomy:
                 capacity = self._room + DECODE_TOKENS
             grown = []
             for x in (keys, values):
@@ -199,6 +201,7 @@ class CompressedKVCache(GoesBack, Contract):
         if self._store is None:
             self._store = self._new_store((keys.shape[3], values.shape[3]), keys.dtype)
         self._store.append(live, count, start)  # whole: kernels would copy slices
+        self._roomy = NEW if self._roomy else 0  # as many as before, if some were taken back
         self._live, self._count = None, 0
         start += count * size
         last = slice(start - size, start)
@@ -213,13 +216,13 @@ class CompressedKVCache(GoesBack, Contract):
         `DECODE_TOKENS` more; None before there are pages, which have room for one more."""
         if not (count := self._count_pages):
             return None
-        if self._fixed != count:
+        if self._roomy != count:
             self._store.make_room()
             if self._live[0].shape[2] != self._room + DECODE_TOKENS:
                 live, self._live, self._count = self._read_live(), None, 0
-                self._fixed = count
+                self._roomy = count
                 self._append(*live)
-            self._fixed = count
+            self._roomy = count
         return self._live
 
     @property

@@ -55,10 +55,10 @@ class Form:
     have equal numbers, as a rule. state: what the numbers follow from, for equal `lockstep` and shapes.
     arrays: which the step reads, and may write. numbers: integers.
     advance: by how much each of them grows in the step, where nothing is sealed. emulated: whether its kernels
-    are such that no trace can hold them.
+    are such that no trace can hold them. seals: whether the step seals a page.
     """
 
-    emulated = False
+    emulated = seals = False
 
     key: Hashable
     lockstep: Hashable
@@ -95,17 +95,25 @@ def put(
 ) -> tuple[mx.array, mx.array]:
     """The buffers [B, G, room, D] with new keys and values; first, each: as in `Numbers.places`.
 
-    By a scatter: a slice at a dynamic place takes MLX twice as many kernels.
+    By a scatter: a slice at a dynamic place takes MLX twice as many kernels. Raises Untraceable for
+    another batch or other heads, which a scatter would broadcast.
     """
+    both = list(zip(pair, new, strict=True))
+    if any(x.shape[:2] + x.shape[3:] != old.shape[:2] + old.shape[3:] for old, x in both):
+        raise Untraceable("keys of another batch, or of other heads, than the cache holds")
     return tuple(
         mx.put_along_axis(old, numbers.places(first, x.shape, each), x.astype(old.dtype), axis=2)
-        for old, x in zip(pair, new, strict=True)
+        for old, x in both
     )
 
 
 class StandIn:
-    """A cache in a trace. Any use that a replay could not repeat raises Untraceable."""
+    """A cache in a trace. Any use that a replay could not repeat raises Untraceable.
 
+    written: the form's arrays after the step. shared: whether other layers read it, too.
+    """
+
+    shared = False
     written: Sequence[mx.array] | None = None
 
     @property

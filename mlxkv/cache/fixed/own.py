@@ -24,8 +24,10 @@ class Own(Form):
         self.cache, self.new, self.store = cache, new, cache.store
         sink, config, pages = cache.sink, cache.config, self.store.pages
         self.n_sink = config.sink if sink else 0
+        self.seals = cache.count + new > config.room(sink is not None)
         self.key = self.store.form, self.n_sink
-        self.lockstep = Own, config.page, config.recent, self.n_sink
+        shape = live[0].shape[:2]
+        self.lockstep = type(self.store), shape, config.page, config.recent, self.n_sink
         self.state = cache.offset, cache.count, pages.counts[0]
         self.arrays = [*live, *(sink or ()), *pages.arrays.values()]
         self.emulated = self.store.emulated
@@ -75,6 +77,7 @@ class _OwnStandIn(StandIn):
         return self._view, self._view
 
     def keys_and_values(self):
+        self.shared = True
         return self._view, self._view
 
     def _seen(self, new: int) -> mx.array:

@@ -7,7 +7,8 @@ of every token anew, which takes longer than a GPU needs for many models.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -25,10 +26,11 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.batch import of_batch
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, Unused
 from mlxkv.cache.fixed.own import Own
+from mlxkv.errors import UserError
 from mlxkv.metal import launch, tiles
 from mlxkv.models.compiled.batched import PaddedPlain, PaddedRing
 from mlxkv.models.compiled.plain import Arrays, Plain, Ring
-from mlxkv.models.compiled.weights import Assigned, Weights
+from mlxkv.models.compiled.weights import Assigned, Weights, held
 
 SWITCH = "MLXKV_COMPILE"  # an environment variable; 0: every step is built by Python
 MOST_TRACES = 64  # of one kind of step: beyond, all are dropped and made anew as they are needed
@@ -71,6 +73,7 @@ class Steps:
         self._kinds: dict[tuple, _Kind] = {}
         self._weights: Weights | None = None
         self._counters = tiles.times_forgotten()
+        self._waited = False  # whether the model's code has made places for arrays as it ran
 
     def forget(self) -> None:
         """Drop all traces. To be called in a thread that has made some, before it ends: the arrays in them
@@ -95,8 +98,9 @@ class Steps:
         except Assigned as error:
             return self._try(call, model, tokens, caches, error)
         except Untraceable as error:
+            logits = call(model, tokens, cache=caches)  # a fault of the caller is raised here
             self.refused[classes] = str(error)
-        return None
+            return logits
 
     @property
     def why_not(self) -> str | None:
@@ -115,9 +119,11 @@ class Steps:
         forms = [form for cache in caches for form in forms_of(cache, tokens.shape[1])]
         if self.compiles and any(form.emulated for form in forms):
             raise Untraceable("kernels of no GPU")
-        if self._weights is None or self._weights.model is not model:
-            self._weights = Weights(model)
-        elif self._weights.changed():
+        weights = self._weights
+        arrays = weights.arrays() if weights is not None and weights.model is model else None
+        if arrays is None:
+            weights = self._weights = Weights(model)
+            arrays = weights.arrays()
             self._kinds.clear()
         places, values, advances = _grouped(forms)
         stream = mx.default_stream(mx.default_device())
@@ -127,28 +133,24 @@ class Steps:
             self._counters = tiles.times_forgotten()
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = _Kind(self._weights, call, self.compiles)
+            kind = self._kinds[key] = _Kind(weights, call, self.compiles)
         before = kind.traces
-        logits, written = kind(tokens, forms, caches, places, values, advances)
+        logits, written = kind(tokens, arrays, forms, caches, places, values, advances)
         self.traced += kind.traces - before
         if kind.traces > MOST_TRACES:
             del self._kinds[key]
-        for form, arrays in zip(forms, written, strict=True):
-            form.commit(arrays)
+        for form, new in zip(forms, written, strict=True):
+            form.commit(new)
         self.replayed, self.waits_for = self.replayed + 1, None
         return logits
 
     def _try(self, call: Callable, model, tokens, caches, error: Assigned) -> mx.array:
         """Take a step as it is, and see whether what the model's code assigns is what was there."""
-        before = [container.get(key) for container, key in error.places]
+        before = list(map(held, error.places))
         logits = call(model, tokens, cache=caches)
-        same = all(
-            was is not None
-            and was.shape == container[key].shape
-            and mx.array_equal(was, container[key])
-            for was, (container, key) in zip(before, error.places, strict=True)
-        )
-        if same:
+        if any(was is None for was in before) and not self._waited:
+            self._waited = True  # it may make them once
+        elif all(map(_same, before, map(held, error.places))):
             self._weights.harmless(error.places)
         else:
             self.refused[tuple(map(type, caches))] = str(error)
@@ -167,10 +169,11 @@ class _Kind:
     def __init__(self, weights: Weights, call: Callable, compiles: bool):
         self.weights, self.call, self.compiles, self.traces = weights, call, compiles, 0
         self._now: tuple | None = None
+        self._shared: list[int] = []  # numbers of the caches that several layers read
         self._carried: dict[tuple[int, ...], mx.array] = {}
         self._run = mx.compile(self._trace) if compiles else self._trace
 
-    def __call__(self, tokens, forms, caches, places, values, advances):
+    def __call__(self, tokens, weights, forms, caches, places, values, advances):
         """The logits, and what each form's stand-in wrote."""
         # The last step has left the numbers on the device: uploading them takes CUDA longer than all
         # that a replay does on the host.
@@ -178,10 +181,11 @@ class _Kind:
             self._carried[one] if one in self._carried else mx.array(one, mx.int32)
             for one in values
         ]
+        self._wait(forms)
         self._now = forms, caches, places, advances
         try:
             arrays = [form.arrays for form in forms]
-            logits, written, then = self._run(tokens, numbers, arrays, self.weights.arrays())
+            logits, written, then = self._run(tokens, numbers, arrays, weights)
         finally:
             self._now = None
         pairs = zip(values, advances, strict=True)
@@ -198,31 +202,45 @@ class _Kind:
             for form, own, place in zip(forms, arrays, places, strict=True)
         ]
         each = iter(stands)
-        with self.weights.replaced(weights):
-            own = [_in_place(cache, each) for cache in caches]
-            logits = self._call(tokens, own)
+        own = [_in_place(cache, each) for cache in caches]
+        with _reasons(), self.weights.replaced(weights):
+            logits = self.call(self.weights.model, tokens, cache=own)
+        self._shared = [i for i, one in enumerate(stands) if getattr(one, "shared", False)]
+        self._wait(forms)
         then = [
             one + mx.array(by, mx.int32) if by else one
             for one, by in zip(numbers, advances, strict=True)
         ]
         return logits, [_written(stand) for stand in stands], then
 
-    def _call(self, tokens: mx.array, caches: list) -> mx.array:
-        """The model's call. Whatever its code raises in a trace is a reason not to trace it: taken as it is,
-        the step raises what is a fault of its own."""
-        try:
-            return self.call(self.weights.model, tokens, cache=caches)
-        except (NotYet, Untraceable):
-            raise
-        except Exception as error:
-            if not self.compiles:
-                raise
-            if isinstance(error, ValueError) and "transformation" in str(error):
-                raise Untraceable(
-                    "the model's code looks at numbers that only the device has"
-                ) from None
-            said = (str(error) or type(error).__name__).splitlines()[0]
-            raise Untraceable(said) from error
+    def _wait(self, forms: Sequence[Form]) -> None:
+        """Raises NotYet where a page is sealed that layers then read without writing to the cache: a trace
+        has its exact tokens, these layers its codes."""
+        if any(forms[i].seals for i in self._shared):
+            raise NotYet("layers share a cache that seals a page")
+
+
+@contextmanager
+def _reasons() -> Iterator[None]:
+    """What a model's code raises in a trace is why there is none."""
+    try:
+        yield
+    except (NotYet, Assigned, Untraceable):
+        raise
+    except UserError as error:  # of our views, where an array is expected
+        raise Untraceable(str(error)) from None
+    except Exception as error:
+        if "transformations" in str(error):  # says MLX where code looks at the numbers in arrays
+            error = "the model's code looks at numbers that only the device has"
+        else:
+            error = f"the model's code fails in a trace: {type(error).__name__}: {error}"
+        raise Untraceable(error) from None
+
+
+def _same(one: mx.array | None, other: mx.array | None) -> bool:
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return mx.array_equal(one, other).item()
 
 
 def _written(stand: StandIn) -> list[mx.array]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import getitem, is_
+from operator import eq, getitem, is_
 
 import mlx.core as mx
 import mlx.nn as nn
 
 Container = dict | list
 Place = tuple[Container, object]  # a container in a model, and the key, or the position, in it
+Link = tuple[
+    Container, object, Container, int
+]  # the place of a container, or a tuple, and its length
 
 
 class Assigned(Exception):
@@ -31,35 +34,29 @@ class Weights:
     def __init__(self, model: nn.Module):
         self.model = model
         self._harmless: set[tuple[int, object]] = set()
-        self._look()
-
-    def _look(self) -> None:
-        self._places, links = _walk(self.model)
+        self._places, self._links = _walk(model)
         # Apart, so that every step looks through them without a line of Python for each.
-        self._containers, self._keys = zip(*self._places, strict=True)
-        self._links = tuple(zip(*links, strict=True))
+        self._each = tuple(zip(*self._places, strict=True)) or ((), ())
+        self._between = tuple(zip(*self._links, strict=True))
 
-    def changed(self) -> bool:
-        """Whether modules, or lists of them, have been replaced since the last look; looks again."""
-        containers, keys, found = self._links
+    def arrays(self) -> list[mx.array] | None:
+        """What the places hold now; None where there are others: modules, or lists of them, have been
+        replaced, or arrays have come or gone."""
+        containers, keys, found, sizes = self._between
         try:
-            if all(map(is_, map(getitem, containers, keys), found)):
-                return False
+            if not all(map(is_, map(getitem, containers, keys), found)):
+                return None
+            return list(map(getitem, *self._each)) if all(map(eq, map(len, found), sizes)) else None
         except (KeyError, IndexError):
-            pass
-        self._look()
-        return True
-
-    def arrays(self) -> list[mx.array]:
-        """What the places hold now."""
-        return list(map(getitem, self._containers, self._keys))
+            return None
 
     @contextmanager
     def replaced(self, traced: Sequence[mx.array]) -> Iterator[None]:
         """Inside, the model computes with `traced`. Raises Assigned where its code has put other arrays in
         places, or has made places. Whatever happens, the model is left as it was."""
-        before = self.arrays()
-        _put(self._places, traced)
+        before = [(one, _contents(one)) for _, _, one, _ in self._links]
+        for (container, key), x in zip(self._places, traced, strict=True):
+            container[key] = x
         try:
             yield
             known = {(id(c), key): x for (c, key), x in zip(self._places, traced, strict=True)}
@@ -71,21 +68,43 @@ class Weights:
             if assigned:
                 raise Assigned(assigned)
         finally:
-            _put(self._places, before)
+            for one, contents in before:
+                _put_back(one, *contents)
 
     def harmless(self, places: Sequence[Place]) -> None:
         """Let the model's code assign these: it computes what is there already."""
         self._harmless |= {(id(container), key) for container, key in places}
 
 
-def _put(places: Sequence[Place], arrays: Sequence[mx.array]) -> None:
-    for (container, key), x in zip(places, arrays, strict=True):
-        container[key] = x
+def held(place: Place) -> mx.array | None:
+    """What a place holds; None where there is no such place."""
+    container, key = place
+    if isinstance(container, dict):
+        return container.get(key)
+    return container[key] if key < len(container) else None
 
 
-def _walk(model: nn.Module) -> tuple[list[Place], list[tuple[Container, object, object]]]:
-    """The places of arrays, and of the containers between them."""
-    places, links, todo = [], [], [model]
+def _contents(container: Container | tuple) -> tuple:
+    """What `_put_back` takes: the items of a container, and the attributes of a module."""
+    if isinstance(container, dict):
+        return dict(container), dict(vars(container)) if isinstance(container, nn.Module) else None
+    return list(container), None
+
+
+def _put_back(container: Container | tuple, items, attributes: dict | None) -> None:
+    if isinstance(container, dict):
+        dict.clear(container)
+        dict.update(container, items)
+    elif isinstance(container, list):
+        container[:] = items
+    if attributes is not None:  # assigning an array takes an attribute of this name away
+        vars(container).clear()
+        vars(container).update(attributes)
+
+
+def _walk(model: nn.Module) -> tuple[list[Place], list[Link]]:
+    """The places of arrays, and of the containers between them, the model first."""
+    places, links, todo = [], [], [[model]]
     while todo:
         container = todo.pop()
         items = container.items() if isinstance(container, dict) else enumerate(container)
@@ -93,7 +112,6 @@ def _walk(model: nn.Module) -> tuple[list[Place], list[tuple[Container, object, 
             if isinstance(one, mx.array) and not isinstance(container, tuple):
                 places.append((container, key))
             elif isinstance(one, (dict, list, tuple)):
-                if not isinstance(container, tuple):
-                    links.append((container, key, one))
+                links.append((container, key, one, len(one)))
                 todo.append(one)
     return places, links

@@ -1,0 +1,24 @@
+"""Models that are attached in a test, and detached behind it."""
+
+from __future__ import annotations
+
+import pytest
+from random_models import random_model
+from stepping import small
+
+from mlxkv.models import attach, detach
+
+
+@pytest.fixture
+def attached():
+    """Makes an attached model: (family, config of pages, changes to the model's config)."""
+    models = []
+
+    def make(family: str = "llama", config=None, **changes):
+        models.append(random_model(family, **changes))
+        attach(models[-1], config or small())
+        return models[-1]
+
+    yield make
+    for model in models:
+        detach(model)

@@ -1,0 +1,174 @@
+"""Which families are traced, and why others are not; sliding windows, states and lists of caches in a trace."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from random_models import FAMILIES, tokens
+from stepping import Twins, prompted, small, steps_of, untraced
+
+OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
+# Not attached: nothing of them is compressed. phi3small corrupts memory at this size in plain mlx-lm.
+NOT_ATTACHED = {"gemma2", "stablelm", "deepseek_v3", "mamba2", "phi3small"}
+LENGTH = "[attend] this model's code reads how many tokens a cache holds"
+NUMBERS = "the model's code looks at numbers that only the device has"
+ABSOLUTE = {"n_embd": 256, "n_head": 4, "n_layer": 2, "n_positions": 512}
+CHUNKED = {"attention_chunk_size": 64, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 64}
+MORE = {
+    "gpt2": ABSOLUTE | {"n_ctx": 512, "layer_norm_epsilon": 1e-5},
+    "gpt_bigcode": ABSOLUTE | {"n_inner": 64, "layer_norm_epsilon": 1e-5},
+    "plamo3": {"num_hidden_layers": 4, "window_size": 64, "sliding_window_pattern": 2},
+}
+# Families that are not traced, and why. All others of FAMILIES and MORE are.
+REFUSED = {"afm7": LENGTH, "gpt_bigcode": NUMBERS}
+REFUSED |= {"gemma3n": LENGTH} if OLD else {}
+KINDS = {
+    "gemma3_text": {"RotatingKVCache", "CompressedKVCache"},
+    "gpt_oss": {"RotatingKVCache", "CompressedKVCache"},
+    "qwen3_next": {"ArraysCache", "CompressedKVCache"},
+    "jamba": {"ArraysCache", "CompressedKVCache"},
+    "falcon_h1": {"CacheList"},
+    "iquestloopcoder": {"CompressedKVCache", "RotatingKVCache"},
+}
+
+
+@pytest.fixture(autouse=True)
+def more(monkeypatch):
+    for name, extra in MORE.items():
+        monkeypatch.setitem(FAMILIES, name, extra)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES | MORE))
+def test_which_families_are_traced(family, attached):
+    if family == "phi3small":
+        pytest.skip("corrupts memory in plain mlx-lm")
+    if family in NOT_ATTACHED:
+        with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
+            assert "_mlxkv_attachment" not in vars(attached(family))
+        return
+    model = attached(family)
+    twins, token = prompted(model)
+    token = twins.speak(token, 40)
+    token = twins.read(mx.concatenate([token, tokens(3)]))
+    twins.speak(token, 20)
+    twins.compare()
+    assert list(steps_of(model).refused.values()) == (
+        [REFUSED[family]] if family in REFUSED else []
+    )
+    assert bool(steps_of(model).traced) == (family not in REFUSED)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_what_caches_these_families_have(family, attached):
+    """So that the test above is one of them."""
+    kinds = {type(cache).__name__ for cache in make_prompt_cache(attached(family))}
+    assert kinds <= KINDS[family] and kinds & KINDS[family]
+
+
+# -- sliding windows
+
+
+def test_a_window_before_it_is_full_as_it_gets_full_and_after(attached):
+    """Pages are sealed when the ring still has room, so that all its stages are traced."""
+    model = attached("gemma3_text", sliding_window=64)
+    twins, token = prompted(model, 30)
+    ring = next(cache for cache in twins.traced if type(cache) is RotatingKVCache)
+    assert ring.offset < ring.max_size
+    stages = set()
+    for _ in range(110):
+        before = twins.steps.traced
+        token = twins.read(token)
+        stages |= {ring.offset - ring.max_size} if twins.steps.traced > before else set()
+        twins.compare()
+    assert ring.offset > 2 * ring.max_size and ring._idx < ring.max_size
+    assert (
+        min(stages) < 0 <= max(stages) and len(stages) < 8
+    )  # a trace before, one of the full ring
+
+
+@pytest.mark.parametrize("keep", [0, 4, 63])
+def test_a_window_that_keeps_its_first_tokens(attached, keep):
+    model = attached("gemma3_text", sliding_window=64)
+    twins = Twins(model)
+    for caches in (twins.traced, twins.plain):
+        for i, cache in enumerate(caches):
+            if type(cache) is RotatingKVCache:
+                caches[i] = RotatingKVCache(max_size=64, keep=keep)
+    token = twins.speak(twins.read(tokens(40)), 100)
+    twins.compare()
+    twins.speak(token, 1)
+    assert twins.steps.traced and not twins.steps.refused
+
+
+@pytest.mark.parametrize("prompt", [14, 15, 16, 17, 29, 30, 31, 32, 33, 60])
+def test_several_tokens_at_every_stage_of_a_window(attached, prompt):
+    twins, token = prompted(attached("gemma3_text", sliding_window=32), prompt)
+    for new in (1, 3, 1, 8, 1, 2, 1, 1, 8, 8, 1):
+        token = twins.read(mx.concatenate([token, tokens(new - 1)]) if new > 1 else token)
+        twins.compare()
+    assert twins.steps.traced and not twins.steps.refused
+
+
+def test_a_window_that_was_taken_back(attached):
+    twins, token = prompted(attached("gemma3_text", sliding_window=64), 34)
+    token = twins.speak(token, 4)
+    for _ in range(3):
+        for cache in (*twins.traced, *twins.plain):
+            assert cache.trim(3) == 3
+        token = twins.speak(token, 9)
+        twins.compare()
+    assert twins.steps.traced
+
+
+def test_a_window_longer_than_a_step_of_its_buffer(attached):
+    """mlx-lm grows a ring by 256 tokens until it has its size."""
+    twins, token = prompted(attached("gemma3_text", sliding_window=300), 250)
+    token = twins.speak(token, 70)
+    twins.compare()
+    assert twins.steps.traced and not twins.steps.refused
+
+
+# -- caches that share numbers, or do not
+
+
+def test_caches_that_are_not_in_step(attached):
+    """One layer was taken back alone: its numbers are its own."""
+    twins, token = prompted(attached("llama", num_hidden_layers=3))
+    token = twins.speak(token, 3)
+    for caches in (twins.traced, twins.plain):
+        caches[1].trim(2)
+    twins.speak(token, 40)
+    twins.compare()
+    assert twins.steps.traced and not twins.steps.refused
+
+
+def test_lists_of_caches_hold_their_own(attached):
+    twins, token = prompted(attached("falcon_h1"))
+    twins.speak(token, 30)
+    for ours, plain in zip(twins.traced, twins.plain, strict=True):
+        assert type(ours) is CacheList and len(ours.caches) == len(plain.caches) == 2
+    twins.compare()
+    assert twins.steps.traced
+
+
+def test_layers_that_share_a_cache_read_the_same_where_a_page_is_sealed(attached):
+    """gemma3n: the last layers read what others have written, also in the step that seals it."""
+    twins, token = prompted(attached("gemma3n", config=small(page=16)))
+    before = [c.store.count for c in twins.plain if hasattr(c, "store")]
+    twins.near = 2e-5  # codes in place of exact tokens make hundreds of times that
+    twins.speak(token, 40)
+    after = [c.store.count for c in twins.plain if hasattr(c, "store")]
+    assert all(a >= b + 2 for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_in_step(attached, batch):
+    """Sequences of one length in one cache."""
+    model = attached("llama")
+    ours, plain = make_prompt_cache(model), make_prompt_cache(model)
+    text = tokens(90 * batch).reshape(batch, 90)
+    for part in (text[:, :60], *(text[:, i : i + 1] for i in range(60, 86)), text[:, 86:]):
+        one, other = model(part, cache=ours), untraced(model, part, plain)
+        assert mx.abs(one - other).max().item() <= 1e-4
+    assert steps_of(model).traced

@@ -1,0 +1,205 @@
+"""Kernels in steps of fixed shapes, by the emulator, which no trace can hold: the same code, not traced.
+
+Lengths come to the kernels as an array, and buffers whole. The work is shared out by the room of the buffers, so
+that results are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from on_emulator import make, make_mma, make_tiles
+from random_models import random_model, tokens
+from stepping import Twins, same_caches, small, steps_of, untraced
+
+from mlxkv.cache.attention import attend
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.fixed.form import Numbers
+from mlxkv.cache.fixed.own import Own
+from mlxkv.cache.view import PORTABLE, TILES
+from mlxkv.formats.config import Affine, Side
+from mlxkv.metal import launch
+from mlxkv.models import attach, detach
+from mlxkv.models.compiled.step import _grouped
+
+BODIES = {
+    "portable": (make, mx.float32, PORTABLE),
+    "tiles": (make_tiles, mx.float16, TILES),
+    "mma": (make_mma, mx.bfloat16, TILES),
+}
+PAGES = small(Side(Affine(4), "srft"), Side(Affine(3, 32)), sink=5, recent=16, page=16)
+CHANNELS = small(Side(Affine(4, 32, axis="channel")), Side(Affine(4, 64)), recent=32, page=32)
+
+
+@pytest.fixture
+def emulated():
+    """Makes an attached model whose steps run by kernels of the emulator; pages of one layer."""
+    models = []
+
+    def with_body(body: str, family: str = "llama", config=PAGES, **changes):
+        factory, dtype, expected = BODIES[body]
+        model = random_model(family, **changes)
+        model.set_dtype(dtype)
+        models.append(model)
+        context = launch.using(factory)
+        context.__enter__()
+        models.append(context)
+        attach(model, config)
+        steps_of(model).compiles = False
+        cache = next(c for c in make_prompt_cache(model) if hasattr(c, "config"))
+        assert cache.plan((64, 64), dtype).body == expected
+        return model
+
+    yield with_body
+    for one in reversed(models):
+        detach(one) if hasattr(one, "layers") else one.__exit__(None, None, None)
+
+
+def go(model, parts=(1, 4, 1, 8, 1, 1, 7, 1), prompt: int = 60, near: float = 0.0) -> Twins:
+    """Twins that read past the sealing of pages, several tokens at a time, to the last bit alike by default."""
+    twins = Twins(model, near)
+    twins.read(tokens(prompt))
+    for i, new in enumerate(parts):
+        twins.read(tokens(new, seed=i))
+    twins.compare()
+    assert not twins.steps.refused and twins.steps.traced == len(parts)
+    return twins
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_lengths_from_an_array_give_the_same_bits(emulated, body):
+    twins = go(emulated(body, num_hidden_layers=1))
+    assert twins.plain[0].store.count > 2
+
+
+def test_attention_sinks_beside_sliding_windows(emulated):
+    """gpt_oss: rings and kernels in one step. A ring that is not full has a mask, so bits
+    may differ; the experts of MLX's CPU are of float32 alone."""
+    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}
+    go(emulated("portable", "gpt_oss", num_hidden_layers=2, **types), parts=(1, 1, 4, 1), near=1e-5)
+
+
+@pytest.mark.parametrize("new", [1, 4])
+@pytest.mark.parametrize("body", BODIES)
+def test_logits_of_attention_sinks(body, new):
+    factory, dtype, expected = BODIES[body]
+    draw = partial(mx.random.normal, dtype=dtype, key=mx.random.key(new))
+    with launch.using(factory):
+        ours, plain = CompressedKVCache(PAGES), CompressedKVCache(PAGES)
+        for cache in (ours, plain):
+            cache.update_and_fetch(draw((1, 2, 70, 64)), draw((1, 2, 70, 64)) * 2)
+        keys, values = draw((1, 2, new, 64)) + 1, draw((1, 2, new, 64))
+        queries, logits = draw((1, 6, new, 64)), draw((6,))
+        form = Own(ours, new)
+        stand = form.standing_in(form.arrays, Numbers(mx.array(form.numbers, mx.int32)))
+        mask = "causal" if new > 1 else None
+        views = [one.update_and_fetch(keys, values)[0] for one in (stand, plain)]
+        assert views[1].pages.plan.body == expected
+        found, spec = (attend(queries, view, 0.125, mask, logits) for view in views)
+        assert mx.array_equal(found, spec)
+        form.commit(stand.written)
+        assert mx.abs(found - attend(queries, views[0], 0.125, mask)).max() > 1e-3
+    same_caches(ours, plain, 0.0)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("body", ["portable", "tiles"])
+def test_query_heads_that_share_a_kv_head(emulated, body, heads):
+    model = emulated(body, num_hidden_layers=1, num_key_value_heads=heads)
+    go(model, parts=(1, 4, 1))
+
+
+@pytest.mark.parametrize("body", ["portable", "tiles"])
+def test_headers_of_pages(emulated, body):
+    """Scales per channel, which a page has once."""
+    model = emulated(body, config=CHANNELS, num_hidden_layers=1)
+    go(model, parts=(1, 4, 8, 8, 8, 8, 1), prompt=80)
+
+
+def test_pages_that_are_taken_back_and_sealed_again(emulated):
+    """Buffers have the room of steps of fixed shapes again, as many pages as before or not."""
+    model = emulated("portable", num_hidden_layers=1)
+    twins = go(model, parts=(1, 1), prompt=184)
+    ours, plain = twins.traced[0], twins.plain[0]
+    before, n = (ours.store.count, ours.store.pages.capacity), ours.trimmable
+    assert before[0] < before[1]
+    for cache in (ours, plain):
+        cache.trim(n)
+        assert cache.store.count == before[0] - 1
+    twins.read(tokens(n))
+    twins.read(tokens(1))
+    assert (ours.store.count, ours.store.pages.capacity) == before
+    twins.compare()
+
+
+@pytest.mark.parametrize("body", ["portable", "tiles"])
+def test_a_batch_of_one_length(emulated, body):
+    """Each sequence has a first record of its own."""
+    model = emulated(body, num_hidden_layers=1)
+    ours, plain = make_prompt_cache(model), make_prompt_cache(model)
+    text = tokens(140).reshape(2, 70)
+    for part in (text[:, :60], text[:, 60:61], text[:, 61:65], text[:, 65:66]):
+        assert mx.array_equal(model(part, cache=ours), untraced(model, part, plain))
+    assert steps_of(model).traced == 3
+
+
+def filled(factory, heads: int = 2, batch: int = 2, count: int = 70) -> CompressedKVCache:
+    """A cache that holds sealed pages, made where kernels come from `factory`."""
+    with launch.using(factory):
+        cache = CompressedKVCache(PAGES)
+        x = mx.random.normal((batch, heads, count, 64), key=mx.random.key(0))
+        cache.update_and_fetch(x, x)
+    return cache
+
+
+def taken_back(cache: CompressedKVCache) -> CompressedKVCache:
+    cache.trim(2)
+    return cache
+
+
+OTHERS = {
+    "the same": (lambda: filled(make), 1),
+    "plain ops": (lambda: filled(None), 2),
+    "more heads": (lambda: filled(make, heads=3), 2),
+    "taken back alone": (lambda: taken_back(filled(make)), 2),
+    "longer": (lambda: filled(make, count=71), 2),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_caches_share_only_equal_numbers(other):
+    """Layers of one model may differ in heads, and in which code reads their pages."""
+    make_other, groups = OTHERS[other]
+    forms = [Own(cache, 1) for cache in (filled(make), make_other(), filled(make))]
+    places, numbers, advances = _grouped(forms)
+    assert [numbers[place] for place in places] == [form.numbers for form in forms]
+    assert [advances[place] for place in places] == [form.advance for form in forms]
+    assert len(numbers) == groups and places[0] == places[2]
+
+
+def test_a_trace_holds_no_kernel_of_the_emulator(emulated):
+    model = emulated("portable", num_hidden_layers=1)
+    steps_of(model).compiles = True
+    twins = Twins(model, near=0.0)
+    twins.read(tokens(60))
+    twins.read(tokens(1))
+    assert list(twins.steps.refused.values()) == ["kernels of no GPU"]
+
+
+def test_kernels_that_are_switched_off_on_the_way(emulated):
+    """The caches that are there go on by the kernels that they have, new ones by plain ops."""
+    model = emulated("portable", num_hidden_layers=1)
+    twins = go(model, parts=(1, 1))
+    with launch.using(None):
+        twins.read(tokens(1))
+        later = Twins(model, near=1e-4)
+        steps_of(model).compiles = True
+        token = later.read(tokens(60))
+        later.speak(token, 20)
+        later.compare()
+    steps_of(model).compiles = False
+    twins.read(tokens(1))
+    assert not twins.steps.refused
