@@ -9,7 +9,6 @@ of one round. Caches hold random keys and values; sealing, growth and new traces
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import median, quantiles
 
@@ -17,12 +16,14 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
+from experiments.options import Parser, at_least, words
 from mlxkv import console
 from mlxkv.bench.show import print_machine
 from mlxkv.bench.subject import Subject, load_subject, machine_in_use
 from mlxkv.bench.whole.decode import fill_directly
-from mlxkv.formats.config import CacheConfig, Half, Side
+from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.presets import FULL_PAGES
 from mlxkv.models.compiled.step import Steps
 from mlxkv.models.seam import attach, detach
 from mlxkv.versions import versions
@@ -51,7 +52,7 @@ class Arm:
     def __init__(self, it: Subject, name: str, context: int):
         self.it, self.name = it, name
         kv = name.removesuffix(BY_PYTHON)
-        config = CacheConfig(Side(Half()), Side(Half())) if kv == HALVES else parse_kv(kv)
+        config = FULL_PAGES if kv == HALVES else parse_kv(kv)
         attach(it.model, config, calibration=it.calibration if config.calibrated else None)
         mx.random.seed(0)
         self.cache = make_prompt_cache(it.model)
@@ -138,28 +139,34 @@ def _quartiles(values: list[float]) -> str:
     return f"{low:.2f} .. {high:.2f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("model")
-    parser.add_argument("--bits", type=int)
-    parser.add_argument("--contexts", default="4k,32k,128k")
-    parser.add_argument("--kv", default="fp16,int4-,int4,int2")
-    parser.add_argument("--tokens", type=int, default=32, help="of one turn")
-    parser.add_argument("--rounds", type=int, default=12)
-    args = parser.parse_args()
-    print_machine(machine_in_use(), versions())
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("decode_steps", __doc__)
+    add = parser.add_argument
+    add("model", nargs="?", default="qwen3-4b", help="a shape of `mlxkv bench`, or a model")
+    add("--bits", type=int, help="of random weights; 16 without")
+    add("--contexts", type=words, default=("4k", "32k", "128k"), help="by commas")
+    add("--kv", type=words, default=("fp16", "halves", "int4-", "int4", "int2"),
+        help="by commas; NAME-: steps by Python; halves: pages of float16")  # fmt: skip
+    add("--tokens", type=int, default=32, help="of one turn")
+    add("--rounds", type=int, default=12, help="turns of each arm")
+    args = parser.parse_args(arguments)
+    contexts = [console.parse_tokens(text, "--contexts") for text in args.contexts]
+    at_least("--tokens", args.tokens, 1)
+    at_least("--rounds", args.rounds, 2)
+    for name in args.kv:
+        if name != HALVES:
+            parse_kv(name.removesuffix(BY_PYTHON))
+    if not set(args.kv) - {PLAIN, HALVES}:
+        raise UserError(f"[--kv] needs a preset that compresses; got {','.join(args.kv)}")
     it = load_subject(args.model, None, args.bits)
+    print_machine(machine_in_use(), versions())
     table = []
-    for text in args.contexts.split(","):
-        context = console.parse_tokens(text, "--contexts")
-        table += rows(it, context, args.kv.split(","), args.tokens, args.rounds)
+    for context in contexts:
+        table += rows(it, context, list(args.kv), args.tokens, args.rounds)
         mx.clear_cache()
-    console.print_table(
-        COLUMNS,
-        table,
-        f"{args.model}, {args.bits or 16} bits, {args.rounds} turns of {args.tokens} tokens",
-    )
+    title = f"{args.model}, weights of {args.bits or 16} bits, {args.rounds} turns of {args.tokens} tokens"
+    console.print_table(COLUMNS, table, title)
 
 
 if __name__ == "__main__":
-    main()
+    console.run_tool(main)

@@ -11,7 +11,6 @@ the token of the last, as mlx-lm does. All are medians, but `loop`, which is a m
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -33,6 +32,8 @@ import mlx.core as mx
 import mlx.nn.layers.distributed as sharded
 from mlx_lm.models.cache import make_prompt_cache
 
+from experiments.options import Parser
+from mlxkv import console
 from mlxkv.bench.subject import Subject, load_subject
 from mlxkv.models.compiled.step import SWITCH
 from mlxkv.serve.ranks import Ranks
@@ -383,14 +384,14 @@ def look_at_links(options: list[str], seconds: float) -> None:
         # Both processes write under the same names, with graphs of the same kinds.
         graphs = sorted(here.glob("graph_*.dot"), key=lambda path: path.stat().st_mtime)
         for path in graphs[-4:]:
-            kinds = re.findall(r"[A-Z]+(?:_[A-Z]+)*(?= *(?:\||\\n|\n|\"))", path.read_text())
+            kinds = re.findall(
+                r"[A-Z]+(?:_[A-Z]+)*(?= *(?:\||\\n|\n|\"))", path.read_text(encoding="utf-8")
+            )
             print(f"# graph of {len(graphs)}: {dict(Counter(kinds).most_common(12))}")
-        if graphs:
-            print(graphs[-1].read_text()[:3000])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("two_gpus", __doc__)
     parser.add_argument("--small", action="store_true", help="a model of 2 layers")
     parser.add_argument(
         "--brief", action="store_true", help="sums, and batch 1 over two GPUs alone"
@@ -399,7 +400,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps of each figure")
     parser.add_argument("--context", type=int, default=1024, help="tokens in the caches")
     parser.add_argument("--seconds", type=float, default=440, help="for all settings together")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if "MLX_RANK" in os.environ:
         measure(args)
         return
@@ -415,4 +416,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.run_tool(main)

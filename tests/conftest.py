@@ -177,3 +177,13 @@ def workers(monkeypatch):
     found = Workers()
     monkeypatch.setattr(run, "call", found.call)
     return found
+
+
+@pytest.fixture
+def unbound(monkeypatch):
+    """mlx-lm as it is: models that tests of other files left attached are set aside meanwhile."""
+    from mlxkv.models.hooks import rebind
+
+    for slot, bound in rebind._bound.items():
+        monkeypatch.setattr(*rebind._place(slot), bound.before)
+    monkeypatch.setattr(rebind, "_bound", {})

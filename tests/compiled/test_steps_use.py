@@ -105,7 +105,7 @@ def test_the_switch(attached, monkeypatch):
     assert steps_of(model).traced
 
 
-def test_detach_gives_the_class_its_own_call_back():
+def test_detach_gives_the_class_its_own_call_back(unbound):
     before, signature = llama.Model.__call__, inspect.signature(llama.Model.__call__)
     models = [random_model("llama", seed) for seed in (0, 1)]
     for model in models:

@@ -25,23 +25,14 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach
-from mlxkv.models.hooks import rebind
 
 EARLY = replace(PRESETS["int4"], sink=16, recent=16, page=16)  # pages are sealed early
 PLAIN = base.scaled_dot_product_attention
 NOT_ATTACHED = r"^\[attach\] only an attached model reads compressed caches; got one in a model"
 
 
-@pytest.fixture(autouse=True)
-def nothing_bound(monkeypatch):
-    """Models that tests of other files left attached are set aside meanwhile."""
-    for slot, bound in rebind._bound.items():
-        monkeypatch.setattr(*rebind._place(slot), bound.before)
-    monkeypatch.setattr(rebind, "_bound", {})
-
-
 @pytest.fixture
-def model(nothing_bound):
+def model(unbound):
     model = random_model("llama")
     yield model
     detach(model)
