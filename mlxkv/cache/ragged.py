@@ -139,6 +139,11 @@ class Ragged:
         self.counts = [n + new for n in self.counts]
         self.offsets = [n + new for n in self.offsets]
 
+    def seals_after(self, new: int) -> bool:
+        """Whether a page has to be sealed once each sequence has `new` tokens more."""
+        pairs = zip(self.counts, self.parted, strict=True)
+        return any(n + new > self._limit(parted) for n, parted in pairs)
+
     def view(self) -> RaggedView:
         """What attention reads without new tokens."""
         self.settle()

@@ -43,6 +43,7 @@ class Together(Form):
         self.batch, pages = len(ragged.counts), ragged.pages
         self.division = shared(tuple(n * ragged.each for n in pages.counts))
         self.has_sink = ragged.sink is not None
+        self.seals = ragged.seals_after(new)
         self.emulated = store.emulated
         self.key = Together, store.form, self.division, self.has_sink
         self.lockstep = Together, config.page, config.recent, config.sink
@@ -80,6 +81,7 @@ class _BatchStandIn(StandIn):
         raise NotImplementedError
 
     def keys_and_values(self):
+        self.shared = True
         return self._view, self._view
 
 
@@ -113,6 +115,7 @@ class Rows(Form):
     def __init__(self, cache: BatchedKVCache, new: int):
         self.cache, self.forms = cache, [Own(row, new) for row in cache.rows]
         self.emulated = any(form.emulated for form in self.forms)
+        self.seals = any(form.seals for form in self.forms)
         self.key = Rows, *(form.key for form in self.forms)
         self.lockstep = Rows, *(form.lockstep for form in self.forms)
         self.state = tuple(form.state for form in self.forms)

@@ -18,10 +18,16 @@ from mlxkv.metal.launch import backend
 from mlxkv.models.compiled.plain import Window, grow, whole_steps
 
 Integers = tuple[int, ...]
-# Of a cache: its arrays of offsets and of padding, and what is in them.
-_read: WeakKeyDictionary[object, tuple[mx.array, mx.array, Integers, Integers]] = (
+# Of a cache: where mlx-lm stands in it, its arrays of offsets and of padding, and what is in them.
+_read: WeakKeyDictionary[object, tuple[Integers, mx.array, mx.array, Integers, Integers]] = (
     WeakKeyDictionary()
 )
+
+
+def _stand(cache) -> Integers:
+    """What changes with every token that mlx-lm writes or takes back; its arrays, changed in place, stay the
+    same objects."""
+    return cache._idx, getattr(cache, "_offset", 0)
 
 
 class _Padded(Form):
@@ -38,9 +44,10 @@ class _Padded(Form):
         """The offsets and the padding of the sequences. Waits for the device, at the first step after
         sequences have come or gone; so it is asked for only when all caches take the step."""
         cache, found = self.cache, _read.get(self.cache)
-        if found is None or found[0] is not cache.offset or found[1] is not cache.left_padding:
-            return tuple(cache.offset.tolist()), tuple(cache.left_padding.tolist())
-        return found[2:]
+        same = found is not None and found[0] == _stand(cache)
+        if same and found[1] is cache.offset and found[2] is cache.left_padding:
+            return found[3:]
+        return tuple(cache.offset.tolist()), tuple(cache.left_padding.tolist())
 
     @property
     def state(self) -> tuple[int, Integers, Integers]:
@@ -69,9 +76,13 @@ class _Padded(Form):
         # New handles: mlx-lm writes in place into what layers would share.
         cache.keys, cache.values, cache.offset, cache.left_padding = map(mx.array, written)
         cache._idx = self.place + self.new
+        self.stand()
         offsets, padding = self.numbers[1 : 1 + batch], self.numbers[1 + batch :]
         offsets = tuple(n + self.new for n in offsets)
-        _read[cache] = cache.offset, cache.left_padding, offsets, padding
+        _read[cache] = _stand(cache), cache.offset, cache.left_padding, offsets, padding
+
+    def stand(self) -> None:
+        """Note in the cache that it has the new tokens, besides its arrays and `_idx`."""
 
 
 class PaddedRing(_Padded):
@@ -114,8 +125,7 @@ class PaddedRing(_Padded):
         ages = columns - place - 1
         return padding <= mx.where(ages < 0, ages + room, ages)  # the place is the newest
 
-    def commit(self, written: Sequence[mx.array]) -> None:
-        super().commit(written)
+    def stand(self) -> None:
         self.cache._offset += self.new
         self.cache.rotated = self.rotated
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -73,6 +74,7 @@ class Steps:
         self._kinds: dict[tuple, _Kind] = {}
         self._weights: Weights | None = None
         self._counters = tiles.times_forgotten()
+        self.lock = RLock()  # of the model, whose weights a trace replaces
         self._waited = False  # whether the model's code has made places for arrays as it ran
 
     def forget(self) -> None:
@@ -85,8 +87,10 @@ class Steps:
     ) -> mx.array | None:
         """The logits of `call(model, tokens, cache=caches)` by a traced step; None where this step cannot be
         one, and nothing has changed. tokens: [B, L]."""
+        if self.off or not caches or not isinstance(caches, (list, tuple)):
+            return None
         classes = tuple(map(type, caches))
-        if self.off or classes in self.refused:
+        if classes in self.refused or not isinstance(tokens, mx.array):
             return None
         if tokens.ndim != 2 or not 0 < tokens.shape[1] <= DECODE_TOKENS:
             return None
@@ -203,8 +207,11 @@ class _Kind:
         ]
         each = iter(stands)
         own = [_in_place(cache, each) for cache in caches]
+        before = mx.random.state[0]
         with _reasons(), self.weights.replaced(weights):
             logits = self.call(self.weights.model, tokens, cache=own)
+        if mx.random.state[0] is not before:  # a replay would draw the same again
+            raise Untraceable("the model's code draws random numbers")
         self._shared = [i for i, one in enumerate(stands) if getattr(one, "shared", False)]
         self._wait(forms)
         then = [

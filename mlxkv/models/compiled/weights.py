@@ -35,15 +35,26 @@ class Weights:
         self.model = model
         self._harmless: set[tuple[int, object]] = set()
         self._places, self._links = _walk(model)
+        # Python numbers are constants of a trace: scales of adapters, the mode of training.
+        numbers = [
+            (vars(one), name, value)
+            for one in model.modules()
+            for name, value in vars(one).items()
+            if isinstance(value, float) or (one is model and name == "_training")
+        ]
+        self._numbers = tuple(zip(*numbers, strict=True)) or ((), (), ())
         # Apart, so that every step looks through them without a line of Python for each.
         self._each = tuple(zip(*self._places, strict=True)) or ((), ())
         self._between = tuple(zip(*self._links, strict=True))
 
     def arrays(self) -> list[mx.array] | None:
         """What the places hold now; None where there are others: modules, or lists of them, have been
-        replaced, or arrays have come or gone."""
+        replaced, arrays have come or gone, or a module's floats have changed."""
         containers, keys, found, sizes = self._between
+        owners, names, numbers = self._numbers
         try:
+            if not all(map(eq, map(getitem, owners, names), numbers)):
+                return None
             if not all(map(is_, map(getitem, containers, keys), found)):
                 return None
             return list(map(getitem, *self._each)) if all(map(eq, map(len, found), sizes)) else None

@@ -113,11 +113,15 @@ def stepped(original):
     @wraps(original)
     def __call__(self, inputs, *args, **kwargs):
         attachment = vars(self).get(MARK)
-        if attachment is not None and len(args) + len(kwargs) == 1:
-            caches = args[0] if args else kwargs.get("cache")
-            if caches and (out := attachment.steps(self, original, inputs, caches)) is not None:
-                return out
-        return original(self, inputs, *args, **kwargs)
+        if attachment is None:
+            return original(self, inputs, *args, **kwargs)
+        with attachment.steps.lock:  # while one thread traces, the weights are its placeholders
+            if len(args) + len(kwargs) == 1:
+                caches = args[0] if args else kwargs.get("cache")
+                out = attachment.steps(self, original, inputs, caches)
+                if out is not None:
+                    return out
+            return original(self, inputs, *args, **kwargs)
 
     return __call__
 
