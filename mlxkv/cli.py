@@ -13,7 +13,7 @@ from mlxkv import __version__
 from mlxkv.bench.command import SHARE, BenchGroup, ShareCommand, bench
 from mlxkv.calibrate.command import calibrate
 from mlxkv.chat.command import chat
-from mlxkv.console import note, one_line
+from mlxkv.console import let_go, note, one_line
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.serve.command import serve
@@ -153,7 +153,9 @@ def main(args: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # bytes that are not UTF-8 must not end a chat
             stream.reconfigure(errors="replace")
     try:
-        return app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
+        code = app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
+        let_go()
+        return code
     except UserError as error:
         line, code = str(error), 2
     except MachineError as error:

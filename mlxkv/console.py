@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -61,6 +62,19 @@ def say(text: str, end: str = "\n") -> None:
 def note(text: str) -> None:
     """Print a line on stderr; stdout holds only results."""
     print(plain(text, lines=True), file=sys.stderr, flush=True)
+
+
+def let_go() -> None:
+    """Drop what a terminal that was closed did not take: Python would try again as it ends, and exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            if error.errno != errno.EIO:  # such as a full disk
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 def warn(text: str) -> None:

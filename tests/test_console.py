@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -91,3 +94,19 @@ def test_a_log_has_plain_lines(capsys):
     assert lines[0].startswith("got \\x1b]0;owned") and lines[0].endswith("[/b]")
     assert lines[1:3] == ["failed", "Traceback (most recent call last):"]
     assert not set("\n".join(lines)) & set("\x1b\x07\x9b\x7f\r")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
+def test_output_that_a_closed_terminal_does_not_take_is_dropped():
+    code = "import sys; from mlxkv import console; sys.stdin.read(); sys.stdout.write('x'); {}"
+    codes = []
+    for last in ("", "console.let_go()"):
+        master, end = os.openpty()
+        done = subprocess.Popen(
+            [sys.executable, "-c", code.format(last)], stdin=subprocess.PIPE, stdout=end
+        )
+        os.close(end)
+        os.close(master)
+        done.communicate()
+        codes.append(done.returncode)
+    assert codes == [120, 0]

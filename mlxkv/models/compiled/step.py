@@ -87,7 +87,7 @@ class Steps:
     ) -> mx.array | None:
         """The logits of `call(model, tokens, cache=caches)` by a traced step; None where this step cannot be
         one, and nothing has changed. tokens: [B, L]."""
-        if self.off or not caches or not isinstance(caches, (list, tuple)):
+        if self.off or not isinstance(caches, (list, tuple)) or not caches:
             return None
         classes = tuple(map(type, caches))
         if classes in self.refused or not isinstance(tokens, mx.array):
