@@ -98,13 +98,14 @@ def test_a_log_has_plain_lines(capsys):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
 def test_output_that_a_closed_terminal_does_not_take_is_dropped():
-    code = "import sys; from mlxkv import console; sys.stdin.read(); sys.stdout.write('x'); {}"
+    code = "import sys; from mlxkv import console; print(file=sys.stderr, flush=True); "
+    code += "sys.stdin.read(); sys.stdout.write('x'); {}"
     codes = []
     for last in ("", "console.let_go()"):
         master, end = os.openpty()
-        done = subprocess.Popen(
-            [sys.executable, "-c", code.format(last)], stdin=subprocess.PIPE, stdout=end
-        )
+        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "stdout": end}
+        done = subprocess.Popen([sys.executable, "-c", code.format(last)], **pipes)
+        done.stderr.readline()  # it has found a terminal
         os.close(end)
         os.close(master)
         done.communicate()
