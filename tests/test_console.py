@@ -100,11 +100,11 @@ def test_a_log_has_plain_lines(capsys):
 def test_output_that_a_closed_terminal_does_not_take_is_dropped():
     code = "import sys; from mlxkv import console; print(file=sys.stderr, flush=True); "
     code += "sys.stdin.read(); sys.stdout.write('x'); {}"
-    codes = []
+    codes, env = [], {**os.environ, "PYTHONUNBUFFERED": ""}
     for last in ("", "console.let_go()"):
         master, end = os.openpty()
         pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "stdout": end}
-        done = subprocess.Popen([sys.executable, "-c", code.format(last)], **pipes)
+        done = subprocess.Popen([sys.executable, "-c", code.format(last)], env=env, **pipes)
         done.stderr.readline()  # it has found a terminal
         os.close(end)
         os.close(master)
