@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model, tokens
@@ -32,8 +33,10 @@ def test_what_caches_take_is_known_before(family, kv):
     attach(model, kv)
     memory = memory_of(model)
     for count in (5, 300, 900):
-        taken = sum(cache.nbytes for cache in read(model, count))
-        assert taken <= memory.need(count) <= 1.3 * taken
+        caches = read(model, count - 1)
+        mx.eval(model(tokens(1)[None], cache=caches))  # a decode step makes room of its own
+        taken = sum(cache.nbytes for cache in caches)
+        assert taken <= memory.need(count) <= 1.2 * taken
     plain = random_model(family)
     taken = sum(cache.nbytes for cache in read(plain, 900))
     assert memory.fp16(900) <= taken <= 2.3 * memory.fp16(900)  # it runs in 32 bits here

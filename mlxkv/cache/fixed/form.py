@@ -115,11 +115,20 @@ class StandIn:
 
     shared = False
     written: Sequence[mx.array] | None = None
+    _numbers: Numbers
+    _live: tuple[mx.array, mx.array]  # buffers of keys and values
 
     @property
     def offset(self) -> mx.array:
-        """The position of the first new token, int32: a scalar, or [B]."""
-        raise NotImplementedError
+        """The position of the first new token, int32: a scalar, number 0 unless overridden; or [B]."""
+        return self._numbers.once("offset", lambda: self._numbers.array[0])
+
+    def _write(self, keys: mx.array, values: mx.array, first: int) -> None:
+        """Set `written` to the buffers with new keys and values; first: as in `Numbers.places`. Raises
+        Untraceable for a second time."""
+        if self.written is not None:
+            raise Untraceable("a layer writes to its cache twice")
+        self.written = put(self._live, (keys, values), self._numbers, first)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         raise NotImplementedError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, put
+from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import FixedView
 from mlxkv.formats.records import TOKENS
@@ -64,14 +64,8 @@ class _OwnStandIn(StandIn):
         self._division = Division(self._pages.tokens // TOKENS)
         self._view: FixedView | None = None
 
-    @property
-    def offset(self) -> mx.array:
-        return self._numbers.once("offset", lambda: self._numbers.array[0])
-
     def update_and_fetch(self, keys: mx.array, values: mx.array):
-        if self.written is not None:
-            raise Untraceable("a layer writes to its cache twice")
-        self.written = put(self._live, (keys, values), self._numbers, 1)
+        self._write(keys, values, 1)
         lengths = self._numbers.once(
             ("lengths", self._division), lambda: Later(self._numbers.array[2:], self._division)
         )

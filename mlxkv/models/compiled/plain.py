@@ -8,7 +8,7 @@ from functools import cache
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, put
+from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable
 from mlxkv.cache.view import FixedView
 from mlxkv.metal.launch import backend
 
@@ -93,14 +93,8 @@ class Window(StandIn):
         self._numbers, self._live, self._is_full = numbers, tuple(arrays), is_full
         self._pair = None
 
-    @property
-    def offset(self) -> mx.array:
-        return self._numbers.once("offset", lambda: self._numbers.array[0])
-
     def update_and_fetch(self, keys: mx.array, values: mx.array):
-        if self.written is not None:
-            raise Untraceable("a layer writes to its cache twice")
-        self.written = put(self._live, (keys, values), self._numbers, self.place)
+        self._write(keys, values, self.place)
         view = FixedView(self.written, None, None, None, self._seen)
         self._pair = self.written if self._is_full else (view, view)
         return self._pair
