@@ -3,7 +3,8 @@ replayed or built by Python, in one process, a few tokens each at a time.
 
     python -m experiments.decode_steps qwen3-4b --bits 4 --contexts 4k,32k,128k
 
-`--operations` times what MLX's host takes to hand over single operations instead, in chains of 200.
+`--operations` times what MLX's host takes to hand over single operations instead, in chains of 200. `--same 2000`
+counts the tokens that a trained model says alike, replayed and by Python, instead.
 
 Hosts change their speed within seconds, so every round times all arms one after the other, and factors are
 of one round. Caches hold random keys and values; sealing, growth and new traces are part of the times.
@@ -16,15 +17,17 @@ from statistics import median, quantiles
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import (
+    make_prompt_cache,
+)
 
+from experiments.decode_steps.operations import operations
+from experiments.decode_steps.same import same
 from experiments.options import Parser, at_least, words
 from mlxkv import console
 from mlxkv.bench.show import print_machine
 from mlxkv.bench.subject import Subject, load_subject, machine_in_use
 from mlxkv.bench.whole.decode import fill_directly
-from mlxkv.cache.attention import attend
-from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import FULL_PAGES
@@ -35,7 +38,6 @@ from mlxkv.versions import versions
 PLAIN = "fp16"
 HALVES = "halves"  # full precision in pages of float16 records: the same step without compression
 BY_PYTHON = "-"  # behind a preset: its steps are built by Python
-CHAIN = 200  # operations
 WARM = 4  # tokens of a turn before its clock starts
 COLUMNS = (
     "context",
@@ -144,63 +146,6 @@ def _quartiles(values: list[float]) -> str:
     return f"{low:.2f} .. {high:.2f}"
 
 
-def operations() -> None:
-    """Print, for operations of a step of one token, what Python takes to build one, MLX to hand it over,
-    and how long until it is done: of chains of CHAIN, in microseconds."""
-    half = mx.bfloat16
-    x, gate = (mx.random.normal((1, 1, 1536)).astype(half) for _ in range(2))
-    head = mx.random.normal((1, 12, 1, 128)).astype(half)
-    new = mx.random.normal((1, 2, 1, 128)).astype(half)
-    keys, values = (mx.random.normal((1, 2, 4096, 128)).astype(half) for _ in range(2))
-    matrix, norm, live = gate.reshape(-1, 1) @ gate[0], gate[0, 0], mx.zeros((1, 2, 136, 128), half)
-    packed = mx.quantize(matrix, group_size=64, bits=4)
-    number = mx.array([5], mx.int32)
-    places = mx.broadcast_to(number[None, None, :, None], new.shape)
-    cache = CompressedKVCache(parse_kv("int4"))
-    cache.update_and_fetch(keys, values)
-    view = cache.update_and_fetch(new, new)[0]
-    mx.eval(x, gate, head, new, keys, values, packed, live, places, cache.state)
-    tasks = {
-        "quantized product": (lambda y: mx.quantized_matmul(y, *packed, group_size=64, bits=4), x),
-        "product": (lambda y: y @ matrix, x),
-        "norm": (lambda y: mx.fast.rms_norm(y, norm, 1e-6), x),
-        "sum": (lambda y: y + gate, x),
-        "rotation": (
-            lambda y: mx.fast.rope(
-                y, 128, traditional=False, base=1e6, scale=1.0, offset=number[0]
-            ),
-            head,
-        ),
-        "scatter": (lambda y: mx.put_along_axis(y, places, new, axis=2), live),
-        "slice at a dynamic place": (lambda y: mx.slice_update(y, new, number, axes=(2,)), live),
-        "SDPA over 4096": (
-            lambda y: mx.fast.scaled_dot_product_attention(y, keys, values, scale=0.1),
-            head,
-        ),
-        "int4 over 4096": (lambda y: attend(y, view, 0.1), head),
-    }
-    table = []
-    for name, (task, start) in tasks.items():
-        times = [_chain(task, start) for _ in range(12)][2:]
-        table.append(
-            [name, *(f"{1e6 * median(each) / CHAIN:.2f}" for each in zip(*times, strict=True))]
-        )
-    console.print_table(("operation", "build us", "hand over us", "done us"), table, "")
-
-
-def _chain(task, x: mx.array) -> tuple[float, float, float]:
-    """Seconds to build a chain, to hand it over, and until it is done from there."""
-    mx.synchronize()
-    start = time.perf_counter()
-    for _ in range(CHAIN):
-        x = task(x)
-    built = time.perf_counter()
-    mx.async_eval(x)
-    handed = time.perf_counter()
-    mx.eval(x)
-    return built - start, handed - built, time.perf_counter() - built
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("decode_steps", __doc__)
     add = parser.add_argument
@@ -212,7 +157,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--tokens", type=int, default=32, help="of one turn")
     add("--rounds", type=int, default=12, help="turns of each arm")
     add("--operations", action="store_true", help="time single operations instead")
+    add("--same", type=int, help="count equal tokens of so many instead")
     args = parser.parse_args(arguments)
+    if args.same:
+        print_machine(machine_in_use(), versions())
+        same(args.model, list(args.kv), args.same)
+        return
     if args.operations:
         print_machine(machine_in_use(), versions())
         operations()

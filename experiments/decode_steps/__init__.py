@@ -1,0 +1,1 @@
+"""Whole models by replayed decode steps."""
