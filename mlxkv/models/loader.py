@@ -68,7 +68,7 @@ class Loaded:
         return self.name in EMBEDDED
 
     def report(self) -> list[str]:
-        """Return one line per kind of layer, then the notes."""
+        """Return one line per kind of layer and one for decode steps, then the notes."""
         return summarise(self.layers) + self.notes
 
     @property
@@ -78,10 +78,13 @@ class Loaded:
         return "built by Python: nothing is compressed" if steps is None else steps.state
 
     def tell_steps(self) -> None:
-        """Say on stderr, once, why decode steps are built by Python, where that is not as asked for."""
+        """Say on stderr, once, why decode steps are built by Python, where that is not as asked for, and
+        not in the report already."""
         steps = steps_of(self.model)
         if steps is not None and steps.refused and not self._told:
             self._told = True
+            if any(report.steps == steps.state for report in self.layers):
+                return
             console.note(f"  decode steps are {steps.state}")
 
     def tell(self) -> None:

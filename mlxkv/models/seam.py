@@ -28,7 +28,7 @@ from mlxkv.models.catalog.reports import FOLDED, LayerReport, left_out, nothing_
 from mlxkv.models.decoders import question, with_kernels
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.layers import examine, with_searched
-from mlxkv.models.hooks.mark import mark, own_make_cache, unmark
+from mlxkv.models.hooks.mark import mark, own_make_cache, steps_to_come, unmark
 from mlxkv.models.hooks.rebind import bind, release
 
 
@@ -44,10 +44,10 @@ def attach(
     """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair,
     or a configuration.
 
-    Returns one report per cache. Attaching again replaces what was attached. A configuration that
-    compresses nothing (`fp16`) leaves mlx-lm's own caches. Copies of an attached model, deep or
-    unpickled, are attached themselves. mlx-lm's `max_kv_size`, and `kv_bits` on compressed layers, have
-    no effect on an attached model, and warn.
+    Returns one report per cache; in all of them, whether the model's decode steps can be traced. Attaching
+    again replaces what was attached. A configuration that compresses nothing (`fp16`) leaves mlx-lm's own
+    caches. Copies of an attached model, deep or unpickled, are attached themselves. mlx-lm's `max_kv_size`,
+    and `kv_bits` on compressed layers, have no effect on an attached model, and warn.
 
     calibration: for a preset that needs one, a file or `owner/name` on the hub; by default the one
     that came with the model, or the user's own, or one that is made on the spot, for models that
@@ -106,6 +106,9 @@ def attach(
 
     kind = AdaptiveKVCache if config.listens else CompressedKVCache
     mark(model, slots, {p: partial(kind, *fitted[p], plans[p], encode) for p in places})
+    if group is None or group.size() == 1:  # else the model is cut to its share afterwards
+        steps = steps_to_come(model, config.window + config.page + 1)
+        reports = [replace(report, steps=steps) for report in reports]
     return reports
 
 

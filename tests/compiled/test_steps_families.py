@@ -8,11 +8,14 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 from random_models import FAMILIES, tokens
 from stepping import Twins, prompted, small, steps_of, untraced
 
+from mlxkv.models.hooks.mark import steps_to_come
+
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 # Not attached: nothing of them is compressed. phi3small corrupts memory at this size in plain mlx-lm.
 NOT_ATTACHED = {"gemma2", "stablelm", "deepseek_v3", "mamba2", "phi3small"}
 LENGTH = "[attend] this model's code reads how many tokens a cache holds"
 NUMBERS = "the model's code looks at numbers that only the device has"
+ASSIGNS = "known from the first tokens on: the model's code changes its weights as it runs"
 ABSOLUTE = {"n_embd": 256, "n_head": 4, "n_layer": 2, "n_positions": 512}
 CHUNKED = {"attention_chunk_size": 64, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 64}
 MORE = {
@@ -48,6 +51,7 @@ def test_which_families_are_traced(family, attached):
             assert "_mlxkv_attachment" not in vars(attached(family))
         return
     model = attached(family)
+    said = steps_to_come(model, 40)
     twins, token = prompted(model)
     token = twins.speak(token, 40)
     token = twins.read(mx.concatenate([token, tokens(3)]))
@@ -57,6 +61,7 @@ def test_which_families_are_traced(family, attached):
         [REFUSED[family]] if family in REFUSED else []
     )
     assert bool(steps_of(model).traced) == (family not in REFUSED)
+    assert said in (steps_of(model).state, ASSIGNS)
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -23,7 +23,7 @@ from mlxkv.cache.view import PORTABLE, TILES
 from mlxkv.formats.config import Affine, Side
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
-from mlxkv.models.compiled.step import _grouped
+from mlxkv.models.compiled.step import grouped
 
 BODIES = {
     "portable": (make, mx.float32, PORTABLE),
@@ -174,7 +174,7 @@ def test_caches_share_only_equal_numbers(other):
     """Layers of one model may differ in heads, and in which code reads their pages."""
     make_other, groups = OTHERS[other]
     forms = [Own(cache, 1) for cache in (filled(make), make_other(), filled(make))]
-    places, numbers, advances = _grouped(forms)
+    places, numbers, advances = grouped(forms)
     assert [numbers[place] for place in places] == [form.numbers for form in forms]
     assert [advances[place] for place in places] == [form.advance for form in forms]
     assert len(numbers) == groups and places[0] == places[2]

@@ -25,6 +25,7 @@ class LayerReport:
     fold: "folded" where the weights turn the values, why they do not where that was asked for.
     clips: of keys and values, where the model's calibration has others than the preset.
     bases: bytes of the bases of a cache of low rank that follows the text, which come on top.
+    steps: how the decode steps of the whole model are made, and why; "" where that was not tried.
     """
 
     index: int
@@ -40,6 +41,7 @@ class LayerReport:
     fold: str = ""
     clips: tuple[float, float] | None = None
     bases: int = 0
+    steps: str = ""
 
 
 def compressed(
@@ -80,7 +82,7 @@ def left_out(reports: list[LayerReport]) -> list[LayerReport]:
 
 
 def summarise(reports: list[LayerReport]) -> list[str]:
-    """One line per kind of layer, after a loud one if nothing at all is compressed."""
+    """One line per kind of layer, after a loud one if nothing at all is compressed; one for decode steps."""
     lines = []
     groups: dict[tuple, list[LayerReport]] = {}
     for r in reports:
@@ -103,6 +105,8 @@ def summarise(reports: list[LayerReport]) -> list[str]:
         lines.append(f"{name} {ranges(indices)} ({kind}): {what}")
     if silent := nothing_compressed(reports):
         lines.insert(0, silent)
+    if steps := next((r.steps for r in reports if r.steps), ""):
+        lines.append(f"decode steps: {steps}")
     return lines
 
 

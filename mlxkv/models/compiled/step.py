@@ -71,7 +71,7 @@ class Steps:
         self.refused: dict[tuple[type, ...], str] = {}
         self.traced, self.replayed, self.compiles = 0, 0, True
         self.waits_for: str | None = None
-        self._kinds: dict[tuple, _Kind] = {}
+        self._kinds: dict[tuple, Kind] = {}
         self._weights: Weights | None = None
         self._counters = tiles.times_forgotten()
         self.lock = RLock()  # of the model, whose weights a trace replaces
@@ -129,7 +129,7 @@ class Steps:
             weights = self._weights = Weights(model)
             arrays = weights.arrays()
             self._kinds.clear()
-        places, values, advances = _grouped(forms)
+        places, values, advances = grouped(forms)
         stream = mx.default_stream(mx.default_device())
         key = str(stream), places, advances, *(form.key for form in forms)
         if self._counters != tiles.times_forgotten() or len(self._kinds) > MOST_KINDS:
@@ -137,7 +137,7 @@ class Steps:
             self._counters = tiles.times_forgotten()
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = _Kind(weights, call, self.compiles)
+            kind = self._kinds[key] = Kind(weights, call, self.compiles)
         before = kind.traces
         logits, written = kind(tokens, arrays, forms, caches, places, values, advances)
         self.traced += kind.traces - before
@@ -167,15 +167,15 @@ class Steps:
         return Steps, ()
 
 
-class _Kind:
-    """Steps that differ in shapes and numbers alone."""
+class Kind:
+    """Steps that differ in shapes and numbers alone. run: the trace, replayed."""
 
     def __init__(self, weights: Weights, call: Callable, compiles: bool):
         self.weights, self.call, self.compiles, self.traces = weights, call, compiles, 0
         self._now: tuple | None = None
         self._shared: list[int] = []  # numbers of the caches that several layers read
         self._carried: dict[tuple[int, ...], mx.array] = {}
-        self._run = mx.compile(self._trace) if compiles else self._trace
+        self.run = mx.compile(self._trace) if compiles else self._trace
 
     def __call__(self, tokens, weights, forms, caches, places, values, advances):
         """The logits, and what each form's stand-in wrote."""
@@ -189,7 +189,7 @@ class _Kind:
         self._now = forms, caches, places, advances
         try:
             arrays = [form.arrays for form in forms]
-            logits, written, then = self._run(tokens, numbers, arrays, weights)
+            logits, written, then = self.run(tokens, numbers, arrays, weights)
         finally:
             self._now = None
         pairs = zip(values, advances, strict=True)
@@ -277,7 +277,7 @@ def _in_place(cache, stands):
     return out
 
 
-def _grouped(forms: Sequence[Form]):
+def grouped(forms: Sequence[Form]):
     """Numbers that several caches share: for each form the place of its own, then these numbers, and by how
     much they grow."""
     groups, places, members = {}, [], []

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from mlxkv.models.compiled.step import Steps
+from mlxkv.models.compiled.trial import BY_PYTHON, trial
 from mlxkv.models.hooks import rebind
 from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.rebind import MARK, Slot
@@ -92,6 +93,17 @@ def steps_of(model: nn.Module) -> Steps | None:
     """The decode steps of an attached model, or None."""
     attachment = vars(model).get(MARK)
     return None if attachment is None else attachment.steps
+
+
+def steps_to_come(model: nn.Module, prompt: int) -> str:
+    """How decode steps of an attached model are going to be made, for reports (`trial`). prompt: tokens by
+    which its caches seal a page."""
+    attachment = vars(model)[MARK]
+    if off := attachment.steps.off:
+        return f"{BY_PYTHON}{off}"
+    if (call := rebind.call_before(model)) is None:
+        return f"{BY_PYTHON}the model's class is not found by its name"
+    return trial(model, call, attachment(), prompt)
 
 
 def unmark(model: nn.Module) -> list[Slot] | None:

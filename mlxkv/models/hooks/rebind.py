@@ -58,6 +58,11 @@ def _call_of(model: nn.Module) -> list[Slot]:
     return [(cls.__module__, f"{cls.__name__}.{CALL}")] if named and cls is not nn.Module else []
 
 
+def call_before(model: nn.Module) -> Callable | None:
+    """The call of the model's class as it was before `bind`; None where `bind` leaves it as it is."""
+    return next((_bound[slot].before for slot in _call_of(model)), None)
+
+
 def take(slots: list[Slot]) -> list[Slot]:
     """Count one more user of each slot; the first one rebinds it. Returns the slots."""
     for slot in slots:
