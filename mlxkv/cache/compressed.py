@@ -26,6 +26,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.going_back import GoesBack
 from mlxkv.formats.saved import state
+from mlxkv.metal.launch import backend
 
 NEW = -1
 STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
@@ -39,6 +40,7 @@ class CompressedKVCache(GoesBack, Contract):
     """
 
     observes = False  # queries: then sequences are not decoded together
+    lazy = False  # True: GPUs, too, compute nothing of a prompt before somebody asks for it
 
     def __init__(
         self,
@@ -108,6 +110,13 @@ class CompressedKVCache(GoesBack, Contract):
 
         The view holds the new tokens exactly, also when they are sealed by this very call.
         """
+        views = self._update(keys, values)
+        if keys.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
+            # Of a prompt the GPU computes this layer while Python builds the next ones.
+            mx.async_eval(self.arrays())
+        return views
+
+    def _update(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         if self._count + keys.shape[2] <= self._room:
             if self._live is None or not _alike(self._live, (keys, values)):
                 self._check_new(keys, values)

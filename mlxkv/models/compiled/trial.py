@@ -7,6 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import NotYet, Untraceable
 from mlxkv.models.compiled.step import Kind, forms_of, grouped
 from mlxkv.models.compiled.weights import Assigned, Weights
@@ -27,6 +28,9 @@ def trial(model: nn.Module, call: Callable, caches: list, prompt: int) -> str:
     and of a step are built and thrown away. Whatever the model's code raises becomes a reason.
     """
     tokens = mx.zeros((1, 1), mx.int32)
+    for cache in _leaves(caches):
+        if isinstance(cache, CompressedKVCache):
+            cache.lazy = True
     try:
         _forms(caches)
         call(model, mx.zeros((1, prompt), mx.int32), cache=caches)
@@ -46,6 +50,10 @@ def trial(model: nn.Module, call: Callable, caches: list, prompt: int) -> str:
     except Exception as error:  # a foreign model may raise anything at all
         return f"{LATER}a dry run fails ({type(error).__name__})"
     raise AssertionError("a trace neither ends nor fails")
+
+
+def _leaves(caches: list) -> list:
+    return [one for cache in caches for one in getattr(cache, "caches", (cache,))]
 
 
 def _forms(caches: list) -> list:

@@ -1,0 +1,79 @@
+"""A GPU computes the layers of a prompt as Python builds the next ones: what is computed is the same."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from random_models import random_model, tokens
+from stepping import same_caches, small, steps_of
+
+from mlxkv.cache import compressed
+from mlxkv.models import attach, detach
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """As on a GPU; the numbers of arrays that were handed over before they were asked for."""
+    found, real = [], mx.async_eval
+    monkeypatch.setattr(compressed, "backend", lambda: "metal")
+
+    def watched(*arrays):
+        if isinstance(arrays[0], tuple):  # mlx-lm's loop hands over arrays one by one
+            found.append(len(arrays[0]))
+        real(*arrays)
+
+    monkeypatch.setattr(compressed.mx, "async_eval", watched)
+    return found
+
+
+@pytest.fixture
+def model():
+    made = random_model("llama", num_hidden_layers=3)
+    yield made
+    detach(made)
+
+
+@pytest.mark.parametrize("lengths", [(60,), (20, 9, 40), (5, 8, 30)], ids=str)
+def test_prompts_are_read_the_same(model, started, lengths):
+    attach(model, small())
+    ahead, lazy = make_prompt_cache(model), make_prompt_cache(model)
+    for cache in lazy:
+        cache.lazy = True
+    for n in lengths:
+        ours = model(tokens(n)[None], cache=ahead)
+        assert len(started) == (3 if n > 8 else 0)
+        plain = model(tokens(n)[None], cache=lazy)
+        assert mx.array_equal(ours, plain) and len(started) == (3 if n > 8 else 0)
+        started.clear()
+    for one, other in zip(ahead, lazy, strict=True):
+        same_caches(one, other, 0)
+
+
+def test_nothing_starts_before_a_prompt(model, started):
+    """Neither as a model is attached, with a trial of a step, nor on a CPU."""
+    attach(model, small())
+    assert not started and steps_of(model).state == "none yet"
+
+
+def test_a_cpu_gains_nothing(model, started, monkeypatch):
+    monkeypatch.setattr(compressed, "backend", lambda: "cpu")
+    attach(model, small())
+    model(tokens(60)[None], cache=make_prompt_cache(model))
+    assert not started
+
+
+def test_replies_are_the_same(model, started):
+    attach(model, small())
+
+    def reply(lazy: bool) -> list[int]:
+        caches = make_prompt_cache(model)
+        for cache in caches:
+            cache.lazy = lazy
+        options = {"max_tokens": 30, "prompt_cache": caches, "prefill_step_size": 33}
+        return [int(token) for token, _ in generate_step(tokens(100), model, **options)]
+
+    ahead = reply(False)
+    assert len(started) == 9  # three chunks, three layers
+    assert reply(True) == ahead and len(started) == 9
