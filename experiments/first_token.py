@@ -3,10 +3,10 @@ layers are computed as Python builds the next ones, or after it has built all of
 
     python -m experiments.first_token qwen3-4b --bits 4 --contexts 32k
 
-Arms by commas: `fp16`; a preset; `PRESET-` (nothing is computed before a chunk is built whole); `PRESET+` (the host
-waits for the layer before last, so that its memory is free again). Every round times all arms one after the other, and
-factors are of one round, over fp16. build ms: from the call of the model on a chunk until its graph is
-built, added up: where nothing is computed before, the device waits as long.
+Arms by commas: `fp16`; a preset; `PRESET-` (nothing is computed before a chunk is built whole); `PRESET+` (the
+host also waits for the layer before the last, so that its scratch is free again). Every round times all arms one
+after the other, and factors are of one round, over the first arm. build ms: in the model's call, added up over chunks.
+In full precision and with `-` the GPU waits as long; else it works meanwhile, and the host may wait for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS = (
     "arm",
     "first token s",
     "quartiles",
-    "of fp16",
+    "of first",
     "quartiles",
     "build ms",
     "peak",

@@ -16,8 +16,8 @@ import mlx.core as mx
 from mlxkv.metal.template import ints
 
 Known = tuple[tuple[int, int, int], ...]  # of each sequence: records, sink tokens, live tokens
-LEAST = 2  # pages of room in steps of fixed shapes, where few are stored
-STEPS = 16  # in which lengths are counted between powers of two
+FEW, MORE = 8, 16  # pages in which room grows in steps of fixed shapes: first, and from 32 pages on
+STEPS = 16  # in which lengths are counted between powers of two, where they are long
 PARTS = 32  # in which the mean length of a batch is counted, of the longest
 
 
@@ -64,8 +64,10 @@ def division(lengths: Known | Later, starts: tuple[int, ...] | None, each: int) 
 
 def grown(pages: int) -> int:
     """The capacity for so many pages and one more, in steps of fixed shapes: others of about this length
-    have the same, and share the trace of a step."""
-    step = max(LEAST, 1 << max(0, pages.bit_length() - STEPS.bit_length()))
+    have the same, and share the trace of a step. 6 capacities up to 64 pages: a trace takes the host as long
+    as some ten steps, a page few bytes."""
+    step = FEW if pages < 4 * FEW else MORE
+    step = max(step, 1 << max(0, pages.bit_length() - STEPS.bit_length()))
     return -(-(pages + 1) // step) * step
 
 
