@@ -23,13 +23,13 @@ from experiments.options import Parser, at_least, words
 from mlxkv import console
 from mlxkv.bench.show import print_machine
 from mlxkv.bench.subject import Subject, load_subject, machine_in_use
-from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.formats.names import parse_kv
+from mlxkv.metal import launch
 from mlxkv.models.generate import PREFILL_STEP
 from mlxkv.models.seam import attach, detach
 from mlxkv.versions import versions
 
-LAZY, BOUNDED = "-", "+"
+LAZY, FAR = "-", "+"
 COLUMNS = (
     "context",
     "arm",
@@ -46,7 +46,7 @@ class Arm:
     """seconds, builds, peaks: of each turn."""
 
     def __init__(self, it: Subject, name: str):
-        self.it, self.name, self.kv = it, name, name.rstrip(LAZY + BOUNDED)
+        self.it, self.name, self.kv = it, name, name.rstrip(LAZY + FAR)
         self.config = parse_kv(self.kv)
         self.seconds, self.builds, self.peaks, self.token = [], [], [], None
 
@@ -64,7 +64,7 @@ class Arm:
             mx.reset_peak_memory()
             with (
                 wired_limit(it.model),
-                waiting(self.name.endswith(BOUNDED)),
+                far(self.name.endswith(FAR)),
                 clocked(type(it.model), built),
             ):
                 start = time.perf_counter()
@@ -104,24 +104,14 @@ def clocked(kind: type, total: list[float]):
 
 
 @contextmanager
-def waiting(wanted: bool):
-    """Inside, if `wanted`, a layer of a prompt waits until the one before the last is done."""
-    update, pending = CompressedKVCache.update_and_fetch, []
-
-    def bounded(self, keys, values):
-        views = update(self, keys, values)
-        if keys.shape[2] > 8:
-            pending.append(self.arrays()[0])
-            if len(pending) > 2:
-                mx.eval(pending.pop(0))
-        return views
-
-    if wanted:
-        CompressedKVCache.update_and_fetch = bounded
+def far(wanted: bool):
+    """Inside, if `wanted`, any number of layers may be under way."""
+    before = launch.LAYERS
+    launch.LAYERS = 1_000_000 if wanted else before
     try:
         yield
     finally:
-        CompressedKVCache.update_and_fetch = update
+        launch.LAYERS = before
 
 
 def rows(it: Subject, context: int, names: list[str], rounds: int) -> list[list]:
@@ -172,7 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     contexts = [console.parse_tokens(text, "--contexts") for text in args.contexts]
     at_least("--rounds", args.rounds, 2)
     for name in args.kv:
-        parse_kv(name.rstrip(LAZY + BOUNDED))
+        parse_kv(name.rstrip(LAZY + FAR))
     it = load_subject(args.model, None, args.bits)
     print_machine(machine_in_use(), versions())
     table = []

@@ -12,6 +12,7 @@ of one round. Caches hold random keys and values; sealing, growth and new traces
 
 from __future__ import annotations
 
+import sys
 import time
 from statistics import median, quantiles
 
@@ -177,12 +178,13 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"[--kv] needs a preset that compresses; got {','.join(args.kv)}")
     it = load_subject(args.model, None, args.bits)
     print_machine(machine_in_use(), versions())
-    table = []
-    for context in contexts:
-        table += rows(it, context, list(args.kv), args.tokens, args.rounds)
-        mx.clear_cache()
     title = f"{args.model}, weights of {args.bits or 16} bits, {args.rounds} turns of {args.tokens} tokens"
-    console.print_table(COLUMNS, table, title)
+    for context in contexts:  # a table each, so that a run that is stopped leaves what it has
+        console.print_table(
+            COLUMNS, rows(it, context, list(args.kv), args.tokens, args.rounds), title
+        )
+        sys.stdout.flush()
+        mx.clear_cache()
 
 
 if __name__ == "__main__":

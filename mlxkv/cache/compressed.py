@@ -26,7 +26,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.going_back import GoesBack
 from mlxkv.formats.saved import state
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import ahead, backend
 
 NEW = -1
 STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
@@ -112,8 +112,7 @@ class CompressedKVCache(GoesBack, Contract):
         """
         views = self._update(keys, values)
         if keys.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
-            # Of a prompt the GPU computes this layer while Python builds the next ones.
-            mx.async_eval(self.arrays())
+            ahead(self.arrays())
         return views
 
     def _update(self, keys: mx.array, values: mx.array) -> tuple[View, View]:

@@ -7,6 +7,8 @@ Kernels are built at the first call and kept for the process.
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -37,6 +39,7 @@ Factory = Callable[..., Callable[..., list[mx.array]]]
 PER_LINE = 6  # constants in a line of text
 SWITCH = "MLXKV_KERNELS"  # an environment variable; 0: plain ops alone
 TILES_SWITCH = "MLXKV_TILES"  # 0: the portable body decodes
+LAYERS = 2  # of a prompt that may be under way
 
 
 def backend() -> str:
@@ -175,3 +178,22 @@ def launch(
         output_shapes=[shape for shape, _ in outputs],
         output_dtypes=[dtype for _, dtype in outputs],
     )
+
+
+_local = threading.local()  # MLX's streams are of a thread, too
+
+
+def ahead(arrays: list[mx.array]) -> None:
+    """Let a GPU compute a layer of a prompt while Python builds the next ones, but not far behind it.
+
+    Each layer decodes its pages into a scratch. The scratches of all layers that are built and not computed are
+    allocated at once, so this waits for the layer before the last, whose scratch is free then.
+    """
+    first = arrays[0]
+    # A number of its own: a view of `first` would keep its memory.
+    mark = first[(slice(0, 1),) * first.ndim] + 0
+    mx.async_eval([*arrays, mark])
+    marks = vars(_local).setdefault("marks", deque())
+    marks.append(mark)
+    while len(marks) > LAYERS:
+        mx.eval(marks.popleft())

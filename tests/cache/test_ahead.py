@@ -10,6 +10,7 @@ from random_models import random_model, tokens
 from stepping import same_caches, small, steps_of
 
 from mlxkv.cache import compressed
+from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 
 
@@ -20,11 +21,11 @@ def started(monkeypatch):
     monkeypatch.setattr(compressed, "backend", lambda: "metal")
 
     def watched(*arrays):
-        if isinstance(arrays[0], tuple):  # mlx-lm's loop hands over arrays one by one
+        if isinstance(arrays[0], list):  # mlx-lm's loop hands over arrays one by one
             found.append(len(arrays[0]))
         real(*arrays)
 
-    monkeypatch.setattr(compressed.mx, "async_eval", watched)
+    monkeypatch.setattr(launch.mx, "async_eval", watched)
     return found
 
 
@@ -77,3 +78,16 @@ def test_replies_are_the_same(model, started):
     ahead = reply(False)
     assert len(started) == 9  # three chunks, three layers
     assert reply(True) == ahead and len(started) == 9
+
+
+def test_few_layers_are_under_way(model, started, monkeypatch):
+    """The host waits for a number of the layer before the last, which keeps no other memory."""
+    waited, real = [], mx.eval
+    monkeypatch.setattr(launch, "_local", launch.threading.local())
+    monkeypatch.setattr(launch.mx, "eval", lambda *arrays: (waited.append(arrays), real(*arrays)))
+    attach(model, small())
+    caches = make_prompt_cache(model)
+    model(tokens(60)[None], cache=caches)
+    assert len(started) == 3 and len(waited) == 1 and waited[0][0].size == 1
+    model(tokens(60)[None], cache=caches)
+    assert len(started) == 6 and len(waited) == 4
