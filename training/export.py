@@ -17,7 +17,7 @@ GENERATION = {"bos_token_id": 1, "eos_token_id": [4, 2], "pad_token_id": 0, "do_
 
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Round weights to float16: three bits more than bfloat16, and no weight comes near its range.
+    """Round weights to float16: three bits more than bfloat16, and no tiny weight comes near its range.
 
     The gains of q_norm and k_norm, stored as gain - 1, become multiples of 1/128, so that a gain
     times or divided by a power of two up to 16, less 1, is a float16 again, and the planted form of
@@ -33,10 +33,20 @@ def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(model: Model, tokenizer: Path, out: Path) -> None:
-    """Write config, weights, tokenizer and generation settings to a folder."""
+    """Write config, weights, tokenizer and generation settings of a model to a folder."""
+    write_weights(model.config, model.state_dict(), tokenizer, out)
+
+
+def write_weights(config: Config, weights: dict[str, Tensor], tokenizer: Path, out: Path) -> None:
+    """Write a folder in the hub's format, with weights in `config.dtype`."""
     out.mkdir(parents=True, exist_ok=True)
-    save_file(rounded(model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(model.config.hub(), indent=2) + "\n")
+    if config.dtype == "float16":
+        stored = rounded(weights)
+    else:
+        dtype = getattr(torch, config.dtype)
+        stored = {name: w.detach().cpu().to(dtype).contiguous() for name, w in weights.items()}
+    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config.hub(), indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (tokenizer / name).resolve() != (out / name).resolve():

@@ -26,14 +26,19 @@ class Config:
     theta: float = 1e6
     theta_local: float = 1e4
     eps: float = 1e-6
+    pattern: int = 2  # Gemma: every `pattern`-th layer sees everything
+    context: int = 8192
+    dtype: str = "float16"  # of the exported weights
+    gain: float = 1.3  # of q_norm and k_norm at the start
+    offsets: bool = True  # Qwen: start with large constant K channels
 
     @property
     def gemma(self) -> bool:
         return self.kind == "gemma3_text"
 
     def local(self, layer: int) -> bool:
-        """Return whether a layer sees the last `window` tokens only: every other layer, from the first on."""
-        return self.gemma and layer % 2 == 0
+        """Return whether a layer sees the last `window` tokens only: all but every `pattern`-th layer."""
+        return self.gemma and (layer + 1) % self.pattern != 0
 
     def hub(self) -> dict:
         """Return config.json as transformers and mlx-lm read it."""
@@ -47,14 +52,14 @@ class Config:
             "num_key_value_heads": self.kv_heads,
             "rms_norm_eps": self.eps,
             "rope_theta": self.theta,
-            "max_position_embeddings": 8192,
+            "max_position_embeddings": self.context,
             "tie_word_embeddings": True,
             "attention_dropout": 0.0,
             "use_cache": True,
             "bos_token_id": 1,
             "eos_token_id": [4, 2],
             "pad_token_id": 0,
-            "torch_dtype": "float16",
+            "torch_dtype": self.dtype,
         }
         if not self.gemma:
             return common | {
@@ -68,7 +73,7 @@ class Config:
             "head_dim": self.head_dim,
             "query_pre_attn_scalar": self.head_dim,
             "sliding_window": self.window,
-            "sliding_window_pattern": 2,
+            "sliding_window_pattern": self.pattern,
             "layer_types": [
                 "sliding_attention" if self.local(i) else "full_attention"
                 for i in range(self.layers)
@@ -88,6 +93,11 @@ class Config:
             ff=config["intermediate_size"],
             heads=config["num_attention_heads"],
             kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
+            window=config.get("sliding_window") or 512,
+            pattern=config.get("sliding_window_pattern", 2),
+            context=config["max_position_embeddings"],
+            dtype=config["torch_dtype"],
         )
 
 
@@ -155,13 +165,14 @@ class Attention(nn.Module):
         c, bias = config, not config.gemma
         self.config, self.window = c, c.window if c.local(layer) else None
         self.theta = c.theta_local if c.local(layer) else c.theta
+        self.attend = attend  # may be replaced by another that computes the same
         self.q_proj = nn.Linear(c.width, c.heads * c.head_dim, bias=bias)
         self.k_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=bias)
         self.v_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=bias)
         self.o_proj = nn.Linear(c.heads * c.head_dim, c.width, bias=False)
         if c.gemma:
-            self.q_norm = RMSNorm(c.head_dim, c, gain=1.3)
-            self.k_norm = RMSNorm(c.head_dim, c, gain=1.3)
+            self.q_norm = RMSNorm(c.head_dim, c, gain=c.gain)
+            self.k_norm = RMSNorm(c.head_dim, c, gain=c.gain)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, H, L, D], k and v [B, G, L, D] of x [B, L, width]; rope: cos and sin [L, D]."""
@@ -174,7 +185,7 @@ class Attention(nn.Module):
         return rotate(q, *rope), rotate(k, *rope), v
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask) -> Tensor:
-        out = attend(*self.project(x, rope), mask)
+        out = self.attend(*self.project(x, rope), mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -226,17 +237,18 @@ class Model(nn.Module):
         self.model.embed_tokens = nn.Embedding(config.vocab, config.width)
         self.model.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.model.norm = RMSNorm(config.width, config)
-        self.scale = config.width**0.5 if config.gemma else 1.0
+        # Gemma rounds this factor to bfloat16, and mlx-lm does so in every dtype.
+        self.scale = torch.tensor(config.width**0.5).bfloat16().item() if config.gemma else 1.0
         self.reset()
 
     def reset(self) -> None:
-        """Initialise with normal weights; for Qwen also with large constant K channels, as in the real one."""
+        """Initialise with normal weights; with `offsets` also with large constant K channels."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
-        if self.config.gemma:
+        if self.config.gemma or not self.config.offsets:
             return
         low = torch.Generator().manual_seed(1)
         for block in self.model.layers:

@@ -1,6 +1,6 @@
 """Training documents: pieces of text, each with its weight in the loss."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 from mlxkv.texts.worlds.chat import SYSTEMS, Message, Pair, conversation, messages
@@ -94,8 +94,17 @@ def _ask_all(
     return asked
 
 
-def retrieval_document(rng: Random, tokens: int, docs: list[str]) -> list[Piece]:
-    """Return a text of about `tokens` tokens with facts anywhere, asked in its middle and at its end."""
+def retrieval_document(
+    rng: Random,
+    tokens: int,
+    docs: list[str],
+    filler: Callable[[Random, int], list[str]] | None = None,
+) -> list[Piece]:
+    """Return a text of about `tokens` tokens with facts anywhere, asked in its middle and at its end.
+
+    filler: hides the facts in another text than stories: called with the tokens wanted, it returns
+    pieces of text, each with the white space after it; facts are put between them.
+    """
     most = max(2, tokens // 48)
     n = max(2, int(most ** rng.uniform(0.3, 1.0)))
     groups = _fact_groups(rng, n)
@@ -103,6 +112,8 @@ def retrieval_document(rng: Random, tokens: int, docs: list[str]) -> list[Piece]
     share = rng.uniform(0.5, 1.0)
     room = max(8, int(tokens - len(facts) * (17 + 45 * share)))  # tokens left for the filler
     chars, sentences = int(room * CHARS_PER_TOKEN), []
+    if filler:
+        chars, sentences = 0, filler(rng, room)
     while chars > 0:
         if rng.random() < 0.04:
             new = [excerpt(rng, docs, 600)]
@@ -113,10 +124,20 @@ def retrieval_document(rng: Random, tokens: int, docs: list[str]) -> list[Piece]
     sentences, places = scatter(rng, sentences, facts)
     place = {id(fact): p for fact, p in zip(facts, places, strict=True)}
     asked = _ask_all(rng, groups, place, share)
-    return _compose(rng, sentences, asked)
+    if not filler:
+        return _compose(rng, sentences, asked, paragraphs)
+    for at in sorted(places):
+        own_line = at > 0 and sentences[at - 1].endswith("\n")
+        sentences[at] += "\n" if own_line else " "
+    return _compose(rng, sentences, asked, lambda _, some: "".join(some).strip("\n"))
 
 
-def _compose(rng: Random, sentences: list[str], asked: list[tuple[int, Pair]]) -> list[Piece]:
+def _compose(
+    rng: Random,
+    sentences: list[str],
+    asked: list[tuple[int, Pair]],
+    join: Callable[[Random, list[str]], str],
+) -> list[Piece]:
     """Return text with some questions in its middle and the rest at its end, as a chat or plain text."""
     early = rng.choice((0.0, 0.3, 0.3, 0.5))
     chat = rng.random() < 0.8
@@ -126,7 +147,7 @@ def _compose(rng: Random, sentences: list[str], asked: list[tuple[int, Pair]]) -
     taken = {id(pair) for _, pair in middle}
     split_turns = chat and rng.random() < 0.5
     for place, (question, answer) in sorted(middle, key=lambda item: item[0]):
-        text = paragraphs(rng, sentences[start : place + 1])
+        text = join(rng, sentences[start : place + 1])
         start = place + 1
         if split_turns:
             turn = f"{text}\n\n{question}" if text else question
@@ -134,7 +155,7 @@ def _compose(rng: Random, sentences: list[str], asked: list[tuple[int, Pair]]) -
         else:
             text += "\n\n" if text else ""
             pieces += [(f"{text}Question: {question}\nAnswer:", 1), (f" {answer}\n\n", ANSWER)]
-    rest = paragraphs(rng, sentences[start:])
+    rest = join(rng, sentences[start:])
     rest += "\n\n" if rest else ""
     late = [pair for _, pair in asked if id(pair) not in taken]
     if not chat or not late:
