@@ -98,6 +98,7 @@ class Config:
             pattern=config.get("sliding_window_pattern", 2),
             context=config["max_position_embeddings"],
             dtype=config["torch_dtype"],
+            offsets=False,  # the weights that follow say what they are
         )
 
 

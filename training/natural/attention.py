@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,11 @@ def repeated(q: Tensor, k: Tensor, v: Tensor, mask=None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@lru_cache(maxsize=4)
-def pair_mask(window: int, heads: int, device: str) -> Tensor:
+def pair_mask(window: int, heads: int, device: torch.device) -> Tensor:
     """Return which of the keys of the block before and of the own one a query sees [heads * w, 2 w]."""
-    ago = torch.arange(window)[:, None] + window - torch.arange(2 * window)
-    return ((ago >= 0) & (ago < window)).repeat(heads, 1).to(device)
+    at = torch.arange(2 * window, device=device)
+    ago = at[window:, None] - at
+    return ((ago >= 0) & (ago < window)).repeat(heads, 1)
 
 
 def blocks(q: Tensor, k: Tensor, v: Tensor, mask=None, *, window: int) -> Tensor:
@@ -57,7 +57,7 @@ def blocks(q: Tensor, k: Tensor, v: Tensor, mask=None, *, window: int) -> Tensor
 
     rest = q[:, :, window:].unflatten(2, (n - 1, window)).unflatten(1, (G, R))
     rest = rest.permute(0, 3, 1, 2, 4, 5).reshape(B * (n - 1), G, R * window, D)
-    seen = pair_mask(window, R, str(q.device))
+    seen = pair_mask(window, R, q.device)
     out = F.scaled_dot_product_attention(rest, pairs(k), pairs(v), attn_mask=seen)
     out = out.view(B, n - 1, G, R, window, D).permute(0, 2, 3, 1, 4, 5).reshape(B, H, L - window, D)
     return torch.cat([first, out], dim=2)

@@ -35,7 +35,8 @@ case "${1:-}" in
   prepare) "$PYTHON" -m natural.prepare "$SOURCE" "$RUNS/data" ;;
   smoke)
     shift
-    for model in "${@:-${MODELS[@]}}"; do
+    [ $# -gt 0 ] || set -- "${MODELS[@]}"
+    for model in "$@"; do
       "$PYTHON" -m natural.train "$model" --data "$RUNS/data" --held "$SOURCE" --out "$RUNS/smoke/$model" --smoke
     done ;;
   one) shift; one "$@" ;;
