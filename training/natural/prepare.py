@@ -99,7 +99,9 @@ def prepare(source: Path, out: Path, workers: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", type=Path, help="folder with train.xz (or train.xz.*) and tokenizer/")
+    parser.add_argument(
+        "source", type=Path, help="folder with train.xz (or train.xz.*) and tokenizer/"
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     args = parser.parse_args()
