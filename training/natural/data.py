@@ -81,9 +81,12 @@ class RealText:
 
 
 def natural(
-    tokenizer_file: str, folder: str, shares: int, seed: str, lengths: set[int]
+    tokenizer_file: str, folder: str, shares: int, worlds: float, seed: str, lengths: set[int]
 ) -> dict[int, Iterator[Row]]:
-    """Return endless rows of each length, of real text and of the small worlds; runs in a worker."""
+    """Return endless rows of each length, of real text and of the small worlds; runs in a worker.
+
+    shares: how many workers there are; worlds: the share of rows that are generated.
+    """
     tokenizer = Tokenizer.from_file(tokenizer_file)
     fast, real = encoder(tokenizer), RealText.open(Path(folder))
 
@@ -104,7 +107,7 @@ def natural(
         generated = sequences(rng, length, encode, make)
         read = real.rows(run, int(worker), shares, length)
         while True:
-            yield next(generated if rng.random() < WORLDS else read)
+            yield next(generated if rng.random() < worlds else read)
 
     return {length: mixed(length) for length in lengths}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from train import rate
 
 from natural import attention
-from natural.data import natural
+from natural.data import WORLDS, natural
 from natural.keeping import Keeper, Log
 from natural.observe import fixed_ids, observe
 from natural.shapes import PEAK, SCHEDULE, SHAPES, operations
@@ -36,6 +36,7 @@ LOG = (
 )  # fmt: skip
 SKIPS = 50  # steps in a row without a finite gradient end the run
 WARMUP, DECAY = 150, 0.5
+CHUNK = 32768  # tokens whose logits are one tensor: indices stay below 2 ** 31
 
 
 def losses(
@@ -46,8 +47,13 @@ def losses(
     hidden: [B, L, width], embedding: [vocab, width], ids and weights: [B, L + 1]; total: of the
     weights of the whole step. A row without an answer counts as real text.
     """
-    logits = F.linear(hidden, embedding).flatten(0, 1).float()
-    each = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+    pairs = zip(hidden.flatten(0, 1).split(CHUNK), ids[:, 1:].flatten().split(CHUNK), strict=True)
+    each = torch.cat(
+        [
+            F.cross_entropy(F.linear(some, embedding).float(), target, reduction="none")
+            for some, target in pairs
+        ]
+    )
     w = weights[:, 1:].float()
     generated = (w > 1).any(dim=1, keepdim=True)
     sorts = torch.stack([(w == 1) & ~generated, (w == 1) & generated, w > 1]).flatten(1).float()
@@ -150,7 +156,7 @@ def lengths_of(args: argparse.Namespace) -> list[int]:
 
 def batches_of(args: argparse.Namespace, seed: int) -> Batches:
     file = str(Path(args.data) / "tokenizer" / "tokenizer.json")
-    sources = partial(natural, file, str(args.data), args.workers)
+    sources = partial(natural, file, str(args.data), args.workers, args.worlds)
     return Batches(sources, seed, args.batch, args.workers, args.schedule)
 
 
@@ -330,6 +336,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=131072, help="tokens a step")
     parser.add_argument("--parts", type=int, default=1, help="parts a step is computed in")
     parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--worlds", type=float, default=WORLDS, help="share of generated text")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=2e-3)
     parser.add_argument("--attention", default="auto", choices=("auto", *attention.FULL))
