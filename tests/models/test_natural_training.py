@@ -287,5 +287,6 @@ def test_the_check_asks_needles_and_reads_held_out_text(code, source, tmp_path):
     code.export.write(model, source / "data" / "tokenizer", tmp_path)
     report = code.check.check(tmp_path, source, questions=16, lengths=(1,))
     assert report["cells"]["single-1K"]["questions"] == 16
+    assert 0 <= report["cells"]["in-text-1K"]["values"] < 0.2
     assert set(report["loss"]) == {"pages", "worlds"}
     assert all(5 < loss < 9 for loss in report["loss"].values())  # untrained: ln 1024 = 6.9

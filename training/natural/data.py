@@ -32,6 +32,11 @@ def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return fast
 
 
+def pieces_of(text: str) -> list[str]:
+    """Cut a text to sentences and lines, each with the white space after it."""
+    return [piece for piece in _PIECE.findall(text.strip("\ufffd")) if piece] or [" "]
+
+
 @dataclass(frozen=True)
 class RealText:
     """The prepared file of tokens. tokens: [N] uint16; starts: [documents + 1]."""
@@ -76,8 +81,7 @@ class RealText:
     def pieces(self, tokenizer: Tokenizer, rng: Random, tokens: int) -> list[str]:
         """Return about `tokens` tokens of text from anywhere, cut to sentences and lines."""
         first = rng.randrange(max(1, len(self.tokens) - tokens))
-        text = tokenizer.decode(self.tokens[first : first + tokens].tolist()).strip("\ufffd")
-        return [piece for piece in _PIECE.findall(text) if piece] or [" "]
+        return pieces_of(tokenizer.decode(self.tokens[first : first + tokens].tolist()))
 
 
 def natural(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from natural.data import held_texts
 
-TEXTS, TOKENS, SKIP = 6, 2048, 64
+TEXTS, TOKENS, SKIP = 8, 2048, 64
 
 
 def fixed_ids(folder: Path, tokenizer: Tokenizer, tokens: int = TOKENS) -> dict[str, list[int]]:
