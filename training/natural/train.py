@@ -207,6 +207,7 @@ def train(args: argparse.Namespace) -> None:
         keeper.restore(saved, trainer.model, trainer.opts)
         print(f"resumed at step {step}", flush=True)
     tokens, progress0 = (saved["tokens"], saved["progress"]) if saved else (0, 0.0)
+    batches.progress.value = progress0
     spent = saved["seconds"] if saved else 0.0
     tokenizer = Tokenizer.from_file(str(data / "tokenizer" / "tokenizer.json"))
     texts = fixed_ids(Path(args.held), tokenizer, args.observe_tokens)
