@@ -6,10 +6,12 @@ which is read once, and the facts of each kind are at even depths.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 
+from mlxkv.errors import UserError
 from mlxkv.eval.questions.document import (
     QUERIES,
     Document,
@@ -25,12 +27,21 @@ from mlxkv.texts.worlds.needles import more_values, paragraphs
 from mlxkv.texts.worlds.stories import stories
 
 FACT = 17  # tokens of a fact, about
+_ENDS = re.compile(r"(?<=\n)|(?<=[.!?] )")  # of a line, of a sentence
 
 
-def document(rng: Random, length: int, questions: int, measure: Callable[[str], int]) -> Document:
+def document(
+    rng: Random,
+    length: int,
+    questions: int,
+    measure: Callable[[str], int],
+    text: str | None = None,
+) -> Document:
     """Return a document of about `length` tokens by `measure`, with `questions` of each kind.
 
-    Keys of "multi-key" are made-up names that training never saw.
+    Keys of "multi-key" are made-up names that training never saw. text: where the facts are put, as
+    long as it has to be or longer, in place of stories; its line breaks stay. Raises UserError if it
+    is too short.
     """
     sizes = Sizes.fit(length, questions, FACT)
     relation = replace(CODE, value=four_digits)
@@ -40,13 +51,12 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
     lists = [more_values(rng, first, rng.randrange(2, 4)) for first in firsts]
     groups = [single, near, [fact for same in lists for fact in same]]
     room = length - sum(measure(" " + fact.sentence) for group in groups for fact in group)
-    sentences = spread(
-        rng,
-        filler(_sentences(rng), room, measure),
-        [[fact.sentence for fact in group] for group in groups],
-    )
-    text = paragraphs(rng, sentences)
-    depth = depth_of(text)
+    said = [[fact.sentence for fact in group] for group in groups]
+    if text is None:
+        made = paragraphs(rng, spread(rng, filler(_sentences(rng), room, measure), said))
+    else:
+        made = _inside(rng, text, room, measure, said)
+    depth = depth_of(made)
     asked: list[Question] = []
 
     def put(kind: str, facts: list[Fact], question: str, answer: str) -> None:
@@ -65,7 +75,25 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
     for same in rounds(rng, lists, questions):
         in_order = sorted(same, key=lambda fact: depth(fact.sentence))
         put("multi-value", in_order, *ask_values(rng, in_order))
-    return Document(text, tuple(asked))
+    return Document(made, tuple(asked))
+
+
+def _inside(rng: Random, text: str, room: int, measure, groups: list[list[str]]) -> str:
+    """Put the facts of each group between the lines and sentences of `room` tokens of `text`."""
+    pieces = [piece for piece in _ENDS.split(text) if piece]
+    own = filler(pieces, room, measure)
+    if len(own) == len(pieces):
+        raise UserError(
+            f"[needles] the text around the facts is too short; got {len(text)} characters; it has to "
+            f"fill {room} tokens; name a longer one"
+        )
+    facts = {fact for group in groups for fact in group}
+    out, gap = [], "\n"
+    for piece in spread(rng, own, groups):
+        if piece not in facts:
+            gap = "\n" if piece.endswith("\n") else " "
+        out.append(f"{piece}{gap}" if piece in facts else piece)
+    return "".join(out)
 
 
 def _sentences(rng: Random) -> Iterator[str]:

@@ -1,0 +1,2 @@
+"""Evidence on models of natural text: many texts, intervals, settings chosen on other texts than those that
+are reported. `natural` measures, `selection` chooses settings, `page` writes, `coverage` tests intervals."""

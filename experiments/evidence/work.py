@@ -1,0 +1,167 @@
+"""Share units out to processes, measure those that are missing, and stop when the time is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from experiments.evidence import rows
+from experiments.evidence.measure import KL, RETRIEVAL, Asked, Subject, Unit
+from mlxkv import console
+from mlxkv.errors import UserError
+
+
+def units(
+    asked: Asked,
+    models: Sequence[str],
+    windows: Sequence[str],
+    presets: Sequence[str],
+    splits: Sequence[str],
+    contexts: Sequence[int],
+    documents: int,
+    document: int,
+) -> list[Unit]:
+    """Return all units, those of one model, windows and preset side by side.
+
+    documents: of questions, of `document` tokens each."""
+    out = []
+    for model in models:
+        for pair in windows:
+            for preset in presets:
+                start = (model, pair, preset)
+                for split in splits:
+                    for context in contexts:
+                        for text in asked.held.names(split):
+                            out.append(Unit(*start, KL, split, text, context))
+                for index in range(documents):
+                    name = asked.held.document_name(index)
+                    out.append(Unit(*start, RETRIEVAL, "haystack", name, document, index))
+    return out
+
+
+def share(asked: Asked, found: Sequence[Unit], which: int, of: int) -> list[Unit]:
+    """Return stretch `which` (from 1) of `of` stretches of equal work: neighbours have a preset in
+    common, whose kernels are compiled once."""
+    total = sum(unit.calls(asked) for unit in found)
+    out, before = [], 0
+    for unit in found:
+        middle = before + unit.calls(asked) / 2
+        before += unit.calls(asked)
+        if int(middle * of / total) == which - 1:
+            out.append(unit)
+    return out
+
+
+def run(
+    asked: Asked,
+    mine: Sequence[Unit],
+    presets: Sequence[str],
+    file: Path,
+    seconds: float | None = None,
+    first: int = 0,
+    subject: Callable[[Asked, str, Sequence[str]], Subject] = Subject,
+) -> tuple[int, int, int]:
+    """Measure the units that `file` has no result of; return how many were measured, failed and left.
+
+    A unit that fails gets a row with its error. seconds: to stop after, with the unit that is being
+    measured. first: where to start with full precision, so that processes share its texts.
+    """
+    start = time.perf_counter()
+    known = {rows.key(row): row for row in (rows.read([file]) if file.exists() else ())}
+    measured = failed = left = 0
+
+    def over() -> bool:
+        return seconds is not None and time.perf_counter() - start > seconds
+
+    for model, group in groupby(mine, key=lambda unit: unit.model):
+        here = list(group)
+        if over():
+            left += len(here)
+            continue
+        made = subject(asked, model, presets)
+        here = [unit for unit in here if not _known(made, unit, known)]
+        for unit in _turned([unit for unit in _texts(here)], first):
+            if not over():
+                _tried(
+                    lambda unit=unit: made.read_base(unit)
+                )  # a failure comes again, with its row
+        for (windows, preset), some in groupby(here, key=lambda unit: (unit.windows, unit.preset)):
+            wanted, begun, wrong = list(some), time.perf_counter(), 0
+            for unit, numbers in _measured(made, windows, preset, wanted, over):
+                if numbers is None:
+                    left += 1
+                    continue
+                measured += "error" not in numbers
+                wrong += "error" in numbers
+                rows.append(file, unit.identity | numbers)
+            failed += wrong
+            took = time.perf_counter() - begun
+            console.note(
+                f"{Path(model).name}, windows {windows}, {preset}: {len(wanted)} texts, {took:.0f} s"
+                + (f", {wrong} failed" if wrong else "")
+            )
+    return measured, failed, left
+
+
+def _measured(
+    made: Subject, windows: str, preset: str, wanted: list[Unit], over: Callable[[], bool]
+) -> Iterator[tuple[Unit, dict | None]]:
+    """Yield each unit with its numbers or error, or None once the time is over."""
+    done = 0
+    try:
+        with made.arms(windows).attached(preset) as loaded:
+            for unit in wanted:
+                if over():
+                    break
+                yield (
+                    unit,
+                    _tried(lambda unit=unit: {"of": made.of(unit)} | made.measure(unit, loaded)),
+                )
+                done += 1
+    except Exception as error:  # the preset does not fit the model
+        for unit in wanted[done:]:
+            yield unit, _failure(error)
+        return
+    for unit in wanted[done:]:
+        yield unit, None
+
+
+def _tried(measure: Callable[[], dict]) -> dict:
+    try:
+        return measure()
+    except Exception as error:  # of any layer below; the others go on
+        return _failure(error)
+
+
+def _failure(error: Exception) -> dict:
+    return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def _known(made: Subject, unit: Unit, known: dict) -> bool:
+    """Whether a result is of the same model, settings and text. An error is tried again."""
+    row = known.get(rows.key(unit.identity))
+    if row is None or "error" in row:
+        return False
+    found = _tried(lambda: {"of": made.of(unit)})
+    return found.get("of") == row.get("of")
+
+
+def _texts(some: Sequence[Unit]) -> list[Unit]:
+    """Return one unit per text whose KL is measured."""
+    found = {(unit.split, unit.text, unit.context): unit for unit in some if unit.task == KL}
+    return list(found.values())
+
+
+def _turned(some: list, first: int) -> list:
+    at = first % len(some) if some else 0
+    return [*some[at:], *some[:at]]
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """'2/16' -> (2, 16). Raises UserError."""
+    which, _, of = text.partition("/")
+    if not (which.isdigit() and of.isdigit() and 1 <= int(which) <= int(of)):
+        raise UserError(f"[--shares] not a share; got {text!r}; write I/N such as 1/16")
+    return int(which), int(of)
