@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from mlxkv.eval.report.report import bits
 from mlxkv.eval.tasks import answers
 from mlxkv.eval.tasks.divergence import compare
 from mlxkv.formats.calibration import artifact
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
 from mlxkv.metal.launch import backend
 from mlxkv.models import load
 from mlxkv.models.calibration import TOKENS
@@ -77,6 +79,15 @@ class Unit:
         return prompt + asked.questions * (5 + 10)  # one key and four keys, with their questions
 
 
+def _windowed(name: str, windows: str) -> CacheConfig:
+    """Return what a name says, with these windows, unless the name has windows of its own."""
+    config = parse_kv(name)
+    if windows == OWN or "+sink" in name or "+recent" in name:
+        return config
+    sink, recent = map(int, windows.split(","))
+    return replace(config, sink=sink, recent=recent)
+
+
 class Subject:
     """A model with the presets of one kind of windows; made once, then `measure` for each unit."""
 
@@ -91,8 +102,8 @@ class Subject:
 
     def arms(self, windows: str) -> Arms:
         if windows not in self._arms:
-            pair = None if windows == OWN else tuple(map(int, windows.split(",")))
-            made = Arms(self.loaded, self.presets, pair)
+            configs = {name: _windowed(name, windows) for name in self.presets}
+            made = Arms(self.loaded, configs)
             needy = [name for name, config in made.configs.items() if config.calibrated]
             if needy and self.asked.held.folder is not None:
                 made.calibrations = dict.fromkeys(needy, self.calibration())

@@ -1,4 +1,4 @@
-"""Measure presets on many texts: `python -m experiments.evidence.natural --models FOLDER,... --texts HELD --out FOLDER`.
+"""Measure presets on many texts: `python -m experiments.evidence.natural --help`.
 
 For each model, preset and text of HELD/test: CONTEXT tokens are read as a prompt, DECODE more eight at a
 time, and every next-token distribution is compared with full precision's. For each document (text of
@@ -29,6 +29,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog.aliases import EMBEDDED
 
 ROWS = "rows.jsonl"
+Presets = dict[str, list[str]]  # by model
 PRESETS = (
     "int4", "int3", "int2", "oscar-int2", "kivi-int4", "kivi-int2", "kvarn-int2", "turbo-int4",
     "turbo-int3", "turbo-int2", "polar", "polar-int2", "polar-tree", "hadamard-int4",
@@ -46,12 +47,15 @@ def main(arguments: list[str] | None = None) -> None:
         "--chosen", type=Path, help="what selection chose: settings to add to --kv, by model"
     )
     args = parser.parse_args(given)
-    presets = [BASELINE, *args.kv, *args.more]
-    if args.chosen:
-        from experiments.evidence.selection import chosen_names
+    presets = {}
+    for model in args.models:
+        names = [BASELINE, *args.kv, *args.more]
+        if args.chosen:
+            from experiments.evidence.selection import chosen_names
 
-        presets += chosen_names(args.chosen)
-    execute(args, given, "natural", list(dict.fromkeys(presets)), (args.split,))
+            names += chosen_names(args.chosen, Path(model).name)
+        presets[model] = list(dict.fromkeys(names))
+    execute(args, given, "natural", presets, (args.split,))
 
 
 def options(name: str, doc: str | None) -> Parser:
@@ -78,11 +82,11 @@ def options(name: str, doc: str | None) -> Parser:
 
 
 def execute(
-    args: argparse.Namespace, given: list[str], name: str, presets: list[str], splits: tuple
+    args: argparse.Namespace, given: list[str], name: str, presets: Presets, splits: tuple
 ) -> tuple[int, int, int]:
     """Measure this share, or start a process for each. Return how many units were measured, failed and
-    left; all are 0 if processes did it."""
-    for preset in presets:
+    left; all are 0 if processes did it. presets: by model."""
+    for preset in dict.fromkeys(one for names in presets.values() for one in names):
         parse_kv(preset)  # a mistake in the last name must not cost the work on the first
     asked, units = planned(args, presets, splits)
     if args.processes > 1:
@@ -102,7 +106,7 @@ def execute(
     return done
 
 
-def planned(args: argparse.Namespace, presets: list[str], splits: tuple) -> tuple[Asked, list]:
+def planned(args: argparse.Namespace, presets: Presets, splits: tuple) -> tuple[Asked, list]:
     """Return what is asked and all units. Raises UserError for what cannot be."""
     at_least("--decode", args.decode, 1)
     at_least("--questions", args.questions, 1)
@@ -122,7 +126,7 @@ def planned(args: argparse.Namespace, presets: list[str], splits: tuple) -> tupl
     if args.texts is not None:
         asked.held.names(corpus.CALIBRATION)
     return asked, work.units(
-        asked, args.models, args.windows, presets, splits, contexts, args.documents, document
+        asked, presets, args.windows, splits, contexts, args.documents, document
     )
 
 

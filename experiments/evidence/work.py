@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -15,9 +15,8 @@ from mlxkv.errors import UserError
 
 def units(
     asked: Asked,
-    models: Sequence[str],
+    presets: Mapping[str, Sequence[str]],
     windows: Sequence[str],
-    presets: Sequence[str],
     splits: Sequence[str],
     contexts: Sequence[int],
     documents: int,
@@ -25,11 +24,11 @@ def units(
 ) -> list[Unit]:
     """Return all units, those of one model, windows and preset side by side.
 
-    documents: of questions, of `document` tokens each."""
+    presets: by model. documents: of questions, of `document` tokens each."""
     out = []
-    for model in models:
+    for model, names in presets.items():
         for pair in windows:
-            for preset in presets:
+            for preset in names:
                 start = (model, pair, preset)
                 for split in splits:
                     for context in contexts:
@@ -57,7 +56,7 @@ def share(asked: Asked, found: Sequence[Unit], which: int, of: int) -> list[Unit
 def run(
     asked: Asked,
     mine: Sequence[Unit],
-    presets: Sequence[str],
+    presets: Mapping[str, Sequence[str]],
     file: Path,
     seconds: float | None = None,
     first: int = 0,
@@ -80,13 +79,9 @@ def run(
         if over():
             left += len(here)
             continue
-        made = subject(asked, model, presets)
+        made = subject(asked, model, presets[model])
         here = [unit for unit in here if not _known(made, unit, known)]
-        for unit in _turned([unit for unit in _texts(here)], first):
-            if not over():
-                _tried(
-                    lambda unit=unit: made.read_base(unit)
-                )  # a failure comes again, with its row
+        _bases(made, _turned(_texts(here), first), over)
         for (windows, preset), some in groupby(here, key=lambda unit: (unit.windows, unit.preset)):
             wanted, begun, wrong = list(some), time.perf_counter(), 0
             for unit, numbers in _measured(made, windows, preset, wanted, over):
@@ -103,6 +98,13 @@ def run(
                 + (f", {wrong} failed" if wrong else "")
             )
     return measured, failed, left
+
+
+def _bases(made: Subject, texts: Sequence[Unit], over: Callable[[], bool]) -> None:
+    """Let full precision read the texts. A failure comes again, with the row of each preset."""
+    for unit in texts:
+        if not over():
+            _tried(lambda unit=unit: made.read_base(unit))
 
 
 def _measured(
@@ -128,7 +130,7 @@ def _measured(
         yield unit, None
 
 
-def _tried(measure: Callable[[], dict]) -> dict:
+def _tried(measure: Callable[[], dict | None]) -> dict | None:
     try:
         return measure()
     except Exception as error:  # of any layer below; the others go on

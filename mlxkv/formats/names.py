@@ -3,6 +3,9 @@
     KEYS/VALUES              int8/int4: keys and windows of the first, values of the second
     static-NUMBER[+EXTRA]    low rank (StaticPCA); +windows keeps the first and the last 32 tokens
     oja-NUMBER[+EXTRA]       low rank that follows the text (OjaKV), with the same windows
+    PRESET+SETTING...        a preset with other numbers: +g32 (values that share a scale), +clip.96 (OSCAR's
+                             clip), both also of keys or values alone (+kg32, +vclip.94), +page128, and the
+                             exact tokens +sink32 and +recent96
     NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
 
 NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
@@ -34,6 +37,7 @@ NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
 SIZES = {"": "share", "r": "rank", "e": "energy"}
 KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
 WAY = re.compile(rf"{'|'.join(STORED)}|{SEGMENTS}\d+")
+TUNED = re.compile(r"\+(?P<sides>[kv]?)(?P<what>g|clip|page|sink|recent)(?P<number>\d*\.?\d+)$")
 SETTINGS = {
     "raw": {"raw": True},
     "fast": {"prefill_rate": 1.0, "decode_rate": 0.5},
@@ -76,6 +80,9 @@ def with_keep(names: str, keep: float | None) -> str:
 def _one(name: str) -> CacheConfig | None:
     if name in PRESETS:
         return PRESETS[name]
+    if found := TUNED.search(name):
+        base = _one(name[: found.start()])
+        return base and _tuned(base, found, name)
     method, dash, rest = name.partition("-")
     if method not in METHODS or not dash:
         return None
@@ -103,6 +110,38 @@ def _one(name: str) -> CacheConfig | None:
         return low_rank(low, plain, plain, windows)
     both = PRESETS[codes[0]]
     return low_rank(low, both.keys.quantizer, both.values.quantizer, windows, both.page)
+
+
+def _tuned(base: CacheConfig, found: re.Match, name: str) -> CacheConfig:
+    """Return `base` with one other number. Raises UserError."""
+    sides, what, number = found["sides"], found["what"], float(found["number"])
+    whole = number == int(number)
+    if what in ("page", "sink", "recent"):
+        if sides or not whole:
+            raise _not_tuned(name)
+        return replace(base, **{what: int(number)})
+    changed = {}
+    for side in ("keys", "values"):
+        old = getattr(base, side)
+        if sides and not side.startswith(sides):
+            continue
+        spec = old.quantizer
+        if not isinstance(spec, Affine) or (what == "g" and not whole):
+            raise _not_tuned(name)
+        if what == "g":
+            changed[side] = replace(old, quantizer=replace(spec, group=int(number)))
+        elif spec.axis == "token":  # keys per channel have no clip
+            changed[side] = replace(old.clipped(number), own_clip=True)
+    if not changed:
+        raise _not_tuned(name)
+    return replace(base, **changed)
+
+
+def _not_tuned(name: str) -> UserError:
+    return UserError(
+        f"[--kv] no such setting of this preset; got {name!r}; write +g32 or +clip.96 for affine codes (of "
+        "one side: +kg32, +vclip.94; keys per channel have no clip), +page128, +sink32, +recent96"
+    )
 
 
 def _are_codes(preset: CacheConfig) -> bool:
