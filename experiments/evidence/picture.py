@@ -1,0 +1,56 @@
+"""Draw mean KL against bits with intervals, at most three panels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.evidence.table import Block
+from experiments.methods import family
+from mlxkv import plots
+from mlxkv.eval import intervals
+from mlxkv.eval.report.pictures import SMALLEST
+
+PANELS = 3
+TUNED = "+sink"  # in the names that selection chose: hollow marks
+
+
+def panels(blocks: Sequence[Block]) -> str:
+    """Return SVG text: a panel for each of the first blocks. Marks are presets, bars their intervals
+    over texts; ours are black."""
+    some = list(blocks)[:PANELS]
+    with plots.pyplot() as plt:
+        figure, axes = plt.subplots(
+            1, len(some), figsize=(4.2 * len(some), 4), sharey=True, squeeze=False
+        )
+        families = list(dict.fromkeys(family(e.name) for b in some for e in b.whole()))
+        handles: dict[str, object] = {}
+        for axis, block in zip(axes[0], some, strict=True):
+            for entry in block.whole():
+                one = family(entry.name)
+                found = intervals.mean(block.values(entry.name))
+                low, high = (found.low, found.high) if found.known else (found.value, found.value)
+                value = max(found.value, SMALLEST)
+                ours, index = one == "int", families.index(one)
+                color = "black" if ours else f"C{index % 10}"
+                handles[one] = axis.errorbar(
+                    [entry.bits],
+                    [value],
+                    yerr=[[max(0.0, value - max(low, SMALLEST))], [max(0.0, high - value)]],
+                    marker="*" if ours else "os^vDPX<>ph"[index % 11],
+                    markersize=10 if ours else 5,
+                    markerfacecolor="white" if TUNED in entry.name else color,
+                    color=color,
+                    linestyle="",
+                    elinewidth=0.9,
+                    zorder=4 if ours else 3,
+                )
+            axis.set_yscale("log")
+            axis.set_title(f"{block.model}, {block.context} tokens", fontsize=10)
+            axis.set_xlabel("bits per value in pages")
+        axes[0, 0].set_ylabel("mean KL over texts (nats)")
+        names = ["int4, int3, int2" if one == "int" else one for one in handles]
+        axes[0, -1].legend(
+            list(handles.values()), names, loc="center left", bbox_to_anchor=(1.02, 0.5)
+        )
+        figure.tight_layout()
+        return plots.svg(figure)
