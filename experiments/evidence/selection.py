@@ -105,34 +105,41 @@ def main(arguments: list[str] | None = None) -> None:
     if args.shares == "1/1":
         found = chosen(rows.read([args.out / ROWS]), args.methods)
         (args.out / CHOSEN).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        for model in args.models:
+            known = found.get(Path(model).name, {})
+            if left := [name for name in args.methods if name not in known]:
+                console.note(f"{Path(model).name}: not chosen yet: {', '.join(left)}")
         console.note(str(args.out / CHOSEN))
 
 
 def chosen(found: Sequence[rows.Row], methods: Sequence[str]) -> dict[str, dict[str, dict]]:
     """Return for each model and method the try with the least mean KL over the selection texts:
-    {"preset", "kl", "tries", "failed"}. Tries that lack a text that others have do not count."""
+    {"preset", "kl", "tries", "failed"}. A try that failed on a text does not count. A method is left out
+    until all its tries were measured on all texts."""
     out: dict[str, dict[str, dict]] = {}
     ours = [row for row in found if row["task"] == KL and row["split"] == corpus.SELECTION]
     for model in dict.fromkeys(row["model"] for row in ours):
-        by_name: dict[str, dict[tuple, float]] = {}
+        by_name: dict[str, dict[tuple, float | None]] = {}
         for row in ours:
-            if row["model"] == model and "error" not in row:
+            if row["model"] == model:
                 where = row["text"], row["context"], row["windows"]
-                by_name.setdefault(row["preset"], {})[where] = row["kl"]
-        texts = set().union(*(found.keys() for found in by_name.values()))
+                by_name.setdefault(row["preset"], {})[where] = row.get("kl")
+        texts = set().union(*by_name.values())
+        out[model] = {}
         for method in methods:
-            means = {
-                name: float(np.mean(list(by_name[name].values())))
-                for name in CANDIDATES[method]
-                if name in by_name and set(by_name[name]) == texts
-            }
+            tried = {name: by_name.get(name, {}) for name in CANDIDATES[method]}
+            if any(set(numbers) != texts for numbers in tried.values()):
+                continue
+            whole = {name: x.values() for name, x in tried.items() if None not in x.values()}
+            means = {name: float(np.mean(list(numbers))) for name, numbers in whole.items()}
             if means:
                 best = min(means, key=means.get)
-                out.setdefault(model, {})[method] = {
+                failed = [name for name in tried if name not in means]
+                out[model][method] = {
                     "preset": best,
                     "kl": means[best],
                     "tries": means,
-                    "failed": sorted(set(CANDIDATES[method]) - set(means)),
+                    "failed": failed,
                 }
     return out
 

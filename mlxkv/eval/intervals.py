@@ -4,8 +4,8 @@ Texts are what is drawn at random: tokens of one text, and questions about one d
 every interval here resamples texts or documents, and two presets are compared on the same ones.
 
 Which bootstrap: with 8 to 16 skewed samples (log-normal, as KL is over texts) the plain percentile
-interval of a mean covers 66 to 85 % where it says 95. Studentised on the logarithm it covers 84 to 95, and
-the ratio of two means of the same texts 90 to 95 with widened percentiles
+interval of a mean covers 66 to 89 % where it says 95. Studentised on the logarithm it covers 86 to 94, and
+the ratio of two means of the same texts 91 to 94 with widened percentiles
 (`python -m experiments.evidence.coverage`).
 """
 

@@ -1,0 +1,126 @@
+"""Intervals against published values, simulations and cases whose answer is known."""
+
+import numpy as np
+import pytest
+
+from mlxkv.eval import intervals
+from mlxkv.eval.intervals import Interval
+
+
+def test_wilson_has_the_published_values():
+    """Newcombe, Statistics in Medicine 17 (1998) 857, table I, method 3."""
+    for right, asked, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        found = intervals.wilson(right, asked)
+        assert found.value == right / asked
+        assert (found.low, found.high) == pytest.approx((low, high), abs=6e-5)
+    assert intervals.wilson(16, 16).low == pytest.approx(0.8064, abs=6e-5)
+    assert intervals.wilson(16, 16).high == 1.0
+
+
+def test_paired_shares_have_the_published_value():
+    """Newcombe, Statistics in Medicine 17 (1998) 2635, table II, method 10."""
+    found = intervals.newcombe(36, 12, 2, 0)
+    assert found.value == pytest.approx(0.2)
+    assert (found.low, found.high) == pytest.approx((0.0569, 0.3404), abs=6e-5)
+
+
+def test_students_quantiles():
+    for degrees, quantile in ((1, 12.706), (4, 2.776), (7, 2.365), (15, 2.131), (120, 1.980)):
+        assert intervals.student(0.975, degrees) == pytest.approx(quantile, abs=6e-4)
+
+
+@pytest.mark.parametrize("texts", [8, 16])
+def test_intervals_hold_the_truth_about_as_often_as_they_say(texts):
+    rng, rounds = np.random.default_rng(1), 150
+    held = {"mean": 0, "ratio": 0, "difference": 0, "share": 0}
+    for _ in range(rounds):
+        a = rng.standard_normal(texts)
+        b = 0.8 * a + 0.6 * rng.standard_normal(texts)
+        x, y = np.exp(0.7 * a), 0.5 * np.exp(0.7 * b)
+        truth = np.exp(0.7**2 / 2)
+        held["mean"] += intervals.mean(x).holds(truth)
+        held["ratio"] += intervals.ratio(x, y).holds(2.0)
+        held["difference"] += intervals.difference(x, y).holds(truth / 2)
+        held["share"] += intervals.share(a).holds(0.0)
+    # 95 % of 150 is 142.5 +- 2.7; skewed texts cost some points.
+    for name, count in held.items():
+        assert 0.85 * rounds <= count <= 0.995 * rounds, name
+
+
+def test_pairing_sees_what_single_intervals_do_not():
+    hard = np.exp(np.random.default_rng(2).normal(0, 2, 12))
+    ours, theirs = hard, hard * np.linspace(1.05, 1.35, 12)
+    one, other = intervals.mean(ours), intervals.mean(theirs)
+    assert one.high > other.low  # they overlap
+    assert intervals.ratio(ours, theirs).high < 1
+
+
+def test_equal_numbers_have_no_width():
+    assert intervals.mean([0.25] * 6) == Interval(0.25, 0.25, 0.25)
+    assert intervals.mean([0.0] * 8) == Interval(0.0, 0.0, 0.0)
+    assert intervals.ratio([0.0] * 8, [0.0] * 8).holds(1.0)
+    found = intervals.ratio([0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 0.4, 0.6, 0.8, 1.0])
+    assert (found.low, found.high) == pytest.approx((0.5, 0.5))
+
+
+def test_few_texts_and_broken_ones_have_no_interval():
+    found = intervals.mean([1.0, 2.0, 3.0, 4.0])
+    assert found.value == 2.5 and not found.known and found.as_list() is None and found.holds(99)
+    assert not intervals.ratio([1.0] * 4, [2.0] * 4).known
+    broken = intervals.mean([1.0, float("nan"), 1.0, 1.0, 1.0])
+    assert np.isnan(broken.value) and not broken.known
+    assert not intervals.ratio([1.0, float("inf"), 1, 1, 1], [1.0] * 5).known
+    with pytest.raises(ValueError):
+        intervals.ratio([1.0] * 5, [1.0] * 6)
+
+
+def test_answers_of_one_document_are_alike():
+    """Four documents all right and four all wrong tell less than 64 answers half of which are right."""
+    mixed = [[True, False] * 4] * 8
+    alike = [[True] * 8] * 4 + [[False] * 8] * 4
+    plain = intervals.wilson(32, 64)
+    assert (intervals.found(mixed).low, intervals.found(mixed).high) == (plain.low, plain.high)
+    assert intervals.found(alike).low < plain.low - 0.1
+    assert intervals.found([[True] * 16] * 8).low == intervals.wilson(128, 128).low
+
+
+def test_what_is_lost_is_paired_by_question():
+    base = [[True] * 16] * 8
+    worse = [[True] * 13 + [False] * 3] * 8
+    found = intervals.lost(worse, base)
+    assert found.value == pytest.approx(3 / 16) and found.low > 0.1
+    assert intervals.lost(base, base).holds(0.0)
+    assert intervals.lost(base, base).high == pytest.approx(0.029, abs=1e-3)
+
+
+def pair(a, b):
+    return frozenset((a, b))
+
+
+def test_letters_are_shared_exactly_by_what_is_not_told_apart():
+    assert intervals.letters("abc", set()) == {"a": "a", "b": "a", "c": "a"}
+    assert intervals.letters("ab", {pair("a", "b")}) == {"a": "a", "b": "b"}
+    chain = intervals.letters("abc", {pair("a", "c")})
+    assert chain == {"a": "a", "b": "ab", "c": "b"}
+    rng = np.random.default_rng(3)
+    for _ in range(30):
+        names = [f"n{i}" for i in range(9)]
+        apart = {
+            pair(x, y) for i, x in enumerate(names) for y in names[i + 1 :] if rng.random() < 0.5
+        }
+        found = intervals.letters(names, apart)
+        for i, x in enumerate(names):
+            for y in names[i + 1 :]:
+                assert bool(set(found[x]) & set(found[y])) == (pair(x, y) not in apart)
+
+
+def test_apart_takes_pairs_whose_ratio_excludes_one():
+    hard = [0.1, 0.5, 0.2, 2.0, 0.7, 0.3, 0.9, 0.4]
+    texts = {"a": hard, "b": [1.01 * x + 0.02 * (-1) ** i for i, x in enumerate(hard)]}
+    texts["c"] = [3 * x for x in hard]
+    assert intervals.apart(texts) == {pair("a", "c"), pair("b", "c")}
