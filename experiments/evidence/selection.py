@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.evidence import corpus, rows
+from experiments.evidence.command import ROWS, execute, options
 from experiments.evidence.measure import KL
-from experiments.evidence.natural import ROWS, execute, options
 from experiments.options import words
 from mlxkv import console
 from mlxkv.errors import UserError

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.evidence import corpus, natural, page, rows, selection, table, work
+from experiments.evidence.command import ROWS
 from experiments.evidence.measure import KL, RETRIEVAL, Asked
 from experiments.evidence.selection import CANDIDATES, LIMITS, TRIES, width
 from mlxkv.errors import MachineError, UserError
@@ -92,7 +93,7 @@ def test_shares_cover_every_unit_once_and_keep_presets_together(asked):
 
 def test_a_run_goes_on_where_it_was_stopped(asked, monkeypatch):
     names, units = planned(asked)
-    file = asked.out / natural.ROWS
+    file = asked.out / ROWS
     first = run(asked, names, units[:10], file)
     assert first == (9, 1, 0)  # one text of int2 fails
     assert run(asked, names, units, file) == (len(units) - 9 - 2, 2, 0)
@@ -104,13 +105,13 @@ def test_a_run_goes_on_where_it_was_stopped(asked, monkeypatch):
 
 def test_the_time_ends_a_run_between_two_texts(asked):
     names, units = planned(asked)
-    assert run(asked, names, units, asked.out / natural.ROWS, seconds=-1.0) == (0, 0, len(units))
+    assert run(asked, names, units, asked.out / ROWS, seconds=-1.0) == (0, 0, len(units))
     assert Fake.seen == []
 
 
 def test_a_preset_that_fails_does_not_stop_the_others(asked):
     names, units = planned(asked, ("fp16", "turbo-int2", "kivi-int2"))
-    file = asked.out / natural.ROWS
+    file = asked.out / ROWS
     measured, failed, left = run(asked, names, units, file)
     assert (failed, left) == (2 * (len(HARD) + 2), 0) and measured == 2 * failed
     wrong = [row for row in rows.read([file]) if "error" in row]
@@ -143,7 +144,7 @@ def test_lines_that_were_cut_off_cost_only_themselves(tmp_path):
 
 def test_tables_say_what_is_told_apart(asked, tmp_path):
     names, units = planned(asked)
-    file = asked.out / natural.ROWS
+    file = asked.out / ROWS
     work.run(asked, units, names, file, subject=Whole)
     found = rows.read([file])
     (one, two) = table.blocks(found, corpus.TEST)
@@ -279,7 +280,7 @@ def test_a_model_is_measured_calibrated_and_resumed(held, tmp_path):
     given += ["--context", "512", "--decode", "16", "--documents", "1", "--document", "1k"]
     given += ["--questions", "1", "--kv", "oscar-int2"]
     natural.main(given)
-    file = tmp_path / "o" / natural.ROWS
+    file = tmp_path / "o" / ROWS
     found = rows.read([file])
     assert len(found) == 2 * (len(HARD) + 1) and not any("error" in row for row in found)
     by_name = {p: [r["kl"] for r in found if r["preset"] == p and "kl" in r] for p in WORSE}
