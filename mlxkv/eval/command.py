@@ -30,19 +30,29 @@ def evaluate(
     ] = "divergence,retrieval,generation,stages",
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", help="A UTF-8 file to read instead of built-in text; repeatable."),
+        typer.Option(
+            "--text",
+            "--texts",
+            help="A UTF-8 file, or a folder of .txt and .md files, in place of built-in text; repeatable.",
+        ),
     ] = None,
     windows: Annotated[
         str,
         typer.Option("--windows", help="Exact tokens SINK,RECENT of every preset, or own."),
     ] = "64,64",
     decode: Annotated[
-        int, typer.Option("--decode", help="Tokens decoded one by one after each context.")
-    ] = 256,
+        int, typer.Option("--decode", help="Tokens decoded one by one after each context and text.")
+    ] = 64,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--samples", help="Texts, and documents with questions, that intervals come from."
+        ),
+    ] = 8,
     questions: Annotated[
         int | None,
         typer.Option(
-            "--questions", help="Questions of each kind and context. Default: 16; 6 on a CPU."
+            "--questions", help="Questions of each kind and context. Default: 32; 8 on a CPU."
         ),
     ] = None,
     tokens: Annotated[

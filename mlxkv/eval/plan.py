@@ -42,8 +42,11 @@ def make(spec: Spec) -> tuple[Arms, list[Part]]:
     def text_of(count: int) -> sources.Text:
         return sources.evaluation_tokens(arms.loaded, count, options.texts)
 
+    def texts_of(count: int) -> list[sources.Text]:
+        return sources.evaluation_texts(arms.loaded, count, options.samples, options.texts)
+
     makers: dict[str, Callable[[], list[Part]]] = {
-        "divergence": lambda: divergence.parts(arms, options, text_of),
+        "divergence": lambda: divergence.parts(arms, options, texts_of),
         "retrieval": lambda: retrieval.parts(arms, options),
         "generation": lambda: generation.parts(arms, options),
         "stages": lambda: stages.parts(arms, options, lambda count: text_of(count).tokens),

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.eval import plan, workers
+from mlxkv.eval.arms import Arms
 from mlxkv.eval.report import page, report
 from mlxkv.eval.tasks import harness, retrieval
-from mlxkv.eval.tasks.part import TaskOptions
+from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine
 from mlxkv.metal.gpu import backends
@@ -23,7 +24,7 @@ from mlxkv.versions import versions
 
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to seal
 NEEDLES = ("auto", "worlds", "plain")
-QUESTIONS, QUESTIONS_CPU = 16, 6  # of each kind
+QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
 
 
 def run(asked: SimpleNamespace) -> int:
@@ -43,6 +44,7 @@ def run(asked: SimpleNamespace) -> int:
             max(calibrated, key=lambda name: arms.configs[name].balanced or arms.configs[name].low)
         ):
             pass
+    console.note(cost(parts, arms))
     results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(asked.model))
     data = report.assemble(arms, spec.options, results, spec.windows)
     used = next(row for row in backends() if row["used"])
@@ -60,6 +62,20 @@ def run(asked: SimpleNamespace) -> int:
     return int(asked.gate and bool(reds))
 
 
+def cost(parts: list[Part], arms: Arms) -> str:
+    """Return what the run reads, for those who wait: texts and documents, times the caches."""
+    texts = [part for part in parts if part.task == "divergence"]
+    documents = [part for part in parts if part.task == "retrieval"]
+    said = []
+    if texts:
+        said.append(f"{len(texts)} texts of {sum(p.steps for p in texts)} tokens in all")
+    if documents:
+        tokens = sum(part.asks["context"] for part in documents)
+        said.append(f"{len(documents)} documents of {tokens} tokens in all")
+    caches = f"by {len(arms.names)} caches" if said else f"{len(arms.names)} caches"
+    return f"to read: {' and '.join(said)}, {caches}; --samples 5 reads less" if said else caches
+
+
 def _spec(asked: SimpleNamespace) -> plan.Spec:
     names = tuple(dict.fromkeys(name.strip() for name in asked.kv.split(",")))
     for name in names:
@@ -67,7 +83,7 @@ def _spec(asked: SimpleNamespace) -> plan.Spec:
     lengths = [console.parse_tokens(text, "--context") for text in asked.context.split(",")]
     if min(lengths) < SHORTEST:
         raise UserError(f"[--context] must be at least {SHORTEST} tokens; got {min(lengths)}")
-    for option in ("decode", "questions", "tokens", "limit", "jobs"):
+    for option in ("decode", "samples", "questions", "tokens", "limit", "jobs"):
         number = getattr(asked, option)
         if number is not None and number < 1:
             raise UserError(f"[--{option}] must be at least 1; got {number}; choose a larger one")
@@ -85,6 +101,7 @@ def _spec(asked: SimpleNamespace) -> plan.Spec:
         tokens=asked.tokens,
         texts=tuple(asked.text),
         needles=needles,
+        samples=asked.samples,
         kinds=tuple(dict.fromkeys(kind.strip() for kind in asked.kinds.split(","))),
     )
     retrieval.check(options)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -19,6 +20,7 @@ CALIBRATES = 4  # one in this many topics of Python's documentation is for calib
 PARAGRAPH = 80  # characters; a paragraph at least this long in two topics counts as shared text
 PART = 1 << 16  # characters to encode at once, so that no more of a long file is read than needed
 BETWEEN = "\n\n"
+TEXTS = (".txt", ".md")  # files of a folder of texts
 _EMPTY_LINE = re.compile(r"\n\s*\n")
 
 
@@ -42,6 +44,7 @@ def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     if count < 1:
         raise UserError(f"[text] at least 1 token is needed; got {count}")
     if files:
+        files = expanded(files)
         name = ", ".join(Path(file).name for file in files)
         text = BETWEEN.join(_read(Path(file)) for file in files)
         return Text(name, _take(loaded, _parts(text), count, name))
@@ -61,6 +64,72 @@ def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     return Text(" + ".join(used), tokens)
 
 
+def evaluation_texts(loaded, count: int, most: int, files: Sequence[Path] = ()) -> list[Text]:
+    """Return up to `most` texts of `count` tokens each that have nothing in common, fewer where the
+    source has no more, but at least one.
+
+    files: the user's files, and folders of .txt and .md files; stretches of them in turn, files that
+    are too short are left out, and joined if all are. Otherwise as in `evaluation_tokens`: stories of
+    different seeds; or a kind of the corpus each, gone on with Python's documentation.
+    Raises UserError as that does.
+    """
+    if most < 1:
+        raise UserError(f"[--samples] at least 1 text is needed; got {most}")
+    if files:
+        return _stretches(loaded, count, most, expanded(files))
+    if loaded.embedded:
+        seeds = ["perplexity", *(f"perplexity-{i + 1}" for i in range(1, most))]
+        return [
+            Text(f"stories {i + 1}", story_tokens(loaded, count, seed))
+            for i, seed in enumerate(seeds)
+        ]
+    kinds = list(corpus.passages("evaluation").items())
+    more = _documentation()
+    out: list[Text] = []
+    for at in range(most):
+        kind, text = kinds[at] if at < len(kinds) else ("pydoc", "")
+        try:
+            out.append(Text(kind, _take(loaded, chain([text + BETWEEN], more), count, kind)))
+        except UserError:  # the documentation is read to its end
+            break
+    return out or [evaluation_tokens(loaded, count)]
+
+
+def _documentation() -> Iterator[str]:
+    """Yield evaluation's topics; reading them takes seconds, so that nothing is read before the first."""
+    for text in documentation("evaluation"):
+        yield text + BETWEEN
+
+
+def expanded(files: Sequence[Path]) -> list[Path]:
+    """Return files in place of folders: their .txt and .md files by name. Raises UserError."""
+    out: list[Path] = []
+    for path in map(Path, files):
+        found = sorted(f for f in path.iterdir() if f.suffix in TEXTS) if path.is_dir() else [path]
+        if not found:
+            raise UserError(f"[text] no {' or '.join(TEXTS)} file in this folder; got {path}")
+        out += found
+    return out
+
+
+def _stretches(loaded, count: int, most: int, files: list[Path]) -> list[Text]:
+    """Return the first stretch of each file, then the second of each, and so on."""
+    bos = getattr(loaded.tokenizer, "bos_token_id", None)
+    start = [] if bos is None else [bos]
+    own, rounds = count - len(start), -(-most // len(files))
+    by_file = []
+    for file in files:
+        tokens = _encode(loaded, _read(file), own * rounds) if own else []
+        by_file.append([tokens[i : i + own] for i in range(0, len(tokens), own)] if own else [[]])
+    out = [
+        Text(file.name if not turn else f"{file.name}, part {turn + 1}", [*start, *found[turn]])
+        for turn in range(rounds)
+        for file, found in zip(files, by_file, strict=True)
+        if turn < len(found) and len(found[turn]) == own
+    ]
+    return out[:most] or [evaluation_tokens(loaded, count, files)]
+
+
 def story_tokens(loaded, count: int, seed: str = "perplexity") -> list[int]:
     """Return `count` tokens of held-out stories, without BOS."""
     tokens, source = [], stories(Random(seed))
@@ -71,7 +140,7 @@ def story_tokens(loaded, count: int, seed: str = "perplexity") -> list[int]:
 
 def check(files: Sequence[Path]) -> None:
     """Raise UserError for the first of the user's files that cannot be read."""
-    for file in files:
+    for file in expanded(files):
         _read(Path(file))
 
 

@@ -1,5 +1,7 @@
 """KL divergence with the cache in the loop: zero against itself, ordered by bits, large if broken."""
 
+import json
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,7 +9,9 @@ import pytest
 from mlxkv.codec.codec import Codec
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence
+from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load
+from mlxkv.texts.sources import Text
 
 CONTEXT, DECODE = 384, 24
 
@@ -103,3 +107,31 @@ def test_shuffled_codes_are_far_off(arms, tokens, monkeypatch):
     broken = divergence.measure(arms, ["int4"], tokens, CONTEXT, lambda n: None)["int4"]
     # A random model hardly attends: on a trained one it is thousands (test_eval.py).
     assert broken["legs"]["decode"]["kl"]["mean"] > 4 * sound["legs"]["decode"]["kl"]["mean"]
+
+
+def test_texts_are_pooled_token_by_token(arms, tokens):
+    """Means over two texts are means over all their tokens; each text keeps its own."""
+    texts = [Text("one", tokens), Text("two", tokens[::-1])]
+    options = TaskOptions(contexts=(CONTEXT,), decode=DECODE)
+
+    def texts_of(count):
+        assert count == CONTEXT + DECODE + 1
+        return texts
+
+    parts = divergence.parts(arms, options, texts_of)
+    names = ["fp16", "int4"]
+    found = {f"{p.task}-{p.name}": p.run(arms, names, lambda n: None) for p in parts}
+    assert set(found) == {f"divergence-{CONTEXT}-1", f"divergence-{CONTEXT}-2"}
+    found = json.loads(json.dumps(found))  # as the store keeps them
+    out = divergence.pooled({"stages-384": {}, **found})
+    assert list(out) == ["stages-384", f"divergence-{CONTEXT}"]
+    both = out[f"divergence-{CONTEXT}"]["int4"]
+    own = [one["int4"]["legs"]["decode"] for one in found.values()]
+    assert [one["name"] for one in both["texts"]] == ["one", "two"]
+    assert [one["kl"] for one in both["texts"]] == [one["kl"]["mean"] for one in own]
+    decode = both["legs"]["decode"]
+    assert decode["tokens"] == 2 * DECODE
+    assert decode["kl"]["mean"] == pytest.approx(np.mean([one["kl"]["mean"] for one in own]))
+    assert decode["kl"]["max"] == pytest.approx(max(one["kl"]["max"] for one in own))
+    assert decode["ppl_base"] == pytest.approx(np.prod([one["ppl_base"] for one in own]) ** 0.5)
+    assert len(both["position"]["mean"]) == len(both["position"]["position"])

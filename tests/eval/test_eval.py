@@ -23,7 +23,7 @@ from mlxkv.models import load
 from mlxkv.models.calibration.fitting import known
 
 ROOT = Path(__file__).parents[2]
-SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, tokens=8, needles="plain")
+SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, tokens=8, needles="plain", samples=2)
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
         "--context",
         "512,640",
     ]
-    options = ["--decode", "8", "--questions", "1", "--tokens", "6", "--out", str(out), "--json"]
-    assert main([*command, *options, "--statistics"]) == 0
+    options = ["--decode", "8", "--questions", "2", "--tokens", "6", "--out", str(out), "--json"]
+    assert main([*command, *options, "--statistics", "--samples", "5"]) == 0
     printed = capsys.readouterr()
     brief = json.loads(printed.out.splitlines()[-1])
     assert set(brief["presets"]) == {"fp16", "int8", "int4/srft-int2+g32"}
@@ -55,11 +55,29 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
     assert set(row["retrieval"]) == {"single", "multi-key", "multi-query", "multi-value"}
     assert brief["presets"]["fp16"]["kl_mean"] == 0.0
     assert brief["presets"]["fp16"]["agreement"] == 1.0
+    check_intervals(row, brief)
     assert brief["windows"]["int8"] == brief["windows"]["int4/srft-int2+g32"]
     assert "====== KL divergence statistics ======" in printed.out
     data = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert "stages-512" in data["parts"] and data["machine"]["chip"]
     check_page((out / "report.html").read_text(encoding="utf-8"))
+
+
+def check_intervals(row: dict, brief: dict) -> None:
+    assert row["texts"] == 5 and row["documents"] == 2
+    assert row["kl_interval"][0] <= row["kl_mean"] <= row["kl_interval"][1]
+    assert row["top1_interval"][0] <= row["top1"] <= row["top1_interval"][1]
+    assert brief["presets"]["fp16"]["kl_interval"] == [0.0, 0.0]
+    low, high = row["retrieval_interval"]["single"]
+    assert 0 <= low <= row["retrieval"]["single"] <= high <= 1
+    (pair,) = brief["pairs"]["640"]
+    assert (pair["of"], pair["to"]) == ("int8", "int4/srft-int2+g32")
+    assert pair["told_apart"] and pair["kl_ratio_interval"][1] < 1
+    assert {name: one.get("letters") for name, one in brief["presets"].items()} == {
+        "fp16": None,
+        "int8": "a",
+        "int4/srft-int2+g32": "b",
+    }
 
 
 def check_page(text: str) -> None:
@@ -98,10 +116,12 @@ def test_a_killed_run_goes_on(spec, tmp_path, capsys):
     assert not calls
     assert "kept from before" in capsys.readouterr().err
     # A result that was cut while it was written, and one of another question, are done again.
-    victim = next((tmp_path / "parts").glob("*int4*"))
+    victim = next((tmp_path / "parts").glob("divergence-512-1-int4*"))
     victim.write_text(victim.read_text()[:100])
     assert Store(tmp_path).read(arms, parts[0], "int4") is None
-    assert Store(tmp_path).read(arms, parts[0], "fp16") == first["divergence-512"]["fp16"]
+    texts = [first[f"divergence-512-{i}"]["fp16"]["text"] for i in (1, 2)]
+    assert len(parts) == 2 and len(set(texts)) == 2
+    assert Store(tmp_path).read(arms, parts[0], "fp16") == first["divergence-512-1"]["fp16"]
     other = Part("divergence", "512", parts[0].run, 1, {"text": "another"})
     assert Store(tmp_path).read(arms, other, "fp16") is None
     assert workers.compute(spec, arms, parts, tmp_path) == first
@@ -129,7 +149,7 @@ def shuffled(encode):
 def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
     """A cache that works is green, on the trained model."""
     command = ["eval", "--kv", "int8", "--context", "512", "--tasks", "divergence", "--json"]
-    command += ["--decode", "32", "--jobs", "1", "--gate", "--out"]
+    command += ["--decode", "32", "--jobs", "1", "--samples", "5", "--gate", "--out"]
     assert main([*command, str(tmp_path / "sound")]) == 0
     sound = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
     assert sound["int8"]["verdict"] == sound["fp16"]["verdict"] == "green"
@@ -140,24 +160,52 @@ def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
     assert broken["int8"]["verdict"] == "red" and "KL" in broken["int8"]["reason"]
 
 
+FINE = {
+    "kl_mean": 1e-4,
+    "kl_interval": [5e-5, 3e-4],
+    "top1": 0.99,
+    "top1_interval": [0.98, 1.0],
+    "texts": 8,
+    "retrieval_lost": {"single": [0.0, -0.03, 0.03], "multi-query": [0.0, -0.02, 0.02]},
+    "retrieval_values": {"single": 128, "multi-query": 512},
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "colour"),
+    ("change", "colour", "reason"),
     [
-        ({}, "green"),
-        ({"kl_mean": 0.02}, "amber"),
-        ({"kl_mean": 0.2}, "red"),
-        ({"kl_mean": float("nan")}, "red"),
-        ({"top1": 0.96}, "amber"),
-        ({"top1": 0.8}, "red"),
-        ({"retrieval": {"single": 0.97, "multi-query": 0.94}}, "amber"),
-        ({"retrieval": {"single": 0.5, "multi-query": 1.0}}, "red"),
+        ({}, "green", ""),
+        ({"kl_mean": 0.02, "kl_interval": [0.011, 0.05]}, "amber", "mean KL 0.02 [0.011, 0.05]"),
+        ({"kl_mean": 0.2, "kl_interval": [0.11, 0.5]}, "red", "mean KL 0.2 [0.11, 0.5]"),
+        ({"kl_mean": 0.008, "kl_interval": [0.004, 0.02]}, "open", "green to amber; mean KL 0.008"),
+        ({"kl_mean": 0.05, "kl_interval": [0.004, 0.2]}, "open", "green to red; mean KL 0.05"),
+        ({"kl_mean": float("nan"), "kl_interval": None}, "red", "mean KL nan"),
+        ({"kl_interval": None, "texts": 3}, "open", "3 texts are too few for an interval"),
+        ({"kl_mean": 0.2, "kl_interval": None, "texts": 3}, "open", "3 texts are too few"),
+        ({"top1": 0.95, "top1_interval": [0.94, 0.96]}, "amber", "same top 95.0 % [94.0, 96.0]"),
+        ({"top1": 0.96, "top1_interval": [0.94, 0.98]}, "open", "green to amber; same top"),
+        ({"retrieval_lost": {"single": [0.06, 0.04, 0.09]}}, "amber", "single 6 points [4, 9]"),
+        ({"retrieval_lost": {"single": [0.5, 0.3, 0.7]}}, "red", "single 50 points [30, 70]"),
+        (
+            {"retrieval_lost": {"single": [0.0, -0.2, 0.2]}, "retrieval_values": {"single": 16}},
+            "green",
+            "16 values leave open up to 20 points below fp16 in retrieval",
+        ),
     ],
 )
-def test_verdicts(change, colour):
-    base = {"kl_mean": 0.0, "top1": 1.0, "retrieval": {"single": 1.0, "multi-query": 1.0}}
-    row = {**base, "kl_mean": 1e-4, **change}
-    found, reason = verdict.judge(row, base)
-    assert found == colour and bool(reason) == (colour != "green")
+def test_verdicts(change, colour, reason):
+    found, why = verdict.judge(FINE | change)
+    assert found == colour and reason in why and bool(why) == bool(reason)
+
+
+def test_verdicts_of_retrieval_alone_need_its_interval():
+    lost = {"single": [0.0, -0.02, 0.02]}
+    row = {"retrieval_lost": lost, "retrieval_values": {"single": 200}}
+    assert verdict.judge(row) == ("green", "")
+    lost["single"] = [0.0, -0.08, 0.08]
+    assert verdict.judge(row)[0] == "open" and "green to amber" in verdict.judge(row)[1]
+    lost["single"] = [0.5, 0.2, 0.7]
+    assert verdict.judge(row)[0] == "red"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +220,7 @@ def test_verdicts(change, colour):
         (["--needles", "hay"], ["[--needles]", "worlds"]),
         (["--decode", "0"], ["[--decode]", "at least 1"]),
         (["--questions", "-1"], ["[--questions]", "at least 1"]),
+        (["--samples", "0"], ["[--samples]", "at least 1"]),
         (["--text", "no-such-file.txt"], ["no-such-file.txt"]),
         (["--model", "no-such-model"], ["[--model]", "no-such-model"]),
         (["--calibration", "none.safetensors"], ["[calibration]", "none.safetensors"]),
@@ -255,6 +304,7 @@ def test_without_matplotlib_the_report_says_so(spec, tmp_path, same_blas, withou
         "import sys; sys.modules['matplotlib'] = None\n"
         "from mlxkv.cli import main\n"
         f"sys.exit(main(['eval', '--model', {spec.model!r}, '--tasks', 'divergence', '--decode', '8',"
+        f" '--samples', '1',"
         f" '--kv', 'int4', '--context', '512', '--out', {str(tmp_path)!r}]))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)

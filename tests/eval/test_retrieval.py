@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -28,7 +29,7 @@ HAYSTACKS = {
     "unseen": "344f4d0875dcda59",
     "mixed": "b3a1123869b27326",
 }
-SMALL = TaskOptions(contexts=(768,), questions=3)
+SMALL = TaskOptions(contexts=(768,), questions=3, samples=2)
 
 
 def words(text: str) -> int:
@@ -103,13 +104,15 @@ def test_spread_loses_nothing():
 
 
 def run(arms: Arms, options: TaskOptions = SMALL, kinds=KINDS) -> dict[str, dict]:
-    steps = []
-    out = {}
-    for part in retrieval.parts(arms, options):
-        if part.asks["kind"] in kinds:
-            out[part.asks["kind"]] = part.run(arms, arms.names, steps.append)
-    assert sum(steps) == len(out) * options.questions * len(arms.names)
-    return out
+    steps, options = [], replace(options, kinds=tuple(kinds))
+    found = {
+        f"{part.task}-{part.name}": part.run(arms, arms.names, steps.append)
+        for part in retrieval.parts(arms, options)
+    }
+    assert sum(steps) == len(kinds) * options.questions * len(arms.names)
+    out = retrieval.pooled(found | {"stages-768": {}})
+    assert out.pop("stages-768") == {}
+    return {next(iter(by_name.values()))["kind"]: by_name for by_name in out.values()}
 
 
 def test_int4_finds_what_full_precision_finds():
@@ -123,6 +126,8 @@ def test_int4_finds_what_full_precision_finds():
         assert 500 < exact["tokens"] < 768
         for result in (exact, small):
             assert result["kind"] == kind and result["questions"] == 3
+            values = [value for each in result["documents"] for value in each]
+            assert len(result["documents"]) == 2 and sum(values) / len(values) == result["values"]
             assert [each["depth"] for each in result["depths"]] == [0.1, 0.3, 0.5, 0.7, 0.9]
             right = sum(each["right"] for each in result["depths"])
             asked = sum(each["asked"] for each in result["depths"])
@@ -135,6 +140,15 @@ def test_a_broken_cache_is_found_out(monkeypatch):
     found = run(Arms(load("tiny"), ["int4"]), kinds=("multi-key",))["multi-key"]
     assert found["int4"]["values"] <= 0.5 < 0.9 <= found["fp16"]["values"]
     assert found["int4"]["likelihood"] < found["fp16"]["likelihood"] - 1
+
+
+@pytest.mark.parametrize(
+    ("questions", "samples", "asked"),
+    [(16, 8, [2] * 8), (3, 8, [1] * 3), (10, 4, [3, 3, 2, 2]), (40, 1, [14, 13, 13])],
+)
+def test_questions_are_dealt_over_documents(questions, samples, asked):
+    options = TaskOptions(questions=questions, samples=samples)
+    assert retrieval.asked_of(options) == asked
 
 
 @pytest.mark.parametrize("template", [True, False])

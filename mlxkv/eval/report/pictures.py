@@ -58,6 +58,11 @@ def _scatter(axis, rows: dict, key: str, label: str, methods: list[str] | None =
             label=name,
             zorder=3,
         )
+    for name, row in rows.items() if key == "kl_mean" else ():
+        if limits := row.get("kl_interval"):
+            index = (methods or list(curves)).index(method(name))
+            ends = [max(x, SMALLEST) for x in limits]
+            axis.vlines(row["bits_per_value"], *ends, color=f"C{index % 10}", linewidth=1)
     axis.set_yscale("log")
     axis.set_xlabel("bits per value in pages")
     axis.set_ylabel(label)
@@ -73,7 +78,10 @@ def bits(plt, data: dict) -> Iterator[Picture]:
         _scatter(axes[0], rows, "kl_mean", "mean KL (nats)")
         _scatter(axes[1], rows, "kl_p99", "99 % KL (nats)")
         axes[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
-        caption = f"{data['model']}, decoded after {context} tokens. Lower left is better."
+        caption = (
+            f"{data['model']}, decoded after {context} tokens. Lower left is better. Upright lines: 95 % "
+            "intervals over texts."
+        )
         yield f"Bits against KL divergence, {context} tokens", caption, plots.svg(figure)
 
 

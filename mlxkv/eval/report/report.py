@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from mlxkv import __version__, console
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.report import verdict
-from mlxkv.eval.tasks import subspace
+from mlxkv.eval.intervals import Interval
+from mlxkv.eval.report import compare, verdict
+from mlxkv.eval.report.compare import limits
+from mlxkv.eval.tasks import divergence, retrieval, subspace
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.eval.tasks.statistics import block
 from mlxkv.models.catalog.shapes import layers_of
@@ -21,17 +23,23 @@ def assemble(
     """Return everything in one tree. results: {"TASK-NAME": {arm: result}}.
 
     Stable keys: "model", "context" (the longest) and "presets", which holds the rows at that
-    context: "bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval" {kind: share}.
+    context: "bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval" {kind: share}. Intervals
+    stand beside them, as "kl_interval" [low, high]; "pairs" compares presets on the same texts.
     """
+    results = retrieval.pooled(divergence.pooled(results))
     contexts = sorted(options.contexts)
     rows = {
         context: {name: _row(arms, results, name, context) for name in arms.names}
         for context in contexts
     }
-    for by_name in rows.values():
+    pairs = {}
+    for context, by_name in rows.items():
+        if part := results.get(f"divergence-{context}"):
+            pairs[str(context)] = compare.pairs(part)
+            for name, found in compare.letters(part).items():
+                by_name[name]["letters"] = found
         for row in by_name.values():
-            base = by_name[BASELINE]
-            row["verdict"], row["reason"] = verdict.judge(row, base)
+            row["verdict"], row["reason"] = verdict.judge(row)
     return {
         "mlxkv": __version__,
         "model": arms.loaded.name,
@@ -44,12 +52,14 @@ def assemble(
         "options": {
             "decode": options.decode,
             "questions": options.questions,
+            "samples": options.samples,
             "tokens": options.tokens,
             "text": [path.name for path in options.texts],
             "needles": options.needles,
         },
         "presets": rows[contexts[-1]],
         "rows": {str(context): by_name for context, by_name in rows.items()},
+        "pairs": pairs,
         "parts": results,
     }
 
@@ -69,6 +79,7 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
             "prompt_kl_mean": prompt["kl"]["mean"],
             "prompt_kl_p99": prompt["kl"]["p99"],
             "kv_bytes": part[name]["kv_bytes"],
+            **compare.divergence(part[name]),
         }
     found = {
         kind: results[f"retrieval-{kind}-{context}"][name]["values"]
@@ -82,6 +93,8 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
         row["retrieval_values"] = {
             kind: sum(depth["asked"] for depth in part["depths"]) for kind, part in parts.items()
         }
+        base = {kind: results[f"retrieval-{kind}-{context}"][BASELINE] for kind in found}
+        row |= compare.retrieval(parts, base)
     if part := results.get("generation-agreement"):
         row["agreement"] = sum(part[name]["lengths"]) / sum(part[name]["of"])
     for part_name, key in (("answers", "right"), ("structured", "same")):
@@ -127,17 +140,18 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
     columns = ["preset", "bits", "in all"]
     makers = [lambda r: f"{r['bits_per_value']:.2f}", lambda r: f"{r['bits_with_windows']:.2f}"]
     if "ppl" in first:
-        columns += ["ppl", "KL mean", "KL 99 %", "top %", "prompt KL"]
+        columns += ["ppl", "KL mean [95 %]", "", "KL 99 %", "top %", "prompt KL"]
         makers += [
             lambda r: f"{r['ppl']:.4f}",
-            lambda r: f"{r['kl_mean']:.2g}",
+            lambda r: f"{r['kl_mean']:.2g}{limits(r.get('kl_interval'))}",
+            lambda r: r.get("letters", ""),
             lambda r: f"{r['kl_p99']:.2g}",
-            lambda r: f"{100 * r['top1']:.1f}",
-            lambda r: f"{r['prompt_kl_mean']:.2g}",
+            lambda r: f"{100 * r['top1']:.1f}{limits(r.get('top1_interval'), '.1f', 100)}",
+            lambda r: f"{r['prompt_kl_mean']:.2g}{limits(r.get('prompt_kl_interval'))}",
         ]
     for kind in first.get("retrieval", {}):
         columns.append(kind.replace("multi", "m"))
-        makers.append(lambda r, kind=kind: f"{100 * r['retrieval'][kind]:.1f}")
+        makers.append(lambda r, kind=kind: _found(r, kind, r is first))
     if "agreement" in first:
         columns.append("text")
         makers.append(lambda r: f"{100 * r['agreement']:.1f}")
@@ -153,6 +167,15 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
     columns.append("verdict")
     makers.append(lambda r: r["verdict"])
     return columns, [[name, *(make(row) for make in makers)] for name, row in rows.items()]
+
+
+def _found(row: dict, kind: str, is_first: bool) -> str:
+    """Format a share of right values; ~ if it is not told apart from full precision's."""
+    found = row.get("retrieval_interval", {}).get(kind)
+    lost = row.get("retrieval_lost", {}).get(kind)
+    alike = not is_first and lost is not None and Interval(*lost).holds(0.0)
+    text = f"{100 * row['retrieval'][kind]:.1f}{limits(found, '.0f', 100)}"
+    return f"{text} ~" if alike else text
 
 
 def reasons(data: dict, context: int) -> list[str]:
@@ -173,14 +196,23 @@ def notes(data: dict) -> list[str]:
         windows = f"each preset's own, {same}"
     return [
         f"bits: per stored value in pages; in all: of the whole cache, 16 bits outside; windows: {windows}",
-        f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one after the context; "
+        f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one after the context, "
+        f"means over {_texts(data)}; "
         "prompt KL: its second half, read in chunks; KL in nats against fp16 on the same tokens",
+        "[95 %]: from resampling texts or documents; presets that share a letter are not told apart: the "
+        "interval of their ratio on the same texts holds 1",
         f"single, m-: share of right values in percent, {options['questions']} questions of each kind "
-        f"({options['needles']}); answers: right ones; "
+        f"({options['needles']}), with the wider of Wilson's interval and that of resampled documents; ~: not "
+        "told apart from fp16's; answers: right ones; "
         "tools: tool calls written as fp16 writes them, in percent; "
         f"text: leading greedy tokens equal to fp16's in percent, of up to {options['tokens']} a prompt",
         f"verdict: {verdict.RULES}",
     ]
+
+
+def _texts(data: dict) -> str:
+    counts = {by_name[BASELINE].get("texts") for by_name in data["rows"].values()} - {None}
+    return f"{' or '.join(map(str, sorted(counts)))} texts" if counts else "texts"
 
 
 def show(data: dict, blocks: bool) -> None:

@@ -1,42 +1,82 @@
-"""Judge a preset as green, amber or red, by rules that the report prints."""
+"""Judge a preset as green, amber or red where its intervals allow it, by rules that the report prints."""
 
 from __future__ import annotations
 
-# The first rule that fails decides. Retrieval: points below fp16 in any kind.
+# The first rule that fails decides. Retrieval: the share below fp16 in any kind.
 LIMITS = {
-    "green": {"kl_mean": 0.01, "top1": 0.97, "retrieval": 0.03},
-    "amber": {"kl_mean": 0.1, "top1": 0.90, "retrieval": 0.10},
+    "green": {"kl": 0.01, "top1": 0.97, "retrieval": 0.03},
+    "amber": {"kl": 0.1, "top1": 0.90, "retrieval": 0.10},
 }
+OPEN = "open"
 RULES = (
-    "green: mean KL at most 0.01, same top at least 97 %, retrieval at most 3 points (or one value) below fp16; "
-    "amber: 0.1, 90 %, 10 points; red: worse"
+    "green: mean KL at most 0.01, same top at least 97 %, retrieval not shown to be more than 3 points below fp16; "
+    "amber: 0.1, 90 %, 10 points; red: worse; open: the 95 % intervals reach from one to another"
 )
 
 
-def judge(row: dict, base: dict) -> tuple[str, str]:
-    """Return (colour, reason) of a preset's row against fp16's; the reason names the broken rule.
+def judge(row: dict) -> tuple[str, str]:
+    """Return (colour, reason) of a preset's row; the reason names the broken rule, and what retrieval
+    leaves open.
 
-    "retrieval_values" in a row: how many values were asked for, so that one lost value is allowed.
+    A colour counts if both ends of the intervals of KL and of same top have it. Retrieval makes it worse
+    where the whole interval of what is lost lies above a limit: few questions show little.
     """
+    found = [_colour(row, end) for end in ("best", "worst")]
+    lost, shown = _lost(row)
+    order = [*LIMITS, "red"]
+    if "kl_mean" not in row:
+        found = (
+            [("green", "")] * 2 if lost <= LIMITS["green"]["retrieval"] else [shown, ("red", "")]
+        )
+    best, worst = (max(one, shown, key=lambda one: order.index(one[0])) for one in found)
+    if best[0] == worst[0]:
+        return best[0], best[1] or _left(row, lost, best[0])
+    why = worst[1] or f"retrieval: {_points(lost)} below fp16 are not excluded"
+    return OPEN, f"{best[0]} to {worst[0]}; {why}"
+
+
+def _colour(row: dict, end: str) -> tuple[str, str]:
+    """Return the colour, and the broken rule, of one end of the intervals of KL and same top."""
+    if "kl_mean" not in row:
+        return "green", ""
+    if row.get("kl_interval") is None and row["kl_mean"] == row["kl_mean"]:
+        few = f"{row.get('texts', 1)} texts are too few for an interval"
+        return ("green", "") if end == "best" else ("red", few)
+    low, high = row.get("kl_interval") or [row["kl_mean"]] * 2
+    least, most = row.get("top1_interval") or [row.get("top1", 1.0)] * 2
+    kl, top = (low, most) if end == "best" else (high, least)
     reason = ""
     for colour, limits in LIMITS.items():
-        failed = _failed(row, base, limits)
-        if failed is None:
+        if kl <= limits["kl"] and top >= limits["top1"]:
             return colour, reason
-        reason = failed
+        if not kl <= limits["kl"]:  # a NaN is red too
+            reason = f"mean KL {row['kl_mean']:.3g} [{low:.3g}, {high:.3g}]"
+        else:
+            reason = f"same top {100 * row['top1']:.1f} % [{100 * least:.1f}, {100 * most:.1f}]"
     return "red", reason
 
 
-def _failed(row: dict, base: dict, limits: dict) -> str | None:
-    """Return what breaks these limits, or None."""
-    kl = row.get("kl_mean", 0.0)
-    if not kl <= limits["kl_mean"]:  # a NaN is red too
-        return f"mean KL {kl:.3g}"
-    if row.get("top1", 1.0) < limits["top1"]:
-        return f"same top {100 * row['top1']:.1f} %"
-    for kind, share in row.get("retrieval", {}).items():
-        lost = base["retrieval"][kind] - share
-        asked = row.get("retrieval_values", {}).get(kind, 1000)
-        if lost > max(limits["retrieval"], 1 / asked) + 1e-9:
-            return f"{kind} {100 * lost:.0f} points below fp16"
-    return None
+def _lost(row: dict) -> tuple[float, tuple[str, str]]:
+    """Return the most that retrieval may have lost in any kind, and the colour that is shown by it, with
+    the broken rule."""
+    most, shown = 0.0, ("green", "")
+    for kind, (value, low, high) in row.get("retrieval_lost", {}).items():
+        most = max(most, high)
+        text = f"{kind} {_points(value)} [{100 * low:.0f}, {100 * high:.0f}] below fp16"
+        if low > LIMITS["amber"]["retrieval"]:
+            return most, ("red", text)
+        if low > LIMITS["green"]["retrieval"] and shown[0] == "green":
+            shown = "amber", text
+    return most, shown
+
+
+def _left(row: dict, lost: float, colour: str) -> str:
+    """Return what a verdict of KL says nothing about, or an empty string."""
+    if colour == "red" or lost <= LIMITS[colour]["retrieval"]:
+        return ""
+    asked = min(row.get("retrieval_values", {"": 0}).values())
+    return f"{asked} values leave open up to {_points(lost)} below fp16 in retrieval"
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.0f} points"

@@ -2,11 +2,12 @@
 
 prompt: a text is read in chunks, as a chat reads a prompt, and its second half is scored. decode:
 the text goes on token by token, and attention reads the stored cache. All arms read the same tokens
-with the same weights, in step with full precision.
+with the same weights, in step with full precision. Each of several texts is a part of its own.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -25,18 +26,59 @@ LOWEST = -1e30
 LEGS = ("prompt", "decode")
 
 
-def parts(arms: Arms, options: TaskOptions, text_of: Callable[[int], Text]) -> list[Part]:
-    """Return one part per context. text_of(count): the first tokens of the evaluation text."""
+def parts(arms: Arms, options: TaskOptions, texts_of: Callable[[int], list[Text]]) -> list[Part]:
+    """Return one part per context and text; `pooled` joins their results. texts_of(count): texts of
+    `count` tokens each, that have nothing in common."""
     out = []
     for context in options.contexts:
-        text = text_of(context + options.decode + 1)
+        for at, text in enumerate(texts_of(context + options.decode + 1)):
 
-        def run(arms: Arms, names: list[str], progress: Progress, text=text, context=context):
-            return measure(arms, names, text.tokens, context, progress)
+            def run(arms: Arms, names: list[str], progress: Progress, text=text, context=context):
+                found = measure(arms, names, text.tokens, context, progress)
+                return {name: {"text": text.name, **result} for name, result in found.items()}
 
-        asks = {"text": text.name, "tokens": text.tokens, "chunk": _chunk(arms)}
-        out.append(Part("divergence", str(context), run, context + options.decode, asks))
+            asks = {"text": text.name, "tokens": text.tokens, "chunk": _chunk(arms)}
+            name = f"{context}-{at + 1}"
+            out.append(Part("divergence", name, run, context + options.decode, asks))
     return out
+
+
+def pooled(results: dict[str, Results]) -> dict[str, Results]:
+    """Return results with one part per context, "divergence-2048", in place of one per text,
+    "divergence-2048-3". Of each arm it has `summary` of both legs over all tokens, and "texts": name and
+    means of each text, in one order for all arms."""
+    out: dict[str, Results] = {}
+    by_context: dict[str, list[Results]] = {}
+    for key, part in results.items():
+        if found := re.fullmatch(r"(divergence-\d+)-\d+", key):
+            out.setdefault(found[1], {})  # where its first text stood
+            by_context.setdefault(found[1], []).append(part)
+        else:
+            out[key] = part
+    for key, parts in by_context.items():
+        out[key] = {name: _pooled([part[name] for part in parts]) for name in parts[0]}
+    return out
+
+
+def _pooled(texts: list[dict]) -> dict:
+    scored = [{leg: Tokens.unpacked(one["scored"][leg]) for leg in LEGS} for one in texts]
+    means = np.mean([one["position"]["mean"] for one in texts], axis=0).tolist()
+    rest = {k: v for k, v in texts[0].items() if k not in ("scored", "text", "legs", "position")}
+    return rest | {
+        "legs": {leg: summary(joined([one[leg] for one in scored])) for leg in LEGS},
+        "position": texts[0]["position"] | {"mean": means},
+        "kv_bytes": max(one["kv_bytes"] for one in texts),
+        "texts": [
+            {
+                "name": one["text"],
+                "kl": one["legs"]["decode"]["kl"]["mean"],
+                "top1": one["legs"]["decode"]["same_top"],
+                "ppl_log_ratio": one["legs"]["decode"]["ppl_log_ratio"],
+                "prompt_kl": one["legs"]["prompt"]["kl"]["mean"],
+            }
+            for one in texts
+        ],
+    }
 
 
 def measure(
@@ -45,7 +87,8 @@ def measure(
     """Run both legs over tokens[:-1]; each token predicts the next. The prompt is tokens[:context].
 
     Returns per arm {"legs": {leg: `statistics.summary`}, "position": `statistics.by_position` of
-    KL, "kv_bytes": allocated after the prompt, "values": numbers in it, ...}.
+    KL, "scored": the tokens behind the legs, "kv_bytes": allocated after the prompt, "values": numbers in
+    it, ...}.
     """
     everyone = list(dict.fromkeys((BASELINE, *names)))
     scored: dict[str, dict[str, list[Tokens]]] = {n: {leg: [] for leg in LEGS} for n in names}
@@ -68,10 +111,12 @@ def measure(
     for name in names:
         prompt, decode = (joined(scored[name][leg]) for leg in LEGS)
         kl = np.concatenate([prompt.kl, decode.kl])
+        prompt = prompt[context // 2 :]
         out[name] = {
             "tokens": context,
             "chunk": _chunk(arms),
-            "legs": {"prompt": summary(prompt[context // 2 :]), "decode": summary(decode)},
+            "legs": {"prompt": summary(prompt), "decode": summary(decode)},
+            "scored": {"prompt": prompt.packed(), "decode": decode.packed()},
             "position": by_position(kl),
             "kv_bytes": held[name],
             "values": values,

@@ -19,8 +19,10 @@ class TaskOptions:
 
     contexts: tokens. decode: tokens decoded one by one after each context (divergence). questions:
     of each kind and context (retrieval); half as many in generation. tokens: greedy tokens per
-    prompt (generation). texts: the user's files, read instead of built-in text. needles: "worlds"
-    for models trained on `texts.worlds`, "plain" for all others. kinds: of questions (retrieval).
+    prompt (generation). texts: the user's files and folders, read instead of built-in text. needles:
+    "worlds" for models trained on `texts.worlds`, "plain" for all others. kinds: of questions
+    (retrieval). samples: texts of divergence, and documents of retrieval, that intervals are
+    resampled from.
     """
 
     contexts: tuple[int, ...] = (2048,)
@@ -30,6 +32,7 @@ class TaskOptions:
     texts: tuple[Path, ...] = ()
     needles: str = "worlds"
     kinds: tuple[str, ...] = KINDS
+    samples: int = 8
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import plain, planted, prompts
 from mlxkv.eval.questions.document import KINDS, Document, Question
 from mlxkv.eval.tasks import answers, greedy
-from mlxkv.eval.tasks.part import Part, Progress, Results, TaskOptions
+from mlxkv.eval.tasks.part import Part, Results, TaskOptions
 
 NEEDLES: dict[str, Callable] = {"worlds": planted.document, "plain": plain.document}
 SEED = "retrieval-1"  # count it up when texts or scores change
-PER_TEXT = 16  # questions of a kind about one text
+PER_TEXT = 16  # most questions of a kind about one text
 MARGIN = 200  # tokens of a context that question and answer may take
 SHORTEST = 512  # tokens with room for all kinds of facts, a question and its answer
 BINS = 5
@@ -32,27 +32,67 @@ START, PER_VALUE = 16, 32
 
 
 def parts(arms: Arms, options: TaskOptions) -> list[Part]:
-    """Return one part per kind and context. Raises UserError for options that cannot be used."""
+    """Return one part per context and document, which is read once for all kinds of questions; `pooled`
+    joins their results. Raises UserError for options that cannot be used."""
     check(options)
     made = texts(arms.loaded, options)
     return [
         Part(
             "retrieval",
-            f"{kind}-{context}",
-            partial(_run, made, kind, context, options),
-            options.questions,
+            f"{context}-{index + 1}",
+            partial(_run, made, context, index, options),
+            asked * len(options.kinds),
             {
                 "seed": SEED,
-                "kind": kind,
+                "kinds": options.kinds,
                 "context": context,
-                "questions": options.questions,
+                "document": index,
+                "questions": asked,
                 "needles": options.needles,
             },
-            str(context),
         )
         for context in options.contexts
-        for kind in options.kinds
+        for index, asked in enumerate(asked_of(options))
     ]
+
+
+def pooled(results: dict[str, Results]) -> dict[str, Results]:
+    """Return results with one part per kind and context, "retrieval-single-2048", in place of one per
+    document, "retrieval-2048-3"."""
+    out: dict[str, Results] = {}
+    by_context: dict[str, list[Results]] = {}
+    for key, part in results.items():
+        if found := re.fullmatch(r"retrieval-(\d+)-\d+", key):
+            by_context.setdefault(found[1], []).append(part)
+        else:
+            out[key] = part
+    for context, documents in by_context.items():
+        for kind in next(iter(documents[0].values()))["kinds"]:
+            out[f"retrieval-{kind}-{context}"] = {
+                name: _pooled(kind, int(context), [part[name] for part in documents])
+                for name in documents[0]
+            }
+    return out
+
+
+def _pooled(kind: str, context: int, documents: list[dict]) -> dict:
+    """Join one arm's results; "documents": of each, which values were found."""
+    found = [one["kinds"][kind] for one in documents]
+    right, likely, depths = (
+        [x for one in found for x in one[key]] for key in ("right", "likely", "depths")
+    )
+    return {
+        "kind": kind,
+        "context": context,
+        "tokens": documents[-1]["tokens"],
+        "questions": len(right),
+        "values": _mean([value for each in right for value in each]),
+        "every": _mean([all(each) for each in right]),
+        "likelihood": _mean([x for each in likely for value in each for x in value]),
+        "documents": [[value for each in one["right"] for value in each] for one in found],
+        "depths": _bins(depths, right, likely),
+        "kv_bytes": documents[-1]["kv_bytes"],
+    }
 
 
 def check(options: TaskOptions) -> None:
@@ -68,6 +108,13 @@ def check(options: TaskOptions) -> None:
         raise UserError(f"[context] must be at least {SHORTEST} tokens; got {short[0]}")
 
 
+def asked_of(options: TaskOptions) -> list[int]:
+    """Return how many questions of each kind are asked about each document."""
+    count = max(min(options.samples, options.questions), -(-options.questions // PER_TEXT))
+    least, more = divmod(options.questions, count)
+    return [least + (at < more) for at in range(count)]
+
+
 def texts(loaded, options: TaskOptions) -> Callable[[int, int], Document]:
     """Return a function (context, index) -> document, which makes each document once."""
 
@@ -77,30 +124,28 @@ def texts(loaded, options: TaskOptions) -> Callable[[int, int], Document]:
     @once
     def text(context: int, index: int) -> Document:
         rng = Random(f"{SEED}-{options.needles}-{context}-{index}")
-        ask = min(PER_TEXT, options.questions - index * PER_TEXT)
+        ask = asked_of(options)[index]
         return NEEDLES[options.needles](rng, context - MARGIN, ask, measure)
 
     return text
 
 
-def _run(made, kind: str, context: int, options: TaskOptions, arms, names, progress) -> Results:
+def _run(made, context: int, index: int, options: TaskOptions, arms, names, progress) -> Results:
     out = {}
     for name in names:
         with arms.attached(name) as loaded:
-            out[name] = _measure(arms, loaded, name, made, kind, context, options, progress)
+            document = made(context, index)
+            out[name] = _measure(arms, loaded, name, document, options, progress)
     return out
 
 
-def _measure(
-    arms: Arms, loaded, name: str, made, kind: str, context: int, options, progress: Progress
-) -> dict:
-    right: list[list[bool]] = []
-    likely: list[list[list[float]]] = []
-    asked: list[Question] = []
+def _measure(arms: Arms, loaded, name: str, document: Document, options, progress) -> dict:
+    """Return, by kind, of each question which values were found, how likely their tokens were, and how
+    deep they stood."""
+    begin = prompts.prefix(loaded, document.text)
+    kinds = {kind: {"right": [], "likely": [], "depths": []} for kind in options.kinds}
     tokens = nbytes = 0
-    for index in range(-(-options.questions // PER_TEXT)):
-        document = made(context, index)
-        begin = prompts.prefix(loaded, document.text)
+    for kind, rows in kinds.items():
         for question in document.of(kind):
             prompt = prompts.ask(loaded, document.text, question.question)
             head, rest = prompts.split(prompt, begin)
@@ -110,23 +155,10 @@ def _measure(
             found, log = answers.score(loaded, feed.branch(cache), rest, answer, question.values)
             if options.needles == "plain":
                 found = _found(loaded, feed.branch(cache), rest, question)
-            right.append(found)
-            likely.append(log)
-            asked.append(question)
+            for key, value in (("right", found), ("likely", log), ("depths", question.depths)):
+                rows[key].append(value)
             progress(1)
-    values = [value for each in right for value in each]
-    logs = [log for each in likely for value in each for log in value]
-    return {
-        "kind": kind,
-        "context": context,
-        "tokens": tokens,
-        "questions": len(asked),
-        "values": _mean(values),
-        "every": _mean([all(each) for each in right]),
-        "likelihood": _mean(logs),
-        "depths": _bins(asked, right, likely),
-        "kv_bytes": nbytes,
-    }
+    return {"tokens": tokens, "kv_bytes": nbytes, "kinds": kinds}
 
 
 def _found(loaded, cache: list, prompt: list[int], question: Question) -> list[bool]:
@@ -144,13 +176,13 @@ def _found(loaded, cache: list, prompt: list[int], question: Question) -> list[b
     return named(greedy.reply(loaded, cache, prompt, limit, done, line).text)
 
 
-def _bins(asked: list[Question], right: list, likely: list) -> list[dict]:
+def _bins(depths: list, right: list, likely: list) -> list[dict]:
     """Count asked and right values by the depth of their facts."""
     out = []
     for at in range(BINS):
         hits, logs = [], []
-        for question, found, log in zip(asked, right, likely, strict=True):
-            for depth, hit, each in zip(question.depths, found, log, strict=True):
+        for places, found, log in zip(depths, right, likely, strict=True):
+            for depth, hit, each in zip(places, found, log, strict=True):
                 if min(int(depth * BINS), BINS - 1) == at:
                     hits.append(hit)
                     logs += each

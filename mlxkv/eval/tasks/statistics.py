@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from math import sqrt
 
@@ -29,6 +30,16 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.nll)
+
+    def packed(self) -> dict[str, str]:
+        """Return the arrays as float32 in base64, for JSON."""
+        return {k: b64encode(x.astype("<f4").tobytes()).decode() for k, x in vars(self).items()}
+
+    @staticmethod
+    def unpacked(data: dict[str, str]) -> Tokens:
+        """Return what `packed` made, to float32."""
+        arrays = {k: np.frombuffer(b64decode(x), "<f4") for k, x in data.items()}
+        return Tokens(**{k: x.astype(np.float64) for k, x in arrays.items()})
 
     def __getitem__(self, part: slice) -> Tokens:
         return Tokens(*(x[part] for x in vars(self).values()))
