@@ -11,6 +11,7 @@ from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.eval import plan, workers
 from mlxkv.eval.arms import Arms
+from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.report import page, report
 from mlxkv.eval.tasks import harness, retrieval
 from mlxkv.eval.tasks.part import Part, TaskOptions
@@ -87,6 +88,10 @@ def _spec(asked: SimpleNamespace) -> plan.Spec:
         number = getattr(asked, option)
         if number is not None and number < 1:
             raise UserError(f"[--{option}] must be at least 1; got {number}; choose a larger one")
+    if asked.gate and asked.samples < LEAST:
+        raise UserError(
+            f"[--gate] needs intervals; got --samples {asked.samples}; choose {LEAST} or more"
+        )
     if asked.needles not in NEEDLES:
         choices = ", ".join(NEEDLES)
         raise UserError(f"[--needles] unknown; got {asked.needles!r}; choose from {choices}")

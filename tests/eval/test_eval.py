@@ -220,6 +220,7 @@ def test_verdicts_of_retrieval_alone_need_its_interval():
         (["--needles", "hay"], ["[--needles]", "worlds"]),
         (["--decode", "0"], ["[--decode]", "at least 1"]),
         (["--questions", "-1"], ["[--questions]", "at least 1"]),
+        (["--samples", "2", "--gate"], ["[--gate]", "5 or more"]),
         (["--samples", "0"], ["[--samples]", "at least 1"]),
         (["--text", "no-such-file.txt"], ["no-such-file.txt"]),
         (["--model", "no-such-model"], ["[--model]", "no-such-model"]),

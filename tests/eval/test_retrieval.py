@@ -137,7 +137,8 @@ def test_int4_finds_what_full_precision_finds():
 def test_a_broken_cache_is_found_out(monkeypatch):
     encode = Codec.encode
     monkeypatch.setattr(Codec, "encode", lambda self, x, way: encode(self, x[..., ::-1], way))
-    found = run(Arms(load("tiny"), ["int4"]), kinds=("multi-key",))["multi-key"]
+    one = replace(SMALL, samples=1)
+    found = run(Arms(load("tiny"), ["int4"]), one, ("multi-key",))["multi-key"]
     assert found["int4"]["values"] <= 0.5 < 0.9 <= found["fp16"]["values"]
     assert found["int4"]["likelihood"] < found["fp16"]["likelihood"] - 1
 

@@ -16,6 +16,7 @@ from mlxkv.texts import corpus, sources
 from mlxkv.texts.sources import (
     calibration_text,
     documentation,
+    evaluation_texts,
     evaluation_tokens,
     story_tokens,
 )
@@ -143,9 +144,49 @@ def test_bad_files_are_refused(tmp_path, data, message):
         evaluation_tokens(model(), 3, [good, bad])
 
 
-def test_a_folder_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"^\[text\] a folder is not a text; got "):
-        evaluation_tokens(model(), 3, [tmp_path])
+def test_a_folder_stands_for_its_texts(tmp_path):
+    with pytest.raises(UserError, match="no .txt or .md file in this folder"):
+        evaluation_tokens(model(), 5, [tmp_path])
+    for name in ("b.txt", "a.md", "ignored.json"):
+        (tmp_path / name).write_text(name[0] * 9)
+    assert decode(evaluation_tokens(model(bos=None), 12, [tmp_path]).tokens) == "a" * 9 + "\n\nb"
+    sources.check([tmp_path])
+
+
+def test_texts_of_files_are_stretches_in_turn(tmp_path):
+    for name, text in (("one", "abcdefghij"), ("two", "0123456"), ("short", "xy")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    files = [tmp_path / f"{name}.txt" for name in ("one", "two", "short")]
+    found = evaluation_texts(model(bos=None), 3, 5, files)
+    assert [(text.name, decode(text.tokens)) for text in found] == [
+        ("one.txt", "abc"),
+        ("two.txt", "012"),
+        ("one.txt, part 2", "def"),
+        ("two.txt, part 2", "345"),
+    ]
+    assert len(evaluation_texts(model(bos=None), 3, 2, files)) == 2
+    first = evaluation_texts(model(), 3, 1, files)[0]
+    assert first.tokens[0] == BOS and decode(first.tokens[1:]) == "ab"
+    (joined,) = evaluation_texts(model(bos=None), 12, 5, files)
+    assert decode(joined.tokens) == "abcdefghij\n\n"
+
+
+def test_built_in_texts_have_nothing_in_common():
+    count = 9000  # characters: longer than any kind of the corpus
+    found = evaluation_texts(model(bos=None), count, 8)
+    assert [text.name for text in found] == [*corpus.KINDS, "pydoc", "pydoc"]
+    texts = [decode(text.tokens) for text in found]
+    assert all(len(text) == count for text in texts)
+    parts = [part for text in texts for part in text.split("\n\n")[:-1] if len(part) > 120]
+    assert len(set(parts)) > 0.97 * len(parts) > 20  # topics of Python repeat some paragraphs
+    for kind, text in zip(corpus.KINDS, texts, strict=False):
+        assert text.startswith(corpus.passages("evaluation")[kind][:500])
+
+
+def test_embedded_models_read_several_stories(no_documentation):
+    found = evaluation_texts(model("tiny"), 200, 3)
+    assert found[0].tokens == story_tokens(model("tiny"), 200)
+    assert len({tuple(text.tokens) for text in found}) == 3
 
 
 @pytest.mark.parametrize("count", [0, -1])

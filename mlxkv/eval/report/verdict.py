@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 # The first rule that fails decides. Retrieval: the share below fp16 in any kind.
 LIMITS = {
     "green": {"kl": 0.01, "top1": 0.97, "retrieval": 0.03},
@@ -25,9 +27,8 @@ def judge(row: dict) -> tuple[str, str]:
     lost, shown = _lost(row)
     order = [*LIMITS, "red"]
     if "kl_mean" not in row:
-        found = (
-            [("green", "")] * 2 if lost <= LIMITS["green"]["retrieval"] else [shown, ("red", "")]
-        )
+        fits = (colour for colour, limits in LIMITS.items() if lost <= limits["retrieval"])
+        found = [("green", ""), (next(fits, "red"), "")]
     best, worst = (max(one, shown, key=lambda one: order.index(one[0])) for one in found)
     if best[0] == worst[0]:
         return best[0], best[1] or _left(row, lost, best[0])
@@ -39,7 +40,7 @@ def _colour(row: dict, end: str) -> tuple[str, str]:
     """Return the colour, and the broken rule, of one end of the intervals of KL and same top."""
     if "kl_mean" not in row:
         return "green", ""
-    if row.get("kl_interval") is None and row["kl_mean"] == row["kl_mean"]:
+    if row.get("kl_interval") is None and isfinite(row["kl_mean"]):
         few = f"{row.get('texts', 1)} texts are too few for an interval"
         return ("green", "") if end == "best" else ("red", few)
     low, high = row.get("kl_interval") or [row["kl_mean"]] * 2
