@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from cuda_track.codec import transform
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, balance
@@ -35,11 +36,13 @@ SINK = 64  # first tokens of a window, which presets keep exact
 
 @dataclass
 class Moments:
-    """Sums of one layer, [G, D, D] float64. output: how errors in values weigh, [G, D, D], or None."""
+    """Sums of one layer, [G, D, D] float64. peaks: [G, D] by side, of the channels after SRFT. output: how
+    errors in values weigh, [G, D, D], or None."""
 
     kv_heads: int
     sums: dict[str, np.ndarray] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, np.ndarray] = field(default_factory=dict)
     output: np.ndarray | None = None
 
     def add(self, call: Call) -> None:
@@ -47,6 +50,10 @@ class Moments:
         self._add("values", call.out)
         self._add("stored keys", call.keys[:, :, SINK:])
         self._add("stored values", call.values[:, :, SINK:])
+        for side, x in zip(SIDES, (call.keys, call.values), strict=True):
+            if x.shape[2] > SINK:
+                found = peaks(x[:, :, SINK:]).cpu().numpy()
+                self.peaks[side] = np.maximum(self.peaks.get(side, found), found)
         if self.output is None and call.output is not None:
             squares = call.output.double() @ call.output.double().mT
             dims = squares.shape[-1]
@@ -72,6 +79,11 @@ def second_moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     rows = x.float().reshape(x.shape[0], kv_heads, -1, x.shape[3])
     rows = rows.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[3])
     return rows.mT @ rows
+
+
+def peaks(x: torch.Tensor) -> torch.Tensor:
+    """The largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
+    return transform.make("srft", x.shape[-1], 0, x.device).store(x).abs().amax((0, 2))
 
 
 def calibrate(
@@ -134,7 +146,11 @@ def _basis(moments: Moments, side: str, where: str) -> Basis:
     mean = moments.mean(side, where)
     values, vectors, floored = matrices.eigenbasis(mean)
     pair = _balance(moments, side, where, mean)
-    return Basis(values.astype(np.float32), vectors.astype(np.float32), floored, balance=pair)
+    found = moments.peaks.get(side)
+    if found is not None:
+        found = np.where(found > 0, found, 1.0).astype(np.float32)
+    values, vectors = values.astype(np.float32), vectors.astype(np.float32)
+    return Basis(values, vectors, floored, balance=pair, peaks=found)
 
 
 def _balance(moments: Moments, side: str, where: str, queries: np.ndarray) -> Balance:

@@ -46,7 +46,7 @@ def encode(spec: Affine, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     dims = x.shape[-1]
     g = _grouped(clip_rows(x.float(), spec.clip_rank(dims)), spec, page)
     if spec.symmetric:
-        stored, codes = _symmetric(spec, g)
+        stored, codes = _symmetric(spec, g, page)
     else:
         stored, codes = _min_max(spec, g)
     return {"codes": packing.pack(_ungrouped(codes, spec, dims), spec.bits), **stored}
@@ -60,9 +60,14 @@ def _min_max(spec: Affine, g: torch.Tensor) -> tuple[dict[str, torch.Tensor], to
     return {"scale": scale, "bias": bias}, codes
 
 
-def _symmetric(spec: Affine, g: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    middle = 2 ** (spec.bits - 1)
-    scale = half(g.abs().amax(-1) / (middle - 1), HALF_MAX / middle)
+def _symmetric(
+    spec: Affine, g: torch.Tensor, page: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    middle, most = 2 ** (spec.bits - 1), g.abs().amax(-1)
+    if spec.shared:  # by all kv heads and tokens of a page: [B, G, T, 1]
+        pages = most.unflatten(2, (-1, page))
+        most = pages.amax((1, 3), keepdim=True).expand_as(pages).flatten(2, 3)
+    scale = half(most / (middle - 1), HALF_MAX / middle)
     step = scale.float()[..., None]
     codes = ((g + middle * step) / step.where(step > 0, 1.0)).round().clamp(1, 2 * middle - 1)
     return {"scale": scale}, codes.where(step > 0, middle)  # a group of zeros: the middle code

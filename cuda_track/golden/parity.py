@@ -30,6 +30,7 @@ METHODS = {
     "oja": "OjaKV, SnapKV",
     "oscar": "OSCAR",
     "balanced": "balanced",
+    "scaled": "SRFT with scales",
     "learned": "learning",
 }
 Key = tuple[str, str]  # table, case

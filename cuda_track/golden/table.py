@@ -12,7 +12,7 @@ from cuda_track.cache import adaptive, choose, following, runs
 from cuda_track.cache.attention import attend
 from cuda_track.cache.runs import Segments
 from cuda_track.cache.view import CodePages, View
-from cuda_track.calibrate import second_moment
+from cuda_track.calibrate import peaks, second_moment
 from cuda_track.codec import dual_scale, packing, polar_tree, transform
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.maps import LayerMaps
@@ -67,6 +67,9 @@ class TorchTable(Table):
 
     def causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def peaks(self, x: torch.Tensor) -> torch.Tensor:
+        return peaks(x)
 
     def moment(self, rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
         return second_moment(rows, kv_heads)

@@ -101,6 +101,8 @@ def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
     """Why Triton does not read a side, or None."""
     if not isinstance(spec, Affine):
         return "only affine codes have a Triton kernel yet"
+    if spec.shared:
+        return "a scale that kv heads share has no Triton kernel"
     if spec.axis == "channel" and not keys:
         return "values with scales per channel have no Triton kernel"
     if dims not in DIMS:

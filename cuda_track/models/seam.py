@@ -170,7 +170,7 @@ def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None,
         return given, mark
     if given is not None:
         return artifact.read(given), mark
-    return (artifact.find(mark, path, config.balanced or config.low) if mark else None), mark
+    return (artifact.find(mark, path, config) if mark else None), mark
 
 
 def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCache:

@@ -74,7 +74,9 @@ def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
     top = 2**spec.bits - 1
     middle = 2 ** (spec.bits - 1)
     if spec.symmetric:
-        scale = half(mx.abs(g).max(-1) / (middle - 1), HALF_MAX / middle)
+        most = mx.abs(g).max(-1)
+        most = _of_pages(most, page) if spec.shared else most
+        scale = half(most / (middle - 1), HALF_MAX / middle)
         bias, low = scale.astype(mx.float32) * -middle, 1
     else:
         stored_bias = half(g.min(-1))
@@ -88,6 +90,12 @@ def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
     words = packing.pack(_ungrouped(codes, spec.axis, x.shape[-1]).astype(mx.uint32), spec.bits)
     stored = {"codes": words, "scale": scale}
     return stored if spec.symmetric else {**stored, "bias": stored_bias}
+
+
+def _of_pages(most: mx.array, page: int) -> mx.array:
+    """The maximum over the kv heads and tokens of each page, [B, G, T, 1], for every one of them."""
+    pages = most.reshape(*most.shape[:2], -1, page)
+    return mx.broadcast_to(pages.max((1, 3), keepdims=True), pages.shape).reshape(most.shape)
 
 
 def _bias(spec: Affine, stored: dict[str, mx.array]) -> mx.array:

@@ -10,13 +10,14 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import numpy as np
 
+from mlxkv.codec import transform
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, layers
-from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.layers import Kinds
-from mlxkv.formats.config import CALIBRATED, PCA
+from mlxkv.formats.config import CALIBRATED, PCA, SCALED
 from mlxkv.formats.lowrank import LowRank
 
 ROTATED: Kinds = (CALIBRATED, CALIBRATED)
@@ -26,8 +27,8 @@ ROTATED: Kinds = (CALIBRATED, CALIBRATED)
 class LayerMaps:
     """The transforms of one layer: of keys and of values, [D, D] or [G, D, D], or of lower rank.
 
-    digest: of the calibration, "" for none. layer: its name there. kinds: of keys and values, "oscar",
-    "balanced" or "learned". folded: the weights of the model already apply the value map, so values
+    digest: of the calibration, "" for none. layer: its name there. kinds: `Side.kind` of keys and
+    values. folded: the weights of the model already apply the value map, so values
     arrive in the stored domain.
     """
 
@@ -79,9 +80,20 @@ def of(
         key = (calibration.digest, name, kinds, False)
         made = _at_hand.get(key)
         if made is None:
-            sides = (_pair(*pair) for pair in layers.pairs(calibration, kinds, name))
-            made = _at_hand[key] = LayerMaps(*sides, *key)
+            made = _at_hand[key] = LayerMaps(*_sides(calibration, kinds, name), *key)
         out[name] = made
+    return out
+
+
+def _sides(calibration: Calibration, kinds: Kinds, name: str) -> list[Transform]:
+    """The transforms of keys and of values of the layer `name`."""
+    layer, out = calibration.layers[name], []
+    both = zip(kinds, SIDES, layers.pairs(calibration, kinds, name), strict=True)
+    for kind, side, pair in both:
+        scaled = kind == SCALED
+        out.append(
+            _scaled(layers.channel_scale(getattr(layer, side).peaks)) if scaled else _pair(*pair)
+        )
     return out
 
 
@@ -156,6 +168,8 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
         return _turn(turn[..., :rank])
     if kind == CALIBRATED:
         return _turn(turn)
+    if kind == SCALED:
+        return _scaled(2 ** np.cos(np.arange(dims)))
     # Stretched by 1/2 to 2 between two rotations, so that `up` is far from the transpose.
     stretch = 2 ** np.linspace(-1, 1, dims)
     other = matrices.random_basis(heads, dims, dims + 1)
@@ -165,6 +179,11 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
 def _turn(down: np.ndarray) -> Transform:
     """The transform of orthonormal columns [G, D, D] (or [G, D, R]), or [1, D, D] for all heads."""
     return _pair(down, down.swapaxes(-1, -2))
+
+
+def _scaled(scale: np.ndarray) -> Transform:
+    """SRFT with a scale [D] per channel, whose butterflies sealing may use."""
+    return transform.make(transform.SRFT, len(scale), 0).scaled(mx.array(scale.astype(np.float32)))
 
 
 def _pair(down: np.ndarray, up: np.ndarray) -> Transform:

@@ -16,7 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.formats import matrices
+from mlxkv.formats.config import SCALED
 from mlxkv.formats.matrices import signs
+
+SRFT = "srft"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +27,8 @@ class Transform:
     """down: [D, R] or [G, D, R]; up: [R, D] or [G, R, D]; float32.
 
     kind: name of the fast form that sealing may use in place of `down`, "" for none. table: its
-        constants, float32: D signs with the norm and, for "srft", (cos, -sin) of D steps of a circle.
+        constants, float32: D signs with the norm; for "srft" (cos, -sin) of D steps of a circle, too; for
+        "srft-scaled" then D scales.
     """
 
     down: mx.array
@@ -58,10 +62,12 @@ class Transform:
 
     def scaled(self, scale: mx.array) -> Transform:
         """With a per-channel scale [R] (or [G, 1, R]) after it: SRFT paper, section 7.1."""
-        return Transform(
-            self.down * scale,
-            self.up / scale.swapaxes(-1, -2) if scale.ndim > 1 else self.up / scale[:, None],
-        )
+        if scale.ndim > 1:
+            return Transform(self.down * scale, self.up / scale.swapaxes(-1, -2))
+        pair = self.down * scale, self.up / scale[:, None]
+        if self.kind != SRFT:
+            return Transform(*pair)
+        return Transform(*pair, SCALED, mx.concatenate([self.table, scale]))
 
 
 def kept_with(make: Callable) -> Callable:
@@ -99,7 +105,7 @@ def srft(dims: int, seed: int) -> Transform:
     """Sign-randomised real FFT, packed as (DC, Nyquist), then sqrt(2) (cos, -sin) per bin."""
     sign, circle = signs(dims, seed), np.exp(-2j * np.pi * np.arange(dims) / dims)
     table = np.concatenate([sign / np.sqrt(2 * dims), circle.view(np.float64)])
-    return _orthogonal(sign[:, None] * matrices.fourier(dims), "srft", table)
+    return _orthogonal(sign[:, None] * matrices.fourier(dims), SRFT, table)
 
 
 def random(dims: int, seed: int) -> Transform:
@@ -108,14 +114,14 @@ def random(dims: int, seed: int) -> Transform:
     return Transform(mx.array(down), mx.array(np.ascontiguousarray(down.T)))
 
 
-MAKERS = {"hadamard": hadamard, "srft": srft, "random": random}
+MAKERS = {"hadamard": hadamard, SRFT: srft, "random": random}
 
 
 @cache
 def make(name: str, dims: int, seed: int) -> Transform | None:
     """The transform called `name`, shared by all layers of these dims; None for "none".
 
-    Raises UserError for "oscar", "balanced" and "learned", whose matrices come from a calibration
+    Raises UserError for calibrated ones such as "oscar", whose matrices come from a calibration
     (`mlxkv.codec.maps`).
     """
     if name == "none":

@@ -37,6 +37,7 @@ METHODS, METHOD_DIMS = (
         "turbo-int3+qjl",
         "polar-tree+online",
         "kivi-int2",
+        "srft-scaled-int4",
         "kvarn-int4",
         "polar",
         "static-0.75",

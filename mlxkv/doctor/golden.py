@@ -19,7 +19,7 @@ from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
 from mlxkv.models.calibration import learn, parametrization
-from mlxkv.models.calibration.measure import second_moment
+from mlxkv.models.calibration.measure import peaks, second_moment
 from mlxkv.spec.bounds import BOUNDS, LEARNED_SPEC, Row, read, rms
 from mlxkv.spec.rows import Attention, Stored, Table, keys, shared_rows
 
@@ -63,6 +63,9 @@ class MLXTable(Table):
     def causal(self, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         scale = q.shape[-1] ** -0.5
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+
+    def peaks(self, x: mx.array) -> mx.array:
+        return peaks(x)
 
     def moment(self, rows: mx.array, kv_heads: int) -> mx.array:
         return second_moment(rows, kv_heads)

@@ -112,13 +112,13 @@ class Arms:
         """Return the calibration of an arm: its own or the model's; None if it needs none."""
         if not self.configs[name].calibrated:
             return None
-        if name not in self.calibrations:
-            balanced = self.configs[name].balanced or self.configs[name].low
-            if self._own is None or (balanced and not self._own.balanced):
-                # Read the model's file only until it has been found.
-                self._own = known(self.loaded.model, balanced) or self._own
-            return None if balanced and self._own and not self._own.balanced else self._own
-        return self.calibrations[name]
+        if name in self.calibrations:
+            return self.calibrations[name]
+        config = self.configs[name]
+        if self._own is None or not self._own.serves(config):
+            # Read the model's file only until it has been found.
+            self._own = known(self.loaded.model, config) or self._own
+        return self._own if self._own and self._own.serves(config) else None
 
     def stored(self, name: str, cache: list) -> int:
         """Return the allocated bytes of the layers that grow with the context."""

@@ -15,6 +15,7 @@ from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.report import page, report
 from mlxkv.eval.tasks import harness, retrieval
 from mlxkv.eval.tasks.part import Part, TaskOptions
+from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine
 from mlxkv.metal.gpu import backends
@@ -41,9 +42,7 @@ def run(asked: SimpleNamespace) -> int:
     console.note("\n".join(arms.loaded.report()))
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
     if calibrated:  # make a calibration once, before several processes need it
-        with arms.attached(
-            max(calibrated, key=lambda name: arms.configs[name].balanced or arms.configs[name].low)
-        ):
+        with arms.attached(max(calibrated, key=lambda name: _demand(arms.configs[name]))):
             pass
     console.note(cost(parts, arms))
     results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(asked.model))
@@ -75,6 +74,11 @@ def cost(parts: list[Part], arms: Arms) -> str:
         said.append(f"{len(documents)} documents of {tokens} tokens in all")
     caches = f"by {len(arms.names)} caches" if said else f"{len(arms.names)} caches"
     return f"to read: {' and '.join(said)}, {caches}; --samples 5 reads less" if said else caches
+
+
+def _demand(config: CacheConfig) -> tuple[bool, bool]:
+    """How much a calibration has to hold for it: what older files lack comes first."""
+    return config.scaled, bool(config.balanced or config.low)
 
 
 def _spec(asked: SimpleNamespace) -> plan.Spec:

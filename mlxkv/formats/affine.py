@@ -46,6 +46,8 @@ class Affine:
         stored bias. Otherwise min-max with a stored bias.
     clip: share of a token's stored dims, by absolute value, that stay below the limit (OSCAR: keys .96,
         values .92); the others are clipped to it. 1 clips nothing. Axis "token" only.
+    shared: all tokens of a page and all kv heads share one abs-max scale (per-tensor scaling, SRFT paper,
+        section 4.1); every token holds it, so that kernels read it as they read group 0.
     """
 
     bits: int
@@ -53,6 +55,7 @@ class Affine:
     symmetric: bool = False
     axis: Literal["token", "channel"] = "token"
     clip: float = 1.0
+    shared: bool = False
     outer: ClassVar[bool] = False  # no second scale, unlike KVarN
 
     def __post_init__(self):
@@ -71,8 +74,15 @@ class Affine:
                 f"got {self.axis!r}"
             )
 
+        if self.shared and (
+            not self.symmetric or self.group or self.axis != "token" or self.clip < 1
+        ):
+            raise UserError(f"[Affine] shared is for abs-max codes of group 0 alone; got {self}")
+
     @property
     def label(self) -> str:
+        if self.shared:
+            return f"int{self.bits} symmetric, a scale per page"
         shape = "symmetric" if self.symmetric else "min-max"
         clip = f", clip {self.clip:g}".replace(" 0.", " .") if self.clip < 1 else ""
         return f"int{self.bits} {shape}, group {self.group or 'all'} per {self.axis}{clip}"
@@ -86,7 +96,7 @@ class Affine:
     def format(self, dims: int, page: int) -> str:
         """Return the key of a searched clip: "int2 g64", also for group 128 of 64 dims."""
         size = f"int{self.bits} g{self.group_size(dims, page)}"
-        return size + (" symmetric" if self.symmetric else "")
+        return size + (" symmetric" if self.symmetric else "") + (" shared" if self.shared else "")
 
     def clip_rank(self, dims: int) -> int:
         """Return which absolute value of a token is the limit, counted from the largest; 1 clips nothing."""

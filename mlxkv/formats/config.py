@@ -16,10 +16,11 @@ from mlxkv.formats.lowrank import Half, LowRank
 from mlxkv.formats.tile import DualScale, Polar
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
+SCALED = "srft-scaled"  # SRFT, then a calibrated scale per channel
 PAIRED = (BALANCED, LEARNED)  # calibrated maps that are not rotations
 PCA = "pca"  # fewer dims, from a calibration
 SPREAD = "hadamard-srft"  # Hadamard, or srft for head dims that are not a power of two
-TRANSFORMS = ("none", "hadamard", "srft", SPREAD, "random", CALIBRATED, *PAIRED, PCA)
+TRANSFORMS = ("none", "hadamard", "srft", SPREAD, "random", CALIBRATED, *PAIRED, SCALED, PCA)
 
 
 Quantizer = Full | Half | Affine | Codebook | PolarTree | DualScale | Polar
@@ -33,8 +34,8 @@ class Side:
         head dim), "hadamard-srft" (hadamard where it exists, else srft), "random" (a dense random
         rotation, every head dim); or, per kv head from `mlxkv calibrate`, "oscar" (a rotation),
         "balanced" (an invertible map), "pca" (fewer dims, by `low`) and, with --learn, "learned" (SRFT,
-        then a map trained with Adam).
-    seed: seed of the transform's random signs or matrix.
+        then a map trained with Adam); or, per layer, "srft-scaled" (SRFT, then a scale per channel).
+    seed: seed of the transform's random signs or matrix; 0 for "srft-scaled", whose scales belong to it.
     own_clip: keep this clip, even where one was searched for the model.
     low: the rank, for "pca" alone.
     """
@@ -53,11 +54,13 @@ class Side:
             )
         if (self.transform == PCA) != (self.low is not None):
             raise UserError(f'[Side] "{PCA}" and low go together; got {self.transform!r}')
+        if self.transform == SCALED and self.seed:
+            raise UserError(f"[Side] scales are calibrated for seed 0; got {self.seed}")
 
     @property
     def calibrated(self) -> bool:
         """Whether its transform comes from a calibration of the model."""
-        return self.transform in (CALIBRATED, *PAIRED, PCA)
+        return self.transform in (CALIBRATED, *PAIRED, SCALED, PCA)
 
     @property
     def kind(self) -> str:
@@ -81,13 +84,13 @@ class Side:
     def searchable(self) -> bool:
         """Whether a calibration may search the clip."""
         spec = self.quantizer
-        affine = isinstance(spec, Affine) and spec.axis == "token"
+        affine = isinstance(spec, Affine) and spec.axis == "token" and not spec.shared
         return self.calibrated and affine and not self.own_clip and self.low is None
 
     def format(self, dims: int, page: int) -> str:
-        """Return the key of a searched clip: `Affine.format`, after "balanced " or "learned " for such a
-        side."""
-        prefix = f"{self.transform} " if self.transform in PAIRED else ""
+        """Return the key of a searched clip: `Affine.format`, after "balanced ", "learned " or
+        "srft-scaled " for such a side."""
+        prefix = f"{self.transform} " if self.transform in (*PAIRED, SCALED) else ""
         return prefix + self.quantizer.format(dims, page)
 
     def clipped(self, clip: float) -> Side:
@@ -199,6 +202,11 @@ class CacheConfig:
         return LEARNED in (self.keys.transform, self.values.transform)
 
     @property
+    def scaled(self) -> bool:
+        """Whether a side needs scales per channel, which older calibrations lack."""
+        return SCALED in (self.keys.transform, self.values.transform)
+
+    @property
     def fitted(self) -> tuple[str, str]:
         """`Side.kind` of keys and values; "oscar" stands for a side that is not calibrated."""
         sides = (self.keys, self.values)
@@ -249,6 +257,8 @@ class CacheConfig:
             data[name]["quantizer"]["method"] = type(getattr(self, name).quantizer).__name__.lower()
             if data[name]["low"] is None:  # as in files from before low rank
                 del data[name]["low"]
+            if not data[name]["quantizer"].get("shared", True):  # as in files from before it
+                del data[name]["quantizer"]["shared"]
         if self.keep == 1:
             del data["keep"], data["whole_pages"]
         return data

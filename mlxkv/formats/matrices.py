@@ -63,6 +63,11 @@ def fourier(dims: int) -> np.ndarray:
     return out / np.sqrt(dims)
 
 
+def srft(dims: int, seed: int = 0) -> np.ndarray:
+    """Return the sign-randomised `fourier` [D, D]. Spec: `mlxkv.spec.affine.srft`."""
+    return signs(dims, seed)[:, None] * fourier(dims)
+
+
 def eigenbasis(moments: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """Decompose symmetric [G, D, D] into eigenvalues [G, D], ascending, and eigenvectors [G, D, D], one per
     column. The third result counts the eigenvalues below float32 resolution, which are raised to a floor."""
@@ -95,7 +100,7 @@ def compose(vectors: np.ndarray, parts: str = PARTS) -> np.ndarray:
         return vectors @ ordered(dims)
     if dims & (dims - 1) == 0:
         return vectors @ hadamard(dims)
-    return vectors @ (signs(dims, 0)[:, None] * fourier(dims))
+    return vectors @ srft(dims)
 
 
 def ordered(dims: int) -> np.ndarray:

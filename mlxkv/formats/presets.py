@@ -11,6 +11,7 @@ from mlxkv.formats.config import (
     CALIBRATED,
     LEARNED,
     PCA,
+    SCALED,
     SPREAD,
     CacheConfig,
     Quantizer,
@@ -25,6 +26,11 @@ FULL = Side(Full())
 def _both(bits: int, transform: str, group: int = 64, symmetric: bool = False) -> CacheConfig:
     side = Side(Affine(bits, group, symmetric), transform)
     return CacheConfig(side, side)
+
+
+def _scaled(bits: int, group: int = 32) -> CacheConfig:
+    """Abs-max codes behind SRFT and a calibrated scale per channel: the SRFT paper's deployment kernel."""
+    return _both(bits, SCALED, group, symmetric=True)
 
 
 def _oscar(
@@ -120,11 +126,22 @@ PRESETS: dict[str, CacheConfig] = {
     "hadamard-int4": _both(4, "hadamard"),
     "hadamard-int3": _both(3, "hadamard"),
     "hadamard-int2": _both(2, "hadamard"),
-    # Sign-randomised FFT, abs-max per group of 32 (SRFT paper, section 7.1).
+    # Sign-randomised FFT, abs-max codes per group of 32 (SRFT paper, section 3, its kernel g32).
     "srft-int8": _both(8, "srft", group=32, symmetric=True),
     "srft-int4": _both(4, "srft", group=32, symmetric=True),
     "srft-int3": _both(3, "srft", group=32, symmetric=True),
     "srft-int2": _both(2, "srft", group=32, symmetric=True),
+    # One scale per token, and per page of all kv heads (section 4.1); groups of 16 (5.6).
+    "srft-int4+token": _both(4, "srft", group=0, symmetric=True),
+    "srft-int4+tensor": _turned(Affine(4, 0, True, shared=True), how="srft"),
+    "srft-int4+g16": _both(4, "srft", group=16, symmetric=True),
+    # With a calibrated scale per channel behind the FFT: the deployment kernel (7.1), the fix for Qwen (5.6).
+    "srft-scaled-int8": _scaled(8),
+    "srft-scaled-int4": _scaled(4),
+    "srft-scaled-int3": _scaled(3),
+    "srft-scaled-int2": _scaled(2),
+    "srft-scaled-int4+token": _scaled(4, 0),
+    "srft-scaled-int4+g16": _scaled(4, 16),
     # Min-max codes, better at these widths.
     "srft-int4+g64": _both(4, "srft"),
     "srft-int3+g64": _both(3, "srft"),
@@ -194,5 +211,6 @@ PRESETS: dict[str, CacheConfig] = {
 # Full precision in pages: they save nothing, and no `--kv` names them. `mlxkv bench decode` compares with them.
 FULL_PAGES = CacheConfig(Side(Half()), Side(Half()))
 
-# Slower at decode than full precision on a GPU (docs/kernels.md): for comparison, not offered.
-COMPARED = ("turbo-3.5", "turbo-2.5", "polar-int3")
+# Slower at decode than full precision on a GPU (docs/kernels.md; those that no kernel reads): for comparison,
+# not offered.
+COMPARED = ("turbo-3.5", "turbo-2.5", "polar-int3", "srft-int4+g16", "srft-scaled-int4+g16")

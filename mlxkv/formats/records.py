@@ -45,6 +45,7 @@ class SideLayout:
         codebooks in the page's header.
     signs: the highest bit of a key's code is the sign of a residual stage, whose length takes the place
         of a bias.
+    shared: scales are those of whole pages, repeated for every token; only sealing needs to know.
     """
 
     dims: int
@@ -61,12 +62,13 @@ class SideLayout:
     tree: int = 0
     books: tuple[int, ...] = (0,)
     signs: bool = False
+    shared: bool = False
 
     @property
     def sealed_by_kernel(self) -> bool:
         """Whether the seal kernel can write it: the kernel sees one record, not a page, and multiplies by
         no projections."""
-        return not (self.header_words or self.tree or self.signs)
+        return not (self.header_words or self.tree or self.signs or self.shared)
 
     @property
     def blocks(self) -> int:
@@ -177,6 +179,7 @@ def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
         outer=spec.outer,
         page=page if channel or spec.outer else 0,
         pairs=isinstance(spec, Polar),
+        shared=isinstance(spec, Affine) and spec.shared,
     )
 
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlxkv.codec import affine
 from mlxkv.codec.transform import Transform
+from mlxkv.formats.config import SCALED
 from mlxkv.formats.records import TOKENS, RecordLayout
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.template import Pair, ints, nothing, sealing_template, side_template
@@ -23,7 +24,7 @@ TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or 
 RESIDENT = {512: 8, 1024: 10, 2048: 12}
 MAX_RANK = 64  # of a limit that the kernels find: the longest list of text/seal/select.h
 FAST_DIMS = (64, 128, 256, 512)
-FAST_KINDS = {"hadamard": 1, "srft": 2}
+FAST_KINDS = {"hadamard": 1, "srft": 2, SCALED: 4}
 DENSE, DENSE_DIMS, DENSE_TOKENS = 3, (64, 96, 128, 192, 256), 512
 CHANNEL_SIMDGROUPS = 8
 # Blocks of dims that fit in an Apple GPU's 128 registers; on NVIDIA all do, and seal faster.
@@ -100,8 +101,8 @@ def seal(
 
 
 def fast_kind(transform: Transform | None, dims: int) -> int | None:
-    """How the seal kernel applies a transform: 0 not at all, 1 by Hadamard's and 2 by Fourier's
-    butterflies, None: it cannot."""
+    """How the seal kernel applies a transform: 0 not at all, 1 by Hadamard's, 2 by Fourier's butterflies
+    and 4 by these and scales, None: it cannot."""
     if transform is None:
         return 0
     return FAST_KINDS.get(transform.kind) if dims in FAST_DIMS else None
@@ -122,7 +123,7 @@ def why_no_channels(layout: RecordLayout) -> str | None:
     keys, values = layout.keys, layout.values
     if not keys.channel or keys.outer or keys.pairs:
         return "keys without scales per channel alone"
-    if values.header_words or values.codebook or values.tree or values.raw:
+    if values.header_words or values.codebook or values.tree or values.raw or values.shared:
         return "values that are not min-max or abs-max codes per token"
     if keys.dims > CHANNEL_DIMS:
         return f"ranges of {keys.dims} channels do not fit in threadgroup memory"

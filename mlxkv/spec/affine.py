@@ -179,6 +179,16 @@ def affine_encode(
     return _ungrouped(codes, axis, x.shape[-1]).astype(np.uint8), scale, bias
 
 
+def tensor_encode(x: np.ndarray, bits: int) -> tuple[np.ndarray, float]:
+    """Encode x [G, T, R], the page of one sequence, by one abs-max scale (per-tensor scaling: SRFT paper,
+    section 4.1, "one scale per layer per step").
+
+    Returns codes (uint8, [G, T, R]) and the scale, a float16 value.
+    """
+    codes, scale, _ = affine_encode(x.reshape(1, -1), bits, x.size, symmetric=True)
+    return codes.reshape(x.shape), float(scale[0, 0])
+
+
 def affine_decode(
     codes: np.ndarray, scale: np.ndarray, bias: np.ndarray, group: int, axis: str = "token"
 ) -> np.ndarray:
@@ -232,7 +242,7 @@ def stored(x: np.ndarray, side: dict, sink: int, pages: int, page: int) -> np.nd
     exact.
 
     side: {"transform", "seed", "bits", "group", "symmetric", "axis"}, and "clip" where it is not 1;
-    bits 16 means full precision.
+    bits 16 means full precision. "shared", where it is true: `tensor_encode` of each page.
     """
     out = np.array(x, np.float64)
     if pages == 0 or side["bits"] == 16:
@@ -240,6 +250,13 @@ def stored(x: np.ndarray, side: dict, sink: int, pages: int, page: int) -> np.nd
     down, up = transform(side["transform"], x.shape[-1], side["seed"])
     inside = slice(sink, sink + pages * page)
     body = out[:, :, inside] @ down
+    if side.get("shared"):
+        for b, n in np.ndindex(len(x), pages):
+            tile = body[b, :, n * page : (n + 1) * page]
+            codes, scale = tensor_encode(tile, side["bits"])
+            tile[:] = scale * (codes.astype(np.float64) - 2 ** (side["bits"] - 1))
+        out[:, :, inside] = body @ up
+        return out
     group = group_size(side["group"], body.shape[-1] if side["axis"] == "token" else page)
     codes, scale, bias = affine_encode(
         body, side["bits"], group, side["symmetric"], side["axis"], side.get("clip", 1.0)

@@ -79,3 +79,4 @@ def steps_off(ours: np.ndarray, spec: np.ndarray) -> int:
 # How the pages of the calibrated cases are coded, and what the learned ones are judged by.
 LEARNED_SPEC = Affine(3, 16)
 PAGE_SIDES = {"k": Affine(2, 32, clip=0.96), "v": Affine(2, 0, clip=0.92)}
+SCALED_SIDES = {"k": Affine(4, 32, symmetric=True), "v": Affine(4, 16, symmetric=True)}

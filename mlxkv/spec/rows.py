@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from mlxkv.formats import levels, matrices
-from mlxkv.formats.calibration import balance, subspace
+from mlxkv.formats.calibration import balance, layers, subspace
 from mlxkv.formats.codebook import TREE_BITS
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
     PCA,
+    SCALED,
     Affine,
     CacheConfig,
     Codebook,
@@ -43,6 +44,7 @@ from mlxkv.spec.bounds import (
     OJA_BOUNDS,
     PAGE_SIDES,
     PRODUCT_BOUND,
+    SCALED_SIDES,
     Row,
     compare_codes,
     read,
@@ -141,6 +143,10 @@ class Table:
         """Causal attention in full precision."""
         raise NotImplementedError
 
+    def peaks(self, x: Tensor) -> Tensor:
+        """The largest absolute values of the channels after SRFT, [G, D]."""
+        raise NotImplementedError
+
     def moment(self, rows: Tensor, kv_heads: int) -> Tensor:
         """Sums x^T x of the rows of each kv head, [G, D, D]."""
         raise NotImplementedError
@@ -171,6 +177,7 @@ class Table:
         return (
             *(self.transform_rows, self.packing_rows, self.affine_rows, self.clip_rows),
             *(self.encode_rows, self.attention_rows, self.oscar_rows, self.balanced_rows),
+            self.scaled_rows,
             *(self.codebook_rows, self.polar_tree_rows, self.dual_scale_rows, self.polar_rows),
             self.oja_rows,
         )
@@ -288,13 +295,33 @@ class Table:
                 pairs[letter] = given[f"{letter}.down"], given[f"{letter}.up"]
             yield from self._page_rows("balanced", BALANCED, dims, given, pairs)
 
-    def _page_rows(self, table: str, kind: str, dims: int, given: Arrays, pairs: dict) -> Rows:
+    def scaled_rows(self) -> Rows:
+        """Peaks of a calibration, pages behind SRFT and a scale per channel, and one scale for a whole page."""
+        for dims, given in by_dims("scaled"):
+            _, *both = self._inputs(given)
+            pairs = {}
+            for letter, x in zip("kv", both, strict=True):
+                spec, own = given[f"{letter}.peaks"], self.array(self.peaks(x))
+                error, case = rms(own, spec), f"scaled.{dims}.{letter}"
+                yield Row("peaks", case, spec.size, rms=error, bound=BOUNDS["transforms"])
+                pairs[letter] = given[f"{letter}.down"], given[f"{letter}.up"]
+            yield from self._page_rows("scaled", SCALED, dims, given, pairs, SCALED_SIDES)
+            spec, own = Affine(4, 0, symmetric=True, shared=True), under(given, "tensor")
+            page = own["codes"].shape[2]
+            stored = self.codec(Side(spec, "srft"), dims, page).encode(both[0][:, :, :page])
+            codes = self.unpack(stored["codes"], spec.bits, dims)
+            row = compare_codes("seal", f"tensor.{dims}", codes, own["codes"], own["near"])
+            yield replace(row, wrong=row.wrong + self._off(stored["scale"], own["scale"]))
+
+    def _page_rows(
+        self, table: str, kind: str, dims: int, given: Arrays, pairs: dict, specs=PAGE_SIDES
+    ) -> Rows:
         """Codes of a page behind pairs [G, D, D], and attention over the spec's own."""
         q, k, v = self._inputs(given)
         page = given["k.codes"].shape[2]
         sides, turns, stored = [], [], []
         for letter, x in (("k", k), ("v", v)):
-            spec, case = PAGE_SIDES[letter], f"{table}.{dims}.{letter}"
+            spec, case = specs[letter], f"{table}.{dims}.{letter}"
             side, turn = Side(spec, kind), self.pair(*map(self.floats, pairs[letter]))
             made = self.codec(side, dims, page, turn).encode(x[:, :, :page])
             codes = self.unpack(made["codes"], spec.bits, dims)
@@ -538,7 +565,7 @@ class Table:
 
 
 def shared_rows() -> Rows:
-    """Rotations, balanced transforms and codebooks that are computed."""
+    """Rotations, balanced transforms, scales per channel and codebooks that are computed."""
     for dims, given in by_dims("oscar"):
         for letter in "kv":
             sigma, r = given[f"{letter}.sigma"], given[f"{letter}.r"]
@@ -553,6 +580,12 @@ def shared_rows() -> Rows:
             error = max(map(rms, balance.mixed(down, matrices.PARTS), pair))
             name = f"balanced.{dims}.{letter}"
             yield Row("balances", name, down.size, rms=error, bound=BOUNDS["transforms"])
+    for dims, given in by_dims("scaled"):
+        for letter in "kv":
+            made = layers.scaled(layers.channel_scale(given[f"{letter}.peaks"]))
+            pair = given[f"{letter}.down"], given[f"{letter}.up"]
+            error, name = max(map(rms, made, pair)), f"scaled.{dims}.{letter}"
+            yield Row("scales", name, made[0].size, rms=error, bound=BOUNDS["transforms"])
     for dims, given in by_dims("codebook"):
         for bits in (1, 2, 3, 4):
             spec = given[f"{bits}.levels"]

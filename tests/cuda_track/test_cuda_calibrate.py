@@ -46,6 +46,7 @@ def test_moments_are_those_of_mlx(made, tokens):
             ours, exact = getattr(made.layers[name], side), getattr(layer, side)
             assert np.allclose(ours.values, exact.values, rtol=1e-3)
             assert np.allclose(ours.balance.sigma, exact.balance.sigma, rtol=1e-2)
+            assert np.allclose(ours.peaks, exact.peaks, rtol=1e-3)
             # Directions of like eigenvalues may turn among themselves; what they span may not.
             means = (
                 b.vectors * b.values[:, None] @ b.vectors.swapaxes(-1, -2) for b in (ours, exact)

@@ -63,6 +63,41 @@ def test_butterflies_give_what_the_matrix_of_the_spec_gives(name, dims, dtype):
     np.testing.assert_allclose(np.array(transforms[0].down), down, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [
+        *((64, mx.float32), (64, mx.bfloat16), (128, mx.float16)),
+        *((256, mx.bfloat16), (512, mx.float32)),
+    ],
+)
+def test_scales_per_channel_follow_the_butterflies(dims, dtype):
+    """SRFT paper, section 7.1: x lambda between the transform and the abs-max of a group, in one dispatch."""
+    pair = [data(2, 2, 32, dims, seed=i, dtype=dtype) for i in range(2)]
+    pair[0][1, 0, 3] = 0.0
+    scales = [2.0 ** np.random.default_rng(i).uniform(-4, 4, dims) for i in range(2)]
+    made = [transform.make("srft", dims, 0).scaled(mx.array(x.astype(np.float32))) for x in scales]
+    assert [seal.seal_kind(one, dims, 4096) for one in made] == [4, 4]
+    seal_and_check(pair, (INT4, Affine(3, 32, True)), made)
+    seal_and_check(pair, (Affine(2, 64, clip=0.9), INT8), (made[1], None), start=16, tokens=16)
+    for one, scale in zip(made, scales, strict=True):
+        down, up = ref.scaled(*ref.transform("srft", dims), scale)
+        np.testing.assert_allclose(np.array(one.down), down, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(np.array(one.up), up, rtol=1e-6, atol=1e-6)
+
+
+def test_a_wrong_scale_is_noticed():
+    good = transform.make("srft", 64, 0).scaled(mx.linspace(0.5, 2, 64))
+    table = np.array(good.table)
+    table[3 * 64 + 9] *= 1.1
+    bad, pair = dataclasses.replace(good, table=mx.array(table)), [data(1, 1, 16, 64)] * 2
+    whole = layout((INT8, INT8), (64, 64))
+    for transforms in ((bad, good), (good, bad)):
+        words = seal.seal(pair, whole, make, transforms)
+        with pytest.raises(AssertionError):
+            check(words[..., : whole.keys.words], pair[0], INT8, whole.keys, good.down)
+            check(words[..., whole.keys.words :], pair[1], INT8, whole.values, good.down)
+
+
 @pytest.mark.parametrize("spec", (INT8, INT4))
 def test_a_token_a_hundred_times_larger_leaves_the_other_of_its_pair_alone(spec):
     """SRFT transforms tokens by pairs; of the larger one 1e-7 is left in the other."""
@@ -156,7 +191,8 @@ def test_srft_of_dims_without_butterflies_is_a_matrix():
         seal_and_check(pair, (INT8, INT4), (made, made))
     made = transform.make("srft", 64, 0)
     assert seal.fast_kind(made, 64) == 2
-    assert seal.fast_kind(made.scaled(mx.ones(64)), 64) is None
+    assert seal.fast_kind(made.scaled(mx.ones(64)), 64) == 4
+    assert seal.fast_kind(made.scaled(mx.ones((2, 1, 64))), 64) is None
 
 
 def test_sides_may_differ_in_everything():

@@ -11,6 +11,7 @@ from mlxkv.spec import balanced as balanced_ref
 from mlxkv.spec import oscar as oscar_ref
 
 BALANCED = ((16, 4, 2), (24, 2, 1))  # D, H, G
+SCALED = ((32, 2, 2), (40, 2, 1))  # D, H, G
 OSCAR = ((64, 4, 2), (80, 2, 1), (128, 2, 1))  # D, H, G
 
 
@@ -74,20 +75,55 @@ def balanced(rng) -> dict:
     return out
 
 
-def page(key: str, q, tensors: dict, pairs: dict) -> dict:
+def scaled(rng) -> dict:
+    """SRFT and a scale per channel: the peaks of each kv head, the pair (down, up) [1, D, D] of the layer made
+    from them in float32, codes after it, attention over such a page; the same keys behind SRFT with one
+    scale for the page of all heads."""
+    out = {}
+    for dims, heads, kv_heads in SCALED:
+        total = PAGE + 16
+        q = rng.standard_normal((1, heads, total, dims)).astype(np.float16).astype(np.float64)
+        tensors, pairs = {n: inputs(rng, 1, kv_heads, total, dims) for n in "kv"}, {}
+        for letter, x in tensors.items():
+            turned = ref.srft(x)
+            peaks = np.abs(turned).max((0, 2)).astype(np.float32)
+            scale = 1.0 / peaks.astype(np.float64).max(0)
+            np.testing.assert_allclose(scale, ref.channel_scale(turned), rtol=1e-7)
+            pair = ref.scaled(*ref.transform("srft", dims), scale)
+            pairs[letter] = tuple(np.array(m[None], np.float32, order="C") for m in pair)
+            out[f"{dims}.{letter}.peaks"] = peaks
+            for name, m in zip(("down", "up"), pairs[letter], strict=True):
+                out[f"{dims}.{letter}.{name}"] = m
+        forms = {"k": (4, 32, True, 1.0), "v": (4, 16, True, 1.0)}
+        out |= page(f"{dims}", q, tensors, pairs, forms)
+        turned = ref.srft(tensors["k"][0, :, :PAGE])
+        codes, number = ref.tensor_encode(turned, 4)
+        number = np.full((1, kv_heads, PAGE, 1), number).astype(np.float16)
+        out[f"{dims}.tensor.codes"], out[f"{dims}.tensor.scale"] = codes[None], number
+        unsure = near(turned.reshape(1, -1), 4, turned.size, True, "token")
+        out[f"{dims}.tensor.near"] = np.packbits(unsure)
+    return out
+
+
+FORMS = {"k": (2, 32, False, 0.96), "v": (2, 0, False, 0.92)}  # bits, group, symmetric, clip
+
+
+def page(key: str, q, tensors: dict, pairs: dict, forms: dict = FORMS) -> dict:
     """Code the first PAGE tokens of keys and values after a pair [G, D, D] per side, and let the last three
     queries attend to all tokens."""
     out, whole, dims, total = {f"{key}.q": q.astype(np.float16)}, [], q.shape[3], q.shape[2]
-    for letter, (bits, group, share) in (("k", (2, 32, 0.96)), ("v", (2, 0, 0.92))):
+    for letter, (bits, group, symmetric, share) in forms.items():
         x, (down, up) = tensors[letter], (one.astype(np.float64) for one in pairs[letter])
         stored = x[:, :, :PAGE] @ down
         size = ref.group_size(group, dims)
-        codes, numbers, bias = ref.affine_encode(stored, bits, size, False, "token", share)
+        codes, numbers, bias = ref.affine_encode(stored, bits, size, symmetric, "token", share)
         out[f"{key}.{letter}.x"] = x.astype(np.float16)
         out[f"{key}.{letter}.codes"] = codes
         out[f"{key}.{letter}.scale"] = numbers.astype(np.float16)
-        out[f"{key}.{letter}.bias"] = bias.astype(np.float16)
-        out[f"{key}.{letter}.near"] = np.packbits(near(stored, bits, size, False, "token", share))
+        if not symmetric:
+            out[f"{key}.{letter}.bias"] = bias.astype(np.float16)
+        unsure = near(stored, bits, size, symmetric, "token", share)
+        out[f"{key}.{letter}.near"] = np.packbits(unsure)
         x = x.copy()
         x[:, :, :PAGE] = ref.affine_decode(codes, numbers, bias, size, "token") @ up
         whole.append(x)
@@ -100,4 +136,5 @@ TABLES = {  # name: seed, maker, what the header says beside version and seed
     "oscar": (SEED + 5, oscar, {}),
     "balanced": (SEED + 10, balanced, {}),
     "learned": (SEED + 11, learned, {}),
+    "scaled": (SEED + 13, scaled, {}),
 }

@@ -60,6 +60,21 @@ METHODS = {
     "kivi": Method(Affine(2, 32, axis="channel"), Affine(2, 32), triton=True, preset="kivi-int2"),
     "kivi-16": Method(Affine(4, 16, axis="channel"), Affine(8, 32), 32, triton=True),
     "symmetric": Method(Affine(3, 32, True, axis="channel"), Affine(3, 32, True), 32, triton=True),
+    "shared": Method(
+        Affine(4, 0, True, shared=True),
+        Affine(3, 0, True, shared=True),
+        32,
+        "srft",
+        64,
+        preset="srft-int4+tensor",
+    ),
+    "groups of 16": Method(
+        *(Affine(4, 16, True), Affine(4, 16)),
+        turn="srft",
+        kernels=False,
+        tiles=False,
+        mps=False,
+    ),
     "channels of both": Method(
         Affine(3, 16, True, axis="channel"), Affine(4, 32, True, axis="channel"), 32, tiles=False
     ),
@@ -110,5 +125,5 @@ def names(**wanted: bool) -> list[str]:
 
 
 READ = names(kernels=True)
-# Presets that no kernel reads: outliers are chosen by page.
-NO_KERNELS = {"turbo-3.5", "turbo-2.5"}
+# Presets that no kernel reads: outliers are chosen by page, and a record's groups are whole blocks of 32 dims.
+NO_KERNELS = {"turbo-3.5", "turbo-2.5", "srft-int4+g16", "srft-scaled-int4+g16"}

@@ -10,9 +10,12 @@ Since format 2 a side may have a balanced transform (`mlxkv.formats.calibration.
 `learned` (`mlxkv.formats.calibration.learned`), `down` is a learned transform instead, and `sigma` the
 rms of what it stores.
 
+Since format 3 a side may have `LAYER.SIDE.peaks` [G or 1, D], the largest absolute values of the channels
+after SRFT with seed 0, from which presets with a scale per channel make their scales.
+
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
-0.94}]`, or null where none were searched. The formats of balanced and learned sides begin with their name:
-"balanced int2 g128", "learned int2 g64".
+0.94}]`, or null where none were searched. The formats of other than rotated sides begin with their name:
+"balanced int2 g128", "learned int2 g64", "srft-scaled int4 g32 symmetric".
 """
 
 from __future__ import annotations
@@ -34,16 +37,17 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.learned import Learned
-from mlxkv.formats.config import PAIRED
+from mlxkv.formats.config import PAIRED, SCALED, CacheConfig
 from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.untrusted import Unsound, whole
 
-FORMAT = 2
+FORMAT = 3
 LARGEST = 1 << 30  # bytes; the maps of 80 layers with 8 kv heads of 128 dims have 340 MB
-FORMATS = (1, 2)  # that this version reads
+FORMATS = (1, 2, 3)  # that this version reads
 NAME = "mlxkv-calibration"
 SIDES = ("keys", "values")
 TENSORS, MORE = ("values", "vectors"), ("down", "sigma")  # of every side; of a balanced transform
+PEAKS = "peaks"
 ORTHONORMAL = 1e-4  # largest entry of |U^T U - I| in a sound file
 FIELDS = {
     "fingerprint": str,
@@ -68,6 +72,7 @@ class Basis:
     floored: number of eigenvalues that were below float32 resolution.
     clips: searched clips, by `Side.format`; other formats keep the preset's.
     balance: the balanced or learned transform, None in files without.
+    peaks: largest absolute values [G, D] after SRFT, above 0, None in files without.
     """
 
     values: np.ndarray
@@ -75,6 +80,7 @@ class Basis:
     floored: int = 0
     clips: Mapping[str, float] = field(default_factory=dict)
     balance: Balance | None = None
+    peaks: np.ndarray | None = None
 
     @property
     def condition(self) -> float:
@@ -86,6 +92,8 @@ class Basis:
         sides = [self, other]
         if form.startswith(PAIRED):
             sides = [side.balance and side.balance.down for side in sides]
+        elif form.startswith(SCALED):
+            sides = [side.peaks for side in sides]
         else:
             sides = [side.vectors for side in sides]
         if any(x is None for x in sides) or sides[0].shape != sides[1].shape:
@@ -151,6 +159,21 @@ class Calibration:
         return self.learned is None and self._paired
 
     @property
+    def scaled(self) -> bool:
+        """Whether every side has the peaks that scales per channel are made from."""
+        return all(
+            getattr(layer, side).peaks is not None
+            for layer in self.layers.values()
+            for side in SIDES
+        )
+
+    def serves(self, config: CacheConfig) -> bool:
+        """Whether it has what balanced, low-rank and scaled sides of `config` need; learned maps are always
+        named by their file."""
+        paired = config.balanced or config.low
+        return (self.balanced or not paired) and (self.scaled or not config.scaled)
+
+    @property
     def _paired(self) -> bool:
         return all(
             getattr(layer, side).balance is not None
@@ -166,6 +189,8 @@ class Calibration:
                 out |= {f"{name}.{side}.{part}": getattr(basis, part) for part in TENSORS}
                 if basis.balance is not None:
                     out |= {f"{name}.{side}.{p}": getattr(basis.balance, p) for p in MORE}
+                if basis.peaks is not None:
+                    out[f"{name}.{side}.{PEAKS}"] = basis.peaks
         return out
 
     def with_clips_of(self, old: Calibration) -> tuple[Calibration, int]:
@@ -233,6 +258,11 @@ class Calibration:
                 "attention, or it has learned ones"
             )
 
+    def check_scaled(self) -> None:
+        """Raise UserError if the peaks of channels are missing."""
+        if not self.scaled:
+            raise self._fault("holds no scales per channel: an older version made it")
+
     def check_learned(self) -> None:
         """Raise UserError if learned transforms are missing."""
         if self.learned is None:
@@ -286,7 +316,10 @@ def read(path: Path | str) -> Calibration:
                     down, sigma = (tensors[f"{name}.{side}.{part}"] for part in MORE)
                     found = Balance(down, sigma, whole(lacking, "lacking"))
                     _check_balance(path, where, found, values.shape)
-                sides[side] = Basis(values, vectors, whole(floored, "floored"), clips, found)
+                peaks = tensors.get(f"{name}.{side}.{PEAKS}")
+                _check_peaks(path, where, peaks, values.shape)
+                floored = whole(floored, "floored")
+                sides[side] = Basis(values, vectors, floored, clips, found, peaks)
             layers[name] = Layer(whole(entry["kv_heads"], "kv_heads", 1), **sides)
         known = {name: header[name] for name in FIELDS}
         learned = Learned.of(header.get("learned"))
@@ -325,7 +358,7 @@ def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
     except Unsound as error:
         raise _fault(path, f"is not a calibration of mlxkv: its header {error}") from None
     if type(version) is not int or version not in FORMATS:
-        choices = " and ".join(map(str, FORMATS))
+        choices = ", ".join(map(str, FORMATS))
         raise _fault(path, f"has format {str(version)[:20]}; this version reads {choices}")
     try:
         return header, load_file(path) if tensors else {}
@@ -357,6 +390,17 @@ def _check_balance(path: Path, where: str, found: Balance, shape: tuple[int, int
         raise _fault(path, f"holds a transform that is not invertible in {where}: {reason}")
 
 
+def _check_peaks(path: Path, where: str, peaks: np.ndarray | None, shape: tuple[int, int]) -> None:
+    """Raise UserError or ValueError on faulty peaks. shape: the eigenvalues', already checked."""
+    if peaks is None:
+        return
+    if peaks.shape != shape:
+        raise ValueError(f"{where}: shape {peaks.shape}")
+    _check_numbers(path, where, peaks)
+    if (peaks <= 0).any():
+        raise _fault(path, f"holds peaks that are not positive in {where}")
+
+
 def _check_numbers(path: Path, where: str, *many: np.ndarray) -> None:
     for x in many:
         if x.dtype != np.float32 or not np.isfinite(x).all():
@@ -382,10 +426,12 @@ def kept_path(fingerprint: str, more: str = "") -> Path:
     return folder() / f"{names(fingerprint)[0]}{more}.safetensors"
 
 
-def find(fingerprint: str, model_folder: Path | None, balanced: bool = False) -> Calibration | None:
+def find(
+    fingerprint: str, model_folder: Path | None, config: CacheConfig | None = None
+) -> Calibration | None:
     """Find the calibration shipped with the model, else the user's own, else None.
 
-    balanced: accept only one with balanced transforms. Raises UserError if the file to use is faulty.
+    config: accept only one that serves it. Raises UserError if the file to use is faulty.
     """
     shipped = sorted(model_folder.glob(f"{NAME}*.safetensors")) if model_folder else []
     for path in shipped:
@@ -393,13 +439,13 @@ def find(fingerprint: str, model_folder: Path | None, balanced: bool = False) ->
         mark = _open(path, False)[0].get("fingerprint")
         if len(shipped) == 1 or same_model(str(mark), fingerprint):
             found = read(path)
-            if found.balanced or not balanced:
+            if config is None or found.serves(config):
                 return found
             break
     for mark in names(fingerprint):  # one that an earlier version kept has the older name
         if (path := kept_path(mark)).exists():
             found = read(path)
-            return found if found.balanced or not balanced else None
+            return found if config is None or found.serves(config) else None
     return None
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from mlxkv.errors import UserError
+from mlxkv.formats import matrices
 from mlxkv.formats.calibration import subspace
 from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
-from mlxkv.formats.config import BALANCED, CALIBRATED, LEARNED, PCA, CacheConfig
+from mlxkv.formats.config import BALANCED, CALIBRATED, LEARNED, PCA, SCALED, CacheConfig
 from mlxkv.formats.lowrank import LEAST, LowRank
 
 Kinds = tuple[str, str]  # of keys and values: `CacheConfig.fitted`
@@ -23,6 +24,8 @@ def check_kinds(calibration: Calibration, kinds: Kinds) -> None:
     """Raise UserError if the calibration lacks the maps of these kinds."""
     if BALANCED in kinds or any(kind.startswith(PCA) for kind in kinds):
         calibration.check_balanced()
+    if SCALED in kinds:
+        calibration.check_scaled()
     if LEARNED in kinds:
         calibration.check_learned()
 
@@ -40,8 +43,22 @@ def _mapped(kind: str, layer: Layer, side: str, parts: str) -> Pair:
     basis = getattr(layer, side)
     if kind == CALIBRATED:
         return _orthogonal(basis.rotation(parts))
+    if kind == SCALED:
+        return scaled(channel_scale(basis.peaks))
     # A learned map ends with the mixing that it was learned behind: none comes after it.
     return basis.balance.pair(parts if kind == BALANCED else "u")
+
+
+def channel_scale(peaks: np.ndarray) -> np.ndarray:
+    """Return lambda [D] float64, 1 / the largest value of each channel of a layer's kv heads, of `peaks`
+    [G or 1, D] (SRFT paper, section 7.1)."""
+    return 1.0 / peaks.astype(np.float64).max(0)
+
+
+def scaled(scale: np.ndarray) -> Pair:
+    """The maps [1, D, D] of SRFT with a scale [D] per channel after it (SRFT paper, section 7.1)."""
+    down = matrices.srft(len(scale))
+    return (down * scale)[None], (down.T / scale[:, None])[None]
 
 
 def _leading(kind: str, layer: Layer, side: str) -> Pair:

@@ -31,9 +31,7 @@ def basis(moment: np.ndarray, rank: int, mixed: bool = False) -> np.ndarray:
     """Return the leading directions [G, D, R]; mixed: times a sign-randomised Fourier transform of R dims."""
     _, vectors, _ = matrices.eigenbasis(moment)
     leading = vectors[..., ::-1][..., :rank]
-    return (
-        leading @ (matrices.signs(rank, 0)[:, None] * matrices.fourier(rank)) if mixed else leading
-    )
+    return leading @ matrices.srft(rank) if mixed else leading
 
 
 def ranks(moment: np.ndarray, energy: float) -> np.ndarray:

@@ -47,13 +47,13 @@ def given(calibration: Calibration | Path | str) -> Calibration:
     return artifact.read(calibration)
 
 
-def known(model: nn.Module, balanced: bool = False) -> Calibration | None:
+def known(model: nn.Module, config: CacheConfig | None = None) -> Calibration | None:
     """The calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
-    has to be made. balanced: one with balanced transforms, unless it was named."""
+    has to be made. config: one that serves it, unless it was named."""
     origin = origin_of(model)
     if origin is None or origin.calibration is not None:
         return origin and origin.calibration
-    return artifact.find(origin.fingerprint, origin.folder, balanced)
+    return artifact.find(origin.fingerprint, origin.folder, config)
 
 
 def fit(
@@ -76,8 +76,7 @@ def fit(
             f"[attach] {label} needs learned transforms; got no calibration; make one with mlxkv "
             "calibrate --model MODEL --learn scale -o FILE, and name it by --calibration FILE"
         )
-    paired = config.balanced or config.low
-    calibration = given(chosen) if chosen is not None else known(model, paired)
+    calibration = given(chosen) if chosen is not None else known(model, config)
     if calibration is None and origin is None:
         raise UserError(
             f"[attach] {label} needs a calibration; got a model that mlxkv did not load; pass "

@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxkv.codec import transform
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance
@@ -84,7 +85,8 @@ class Moments:
     """Sums of x^T x of one layer.
 
     sums: [G, D, D] float64 by name: keys, values (rows of the target), stored keys, stored values
-    (what caches were handed). rows: how many rows each sum has. weights: Sigma_K of a first pass, for
+    (what caches were handed). rows: how many rows each sum has. peaks: [G, D] by side, of the
+    channels after SRFT, behind the first tokens of a window. weights: Sigma_K of a first pass, for
     the surrogate. output: M_o of `sensitivities`, or None. begun: tokens of this window. sample: the
     rows to keep, or None. seconds: spent on sums.
     """
@@ -93,6 +95,7 @@ class Moments:
     target: str
     sums: dict[str, np.ndarray] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, np.ndarray] = field(default_factory=dict)
     weights: mx.array | None = None
     output: np.ndarray | None = None
     begun: int = 0
@@ -112,6 +115,9 @@ class Moments:
         self.begun += keys.shape[2]
         if self.sample is not None and skipped < keys.shape[2]:
             self.sample.add(keys[:, :, skipped:], values[:, :, skipped:])
+        if skipped < keys.shape[2]:
+            for side, x in zip(SIDES, (keys, values), strict=True):
+                self._raise(side, x[:, :, skipped:])
         if self.target == "attention" and skipped < keys.shape[2]:
             self._add("stored keys", keys[:, :, skipped:])
             self._add("stored values", values[:, :, skipped:])
@@ -132,6 +138,10 @@ class Moments:
         self.rows[side] = self.rows.get(side, 0) + rows
         self.seconds += time.perf_counter() - start
 
+    def _raise(self, side: str, x: mx.array) -> None:
+        found = np.array(peaks(x))
+        self.peaks[side] = np.maximum(self.peaks.get(side, found), found)
+
     def mean(self, side: str) -> np.ndarray:
         return self.sums[side] / self.rows[side]
 
@@ -142,6 +152,11 @@ def second_moment(x: mx.array, kv_heads: int) -> mx.array:
     rows = x.astype(mx.float32).reshape(batch, kv_heads, -1, dims)
     rows = rows.swapaxes(0, 1).reshape(kv_heads, -1, dims)
     return rows.swapaxes(-1, -2) @ rows
+
+
+def peaks(x: mx.array) -> mx.array:
+    """The largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
+    return mx.abs(transform.make("srft", x.shape[-1], 0).store(x)).max((0, 2))
 
 
 def calibrate(
@@ -268,7 +283,7 @@ def _basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
         else:
             vectors = matrices.random_basis(heads, dims, dims)
         vectors, ones = vectors.astype(np.float32), np.ones((heads, dims), np.float32)
-        return Basis(ones, vectors, balance=Balance(vectors, ones))  # of moments that are I
+        return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones)  # of moments I
     mean = _mean(moments, side, where, per_layer)
     values, vectors, floored = matrices.eigenbasis(mean)
     return Basis(
@@ -276,18 +291,35 @@ def _basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
         vectors.astype(np.float32),
         floored,
         balance=_balance(moments, side, where, per_layer, mean),
+        peaks=_peaks(moments, side, where, per_layer),
     )
 
 
 def _mean(moments: Moments, name: str, where: str, per_layer: bool) -> np.ndarray:
     """The mean [G or 1, D, D] of a sum. Raises MachineError for NaN or infinity."""
     mean = moments.mean(name)
-    if not np.isfinite(mean).all():
+    _check_finite(mean, where)
+    return mean.mean(0, keepdims=True) if per_layer else mean
+
+
+def _peaks(moments: Moments, side: str, where: str, per_layer: bool) -> np.ndarray | None:
+    """The peaks [G or 1, D] of a side; 1 for channels of zeros. None where windows ended in their first tokens.
+
+    Raises MachineError for NaN or infinity."""
+    found = moments.peaks.get(side)
+    if found is None:
+        return None
+    _check_finite(found, where)
+    found = found.max(0, keepdims=True) if per_layer else found
+    return np.where(found > 0, found, 1.0).astype(np.float32)
+
+
+def _check_finite(x: np.ndarray, where: str) -> None:
+    if not np.isfinite(x).all():
         raise MachineError(
             f"[calibrate] NaN or infinity in {where}; the model computes them on this text; try "
             "another --dtype, or other text"
         )
-    return mean.mean(0, keepdims=True) if per_layer else mean
 
 
 def _balance(

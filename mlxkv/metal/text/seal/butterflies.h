@@ -99,7 +99,7 @@ inline void kv_put(const thread kv_pairs* at, int k, float2 z) {
 
 // Transforms 16 tokens, as pairs, into the tile: DIMS points, DIMS = R1 R2, n = a + R2 b. Entry (d, c) of the
 // Fourier transform is R1 d + c and replaces entry (a, c) in its place, of Hadamard's it is d + R2 c.
-// table: DIMS signs times the norm, then DIMS (cos, -sin) of the circle.
+// table: DIMS signs times the norm, then DIMS (cos, -sin) of the circle, then scales (`kv_block`).
 // Returns, for pair lane / 4, bit 0 if the first token is not all zeros, bit 1 if the second is not.
 template <typename T, int DIMS, int FOURIER, int KEYS>
 inline uint kv_transform(

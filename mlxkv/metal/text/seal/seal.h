@@ -86,6 +86,7 @@ inline bool kv_turn(
   const int g = lane / 4;
   const int t = lane % 4;
   const int pair = KEYS ? g : t;
+  constexpr int FOURIER = KIND == 2 || KIND == 4;
   bool empty = false;
   zero[0] = 0;
 #if WITH_TURN
@@ -94,13 +95,13 @@ inline bool kv_turn(
     if (KIND == 3) {
       kv_product<T, DIMS, KEYS>(x, table, tile, lane);
     } else {
-      any = kv_transform<T, DIMS, KIND == 2, KEYS>(x, table, tile, lane);
+      any = kv_transform<T, DIMS, FOURIER, KEYS>(x, table, tile, lane);
     }
-    if (KIND == 2) {
+    if (FOURIER) {
       any = KEYS ? any : simd_shuffle(any, ushort(kv_ranged<KEYS>(lane) / 2 * 4));
       empty = (any >> (KEYS ? t % 2 : g % 2) & 1u) == 0u;
     }
-    const int entry = (KEYS ? t : g) * (KEYS ? 8 : 4) / (KIND == 2 ? 2 : 1);
+    const int entry = (KEYS ? t : g) * (KEYS ? 8 : 4) / (FOURIER ? 2 : 1);
     kv_places<DIMS>(tile, pair, entry, at);
     kv_places<DIMS>(tile, pair, (KEYS ? 12 : 14) ^ entry, back);
     zero[0] = kv_place<DIMS>(pair, (16 - entry) % 16);
@@ -141,18 +142,29 @@ inline void kv_put(device uint* out, const thread uint* words, int lane, int fir
   }
 }
 
-// Loads a lane's values of block j as `kv_sixteen`, after the transform.
+// Loads a lane's values of block j as `kv_sixteen`, after the transform. KIND 4: times the scales of their
+// channels, which are the last DIMS of the table (SRFT paper, section 7.1).
 template <typename T, int DIMS, int KEYS, int KIND>
 inline void kv_block(
-    const device T* x, kv_pairs tile, const thread kv_pairs* at, const thread kv_pairs* back,
-    int zero, int lane, int j, thread float* v) {
+    const device T* x, const device float* table, kv_pairs tile, const thread kv_pairs* at,
+    const thread kv_pairs* back, int zero, int lane, int j, thread float* v) {
 #if WITH_TURN
+  constexpr int FOURIER = KIND == 2 || KIND == 4;
   if (KIND > 0 && KEYS) {
-    kv_stored<DIMS, KIND == 2, 8>(tile, at, back, zero, lane % 4, j, 0, v, v + 8);
+    kv_stored<DIMS, FOURIER, 8>(tile, at, back, zero, lane % 4, j, 0, v, v + 8);
   } else if (KIND > 0) {
-    kv_stored<DIMS, KIND == 2, 4>(tile, at, back, zero, lane / 4, j, 0, v, v + 4);
-    kv_stored<DIMS, KIND == 2, 4>(
-        tile, at, back, zero, lane / 4, j, 4 * DIMS, v + 8, v + 12);
+    kv_stored<DIMS, FOURIER, 4>(tile, at, back, zero, lane / 4, j, 0, v, v + 4);
+    kv_stored<DIMS, FOURIER, 4>(tile, at, back, zero, lane / 4, j, 4 * DIMS, v + 8, v + 12);
+  }
+  if (KIND == 4) {
+    constexpr int COUNT = KEYS ? 8 : 4;
+    const device float* scales = table + 3 * DIMS + 32 * j + COUNT * (KEYS ? lane % 4 : lane / 4);
+    float of_dims[COUNT];
+    kv_load<COUNT>(scales, of_dims);
+#pragma unroll
+    for (int s = 0; s < 16; s++) {
+      v[s] *= of_dims[s % COUNT];
+    }
   }
 #endif
   if (KIND == 0) {
@@ -165,8 +177,8 @@ inline void kv_block(
 // in registers.
 template <typename T, int DIMS, int KEYS, int KIND, int RANK>
 inline float kv_limit(
-    const device T* x, kv_pairs tile, const thread kv_pairs* at, const thread kv_pairs* back,
-    int zero, int lane) {
+    const device T* x, const device float* table, kv_pairs tile, const thread kv_pairs* at,
+    const thread kv_pairs* back, int zero, int lane) {
   constexpr int N = kv_list(RANK);
   constexpr int BLOCKS = (DIMS + 31) / 32;
   constexpr int COUNT = KEYS ? 8 : 4; // dims of a lane in a block
@@ -183,7 +195,7 @@ inline float kv_limit(
         const int j = first + i;
         float some[16];
         if (j < BLOCKS) {
-          kv_block<T, DIMS, KEYS, KIND>(x, tile, at, back, zero, lane, j, some);
+          kv_block<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero, lane, j, some);
         }
 #pragma unroll
         for (int s = 0; s < COUNT; s++) {
@@ -218,7 +230,7 @@ inline float kv_limit(
 #endif
 
 // Encodes one side of a record by one simdgroup: x [16, DIMS] to codes and numbers at `out`.
-// KIND: 0 no transform, 1 Hadamard, 2 real Fourier, 3 any matrix. RANK: a token is clipped to its RANK-th
+// KIND: 0 no transform, 1 Hadamard, 2 real Fourier, 3 any matrix, 4 real Fourier and scales. RANK: a token is clipped to its RANK-th
 // largest absolute value (`kv_limit`); 1 clips nothing.
 template <typename T, int BITS, int DIMS, int GROUP, int SYMMETRIC, int KEYS, int KIND, int RANK>
 inline void kv_seal_side(
@@ -244,7 +256,7 @@ inline void kv_seal_side(
 #if WITH_CLIP
   if (RANK > 1) {
     const float limit =
-        kv_limit<T, DIMS, KEYS, KIND, RANK>(x, tile, at, back, zero, lane);
+        kv_limit<T, DIMS, KEYS, KIND, RANK>(x, table, tile, at, back, zero, lane);
 #pragma unroll
     for (int n = 0; n < HELD; n++) {
       limits[n] = simd_shuffle(limit, ushort(KEYS ? 4 * g + n : 4 * n + t));
@@ -270,7 +282,7 @@ inline void kv_seal_side(
       const int j = group * GROUP_BLOCKS + i;
       if (j < BLOCKS) {
         thread float* some = v + 16 * i;
-        kv_block<T, DIMS, KEYS, KIND>(x, tile, at, back, zero, lane, j, some);
+        kv_block<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero, lane, j, some);
 #pragma unroll
         for (int s = 0; s < 16; s++) {
           const int n = KEYS ? s / 8 : s / 4;

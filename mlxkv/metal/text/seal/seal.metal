@@ -8,7 +8,7 @@
 // Template: S simdgroups of a threadgroup, TILE pairs of floats for each; per side T, D, BITS (16: float16
 // numbers), GROUP, SYMMETRIC, CODEBOOK (codes are indices of levels, with coefficients C as in `kv_level` and
 // boundaries B above 0), CORRECTED (norms divided by the norm of the levels), KIND (0 none, 1 Hadamard, 2 real
-// Fourier, 3 any matrix), RANK (`Affine.clip_rank`, 64 at most).
+// Fourier, 3 any matrix, 4 real Fourier and a scale per channel), RANK (`Affine.clip_rank`, 64 at most).
 constexpr int GROUPS_K = (D_K + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = (D_V + GROUP_V - 1) / GROUP_V;
 constexpr int SIDE_K = kv_side_words<BITS_K>((D_K + 31) / 32, GROUPS_K, SYMMETRIC_K);

@@ -18,7 +18,7 @@ inline void kv_seal_half(
 #pragma unroll
   for (int j = 0; j < BLOCKS; j++) {
     float v[16];
-    kv_block<T, DIMS, KEYS, KIND>(x, tile, at, back, zero[0], lane, j, v);
+    kv_block<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero[0], lane, j, v);
 #pragma unroll
     for (int s = 0; s < 16; s++) {
       const int dim = 32 * j + (KEYS ? 8 * (lane % 4) + s % 8 : 4 * (lane / 4) + s % 4);
