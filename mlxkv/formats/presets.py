@@ -178,9 +178,11 @@ PRESETS: dict[str, CacheConfig] = {
     "turbo-2.5": _turned(Codebook(2, outliers=True), how="none"),
     "turbo-int4+qjl": _turned(Codebook(4, residual=True), Codebook(4)),
     "turbo-int3+qjl": _turned(Codebook(3, residual=True), Codebook(3)),
-    # PolarQuant (Han et al.): a random rotation, then radii and angles.
+    # PolarQuant (Han et al.): a random rotation, then radii and angles. The paper's row without preconditioning
+    # reads a prompt as slowly as its online codebooks, so these are what it has.
     "polar-tree": _turned(PolarTree()),
     "polar-tree+online": _turned(PolarTree(online=True)),
+    "polar-tree+plain": _turned(PolarTree(online=True), how="none"),
     # KIVI: keys per channel.
     "kivi-int4": _kivi(4),
     "kivi-int2": _kivi(2),

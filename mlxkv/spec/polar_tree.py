@@ -100,11 +100,19 @@ def fit_codebook(
 
 
 def stored(
-    x: np.ndarray, sink: int, pages: int, page: int, online: bool = False, seed: int = 0
+    x: np.ndarray,
+    sink: int,
+    pages: int,
+    page: int,
+    online: bool = False,
+    seed: int = 0,
+    turned: bool = True,
 ) -> np.ndarray:
     """Return x [B, G, T, D] as attention sees it, as `affine.stored` does. online: 8 steps of k-means for each
-    page of each head, codebooks rounded to float16."""
-    out, turn = np.array(x, np.float64), random_rotation(x.shape[-1], seed)
+    page of each head, codebooks rounded to float16. turned: behind the random matrix; False is the paper's
+    row "PolarQuant", without preconditioning."""
+    out = np.array(x, np.float64)
+    turn = random_rotation(x.shape[-1], seed) if turned else np.eye(x.shape[-1])
     books = [angle_codebook(level) for level in range(1, LEVELS + 1)]
     for b, g, n in np.ndindex(*x.shape[:2], pages):
         inside = slice(sink + n * page, sink + (n + 1) * page)

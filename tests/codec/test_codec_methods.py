@@ -17,15 +17,16 @@ BACKENDS = {
     "mlx": (Codec, mx.array, np.array, mx.float32),
     "torch": (TorchCodec, torch.from_numpy, torch.Tensor.numpy, torch.float32),
 }
-# Each format once, with the page and the transform of its first method.
+# Each format once, with the page and the transform of its first method; trees with and without one.
 FORMATS = {}
 for _method in METHODS.values():
     for _spec in (_method.keys, _method.values):
-        FORMATS.setdefault(_spec, (_method.page, _method.turn))
+        _own = _method.turn if isinstance(_spec, PolarTree) else ""
+        FORMATS.setdefault((_spec, _own), (_spec, _method.page, _method.turn))
 
 
 def cases():
-    for spec, (page, turn) in FORMATS.items():
+    for spec, page, turn in FORMATS.values():
         for dims in (64, 80, 128):
             side = Side(spec, turn_at(turn, dims))
             if not (side.why_not(dims, page) or spec.why_not(dims, page)):
@@ -43,7 +44,7 @@ def rms(x, spec):
 
 
 def test_every_format_has_a_method():
-    found = {type(spec) for spec in FORMATS} | {Full, Half}
+    found = {type(spec) for spec, _ in FORMATS} | {Full, Half}
     assert found == set(mlxkv.codec.codec.METHODS) == set(cuda_track.codec.METHODS)
 
 
@@ -72,7 +73,7 @@ def test_it_stores_what_the_law_says(side, dims, page, backend):
 def law_of(side, x, page):
     """By the spec, or None where it has no such case: codebooks of its own, levels without their turn."""
     spec = side.quantizer
-    turned = isinstance(spec, Codebook | PolarTree) and not getattr(spec, "outliers", False)
-    if (turned and side.transform != "random") or getattr(spec, "books", None) == OWN_BOOKS:
+    turned = isinstance(spec, Codebook) and not spec.outliers
+    if (turned and side.transform != "random") or getattr(spec, "codebooks", None) == OWN_BOOKS:
         return None
     return stored(x.astype(np.float64), side, 0, x.shape[2] // page, page)

@@ -106,6 +106,9 @@ METHODS = {
         mps=False,
         preset="polar-tree+online",
     ),
+    "online, not turned": Method(
+        *(PolarTree(online=True), PolarTree(online=True)), mps=False, preset="polar-tree+plain"
+    ),
     "online-kvarn": Method(PolarTree(online=True), DualScale(4, "token"), mps=False),
     "kvarn": Method(
         DualScale(4, "channel"), DualScale(2, "token"), turn="srft", preset="kvarn-int2"

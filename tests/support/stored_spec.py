@@ -37,10 +37,12 @@ TILES = {DualScale: _dual_scale, Polar: _polar}  # [..., page, R] -> the same, d
 def stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.ndarray:
     """Return x [B, G, T, D] as attention sees it: `mlxkv.spec.affine.stored` for every quantizer."""
     spec = side.quantizer
-    if isinstance(spec, Codebook | PolarTree):  # their specs rotate by themselves
-        assert side.transform == ("none" if getattr(spec, "outliers", False) else "random")
-    if isinstance(spec, PolarTree):
-        return tree.stored(x, sink, pages, page, spec.online, side.seed)
+    if isinstance(spec, PolarTree):  # its spec and that of codebooks rotate by themselves
+        assert side.transform in ("none", "random")
+        turned = side.transform == "random"
+        return tree.stored(x, sink, pages, page, spec.online, side.seed, turned)
+    if isinstance(spec, Codebook):
+        assert side.transform == ("none" if spec.outliers else "random")
     if isinstance(spec, Codebook):
         options = {**asdict(spec), "projections": spec.seed, "seed": side.seed}
         return codebook.stored(x, sink, pages, page, **options)
