@@ -17,7 +17,7 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.layers import Kinds
-from mlxkv.formats.config import CALIBRATED, PCA, SCALED
+from mlxkv.formats.config import CALIBRATED, PCA, SCALED, SHARED
 from mlxkv.formats.lowrank import LowRank
 
 ROTATED: Kinds = (CALIBRATED, CALIBRATED)
@@ -166,8 +166,8 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
         size = kind.split()[1]
         rank = int(size) if size.isdigit() else LowRank(float(size)).dims(dims)
         return _turn(turn[..., :rank])
-    if kind == CALIBRATED:
-        return _turn(turn)
+    if kind in (CALIBRATED, SHARED):
+        return _turn(turn if kind == CALIBRATED else turn[:1])
     if kind == SCALED:
         return _scaled(2 ** np.cos(np.arange(dims)))
     # Stretched by 1/2 to 2 between two rotations, so that `up` is far from the transpose.

@@ -16,11 +16,23 @@ from mlxkv.formats.lowrank import Half, LowRank
 from mlxkv.formats.tile import DualScale, Polar
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
+SHARED = "oscar-layer"  # one rotation for all kv heads of a layer
 SCALED = "srft-scaled"  # SRFT, then a calibrated scale per channel
 PAIRED = (BALANCED, LEARNED)  # calibrated maps that are not rotations
 PCA = "pca"  # fewer dims, from a calibration
 SPREAD = "hadamard-srft"  # Hadamard, or srft for head dims that are not a power of two
-TRANSFORMS = ("none", "hadamard", "srft", SPREAD, "random", CALIBRATED, *PAIRED, SCALED, PCA)
+TRANSFORMS = (
+    "none",
+    "hadamard",
+    "srft",
+    SPREAD,
+    "random",
+    CALIBRATED,
+    SHARED,
+    *PAIRED,
+    SCALED,
+    PCA,
+)
 
 
 Quantizer = Full | Half | Affine | Codebook | PolarTree | DualScale | Polar
@@ -34,7 +46,8 @@ class Side:
         head dim), "hadamard-srft" (hadamard where it exists, else srft), "random" (a dense random
         rotation, every head dim); or, per kv head from `mlxkv calibrate`, "oscar" (a rotation),
         "balanced" (an invertible map), "pca" (fewer dims, by `low`) and, with --learn, "learned" (SRFT,
-        then a map trained with Adam); or, per layer, "srft-scaled" (SRFT, then a scale per channel).
+        then a map trained with Adam); or, per layer, "oscar-layer" (a rotation) and "srft-scaled" (SRFT,
+        then a scale per channel).
     seed: seed of the transform's random signs or matrix; 0 for "srft-scaled", whose scales belong to it.
     own_clip: keep this clip, even where one was searched for the model.
     low: the rank, for "pca" alone.
@@ -60,7 +73,7 @@ class Side:
     @property
     def calibrated(self) -> bool:
         """Whether its transform comes from a calibration of the model."""
-        return self.transform in (CALIBRATED, *PAIRED, SCALED, PCA)
+        return self.transform in (CALIBRATED, SHARED, *PAIRED, SCALED, PCA)
 
     @property
     def kind(self) -> str:
@@ -88,9 +101,9 @@ class Side:
         return self.calibrated and affine and not self.own_clip and self.low is None
 
     def format(self, dims: int, page: int) -> str:
-        """Return the key of a searched clip: `Affine.format`, after "balanced ", "learned " or
-        "srft-scaled " for such a side."""
-        prefix = f"{self.transform} " if self.transform in (*PAIRED, SCALED) else ""
+        """Return the key of a searched clip: `Affine.format`, after "balanced " and the like for all but
+        rotations per kv head."""
+        prefix = "" if self.transform == CALIBRATED else f"{self.transform} "
         return prefix + self.quantizer.format(dims, page)
 
     def clipped(self, clip: float) -> Side:

@@ -12,6 +12,7 @@ from mlxkv.formats.config import (
     LEARNED,
     PCA,
     SCALED,
+    SHARED,
     SPREAD,
     CacheConfig,
     Quantizer,
@@ -34,12 +35,15 @@ def _scaled(bits: int, group: int = 32) -> CacheConfig:
 
 
 def _oscar(
-    bits: int, group: int = 128, keys: float = 1.0, values: float = 1.0, own: bool = False
+    bits: int,
+    group: int = 128,
+    keys: float = 1.0,
+    values: float = 1.0,
+    own: bool = False,
+    how: str = CALIBRATED,
 ) -> CacheConfig:
     """Use the windows of the OSCAR paper. keys, values: clips where none were searched, or always (own)."""
-    sides = (
-        Side(Affine(bits, group, clip=clip), CALIBRATED, own_clip=own) for clip in (keys, values)
-    )
+    sides = (Side(Affine(bits, group, clip=clip), how, own_clip=own) for clip in (keys, values))
     return CacheConfig(*sides, sink=64, recent=256)
 
 
@@ -152,6 +156,8 @@ PRESETS: dict[str, CacheConfig] = {
     "oscar-int2": _oscar(2, keys=0.96, values=0.92),
     "oscar-int2+g64": _oscar(2, 64, keys=0.96, values=0.92),
     "oscar-int2+g32": _oscar(2, 32, keys=0.96, values=0.92),
+    # One rotation per layer, as its first release has; the second has one per kv head.
+    "oscar-int2+layer": _oscar(2, keys=0.96, values=0.92, how=SHARED),
     "oscar-int2+clip92": _oscar(2, keys=0.92, values=0.92, own=True),
     # Calibrated invertible maps that give what is stored and what reads it the same second moment.
     "balanced-int4": _balanced(4, 4),

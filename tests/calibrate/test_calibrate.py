@@ -6,12 +6,16 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
 
+from cuda_track.codec import maps as torch_maps
+from mlxkv.codec import maps
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact
-from mlxkv.models import load
+from mlxkv.formats.presets import PRESETS
+from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration import measure
 from mlxkv.models.calibration.measure import Moments, second_moment
 from mlxkv.models.hooks.probe import Shape
@@ -101,6 +105,27 @@ def test_one_rotation_per_layer_is_that_of_the_mean():
     close(moment_of(shared.keys), moment_of(heads.keys).mean(0, keepdims=True))
 
 
+def test_a_preset_has_one_rotation_per_layer_from_a_calibration_per_kv_head():
+    """OSCAR's first release: the same maps as a calibration with --per-layer gives, in both tracks."""
+    heads = measure.calibrate(llama(), TOKENS)
+    whole = measure.calibrate(llama(), TOKENS, per_layer=True)
+    kinds = PRESETS["oscar-int2+layer"].fitted
+    for of in (maps.of, torch_maps.of):
+        one, exact, other = of(heads, kinds)["0"], of(whole)["0"], of(heads)["0"]
+        for side in ("keys", "values"):
+            x, y = (np.array(getattr(m, side).down.tolist()) for m in (one, exact))
+            assert x.shape == (64, 64) and getattr(other, side).down.shape == (2, 64, 64)
+            basis = getattr(whole.layers["0"], side)
+            moment = moment_of(basis)[0]
+            # Directions of like eigenvalues may turn among themselves: what matters is the moment seen.
+            close((x.T @ moment @ x)[None], (y.T @ moment @ y)[None])
+            np.testing.assert_allclose(x.T @ x, np.eye(64), atol=1e-5)
+    model = llama()
+    attach(model, "oscar-int2+layer", calibration=heads)
+    assert make_prompt_cache(model)[0].layer_maps.kinds == kinds
+    detach(model)
+
+
 def test_rows_are_grouped_by_kv_head():
     q = np.random.default_rng(1).standard_normal((2, 6, 5, 8)).astype(np.float32)
     found = np.array(second_moment(mx.array(q), 2)) / 30
@@ -112,8 +137,6 @@ FAMILIES = ("gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "phi3", "deepse
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_are_those_that_attach_would_compress(family):
-    from mlxkv.models import attach, detach
-
     model = random_model(family)
     made = measure.calibrate(model, TOKENS[:512])
     reports = attach(model, "oscar-int2", calibration=made)

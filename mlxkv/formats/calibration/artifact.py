@@ -14,8 +14,8 @@ Since format 3 a side may have `LAYER.SIDE.peaks` [G or 1, D], the largest absol
 after SRFT with seed 0, from which presets with a scale per channel make their scales.
 
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
-0.94}]`, or null where none were searched. The formats of other than rotated sides begin with their name:
-"balanced int2 g128", "learned int2 g64", "srft-scaled int4 g32 symmetric".
+0.94}]`, or null where none were searched. The formats of other transforms than a rotation per
+kv head begin with their name: "balanced int2 g128", "learned int2 g64", "srft-scaled int4 g32 symmetric".
 """
 
 from __future__ import annotations

@@ -12,8 +12,16 @@ import numpy as np
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import subspace
-from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
-from mlxkv.formats.config import BALANCED, CALIBRATED, LEARNED, PCA, SCALED, CacheConfig
+from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
+from mlxkv.formats.config import (
+    BALANCED,
+    CALIBRATED,
+    LEARNED,
+    PCA,
+    SCALED,
+    SHARED,
+    CacheConfig,
+)
 from mlxkv.formats.lowrank import LEAST, LowRank
 
 Kinds = tuple[str, str]  # of keys and values: `CacheConfig.fitted`
@@ -43,10 +51,18 @@ def _mapped(kind: str, layer: Layer, side: str, parts: str) -> Pair:
     basis = getattr(layer, side)
     if kind == CALIBRATED:
         return _orthogonal(basis.rotation(parts))
+    if kind == SHARED:
+        return _orthogonal(matrices.compose(shared_vectors(basis), parts).astype(np.float32))
     if kind == SCALED:
         return scaled(channel_scale(basis.peaks))
     # A learned map ends with the mixing that it was learned behind: none comes after it.
     return basis.balance.pair(parts if kind == BALANCED else "u")
+
+
+def shared_vectors(basis: Basis) -> np.ndarray:
+    """Eigenvectors [1, D, D] of the mean moment of a layer's kv heads, as OSCAR's first release rotates."""
+    moments = subspace.read_moment(basis.values, basis.vectors)
+    return matrices.eigenbasis(moments.mean(0, keepdims=True))[1]
 
 
 def channel_scale(peaks: np.ndarray) -> np.ndarray:
