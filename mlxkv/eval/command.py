@@ -78,6 +78,13 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option("--limit", help="Questions of each lm-eval task.")
     ] = None,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            "--chunk",
+            help="Tokens of an lm-eval prompt read at once; scores read what is stored. 0: as mlx-lm, exactly.",
+        ),
+    ] = 512,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder of the report; a stopped run goes on from it."),

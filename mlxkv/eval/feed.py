@@ -20,10 +20,10 @@ def prefill(loaded, tokens: Sequence[int]) -> list:
     return cache
 
 
-def extend(loaded, cache: list, tokens: Sequence[int]) -> None:
+def extend(loaded, cache: list, tokens: Sequence[int], chunk: int = PREFILL) -> None:
     """Read `tokens` into a cache in chunks, as a prompt is read."""
-    for start in range(0, len(tokens), PREFILL):
-        loaded.model(mx.array(tokens[start : start + PREFILL])[None], cache=cache)
+    for start in range(0, len(tokens), chunk):
+        loaded.model(mx.array(tokens[start : start + chunk])[None], cache=cache)
         mx.eval([c.state for c in cache])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence, generation, harness, retrieval, stages, subspace
 from mlxkv.eval.tasks.part import Part, TaskOptions
@@ -20,6 +21,7 @@ class Spec:
     """All that a worker process needs to know, as plain data.
 
     tasks: of ALL, or `lm-eval:NAME`. windows: as for `Arms`. limit: questions per task of lm-eval.
+    chunk: tokens of its prompts that are read at once, 0 for prompts read by mlx-lm.
     calibration: a file or hub name, for calibrated presets; the model's own by default.
     """
 
@@ -30,6 +32,7 @@ class Spec:
     windows: tuple[int, int] | None = (64, 64)
     dtype: str | None = None
     limit: int | None = None
+    chunk: int = feed.PREFILL
     calibration: str | None = None
 
 
@@ -53,4 +56,4 @@ def make(spec: Spec) -> tuple[Arms, list[Part]]:
         "subspace": lambda: subspace.parts(arms, options, lambda count: text_of(count).tokens),
     }
     parts = [part for task in ALL if task in spec.tasks for part in makers[task]()]
-    return arms, parts + harness.parts(spec.tasks, spec.limit)
+    return arms, parts + harness.parts(spec.tasks, spec.limit, spec.chunk)

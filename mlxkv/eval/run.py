@@ -96,6 +96,8 @@ def _spec(asked: SimpleNamespace) -> plan.Spec:
         raise UserError(
             f"[--gate] needs intervals; got --samples {asked.samples}; choose {LEAST} or more"
         )
+    if asked.chunk < 0:
+        raise UserError(f"[--chunk] must be 0 or more; got {asked.chunk}; choose 512")
     if asked.needles not in NEEDLES:
         choices = ", ".join(NEEDLES)
         raise UserError(f"[--needles] unknown; got {asked.needles!r}; choose from {choices}")
@@ -122,6 +124,7 @@ def _spec(asked: SimpleNamespace) -> plan.Spec:
         windows=_windows(asked.windows),
         dtype=asked.dtype,
         limit=asked.limit,
+        chunk=asked.chunk,
         calibration=asked.calibration,
     )
 

@@ -102,7 +102,9 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
             row[part_name] = part[name][key] / part[name]["asked"]
     for key, part in results.items():
         if key.startswith("lm-eval-"):
-            row.setdefault("lm_eval", {})[key.removeprefix("lm-eval-")] = part[name]["metrics"]
+            task = key.removeprefix("lm-eval-")
+            row.setdefault("lm_eval", {})[task] = part[name]["metrics"]
+            row.setdefault("lm_eval_stored", {})[task] = part[name]["stored"]
     return row
 
 
@@ -207,6 +209,25 @@ def notes(data: dict) -> list[str]:
         "tools: tool calls written as fp16 writes them, in percent; "
         f"text: leading greedy tokens equal to fp16's in percent, of up to {options['tokens']} a prompt",
         f"verdict: {verdict.RULES}",
+        *_read_stored(data),
+    ]
+
+
+def _read_stored(data: dict) -> list[str]:
+    """Return a line per task of lm-eval: how much of what it read was compressed when it was scored."""
+    row = next(iter(data["rows"].values()))
+    found = {}
+    for name, one in row.items():
+        for task, share in one.get("lm_eval_stored", {}).items() if name != BASELINE else ():
+            found.setdefault(task, []).append(share)
+    return [
+        f"{task}: {100 * min(shares):.0f} % of the tokens read were stored compressed when scores read them"
+        + (
+            "; little of it tests a preset: --windows 0,0 compresses more"
+            if min(shares) < 0.5
+            else ""
+        )
+        for task, shares in found.items()
     ]
 
 
