@@ -83,20 +83,19 @@ def run(
         here = [unit for unit in here if not _known(made, unit, known)]
         _bases(made, _turned(_texts(here), first), over)
         for (windows, preset), some in groupby(here, key=lambda unit: (unit.windows, unit.preset)):
-            wanted, begun, wrong = list(some), time.perf_counter(), 0
+            wanted, begun = list(some), time.perf_counter()
+            found = [0, 0]  # measured, failed
             for unit, numbers in _measured(made, windows, preset, wanted, over):
                 if numbers is None:
                     left += 1
                     continue
-                measured += "error" not in numbers
-                wrong += "error" in numbers
+                found["error" in numbers] += 1
                 rows.append(file, unit.identity | numbers)
-            failed += wrong
-            took = time.perf_counter() - begun
-            console.note(
-                f"{Path(model).name}, windows {windows}, {preset}: {len(wanted)} texts, {took:.0f} s"
-                + (f", {wrong} failed" if wrong else "")
-            )
+            measured, failed = measured + found[0], failed + found[1]
+            if any(found):
+                took = time.perf_counter() - begun
+                what = f"{Path(model).name}, windows {windows}, {preset}"
+                console.note(f"{what}: {found[0]} texts, {found[1]} failed, {took:.0f} s")
     return measured, failed, left
 
 
