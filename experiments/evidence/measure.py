@@ -79,6 +79,10 @@ class Unit:
         return prompt + asked.questions * (5 + 10)  # one key and four keys, with their questions
 
 
+def _digest(data: list) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _windowed(name: str, windows: str) -> CacheConfig:
     """Return what a name says, with these windows, unless the name has windows of its own."""
     config = parse_kv(name)
@@ -137,22 +141,19 @@ class Subject:
     def _document(self, index: int, context: int):
         return self.asked.held.document(self.loaded, index, context, self.asked.questions)
 
+    def state(self, unit: Unit) -> str:
+        """Return a digest of the model and of what it reads: the same for every preset."""
+        of_kl = unit.task == KL
+        read = self._text(unit) if of_kl else self.document(unit.index, unit.context).text
+        how = self.asked.decode if of_kl else self.asked.questions
+        return _digest([self.loaded.fingerprint, str(self.loaded.dtype), backend(), read, how])
+
     def of(self, unit: Unit) -> str:
         """Return a digest of all that the row of a unit depends on."""
         arms = self.arms(unit.windows)
         used = arms.calibration(unit.preset)
-        text = self._text(unit) if unit.task == KL else self.document(unit.index, unit.context).text
-        everything = [
-            self.loaded.fingerprint,
-            str(self.loaded.dtype),
-            arms.configs[unit.preset].as_dict(),
-            used and used.digest,
-            hashlib.sha256(json.dumps(text).encode()).hexdigest(),
-            self.asked.decode if unit.task == KL else self.asked.questions,
-            backend(),
-            __version__,
-        ]
-        return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]
+        config = arms.configs[unit.preset].as_dict()
+        return _digest([self.state(unit), config, used and used.digest, __version__])
 
     def _text(self, unit: Unit) -> list[int]:
         return self.tokens(unit.split, unit.text, unit.context + self.asked.decode + 1)
@@ -183,14 +184,15 @@ class Subject:
             unit.context,
             self._text(unit),
         ]
-        name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
-        return self.asked.out / SCRATCH / f"{name}.npy"
+        return self.asked.out / SCRATCH / f"{_digest(parts)}.npy"
 
     def measure(self, unit: Unit, loaded) -> dict:
         """Return the numbers of a unit. loaded: with the unit's preset attached."""
         start = time.perf_counter()
         found = self._kl(unit, loaded) if unit.task == KL else self._retrieval(unit, loaded)
         return {
+            "state": self.state(unit),
+            "when": int(time.time()),
             "fingerprint": self.loaded.fingerprint,
             "dtype": str(self.loaded.dtype).split(".")[-1],
             **bits(self.arms(unit.windows), unit.preset, unit.context),

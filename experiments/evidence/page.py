@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--against", default="int2", help="the preset of the ratios")
     parser.add_argument("--title", default="Evidence on many texts")
     args = parser.parse_args(arguments)
-    found = rows.read(args.files)
+    found = rows.current(rows.read(args.files))
     blocks = table.blocks(found, args.split)
     if not blocks:
         raise UserError(f"[evidence.page] no KL of {args.split} texts; got {len(found)} rows")

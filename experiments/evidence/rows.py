@@ -1,7 +1,8 @@
 """Keep results as lines of JSON, which several processes append to one file.
 
 A row is what was measured of one model, preset and text: "task" (kl or retrieval), "split", "model",
-"fingerprint", "preset", "windows", "text", "context" and the numbers, or "error" in their place.
+"preset", "windows", "text", "context" and the numbers, or "error" in their place. "state" is a digest of
+the model's files and the text, "when" seconds since 1970.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ def read(files: Iterable[Path]) -> list[Row]:
             if old is None or "error" in old or "error" not in row:
                 found[key(row)] = row
     return list(found.values())
+
+
+def current(found: Iterable[Row]) -> list[Row]:
+    """Return the rows of the newest state of each model and text: after a model was trained further, or a
+    text was exchanged, what was measured before compares with nothing. Errors stay."""
+    found, newest = list(found), {}
+    for row in sorted((row for row in found if "error" not in row), key=lambda r: r.get("when", 0)):
+        newest[_what(row)] = row.get("state")
+    return [row for row in found if "error" in row or row.get("state") == newest[_what(row)]]
+
+
+def _what(row: Row) -> Key:
+    return tuple(row[name] for name in ("task", "split", "model", "text", "context"))
 
 
 def _lines(file: Path) -> Iterator[Row]:

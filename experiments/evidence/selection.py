@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     presets = {model: list(dict.fromkeys(names)) for model in args.models}
     execute(args, given, "selection", presets, (corpus.SELECTION,))
     if args.shares == "1/1":
-        found = chosen(rows.read([args.out / ROWS]), args.methods)
+        found = chosen(rows.current(rows.read([args.out / ROWS])), args.methods)
         (args.out / CHOSEN).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         for model in args.models:
             known = found.get(Path(model).name, {})

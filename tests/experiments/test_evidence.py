@@ -142,6 +142,16 @@ def test_lines_that_were_cut_off_cost_only_themselves(tmp_path):
     assert [(r["text"], r.get("error")) for r in rows.read([file])] == [("x", None), ("y", None)]
 
 
+def test_rows_of_an_earlier_model_or_text_do_not_count():
+    def row(preset, state, when, **more):
+        where = dict.fromkeys(rows.IDENTITY, "x") | {"preset": preset}
+        return where | {"state": state, "when": when} | more
+
+    kept = [row("a", "new", 3), row("b", "new", 2), row("d", "?", 0, error="E")]
+    assert rows.current([*kept, row("c", "old", 1)]) == kept
+    assert rows.current([row("a", "old", 1)]) == [row("a", "old", 1)]
+
+
 def test_tables_say_what_is_told_apart(asked, tmp_path):
     names, units = planned(asked)
     file = asked.out / ROWS
