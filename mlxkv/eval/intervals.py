@@ -59,9 +59,11 @@ def mean(values: Sequence[float], level: float = LEVEL) -> Interval:
     means = np.maximum(drawn.mean(axis=1), np.finfo(np.float64).tiny)
     errors = drawn.std(axis=1, ddof=1) / sqrt(n) / means
     own = x.std(ddof=1) / sqrt(n) / found
-    # A resample of one text many times has next to no error; its quotient would be the whole tail.
+    # A resample of one text many times has next to no error, and its quotient no bound: where one text
+    # is nearly all of the mean, the limits are those of twice Student's.
+    most = 2 * student((1 + level) / 2, n - 1)
     turned = (np.log(means) - log(found)) / np.maximum(errors, own / 20)
-    low, high = np.quantile(turned, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(turned, [(1 - level) / 2, (1 + level) / 2]).clip(-most, most)
     return Interval(found, found * exp(-high * own), found * exp(-low * own))
 
 

@@ -72,8 +72,9 @@ def cost(parts: list[Part], arms: Arms) -> str:
     if documents:
         tokens = sum(part.asks["context"] for part in documents)
         said.append(f"{len(documents)} documents of {tokens} tokens in all")
-    caches = f"by {len(arms.names)} caches" if said else f"{len(arms.names)} caches"
-    return f"to read: {' and '.join(said)}, {caches}; --samples 5 reads less" if said else caches
+    caches = f"{len(arms.names)} caches"
+    less = f"; --samples {LEAST} reads less" if max(len(texts), len(documents)) > LEAST else ""
+    return f"to read: {' and '.join(said)}, by {caches}{less}" if said else caches
 
 
 def _demand(config: CacheConfig) -> tuple[bool, bool]:

@@ -68,6 +68,12 @@ def test_equal_numbers_have_no_width():
     assert (found.low, found.high) == pytest.approx((0.5, 0.5))
 
 
+def test_one_text_that_is_all_of_the_mean_leaves_bounded_limits():
+    """The studentised bootstrap alone says 1e12 and more here."""
+    found = intervals.mean([1.9e-6, 2e-6, 2.2e-6, 2e-6, 9e-5])
+    assert found.low < 1e-5 and 9e-5 < found.high < 300 * found.value
+
+
 def test_few_texts_and_broken_ones_have_no_interval():
     found = intervals.mean([1.0, 2.0, 3.0, 4.0])
     assert found.value == 2.5 and not found.known and found.as_list() is None and found.holds(99)

@@ -95,6 +95,8 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
         }
         base = {kind: results[f"retrieval-{kind}-{context}"][BASELINE] for kind in found}
         row |= compare.retrieval(parts, base)
+        if name == BASELINE:
+            del row["retrieval_lost"]
     if part := results.get("generation-agreement"):
         row["agreement"] = sum(part[name]["lengths"]) / sum(part[name]["of"])
     for part_name, key in (("answers", "right"), ("structured", "same")):
