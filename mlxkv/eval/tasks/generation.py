@@ -8,7 +8,7 @@ reads first, so that the cache is compressed when they write.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from os.path import commonprefix
@@ -58,7 +58,8 @@ def parts(arms: Arms, options: TaskOptions) -> list[Part]:
     """Return the three parts. Raises UserError for options that cannot be used."""
     retrieval.check(options)
     context = _context(arms, options)
-    document = partial(retrieval.texts(arms.loaded, options), context, 0)
+    one = replace(options, samples=1)  # document, about which all questions are
+    document = partial(retrieval.texts(arms.loaded, one), context, 0)
     makers = {"agreement": _agreement, "answers": _answers, "structured": _structured}
     counts = {
         "agreement": CONTINUED,
