@@ -49,7 +49,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train(texts: Iterable[str]) -> Tokenizer:
+def train(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """Train byte-level BPE on the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -60,7 +60,7 @@ def train(texts: Iterable[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=SPECIALS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -119,12 +119,17 @@ def corpus(chars: int = 12_000_000) -> Iterable[str]:
                 break
 
 
+def save(folder: Path, texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """Train a tokenizer on the texts and write its two files to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train(texts, vocab_size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config(), indent=2) + "\n")
+    return tokenizer
+
+
 def main(folder: str) -> None:
-    out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train(corpus())
-    tokenizer.save(str(out / "tokenizer.json"))
-    (out / "tokenizer_config.json").write_text(json.dumps(config(), indent=2) + "\n")
+    tokenizer = save(Path(folder), corpus())
     sample = "".join(text for text in islice(corpus(), 200))
     print(f"{tokenizer.get_vocab_size()} entries")
     print(f"{len(sample) / len(tokenizer.encode(sample).ids):.2f} characters a token")
