@@ -1,6 +1,6 @@
 """Build the natural corpus: real text to train on, held-out texts, and a tokenizer.
 
-PYTHONPATH=.:training python -m natural.corpus [--out runs/natural] [--megabytes 170] [--mirror FOLDER] [--cache FOLDER]
+PYTHONPATH=.:training python -m natural.corpus [--out runs/natural] [--megabytes 165] [--mirror FOLDER] [--cache FOLDER]
 
 Reads the sources of sources.toml (gather.py), cleans them (clean.py), drops near-duplicates and
 what is near a held text (overlap.py), and writes train.xz (documents separated by a NUL, shuffled),
@@ -240,10 +240,10 @@ def build(options: argparse.Namespace) -> dict:
 
 
 def make_tokenizer(texts: list[str], folder: Path, vocab_size: int = 16384) -> None:
-    """Train the tokenizer on about 50 MB of the corpus and 15 % of generated text."""
+    """Train the tokenizer on about 17 MB of the corpus and 15 % of generated text."""
     import tokenizer
 
-    share = min(1.0, 50e6 / max(1, sum(map(len, texts))))
+    share = min(1.0, 17e6 / max(1, sum(map(len, texts))))
     mine = [text for text in texts if order(text[:200])[0] < 256 * share]
     worlds = int(sum(map(len, mine)) * 0.15 / 0.85)
     tokenizer.save(folder, (*mine, *tokenizer.corpus(worlds)), vocab_size)
@@ -253,11 +253,11 @@ def make_tokenizer(texts: list[str], folder: Path, vocab_size: int = 16384) -> N
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/natural"))
-    parser.add_argument("--megabytes", type=float, default=170, help="of training text")
+    parser.add_argument("--megabytes", type=float, default=165, help="of training text")
     parser.add_argument("--mirror", type=Path, help="local git repositories: OWNER+NAME or NAME")
     parser.add_argument("--cache", type=Path, default=Path("runs/natural-cache"))
     parser.add_argument("--sources", type=Path, default=Path(__file__).parent / "sources.toml")
-    parser.add_argument("--preset", default="-9", help="of xz")
+    parser.add_argument("--preset", default="-6", help="of xz")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--no-tokenizer", action="store_true")
     report = build(parser.parse_args(arguments))
