@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+
 from natural.clean import clean, is_english
 from natural.gather import KINDS, Source, order, read, sources
 from natural.overlap import Duplicates, Held, near_pairs, shingles, without_boilerplate
