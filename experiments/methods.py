@@ -25,7 +25,7 @@ from mlxkv.eval.report.pictures import SMALLEST
 from mlxkv.formats.config import LEARNED
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models.catalog.aliases import EMBEDDED
+from mlxkv.models.catalog.aliases import SHIPPED
 
 EQUAL, OWN = "64,64", "own"
 TASKS = "divergence,retrieval"
@@ -61,7 +61,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="a folder for reports, page and picture")
     add(
-        "--models", type=words, default=list(EMBEDDED), help="by commas; default: the embedded ones"
+        "--models",
+        type=words,
+        default=list(SHIPPED),
+        help="by commas; default: those with a calibration",
     )
     add(
         "--kv",

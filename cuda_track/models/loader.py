@@ -18,7 +18,8 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import HUB, Source, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.plant import plant
+from mlxkv.models.catalog.plant import check as check_plant
+from mlxkv.models.catalog.plant import plant_folder
 from mlxkv.models.catalog.rendering import bound
 from mlxkv.models.catalog.reports import LayerReport
 
@@ -64,7 +65,10 @@ def load(
         )
     mark = None
     if source.folder is not None:
-        mark = fingerprint(folder.check(source.folder), source.planted)
+        checked = folder.check(source.folder)
+        mark = fingerprint(checked, source.planted)
+        if source.planted:
+            check_plant(checked.config, source.planted)
     where = source.folder or source.repo
     logging.disable_progress_bar()
     kind = DTYPES[dtype] if dtype else torch.float32 if device.type == "cpu" else "auto"
@@ -93,5 +97,6 @@ def load(
 
 
 def _plant(model: PreTrainedModel, source: Source) -> None:
-    weights = plant(dict(model.state_dict()), folder.check(source.folder).config)
+    config = folder.check(source.folder).config
+    weights = plant_folder(dict(model.state_dict()), config, source.planted, source.folder)
     model.load_state_dict(weights)

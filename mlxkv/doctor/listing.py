@@ -96,4 +96,4 @@ def models(as_json: bool) -> None:
 
 
 def _embedded(source) -> str:
-    return "embedded, with outlier channels planted" if source.planted else "embedded"
+    return f"embedded, planted: {source.planted}" if source.planted else "embedded"

@@ -18,7 +18,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.calibration.fitting import given
-from mlxkv.models.catalog import rendering
+from mlxkv.models.catalog import plant, rendering
 from mlxkv.models.catalog.aliases import DEFAULT, EMBEDDED, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
@@ -132,6 +132,8 @@ def load(
             f"[load] the embedded model is not installed; got {source.folder}; reinstall mlxkv"
         )
     folder = check(source.folder or fetch(source.repo))
+    if source.planted:
+        plant.check(folder.config, source.planted)
     _check_temp()
     foreign = source not in EMBEDDED.values()  # whose templates are our own
     if foreign:
@@ -142,9 +144,8 @@ def load(
         _check_shares(model, folder, size)
     notes = _set_dtype(model, dtype)
     if source.planted:
-        from mlxkv.models.catalog.plant import plant
-
-        weights = plant(dict(tree_flatten(model.parameters())), full_config)
+        weights = dict(tree_flatten(model.parameters()))
+        weights = plant.plant_folder(weights, full_config, source.planted, folder.path)
         model.load_weights(list(weights.items()))
     if size == 1:
         mx.eval(model.parameters())

@@ -19,7 +19,9 @@ from random_models import config_of, random_model, tokens
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import context_limit, detach, load
+from mlxkv.models.catalog import plant
 from mlxkv.models.catalog.aliases import EMBEDDED, HUB, Source, resolve
+from mlxkv.models.catalog.plant import KEYS
 
 
 def test_a_folder_loads_and_is_attached(folder):
@@ -89,17 +91,17 @@ def test_strict_reaches_attach(tmp_path):
 def test_planted_weights_are_handed_over_and_change_the_fingerprint(folder, monkeypatch):
     seen = []
 
-    class plant:
-        @staticmethod
-        def plant(weights: dict, config: dict) -> dict:
-            seen.append((set(weights), config["model_type"]))
-            return {name: 2 * x for name, x in weights.items()}
+    def planted(weights: dict, config: dict, kind: str, path) -> dict:
+        seen.append((set(weights), config["model_type"], kind, path))
+        return {name: 2 * x for name, x in weights.items()}
 
-    monkeypatch.setitem(sys.modules, "mlxkv.models.catalog.plant", plant)
+    monkeypatch.setattr(plant, "plant_folder", planted)
+    monkeypatch.setattr(plant, "check", lambda config, kind: None)
     monkeypatch.setitem(EMBEDDED, "tiny", Source("tiny", folder=folder))
-    monkeypatch.setitem(EMBEDDED, "tiny-hard", Source("tiny-hard", folder=folder, planted=True))
+    monkeypatch.setitem(EMBEDDED, "tiny-hard", Source("tiny-hard", folder=folder, planted=KEYS))
     plain, hard = load("tiny"), load("tiny-hard")
-    assert seen == [({name for name, _ in tree_flatten(plain.model.parameters())}, "llama")]
+    names = {name for name, _ in tree_flatten(plain.model.parameters())}
+    assert seen == [(names, "llama", KEYS, folder)]
     assert mx.array_equal(hard.model.model.norm.weight, 2 * plain.model.model.norm.weight)
     assert plain.fingerprint != hard.fingerprint
 

@@ -13,13 +13,13 @@ from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.saved.marks import same_model
 from mlxkv.models import attach, detach, load
-from mlxkv.models.catalog.aliases import EMBEDDED
+from mlxkv.models.catalog.aliases import SHIPPED
 from mlxkv.texts.sources import story_tokens
 
 CONTEXT, DECODED = 768, 64
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_each_has_a_small_file_of_its_own(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
     loaded = load(name, "oscar-int2")

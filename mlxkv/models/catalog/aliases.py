@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
+from mlxkv.models.catalog.plant import KINDS
 
 HERE = Path(__file__).parents[1] / "embedded"
 DEFAULT = "tiny"
@@ -21,22 +22,29 @@ DEFAULT = "tiny"
 class Source:
     """Where a model comes from: a folder on this machine, or `owner/name` on the Hugging Face hub.
 
-    planted: outlier channels are planted in the weights while loading (the same function, harder to
-    compress).
+    planted: what is planted in the weights while loading, to make caches harder to compress: a kind of
+        `catalog.plant`, "" for nothing.
     """
 
     name: str
     folder: Path | None = None
     repo: str | None = None
-    planted: bool = False
+    planted: str = ""
 
 
 EMBEDDED: dict[str, Source] = {
     "tiny": Source("tiny", folder=HERE / "tiny"),
-    "tiny-hard": Source("tiny-hard", folder=HERE / "tiny", planted=True),
+    "tiny-hard": Source("tiny-hard", folder=HERE / "tiny", planted="reciprocal"),
+    "tiny-keys": Source("tiny-keys", folder=HERE / "tiny", planted="keys"),
+    "tiny-massive": Source("tiny-massive", folder=HERE / "tiny", planted="massive"),
     "tiny-qwen": Source("tiny-qwen", folder=HERE / "tiny-qwen"),
-    "tiny-qwen-hard": Source("tiny-qwen-hard", folder=HERE / "tiny-qwen", planted=True),
+    "tiny-qwen-hard": Source("tiny-qwen-hard", folder=HERE / "tiny-qwen", planted="reciprocal"),
+    "tiny-qwen-keys": Source("tiny-qwen-keys", folder=HERE / "tiny-qwen", planted="keys"),
+    "tiny-qwen-offset": Source("tiny-qwen-offset", folder=HERE / "tiny-qwen", planted="offset"),
+    "tiny-qwen-massive": Source("tiny-qwen-massive", folder=HERE / "tiny-qwen", planted="massive"),
 }
+# With a calibration in the package; those of the others are made on the spot and kept.
+SHIPPED = ("tiny", "tiny-hard", "tiny-qwen", "tiny-qwen-hard")
 
 HUB: dict[str, str] = {
     "gemma-3-1b": "mlx-community/gemma-3-1b-it-4bit",
@@ -63,8 +71,8 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 def resolve(name: str) -> Source:
     """Find the source of `name`: an alias, a folder on this machine, or `owner/name` on the hub.
 
-    An alias wins over a folder of the same name; write `./tiny` for the folder. Raises UserError
-    for anything else.
+    An alias wins over a folder of the same name; write `./tiny` for the folder. FOLDER+KIND plants what
+    `catalog.plant` calls KIND. Raises UserError for anything else.
     """
     text = name.strip()
     if text in EMBEDDED:
@@ -74,6 +82,9 @@ def resolve(name: str) -> Source:
     folder = user_path(text, "--model")
     if text and folder.is_dir():
         return Source(text, folder=folder)
+    plain, plus, kind = text.rpartition("+")
+    if plus and kind in KINDS and user_path(plain, "--model").is_dir():
+        return Source(text, folder=user_path(plain, "--model"), planted=kind)
     if folder.is_file():
         raise UserError(
             f"[--model] a model is a folder in the hub's format; got the file {text}; name its "

@@ -15,16 +15,16 @@ MOST = 16  # pieces of one tensor
 ENDS = 64 << 10  # bytes at both ends of a file, in fingerprints of earlier versions
 
 
-def fingerprint(folder: Folder, planted: bool = False) -> str:
+def fingerprint(folder: Folder, planted: str = "") -> str:
     """32 hex digits that identify a model (`mlxkv.formats.saved.marks`); .1 s to 2 s for any size.
 
-    Hashed: the configuration, the tokenizer, whether outliers are planted (keys differ then), and of every
+    Hashed: the configuration, the tokenizer, what is planted (keys differ then), and of every
     tensor its name, type, shape and up to 16 pieces of 4 KiB, evenly spread, both ends among them; 64 MiB
     of a large model. Names of files and how tensors are dealt to them do not count. A model that differs
     between the pieces only is not told apart: this tells models apart that were made apart, it is no seal.
     """
     digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
-    digest.update(b"planted" if planted else b"plain")
+    digest.update(_planted(planted))
     for file in _tokenizers(folder):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as stream:
@@ -48,6 +48,11 @@ def fingerprint(folder: Folder, planted: bool = False) -> str:
     return digest.hexdigest()[:DIGITS] + older(folder, planted)
 
 
+def _planted(kind: str) -> bytes:
+    """The first plant had no name: files name its models without one."""
+    return b"planted" + kind.removeprefix("reciprocal").encode() if kind else b"plain"
+
+
 def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:
     """(start, bytes) of `count` pieces between two places, or of all that lies between if that is no more."""
     if last - first <= count * PIECE:
@@ -62,11 +67,11 @@ def _tokenizers(folder: Folder) -> list[Path]:
     return [folder.path / name for name in TOKENIZER_FILES if (folder.path / name).is_file()]
 
 
-def older(folder: Folder, planted: bool = False) -> str:
+def older(folder: Folder, planted: str = "") -> str:
     """16 hex digits, the fingerprint of versions before: the headers of the weight files and 64 KiB at both
     ends of their data and of the tokenizer files. Two models of one shape may have the same."""
     digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
-    digest.update(b"planted" if planted else b"plain")
+    digest.update(_planted(planted))
     starts = {
         file: header.start for file, header in zip(folder.weights, folder.headers, strict=True)
     }
