@@ -50,13 +50,18 @@ def texts(loaded, count: int) -> dict[str, list[int]]:
     return out
 
 
-def calibration(loaded, tokens: int = CALIBRATION) -> Calibration:
-    """Calibrate on stories and the corpus's calibration split, the same for every model; no clip is searched."""
+def calibration_text(loaded, tokens: int = CALIBRATION) -> list[int]:
+    """Return tokens of stories and of the corpus's calibration split, half and half, the same for every model."""
     text = "\n\n".join(corpus.interleaved("calibration"))[: 4 * tokens]
     half = loaded.tokenizer.encode(text, add_special_tokens=False)[: tokens // 2]
+    return story_tokens(loaded, tokens - len(half), "calibration") + list(half)
+
+
+def calibration(loaded) -> Calibration:
+    """Calibrate on `calibration_text`; no clip is searched."""
     return measure.calibrate(
         loaded.model,
-        story_tokens(loaded, tokens - len(half), "calibration") + list(half),
+        calibration_text(loaded),
         text="stories and corpus calibration",
         bos=measure.bos_of(loaded.tokenizer),
     )
