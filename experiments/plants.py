@@ -3,11 +3,13 @@
 Every model reads the same texts, four of stories, which the embedded models know, and four kinds of the
 evaluation corpus, which they do not. Windows are the same, and all are calibrated on one text that shares nothing
 with these. A cell is the KL divergence from the model's own full precision, the mean over texts of stories and of
-the corpus. `mlxkv.models.catalog.plant` says what each plant does and which methods are invariant under it.
+the corpus; the last tables divide by the plain model. `mlxkv.models.catalog.plant` says what each plant does and
+which methods are invariant under it. `--read FILE...` shows runs of single models as one table.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from statistics import mean
@@ -18,6 +20,7 @@ from rich.progress import Progress
 from experiments.options import Parser, at_least, check_out, made_on, words, write
 from mlxkv import console
 from mlxkv.errors import UserError
+from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.tasks import divergence
 from mlxkv.eval.tasks.divergence import LEGS
@@ -25,7 +28,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import load
 from mlxkv.models.calibration import measure
-from mlxkv.models.catalog.aliases import EMBEDDED
+from mlxkv.models.catalog.aliases import EMBEDDED, resolve
 from mlxkv.texts import corpus
 from mlxkv.texts.sources import story_tokens
 
@@ -80,10 +83,9 @@ def judge(model: str, presets: tuple[str, ...], context: int, decode: int, progr
 
 
 def table(found: dict[str, dict], leg: str) -> list[list[str]]:
-    """Return a row per preset: a cell per model."""
-    presets = list(next(iter(next(iter(found.values())).values())))
+    """Return a row per preset: a cell per model, the means over stories and over the corpus."""
     rows = []
-    for preset in presets:
+    for preset in _presets(found):
         cells = []
         for by_text in found.values():
             means = (mean(by_text[t][preset][leg] for t in kind) for kind in (STORIES, CORPUS))
@@ -92,20 +94,77 @@ def table(found: dict[str, dict], leg: str) -> list[list[str]]:
     return rows
 
 
+def factors(found: dict[str, dict], leg: str) -> tuple[list[str], list[list[str]]]:
+    """Return the planted models and a row per preset: mean KL over that of the plain model on the same eight
+    texts, with a 95 % interval from resampling texts. A cell is marked where the interval leaves out 1."""
+    pairs = {
+        model: plain for model in found if (plain := _plain(model)) in found and plain != model
+    }
+    rows = []
+    for preset in _presets(found):
+        cells = []
+        for model, plain in pairs.items():
+            ours, theirs = ([by[t][preset][leg] for t in by] for by in (found[model], found[plain]))
+            one = intervals.ratio(ours, theirs)
+            cell = f"{one.value:.2g}"
+            if one.low is not None:
+                mark = " *" if one.low > 1 or one.high < 1 else ""
+                cell += f" ({one.low:.2g} to {one.high:.2g}){mark}"
+            cells.append(cell)
+        rows.append([preset, *cells])
+    return list(pairs), rows
+
+
+def _presets(found: dict[str, dict]) -> list[str]:
+    return list(next(iter(next(iter(found.values())).values())))
+
+
+def _plain(model: str) -> str:
+    """Return the name of the model without its plant."""
+    source = resolve(model)
+    same = (n for n, s in EMBEDDED.items() if s.folder == source.folder and not s.planted)
+    return next(same, model.rpartition("+")[0] if source.planted else model)
+
+
+def show(found: dict[str, dict], title: str) -> None:
+    for leg in LEGS:
+        lines = markdown(["preset", *found], table(found, leg))
+        print(f"KL of the {leg}, stories / corpus, {title}\n\n{lines}\n")
+    for leg in LEGS:
+        planted, rows = factors(found, leg)
+        if planted:
+            lines = markdown(["preset", *planted], rows)
+            print(f"KL of the {leg} over the plain model's, eight texts, {title}\n\n{lines}\n")
+
+
+def markdown(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def read(files: list[Path]) -> dict:
+    """Return the documents of earlier runs as one. Raises UserError for runs of other lengths."""
+    documents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    if len({(one["context"], one["decode"]) for one in documents}) > 1:
+        raise UserError("[--read] the documents have other lengths; got several; name files of one")
+    return documents[0] | {"kl": {m: kl for one in documents for m, kl in one["kl"].items()}}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("plants", __doc__)
     add = parser.add_argument
-    add(
-        "--models",
-        type=words,
-        default=tuple(EMBEDDED),
-        help="by commas; default: the embedded ones",
-    )
+    known = tuple(EMBEDDED)
+    add("--models", type=words, default=known, help="by commas; default: the embedded ones")
     add("--kv", type=words, default=words(PRESETS), help="cache presets, by commas")
-    add("--context", default="1024", help="tokens of the prompt")
-    add("--decode", type=int, default=64, help="tokens decoded one by one after the context")
+    add("--context", default="768", help="tokens of the prompt")
+    add("--decode", type=int, default=32, help="tokens decoded one by one after the context")
     add("--out", type=Path, help="write the document to this file")
+    add("--read", type=Path, nargs="+", help="show the documents of earlier runs, measure nothing")
     args = parser.parse_args(arguments)
+    if args.read:
+        document = read(args.read)
+        show(document["kl"], f"{document['context']} tokens and {document['decode']} decoded")
+        return
     context = console.parse_tokens(args.context, "--context")
     at_least("--context", context, 2)
     at_least("--decode", args.decode, 2)
@@ -120,9 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
             found[model] = judge(
                 model, tuple(names), context, args.decode, lambda n, bar=bar: bars.advance(bar, n)
             )
-    for leg in LEGS:
-        title = f"KL of the {leg}, stories / corpus, {context} tokens and {args.decode} decoded"
-        console.print_table(["preset", *found], table(found, leg), title)
+    show(found, f"{context} tokens and {args.decode} decoded")
     document = {"context": context, "decode": args.decode, "windows": [64, 64], "kl": found}
     write(document | made_on(start), args.out)
 

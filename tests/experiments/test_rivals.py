@@ -178,13 +178,38 @@ def test_a_table_of_rivals(short, model_folder, capsys, monkeypatch):
     assert "prompt, corpus" in out
 
 
-def test_a_table_of_plants(short, model_folder, capsys):
+def test_a_table_of_plants(short, model_folder, capsys, tmp_path):
     arguments = ["--kv", "int4,oscar-int2,fp16", "--context", "300", "--decode", "4"]
-    plants.main(["--models", str(model_folder), *arguments])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["kl"][str(model_folder)]
+    out = tmp_path / "plain.json"
+    plants.main(["--models", str(model_folder), *arguments, "--out", str(out)])
+    assert "oscar-int2" in capsys.readouterr().out
+    found = json.loads(out.read_text())["kl"][str(model_folder)]
     assert set(found) == {"stories-1", "prose"}
     assert set(found["prose"]) == {"int4", "oscar-int2"}
     assert 0 < found["prose"]["int4"]["decode"] < found["prose"]["oscar-int2"]["decode"]
+
+
+def test_planted_models_are_divided_by_the_plain_one(tmp_path, capsys):
+    plain = {t: {"int4": {"prompt": 1.0 + i, "decode": 1.0}} for i, t in enumerate("abcdefgh")}
+    hard = {
+        t: {"int4": {"prompt": 3 * x["int4"]["prompt"], "decode": 1.0}} for t, x in plain.items()
+    }
+    names, rows = plants.factors({"tiny": plain, "tiny-keys": hard, "other": plain}, "prompt")
+    assert names == ["tiny-keys"] and rows == [["int4", "3 (3 to 3) *"]]
+    assert plants.factors({"tiny": plain, "tiny-hard": hard}, "decode")[1] == [
+        ["int4", "1 (1 to 1)"]
+    ]
+    files = [tmp_path / f"{i}.json" for i in range(2)]
+    texts = (*plants.STORIES, *plants.CORPUS)
+    for file, name, by in zip(files, ("tiny", "tiny-keys"), (plain, hard), strict=True):
+        kl = {name: dict(zip(texts, by.values(), strict=True))}
+        file.write_text(json.dumps({"context": 8, "decode": 2, "kl": kl}))
+    plants.main(["--read", *map(str, files)])
+    printed = capsys.readouterr().out
+    assert "| int4 | 2.5 / 6.5 | 7.5 / 20 |" in printed and "3 (3 to 3) *" in printed
+    files[1].write_text(files[1].read_text().replace('"decode": 2', '"decode": 4', 1))
+    with pytest.raises(UserError, match="other lengths"):
+        plants.main(["--read", *map(str, files)])
 
 
 @pytest.mark.parametrize(
