@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from statistics import mean
 
+import mlx.core as mx
 from rich.console import Console
 from rich.progress import Progress
 
@@ -22,8 +23,9 @@ from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.tasks import divergence
+from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.divergence import LEGS
+from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import load
@@ -82,6 +84,30 @@ def judge(model: str, presets: tuple[str, ...], context: int, decode: int, progr
     return out
 
 
+def function(model: str, context: int = 1024, questions: int = 32) -> list[str]:
+    """Return what a plant does to the function in full precision, beside its name: the KL from the plain model and
+    both losses on four stories, and how many single codes it finds in documents of `context` tokens."""
+    kl, losses = [], {"plain": [], "planted": []}
+    plain, planted = (load(name, "fp16", dtype="float32") for name in (_plain(model), model))
+    for seed in STORIES:
+        tokens = story_tokens(plain, context + 1, seed)
+        base, other = (one.model(mx.array([tokens[:-1]]))[0] for one in (plain, planted))
+        found = divergence.compare(base, other, mx.array(tokens[1:]))
+        kl.append(found.kl.mean())
+        losses["plain"].append(found.nll_base.mean())
+        losses["planted"].append(found.nll.mean())
+    asked = TaskOptions(contexts=(context,), questions=questions, kinds=("single",), samples=4)
+    arms = Arms(planted, [BASELINE])
+    parts = {
+        f"retrieval-{p.name}": p.run(arms, [BASELINE], _quiet) for p in retrieval.parts(arms, asked)
+    }
+    right = retrieval.pooled(parts)[f"retrieval-single-{context}"][BASELINE]
+    before, after = (f"{mean(losses[key]):.3f}" for key in ("plain", "planted"))
+    share = intervals.found(right["documents"])
+    sure = f"{share.value:.0%} ({share.low:.0%} to {share.high:.0%} of {right['questions']})"
+    return [model, f"{mean(kl):.2g}", f"{before} -> {after}", sure]
+
+
 def table(found: dict[str, dict], leg: str) -> list[list[str]]:
     """Return a row per preset: a cell per model, the means over stories and over the corpus."""
     rows = []
@@ -113,6 +139,10 @@ def factors(found: dict[str, dict], leg: str) -> tuple[list[str], list[list[str]
             cells.append(cell)
         rows.append([preset, *cells])
     return list(pairs), rows
+
+
+def _quiet(steps: int) -> None:
+    """Take the progress of a task and show none."""
 
 
 def _presets(found: dict[str, dict]) -> list[str]:
@@ -160,7 +190,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--decode", type=int, default=32, help="tokens decoded one by one after the context")
     add("--out", type=Path, help="write the document to this file")
     add("--read", type=Path, nargs="+", help="show the documents of earlier runs, measure nothing")
+    add("--function", action="store_true", help="show what each plant does in full precision")
     args = parser.parse_args(arguments)
+    if args.function:
+        rows = [function(model) for model in args.models if resolve(model).planted]
+        print(markdown(["model", "KL from plain", "loss", "single codes found"], rows))
+        return
     if args.read:
         document = read(args.read)
         show(document["kl"], f"{document['context']} tokens and {document['decode']} decoded")

@@ -17,6 +17,7 @@ flat keys          partly whitened keys, one direction in 16 bits (the family of
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from statistics import mean
@@ -27,11 +28,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from experiments.options import Parser, at_least, check_out, made_on, words, write
-from experiments.plants import CORPUS, STORIES, calibration_text, texts
+from experiments.plants import CORPUS, STORIES, calibration_text, markdown, texts
 from experiments.rivals import coders
 from experiments.rivals.caches import Lossy
 from experiments.rivals.coders import Coder, Fit
 from mlxkv import console
+from mlxkv.eval import intervals
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence
 from mlxkv.eval.tasks.divergence import LEGS
@@ -153,16 +155,31 @@ def judge(
 
 
 def rows(found: dict) -> list[list[str]]:
-    """Return a row per arm: bits, and per leg the mean KL over stories and over the corpus."""
-    out = []
+    """Return a row per arm: bits, per leg the mean KL over stories and over the corpus, and over all texts as a share
+    of the last arm's with a 95 % interval from resampling texts, marked where it leaves out 1."""
+    out, reference = [], list(found)[-1]
     for arm, one in found.items():
-        cells = [
-            f"{mean(one['kl'][text][leg] for text in kind):.2g}"
-            for leg in LEGS
-            for kind in (STORIES, CORPUS)
-        ]
+        cells = []
+        for leg in LEGS:
+            means = (mean(one["kl"][text][leg] for text in kind) for kind in (STORIES, CORPUS))
+            cells.append(" / ".join(f"{x:.2g}" for x in means))
+            ours, theirs = ([kl[leg] for kl in found[x]["kl"].values()] for x in (arm, reference))
+            share = intervals.ratio(ours, theirs)
+            cell = f"{share.value:.2g}"
+            if share.low is not None and arm != reference:
+                mark = " *" if share.low > 1 or share.high < 1 else ""
+                cell += f" ({share.low:.2g} to {share.high:.2g}){mark}"
+            cells.append(cell)
         out.append([arm, f"{one['bits']:.2f}", *cells])
     return out
+
+
+def show(document: dict) -> None:
+    reference = list(document["arms"])[-1]
+    heads = ["arm", "bits"] + [h for leg in LEGS for h in (leg, f"{leg}, over {reference}")]
+    print(
+        f"{document['model']}, KL: stories / corpus\n\n{markdown(heads, rows(document['arms']))}\n"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -173,7 +190,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--context", default="768", help="tokens of the prompt")
     add("--decode", type=int, default=32, help="tokens decoded one by one after the context")
     add("--out", type=Path, help="write the document to this file")
+    add("--read", type=Path, nargs="+", help="show the documents of earlier runs, measure nothing")
     args = parser.parse_args(arguments)
+    if args.read:
+        for file in args.read:
+            show(json.loads(file.read_text(encoding="utf-8")))
+        return
     context = console.parse_tokens(args.context, "--context")
     at_least("--context", context, 2)
     at_least("--decode", args.decode, 2)
@@ -184,10 +206,8 @@ def main(arguments: list[str] | None = None) -> None:
     loaded = load(args.model)
     with Progress(console=Console(stderr=True), transient=True) as bars:
         found = judge(loaded, ARMS, args.kv, context, args.decode, bars)
-    title = f"{args.model}, KL against fp16, {context} tokens and {args.decode} decoded"
-    heads = ("prompt, stories", "prompt, corpus", "decode, stories", "decode, corpus")
-    console.print_table(["arm", "bits", *heads], rows(found), title)
     document = {"model": args.model, "context": context, "decode": args.decode, "arms": found}
+    show(document)
     write(document | made_on(start), args.out)
 
 

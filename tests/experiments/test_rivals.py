@@ -175,7 +175,7 @@ def test_a_table_of_rivals(short, model_folder, capsys, monkeypatch):
     # The control: the same rotation, clip and windows as the preset.
     assert kl["rotation"] == pytest.approx(kl["oscar-int2"], rel=0.05)
     assert arms["rotation"]["bits"] == arms["oscar-int2"]["bits"]
-    assert "prompt, corpus" in out
+    assert "| arm | bits | prompt | prompt, over oscar-int2 |" in out
 
 
 def test_a_table_of_plants(short, model_folder, capsys, tmp_path):
@@ -194,7 +194,7 @@ def test_planted_models_are_divided_by_the_plain_one(tmp_path, capsys):
     hard = {
         t: {"int4": {"prompt": 3 * x["int4"]["prompt"], "decode": 1.0}} for t, x in plain.items()
     }
-    names, rows = plants.factors({"tiny": plain, "tiny-keys": hard, "other": plain}, "prompt")
+    names, rows = plants.factors({"tiny": plain, "tiny-keys": hard, "tiny-qwen": plain}, "prompt")
     assert names == ["tiny-keys"] and rows == [["int4", "3 (3 to 3) *"]]
     assert plants.factors({"tiny": plain, "tiny-hard": hard}, "decode")[1] == [
         ["int4", "1 (1 to 1)"]
