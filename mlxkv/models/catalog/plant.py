@@ -7,7 +7,7 @@ reciprocal  Both channels of a rotary pair (i, i + D/2) of K times a power of tw
             it: the same function, bit for bit. Invariant: balanced maps (their sigma and what they store), and
             codes of keys per channel, with all their errors in scores. Not: rotations, codes per token.
 keys        Pairs of K scaled alone, Q as it was. Another function: those pairs count 4 times as much in
-            every score (at 8 times tiny and tiny-qwen no longer retrieve). It is judged against its own full
+            every score (at 8 times small models lose what they read). It is judged against its own full
             precision.
             Invariant: codes of keys per channel, but not their errors in scores; OSCAR's key rotation, which
             queries alone decide, but not what it is given. No method has the same errors as on the plain model.
