@@ -37,6 +37,7 @@ from mlxkv.texts.sources import story_tokens
 PRESETS = "int4,int3,int2,oscar-int2,kivi-int2,kvarn-int2,hadamard-int2,naive-int2"
 STORIES = ("stories-1", "stories-2", "stories-3", "stories-4")  # names and seeds
 CORPUS = ("prose", "dialogue", "code", "tables")
+REFERENCE = "int2"  # with which the others are compared on each model
 CALIBRATION = 4096  # tokens, half stories, half corpus
 
 
@@ -131,14 +132,30 @@ def factors(found: dict[str, dict], leg: str) -> tuple[list[str], list[list[str]
         cells = []
         for model, plain in pairs.items():
             ours, theirs = ([by[t][preset][leg] for t in by] for by in (found[model], found[plain]))
-            one = intervals.ratio(ours, theirs)
-            cell = f"{one.value:.2g}"
-            if one.low is not None:
-                mark = " *" if one.low > 1 or one.high < 1 else ""
-                cell += f" ({one.low:.2g} to {one.high:.2g}){mark}"
-            cells.append(cell)
+            cells.append(told(ours, theirs))
         rows.append([preset, *cells])
     return list(pairs), rows
+
+
+def told(ours: list[float], theirs: list[float]) -> str:
+    """Return the ratio of two means over the same texts with its interval, marked where that leaves out 1."""
+    one = intervals.ratio(ours, theirs)
+    if one.low is None:
+        return f"{one.value:.2g}"
+    mark = " *" if one.low > 1 or one.high < 1 else ""
+    return f"{one.value:.2g} ({one.low:.2g} to {one.high:.2g}){mark}"
+
+
+def shares(found: dict[str, dict], leg: str, reference: str = REFERENCE) -> list[list[str]]:
+    """Return a row per preset: its mean KL over that of `reference` on the same texts of the same model."""
+    rows = []
+    for preset in _presets(found):
+        if preset != reference:
+            each = (
+                [[by[t][p][leg] for t in by] for p in (preset, reference)] for by in found.values()
+            )
+            rows.append([preset, *(told(ours, theirs) for ours, theirs in each)])
+    return rows
 
 
 def _quiet(steps: int) -> None:
@@ -160,6 +177,9 @@ def show(found: dict[str, dict], title: str) -> None:
     for leg in LEGS:
         lines = markdown(["preset", *found], table(found, leg))
         print(f"KL of the {leg}, stories / corpus, {title}\n\n{lines}\n")
+    for leg in LEGS if REFERENCE in _presets(found) else ():
+        lines = markdown(["preset", *found], shares(found, leg))
+        print(f"KL of the {leg} over {REFERENCE}'s, eight texts, {title}\n\n{lines}\n")
     for leg in LEGS:
         planted, rows = factors(found, leg)
         if planted:

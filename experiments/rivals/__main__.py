@@ -28,12 +28,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from experiments.options import Parser, at_least, check_out, made_on, words, write
-from experiments.plants import CORPUS, STORIES, calibration_text, markdown, texts
+from experiments.plants import CORPUS, STORIES, calibration_text, markdown, texts, told
 from experiments.rivals import coders
 from experiments.rivals.caches import Lossy
 from experiments.rivals.coders import Coder, Fit
 from mlxkv import console
-from mlxkv.eval import intervals
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence
 from mlxkv.eval.tasks.divergence import LEGS
@@ -164,12 +163,7 @@ def rows(found: dict) -> list[list[str]]:
             means = (mean(one["kl"][text][leg] for text in kind) for kind in (STORIES, CORPUS))
             cells.append(" / ".join(f"{x:.2g}" for x in means))
             ours, theirs = ([kl[leg] for kl in found[x]["kl"].values()] for x in (arm, reference))
-            share = intervals.ratio(ours, theirs)
-            cell = f"{share.value:.2g}"
-            if share.low is not None and arm != reference:
-                mark = " *" if share.low > 1 or share.high < 1 else ""
-                cell += f" ({share.low:.2g} to {share.high:.2g}){mark}"
-            cells.append(cell)
+            cells.append("1" if arm == reference else told(ours, theirs))
         out.append([arm, f"{one['bits']:.2f}", *cells])
     return out
 

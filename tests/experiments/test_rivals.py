@@ -196,6 +196,11 @@ def test_planted_models_are_divided_by_the_plain_one(tmp_path, capsys):
     }
     names, rows = plants.factors({"tiny": plain, "tiny-keys": hard, "tiny-qwen": plain}, "prompt")
     assert names == ["tiny-keys"] and rows == [["int4", "3 (3 to 3) *"]]
+    two = {
+        t: x | {"int2": {"prompt": 2 * x["int4"]["prompt"], "decode": 1.0}}
+        for t, x in plain.items()
+    }
+    assert plants.shares({"tiny": two}, "prompt") == [["int4", "0.5 (0.5 to 0.5) *"]]
     assert plants.factors({"tiny": plain, "tiny-hard": hard}, "decode")[1] == [
         ["int4", "1 (1 to 1)"]
     ]
