@@ -103,6 +103,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         self._seal_rest()
         if keys.shape[2] <= DECODE_TOKENS:
             self._keep()
+            self._pin()
             self._learn()
             self._since += keys.shape[2]
             return super().update_and_fetch(keys, values)
@@ -126,6 +127,9 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
+
+    def _joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return torch.cat([first, second], 2)
 
     def _taught(self, batch: Pair, prompt: bool) -> LayerMaps:
         return following.taught(self.basis, self.config, batch, prompt)

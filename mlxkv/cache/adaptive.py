@@ -112,6 +112,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         self._seal_rest()
         if keys.shape[2] <= DECODE_TOKENS:
             self._keep()
+            self._pin()
             self._learn()
             self._since += keys.shape[2]
             return super().update_and_fetch(keys, values)
@@ -131,6 +132,9 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         if not self._observe(queries, scale, lambda n: mask[..., -n:, :] if array else None):
             return out
         return mx.depends(out, list(self.arrays()))
+
+    def _joined(self, first: mx.array, second: mx.array) -> mx.array:
+        return mx.concatenate([first, second], axis=2)
 
     def _taught(self, batch: Pair, prompt: bool) -> LayerMaps:
         return following.taught(self.basis, self.config, batch, prompt, batch[0].shape[:2])
@@ -152,12 +156,13 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         return not self.dropped
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        if not self.dropped or (window_size is None and not return_array):
+        moved = self.dropped or self.pinned
+        if not moved or (window_size is None and not return_array):
             return super().make_mask(N, return_array, window_size)
         if window_size is not None:
             raise UserError(
-                "[--kv] token selection needs layers that see the whole context; got a mask with a "
-                f"window of {window_size}; choose a preset without +keep"
+                "[--kv] token selection and pinned tokens need layers that see the whole context; got a "
+                f"mask with a window of {window_size}; choose a preset without +keep and +pinned"
             )
         self.offset -= self.dropped
         try:

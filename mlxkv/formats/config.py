@@ -186,6 +186,11 @@ class CacheConfig:
         return next((side.low for side in (self.keys, self.values) if side.follows), None)
 
     @property
+    def pinned(self) -> int:
+        """Last tokens of the first prompt that stay exact for good."""
+        return self.recent if self.rule is not None and self.rule.pinned else 0
+
+    @property
     def listens(self) -> bool:
         """Whether caches need to see queries."""
         return self.follows or self.keep < 1
@@ -270,6 +275,8 @@ class CacheConfig:
             data[name]["quantizer"]["method"] = type(getattr(self, name).quantizer).__name__.lower()
             if data[name]["low"] is None:  # as in files from before low rank
                 del data[name]["low"]
+            elif not data[name]["low"]["pinned"]:
+                del data[name]["low"]["pinned"]
             if not data[name]["quantizer"].get("shared", True):  # as in files from before it
                 del data[name]["quantizer"]["shared"]
         if self.keep == 1:

@@ -20,10 +20,11 @@ class GoesBack:
     """A mixin over a compressed cache, which has `config`, `offset`, the windows `_live` (of `_count`
     tokens), `_sink` and `_last`, and `_store` of `_count_pages` pages.
 
-    dropped: tokens that were read and are not stored.
+    dropped: tokens that were read and are not stored. pinned: length of the prompt whose last tokens stand
+        behind the sink, out of order: nothing ends inside it.
     """
 
-    dropped = 0
+    dropped = pinned = 0
 
     # -- what a track adds
 
@@ -62,7 +63,8 @@ class GoesBack:
     def keeps(self, left: int) -> bool:
         """Whether the first `left` tokens can be kept as a cache that read only them holds them: with
         `recent` exact tokens, or all."""
-        return self.offset - left <= self.trimmable or (left <= self._sunk and not self.dropped)
+        whole = 0 if self.pinned else self._sunk
+        return self.offset - left <= self.trimmable or (left <= whole and not self.dropped)
 
     def restart(self, limit: int) -> int:
         """The longest start of the tokens, of at most `limit`, that `cut` can keep, where tokens will be
@@ -71,9 +73,8 @@ class GoesBack:
             return limit
         whole = (limit - self.dropped - self._sunk) // self.config.page
         whole = min(whole, self._count_pages)
-        if whole < self._chosen:
-            return 0
-        return self.dropped + self._sunk + whole * self.config.page
+        kept = self.dropped + self._sunk + whole * self.config.page
+        return 0 if whole < self._chosen or kept < self.pinned else kept
 
     # -- going
 
@@ -102,7 +103,8 @@ class GoesBack:
             return
         page = self.config.page
         live = left - self.dropped - self._sunk - self._count_pages * page
-        if not left or (left <= self._sunk and not self.dropped):  # of the sink: live again
+        out_of_order = self.dropped or self.pinned
+        if not left or (left <= self._sunk and not out_of_order):  # of the sink: live again
             kept = tuple(x[:, :, :left] for x in self._sink) if left else None
             self._forget()
             if kept is not None:

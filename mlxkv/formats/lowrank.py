@@ -59,6 +59,8 @@ class LowRank:
         "segments" keeps their basis, for at most `segments` runs, "stay" does nothing.
     raw: the paper's update, without normalisation.
     mixed: mix the R dims (SRFT), for codes that share a scale.
+    pinned: the last `recent` tokens of the first prompt stay exact for good (OjaKV, section 5.1), beside the
+        window, which slides on over what is decoded. Without it they are stored once they leave the window.
     """
 
     share: float = 0.0
@@ -74,6 +76,7 @@ class LowRank:
     segments: int = 2
     raw: bool = False
     mixed: bool = False
+    pinned: bool = False
 
     def __post_init__(self):
         given = [x for x in (self.share, self.rank, self.energy) if x]
@@ -87,6 +90,10 @@ class LowRank:
         if self.stored not in STORED:
             choices = ", ".join(STORED)
             raise UserError(f"[LowRank] unknown stored; got {self.stored!r}; choose from {choices}")
+        if self.pinned and not self.follows:
+            raise UserError(
+                "[LowRank] pinned is for a basis that follows the text; got a fixed one"
+            )
         if min(self.every, self.window, self.segments) < 1 or not 0 < self.salient <= 1:
             raise UserError(
                 "[LowRank] every, window and segments must be 1 or more, salient a share; got "

@@ -11,7 +11,8 @@
 NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
 groups of 64, or a preset (kivi-int4) for its codes and page. For oja also transport, segments, segments4,
 stay; raw: the update as published; fast: rates of 1 and 0.5; all: every token of a prompt updates; prompt:
-no updates while decoding.
+no updates while decoding; pinned: the last tokens of the first prompt stay exact for good, as published
+(without it they are stored once 32 newer ones and a page have come).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ SETTINGS = {
     "fast": {"prefill_rate": 1.0, "decode_rate": 0.5},
     "prompt": {"decode_rate": 0.0},  # after fast, one of whose rates it replaces
     "all": {"salient": 1.0},
+    "pinned": {"pinned": True},
 }
 
 

@@ -3,8 +3,9 @@ tracks. No framework is imported here.
 
     prompt:  a chunk is attended to in full precision; then its last queries choose the tokens that
              teach the basis (OjaKV), and only then its oldest pages are sealed
-    decode:  the first step drops what the last queries of the prompt did not vote for (SnapKV); every
-             so many tokens the basis learns from those decoded since
+    decode:  the first step drops what the last queries of the prompt did not vote for (SnapKV), and
+             moves the prompt's last tokens behind the sink, if they are to stay exact (OjaKV, section
+             5.1); every so many tokens the basis learns from those decoded since
 
 A prompt that is read in chunks updates once per chunk: the paper reads it at once, which would take all
 of it in full precision. Keys carry their positions (RoPE is in them), so tokens may go; `offset` counts
@@ -38,6 +39,8 @@ class Observing:
         # Last queries of a prompt, [B, G, H / G, w, D], and their scale.
         self._queries: tuple[Tensor, float] | None = None
         self.dropped = 0  # tokens
+        self.pinned = 0  # length of the prompt whose last tokens were moved
+        self._settled = 0  # pages that there were then
         self._fixed = 0  # pages that have been chosen from
 
     # -- what a track adds: how much the last queries look at each token (`importance`, [B, G, T]), and
@@ -49,6 +52,10 @@ class Observing:
     votes: Callable[..., Tensor]
     kept: Callable[..., Tensor]
     kept_pages: Callable[..., Tensor]
+
+    def _joined(self, first: Tensor, second: Tensor) -> Tensor:
+        """Tokens [B, G, T, D] of both, one behind the other, in an array of its own."""
+        raise NotImplementedError
 
     def _taught(self, batch: Pair, prompt: bool):
         """The basis after a batch of keys and values [B, G, N, D], of a prompt or decoded."""
@@ -133,13 +140,37 @@ class Observing:
         self._fixed = self._count_pages
         self._last = None  # of another page now
 
+    def _pin(self) -> None:
+        """Move the last tokens of the first prompt, now that it is read, behind the sink, where they stay exact.
+
+        Attention asks for no order among tokens that all new ones see. Up to `cache.attention.DECODE_TOKENS`
+        tokens that end a prompt count as decoded.
+        """
+        if not self._chunk or self.pinned or not self.config.pinned:
+            return
+        pair, out = self._read_live(), self._sink is not None
+        tail = self._count - min(self.config.pinned, self._count)
+        head = 0 if out else min(self.config.sink, tail)
+        first = self._sink if out else tuple(x[:, :, :head] for x in pair)
+        last = tuple(x[:, :, tail:] for x in pair)
+        self._sink = tuple(self._joined(*two) for two in zip(first, last, strict=True))
+        rest = tuple(x[:, :, head:tail] for x in pair)
+        self._live, self._count, self._last = None, 0, None
+        if head < tail:
+            self._put_live(rest)
+        self.pinned, self._settled = self.offset, self._count_pages
+
     # -- the rest of the contract
 
     @property
     def trimmable(self) -> int:
-        """As without selection, but never into the prompt once tokens of it are gone."""
+        """As without selection, but never into the prompt once tokens of it are gone or moved."""
         since = self._count + (self._count_pages - self._fixed) * self.config.page
-        return min(super().trimmable, since) if self.dropped else super().trimmable
+        most = min(super().trimmable, since) if self.dropped else super().trimmable
+        if not self.pinned:
+            return most
+        since = self.offset - self.pinned
+        return since if self._count_pages == self._settled else min(most, since)
 
     @property
     def _chosen(self) -> int:
@@ -157,6 +188,8 @@ class Observing:
 
     def _extra(self) -> tuple[dict, dict]:
         header = {"since": self._since, "dropped": self.dropped, "fixed": self._fixed}
+        if self.config.pinned:
+            header |= {"pinned": self.pinned, "settled": self._settled, "chunk": self._chunk}
         tree: dict = {}
         if self._now is not None:
             tree["basis"] = self._saved(self._now)
@@ -166,6 +199,8 @@ class Observing:
 
     def _restore_extra(self, header: dict, tree: dict) -> None:
         self._since, self.dropped, self._fixed = (header[n] for n in ("since", "dropped", "fixed"))
+        names = ("pinned", "settled", "chunk")
+        self.pinned, self._settled, self._chunk = (header.get(name, 0) for name in names)
         if "basis" in tree:
             self._now = self._loaded(tree["basis"])
         if ("asked" in tree) != ("scale" in header):

@@ -211,6 +211,7 @@ PRESETS: dict[str, CacheConfig] = {
     "static-0.75+windows": low_rank(LowRank(0.75), Half(), Half()),
     "oja-0.8": _oja(0.8),
     "oja-0.75": _oja(0.75),
+    "oja-0.75+pinned": low_rank(LowRank(0.75, follows=True, pinned=True), Half(), Half()),
     "oja-0.6": _oja(0.6),
     "oja-0.75+int8": _oja(0.75, Affine(8, 64)),
     "oja-0.75+int4": _oja(0.75, Affine(4, 64)),

@@ -203,7 +203,11 @@ def test_runs_are_bounded_and_keep_every_page(segments):
 
 
 @pytest.mark.parametrize(
-    "name", ("oja-r24", "oja-r24+int4+segments3", "int4+keep0.5", "oja-r24+int8+pages0.5")
+    "name",
+    (
+        *("oja-r24", "oja-r24+int4+segments3", "int4+keep0.5", "oja-r24+int8+pages0.5"),
+        *("oja-r24+pinned", "oja-r24+int4+pinned+keep0.5"),
+    ),
 )
 def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
     from mlxkv.cache import adaptive
@@ -242,6 +246,65 @@ def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
         *(_whole(c.keys_and_values()[0], mx.float32) for c in (one, again)), strict=True
     ):
         assert mx.array_equal(x, y)
+
+
+def test_the_last_tokens_of_a_prompt_stay_exact_for_good():
+    """OjaKV, section 5.1. By default the window slides on: what ended a prompt is stored in the end."""
+    plain, pinned = cache("oja-r24"), cache("oja-r24+pinned")
+    keys = np.array(data(150, 1))[:, :, spec.exempt(150, start=4, recent=16)]
+
+    def holds(one):
+        view = one.keys_and_values()[0]
+        exact = [np.array(x[0]) for x in (view.sink, view.live) if x is not None]
+        off = np.abs(np.concatenate(exact, 2)[:, :, None] - keys[:, :, :, None]).max((1, 4))
+        return bool((off[0].min(1) == 0).all())
+
+    for one in (plain, pinned):
+        feed(one, 150)
+        feed(one, 8, seed=5, chunk=1)
+        assert holds(one)
+        feed(one, 120, seed=6, chunk=1)
+        assert one.offset == one.keys_and_values()[0].tokens == 278
+    assert holds(pinned) and not holds(plain)
+    assert pinned._sunk == plain._sunk + 16
+    feed(pinned, 64, seed=7)  # of the first prompt alone: a chat would end without pages
+    feed(pinned, 40, seed=8, chunk=1)
+    assert holds(pinned) and pinned._sunk == plain._sunk + 16
+
+
+@pytest.mark.parametrize("tokens", (6, 12, 20, 35, 36, 37, 60, 150))
+def test_pinned_tokens_change_nothing_but_what_is_exact(tokens):
+    """Full rank of a fixed basis loses nothing but float16's last bits: whatever is stored, attention is the same."""
+    full = cache("oja-r32+prompt+pinned")
+    object.__setattr__(full.config.keys.low, "prefill_rate", 0.0)
+    object.__setattr__(full.config.values.low, "prefill_rate", 0.0)
+    exact = cache("fp16+keep0.999999")
+    for one in (full, exact):
+        one.last = feed(one, tokens, chunk=200)
+    assert close(full.last, exact.last, 2e-3)
+    for steps, chunk in ((1, 1), (40, 1), (7, 7), (30, 30), (5, 1)):
+        outs = [feed(one, steps, seed=tokens + steps, chunk=chunk) for one in (full, exact)]
+        assert close(*outs, 2e-3)
+        assert full.offset == full.keys_and_values()[0].tokens
+    assert full.pinned == tokens or tokens <= 8
+
+
+def test_pinned_tokens_cannot_be_taken_back_alone():
+    one = cache("oja-r24+pinned")
+    feed(one, 150)
+    feed(one, 6, seed=5, chunk=1)
+    assert one.pinned == 150 and one.trimmable == 6
+    before = _whole(one.keys_and_values()[0], mx.float32)
+    with pytest.raises(UserError, match="at most 6 tokens"):
+        one.trim(7)
+    assert one.restart(150) == 150 and one.restart(149) == 0 and one.restart(20) == 0
+    one.trim(6)
+    for x, y in zip(_whole(one.keys_and_values()[0], mx.float32), before, strict=True):
+        assert mx.array_equal(x, y[:, :, :150])
+    feed(one, 90, seed=5, chunk=1)
+    assert one.restart(160) in (0, *range(150, 161))
+    assert one.trim(10**6) and one.offset == 0 and one.empty() and not one.pinned
+    feed(one, 40)
 
 
 def test_trim_is_exact():
@@ -336,7 +399,9 @@ def test_selection_goes_with_every_format(name):
         assert max(apart) < 1e-5
 
 
-@pytest.mark.parametrize("name", ("oja-r24", "oja-r24+int8+segments3", "int4+keep0.25"))
+@pytest.mark.parametrize(
+    "name", ("oja-r24", "oja-r24+int8+segments3", "int4+keep0.25", "oja-r24+pinned")
+)
 def test_a_server_sets_enough_aside(name):
     """Bases besides pages; and all pages of a prompt, which stay until it is read, and of the reply."""
     one = cache(name)

@@ -28,6 +28,7 @@ NAMED = (
         "oja-r24+fast+transport",
     ),
     *("oja-r24+stay+raw", "oja-r24+int4+keep0.5", "fp16+keep0.25", "int4+pages0.5"),
+    *("oja-r24+pinned", "oja-r24+int4+pinned+keep0.5"),
     *("kivi-int2+keep0.5", "oja-r24+prompt+kvarn-int4", "oja-r24+all/int8"),
 )
 
@@ -48,6 +49,7 @@ def test_caches_learn_and_keep_what_those_of_mlx_do(name):
         found = [feed(cache, tokens, seed, chunk) for cache in (ours, theirs)]
         assert apart(*found) < 0.01  # a code at a boundary may differ
         assert (ours.offset, ours.dropped) == (theirs.offset, theirs.dropped)
+        assert (ours.pinned, ours._sunk) == (theirs.pinned, theirs._sunk)
     assert ours.dropped > 0 or ours.config.keep == 1
     mine, right = (c._store.state for c in (ours, theirs))
     if not ours.config.listens:

@@ -17,7 +17,14 @@ VERSION = 2
 LONGEST = 1 << 20  # bytes of a header
 PARTS = {"header", "live", "sink", "last", "pages", "basis", "asked"}  # of a state
 Shape = tuple[int, ...]
-COUNTS = ("since", "dropped", "fixed")  # of caches that observe queries
+COUNTS = (
+    "since",
+    "dropped",
+    "fixed",
+    "pinned",
+    "settled",
+    "chunk",
+)  # of caches that observe queries
 
 
 def header(
@@ -94,6 +101,10 @@ def check_shapes(
     for name in ("live", "sink", "last"):
         if (pair := window(tree, name)) is not None:
             count = {"sink": config.sink, "last": config.page}.get(name, pair[0].shape[2])
+            if (
+                name == "sink" and config.pinned
+            ):  # with the last tokens of a prompt, or a short one as a whole
+                count = min(pair[0].shape[2], config.sink + config.pinned)
             for x, one in zip(pair, token, strict=True):
                 check_shape(name, x, (*one[:2], count, *one[3:]))
     pages = tree.get("pages", {})

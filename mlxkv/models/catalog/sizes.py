@@ -60,7 +60,7 @@ def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
     compressed = kv.compresses and layer.kind == "full"
     if not compressed or kv.why_not(layer.key_dim, layer.value_dim):
         return 2 * layer.values(tokens)
-    pages = max(0, tokens - kv.sink - kv.recent) // kv.page
+    pages = max(0, tokens - kv.sink - kv.recent - kv.pinned) // kv.page
     packed = layer.values(pages * kv.page) * kv.bits_per_value(layer.key_dim, layer.value_dim) / 8
     bases = kv.basis_bytes(layer.kv_heads, layer.key_dim, layer.value_dim) if pages else 0
     return packed + 2 * layer.values(tokens - pages * kv.page) + bases

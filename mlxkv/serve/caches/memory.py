@@ -54,7 +54,7 @@ class CacheShape:
         if pages:  # with the room that steps of fixed shapes take
             exact = c.sink + c.recent + 2 * c.page + DECODE_TOKENS
             kept = int(max(grown(pages), pages + pages // GROWTH) * self.page_bytes)
-        return kept + self.full * exact + self.bases
+        return kept + self.full * (exact + c.pinned) + self.bases
 
     def bytes_fp16(self, tokens: int) -> int:
         """The size of mlx-lm's plain cache in 16 bits, which grows in whole steps."""
