@@ -3,8 +3,8 @@
 Codes, transforms and calibrated maps of both tracks are described in `mlxkv.formats`.
 """
 
-from cuda_track.codec import affine, codebook, dual_scale, polar, polar_tree, raw
-from mlxkv.formats.config import Affine, Codebook, DualScale, Full, Half, Polar, PolarTree
+from cuda_track.codec import affine, codebook, dual_scale, kitty, polar, polar_tree, raw
+from mlxkv.formats.config import Affine, Codebook, DualScale, Full, Half, Kitty, Polar, PolarTree
 
 METHODS = {
     Full: raw,
@@ -14,4 +14,5 @@ METHODS = {
     PolarTree: polar_tree,
     DualScale: dual_scale,
     Polar: polar,
+    Kitty: kitty,
 }

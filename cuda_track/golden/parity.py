@@ -31,6 +31,7 @@ METHODS = {
     "oscar": "OSCAR",
     "balanced": "balanced",
     "scaled": "SRFT with scales",
+    "kitty": "Kitty",
     "learned": "learning",
 }
 Key = tuple[str, str]  # table, case

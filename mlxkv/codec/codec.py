@@ -11,13 +11,24 @@ from mlxkv.codec import (
     codebook,
     dual_scale,
     encoding,
+    kitty,
     polar,
     polar_tree,
     raw,
     transform,
 )
 from mlxkv.codec.transform import Transform
-from mlxkv.formats.config import Affine, Codebook, DualScale, Full, Half, Polar, PolarTree, Side
+from mlxkv.formats.config import (
+    Affine,
+    Codebook,
+    DualScale,
+    Full,
+    Half,
+    Kitty,
+    Polar,
+    PolarTree,
+    Side,
+)
 
 METHODS = {
     Full: raw,
@@ -27,6 +38,7 @@ METHODS = {
     PolarTree: polar_tree,
     DualScale: dual_scale,
     Polar: polar,
+    Kitty: kitty,
 }
 Stored = dict[str, mx.array]
 

@@ -13,17 +13,19 @@ from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine, Full
 from mlxkv.formats.codebook import Codebook, PolarTree
 from mlxkv.formats.lowrank import Half, LowRank
-from mlxkv.formats.tile import DualScale, Polar
+from mlxkv.formats.tile import DualScale, Kitty, Polar
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
 SHARED = "oscar-layer"  # one rotation for all kv heads of a layer
 SCALED = "srft-scaled"  # SRFT, then a calibrated scale per channel
 PAIRED = (BALANCED, LEARNED)  # calibrated maps that are not rotations
 PCA = "pca"  # fewer dims, from a calibration
+BLOCKS = ("hadamard-16", "hadamard-128")  # of at most so many dims
 SPREAD = "hadamard-srft"  # Hadamard, or srft for head dims that are not a power of two
 TRANSFORMS = (
     "none",
     "hadamard",
+    *BLOCKS,
     "srft",
     SPREAD,
     "random",
@@ -35,15 +37,16 @@ TRANSFORMS = (
 )
 
 
-Quantizer = Full | Half | Affine | Codebook | PolarTree | DualScale | Polar
+Quantizer = Full | Half | Affine | Codebook | PolarTree | DualScale | Polar | Kitty
 
 
 @dataclass(frozen=True)
 class Side:
     """How keys, or values, are stored: a transform, then a quantizer.
 
-    transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "srft" (every even
-        head dim), "hadamard-srft" (hadamard where it exists, else srft), "random" (a dense random
+    transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "hadamard-16" and
+        "hadamard-128" (without signs, in blocks of so many dims, or of fewer that divide the head dim),
+        "srft" (every even head dim), "hadamard-srft" (hadamard where it exists, else srft), "random" (a dense random
         rotation, every head dim); or, per kv head from `mlxkv calibrate`, "oscar" (a rotation),
         "balanced" (an invertible map), "pca" (fewer dims, by `low`) and, with --learn, "learned" (SRFT,
         then a map trained with Adam); or, per layer, "oscar-layer" (a rotation) and "srft-scaled" (SRFT,

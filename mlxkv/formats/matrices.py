@@ -53,6 +53,13 @@ def hadamard(dims: int) -> np.ndarray:
     return (1.0 - 2.0 * parity[i[:, None] & i[None]]) / np.sqrt(dims)
 
 
+def block_hadamard(dims: int, most: int) -> np.ndarray:
+    """Return [D, D], Hadamard matrices on the diagonal (SAW-INT4), of `most` dims, or of the largest power of two
+    below that divides D. Spec: `mlxkv.spec.affine.block_hadamard`."""
+    block = min(most, dims & -dims)
+    return np.kron(np.eye(dims // block), hadamard(block))
+
+
 def fourier(dims: int) -> np.ndarray:
     """Return [D, D], D even, orthonormal: columns DC, Nyquist, then sqrt(2) (cos, -sin) per bin."""
     i = np.arange(dims)[:, None]
@@ -133,7 +140,8 @@ def off_orthonormal(vectors: np.ndarray) -> float:
     return float(np.abs(x.swapaxes(-1, -2) @ x - np.eye(x.shape[-1])).max())
 
 
-COMPUTED = ("hadamard", "srft", "hadamard-srft", "random")  # transforms that need no calibration
+# Transforms that need no calibration.
+COMPUTED = ("hadamard", "hadamard-16", "hadamard-128", "srft", "hadamard-srft", "random")
 
 
 def computed(name: str, dims: int) -> str:

@@ -19,7 +19,7 @@ from mlxkv.formats.config import (
     Side,
 )
 from mlxkv.formats.lowrank import Half, LowRank
-from mlxkv.formats.tile import DualScale, Polar
+from mlxkv.formats.tile import DualScale, Kitty, Polar
 
 FULL = Side(Full())
 
@@ -27,6 +27,10 @@ FULL = Side(Full())
 def _both(bits: int, transform: str, group: int = 64, symmetric: bool = False) -> CacheConfig:
     side = Side(Affine(bits, group, symmetric), transform)
     return CacheConfig(side, side)
+
+
+def _saw(keys: str, values: str) -> CacheConfig:
+    return CacheConfig(Side(Affine(4, 0), keys), Side(Affine(4, 0), values), sink=0, recent=0)
 
 
 def _scaled(bits: int, group: int = 32) -> CacheConfig:
@@ -99,6 +103,12 @@ def _polar(bits: int, group: int) -> CacheConfig:
     return CacheConfig(*sides, sink=0, recent=128, page=128)
 
 
+def _kitty(share: float) -> CacheConfig:
+    """Keys per channel, with wider codes for a share of the channels, values per token; windows as released."""
+    keys, values = Side(Kitty(share)), Side(Affine(2, 128))
+    return CacheConfig(keys, values, sink=32, recent=128, page=128)
+
+
 def low_rank(
     low: LowRank, keys: Quantizer, values: Quantizer, windows: int = 32, page: int = 64
 ) -> CacheConfig:
@@ -130,6 +140,11 @@ PRESETS: dict[str, CacheConfig] = {
     "hadamard-int4": _both(4, "hadamard"),
     "hadamard-int3": _both(3, "hadamard"),
     "hadamard-int2": _both(2, "hadamard"),
+    # SAW-INT4: keys behind Hadamard blocks, one scale and bias a token and head; no window. With values rotated
+    # too, and with blocks of 16.
+    "saw-int4": _saw("hadamard-128", "none"),
+    "saw-int4+values": _saw("hadamard-128", "hadamard-128"),
+    "saw-int4+b16": _saw("hadamard-16", "none"),
     # Sign-randomised FFT, abs-max codes per group of 32 (SRFT paper, section 3, its kernel g32).
     "srft-int8": _both(8, "srft", group=32, symmetric=True),
     "srft-int4": _both(4, "srft", group=32, symmetric=True),
@@ -194,6 +209,9 @@ PRESETS: dict[str, CacheConfig] = {
     "kivi-int2": _kivi(2),
     "kivi-int4+srft": _kivi_srft(4, 4),
     "kivi-k4v2+srft": _kivi_srft(4, 2),
+    # Kitty, and Kitty-Pro: an eighth and a quarter of the key channels at 4 bits.
+    "kitty-int2": _kitty(0.125),
+    "kitty-int2+pro": _kitty(0.25),
     # KVarN as published; extra: tiles divided by their standard deviation first.
     "kvarn-int4": _kvarn(4, 4),
     "kvarn-int3": _kvarn(3, 3),
@@ -222,4 +240,7 @@ FULL_PAGES = CacheConfig(Side(Half()), Side(Half()))
 
 # Slower at decode than full precision on a GPU (docs/kernels.md; those that no kernel reads): for comparison,
 # not offered.
-COMPARED = ("turbo-3.5", "turbo-2.5", "polar-int3", "srft-int4+g16", "srft-scaled-int4+g16")
+COMPARED = (
+    *("turbo-3.5", "turbo-2.5", "polar-int3", "srft-int4+g16", "srft-scaled-int4+g16"),
+    *("kitty-int2", "kitty-int2+pro"),
+)

@@ -1,4 +1,4 @@
-"""Quantizers as frozen data, with scales per tile (the page of one kv head): KVarN and PolarQuant.
+"""Quantizers as frozen data, with scales per tile (the page of one kv head): KVarN, PolarQuant and Kitty.
 
 Letters: `R` stored dims per token, `page` tokens encoded together.
 """
@@ -137,6 +137,50 @@ class Polar:
         """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
         if dims % 2:
             return f"polar takes pairs of dims; got {dims}"
+        return _why_no_tile(page)
+
+
+@dataclass(frozen=True)
+class Kitty:
+    """Kitty (arXiv 2511.18643): `x ~ scale * code + bias` per channel of a page, 2 bits, and 4 for the channels
+    of largest mean absolute value. For keys.
+
+    share: of the channels that take 4 bits, rounded down.
+    """
+
+    share: float = 0.125
+    bits: ClassVar[int] = 2
+    least: ClassVar[int] = 3  # the largest code of 2 bits, and of 4
+    most: ClassVar[int] = 15
+
+    def __post_init__(self):
+        if not 0 < self.share < 1:
+            raise UserError(f"[Kitty] share must be above 0 and below 1; got {self.share}")
+
+    def count(self, dims: int) -> int:
+        """Return how many channels take 4 bits."""
+        return int(self.share * dims + 1e-6)
+
+    @property
+    def label(self) -> str:
+        return f"int{self.bits} per channel, {100 * self.share:g} % of them int4"
+
+    @property
+    def tensors(self) -> set[str]:
+        """The tensors of P pages, N channels of 4 bits: codes [B, G, T, W] words, 2 bits of each channel, the high
+        ones of wide codes; more [B, G, T, ceil(2 N / 32)] words, their low bits; channels [B, G, P, ceil(R / 32)]
+        words, a bit per channel; scale and bias float16 [B, G, P, R]."""
+        return {"codes", "more", "channels", "scale", "bias"}
+
+    def bits_per_value(self, dims: int, page: int) -> float:
+        """Return stored bits per value: codes and marks in whole 32-bit words, 16-bit scales and biases."""
+        words = -(-dims * self.bits // 32) + -(-self.count(dims) * self.bits // 32)
+        return 32 * words / dims + (32 + 32 * -(-dims // 32) / dims) / page
+
+    def why_not(self, dims: int, page: int) -> str | None:
+        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
+        if not self.count(dims):
+            return f"a share of {self.share:g} of {dims} dims is no channel"
         return _why_no_tile(page)
 
 

@@ -29,6 +29,7 @@ from mlxkv.formats.config import (
     CacheConfig,
     Codebook,
     DualScale,
+    Kitty,
     Polar,
     PolarTree,
     Side,
@@ -179,7 +180,7 @@ class Table:
             *(self.encode_rows, self.attention_rows, self.oscar_rows, self.balanced_rows),
             self.scaled_rows,
             *(self.codebook_rows, self.polar_tree_rows, self.dual_scale_rows, self.polar_rows),
-            self.oja_rows,
+            *(self.kitty_rows, self.oja_rows),
         )
 
     def by_set(self) -> Iterator[tuple[str, Row]]:
@@ -445,6 +446,23 @@ class Table:
                 yield compare_codes("encode", f"{key}.{name}", codes, right, near)
             yield from self._read_rows(spec, key, dims, case)
 
+    def kitty_rows(self) -> Rows:
+        """The channels that Kitty boosts, codes of all, and what the spec's codes stand for."""
+        for key, dims, case in tile_cases("kitty"):
+            spec, page = Kitty(int(key.split(".")[1]) / 1000), case["x"].shape[2]
+            key, few = f"kitty.{key}", spec.count(dims)
+            made = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
+            parts = (("codes", 2, dims), ("more", 2, few), ("channels", 1, dims))
+            found, right = (
+                [self.unpack(x[n], bits, count).astype(np.int64) for n, bits, count in parts]
+                for x in (made, {n: self.tensor(case[n]) for n, _, _ in parts})
+            )
+            yield Row("encode", f"{key}.channels", dims, wrong=int((found[2] != right[2]).sum()))
+            wide = right[2][0, 0, 0].astype(bool)
+            ours, theirs = (_wide(high, low, wide) for high, low, _ in (found, right))
+            yield compare_codes("encode", key, ours, theirs, mask_at(case["near"], ours.size))
+            yield from self._read_rows(spec, key, dims, case)
+
     def _read_rows(self, spec, key: str, dims: int, case: Arrays) -> Rows:
         """Values of the spec's codes, and products with them."""
         code = self.codec(Side(spec), dims, case["x"].shape[2])
@@ -631,6 +649,13 @@ def tile_cases(table: str) -> Iterator[tuple[str, int, Arrays]]:
         dims = key.split(".")[0]
         shared = {name: tensors[f"{dims}.{name}"] for name in ("x", "q", "p")}
         yield key, int(dims), shared | under(tensors, key)
+
+
+def _wide(high: np.ndarray, low: np.ndarray, wide: np.ndarray) -> np.ndarray:
+    """Codes [1, 1, T, R] of a page from both sets of 2 bits; wide: the channels [R] that have 4."""
+    out = high.copy()
+    out[..., wide] = (high[..., wide] << 2) + low
+    return out
 
 
 def mask_at(places: np.ndarray, size: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from mlxkv.formats.config import (
     CacheConfig,
     Codebook,
     DualScale,
+    Kitty,
     Polar,
     PolarTree,
     Quantizer,
@@ -56,6 +57,9 @@ METHODS = {
     "affine": Method(Affine(4, 64), Affine(3, 64), 32, "srft", triton=True, preset="naive-int4"),
     "clipped": Method(
         Affine(2, 0, clip=0.92), Affine(2, 32, clip=0.92), turn="hadamard", dims=64, triton=True
+    ),
+    "saw": Method(
+        Affine(4, 0), Affine(4, 0), turn="hadamard-16", dims=64, triton=True, preset="saw-int4+b16"
     ),
     "kivi": Method(Affine(2, 32, axis="channel"), Affine(2, 32), triton=True, preset="kivi-int2"),
     "kivi-16": Method(Affine(4, 16, axis="channel"), Affine(8, 32), 32, triton=True),
@@ -110,6 +114,7 @@ METHODS = {
         *(PolarTree(online=True), PolarTree(online=True)), mps=False, preset="polar-tree+plain"
     ),
     "online-kvarn": Method(PolarTree(online=True), DualScale(4, "token"), mps=False),
+    "kitty": Method(Kitty(0.25), Kitty(0.125), kernels=False, tiles=False, mps=False),
     "kvarn": Method(
         DualScale(4, "channel"), DualScale(2, "token"), turn="srft", preset="kvarn-int2"
     ),
@@ -128,5 +133,9 @@ def names(**wanted: bool) -> list[str]:
 
 
 READ = names(kernels=True)
-# Presets that no kernel reads: outliers are chosen by page, and a record's groups are whole blocks of 32 dims.
-NO_KERNELS = {"turbo-3.5", "turbo-2.5", "srft-int4+g16", "srft-scaled-int4+g16"}
+# Presets that no kernel reads: outliers and wide channels are chosen by page, and groups of records are whole
+# blocks of 32 dims.
+NO_KERNELS = {
+    *("turbo-3.5", "turbo-2.5", "srft-int4+g16", "srft-scaled-int4+g16"),
+    *("kitty-int2", "kitty-int2+pro"),
+}

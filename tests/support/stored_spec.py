@@ -13,12 +13,13 @@ from mlxkv.formats.config import (
     DualScale,
     Full,
     Half,
+    Kitty,
     Polar,
     PolarTree,
     Side,
 )
 from mlxkv.spec import affine as ref
-from mlxkv.spec import codebook, polar
+from mlxkv.spec import codebook, kitty, polar
 from mlxkv.spec import dual_scale as dual
 from mlxkv.spec import polar_tree as tree
 
@@ -31,7 +32,15 @@ def _polar(x: np.ndarray, spec: Polar) -> np.ndarray:
     return polar.decode(polar.encode(x, spec.radius, spec.angle), spec.angle)
 
 
-TILES = {DualScale: _dual_scale, Polar: _polar}  # [..., page, R] -> the same, decoded
+def _kitty(x: np.ndarray, spec: Kitty) -> np.ndarray:
+    return kitty.decode(*kitty.encode(x, spec.share)[:3])
+
+
+TILES = {
+    DualScale: _dual_scale,
+    Polar: _polar,
+    Kitty: _kitty,
+}  # [..., page, R] -> the same, decoded
 
 
 def stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.ndarray:
