@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.evidence import corpus, rows
 from experiments.evidence.corpus import Held
-from mlxkv import __version__
+from mlxkv import __version__, console
 from mlxkv.errors import MachineError
 from mlxkv.eval import feed
 from mlxkv.eval.arms import BASELINE, Arms
@@ -34,6 +34,7 @@ from mlxkv.models.catalog.shapes import layers_of
 
 KL, RETRIEVAL = "kl", "retrieval"
 BLOCK = 64  # tokens whose mean KL a row keeps
+TOGETHER = 16  # texts in a batch, on a GPU
 OWN = "own"  # windows of each preset's own
 SCRATCH = (
     "full-precision"  # folder of log probabilities; 34 MB a text of 512 tokens and 16384 entries
@@ -127,6 +128,7 @@ class Subject:
 
     def _calibrated(self) -> artifact.Calibration:
         text = self.asked.held.calibration(self.loaded, TOKENS)
+        console.note(f"calibrating {Path(self.loaded.name).name} on {len(text.tokens)} tokens")
         return calibrate(
             self.loaded.model,
             text.tokens,
@@ -186,35 +188,47 @@ class Subject:
         ]
         return self.asked.out / SCRATCH / f"{_digest(parts)}.npy"
 
-    def measure(self, unit: Unit, loaded) -> dict:
-        """Return the numbers of a unit. loaded: with the unit's preset attached."""
-        start = time.perf_counter()
-        found = self._kl(unit, loaded) if unit.task == KL else self._retrieval(unit, loaded)
-        return {
-            "state": self.state(unit),
-            "when": int(time.time()),
+    @property
+    def together(self) -> int:
+        """How many texts are read at once: a GPU waits for the host otherwise."""
+        return 1 if backend() == "cpu" else TOGETHER
+
+    def measure(self, units: Sequence[Unit], loaded) -> list[dict]:
+        """Return the numbers of each unit: of texts of one context, or of one document. loaded: with the
+        units' preset attached."""
+        start, first = time.perf_counter(), units[0]
+        found = self._kl(units, loaded) if first.task == KL else [self._retrieval(first, loaded)]
+        about = {
             "fingerprint": self.loaded.fingerprint,
             "dtype": str(self.loaded.dtype).split(".")[-1],
-            **bits(self.arms(unit.windows), unit.preset, unit.context),
-            **found,
-            "seconds": round(time.perf_counter() - start, 2),
+            **bits(self.arms(first.windows), first.preset, first.context),
         }
+        seconds = round((time.perf_counter() - start) / len(units), 2)
+        return [about | numbers | {"seconds": seconds} for numbers in found]
 
-    def _kl(self, unit: Unit, loaded) -> dict:
-        tokens, base = self._text(unit), self._base(unit)
-        if not base.exists():
-            raise MachineError(f"[evidence] full precision did not read {unit.text}")
-        cache = feed.prefill(loaded, tokens[: unit.context])
-        held = self.arms(unit.windows).stored(unit.preset, cache)
-        logs = feed.log_probabilities(loaded, cache, tokens[unit.context : -1])
-        base = mx.array(np.load(base))
-        scored = compare(base, logs, mx.array(tokens[unit.context + 1 :]))
+    def _kl(self, units: Sequence[Unit], loaded) -> list[dict]:
+        first, texts = units[0], [self._text(unit) for unit in units]
+        for unit in units:
+            if not self._base(unit).exists():
+                raise MachineError(f"[evidence] full precision did not read {unit.text}")
+        tokens = mx.array(texts)
+        cache = feed.prefill(loaded, tokens[:, : first.context])
+        held = self.arms(first.windows).stored(first.preset, cache) / len(units)
+        logs = feed.log_probabilities(loaded, cache, tokens[:, first.context : -1])
+        values = sum(
+            s.values(first.context) for s in layers_of(self.loaded.config) if s.kind == "full"
+        )
+        return [
+            self._scored(unit, text, log) | {"kv_bytes": held, "values": values}
+            for unit, text, log in zip(units, texts, logs, strict=True)
+        ]
+
+    def _scored(self, unit: Unit, text: list[int], logs: mx.array) -> dict:
+        base = mx.array(np.load(self._base(unit)))
+        scored = compare(base, logs, mx.array(text[unit.context + 1 :]))
         if not np.isfinite(scored.kl).all():
             raise MachineError(f"[evidence] NaN or infinity in the KL of {unit.preset}")
         ends = range(0, len(scored), BLOCK)
-        values = sum(
-            s.values(unit.context) for s in layers_of(self.loaded.config) if s.kind == "full"
-        )
         return {
             "tokens": len(scored),
             "kl": float(scored.kl.mean()),
@@ -223,8 +237,6 @@ class Subject:
             "top1": float(scored.same.mean()),
             "nll": float(scored.nll.mean()),
             "nll_base": float(scored.nll_base.mean()),
-            "kv_bytes": held,
-            "values": values,
         }
 
     def _retrieval(self, unit: Unit, loaded) -> dict:

@@ -113,20 +113,49 @@ def _measured(
     done = 0
     try:
         with made.arms(windows).attached(preset) as loaded:
-            for unit in wanted:
+            for some in _alike(wanted, made.together):
                 if over():
                     break
-                yield (
-                    unit,
-                    _tried(lambda unit=unit: {"of": made.of(unit)} | made.measure(unit, loaded)),
-                )
-                done += 1
+                yield from zip(some, _rows(made, some, loaded), strict=True)
+                done += len(some)
     except Exception as error:  # the preset does not fit the model
         for unit in wanted[done:]:
             yield unit, _failure(error)
         return
     for unit in wanted[done:]:
         yield unit, None
+
+
+def _rows(made: Subject, some: list[Unit], loaded) -> list[dict]:
+    """The numbers or error of each unit; those of a batch that fails are tried one by one."""
+
+    def rows_of(units: list[Unit]) -> list[dict]:
+        found = made.measure(units, loaded)
+        return [{"of": made.of(unit)} | numbers for unit, numbers in zip(units, found, strict=True)]
+
+    try:
+        return rows_of(some)
+    except Exception as error:  # of any layer below; the others go on
+        if len(some) == 1:
+            return [_failure(error)]
+        return [row for unit in some for row in _rows(made, [unit], loaded)]
+
+
+def _alike(wanted: Sequence[Unit], most: int) -> Iterator[list[Unit]]:
+    """Yield up to `most` neighbours that are texts of one context, and documents one by one."""
+    some: list[Unit] = []
+    for unit in wanted:
+        alike = (
+            some
+            and unit.task == KL
+            and (unit.task, unit.context) == (some[0].task, some[0].context)
+        )
+        if some and (not alike or len(some) == most):
+            yield some
+            some = []
+        some.append(unit)
+    if some:
+        yield some
 
 
 def _tried(measure: Callable[[], dict | None]) -> dict | None:

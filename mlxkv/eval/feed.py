@@ -13,29 +13,37 @@ PREFILL = 512  # tokens of a prompt at once
 DECODE = 8  # tokens at once after it; so few that attention reads the codes, as in decoding
 
 
-def prefill(loaded, tokens: Sequence[int]) -> list:
-    """Return a new cache that holds `tokens`."""
+def prefill(loaded, tokens: Sequence[int] | mx.array) -> list:
+    """Return a new cache that holds `tokens`, or [B, T] of them: B sequences of one length."""
     cache = new_cache(loaded)
     extend(loaded, cache, tokens)
     return cache
 
 
-def extend(loaded, cache: list, tokens: Sequence[int], chunk: int = PREFILL) -> None:
+def extend(loaded, cache: list, tokens: Sequence[int] | mx.array, chunk: int = PREFILL) -> None:
     """Read `tokens` into a cache in chunks, as a prompt is read."""
-    for start in range(0, len(tokens), chunk):
-        loaded.model(mx.array(tokens[start : start + chunk])[None], cache=cache)
+    tokens = _batch(tokens)
+    for start in range(0, tokens.shape[1], chunk):
+        loaded.model(tokens[:, start : start + chunk], cache=cache)
         mx.eval([c.state for c in cache])
 
 
-def log_probabilities(loaded, cache: list, tokens: Sequence[int]) -> mx.array:
-    """Return log probabilities after each of `tokens`, [T, vocabulary] float32, and extend the cache."""
-    parts = []
-    for start in range(0, len(tokens), DECODE):
-        logits = loaded.model(mx.array(tokens[start : start + DECODE])[None], cache=cache)[0]
-        logits = logits.astype(mx.float32)
+def log_probabilities(loaded, cache: list, tokens: Sequence[int] | mx.array) -> mx.array:
+    """Return log probabilities after each of `tokens`, [T, vocabulary] float32, or [B, T, vocabulary] where
+    tokens are [B, T], and extend the cache."""
+    parts, batch = [], _batch(tokens)
+    for start in range(0, batch.shape[1], DECODE):
+        logits = loaded.model(batch[:, start : start + DECODE], cache=cache).astype(mx.float32)
         parts.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval(parts[-1])
-    return mx.concatenate(parts)
+    found = mx.concatenate(parts, axis=1)
+    return found if isinstance(tokens, mx.array) and tokens.ndim == 2 else found[0]
+
+
+def _batch(tokens: Sequence[int] | mx.array) -> mx.array:
+    """[T] -> [1, T]; [B, T] as it is."""
+    tokens = mx.array(tokens, dtype=mx.int32)
+    return tokens if tokens.ndim == 2 else tokens[None]
 
 
 def selects(cache: list) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.evidence import corpus, natural, page, rows, selection, table, work
 from experiments.evidence.command import ROWS
-from experiments.evidence.measure import KL, RETRIEVAL, Asked
+from experiments.evidence.measure import KL, RETRIEVAL, Asked, Subject
 from experiments.evidence.selection import CANDIDATES, LIMITS, TRIES, width
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import parse_kv
@@ -38,6 +38,7 @@ class Fake:
 
     seen: list = []
     of_now = "1"
+    together = 1
 
     def __init__(self, asked, model, presets):
         self.presets, self.fails, self.slips = presets, {"turbo-int2"}, {("int2", "code-1")}
@@ -57,7 +58,10 @@ class Fake:
     def of(self, unit):
         return self.of_now
 
-    def measure(self, unit, loaded):
+    def measure(self, units, loaded):
+        return [self.measured(unit) for unit in units]
+
+    def measured(self, unit):
         Fake.seen.append(unit)
         if unit.task == KL and (unit.preset, unit.text) in self.slips:
             raise MachineError("[evidence] NaN")
@@ -101,6 +105,31 @@ def test_a_run_goes_on_where_it_was_stopped(asked, monkeypatch):
     assert run(asked, names, units, file) == (0, 2, 0)  # only what failed is tried again
     monkeypatch.setattr(Fake, "of_now", "2")  # such as other weights: nothing counts
     assert run(asked, names, units, file)[0] == len(units) - 2
+
+
+def test_a_text_that_fails_in_a_batch_fails_alone(asked, monkeypatch):
+    """Neighbouring texts are read together, documents one by one; after an error each text is tried alone."""
+    names, units = planned(asked)
+    monkeypatch.setattr(Fake, "together", 3)
+    whole = []
+    monkeypatch.setattr(
+        Fake,
+        "measure",
+        lambda self, *args, real=Fake.measure: (whole.append(args[0]), real(self, *args))[1],
+    )
+    assert run(asked, names, units, asked.out / ROWS) == (len(units) - 2, 2, 0)
+    # six texts are two batches, one of which fails and is tried again
+    assert {len(some) for some in whole} == {1, 3}
+    assert all(len({(u.preset, u.task, u.context) for u in some}) == 1 for some in whole)
+    assert all(len(some) == 1 for some in whole if some[0].task == RETRIEVAL)
+    rows_ = {
+        (r["model"], r["preset"], r["split"], r["text"]): r for r in rows.read([asked.out / ROWS])
+    }
+    assert len(rows_) == len(units)
+    assert [key for key, row in rows_.items() if "error" in row] == [
+        ("one", "int2", "test", "code-1"),
+        ("two", "int2", "test", "code-1"),
+    ]
 
 
 def test_the_time_ends_a_run_between_two_texts(asked):
@@ -281,7 +310,7 @@ def test_haystacks_are_the_texts_with_facts_between_their_sentences(held):
 
 
 @pytest.mark.slow
-def test_a_model_is_measured_calibrated_and_resumed(held, tmp_path):
+def test_a_model_is_measured_calibrated_and_resumed(held, tmp_path, monkeypatch):
     for split in (corpus.CALIBRATION, *corpus.SPLITS, corpus.HAYSTACK):
         for name in HARD:
             words = " ".join(f"The {name} of {i} is {i * i % 97} in {split}." for i in range(400))
@@ -300,3 +329,11 @@ def test_a_model_is_measured_calibrated_and_resumed(held, tmp_path):
     before = file.read_text()
     natural.main(given)
     assert file.read_text() == before
+    monkeypatch.setattr(Subject, "together", len(HARD))  # as on a GPU, in a batch
+    file.unlink()
+    natural.main([*given, "--documents", "0"])
+    again = {(r["preset"], r["text"]): r for r in rows.read([file])}
+    for row in (r for r in found if "kl" in r):
+        other = again[row["preset"], row["text"]]
+        assert other["kl"] == pytest.approx(row["kl"], rel=0.05, abs=1e-6)
+        assert other["kv_bytes"] == pytest.approx(row["kv_bytes"], rel=0.02)
