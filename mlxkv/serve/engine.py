@@ -20,6 +20,7 @@ from mlxkv import faults
 from mlxkv.console import warn
 from mlxkv.errors import MachineError
 from mlxkv.machine import USABLE, machine_memory
+from mlxkv.models.continuing import continued
 from mlxkv.models.decoders import step_down
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
@@ -237,7 +238,10 @@ class Engine(server.ResponseGenerator):
             if not tokenizer.encode(word, add_special_tokens=False):
                 raise Refused(400, f"[stop] has no tokens; got {word!r}", "invalid_value")
         try:
-            found = super()._tokenize(*self._with_text(tokenizer, request, args))
+            asked = replace(request, messages=request.messages[:-1]) if args.continues else request
+            found = super()._tokenize(*self._with_text(tokenizer, asked, args))
+            if args.continues:
+                found = continued(tokenizer, self.turns, found, request.messages[-1])
         except Exception as error:  # templates raise anything
             raise Refused(
                 400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"

@@ -35,6 +35,8 @@ class Job:
 
 @dataclass
 class Arguments(server.GenerationArguments):
-    """mlx-lm hands these on wherever it deals with a request: with its job."""
+    """mlx-lm hands these on wherever it deals with a request: with its job, and whether its last message is
+    the start of the reply."""
 
     job: Job
+    continues: bool = False

@@ -11,6 +11,7 @@ from queue import Empty, Queue
 from mlx_lm import server
 
 from mlxkv.errors import MachineError
+from mlxkv.models.continuing import spaced
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.job import Arguments, Job
 from mlxkv.serve.refusals import Refused, ending, fault
@@ -31,11 +32,20 @@ class Left(BaseException):
 
 
 class Caller:
-    """started: when the request began to arrive, by `time.monotonic`. gone: whether the client has hung
-    up. stop: ends the reply; does nothing before there is one."""
+    """continues: whether the last message is the start of the reply. started: when the request began to
+    arrive, by `time.monotonic`. gone: whether the client has hung up. stop: ends the reply; does nothing
+    before there is one."""
 
-    def __init__(self, engine: Engine, started: float, gone: Callable[[], bool], tenant: str = ""):
+    def __init__(
+        self,
+        engine: Engine,
+        started: float,
+        gone: Callable[[], bool],
+        tenant: str = "",
+        continues: bool = False,
+    ):
         self.engine, self.started, self._gone = engine, started, gone
+        self.continues = continues
         self.job = Job(tenant=tenant)
         self.context: server.GenerationContext | None = None
 
@@ -56,7 +66,7 @@ class Caller:
 
         if self.engine.over:
             raise Answer(ending())
-        args = Arguments(**vars(args), job=self.job)
+        args = Arguments(**vars(args), job=self.job, continues=self.continues)
         try:
             # With this object in the engine's place, for `_await_response`.
             context, responses = server.ResponseGenerator.generate(self, request, args, progress)
@@ -69,6 +79,8 @@ class Caller:
         self.context = context
         if context.tool_parser is not None:
             context.tool_parser = partial(_tool_calls, context.tool_parser)
+        if self.continues:
+            responses = spaced(self.engine.model_provider.tokenizer, context.prompt, responses)
         return context, self._counted(responses)
 
     def _await_response(self, line: Queue):

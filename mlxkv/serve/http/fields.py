@@ -11,7 +11,7 @@ _NAMES = {
     """,
     "vLLM, SGLang, transformers": """
         add_generation_prompt add_special_tokens allowed_token_ids bad_words
-        chat_template continue_final_message custom_logit_processor detokenize documents
+        chat_template custom_logit_processor detokenize documents
         early_stopping ebnf enable_thinking guided_choice guided_decoding_backend guided_grammar
         guided_json guided_regex guided_whitespace_pattern ignore_eos include_reasoning
         include_stop_str_in_output json_schema kv_transfer_params length_penalty

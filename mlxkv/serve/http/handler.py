@@ -42,7 +42,7 @@ POLICY = (
 )
 LEAST = -9999.0  # the log-probability of what cannot come, as OpenAI writes it
 # mlx-lm's handler keeps a request as attributes with the same names, but for these.
-APART = ("chat", "include_usage", "stop", "prompt", "messages", "tools")
+APART = ("chat", "include_usage", "stop", "prompt", "messages", "tools", "continue_final_message")
 SETTINGS = [one.name for one in fields(Request) if one.name not in APART]
 
 
@@ -78,6 +78,7 @@ class Site:
             "backend": backend(),
             "version": __version__,
             "context": loaded.context,
+            "max_tokens": self.options.max_tokens,  # of a reply whose request names none
             "batched": engine.model_provider.is_batchable,
             "processes": engine.ranks.size,  # bytes below are those of one
             "report": loaded.report(),
@@ -321,7 +322,8 @@ class Handler(server.APIHandler):
             self.body = {"prompt": request.prompt}
             completion = self.handle_text_completions()
         whose = tenant(self._key, request.user, request.cache_salt)
-        caller = Caller(self.site.engine, self.started, self.line.gone, whose)
+        more = request.continue_final_message
+        caller = Caller(self.site.engine, self.started, self.line.gone, whose, more)
         self.response_generator = caller
         try:
             self.handle_completion(completion, request.stop)

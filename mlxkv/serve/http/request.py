@@ -59,7 +59,8 @@ class Request:
     """Fields have the names of OpenAI's API and of mlx-lm's server.
 
     chat: whether `messages` (with `tools`, `chat_template_kwargs`) are to be answered, or `prompt` to
-    be continued. include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user,
+    be continued. continue_final_message: the last message is the start of the reply, which goes on (as in vLLM
+    and transformers). include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user,
     cache_salt: whose caches are used, within an API key.
     """
 
@@ -74,6 +75,7 @@ class Request:
     messages: list[dict] = field(default_factory=list)
     tools: list[dict] | None = None
     chat_template_kwargs: dict | None = None
+    continue_final_message: bool = False
     user: str = ""
     cache_salt: str = ""
     temperature: float = _limits(NUMBER, 0, 100, 0.0)
@@ -101,7 +103,8 @@ NUMBERS["max_completion_tokens"] = NUMBERS["max_tokens"]  # OpenAI's newer name
 TAKEN = (
     *NUMBERS,
     *("model", "kv", "stream", "stream_options", "stop", "logprobs", "top_logprobs", "logit_bias"),
-    *("prompt", "messages", "tools", "chat_template_kwargs", "user", "cache_salt"),
+    *("prompt", "messages", "tools", "chat_template_kwargs", "continue_final_message"),
+    *("user", "cache_salt"),
 )
 KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 
@@ -319,7 +322,17 @@ def _chat(body: dict) -> dict:
         for name, value in extra.items()
     ):
         raise bad("chat_template_kwargs", "must be plain values, of names that are free", extra)
-    return {"messages": messages, "tools": tools or None, "chat_template_kwargs": extra or None}
+    more = _boolean(body, "continue_final_message")
+    if more and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
+        raise bad(
+            "continue_final_message", "needs a last message of the assistant behind others", more
+        )
+    return {
+        "messages": messages,
+        "tools": tools or None,
+        "chat_template_kwargs": extra or None,
+        "continue_final_message": more,
+    }
 
 
 def _message(index: int, message: object) -> dict:

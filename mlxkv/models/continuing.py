@@ -1,0 +1,57 @@
+"""Going on with a reply that was cut off: its text stands behind the prompt, where the model wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from mlxkv.models.turns import Turns, pieces
+
+
+def continued(tokenizer: Any, turns: Turns, found: tuple, reply: dict) -> tuple:
+    """What mlx-lm's `_tokenize` returns for a chat, with the start of its reply behind it.
+
+    tokenizer: mlx-lm's wrapper. found: (prompt, segments, types of segments, state that a reply begins in,
+    ...) of the messages before. reply: the last message: `content`, and `reasoning` (or
+    `reasoning_content`) where the model reasons; without content it is the reasoning that goes on. Raises
+    ValueError where there is nothing to go on with.
+    """
+    prompt, segments, types, state, *rest = found
+    text, state = _text(tokenizer, state, reply)
+    if not text:
+        raise ValueError("continue_final_message needs a reply with text to go on with")
+    mark, (chat,) = turns.broken([{"role": "assistant", "content": text}])
+    tail = turns.encode(pieces(chat[0]["content"], mark))
+    return prompt + tail, [*segments[:-1], segments[-1] + tail], types, state, *rest
+
+
+def _text(tokenizer: Any, state: str, reply: dict) -> tuple[str, str]:
+    """The text of the start of a reply with its marks, and the state in which it goes on."""
+    content = reply.get("content") or ""
+    if not getattr(tokenizer, "has_thinking", False):
+        return content, state
+    reasoning = reply.get("reasoning") or reply.get("reasoning_content") or ""
+    opened = state == "reasoning"  # templates of some models write the mark themselves
+    text = reasoning if opened or not reasoning else tokenizer.think_start + reasoning
+    if not content:
+        return text, "reasoning"
+    if opened or reasoning:
+        text += tokenizer.think_end
+    return text + content, "normal"
+
+
+def spaced(tokenizer: Any, prompt: list[int], responses: Iterator) -> Iterator:
+    """mlx-lm's pieces of a reply that goes on behind `prompt`, with the space between the two: its
+    detokenizers drop one at the start of what they take for a whole text."""
+    before = tokenizer.decode(prompt[-1:])
+    tokens = prompt[-1:]
+    for response in responses:
+        tokens.append(response.token)
+        if response.text:
+            joint = tokenizer.decode(tokens)[len(before) :]
+            lost = joint.startswith(" ") and not response.text.startswith(" ")
+            yield replace(response, text=" " + response.text) if lost else response
+            break
+        yield response
+    yield from responses
