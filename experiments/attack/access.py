@@ -11,10 +11,17 @@ from experiments.attack.frame import Attempt, alive, command, server
 
 KEY, ORIGIN, EVIL = "a right Key 7", "http://app.example", "http://evil.example"
 CLOSED = (
-    *("/v1/kv", "/metrics", "/v1/models", "/v1/models/tiny", "/nothing", "/page.css/../v1/kv"),
+    *(
+        "/v1/kv",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/tiny",
+        "/nothing",
+        "/page/style.css/../../v1/kv",
+    ),
     *("//v1/kv", "/V1/KV"),
 )
-OPEN = ("/", "/health", "/page.js", "/page.css")
+OPEN = ("/", "/health", "/page/main.js", "/page/style.css")
 
 
 def attempts(short: bool) -> Iterator[Attempt]:

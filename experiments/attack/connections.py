@@ -140,7 +140,7 @@ def _half(running) -> Iterator[Attempt]:
     got, end = raw(running.port, b"HEAD /health HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n")
     empty = got.startswith(b"HTTP/1.1 200") and got.endswith(b"\r\n\r\n")
     yield Attempt("HEAD has no body", empty, f"{end} {got!r}")
-    for path in ("/", "/page.js", "/v1/models", "/v1/kv", "/metrics", "/nothing"):
+    for path in ("/", "/page/main.js", "/v1/models", "/v1/kv", "/metrics", "/nothing"):
         data = f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         got, end = raw(running.port, data.encode())
         held = end == "eof" and got.endswith(b"\r\n\r\n") and b"Content-Length" in got
@@ -238,7 +238,7 @@ def _slow(running) -> Iterator[Attempt]:
         for _ in range(16):
             line = stack.enter_context(connect(running.port))
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            line.sendall(b"GET /page.js HTTP/1.1\r\n%s\r\n" % HOST * 200)
+            line.sendall(b"GET /page/main.js HTTP/1.1\r\n%s\r\n" % HOST * 200)
         time.sleep(0.5)
         status, data = ask(running.port, {"prompt": "Hi", "max_tokens": 1})
         note = f"{status} {data[:80]!r}"

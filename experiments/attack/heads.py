@@ -68,7 +68,7 @@ PLAIN: list[tuple[str, bytes, set[int]]] = [
         (f"target {t.decode('latin-1')!r}", get(t), {404})
         for t in (
             *(b"//[", b"//", b"/../etc/passwd", b"/%2e%2e/x", b"/%00", b"/v1/kv/"),
-            *(b"/page.css%00", b"/health/..", b"/" + b"a/" * 2000),
+            *(b"/page/style.css%00", b"/health/..", b"/" + b"a/" * 2000),
         )
     ),
     *(

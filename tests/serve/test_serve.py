@@ -125,8 +125,9 @@ def test_models_metrics_page(server):
     assert "mlxkv_kv_bound_bytes" in numbers and 'mlxkv_responses_total{status="200"}' in numbers
     for path, kind in (
         ("/", "text/html"),
-        ("/page.js", "text/javascript"),
-        ("/page.css", "text/css"),
+        ("/page/main.js", "text/javascript"),
+        ("/page/style.css", "text/css"),
+        ("/page/vendor/purify.es.mjs", "text/javascript"),
     ):
         status, headers, data = send(server, "GET", path)
         assert status == 200 and data and headers["Content-Type"].startswith(kind)
@@ -152,7 +153,7 @@ def test_who_may_ask(server):
 
 def test_paths_and_lengths(server):
     assert send(server, "GET", "/etc/passwd")[0] == 404
-    assert send(server, "GET", "/page.css/../engine.py")[0] == 404
+    assert send(server, "GET", "/page/style.css/../../engine.py")[0] == 404
     assert send(server, "POST", "/v1/kv", {})[0] == 404
     assert send(server, "GET", "/v1/completions")[0] == 405
     for length, want in {"-1": 400, "1e3": 400, "+5": 400, "9" * 30: 400, "9" * 20: 413}.items():

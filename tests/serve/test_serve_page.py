@@ -1,4 +1,4 @@
-"""The chat page in a headless Chromium, by keyboard alone."""
+"""The chat page on the embedded model, in a headless Chromium. `tests/serve/page` has its parts, without a model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(chromium.where() is None, reason="no Chromium on this machine"),
 ]
-ENTER, ESCAPE, UP, DOWN, BACKSPACE = 13, 27, 38, 40, 8
+ENTER, ESCAPE = 13, 27
 LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
-DONE = f"document.querySelector('#send').textContent === 'Send' && {LAST}?.querySelector('small').textContent"
-CURRENT = "document.querySelector('[aria-current=true]').textContent"
+DONE = f"document.querySelector('#send').textContent === 'Send' && {LAST}.querySelector('small').textContent"
+LONG = "The quiet cat sat on the warm mat and looked at the rain. " * 150
 
 
 def turns(page) -> list[str]:
-    return page.js("[...document.querySelectorAll('.turn > :first-child')].map(x => x.textContent)")
+    return page.js("[...document.querySelectorAll('.turn .body')].map(x => x.innerText.trim())")
 
 
 def shot(page, name: str) -> None:
@@ -29,53 +29,59 @@ def shot(page, name: str) -> None:
         page.shot(Path(folder) / f"{name}.png")
 
 
-def test_conversations_by_keyboard(tmp_path):
-    with serving("tiny") as server:
-        page = chromium.Page(server.url, tmp_path / "profile")
-        try:
-            talk(page, server)
+def test_a_conversation(tmp_path):
+    browser = chromium.Browser(tmp_path / "profile")
+    try:
+        with serving("tiny", prefill_step=256) as server:
+            page = chromium.Page(browser, server.url)
+            talk(page)
             assert page.errors == []
-        finally:
-            page.close()
+    finally:
+        browser.close()
 
 
-def talk(page, server) -> None:
+def ask(page, text: str, count: int) -> None:
+    page.js("document.querySelector('#text').focus()")
+    page.type(text)
+    page.press("Enter", ENTER)
+    page.until(f"document.querySelectorAll('.assistant').length === {count}")
+
+
+def talk(page) -> None:
     page.until("document.querySelector('#model').textContent === 'tiny'")
     assert page.js("document.querySelector('#preset').textContent") == "--kv int4"
-    page.type("What is the capital of France?")
-    page.press("Enter", ENTER)
+    ask(page, "What is the capital of France?", 1)
     note = page.until(DONE)
     assert turns(page)[0] == "What is the capital of France?" and "Paris" in turns(page)[1]
-    assert "tokens" in note and "fp16" in note and "0 tokens reused" in note
-    page.type("Repeat it")
-    page.press("Enter", ENTER)
-    page.until(f"document.querySelectorAll('.assistant').length === 2 && {DONE}")
-    assert " 0 tokens reused" not in page.js(f"{LAST}.querySelector('small').textContent")
-    assert page.until("document.querySelector('#level').style.width !== '0%'")
+    assert "tokens" in note and "0 tokens reused" in note
+    ask(page, "Repeat it", 2)
+    assert " 0 tokens reused" not in page.until(DONE)
+    page.until("document.querySelector('#memory').textContent.includes('this chat')")
     shot(page, "chat")
-    # Stop in the middle, in a second conversation.
-    page.press("k", 75, control=True)
-    assert turns(page) == []
+    # A long prompt tells how far it is read; then the reply is stopped, and goes on.
+    page.js("document.querySelector('#new').click()")
+    page.until("document.querySelectorAll('.turn').length === 0")
     page.js(
-        "document.querySelector('#text').value = 'Tell me a long story about a mouse. '.repeat(60)"
+        f"document.querySelector('#text').value = {LONG!r}; document.querySelector('#text').focus()"
     )
     page.press("Enter", ENTER)
-    page.until("document.querySelector('#send').textContent === 'Stop'")
-    shot(page, "stop")
+    page.until("document.body.innerText.match(/Reading [\\d,]+ of [\\d,]+ tokens/)?.[0]")
+    shot(page, "reading")
     page.press("Escape", ESCAPE)
-    assert page.until(DONE)
-    page.until("document.querySelector('#send').textContent === 'Send'")
-    # Both are there, also after the page was loaded again; then one is thrown away.
-    assert "long story" in page.js(CURRENT)
-    page.press("ArrowDown", DOWN, alt=True)
-    assert "France" in page.js(CURRENT) and len(turns(page)) == 4
-    page.call("Page.reload")
-    page.until("document.querySelectorAll('#chats li').length === 2")
-    page.press("Backspace", BACKSPACE, alt=True)
-    assert page.js("document.querySelectorAll('#chats li').length") == 1
-    # Markup in a message is text.
-    page.press("k", 75, control=True)
-    page.type("<img src=x onerror=alert(1)>")
-    page.press("Enter", ENTER)
-    page.until(DONE)
-    assert page.js("document.querySelectorAll('.turn img').length") == 0
+    page.until("document.body.innerText.includes('Stopped.')")
+    # A reply that was cut off goes on where it ended.
+    page.js("document.querySelector('#new').click()")
+    page.until("document.querySelectorAll('.turn').length === 0")
+    page.js("document.querySelector('#settings').click()")
+    page.js(
+        "document.querySelector('#max-tokens').value = 21; document.querySelector('#save-options').click()"
+    )
+    ask(page, "Tell me a story about a mouse.", 1)
+    page.until("document.body.innerText.includes('Cut off at 21 tokens')")
+    half = turns(page)[1]
+    page.until(
+        "[...document.querySelectorAll('.ending button')].find(x => x.textContent === 'Continue')?.click() ?? true"
+    )
+    page.until("document.body.innerText.includes('Cut off at 42 tokens')")
+    assert turns(page)[1].startswith(half) and len(turns(page)[1]) > len(half)
+    shot(page, "continued")

@@ -11,16 +11,18 @@ import subprocess
 import time
 from pathlib import Path
 
+WIDTHS = {"phone": (390, 780), "tablet": (768, 900), "desktop": (1280, 800)}
+
 
 def where() -> str | None:
     """The path of the browser; None if there is none."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
 
-class Page:
-    """One tab. Every wait has a time limit."""
+class Browser:
+    """One process, for any number of tabs. Every wait has a time limit."""
 
-    def __init__(self, url: str, profile: Path, size: tuple[int, int] = (1100, 720)):
+    def __init__(self, profile: Path, size: tuple[int, int] = (1280, 800)):
         read, ours_out = os.pipe()
         ours_in, write = os.pipe()
 
@@ -42,21 +44,13 @@ class Page:
         os.close(read)
         os.close(write)
         self._out, self._in, self._rest, self._count = ours_out, ours_in, b"", 0
-        self._session: str | None = None
-        self.errors: list[str] = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
-            "sessionId"
-        ]
-        self.call("Runtime.enable")
-        self.call("Log.enable")
-        self.call("Page.navigate", url=url)
+        self.heard: dict[str, list[str]] = {}  # errors, by the session of a tab
 
-    def call(self, method: str, **params) -> dict:
+    def call(self, method: str, session: str | None = None, **params) -> dict:
         self._count += 1
         message = {"id": self._count, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
+        if session:
+            message["sessionId"] = session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         end = time.monotonic() + 60
         while time.monotonic() < end:
@@ -76,13 +70,70 @@ class Page:
             self._rest += part
         one, _, self._rest = self._rest.partition(b"\0")
         message = json.loads(one)
+        errors = self.heard.setdefault(message.get("sessionId", ""), [])
         if message.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(str(message["params"]["exceptionDetails"]))
+            errors.append(str(message["params"]["exceptionDetails"]))
         if message.get("method") == "Log.entryAdded":
             entry = message["params"]["entry"]
             if entry["level"] == "error":
-                self.errors.append(entry["text"])
+                errors.append(f"{entry['text']} {entry.get('url', '')}")
         return message
+
+    def context(self) -> str:
+        """A profile of its own: no other context sees its storage."""
+        return self.call("Target.createBrowserContext")["browserContextId"]
+
+    def drop(self, context: str) -> None:
+        self.call("Target.disposeBrowserContext", browserContextId=context)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._out)
+        os.close(self._in)
+
+
+class Page:
+    """One tab. errors: exceptions, and what the browser logs as an error."""
+
+    def __init__(self, browser: Browser, url: str, context: str | None = None):
+        self.browser = browser
+        made = {"browserContextId": context} if context else {}
+        self._target = browser.call("Target.createTarget", url="about:blank", **made)["targetId"]
+        self._session = browser.call("Target.attachToTarget", targetId=self._target, flatten=True)[
+            "sessionId"
+        ]
+        self.errors = browser.heard.setdefault(self._session, [])
+        for one in ("Runtime", "Log", "Page"):
+            self.call(f"{one}.enable")
+        self.call("Page.navigate", url=url)
+
+    def call(self, method: str, **params) -> dict:
+        return self.browser.call(method, self._session, **params)
+
+    def front(self) -> None:
+        self.call("Page.bringToFront")
+
+    def close(self) -> None:
+        self.browser.call("Target.closeTarget", targetId=self._target)
+
+    def resize(self, name: str) -> None:
+        """Be as wide as one of `WIDTHS`; a phone is touched."""
+        width, height = WIDTHS[name]
+        phone = name == "phone"
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone},
+        )
+        self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
+
+    def theme(self, name: str) -> None:
+        """light or dark"""
+        features = [
+            {"name": "prefers-color-scheme", "value": name},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
+        self.call("Emulation.setEmulatedMedia", features=features)
 
     def js(self, expression: str):
         """The value of a JavaScript expression."""
@@ -102,23 +153,46 @@ class Page:
             time.sleep(0.03)
         raise AssertionError(f"never true: {expression}; {self.js('document.body.innerText')}")
 
+    def click(self, selector: str) -> None:
+        """Click the middle of an element, as a mouse does: what covers it gets the click."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        self.until(f"!!{found}")
+        self.js(f"{found}.scrollIntoView({{block: 'nearest'}})")
+        box = self.js(
+            f"(r => [r.x + r.width / 2, r.y + r.height / 2])({found}.getBoundingClientRect())"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            where = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, **where)
+
+    def drop_files(self, *paths: Path) -> None:
+        """Drag files onto the middle of the page and let them go."""
+        data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            self.call("Input.dispatchDragEvent", type=kind, x=400, y=300, data=data)
+
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
-    def press(self, key: str, code: int, alt: bool = False, control: bool = False) -> None:
-        modifiers = 1 * alt + 2 * control
+    def press(
+        self,
+        key: str,
+        code: int,
+        alt: bool = False,
+        control: bool = False,
+        shift: bool = False,
+        command: bool = False,
+        commands: tuple[str, ...] = (),
+    ) -> None:
+        """Press a key. commands: what a text box makes of it on a Mac, such as deleteWordBackward."""
+        modifiers = 1 * alt + 2 * control + 4 * command + 8 * shift
         for kind in ("rawKeyDown", "keyUp"):
             self.call(
                 "Input.dispatchKeyEvent",
                 **{"type": kind, "key": key, "code": key, "modifiers": modifiers},
                 windowsVirtualKeyCode=code,
+                commands=list(commands) if kind == "rawKeyDown" else [],
             )
 
     def shot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._out)
-        os.close(self._in)

@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict, fields
 from email.message import Message
 from email.utils import formatdate
-from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 from urllib.parse import unquote
@@ -19,6 +18,7 @@ from mlx_lm import server
 from mlxkv import __version__
 from mlxkv.metal.launch import backend
 from mlxkv.serve.engine import Engine
+from mlxkv.serve.http import page
 from mlxkv.serve.http.access import Keys, check_host, given_key, locate
 from mlxkv.serve.http.arrival import Line
 from mlxkv.serve.http.caller import Answer, Caller, Left
@@ -30,16 +30,8 @@ from mlxkv.serve.tenants import tenant
 
 CHAT = ("/v1/chat/completions", "/chat/completions")
 TEXT = ("/v1/completions",)
-PAGE = {
-    "/": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-}
-OPEN = ("/health", *PAGE)  # without a key: nothing there belongs to a client
+OPEN = ("/health", *page.PAGE)  # without a key: nothing there belongs to a client
 ALLOW = "GET, HEAD, POST, OPTIONS"
-POLICY = (
-    "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 LEAST = -9999.0  # the log-probability of what cannot come, as OpenAI writes it
 # mlx-lm's handler keeps a request as attributes with the same names, but for these.
 APART = ("chat", "include_usage", "stop", "prompt", "messages", "tools", "continue_final_message")
@@ -269,11 +261,8 @@ class Handler(server.APIHandler):
 
     def _page(self, path: str) -> None:
         site = self.site
-        if path in PAGE:
-            name, kind = PAGE[path]
-            data = files("mlxkv.serve.http").joinpath(name).read_bytes()
-            headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
-            self._send(200, data, kind, headers)
+        if path in page.PAGE:
+            self._send(200, *page.read(path), page.HEADERS)
         elif path == "/health":
             well = site.engine.is_healthy
             self._send_json({"status": "ok" if well else "unavailable"}, 200 if well else 503)

@@ -1,0 +1,59 @@
+// What caches take: of this chat, and of all chats of the server.
+import { ask } from "./api.js";
+import { $, count, h, size } from "./dom.js";
+
+export let server = {};  // the document of /v1/kv
+let shown = "";
+
+// Ask the server again.
+export async function refresh() {
+  try {
+    server = await (await ask("/v1/kv", {}, true)).json();
+    $("model").textContent = server.model;
+    $("preset").textContent = `--kv ${server.kv}`;
+    $("preset").title = server.report.join("\n");
+    document.title = `${server.model} · mlxkv`;
+    return true;
+  } catch (error) {
+    $("preset").textContent = error.message;
+    return false;
+  }
+}
+
+// Why the figures of a cache are no saving, or "".
+export function note(kv) {
+  return kv.note || (kv.bytes < kv.bytes_fp16 ? "" : "nothing compressed");
+}
+
+// "1.2 MiB, 16 bits would take 4.8 MiB", or why there is nothing to compare.
+export function inWords(kv) {
+  return note(kv) ? `${size(kv.bytes)}, ${note(kv)}` : `${size(kv.bytes)}, 16 bits would take ${size(kv.bytes_fp16)}`;
+}
+
+// Show the cache of a chat as its last reply told it, and the server's.
+export function show(kv) {
+  const all = server.memory || {}, rows = [], seen = JSON.stringify([kv, all, server.kv, server.context]);
+  if (seen === shown) return;
+  shown = seen;
+  if (kv) rows.push(["This chat", count(kv.tokens), kv.bytes, kv.bytes_fp16, note(kv)]);
+  if (all.bytes !== undefined) rows.push(["All chats here", "", all.bytes, all.bytes_fp16, all.bytes_fp16 && all.bytes < all.bytes_fp16 ? "" : "nothing saved yet"]);
+  const share = kv && !note(kv) ? Math.min(1, kv.bytes / kv.bytes_fp16) : kv ? 1 : 0;
+  $("memory").replaceChildren(...(kv
+    ? [h("b", { text: size(kv.bytes) }), h("span", { class: "wide", text: " this chat" }), note(kv) ? h("span", { class: "wide", text: ` · ${note(kv)}` }) : ` · ${size(kv.bytes_fp16)} in 16 bits`]
+    : ["Memory"]));
+  $("level").style.width = `${100 * share}%`;
+  $("level").parentNode.setAttribute("aria-valuenow", Math.round(100 * share));
+  $("level").parentNode.setAttribute("aria-valuetext", kv ? inWords(kv) : "no reply yet");
+  const head = ["", "Tokens", "In use", "In 16 bits", "Saved"].map((text) => (text ? h("th", { scope: "col", text }) : h("td")));
+  const body = rows.map(([name, tokens, bytes, half, why]) => h("tr", {}, h("th", { scope: "row", text: name }), h("td", { text: tokens }),
+    h("td", { text: size(bytes) }), h("td", { text: size(half) }), h("td", { text: why ? "–" : `${Math.round(100 * (1 - bytes / half))} %` })));
+  const lines = [];
+  if (!kv) lines.push("This chat has no cache yet: its figures come with the first reply.");
+  else if (note(kv)) lines.push(`This chat: ${note(kv)}.`);
+  const room = [[kv, "this chat"], [all, "all"]].filter(([one]) => one?.allocated_bytes).map(([one, name]) => `${size(one.allocated_bytes)} for ${name}`);
+  if (room.length) lines.push(`Allocated, with room to grow: ${room.join(", ")}.`);
+  if (all.bound_bytes) lines.push(`Limit for all caches (--kv-memory): ${size(all.bound_bytes)}${all.promised_bytes ? `, ${size(all.promised_bytes)} set aside for replies under way` : ""}.`);
+  lines.push("In use: the bytes that hold tokens. In 16 bits: what the same tokens take without compression.");
+  if (server.context) lines.push(`Context of this model: ${count(server.context)} tokens.`);
+  $("figures").replaceChildren(...(rows.length ? [h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...body))] : []), ...lines.map((text) => h("p", { text })));
+}

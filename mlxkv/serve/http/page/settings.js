@@ -1,0 +1,34 @@
+// Settings of a chat, and those that new chats begin with.
+import { $ } from "./dom.js";
+
+const KEY = "mlxkv.settings";
+
+// What new chats begin with.
+export function usual() {
+  try { return JSON.parse(localStorage.getItem(KEY)) || {}; } catch { return {}; }
+}
+
+// Let the user change a chat's settings; changed() is called if something was saved.
+export function edit(chat, most, changed) {
+  const box = $("options"), { system = "", temperature, maxTokens, thinking = "" } = chat.settings;
+  $("system").value = system;
+  $("temperature").value = temperature ?? "";
+  $("max-tokens").value = maxTokens ?? "";
+  $("max-tokens").placeholder = most || "the server's";
+  $("thinking").value = thinking;
+  $("for-all").checked = false;
+  box.returnValue = "";
+  box.onclose = async () => {
+    if (box.returnValue !== "save") return;
+    const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
+    const settings = { system: $("system").value.trim(), temperature: number("temperature"), maxTokens: number("max-tokens"), thinking: $("thinking").value };
+    for (const name of Object.keys(settings)) if (settings[name] === "" || settings[name] === undefined) delete settings[name];
+    if ($("for-all").checked) {
+      try { localStorage.setItem(KEY, JSON.stringify(settings)); } catch { /* until the page closes */ }
+    }
+    await chat.configure(settings);
+    changed();
+  };
+  $("cancel-options").onclick = () => box.close();
+  box.showModal();
+}

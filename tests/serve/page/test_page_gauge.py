@@ -1,0 +1,53 @@
+"""The memory gauge: this chat, all chats, and what 16 bits would take, or why there is nothing to compare."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+MEMORY = "document.querySelector('#memory').innerText"
+FIGURES = "document.querySelector('#figures').textContent"
+ROWS = "[...document.querySelectorAll('#figures tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+
+
+def test_what_a_chat_takes_and_saves(tab):
+    assert "no cache yet" in tab.until(FIGURES)
+    tab.ask("hello")
+    tab.until(f"{MEMORY}.startsWith('5.0 MiB this chat · 16.0 MiB in 16 bits')")
+    assert tab.js("document.querySelector('#level').style.width") == "31.25%"
+    meter = "document.querySelector('[role=meter]')"
+    assert (
+        tab.js(f"{meter}.getAttribute('aria-valuetext')") == "5.0 MiB, 16 bits would take 16.0 MiB"
+    )
+    tab.click("#gauge summary")
+    assert tab.js(ROWS) == [
+        ["This chat", "4,096", "5.0 MiB", "16.0 MiB", "69 %"],
+        ["All chats here", "", "6.0 MiB", "20.0 MiB", "70 %"],
+    ]
+    assert "room to grow: 7.0 MiB for this chat, 9.0 MiB for all." in tab.js(FIGURES)
+    assert "cache 5.0 MiB, 16 bits would take 16.0 MiB" in tab.js(
+        "document.querySelector('small').textContent"
+    )
+    # Each chat has its own; a new one has none.
+    tab.button("New chat")
+    tab.until(f"{MEMORY} === 'Memory'")
+    assert tab.js("document.querySelector('#level').style.width") == "0%"
+
+
+def test_no_saving_is_claimed_where_nothing_is_compressed(tab, server):
+    note = "nothing compressed yet (exact up to 192 tokens)"
+    server.kv |= {"tokens": 30, "bytes": 240 << 10, "bytes_fp16": 120 << 10, "note": note}
+    server.document["memory"] |= {"bytes": 240 << 10, "bytes_fp16": 120 << 10}
+    tab.ask("hello")
+    tab.until(f"{MEMORY} === '240.0 KiB this chat · {note}'")
+    assert [row[4] for row in tab.js(ROWS)] == ["–", "–"]
+    assert f"This chat: {note}." in tab.js(FIGURES)
+    assert f"cache 240.0 KiB, {note}" in tab.js("document.querySelector('small').textContent")
+    tab.keep("nothing-yet")
+
+
+def test_numbers_that_are_for_the_first_key_alone(tab, server):
+    server.document["memory"] = {"bound_bytes": 8 << 30}
+    tab.ask("hello")
+    tab.until(f"{ROWS}.length === 1")
+    assert "All chats" not in tab.js(FIGURES)

@@ -1,0 +1,170 @@
+"""Nothing is lost: reloads, two tabs, drafts, chats of the page before this one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from serving import until
+
+pytestmark = pytest.mark.slow
+LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
+
+
+def test_a_reload_during_a_reply(tab, server):
+    server.says(("think", "Hm."), ("say", "Once upon"), ("wait", server.pause()))
+    tab.ask("A story", wait=False)
+    tab.sees("Once upon")
+    tab.reload()
+    assert tab.turns == ["A story", "Once upon"]
+    tab.sees("The page was closed or loaded again while this was written.")
+    tab.keep("interrupted")
+    server.says(("say", " a time"), ("end", "stop"))
+    tab.button("Continue")
+    tab.until("document.querySelectorAll('.turn .body')[1].innerText.trim() === 'Once upon a time'")
+    assert server.asked[1]["continue_final_message"] is True
+
+
+def test_a_reload_before_the_first_word(tab, server):
+    server.says(("read", 1, 9), ("wait", server.pause()))
+    tab.ask("A story", wait=False)
+    tab.sees("Reading 1 of 9 tokens")
+    tab.reload()
+    assert tab.turns[0] == "A story"
+    tab.button("Retry")
+    tab.sees("You said: A story")
+    tab.idle()
+    assert len(tab.turns) == 2
+
+
+def test_two_tabs_add_to_each_other(opened, server):
+    one, two = opened(), opened()
+    one.ask("from the first tab")
+    two.ask("from the second tab")
+    for tab in (one, two):
+        tab.until("document.querySelectorAll('#chats li').length === 2")
+    one.reload()
+    two.reload()
+    assert sorted(one.chats) == sorted(two.chats) == ["from the first tab", "from the second tab"]
+    assert one.turns[0] == "from the first tab" and two.turns[0] == "from the second tab"
+
+
+def test_two_tabs_on_one_chat(opened, server):
+    one = opened()
+    one.ask("first")
+    two = opened()
+    two.click("#chats .open")
+    two.sees("You said: first")
+    # What one says, the other shows.
+    more = server.pause()
+    server.says(("say", "grow"), ("wait", more), ("say", "n"), ("end", "stop"))
+    one.ask("second", wait=False)
+    two.until("document.querySelectorAll('.turn').length === 4")
+    two.sees("grow")
+    more.set()
+    two.until(f"{LAST}.querySelector('.body').innerText.trim() === 'grown'")
+    one.idle()
+    # Both at once: neither is lost, they are versions of one another.
+    holds = [server.pause(), server.pause()]
+    server.says(("wait", holds[0]), ("say", "to the one"), ("end", "stop"))
+    one.call("Network.enable")
+    two.js("globalThis.BroadcastChannel = null")
+    one.ask("left", wait=False)
+    two.until("document.querySelectorAll('.turn').length === 6")
+    two.button("Edit", ".turn.user:last-of-type, .turn.user")
+    two.until("!!document.querySelector('.edit textarea')")
+    two.js("document.querySelector('.edit textarea').value = 'right'")
+    server.says(("wait", holds[1]), ("say", "to the other"), ("end", "stop"))
+    two.button("Send", ".edit")
+    for hold in holds:
+        hold.set()
+    one.sees("to the one")
+    two.sees("to the other")
+    one.idle()
+    two.idle()
+    one.reload()
+    one.until("document.body.innerText.includes('/ 2')")
+    shown = "to the one" if "to the one" in one.turns else "to the other"
+    one.button("Version before" if shown == "to the other" else "Version after", ".user")
+    one.sees("to the other" if shown == "to the one" else "to the one")
+
+
+def test_a_reply_goes_on_while_another_chat_is_shown(tab, server):
+    more = server.pause()
+    server.says(("say", "Slow"), ("wait", more), ("say", " and steady"), ("end", "stop"))
+    tab.ask("slow one", wait=False)
+    tab.sees("Slow")
+    tab.button("New chat")
+    tab.until("document.querySelectorAll('.turn').length === 0")
+    assert tab.js("document.querySelectorAll('#chats .busy').length") == 1
+    tab.ask("quick one")
+    assert tab.turns[-1] == "You said: quick one"
+    more.set()
+    tab.until("document.querySelectorAll('#chats .busy').length === 0")
+    tab.js(
+        "[...document.querySelectorAll('#chats .open')].find(x => x.textContent === 'slow one').click()"
+    )
+    tab.sees("Slow and steady")
+    assert not server.left.is_set()
+
+
+def test_what_is_not_sent_yet_stays(tab, tmp_path):
+    (tmp_path / "notes.txt").write_text("a fact")
+    tab.type("half a question")
+    tab.drop_files(tmp_path / "notes.txt")
+    tab.sees("notes.txt")
+    tab.reload()
+    assert tab.js("document.querySelector('#text').value") == "half a question"
+    tab.sees("notes.txt")
+    # Another chat has a draft of its own.
+    tab.ask("")
+    tab.button("New chat")
+    tab.until("document.querySelectorAll('.turn').length === 0")
+    assert tab.js("document.querySelector('#text').value") == ""
+
+
+def test_chats_of_the_page_before_are_brought_over(tab):
+    old = [
+        {
+            "messages": [
+                {"role": "user", "content": "old question"},
+                {"role": "assistant", "content": "old reply"},
+            ]
+        },
+        {"messages": []},
+    ]
+    tab.js(f"localStorage.setItem('mlxkv.chats', {json.dumps(json.dumps(old))})")
+    tab.reload()
+    assert tab.chats == ["old question"]
+    tab.click("#chats .open")
+    tab.sees("old reply")
+    assert tab.turns == ["old question", "old reply"]
+    assert tab.js("localStorage.getItem('mlxkv.chats')") is None
+
+
+def test_without_a_database_the_page_works(opened, browser, server):
+    tab = opened()
+    tab.call(
+        "Page.addScriptToEvaluateOnNewDocument",
+        source="Object.defineProperty(globalThis, 'indexedDB', {value: undefined})",
+    )
+    tab.reload()
+    tab.sees("This browser keeps nothing for this page")
+    tab.ask("hello")
+    tab.ask("again")
+    assert len(tab.turns) == 4 and tab.chats == ["hello"]
+    tab.button("Delete hello")
+    tab.button("Undo")
+    tab.sees("You said: again")
+
+
+def test_the_address_names_the_chat(opened, server):
+    one = opened()
+    one.ask("named")
+    address = one.js("location.href")
+    assert "#" in address
+    two = opened()
+    two.call("Page.navigate", url=address)
+    until(lambda: two.turns == ["named", "You said: named"])
+    two.reload()
+    until(lambda: two.turns == ["named", "You said: named"])

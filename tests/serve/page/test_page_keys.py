@@ -1,0 +1,104 @@
+"""The keyboard belongs to the text box; the page has Enter and Escape. Chats are deleted by a button."""
+
+from __future__ import annotations
+
+import pytest
+from serving import until
+
+pytestmark = pytest.mark.slow
+TEXT = "document.querySelector('#text').value"
+KEPT = """new Promise(done => { const open = indexedDB.open('mlxkv', 1); open.onsuccess = () => {
+    const all = open.result.transaction('messages').objectStore('messages').getAll();
+    all.onsuccess = () => { open.result.close(); done(all.result.map(m => m.content)) } } })"""
+# Keys that macOS, Emacs habits or browsers give a text box: key, code, modifiers, editing command.
+OWNED = [
+    ("Backspace", 8, {"alt": True}, ("deleteWordBackward",)),
+    ("ArrowUp", 38, {"alt": True}, ("moveToBeginningOfParagraph",)),
+    ("ArrowDown", 40, {"alt": True}, ("moveToEndOfParagraph",)),
+    ("k", 75, {"control": True}, ("deleteToEndOfParagraph",)),
+    ("k", 75, {"command": True}, ()),
+    ("Backspace", 8, {"command": True}, ("deleteToBeginningOfLine",)),
+    ("/", 191, {}, ()),
+]
+
+
+@pytest.mark.parametrize(("key", "code", "held", "commands"), OWNED)
+def test_a_key_of_the_text_box_does_nothing_else(tab, key, code, held, commands):
+    tab.ask("first chat")
+    tab.button("New chat")
+    tab.until("document.querySelectorAll('.turn').length === 0")
+    tab.ask("second chat")
+    tab.type("please rewrite this wrnog")
+    before = tab.chats, tab.turns
+    tab.js("onkeydown = event => { globalThis.prevented = event.defaultPrevented }")
+    tab.press(key, code, commands=commands, **held)
+    assert not tab.js("globalThis.prevented")  # the text box has it
+    assert (tab.chats, tab.turns) == before
+    tab.reload()
+    assert (tab.chats, tab.turns) == before
+    if commands == ("deleteWordBackward",):
+        assert tab.js(TEXT) == "please rewrite this "
+
+
+def test_enter_sends_and_shift_enter_does_not(tab, server):
+    tab.type("one")
+    tab.press("Enter", 13, shift=True, commands=("insertNewline",))
+    tab.type("two")
+    assert tab.js(TEXT) == "one\ntwo" and not server.asked
+    tab.press("Enter", 13)
+    tab.until("document.querySelectorAll('.assistant footer small').length === 1")
+    assert server.asked[0]["messages"] == [{"role": "user", "content": "one\ntwo"}]
+
+
+def test_enter_of_an_input_method_or_a_phone_is_its_own(tab, server):
+    tab.type("nihon")
+    for event in ("{isComposing: true}", "{keyCode: 229}"):
+        tab.js(
+            "document.querySelector('#text').dispatchEvent(new KeyboardEvent('keydown', "
+            f"{{key: 'Enter', bubbles: true, cancelable: true, ...{event}}}))"
+        )
+    assert not server.asked and tab.turns == []
+    tab.resize("phone")
+    tab.press("Enter", 13, commands=("insertNewline",))
+    tab.type("go")
+    assert tab.js(TEXT) == "nihon\ngo" and not server.asked
+    tab.click("#send")
+    tab.until("document.querySelectorAll('.turn').length === 2")
+    tab.idle()
+    assert len(server.asked) == 1
+
+
+def test_escape_stops_a_reply_and_keeps_it(tab, server):
+    server.says(("say", "Half of"), ("wait", server.pause()))
+    tab.ask("Go on", wait=False)
+    tab.sees("Half of")
+    assert tab.js("document.querySelector('#send').textContent") == "Stop"
+    tab.press("Escape", 27)
+    tab.sees("Stopped.")
+    assert tab.turns[1] == "Half of" and server.left.wait(10)
+
+
+def test_deleting_is_a_button_and_can_be_undone(tab):
+    tab.ask("first chat")
+    tab.button("New chat")
+    tab.until("document.querySelectorAll('.turn').length === 0")
+    tab.ask("second chat")
+    tab.button("Delete first chat")
+    tab.until("document.querySelectorAll('#chats li').length === 1")
+    tab.keep("deleted")
+    assert tab.chats == ["second chat"] and tab.turns[0] == "second chat"
+    tab.reload()  # the offer stays
+    tab.button("Undo")
+    tab.until("document.querySelectorAll('#chats li').length === 2")
+    tab.until("document.querySelector('.turn .body').innerText === 'first chat'")
+    # Of the chat on the screen, too; then it is gone for good.
+    tab.button("Delete first chat")
+    tab.until("document.querySelectorAll('#chats li').length === 1")
+    assert tab.turns == []
+    assert "first chat" in tab.js(KEPT)
+    tab.button("Dismiss")
+    until(lambda: "first chat" not in tab.js(KEPT))
+    assert "second chat" in tab.js(KEPT)
+    tab.reload()
+    assert tab.chats == ["second chat"]
+    assert tab.js("document.querySelectorAll('.notice').length") == 0

@@ -1,0 +1,326 @@
+"""Replies: reasoning, Markdown, what stops or fails, and what can be done then."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+pytestmark = pytest.mark.slow
+BODY = "[...document.querySelectorAll('.assistant .body')].at(-1)"
+LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
+CLIP = """Object.defineProperty(navigator, 'clipboard', {configurable: true,
+    value: {writeText: async text => { globalThis.clip = text }}})"""
+REPLY = """# A title
+
+Some **bold**, a [link](https://example.org/a) and `code`.
+
+```python
+print("hi")  # <b>
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+- [x] done
+- plain
+
+<script>alert(1)</script> <img src=x onerror=alert(2)>
+
+![pixel](https://evil.example/p.png)
+
+[bad](javascript:alert(3))
+"""
+
+
+def roles(request: dict) -> list[str]:
+    return [one["role"] for one in request["messages"]]
+
+
+def test_reasoning_is_folded(tab, server):
+    more = server.pause()
+    server.says(
+        ("think", "First **this**,"),
+        ("wait", more),
+        ("think", " then that."),
+        ("say", "So."),
+        ("end", "stop"),
+    )
+    tab.ask("Why?", wait=False)
+    tab.until(f"{LAST}.querySelector('summary').textContent === 'Thinking…'")
+    assert tab.js(f"{LAST}.querySelector('details').open") is False
+    assert tab.js(f"{LAST}.querySelector('.waiting').hidden")  # something is seen to happen
+    more.set()
+    tab.idle()
+    tab.until(f"{LAST}.querySelector('summary').textContent.startsWith('Thought for')")
+    assert tab.turns[-1] == "So."
+    tab.click(".reasoning summary")
+    tab.until(f"{LAST}.querySelector('.thoughts').innerText.includes('First this, then that.')")
+    tab.ask("And?")
+    assert server.asked[1]["messages"][1] == {"role": "assistant", "content": "So."}
+
+
+def test_markdown_is_shown_and_is_never_script(tab, server):
+    server.says(*(("say", REPLY[i : i + 7]) for i in range(0, len(REPLY), 7)), ("end", "stop"))
+    tab.ask("Show me")
+    found = tab.js(
+        f"(b => ({{heading: b.querySelector('h3').textContent, bold: b.querySelector('strong').textContent, "
+        "code: b.querySelector('pre code').textContent, language: b.querySelector('.head span').textContent, "
+        "right: b.querySelectorAll('td')[1].getAttribute('align'), items: b.querySelectorAll('li').length, "
+        "links: [...b.querySelectorAll('a')].map(a => [a.getAttribute('href'), a.rel, a.target]), "
+        "live: b.querySelectorAll('script, img, iframe, input, [onerror], [style]').length, "
+        f"text: b.innerText}}))({BODY})"
+    )
+    assert found["heading"] == "A title" and found["bold"] == "bold" and found["right"] == "right"
+    assert found["code"] == 'print("hi")  # <b>\n' and found["language"] == "python"
+    assert found["items"] == 2 and "☑ done" in found["text"]
+    assert found["live"] == 0 and "<script>alert(1)</script>" in found["text"]
+    assert found["links"] == [
+        ["https://example.org/a", "noopener noreferrer nofollow", "_blank"],
+        ["https://evil.example/p.png", "noopener noreferrer nofollow", "_blank"],
+    ]
+    assert "bad" in found["text"]
+
+
+def test_a_growing_reply_leaves_what_is_there(tab, server):
+    more = server.pause()
+    server.says(("say", "One\n\nTwo"), ("wait", more), ("say", " more\n\nThree"), ("end", "stop"))
+    tab.ask("Grow", wait=False)
+    tab.until(f"{BODY}.querySelectorAll('p').length === 2")
+    tab.js(f"globalThis.first = {BODY}.querySelector('p'); getSelection().selectAllChildren(first)")
+    more.set()
+    tab.idle()
+    assert tab.turns[-1] == "One\n\nTwo more\n\nThree"
+    assert tab.js(f"globalThis.first === {BODY}.querySelector('p')")
+    assert tab.js("getSelection().toString()") == "One"
+
+
+def test_the_policy_forbids_what_gets_through(tab):
+    """Even markup that a fault let in would neither run nor load."""
+    tab.js(
+        "addEventListener('securitypolicyviolation', e => (globalThis.broken ||= []).push(e.effectiveDirective))"
+    )
+    assert (
+        tab.js(
+            "(() => { try { document.body.innerHTML = '<b>'; return 'set' } catch (e) { return e.name } })()"
+        )
+        == "TypeError"
+    )
+    tab.js(
+        "document.body.append(Object.assign(document.createElement('img'), {src: 'https://evil.example/x'}))"
+    )
+    assert (
+        tab.js(
+            "(() => { try { document.createElement('b').setAttribute('onclick', '1'); return 'set' } "
+            "catch (e) { return e.name } })()"
+        )
+        == "TypeError"
+    )
+    tab.until("globalThis.broken?.includes('img-src')")
+    tab.errors.clear()  # they are the point
+
+
+def test_copying(tab, server):
+    server.says(("say", "Text\n\n```\na < b\n```\n"), ("end", "stop"))
+    tab.ask("question")
+    tab.js(CLIP)
+    for label, text in (
+        ("Copy code", "a < b"),
+        ("Copy reply", "Text\n\n```\na < b\n```\n"),
+        ("Copy message", "question"),
+    ):
+        tab.button(label)
+        tab.until(f"document.querySelector(`[aria-label='{label}']`).textContent === 'Copied'")
+        assert tab.js("globalThis.clip") == text
+
+
+def test_copying_without_a_clipboard(tab):
+    """Plain http: of another machine has none."""
+    tab.ask("question")
+    tab.js("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    tab.js(
+        "document.oncopy = () => { globalThis.clip = getSelection().toString() || document.activeElement.value }"
+    )
+    tab.button("Copy reply")
+    tab.until("globalThis.clip === 'You said: question'")
+
+
+def test_an_error_ends_nothing(tab, server):
+    server.says(("status", 503, "[--kv-memory] 900 tokens need 9.0 GiB of cache"))
+    tab.ask("too much")
+    tab.sees("[--kv-memory] 900 tokens need 9.0 GiB of cache")
+    tab.keep("error")
+    tab.ask("something else")
+    assert roles(server.asked[1]) == ["user"]  # the question without a reply is left out
+    assert server.asked[1]["messages"][0]["content"] == "something else"
+    tab.ask("third")
+    assert roles(server.asked[2]) == ["user", "assistant", "user"]
+
+
+def test_retrying(tab, server):
+    server.says(("status", 500, "[serve] generation failed"))
+    tab.ask("hello")
+    tab.button("Retry")
+    tab.until(
+        "document.querySelector('.turn.assistant .body').innerText.includes('You said: hello')"
+    )
+    assert roles(server.asked[1]) == ["user"] and len(tab.turns) == 2
+    server.says(("say", "Half"), ("fault", "[serve] the server is ending"))
+    tab.ask("again")
+    tab.sees("the server is ending")
+    assert tab.turns[-1] == "Half"
+
+
+def test_a_server_that_is_gone(tab, server):
+    server.says(("say", "Hal"), ("hang up",))
+    tab.ask("hello")
+    tab.sees("The connection ended before the reply did.")
+    assert tab.turns[-1] == "Hal"
+
+
+def test_a_reply_that_was_cut_off_goes_on(tab, server):
+    server.says(("think", "hm"), ("say", "One two"), ("end", "length"))
+    tab.ask("Count")
+    tab.sees("Cut off at 7 tokens")
+    tab.keep("cut")
+    server.says(("say", " three"), ("end", "stop"))
+    tab.button("Continue")
+    tab.until(f"{BODY}.innerText.trim() === 'One two three'")
+    tab.idle()
+    body = server.asked[1]
+    assert (
+        body["continue_final_message"] is True and "continue_final_message" not in server.asked[0]
+    )
+    assert body["messages"][-1] == {"role": "assistant", "content": "One two", "reasoning": "hm"}
+    tab.until(f"{LAST}.querySelector('.ending').hidden")
+    tab.until(f"{LAST}.innerText.includes('13 + 14 tokens')")
+
+
+def test_a_full_context_offers_no_more_of_it(tab, server):
+    server.document["context"] = 27
+    tab.js("document.dispatchEvent(new Event('visibilitychange'))")
+    server.says(("say", "One"), ("end", "length"))
+    tab.until("document.querySelector('#figures').textContent.includes('27 tokens')")
+    tab.ask("Count")
+    tab.sees("The context is full: 27 tokens")
+    assert "Continue" not in tab.js(f"{LAST}.innerText")
+
+
+def test_editing_and_regenerating_keep_the_versions(tab, server):
+    tab.ask("first")
+    tab.ask("second")
+    tab.click(".turn.user:nth-of-type(1) .acts button:nth-child(2)")
+    tab.until("!!document.querySelector('.edit textarea')")
+    assert tab.js("document.activeElement.value") == "first"
+    tab.js("document.activeElement.value = 'other'")
+    tab.button("Send", ".edit")
+    tab.until("document.body.innerText.includes('You said: other')")
+    tab.idle()
+    assert server.asked[-1]["messages"] == [{"role": "user", "content": "other"}]
+    assert len(tab.turns) == 2
+    server.says(("say", "Anew"), ("end", "stop"))
+    tab.button("Regenerate")
+    tab.sees("Anew")
+    tab.idle()
+    assert server.asked[-1]["messages"] == [{"role": "user", "content": "other"}]
+    tab.button("Version before", ".assistant")
+    tab.sees("You said: other")
+    tab.button("Version before", ".user")
+    tab.sees("You said: second")
+    assert [t for t in tab.turns if t in ("first", "second")] == ["first", "second"]
+    tab.reload()
+    tab.sees("You said: second")
+
+
+def test_the_progress_of_a_long_prompt(tab, server):
+    more = server.pause()
+    server.says(
+        ("read", 2048, 9713),
+        ("wait", more),
+        ("read", 9713, 9713),
+        ("say", "Read."),
+        ("end", "stop"),
+    )
+    tab.ask("long", wait=False)
+    tab.sees("Reading 2,048 of 9,713 tokens")
+    tab.sees("left")
+    bar = tab.js(f"(p => [p.value, p.max])({LAST}.querySelector('progress'))")
+    assert bar == [2048, 9713]
+    tab.keep("progress")
+    more.set()
+    tab.idle()
+    assert tab.turns[-1] == "Read." and tab.js(f"{LAST}.querySelector('.waiting').hidden")
+
+
+def test_settings_of_a_chat(tab, server):
+    tab.click("#settings")
+    tab.until("document.querySelector('#options').open")
+    assert tab.js("document.querySelector('#max-tokens').placeholder") == "512"
+    tab.js(
+        "[['system', 'Be brief.'], ['temperature', '0.7'], ['max-tokens', '99'], ['thinking', 'off']]"
+        ".forEach(([id, value]) => { document.getElementById(id).value = value })"
+    )
+    tab.keep("settings")
+    tab.button("Save")
+    tab.ask("hello")
+    body = server.asked[0]
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (body["temperature"], body["max_tokens"]) == (0.7, 99)
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    tab.reload()
+    tab.ask("again")
+    assert roles(server.asked[1]) == ["system", "user", "assistant", "user"]
+    tab.button("New chat")
+    tab.until("document.querySelectorAll('.turn').length === 0")
+    tab.ask("plain")
+    assert set(server.asked[2]) == {"messages", "stream", "stream_options"}
+
+
+def test_the_settings_of_new_chats(tab, server):
+    tab.click("#settings")
+    tab.js(
+        "document.querySelector('#temperature').value = '1'; document.querySelector('#for-all').checked = true"
+    )
+    tab.button("Save")
+    tab.reload()
+    tab.ask("hello")
+    assert server.asked[0]["temperature"] == 1
+    # Escape closes the dialog, changes nothing and stops nothing.
+    server.says(("say", "Still"), ("wait", server.pause()))
+    tab.ask("more", wait=False)
+    tab.sees("Still")
+    tab.click("#settings")
+    tab.js("document.querySelector('#temperature').value = '2'")
+    tab.press("Escape", 27)
+    tab.until("!document.querySelector('#options').open")
+    assert tab.js("document.querySelector('#send').textContent") == "Stop"
+
+
+def test_the_key_of_a_server(opened, server):
+    server.key = "a right key"
+    tab = opened()
+    tab.until("document.querySelector('#locked').open")
+    for key in ("wrong", "a right key"):
+        tab.until(
+            "document.querySelector('#locked').open && document.querySelector('#key').value === ''"
+        )
+        tab.type(key)
+        tab.button("Use it")
+    tab.until("document.querySelector('#model').textContent === 'scripted'")
+    tab.reload()
+    tab.ask("hello")
+    assert tab.turns[-1] == "You said: hello"
+
+
+def test_a_key_that_nobody_gives_is_asked_for_once(opened, server):
+    server.key = "a right key"
+    tab = opened()
+    tab.until("document.querySelector('#locked').open")
+    tab.button("Cancel", "#locked")
+    tab.sees("[--api-key] wrong")
+    tab.js("document.dispatchEvent(new Event('visibilitychange'))")
+    time.sleep(0.5)
+    assert not tab.js("document.querySelector('#locked').open")
+    tab.ask("hello", wait=False)
+    tab.until("document.querySelector('#locked').open")

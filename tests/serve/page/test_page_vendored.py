@@ -1,0 +1,61 @@
+"""The libraries of the page are those that were published, and are in what is installed."""
+
+from __future__ import annotations
+
+import base64
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import vendored
+
+from mlxkv.serve.http import page
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "mlxkv" / "serve" / "http" / "page"
+
+
+@pytest.mark.parametrize("package", vendored.recorded(), ids=lambda one: one["name"])
+def test_a_library_is_what_was_published(package):
+    """`python tests/support/vendored.py` compares the records with npm's."""
+    for name, one in package["files"].items():
+        data = (vendored.FOLDER / name).read_bytes()
+        assert vendored.integrity(data) == one["integrity"], name
+    assert len(base64.b64decode(package["integrity"].removeprefix("sha512-"))) == 64
+    script, licence = (
+        next(n for n in package["files"] if n.endswith(end)) for end in ("js", "LICENSE")
+    )
+    head = (vendored.FOLDER / script).read_text(encoding="utf-8")[:300]
+    assert package["version"] in head
+    assert package["licence"].split()[0].split("-")[0] in (vendored.FOLDER / licence).read_text()
+
+
+def test_every_file_is_recorded_and_served():
+    recorded = {name for one in vendored.recorded() for name in one["files"]}
+    assert {path.name for path in vendored.FOLDER.iterdir()} == recorded | {"vendored.json"}
+    served = set(page.PAGE.values())
+    scripts = [p for p in FOLDER.rglob("*") if p.suffix in (".js", ".mjs", ".css", ".html")]
+    assert {path.relative_to(FOLDER).as_posix() for path in scripts} == served
+
+
+def test_modules_import_what_is_served():
+    for path in FOLDER.glob("*.js"):
+        for target in re.findall(r'from "\./([^"]+)"', path.read_text(encoding="utf-8")):
+            assert f"/page/{target}" in page.PAGE, (path.name, target)
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_page(tmp_path):
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel")
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for path in (p for p in FOLDER.rglob("*") if p.is_file()):
+        assert path.relative_to(ROOT).as_posix() in names
