@@ -40,7 +40,7 @@ def test_no_saving_is_claimed_where_nothing_is_compressed(tab, server):
     server.document["memory"] |= {"bytes": 240 << 10, "bytes_fp16": 120 << 10}
     tab.ask("hello")
     tab.until(f"{MEMORY} === '240.0 KiB this chat · {note}'")
-    assert [row[4] for row in tab.js(ROWS)] == ["–", "–"]
+    tab.until(f"{ROWS}.map(row => row[4]).join() === '–,–'")
     assert f"This chat: {note}." in tab.js(FIGURES)
     assert f"cache 240.0 KiB, {note}" in tab.js("document.querySelector('small').textContent")
     tab.keep("nothing-yet")

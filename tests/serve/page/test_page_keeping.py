@@ -67,8 +67,6 @@ def test_two_tabs_on_one_chat(opened, server):
     # Both at once: neither is lost, they are versions of one another.
     holds = [server.pause(), server.pause()]
     server.says(("wait", holds[0]), ("say", "to the one"), ("end", "stop"))
-    one.call("Network.enable")
-    two.js("globalThis.BroadcastChannel = null")
     one.ask("left", wait=False)
     two.until("document.querySelectorAll('.turn').length === 6")
     two.button("Edit", ".turn.user:last-of-type, .turn.user")

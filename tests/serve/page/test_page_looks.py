@@ -120,6 +120,16 @@ def test_a_phone_can_do_all_of_it(tab, server):
     tab.click("#open-side")
     tab.press("Escape", 27)
     tab.until("document.activeElement.id === 'open-side'")
+    tab.click("#open-side")
+    tab.until("document.querySelector('#side').classList.contains('open')")
+    where = {"x": 380, "y": 300, "button": "left", "clickCount": 1}  # beside the drawer
+    for kind in ("mousePressed", "mouseReleased"):
+        tab.call("Input.dispatchMouseEvent", type=kind, **where)
+    tab.until("!document.querySelector('#side').classList.contains('open')")
+    # Whoever tabs out of the drawer has left it.
+    tab.click("#open-side")
+    tab.js("document.querySelector('#send').focus()")
+    tab.until("!document.querySelector('#side').classList.contains('open')")
 
 
 @pytest.mark.skipif(axe.where() is None, reason="no axe-core: npm install --no-save axe-core")

@@ -197,6 +197,18 @@ def test_a_reply_that_was_cut_off_goes_on(tab, server):
     tab.until(f"{LAST}.innerText.includes('13 + 14 tokens')")
 
 
+def test_what_failed_earlier_is_retried_beside_what_followed(tab, server):
+    server.says(("status", 500, "[serve] generation failed"))
+    tab.ask("one")
+    tab.ask("two")
+    tab.button("Retry")
+    tab.sees("You said: one")
+    tab.idle()
+    assert tab.turns == ["one", "You said: one"]
+    tab.button("Version before", ".assistant")
+    tab.sees("You said: two")
+
+
 def test_a_full_context_offers_no_more_of_it(tab, server):
     server.document["context"] = 27
     tab.js("document.dispatchEvent(new Event('visibilitychange'))")

@@ -80,8 +80,8 @@ export class Chat {
     this.leaf = message.id;
     const title = this.record.title || titleOf(message);
     this.unsaved = false;
-    await store.saveMessage(plain(message));
     this.record = await store.saveChat(this.id, { title, settings: this.settings, leaf: this.leaf, updated: Date.now() });
+    await store.saveMessage(plain(message));
     return message;
   }
 

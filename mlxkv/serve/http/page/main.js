@@ -1,6 +1,6 @@
 // The chat page: joins the parts.
 import { Chat, answered } from "./chats.js";
-import { $, notice } from "./dom.js";
+import { $, h, notice } from "./dom.js";
 import * as files from "./files.js";
 import * as gauge from "./gauge.js";
 import * as settings from "./settings.js";
@@ -9,7 +9,7 @@ import * as store from "./store.js";
 import { running, stop, talk, underWay } from "./talk.js";
 import { editor, turn, update } from "./turns.js";
 
-const AT = "mlxkv.at";
+const AT = "mlxkv.at", HELLO = "Chats stay in this browser. Drop text files here to ask about them.";
 const open = new Map();  // chats with a reply under way, and the one on the screen
 let chat = Chat.fresh(settings.usual()), nodes = new Map(), wanted = new Set();
 
@@ -24,7 +24,7 @@ const acts = {
   settings: () => settings.edit(chat, gauge.server.max_tokens, show),
   // A reply that has nothing is written anew, any other gets a version beside it.
   retry: async (message) => {
-    if (answered(message) || message.reasoning) return reply(message.parent);
+    if (answered(message) || message.reasoning || message.id !== chat.leaf) return reply(message.parent);
     await write(chat, Object.assign(chat.messages.get(message.id), { usage: undefined, kv: undefined }), false);
   },
   go: (message) => write(chat, chat.messages.get(message.id), true),
@@ -52,10 +52,9 @@ function show(end = false) {
     if (before.has(message.id)) update(node, message, chat, acts);
     nodes.set(message.id, node);
   }
-  const shown = [...nodes.values()];
+  const shown = nodes.size ? [...nodes.values()] : [log.querySelector(".hello") || h("p", { class: "hello", text: HELLO })];
   for (const node of [...log.children]) if (!shown.includes(node)) node.remove();
   shown.forEach((node, i) => { if (log.children[i] !== node) log.insertBefore(node, log.children[i] || null); });
-  log.classList.toggle("empty", !shown.length);
   $("send").textContent = running(chat) ? "Stop" : "Send";
   $("settings").classList.toggle("set", Object.keys(chat.settings).length > 0);
   const last = chat.path().findLast((message) => message.kv);

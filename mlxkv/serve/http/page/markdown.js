@@ -27,7 +27,15 @@ const RULES = {
 // Show a text in an element. Blocks that have not changed since the last call stay: what is selected
 // stays selected while a reply grows, and a long reply costs no more than its last block.
 export function render(element, text) {
-  const blocks = marked.lexer(text).filter((token) => token.type !== "space");
+  let blocks;
+  try {
+    blocks = marked.lexer(text).filter((token) => token.type !== "space");
+  } catch (error) {  // a fault of the parser hides nothing
+    console.warn(error);
+    element.replaceChildren(h("p", { class: "plain", text }));
+    element.shown = [];
+    return;
+  }
   const shown = element.shown || [];
   let same = 0;
   while (same < blocks.length && same < shown.length && blocks[same].raw === shown[same].raw) same++;

@@ -10,7 +10,8 @@ export function start(acts) {
   $("open-side").onclick = () => drawer(true);
   $("close-side").onclick = () => drawer(false);
   $("side").onkeydown = (event) => { if (event.key === "Escape" && isOpen()) { event.stopPropagation(); drawer(false); } };
-  document.querySelector("main").addEventListener("pointerdown", (event) => { if (isOpen()) { event.preventDefault(); drawer(false); } });
+  $("shade").onclick = () => drawer(false);
+  document.querySelector("main").addEventListener("focusin", () => { if (isOpen()) drawer(false, false); });
   narrow.onchange = () => drawer(false, false);
   drawer(false, false);
 }
@@ -21,6 +22,7 @@ function drawer(open, focus = true) {
   const side = $("side");
   side.classList.toggle("open", open && narrow.matches);
   side.inert = narrow.matches && !open;
+  $("shade").hidden = !isOpen();
   $("open-side").setAttribute("aria-expanded", isOpen());
   if (focus && narrow.matches) (open ? $("close-side") : $("open-side")).focus();
 }

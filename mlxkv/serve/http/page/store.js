@@ -21,6 +21,11 @@ const answer = (request) => new Promise((good, bad) => {
   request.onerror = () => bad(request.error);
 });
 
+const finished = (change) => new Promise((good, bad) => {
+  change.oncomplete = good;
+  change.onabort = () => bad(change.error);
+});
+
 // Open the database. Returns false where the browser has none: then chats last as long as the page.
 export async function open(changed) {
   listener = changed;
@@ -50,8 +55,7 @@ function tell(what) { channel?.postMessage(what); }
 
 async function put(store, record) {
   if (!base) { lost[store].set(record.id, structuredClone(record)); return; }
-  const change = base.transaction(store, "readwrite");
-  const done = new Promise((good, bad) => { change.oncomplete = good; change.onabort = () => bad(change.error); });
+  const change = base.transaction(store, "readwrite"), done = finished(change);
   change.objectStore(store).put(record);
   await done;
 }
@@ -81,10 +85,20 @@ export async function messages(id) {
 
 // Change some fields of a chat, whatever another tab has changed meanwhile.
 export async function saveChat(id, fields) {
-  const record = { id, created: Date.now(), title: "", settings: {}, deleted: 0, ...(await get("chats", id)), ...fields };
-  await put("chats", record);
+  const first = { id, created: Date.now(), title: "", settings: {}, deleted: 0 };
+  let record;
+  if (!base) {
+    record = { ...first, ...lost.chats.get(id), ...fields };
+    lost.chats.set(id, record);
+  } else {  // read and written in one transaction: no other tab comes between
+    const change = base.transaction("chats", "readwrite"), stored = change.objectStore("chats");
+    const done = finished(change);
+    record = { ...first, ...(await answer(stored.get(id))), ...fields };
+    stored.put(record);
+    await done;
+  }
   tell({ chat: id });
-  return record;
+  return structuredClone(record);
 }
 
 export async function saveMessage(message) {
@@ -132,8 +146,7 @@ export async function forget(id) {
     for (const message of await messages(id)) lost.messages.delete(message.id);
     lost.chats.delete(id);
   } else {
-    const change = base.transaction(["chats", "messages"], "readwrite");
-    const done = new Promise((good, bad) => { change.oncomplete = good; change.onabort = () => bad(change.error); });
+    const change = base.transaction(["chats", "messages"], "readwrite"), done = finished(change);
     change.objectStore("chats").delete(id);
     const stored = change.objectStore("messages");
     for (const key of await answer(stored.index("chat").getAllKeys(id))) stored.delete(key);
@@ -142,10 +155,19 @@ export async function forget(id) {
   tell({ chat: id });
 }
 
-// Chats whose deletion nobody took back for a while, and drafts of tabs that are long gone.
+// Delete for good: chats whose deletion nobody took back for a while, what another tab wrote into one that
+// was gone, and drafts of tabs that are long closed.
 async function purge() {
   const all = await answer(base.transaction("chats").objectStore("chats").getAll());
   for (const one of all) if (one.deleted && one.deleted < Date.now() - KEEP) await forget(one.id);
+  const change = base.transaction(["chats", "messages"], "readwrite"), stored = change.objectStore("messages");
+  const there = new Set(await answer(change.objectStore("chats").getAllKeys()));
+  stored.index("chat").openCursor().onsuccess = ({ target: { result: cursor } }) => {
+    if (!cursor) return;
+    if (!there.has(cursor.key)) cursor.delete();
+    cursor.continue();
+  };
+  await finished(change);
   const drafts = await answer(base.transaction("drafts").objectStore("drafts").getAll());
   for (const one of drafts) if (one.at < Date.now() - 30 * 864e5) await remove("drafts", one.id);
 }

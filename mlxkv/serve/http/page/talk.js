@@ -46,7 +46,7 @@ export async function talk(chat, reply, changed, more = false) {
     const response = await ask("/v1/chat/completions", { method: "POST", body: body(chat, reply, more), signal: control.signal });
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
-      if (event.progress) { reply.progress = { read: event.progress[0], all: event.progress[1], at: performance.now() }; changed(); continue; }
+      if (event.progress) { reply.progress = { read: event.progress[0], all: event.progress[1], at: performance.now() }; changed(); keep(false); continue; }
       const choice = event.choices?.[0], delta = choice?.delta || {};
       usage = event.usage || usage;
       reply.kv = event.kv || reply.kv;

@@ -86,12 +86,12 @@ function ending(box, message, chat, acts) {
   else if (state === "done" && !some) words = "The model ended its reply at once.";
   box.hidden = !words;
   box.className = `ending ${["failed", "lost"].includes(state) ? "bad" : ""}`;
-  const mark = words + state + acts.busy();
+  const last = message.id === chat.leaf, mark = words + state + acts.busy() + last;
   if (!words || box.dataset.mark === mark) return;  // buttons that have the focus stay
   box.dataset.mark = mark;
   box.replaceChildren(h("span", { text: words }));
   if (acts.busy()) return;
-  if (some && state !== "done" && !full) box.append(button("Continue", () => acts.go(message)));
+  if (some && state !== "done" && !full && last) box.append(button("Continue", () => acts.go(message)));
   if (state === "cut" && !full) box.append(button("Longest reply…", acts.settings));
   if (!some) {
     box.append(button("Retry", () => acts.retry(message)));
@@ -118,7 +118,7 @@ function foot(node, message, chat, acts) {
   const group = h("div", { class: "acts" });
   if (message.content) group.append(button("Copy", (event) => copy(message.content, event.currentTarget), { "aria-label": message.role === "user" ? "Copy message" : "Copy reply" }));
   if (!busy && message.role === "user") group.append(button("Edit", () => acts.edit(message)));
-  if (!busy && message.role === "assistant" && answered(message)) group.append(button("Regenerate", () => acts.retry(message)));
+  if (!busy && message.role === "assistant" && answered(message)) group.append(button("Regenerate", () => acts.retry(message), { title: chat.settings.temperature ? null : "At temperature 0 the same reply comes again: see Settings" }));
   if (versions.length > 1) {
     const to = (i) => () => acts.choose(versions[i], at);
     group.append(h("span", { class: "versions" },
