@@ -1,13 +1,14 @@
 """A server for the chat page that says what a test has written down, at the pace the test sets.
 
 The page, its policy and its paths are those of `mlxkv serve`; only the model is missing. A reply is a list of
-steps: ("read", done, all), ("think", text), ("say", text), ("wait", Event), ("end", reason), ("fault", text),
-("status", number, text), ("hang up",).
+steps: ("read", done, all), ("sleep", seconds), ("think", text), ("say", text), ("wait", Event),
+("end", reason), ("fault", text), ("status", number, text), ("hang up",).
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +33,7 @@ KV = {
 
 class Scripted(ThreadingHTTPServer):
     """asked: bodies of requests, in order. replies: steps of the next ones; an echo when there are none.
-    kv: of the next reply. key: the API key, if there is one. left: clients that hung up."""
+    kv, usage: of the next reply. key: the API key, if there is one. left: clients that hung up."""
 
     daemon_threads = True
 
@@ -41,6 +42,7 @@ class Scripted(ThreadingHTTPServer):
         self.asked: list[dict] = []
         self.replies: list[list[tuple]] = []
         self.kv = dict(KV)
+        self.usage = {"prompt_tokens": 20, "completion_tokens": 7, "total_tokens": 27}
         self.key: str | None = None
         self.left, self.waits = Event(), []
         self.document = {
@@ -129,6 +131,8 @@ class Handler(BaseHTTPRequestHandler):
             if step == "wait":
                 while not values[0].wait(0.05):
                     self._write(b": quiet\n\n")  # raises where the page has hung up
+            elif step == "sleep":
+                time.sleep(values[0])
             elif step == "read":
                 self._write(b": keepalive %d/%d\n\n" % tuple(values))
             elif step in ("think", "say"):
@@ -141,8 +145,7 @@ class Handler(BaseHTTPRequestHandler):
             elif step == "end":
                 done = {"index": 0, "delta": {}, "finish_reason": values[0]}
                 self._event({"choices": [done], "kv": self.server.kv})
-                usage = {"prompt_tokens": 20, "completion_tokens": 7, "total_tokens": 27}
-                self._event({"choices": [], "usage": usage, "kv": self.server.kv})
+                self._event({"choices": [], "usage": self.server.usage, "kv": self.server.kv})
                 self._write(b"data: [DONE]\n\n")
 
     def _event(self, document: dict) -> None:

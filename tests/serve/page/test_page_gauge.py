@@ -25,9 +25,7 @@ def test_what_a_chat_takes_and_saves(tab):
         ["All chats here", "", "6.0 MiB", "20.0 MiB", "70 %"],
     ]
     assert "room to grow: 7.0 MiB for this chat, 9.0 MiB for all." in tab.js(FIGURES)
-    assert "cache 5.0 MiB, 16 bits would take 16.0 MiB" in tab.js(
-        "document.querySelector('small').textContent"
-    )
+    assert "cache 5.0 MiB of 16.0 MiB" in tab.js("document.querySelector('small').textContent")
     # Each chat has its own; a new one has none.
     tab.button("New chat")
     tab.until(f"{MEMORY} === 'Memory'")
@@ -39,10 +37,10 @@ def test_no_saving_is_claimed_where_nothing_is_compressed(tab, server):
     server.kv |= {"tokens": 30, "bytes": 240 << 10, "bytes_fp16": 120 << 10, "note": note}
     server.document["memory"] |= {"bytes": 240 << 10, "bytes_fp16": 120 << 10}
     tab.ask("hello")
-    tab.until(f"{MEMORY} === '240.0 KiB this chat · {note}'")
+    tab.until(f"{MEMORY} === '240.0 KiB this chat · nothing compressed yet'")
     tab.until(f"{ROWS}.map(row => row[4]).join() === '–,–'")
     assert f"This chat: {note}." in tab.js(FIGURES)
-    assert f"cache 240.0 KiB, {note}" in tab.js("document.querySelector('small').textContent")
+    assert " · cache 240.0 KiB · " in tab.js("document.querySelector('small').textContent")
     tab.keep("nothing-yet")
 
 

@@ -47,6 +47,17 @@ def test_modules_import_what_is_served():
             assert f"/page/{target}" in page.PAGE, (path.name, target)
 
 
+def test_nothing_of_the_page_is_left_out_of_a_wheel():
+    """hatchling takes what git does not ignore of the packages that pyproject.toml names."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not in a clone")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'packages = ["mlxkv", "cuda_track"]' in project
+    paths = [str(path) for path in FOLDER.rglob("*") if path.is_file()]
+    asked = ["git", "check-ignore", "--no-index", *paths]
+    assert subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout == ""
+
+
 @pytest.mark.slow
 def test_the_wheel_has_the_page(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling builds the wheel")

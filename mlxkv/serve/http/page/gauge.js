@@ -26,7 +26,7 @@ export function note(kv) {
 }
 
 // "1.2 MiB, 16 bits would take 4.8 MiB", or why there is nothing to compare.
-export function inWords(kv) {
+function inWords(kv) {
   return note(kv) ? `${size(kv.bytes)}, ${note(kv)}` : `${size(kv.bytes)}, 16 bits would take ${size(kv.bytes_fp16)}`;
 }
 
@@ -39,7 +39,7 @@ export function show(kv) {
   if (all.bytes !== undefined) rows.push(["All chats here", "", all.bytes, all.bytes_fp16, all.bytes_fp16 && all.bytes < all.bytes_fp16 ? "" : "nothing saved yet"]);
   const share = kv && !note(kv) ? Math.min(1, kv.bytes / kv.bytes_fp16) : kv ? 1 : 0;
   $("memory").replaceChildren(...(kv
-    ? [h("b", { text: size(kv.bytes) }), h("span", { class: "wide", text: " this chat" }), note(kv) ? h("span", { class: "wide", text: ` · ${note(kv)}` }) : ` · ${size(kv.bytes_fp16)} in 16 bits`]
+    ? [h("b", { text: size(kv.bytes) }), h("span", { class: "wide", text: " this chat" }), ` · ${note(kv).replace(/ \(.*/, "") || `${size(kv.bytes_fp16)} in 16 bits`}`]
     : ["Memory"]));
   $("level").style.width = `${100 * share}%`;
   $("level").parentNode.setAttribute("aria-valuenow", Math.round(100 * share));

@@ -54,9 +54,9 @@ export async function talk(chat, reply, changed, more = false) {
       const thinking = delta.reasoning ?? delta.reasoning_content;
       if (!thinking && !delta.content) continue;
       if (!first) { first = performance.now(); reply.readSeconds = (first - reply.began) / 1000; }
-      if (thinking) { reply.reasoning = (reply.reasoning || "") + thinking; thought = performance.now(); }
+      if (thinking) { reply.reasoning = (reply.reasoning || "") + thinking; thought ||= performance.now(); }
       if (delta.content) {
-        if (thought && !reply.content) reply.thinkSeconds = (reply.thinkSeconds || 0) + (thought - first) / 1000;
+        if (thought && !reply.content) reply.thinkSeconds = (reply.thinkSeconds || 0) + (performance.now() - thought) / 1000;
         reply.content += delta.content;
       }
       changed();

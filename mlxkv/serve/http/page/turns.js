@@ -1,7 +1,7 @@
 // One message on the screen, with what can be done with it.
 import { answered } from "./chats.js";
 import { button, copy, count, h, seconds, size } from "./dom.js";
-import { inWords, server } from "./gauge.js";
+import { note, server } from "./gauge.js";
 import { render } from "./markdown.js";
 
 // The element of a message. acts: what the buttons do. chat: tells versions, and whether a reply runs.
@@ -104,7 +104,7 @@ function summary(message) {
   if (usage) parts.push(`${count(usage.prompt_tokens)} + ${count(usage.completion_tokens)} tokens`);
   if (rate) parts.push(`${rate.toFixed(1)} tokens/s`);
   if (readSeconds > 1) parts.push(`first after ${seconds(readSeconds)}`);
-  if (kv?.bytes) parts.push(`cache ${inWords(kv)}`, `${count(kv.cached_tokens)} tokens reused`);
+  if (kv?.bytes) parts.push(`cache ${size(kv.bytes)}${note(kv) ? "" : ` of ${size(kv.bytes_fp16)}`}`, `${count(kv.cached_tokens)} tokens reused`);
   return parts.join(" · ");
 }
 
