@@ -156,6 +156,32 @@ def test_without_a_database_the_page_works(opened, browser, server):
     tab.sees("You said: again")
 
 
+def test_a_full_storage_loses_nothing_on_the_screen(tab, server):
+    tab.ask("kept")
+    tab.js(
+        "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError') }"
+    )
+    tab.ask("not kept")
+    assert tab.turns == ["kept", "You said: kept", "not kept", "You said: not kept"]
+    tab.sees("This browser's storage is full")
+    tab.ask("goes on")
+    assert len(server.asked[2]["messages"]) == 5
+
+
+def test_two_clicks_ask_once(tab, server):
+    tab.ask("hello")
+    hold = server.pause()
+    server.says(("wait", hold), ("say", "anew"), ("end", "stop"))
+    tab.js(
+        "(b => { b.click(); b.click() })"
+        "([...document.querySelectorAll('button')].find(x => x.textContent === 'Regenerate'))"
+    )
+    tab.until("document.querySelector('#send').textContent === 'Stop'")
+    hold.set()
+    tab.sees("2 / 2")
+    assert len(server.asked) == 2
+
+
 def test_the_address_names_the_chat(opened, server):
     one = opened()
     one.ask("named")

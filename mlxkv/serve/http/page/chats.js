@@ -80,8 +80,15 @@ export class Chat {
     this.leaf = message.id;
     const title = this.record.title || titleOf(message);
     this.unsaved = false;
-    this.record = await store.saveChat(this.id, { title, settings: this.settings, leaf: this.leaf, updated: Date.now() });
-    await store.saveMessage(plain(message));
+    const changes = { title, settings: this.settings, leaf: this.leaf, updated: Date.now() };
+    Object.assign(this.record, changes);
+    try {
+      this.record = await store.saveChat(this.id, changes);
+      await store.saveMessage(plain(message));
+    } catch (error) {  // the storage is full: it is here as long as the page
+      console.warn(error);
+      this.unkept = true;
+    }
     return message;
   }
 

@@ -6,7 +6,7 @@ import * as gauge from "./gauge.js";
 import * as settings from "./settings.js";
 import * as sidebar from "./sidebar.js";
 import * as store from "./store.js";
-import { running, stop, talk, underWay } from "./talk.js";
+import { asked, claim, running, stop, talk, underWay } from "./talk.js";
 import { editor, turn, update } from "./turns.js";
 
 const AT = "mlxkv.at", HELLO = "Chats stay in this browser. Drop text files here to ask about them.";
@@ -36,8 +36,10 @@ const acts = {
     (next?.disabled ? [...buttons].find((one) => !one.disabled) : next)?.focus();
   },
   edit: (message) => editor(nodes.get(message.id), message, async (content) => {
-    const made = await chat.add({ role: "user", content, files: message.files, parent: message.parent });
-    await reply(made.id);
+    const on = chat, control = claim(on);
+    if (!control) return;
+    const made = await on.add({ role: "user", content, files: message.files, parent: message.parent });
+    await reply(made.id, on, control);
   }, () => { nodes.delete(message.id); show(); }),
 };
 
@@ -104,22 +106,22 @@ async function send() {
   $("text").value = "";
   files.attach([]);
   grow();
-  await tried(async () => {
-    const made = await chat.add({ role: "user", content, files: some.length ? some : undefined, parent: chat.leaf });
-    await store.saveDraft(key, "", []);
-    if (fresh) { remember(); history.replaceState(null, "", `#${chat.id}`); }
-    await reply(made.id);
-  });
+  const on = chat, control = claim(on);
+  const made = await on.add({ role: "user", content, files: some.length ? some : undefined, parent: on.leaf });
+  store.saveDraft(key, "", []).catch(console.warn);
+  if (fresh && on === chat) { remember(); history.replaceState(null, "", `#${on.id}`); }
+  await reply(made.id, on, control);
 }
 
-async function reply(parent) {
-  await write(chat, await chat.add({ role: "assistant", parent }), false);
+async function reply(parent, on = chat, control = claim(on)) {
+  if (control) await write(on, await on.add({ role: "assistant", parent, ...asked() }), false, control);
 }
 
-async function write(on, message, more) {
+async function write(on, message, more, control = claim(on)) {
+  if (!control) return;
   open.set(on.id, on);
-  const finished = talk(on, message, (over) => { if (on === chat) soon(message.id); if (over) done(); }, more);
-  show(!more);
+  const finished = talk(on, message, control, (over) => { if (on === chat) soon(message.id); if (over) done(); }, more);
+  if (on === chat) show(!more);
   list();
   await finished;
 }
@@ -129,13 +131,6 @@ function done() {
   gauge.refresh().then(() => show());
   for (const [id, one] of open) if (one !== chat && !running(one)) open.delete(id);
   if (chat.unkept) notice("kept", "This browser's storage is full: what is new lasts until the page is closed.");
-}
-
-async function tried(act) {
-  try { await act(); } catch (error) {
-    notice("kept", `This browser could not keep the message (${error.name}): it lasts until the page is closed.`);
-    console.warn(error);
-  }
 }
 
 // Another tab has changed something.

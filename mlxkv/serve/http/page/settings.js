@@ -17,9 +17,7 @@ export function edit(chat, most, changed) {
   $("max-tokens").placeholder = most || "the server's";
   $("thinking").value = thinking;
   $("for-all").checked = false;
-  box.returnValue = "";
-  box.onclose = async () => {
-    if (box.returnValue !== "save") return;
+  box.firstElementChild.onsubmit = async () => {
     const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
     const settings = { system: $("system").value.trim(), temperature: number("temperature"), maxTokens: number("max-tokens"), thinking: $("thinking").value };
     for (const name of Object.keys(settings)) if (settings[name] === "" || settings[name] === undefined) delete settings[name];

@@ -7,9 +7,20 @@ import { say } from "./dom.js";
 const BEAT = 700;  // ms between two savings of a reply that grows
 const runs = new Map();  // chat -> the AbortController of its reply, and the reply
 
+// Keep a chat for a reply that is about to begin. Returns null where one is under way.
+export function claim(chat) {
+  if (runs.has(chat.id)) return null;
+  const control = new AbortController();
+  runs.set(chat.id, { control, reply: null });
+  return control;
+}
+
+// What a message is from the moment on that its reply was asked for.
+export const asked = () => ({ live: true, state: "running", began: performance.now(), tab: store.tab, beat: Date.now(), error: undefined, progress: null });
+
 export const running = (chat) => runs.has(chat.id);
 export const stop = (chat) => runs.get(chat.id)?.control.abort();
-export const underWay = () => [...runs.values()].map(({ reply }) => plain(reply));
+export const underWay = () => [...runs.values()].filter(({ reply }) => reply).map(({ reply }) => plain(reply));
 
 const FIELDS = { temperature: "temperature", maxTokens: "max_tokens" };
 
@@ -25,12 +36,12 @@ function body(chat, reply, more) {
   return JSON.stringify({ ...out, stream_options: { include_usage: true } });
 }
 
-// Write a reply into its message. more: go on with what it holds. changed(): shows the message.
-export async function talk(chat, reply, changed, more = false) {
-  const control = new AbortController();
+// Write a reply into its message. control: of `claim`. more: go on with what it holds. changed(): shows
+// the message.
+export async function talk(chat, reply, control, changed, more = false) {
   runs.set(chat.id, { control, reply });
   const before = more ? reply.usage?.completion_tokens || 0 : 0, held = more ? reply.content + (reply.reasoning || "") : "";
-  Object.assign(reply, { live: true, state: "running", error: undefined, progress: null, began: performance.now(), tab: store.tab, beat: Date.now() });
+  Object.assign(reply, asked());
   let saved = 0, first = 0, finish = null, thought = 0, usage = null;
   const keep = async (now) => {
     if (!now && performance.now() - saved < BEAT) return;
