@@ -34,7 +34,7 @@ def row(model: str, kv: str, chats: int, prompt: int) -> list[str]:
                 raise MachineError(f"[sharing] a request failed: {reply.error}")
         found = server.kv()
     memory = found["memory"]
-    sizes = [memory["sessions_bytes_apart"], memory["sessions_bytes"]]
+    sizes = [memory["sessions_allocated_bytes_apart"], memory["sessions_allocated_bytes"]]
     return [model, str(chats), str(found["sessions"]["count"]), *map(human_bytes, sizes)]
 
 

@@ -16,8 +16,8 @@ from mlxkv.models.catalog.aliases import EMBEDDED
 
 CHAT_KEYS = [
     *("model", "kv", "backend", "prompt_tokens", "generated_tokens", "prefill_seconds"),
-    *("decode_seconds", "tokens_per_second", "kv_bytes", "kv_bytes_fp16", "bits_per_value"),
-    *("peak_bytes", "text", "steps", "layers"),
+    *("decode_seconds", "tokens_per_second", "kv_bytes", "kv_bytes_fp16"),
+    *("kv_bytes_allocated", "bits_per_value", "kv_note", "peak_bytes", "text", "steps", "layers"),
 ]
 
 
@@ -65,9 +65,16 @@ def test_chat_prints_the_reply_alone_on_stdout(run, model_folder):
 
 def test_a_short_chat_says_that_nothing_is_compressed_yet(run, model_folder):
     options = ("chat", "--model", model_folder, "--max-tokens", "5", "--prompt")
-    assert "exact up to 192 tokens" in run(*options, "hello")[1]
-    assert "16 bits would be" in run(*options, "hello" * 50)[1]
-    assert "16 bits would be" in run(*options, "hello", "--kv", "fp16")[1]
+    yet = "nothing compressed yet (exact up to 192 tokens)"
+    assert yet in run(*options, "hello")[1]
+    assert "16 bits would be" in run(*options, "hello" * 200)[1]
+    assert "nothing compressed (full precision)" in run(*options, "hello", "--kv", "fp16")[1]
+    short, long = (last_json(run(*options, p, "--json")[0]) for p in ("hello", "hello" * 200))
+    assert (short["bits_per_value"], short["kv_note"]) == (None, yet)
+    assert 4.5 < long["bits_per_value"] < 16 and long["kv_note"] is None
+    assert (
+        long["kv_bytes"] < long["kv_bytes_fp16"] and long["kv_bytes"] < long["kv_bytes_allocated"]
+    )
 
 
 def test_chat_json(run, model_folder):
@@ -81,9 +88,8 @@ def test_chat_json(run, model_folder):
     assert 1 <= data["generated_tokens"] <= 9
     held = data["prompt_tokens"] + data["generated_tokens"]
     assert data["kv_bytes_fp16"] == held * 2 * 2 * 64 * 2
-    assert data["bits_per_value"] == pytest.approx(
-        16 * data["kv_bytes"] / data["kv_bytes_fp16"], 1e-3
-    )
+    assert data["kv_bytes"] == 2 * data["kv_bytes_fp16"]  # it runs in 32 bits here
+    assert data["bits_per_value"] is None and "full precision" in data["kv_note"]
     assert data["peak_bytes"] > data["kv_bytes"] > 0
     assert len(data["layers"]) == 2
     fields = {"index", "kind", "compressed", "reason", "bits_per_value", "kernel"}

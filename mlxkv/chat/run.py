@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.session import Session
 from mlxkv.codec import encoding
-from mlxkv.console import human_bytes, note, print_json, say
+from mlxkv.console import note, print_json, say
 from mlxkv.errors import UserError
 from mlxkv.formats.names import with_keep
 from mlxkv.models import load, warm_up
@@ -101,9 +101,7 @@ def report(session: Session) -> dict:
         "prefill_seconds": round(stats.prefill_seconds, 4),
         "decode_seconds": round(stats.decode_seconds, 4),
         "tokens_per_second": round(stats.tokens_per_second, 2),
-        "kv_bytes": usage.kv_bytes,
-        "kv_bytes_fp16": usage.kv_bytes_fp16,
-        "bits_per_value": round(usage.bits_per_value, 3),
+        **usage.figures,
         "peak_bytes": mx.get_peak_memory(),
         "text": session.messages[-1]["content"] if session.messages else "",
         "steps": loaded.steps,
@@ -113,13 +111,8 @@ def report(session: Session) -> dict:
 
 def stats_line(session: Session) -> str:
     """The last reply and the cache in one line."""
-    stats, usage = session.stats, session.usage()
-    cache = f"cache {human_bytes(usage.kv_bytes)}"
-    if session.all_exact:
-        cache += f", exact up to {session.loaded.kv.window} tokens, compressed from there on"
-    else:
-        cache += f", 16 bits would be {human_bytes(usage.kv_bytes_fp16)}"
+    stats = session.stats
     return (
         f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "
-        f"{stats.tokens_per_second:.1f} tokens/s · {cache}]"
+        f"{stats.tokens_per_second:.1f} tokens/s · {session.usage().line()}]"
     )

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlxkv import console, faults
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import prompt_cache
-from mlxkv.models.catalog.shapes import layers_of
 from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import Stats, new_cache, stream
 from mlxkv.models.taking_back import cut_back
 from mlxkv.models.turns import Turns, cut_front
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Measured size of the cache. values: how many numbers a plain cache would hold for the same tokens."""
-
-    kv_bytes: int
-    values: int
-
-    @property
-    def kv_bytes_fp16(self) -> int:
-        return 2 * self.values
-
-    @property
-    def bits_per_value(self) -> float:
-        return 8 * self.kv_bytes / self.values if self.values else 0.0
+from mlxkv.models.usage import Usage, usage
 
 
 class Session:
@@ -235,19 +218,9 @@ class Session:
         self.text = ""
         return shared
 
-    @property
-    def all_exact(self) -> bool:
-        """Whether the conversation is so short that nothing is compressed yet."""
-        compresses = any(layer.compressed for layer in self.loaded.layers)
-        return compresses and len(self.tokens) <= self.loaded.kv.window
-
     def usage(self) -> Usage:
-        """The measured size of the caches."""
-        shapes = layers_of(self.loaded.config)
-        if len(shapes) != len(self.cache):  # config.json does not describe this family's caches
-            shapes = [None] * len(self.cache)
-        layers = zip(self.cache, self.loaded.layers, shapes, strict=True)
-        return Usage(sum(c.nbytes for c in self.cache), sum(_values(*layer) for layer in layers))
+        """The measured memory of the caches."""
+        return usage(self.cache)
 
     def save(self, name: str):
         """Write the session to a file, completely or not at all. Returns the path."""
@@ -266,12 +239,3 @@ class Session:
         self.cache, self.tokens = saved.cache, saved.tokens
         self.messages, self.text = saved.messages, saved.text
         self.stats = Stats()
-
-
-def _values(cache, report, shape) -> int:
-    """How many numbers a plain cache would hold in place of this one."""
-    if report.compressed:
-        return cache.offset * report.kv_heads * (report.key_dim + report.value_dim)
-    if shape and shape.kind != "state" and hasattr(cache, "offset"):
-        return shape.values(cache.offset)
-    return cache.nbytes // 2  # a plain cache of 16 bits

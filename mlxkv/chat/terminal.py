@@ -218,9 +218,9 @@ def _stats(session: Session) -> Table:
         "last prompt": f"{stats.prompt_tokens} tokens, {stats.read_tokens} read anew "
         f"in {stats.prefill_seconds:.2f} s",
         "last reply": f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s",
-        "cache": f"{human_bytes(usage.kv_bytes)} (16 bits: {human_bytes(usage.kv_bytes_fp16)})",
-        "bits per value": f"{usage.bits_per_value:.2f} measured"
-        + (f" (exact up to {loaded.kv.window} tokens)" if session.all_exact else ""),
+        "cache in use": f"{human_bytes(usage.kv_bytes)} (16 bits: {human_bytes(usage.kv_bytes_fp16)})",
+        "bits per value": usage.note or f"{usage.bits_per_value:.2f} measured, windows included",
+        "cache allocated": f"{human_bytes(usage.allocated)}, with room to grow",
         "decode steps": loaded.steps,
         "peak memory": human_bytes(mx.get_peak_memory()),
     }

@@ -25,6 +25,7 @@ from mlxkv.models.decoders import step_down
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
 from mlxkv.models.turns import Cut, Turns
+from mlxkv.models.usage import Usage, window_of
 from mlxkv.serve import told
 from mlxkv.serve.alone import Alone
 from mlxkv.serve.caches.disk import open_disk
@@ -46,8 +47,9 @@ class Engine(server.ResponseGenerator):
 
     ready: set when the model is loaded. problem: the error that ended the thread for good, or None. over:
     whether it takes no more requests, and puts sessions away.
-    jobs: requests in the batch, by mlx-lm's number. kv_bytes: of caches in use. kv_bytes_fp16: the same
-    in plain 16-bit caches. vocabulary: tokens that the model knows.
+    jobs: requests in the batch, by mlx-lm's number. kv_bytes: of the tokens of requests under way.
+    kv_bytes_fp16: the same in plain 16-bit caches. kv_allocated: what their caches take, with room to grow.
+    vocabulary: tokens that the model knows.
     """
 
     def __init__(self, options: ServeOptions, metrics: Metrics):
@@ -58,7 +60,7 @@ class Engine(server.ResponseGenerator):
         self.sessions: Sessions | None = None
         self.jobs: dict[int, Job] = {}
         self._taken: WeakSet[Job] = WeakSet()  # requests that came out of the queue
-        self.kv_bytes = self.kv_bytes_fp16 = 0
+        self.kv_bytes = self.kv_bytes_fp16 = self.kv_allocated = 0
         self._measured = 0.0
         self.ranks = Ranks()
         super().__init__(Provider(options, self.ranks.group), None)
@@ -205,7 +207,7 @@ class Engine(server.ResponseGenerator):
         self._taken.clear()
         self.memory.release_all()
         self.jobs.clear()
-        self.kv_bytes = self.kv_bytes_fp16 = 0
+        self.kv_bytes = self.kv_bytes_fp16 = self.kv_allocated = 0
         # A compiled sampler that raised while it was traced leaves a placeholder there (MLX 0.32).
         mx.random.seed(time.time_ns())
         mx.clear_cache()
@@ -312,9 +314,11 @@ class Engine(server.ResponseGenerator):
         if not now and time.monotonic() - self._measured < MEASURE_SECONDS:
             return
         self._measured = time.monotonic()
-        self.kv_bytes = batch.prompt_cache_nbytes
+        self.kv_allocated = batch.prompt_cache_nbytes
         parts = (batch._prompt_batch, batch._generation_batch)
-        self.kv_bytes_fp16 = sum(self.memory.fp16(len(t)) for part in parts for t in part.tokens)
+        held = [len(tokens) for part in parts for tokens in part.tokens]
+        self.kv_bytes = sum(map(self.memory.in_use, held))
+        self.kv_bytes_fp16 = sum(map(self.memory.fp16, held))
 
     # -- for other threads
 
@@ -329,14 +333,21 @@ class Engine(server.ResponseGenerator):
 
     def numbers(self, job: Job, cached_tokens: int) -> dict:
         """The `kv` field of a reply that has ended."""
-        fp16 = self.memory.fp16(job.tokens)
+        loaded = self.model_provider.loaded
+        window = window_of(loaded)
+        used = job.usage or Usage(0, 0, 0, 0, window)
+        bits = used.figures["bits_per_value"]
         return {
-            "preset": self.model_provider.loaded.kv_name,
+            "preset": loaded.kv_name,
             "tokens": job.tokens,
             "cached_tokens": cached_tokens,
-            "bytes": job.kv_bytes,
-            "bytes_fp16": fp16,
-            "ratio": round(fp16 / job.kv_bytes, 3) if job.kv_bytes else None,
+            "exact_tokens": window,
+            "bytes": used.kv_bytes,
+            "bytes_fp16": used.kv_bytes_fp16,
+            "allocated_bytes": used.allocated,
+            "bits_per_value": bits,
+            "ratio": round(16 / bits, 3) if bits else None,
+            "note": used.note,
         }
 
     @property

@@ -7,13 +7,15 @@ from queue import Queue
 
 from mlx_lm import server
 
+from mlxkv.models.usage import Usage, usage
+
 
 @dataclass(eq=False)
 class Job:
     """What the thread of a client and the generation thread tell each other beside mlx-lm's messages.
 
     given_up: the client has left, or its time is over; told by its thread. line: the queue of those
-    messages. tenant: whose prompt cache it uses. tokens, kv_bytes: of its caches at the end, told by the
+    messages. tenant: whose prompt cache it uses. tokens, usage: of its caches at the end, told by the
     generation thread.
     """
 
@@ -21,11 +23,11 @@ class Job:
     tenant: str = ""
     line: Queue = field(default_factory=Queue, repr=False)
     tokens: int = 0
-    kv_bytes: int = 0
+    usage: Usage | None = None
 
     def measured(self, caches: list, tokens: int) -> None:
         """Note the size of the caches, which hold so many tokens."""
-        self.kv_bytes, self.tokens = sum(cache.nbytes for cache in caches), tokens
+        self.usage, self.tokens = usage(caches), tokens
 
     def drop(self) -> None:
         """Stop the replies that wait in the line, which nobody reads."""

@@ -62,12 +62,22 @@ def test_a_chat_and_what_it_counts(server):
     assert choice["finish_reason"] == "length" and choice["message"]["role"] == "assistant"
     assert usage["completion_tokens"] == 9
     assert kv["tokens"] == usage["total_tokens"]
-    assert kv["preset"] == "int4" and 0 < kv["bytes"] < kv["bytes_fp16"] * 4
+    assert kv["preset"] == "int4" and kv["exact_tokens"] == 192 < kv["tokens"]
+    assert 0 < kv["bytes"] < kv["allocated_bytes"]
+    assert kv["bytes_fp16"] == 2 * 2 * 2 * 64 * kv["tokens"]  # not rounded up
+    short = post(
+        server, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=2
+    )
+    assert short["kv"]["note"] == "nothing compressed yet (exact up to 192 tokens)"
+    assert short["kv"]["ratio"] is short["kv"]["bits_per_value"] is None
     again = post(server, "/v1/chat/completions", messages=messages, max_tokens=9)
     assert again["choices"] == found["choices"]
     assert again["kv"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
     total = settled(server)
-    assert total["memory"]["active_bytes"] == 0 < total["memory"]["sessions_bytes"]
+    memory = total["memory"]
+    assert memory["active_bytes"] == 0 < memory["sessions_bytes"] == memory["bytes"]
+    assert memory["bytes"] <= memory["sessions_allocated_bytes_apart"]
+    assert memory["bytes_fp16"] == memory["sessions_bytes_fp16"]
     assert total["sessions"]["hits"] >= 1
 
 

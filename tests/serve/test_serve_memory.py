@@ -42,7 +42,7 @@ def test_what_caches_take_is_known_before(family, kv):
         assert taken <= memory.need(count) <= 1.2 * taken
     plain = random_model(family)
     taken = sum(cache.nbytes for cache in read(plain, 900))
-    assert memory.fp16(900) <= taken <= 2.3 * memory.fp16(900)  # it runs in 32 bits here
+    assert 2 * memory.fp16(900) <= taken <= 2.3 * memory.fp16(900)  # it runs in 32 bits here
 
 
 def test_promises_are_kept_within_the_bound():
@@ -195,7 +195,9 @@ def test_a_server_within_its_bound(model_folder, tmp_path):
     with serving(model_folder, kv_memory="340KB", kv_disk=str(tmp_path)) as server:
         first = [complete(server, f"{i}{LONG}", 6) for i in range(4)]
         found = get(server, "/v1/kv")
-        assert found["memory"]["sessions_bytes"] <= 340 << 10 and found["disk"]["saved"] >= 1
+        assert (
+            found["memory"]["sessions_allocated_bytes"] <= 340 << 10 and found["disk"]["saved"] >= 1
+        )
         again = [complete(server, f"{i}{LONG}", 6) for i in range(4)]
         assert [text_of(x) for x in again] == [text_of(x) for x in first]
         assert all(x["kv"]["cached_tokens"] == len(LONG) for x in again)

@@ -104,7 +104,7 @@ def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
             pass
         found = settled(both)
         assert found["processes"] == 2 and found["sessions"]["evicted"] > 0
-        assert found["memory"]["bytes"] <= found["memory"]["bound_bytes"] == 1400 << 10
+        assert found["memory"]["allocated_bytes"] <= found["memory"]["bound_bytes"] == 1400 << 10
 
         assert text_of(complete(both, LONG, 9)) == turns[0]
         second = complete(both, LONG + turns[0] + "And then?", 9)

@@ -56,10 +56,21 @@ class CacheShape:
             kept = int(max(grown(pages), pages + pages // GROWTH) * self.page_bytes)
         return kept + self.full * (exact + c.pinned) + self.bases
 
+    def in_use(self, tokens: int, rests: bool = False) -> int:
+        """Bytes of so many tokens without room to grow, as `models.usage` counts them. rests: on the shelf,
+        where nobody needs the exact tokens of the page that was sealed last."""
+        c = self.config
+        if c is None:
+            return self.fixed + self.full * (min(tokens, self.window) if self.window else tokens)
+        if tokens <= c.window:
+            return self.full * tokens
+        pages = c.pages_over(tokens - c.sink)
+        exact = tokens - pages * c.page + (0 if rests and not c.listens else c.page)
+        return int(pages * self.page_bytes) + self.full * exact + self.bases
+
     def bytes_fp16(self, tokens: int) -> int:
-        """The size of mlx-lm's plain cache in 16 bits, which grows in whole steps."""
-        grown = -(-tokens // STEP) * STEP
-        return self.fixed + self.half * (min(grown, self.window) if self.window else grown)
+        """Bytes of the same tokens in 16 bits, by the same rule."""
+        return self.fixed + self.half * (min(tokens, self.window) if self.window else tokens)
 
     def _room(self, tokens: int, chunk: int, padded: bool) -> int:
         """The most tokens that mlx-lm's plain cache has room for. It grows in whole steps from any size."""
@@ -132,8 +143,12 @@ class Memory:
         """The most bytes of one sequence of so many tokens that runs alone."""
         return sum(shape.bytes(tokens, self.chunk) for shape in self.shapes)
 
+    def in_use(self, tokens: int, rests: bool = False) -> int:
+        """Bytes that one sequence of so many tokens takes, without room to grow. rests: on the shelf."""
+        return sum(shape.in_use(tokens, rests) for shape in self.shapes)
+
     def fp16(self, tokens: int) -> int:
-        """Bytes of one sequence of so many tokens in plain 16-bit caches."""
+        """Bytes of the same tokens in plain 16-bit caches."""
         return sum(shape.bytes_fp16(tokens) for shape in self.shapes)
 
     @property

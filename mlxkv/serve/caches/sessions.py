@@ -45,7 +45,8 @@ class Sessions(LRUPromptCache):
         self.agree = agree
         self.tenant = ""
         self.shelf = Shelf()
-        self.bytes_fp16 = 0  # of the same tokens in plain 16-bit caches
+        # Of the tokens that are held, without room to grow; the same in plain 16-bit caches.
+        self.bytes_in_use = self.bytes_fp16 = 0
         self._useless: set = set()  # files whose caches cannot be trimmed to a shared start
         self.lookups = self.hits = self.tokens = self.tokens_found = self.evicted = 0
 
@@ -140,8 +141,9 @@ class Sessions(LRUPromptCache):
                     list(tokens), deepcopy(entry.prompt_cache), own[1]
                 )  # a copy is whole, without shared parts
             del entry  # frees its shared parts before the next look at the size
-        kept = (tokens for lru in self._lru._lrus.values() for _, tokens in lru)
-        self.bytes_fp16 = sum(self.memory.fp16(len(tokens)) for tokens in kept)
+        kept = [len(tokens) for lru in self._lru._lrus.values() for _, tokens in lru]
+        self.bytes_in_use = sum(self.memory.in_use(count, rests=True) for count in kept)
+        self.bytes_fp16 = sum(map(self.memory.fp16, kept))
 
     def forget(self) -> None:
         """Evict everything, without saving it; files stay."""

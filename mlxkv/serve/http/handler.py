@@ -17,6 +17,7 @@ from mlx_lm import server
 
 from mlxkv import __version__
 from mlxkv.metal.launch import backend
+from mlxkv.models.usage import window_of
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http import page
 from mlxkv.serve.http.access import Keys, check_host, given_key, locate
@@ -71,6 +72,7 @@ class Site:
             "version": __version__,
             "context": loaded.context,
             "max_tokens": self.options.max_tokens,  # of a reply whose request names none
+            "exact_tokens": window_of(loaded),  # nothing is compressed in sequences up to here
             "batched": engine.model_provider.is_batchable,
             "processes": engine.ranks.size,  # bytes below are those of one
             "report": loaded.report(),
@@ -84,12 +86,19 @@ class Site:
             "memory": {
                 "bound_bytes": memory.bound,
                 "promised_bytes": memory.promised,
-                "active_bytes": engine.kv_bytes,
-                "sessions_bytes": sessions.nbytes,
-                "sessions_bytes_apart": sessions.bytes_apart,
-                "bytes": engine.kv_bytes + sessions.nbytes,
-                "mlx_bytes": mx.get_active_memory(),  # all arrays, weights too
+                # Of the tokens that are held, by the rule of `models.usage`; 16 bits by the same.
+                "bytes": engine.kv_bytes + sessions.bytes_in_use,
                 "bytes_fp16": engine.kv_bytes_fp16 + sessions.bytes_fp16,
+                "active_bytes": engine.kv_bytes,
+                "active_bytes_fp16": engine.kv_bytes_fp16,
+                "sessions_bytes": sessions.bytes_in_use,
+                "sessions_bytes_fp16": sessions.bytes_fp16,
+                # With room to grow; parts that sessions share count once, or (apart) each time.
+                "allocated_bytes": engine.kv_allocated + sessions.nbytes,
+                "active_allocated_bytes": engine.kv_allocated,
+                "sessions_allocated_bytes": sessions.nbytes,
+                "sessions_allocated_bytes_apart": sessions.bytes_apart,
+                "mlx_bytes": mx.get_active_memory(),  # all arrays, weights too
             },
             "sessions": {
                 "count": len(sessions),

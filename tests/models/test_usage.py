@@ -1,0 +1,85 @@
+"""Memory figures follow one rule: what is held, what 16 bits would take for it, allocation apart."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+from random_models import random_model
+from read_caches import memory_of, read
+
+from mlxkv.formats.names import parse_kv
+from mlxkv.models import attach
+from mlxkv.models.usage import usage
+
+EXACT = 4  # bytes of a number in full precision here: random models run in 32 bits
+
+
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [("llama", "int4"), ("llama", "kivi-int2"), ("llama", "fp16"), ("gemma3_text", "int4")]
+    + [("qwen3_next", "int4")],
+)
+def test_a_server_computes_what_a_chat_measures(family, kv):
+    model = random_model(family)
+    attach(model, kv)
+    memory = memory_of(model)
+    for count in (5, 150, 192, 193, 300, 900):
+        found = usage(read(model, count))
+        assert found.tokens == count
+        assert found.kv_bytes == pytest.approx(memory.in_use(count), rel=1e-6)
+        assert found.kv_bytes_fp16 == memory.fp16(count)
+        assert found.kv_bytes <= found.allocated
+
+
+def test_what_is_held_is_counted_token_by_token():
+    """int4 on a llama: 64 + 64 exact tokens, pages of 64, and the exact tokens of the last page."""
+    model = random_model("llama")
+    attach(model, "int4")
+    caches = read(model, 300)
+    live = caches[0].keys_and_values()[0].live[0]
+    numbers = 2 * live.shape[1] * live.shape[3]  # of a token
+    bits = parse_kv("int4").bits_per_value(live.shape[3], live.shape[3])
+    pages = -(-(300 - 192) // 64)
+    held = pages * 64 * bits / 8 + (300 - pages * 64 + 64) * EXACT
+    found = usage(caches[:1])
+    assert found.kv_bytes == numbers * held
+    assert found.kv_bytes_fp16 == 2 * numbers * 300
+
+
+@pytest.mark.parametrize(
+    ("count", "kv", "said"),
+    [
+        (1, "int4", "nothing compressed yet (exact up to 192 tokens)"),
+        (192, "int4", "nothing compressed yet (exact up to 192 tokens)"),
+        (200, "int4", "little compressed yet (exact up to 192 tokens)"),
+        (160, "kivi-int2", "nothing compressed yet (exact up to 192 tokens)"),
+        (380, "oscar-int4", "nothing compressed yet (exact up to 384 tokens)"),
+        (900, "fp16", "nothing compressed (full precision)"),
+        (900, "int4", None),
+    ],
+)
+def test_no_bits_above_16_without_a_sentence(count, kv, said):
+    model = random_model("llama")
+    config = parse_kv(kv)
+    if config.calibrated:
+        from mlxkv.models.calibration.measure import calibrate
+
+        attach(model, config, calibration=calibrate(model, target="random"))
+    else:
+        attach(model, kv)
+    found = usage(read(model, count))
+    assert found.note == said
+    assert (found.bits_per_value is None) == (said is not None)
+    assert found.figures["bits_per_value"] is None or 4.5 < found.bits_per_value < 16
+    assert (said or "16 bits would be") in found.line()
+    assert ("16 bits would be" in found.line()) == (count > config.window and kv != "fp16")
+
+
+def test_full_precision_in_16_bits_takes_what_16_bits_take():
+    cache = KVCache()
+    cache.update_and_fetch(*(mx.zeros((1, 2, 70, 64), mx.float16) for _ in range(2)))
+    found = usage([cache])
+    assert found.kv_bytes == found.kv_bytes_fp16 == 70 * 2 * 2 * 64 * 2
+    assert found.allocated == 256 * 2 * 2 * 64 * 2
+    assert usage([]).kv_bytes == usage([]).tokens == 0
