@@ -51,7 +51,7 @@ def text(loaded, kind: str, count: int) -> list[int]:
 
 
 def shift(args: argparse.Namespace) -> list[list[str]]:
-    loaded = load(args.model)
+    loaded = load(args.model, "fp16")
     arms = Arms(loaded, args.kv)
     tokens = text(loaded, args.first, args.context) + text(loaded, args.second, args.decode + 1)
     names = [name for name in arms.names if name != BASELINE]
@@ -81,7 +81,7 @@ def exact(loaded, tokens: list[int]) -> dict[tuple, AttentionCall]:
 
 
 def stored(args: argparse.Namespace) -> list[list[str]]:
-    loaded = load(args.model)
+    loaded = load(args.model, "fp16")
     prompt = text(loaded, args.first, args.context)
     sources = [exact(loaded, t) for t in (prompt, text(loaded, args.second, args.decode))]
     arms, rows = Arms(loaded, args.kv), []

@@ -65,7 +65,7 @@ class Comparison:
 
 def measure(asked: Comparison) -> dict[str, dict]:
     """Return a row per arm, {"TRANSFORM, N bits": row}, full precision first."""
-    loaded = load(asked.model)
+    loaded = load(asked.model, "fp16")
     made, samples = calibrate_with_samples(loaded, calibration_tokens(loaded, asked.tokens))
     configs, calibrations, learned = {}, {}, {}
     for bits in asked.bits:

@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     at_least("--context", context, 2)
     at_least("--decode", args.decode, 2)
     at_least("--seeds", args.seeds, 2)
-    loaded = load(args.model)
+    loaded = load(args.model, "fp16")
     if args.what == "seeds":
         arms = Arms(loaded, seed_arms(args.seeds))
     else:

@@ -106,7 +106,7 @@ def step_calls(layout: str = "int4") -> dict[str, tuple[float, float]]:
     from mlxkv.models import load
 
     home = str(Path(mlxkv.models.__file__).parents[1])
-    model = load("tiny").model
+    model = load("tiny", "fp16").model
     reports = mlxkv.models.attach(model, layout)
     layers = sum(report.compressed for report in reports)
     cache = model.make_cache()

@@ -80,7 +80,7 @@ def _taken(loaded, pieces: list[str], count: int) -> list[int]:
 
 def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
     """Return per arm {"tokens": calibrated on, TEXT: numbers as in `parts`}."""
-    loaded = load(asked.model)
+    loaded = load(asked.model, "fp16")
     texts = {d: judged_on(loaded, d, asked.context + asked.decode + 1) for d in JUDGED}
     configs, calibrations, made = {}, {}, {}
     for name in names:

@@ -30,7 +30,7 @@ def steps(asked: Asked) -> int:
 
 def arms_of(asked: Asked, names: list[str]) -> Arms:
     """Load the model, calibrate each recipe and return the arms."""
-    loaded = load(asked.model)
+    loaded = load(asked.model, "fp16")
     kitchen = Kitchen(loaded, calibration_tokens(loaded, asked.tokens))
     configs, calibrations, made = {}, {}, {}
     for name in names:

@@ -89,7 +89,7 @@ def steps(asked: Asked) -> int:
 
 def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
     """Return rows as in `parts`, with the bits per value of pages over all compressed layers."""
-    loaded = load(asked.model)
+    loaded = load(asked.model, "fp16")
     found = candidates()
     wanted = {name: found[name] for name in names if name != BASELINE}
     arms = Protecting(

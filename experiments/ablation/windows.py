@@ -40,7 +40,7 @@ def steps(asked: Asked) -> int:
 def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
     """Return rows as in `parts`, and bits per value at this context: by the formula, with windows at
     16 bits, and of allocated bytes, with windows in the model's dtype."""
-    loaded = load(asked.model)
+    loaded = load(asked.model, "fp16")
     made = Kitchen(loaded, calibration_tokens(loaded, asked.tokens)).make(RECIPES["full"])
     wanted = {name: config for name, config in configs(asked).items() if name in names}
     arms = Arms(loaded, wanted, calibrations=dict.fromkeys(wanted, made))

@@ -15,6 +15,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
+from mlxkv.models.catalog.asked import check_sampling
 
 # Tokens of a prompt that are read at once. A CPU gains nothing from more, and progress and Ctrl-C are
 # looked at between two chunks.
@@ -60,10 +61,7 @@ class Piece:
 
 def sampler_for(temp: float = 0.0, top_p: float = 1.0) -> Callable[[mx.array], mx.array]:
     """mlx-lm's sampler. Raises UserError for settings out of range."""
-    if not 0 <= temp < float("inf"):  # refuses NaN too
-        raise UserError(f"[--temp] must be 0 or more, and finite; got {temp:g}")
-    if not 0 < top_p <= 1:
-        raise UserError(f"[--top-p] must be above 0 and at most 1; got {top_p:g}")
+    check_sampling(temp, top_p)
     return make_sampler(temp=temp, top_p=top_p)
 
 
@@ -148,7 +146,7 @@ def stream(
                 stats.finish_reason = stats.finish_reason or "stopped"
                 return
     except Stopped:
-        stats.finish_reason = "stopped"
+        stats.finish_reason, stats.read_tokens = "stopped", stats.held
         stats.prefill_seconds = time.perf_counter() - start
     finally:
         responses.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import plant, rendering
-from mlxkv.models.catalog.aliases import DEFAULT, EMBEDDED, resolve
+from mlxkv.models.catalog.aliases import DEFAULT, EMBEDDED, KV, resolve
+from mlxkv.models.catalog.asked import check_fold, dtype_name
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
 from mlxkv.models.catalog.hub import fetch, first_line
@@ -28,18 +30,14 @@ from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.decoders import not_used
 from mlxkv.models.hooks.mark import steps_of
 from mlxkv.models.origin import Origin, introduce
-from mlxkv.models.seam import attach, check_fold, name_of, read_kv
+from mlxkv.models.seam import attach, name_of, read_kv
 
-DTYPES: dict[str, mx.Dtype] = {
-    "float32": mx.float32,
-    "float16": mx.float16,
-    "bfloat16": mx.bfloat16,
-}
+AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
 
 
-@dataclass
+@dataclass(repr=False)
 class Loaded:
-    """A model that is ready to run.
+    """A model that is ready to run; unpacks as `model, tokenizer`, as what mlx_lm.load returns.
 
     name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache
     stores, and its name. layers: one report per cache. dtype: of the activations. fingerprint: of
@@ -61,6 +59,15 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
     encode: str = encoding.KERNEL
     _told: bool = field(default=False, init=False, repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.tokenizer))
+
+    def __repr__(self) -> str:
+        kind = str(self.dtype).split(".")[-1]
+        return (
+            f"Loaded({self.name!r}, kv={self.kv_name!r}, dtype={kind!r}, layers={len(self.layers)})"
+        )
 
     @property
     def embedded(self) -> bool:
@@ -87,26 +94,30 @@ class Loaded:
                 return
             console.note(f"  decode steps are {steps.state}")
 
-    def tell(self) -> None:
-        """Print the report on stderr, and warnings about versions and kernels that are not used."""
-        for line in self.report():
-            console.note(f"  {line}")
+    def tell(self, backend: str = "", quiet: bool = False) -> None:
+        """Print the report on stderr, and warnings about versions and kernels that are not used. quiet: the
+        warnings alone."""
+        lines = [] if quiet else self.report()
+        for i, line in enumerate(lines):
+            console.note(f"  {backend}: {line}" if backend and not i else f"  {line}")
         for line in versions.out_of_range():
             console.warn(f"! outside the range that mlxkv was tested with: {line}")
         if found := not_used(self.layers):
             line, loud = found
-            (console.warn if loud else console.note)(line)
+            if loud or not quiet:
+                (console.warn if loud else console.note)(line)
 
 
 def load(
     name: str = DEFAULT,
-    kv: str | CacheConfig = "fp16",
+    kv: str | CacheConfig = KV,
     strict: bool = False,
     dtype: str | None = None,
     calibration: Calibration | Path | str | None = None,
     fold: bool = False,
     group: mx.distributed.Group | None = None,
     encode: str = encoding.KERNEL,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names.
 
@@ -115,6 +126,7 @@ def load(
     GPU. calibration: as in `attach`; a later `attach` takes it too. fold: apply the map of values in
     the weights, for good; the model knows it, and cannot be calibrated then. group: processes that
     share the model (`model.shard` of mlx-lm): each keeps its part of the weights and of the kv heads.
+    progress: called with (bytes read, all bytes) while weights are read.
 
     Raises UserError, before anything heavy is done where that is possible, and MachineError for a
     full disk.
@@ -122,8 +134,7 @@ def load(
     # First, so that a typing mistake does not cost a download.
     config = read_kv(kv)
     check_fold(config, name_of(kv), fold)
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
+    dtype = dtype_name(dtype)
     if calibration is not None:
         calibration = given(calibration)
     source = resolve(name)
@@ -148,7 +159,7 @@ def load(
         weights = plant.plant_folder(weights, full_config, source.planted, folder.path)
         model.load_weights(list(weights.items()))
     if size == 1:
-        mx.eval(model.parameters())
+        _read(model, progress)
         _try_out(model, folder)
     tokenizer = _tokenizer(folder, full_config)
     if foreign:
@@ -195,6 +206,23 @@ def _model(folder: Folder) -> tuple[nn.Module, dict]:
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
             f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
         ) from error
+
+
+def _read(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
+    """Read the weights, some at a time where somebody looks on."""
+    weights = [x for _, x in tree_flatten(model.parameters())]
+    if progress is None:
+        mx.eval(weights)
+        return
+    total, done, some = sum(x.nbytes for x in weights), 0, []
+    progress(0, total)
+    for x in weights:
+        some.append(x)
+        if sum(one.nbytes for one in some) >= AT_ONCE or x is weights[-1]:
+            mx.eval(some)
+            done += sum(one.nbytes for one in some)
+            progress(done, total)
+            some = []
 
 
 def _try_out(model: nn.Module, folder: Folder) -> None:
@@ -294,7 +322,7 @@ def _set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
     """Convert the weights if asked, or if 16 bits are slow here. Returns notes for the user."""
     have = _dtype(model)
     if wanted is not None:
-        model.set_dtype(DTYPES[wanted])
+        model.set_dtype(getattr(mx, wanted))
         return []
     if have == mx.float32 or mx.default_device() != mx.Device(mx.cpu):
         return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
@@ -18,27 +17,12 @@ from mlx_lm.models.cache import (
 
 from mlxkv import files
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.console import user_path
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.saved import session
 from mlxkv.formats.saved.session import Saved
 from mlxkv.models import restored
 from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves
-
-ENDING = ".safetensors"
-LONGEST = 200  # bytes of a name; file systems take 255, with the ending and the number of a draft
-
-
-def path_for(name: str, where: str) -> Path:
-    """The file for a name the user typed; mlx reads the format from the ending. Raises UserError, `where` in
-    brackets, for a name that no file can have."""
-    path = user_path(name, where)
-    if path.name in ("", ".."):
-        raise UserError(f"[{where}] not a name for a file; got {name!r}; write one, like notes")
-    if len(os.fsencode(path.name)) > LONGEST:
-        raise UserError(f"[{where}] the name is too long for a file; got {name[:60]!r}...")
-    return path if path.suffix == ENDING else path.with_name(path.name + ENDING)
 
 
 def save(name: str, saved: Saved, loaded) -> Path:
@@ -48,7 +32,7 @@ def save(name: str, saved: Saved, loaded) -> Path:
         raise UserError("[/save] no file name; write /save FILE")
     if not saved.tokens:
         raise UserError("[/save] nothing to save yet: the session is empty")
-    path = path_for(name, "/save")
+    path = session.path_for(name, "/save")
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"[/save] no such folder; got {str(path.parent)!r}")
     try:
@@ -79,17 +63,13 @@ def write(file: BinaryIO, saved: Saved, loaded) -> None:
 
 def load(name: str, loaded) -> Saved:
     """Read a session for this model and preset. Raises UserError for any other file."""
-    if not name.strip():
-        raise UserError("[load] no file name; got an empty one")
-    path = user_path(name, "load")
-    path = path if path.is_file() else path_for(name, "load")
-    return read(path, loaded)
+    return read(session.file_named(name), loaded)
 
 
 def read(path: Path, loaded, follow: bool = True) -> Saved:
     """Read a session from a file, which may be a link only if `follow`. Raises UserError."""
     head = session.read_header(path, follow)
-    if path.suffix != ENDING:
+    if path.suffix != session.ENDING:
         raise head.wrong("is not a session saved by mlxkv chat")
     here = version("mlx-lm")
     session.check(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv, here)

@@ -24,6 +24,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models.calibration.fitting import fit
+from mlxkv.models.catalog.asked import check_fold
 from mlxkv.models.catalog.reports import FOLDED, LayerReport, left_out, nothing_compressed, ranges
 from mlxkv.models.decoders import question, with_kernels
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
@@ -126,17 +127,6 @@ def _shares(fitted: dict, group: mx.distributed.Group | None, fold: bool) -> dic
         own = turns and maps.cut(turns, group.rank(), group.size())
         cut[place] = config, own
     return cut
-
-
-def check_fold(config: CacheConfig, label: str, fold: bool) -> None:
-    """Raises UserError if `fold` is asked for and `config` has no calibrated map of values."""
-    if fold and (not config.values.calibrated or config.values.low):
-        found = ((name, one.values) for name, one in PRESETS.items())
-        choices = ", ".join(name for name, side in found if side.calibrated and not side.low)
-        raise UserError(
-            f"[--fold] folds calibrated maps of values into the weights; got {label}, which has "
-            f"none; choose from {choices}"
-        )
 
 
 def _with_fold(report: LayerReport, folded: Fold, asked: bool) -> LayerReport:

@@ -238,7 +238,7 @@ def test_bad_options_are_one_line(options, words, tmp_path, monkeypatch, capsys)
 
 def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
     """With --calibration FILE, other clips or rotations make a kept result unusable."""
-    loaded = load("tiny-qwen")
+    loaded = load("tiny-qwen", "fp16")
     own = known(loaded.model)
     part, files = Part("divergence", "512", lambda *_: {}, 1), {}
     layers = {
@@ -268,7 +268,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
 
 
 def test_an_arm_reads_its_calibration_once(monkeypatch):
-    arms, reads, read = Arms(load("tiny-qwen"), ["oscar-int2"]), [], artifact.read
+    arms, reads, read = Arms(load("tiny-qwen", "fp16"), ["oscar-int2"]), [], artifact.read
     monkeypatch.setattr(artifact, "read", lambda path: reads.append(path) or read(path))
     for _ in range(3):
         with arms.attached("oscar-int2"):

@@ -34,7 +34,7 @@ def run(arms: Arms, options: TaskOptions = SMALL, names=None, tasks=None) -> dic
 
 
 def test_int4_writes_what_full_precision_writes():
-    arms = Arms(load("tiny"), ["int4"])
+    arms = Arms(load("tiny", "fp16"), ["int4"])
     found = run(arms)
     exact, small = found["agreement"]["fp16"], found["agreement"]["int4"]
     assert exact["lengths"] == exact["of"] and exact["identical"] == 1 and exact["margin"] is None
@@ -54,7 +54,7 @@ def test_int4_writes_what_full_precision_writes():
 def test_a_broken_cache_is_found_out(monkeypatch):
     encode = Codec.encode
     monkeypatch.setattr(Codec, "encode", lambda self, x, way: encode(self, x[..., ::-1], way))
-    arms = Arms(load("tiny"), ["int4"])
+    arms = Arms(load("tiny", "fp16"), ["int4"])
     # The baseline is not asked for: it is made all the same.
     longer = replace(SMALL, tokens=40)
     found = run(arms, longer, names=["int4"], tasks=("agreement",))["agreement"]
@@ -66,7 +66,7 @@ def test_a_broken_cache_is_found_out(monkeypatch):
 @pytest.mark.parametrize("template", [True, False])
 def test_plain_questions_run_on_any_model(tmp_path, template, model_folder):
     folder = model_folder if template else write_model(tmp_path / "raw", template=None)
-    arms = Arms(load(str(folder)), [])
+    arms = Arms(load(str(folder), "fp16"), [])
     found = run(arms, TaskOptions(contexts=(900,), questions=1, tokens=8, needles="plain"))
     assert found["agreement"]["fp16"]["identical"] == 1
     assert found["answers"]["fp16"] == found["answers"]["fp16"] | {"asked": 1, "right": 0}
@@ -102,7 +102,7 @@ def test_replies_stop_where_they_should(loaded):
 
 
 def test_broken_logits_are_a_fault(tmp_path):
-    loaded = load(str(write_model(tmp_path / "poison", poison=True)))
+    loaded = load(str(write_model(tmp_path / "poison", poison=True)), "fp16")
     with pytest.raises(MachineError, match="NaN or infinity in the logits"):
         reply(loaded, feed.prefill(loaded, [1, 2]), [3], 4)
 

@@ -348,7 +348,7 @@ def test_a_bad_option_is_one_clear_line(arguments, message):
 
 def test_a_result_belongs_to_its_calibration(model_folder, tmp_path):
     """The store of evaluations does not use a result of other rotations."""
-    loaded = load(str(model_folder))
+    loaded = load(str(model_folder), "fp16")
     kitchen = parts.Kitchen(loaded, sources.Text("none", []))
     config = {"arm": PRESETS["oscar-int2"]}
     one, two = (

@@ -197,6 +197,17 @@ def test_kv_bits_warn_once(model):
     assert len(said) == 1 and said[0].filename.endswith("generate.py")
 
 
+def test_kv_bits_warn_at_the_first_token_not_after_thousands(model):
+    """mlx-lm looks at kv_bits when 5000 tokens are held, unless it is told otherwise."""
+    attach(model, EARLY)
+    with pytest.warns(UserWarning, match="kv_bits has no effect .* got 4") as said:
+        next(generate_step(tokens(60), model, max_tokens=4, kv_bits=4))
+    assert len(said) == 1 and said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(generate_step(tokens(60), model, max_tokens=4))
+
+
 def test_max_kv_size_warns(model):
     attach(model, EARLY)
     with pytest.warns(UserWarning, match="max_kv_size has no effect on an attached model") as said:

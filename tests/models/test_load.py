@@ -16,6 +16,7 @@ from mlx_lm.utils import quantize_model
 from model_folders import WEIGHTS, error_of, folder, save, saved
 from random_models import config_of, random_model, tokens
 
+from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import context_limit, detach, load
@@ -99,11 +100,42 @@ def test_planted_weights_are_handed_over_and_change_the_fingerprint(folder, monk
     monkeypatch.setattr(plant, "check", lambda config, kind: None)
     monkeypatch.setitem(EMBEDDED, "tiny", Source("tiny", folder=folder))
     monkeypatch.setitem(EMBEDDED, "tiny-hard", Source("tiny-hard", folder=folder, planted=KEYS))
-    plain, hard = load("tiny"), load("tiny-hard")
+    plain, hard = load("tiny", "fp16"), load("tiny-hard", "fp16")
     names = {name for name, _ in tree_flatten(plain.model.parameters())}
     assert seen == [(names, "llama", KEYS, folder)]
     assert mx.array_equal(hard.model.model.norm.weight, 2 * plain.model.model.norm.weight)
     assert plain.fingerprint != hard.fingerprint
+
+
+def test_load_defaults_as_the_commands_do(folder):
+    from mlxkv.chat.options import ChatOptions
+    from mlxkv.serve.options import ServeOptions
+
+    loaded = load(str(folder))
+    assert loaded.kv_name == ChatOptions().kv == ServeOptions().kv == "int4"
+    assert any(layer.compressed for layer in loaded.layers)
+
+
+def test_what_is_loaded_unpacks_and_has_a_short_name(folder):
+    loaded = load(str(folder), "fp16")
+    model, tokenizer = loaded
+    assert model is loaded.model and tokenizer is loaded.tokenizer
+    assert len(repr(loaded)) < 200 and "kv='fp16'" in repr(loaded) and str(folder) in repr(loaded)
+
+
+def test_progress_tells_the_bytes_that_are_read(folder, monkeypatch):
+    monkeypatch.setattr("mlxkv.models.loader.AT_ONCE", 1 << 14)
+    told = []
+    loaded = load(str(folder), "fp16", progress=lambda *counts: told.append(counts))
+    whole = sum(x.nbytes for _, x in tree_flatten(loaded.model.parameters()))
+    assert told[0] == (0, whole) and told[-1] == (whole, whole) and len(told) > 4
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+
+
+def test_other_names_of_dtypes(folder):
+    assert load(str(folder), "fp16", dtype="fp16").dtype == mx.float16
+    with pytest.raises(UserError, match="unknown dtype; got 'fp8'; choose from float32"):
+        load(str(folder), "fp16", dtype="fp8")
 
 
 def test_importing_the_names_imports_no_framework():

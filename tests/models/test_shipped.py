@@ -42,7 +42,7 @@ def test_calibration_beats_hadamard_where_channels_stick_out(tmp_path, monkeypat
     codes, groups and windows (measured: far less). Balanced: at most a third of OSCAR's with one scale
     a token (measured: a ninth)."""
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    loaded = load("tiny-qwen-hard")
+    loaded = load("tiny-qwen-hard", "fp16")
     tokens = story_tokens(loaded, CONTEXT + DECODED)
     oscar = PRESETS["oscar-int2+g32"]
     side = Side(oscar.keys.quantizer, "hadamard")

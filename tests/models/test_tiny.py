@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @cache
 def single(model: str, kv: str) -> dict:
-    arms = Arms(load(model), [kv])
+    arms = Arms(load(model, "fp16"), [kv])
     options = TaskOptions(contexts=(CONTEXT,), questions=QUESTIONS, kinds=("single",))
     (part,) = retrieval.parts(arms, options)
     return part.run(arms, [kv], lambda _: None)[kv]
@@ -27,7 +27,7 @@ def single(model: str, kv: str) -> dict:
 
 def loss(model: str, kv: str) -> float:
     """How much more the loss is than in full precision, nats a token."""
-    arms = Arms(load(model), [kv])
+    arms = Arms(load(model, "fp16"), [kv])
     found = divergence.measure(arms, [kv], story_tokens(arms.loaded, 769), 512, lambda _: None)
     decode = found[kv]["legs"]["decode"]
     return log(decode["ppl"] / decode["ppl_base"])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlxkv import __version__, untrusted
+from mlxkv.console import user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.saved.marks import same_model
@@ -24,6 +25,10 @@ from mlxkv.untrusted import Tensor, Unsound
 
 FORMAT = "1"
 KEY = "mlxkv_checksum"
+ENDING = ".safetensors"
+LONGEST_NAME = (
+    200  # bytes of a name; file systems take 255, with the ending and the number of a draft
+)
 LIST = "CacheList"  # of mlx-lm: several caches of one layer
 NO_CHECKSUM = "0" * 64
 LONGEST = 64 << 20  # bytes of a header: room for the tokens and the text of a million
@@ -58,6 +63,25 @@ class Saved:
     messages: list[dict] = field(default_factory=list)
     text: str = ""
     raw: bool = False
+
+
+def path_for(name: str, where: str) -> Path:
+    """The file for a name the user typed; mlx reads the format from the ending. Raises UserError, `where` in
+    brackets, for a name that no file can have."""
+    path = user_path(name, where)
+    if path.name in ("", ".."):
+        raise UserError(f"[{where}] not a name for a file; got {name!r}; write one, like notes")
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise UserError(f"[{where}] the name is too long for a file; got {name[:60]!r}...")
+    return path if path.suffix == ENDING else path.with_name(path.name + ENDING)
+
+
+def file_named(name: str) -> Path:
+    """The file of `--load NAME`: as named, or with the ending. Raises UserError."""
+    if not name.strip():
+        raise UserError("[load] no file name; got an empty one")
+    path = user_path(name, "load")
+    return path if path.is_file() else path_for(name, "load")
 
 
 def entries(
@@ -153,15 +177,29 @@ def check(
     """Raise UserError unless the file is a whole session of the model with this fingerprint, saved with
     this cache, in the format of this version of mlx-lm."""
     data = head.entries
-    if data["mlxkv_format"] != FORMAT:
-        got = shown(data["mlxkv_format"])
-        raise head.wrong(f"has session format {got}; this version reads {FORMAT}")
+    check_version(head)
     if checksum(head.path) != data[KEY]:
         raise head.wrong("was changed after it was saved: the checksum differs")
     if not same_model(data["fingerprint"], fingerprint):
         raise head.wrong(
             f"belongs to another model; got {shown(data['model'])}; this is {loaded_name}"
         )
+    check_cache(head, kv_name, kv)
+    if (wrote := data["mlx_lm_version"]).split(".")[:2] != mlx_lm.split(".")[:2]:
+        raise head.wrong(
+            f"was saved with mlx-lm {shown(wrote)}; its cache format differs from that of mlx-lm {mlx_lm}"
+        )
+
+
+def check_version(head: Header) -> None:
+    """Raise UserError unless this version reads such files."""
+    if (got := head.entries["mlxkv_format"]) != FORMAT:
+        raise head.wrong(f"has session format {shown(got)}; this version reads {FORMAT}")
+
+
+def check_cache(head: Header, kv_name: str, kv: CacheConfig) -> None:
+    """Raise UserError unless the file was saved with this cache."""
+    data = head.entries
     try:
         same = CacheConfig.from_dict(untrusted.parse(data["kv"])) == kv
     except (Unsound, UserError):
@@ -170,10 +208,6 @@ def check(
         raise head.wrong(
             f"was saved with another cache; got --kv {shown(data['kv_name'])}; "
             f"this session runs --kv {kv_name}"
-        )
-    if (wrote := data["mlx_lm_version"]).split(".")[:2] != mlx_lm.split(".")[:2]:
-        raise head.wrong(
-            f"was saved with mlx-lm {shown(wrote)}; its cache format differs from that of mlx-lm {mlx_lm}"
         )
 
 

@@ -15,7 +15,7 @@ from mlxkv.errors import UserError
 from mlxkv.models.catalog.plant import KINDS
 
 HERE = Path(__file__).parents[1] / "embedded"
-DEFAULT = "tiny"
+DEFAULT, KV = "tiny", "int4"  # of commands and of `load`
 
 
 @dataclass(frozen=True)

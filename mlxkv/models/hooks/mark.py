@@ -67,7 +67,8 @@ def _attached(model: nn.Module, slots: list[Slot], kinds: dict, before) -> Attac
 
 
 def _say_ignored(caller) -> None:
-    """Warn where mlx-lm makes caches for a `max_kv_size`, which it hands to no model's make_cache."""
+    """Warn where mlx-lm makes caches for a `max_kv_size`, which it hands to no model's make_cache, or for
+    `kv_bits` that would only be looked at after thousands of tokens (before, `to_quantized` warns)."""
     if caller.f_code.co_name != "make_prompt_cache":
         return
     if (size := caller.f_locals.get("max_kv_size")) is not None:
@@ -75,6 +76,16 @@ def _say_ignored(caller) -> None:
             f"[attach] max_kv_size has no effect on an attached model, whose compressed caches keep every "
             f"token; got {size}; leave it out, or detach the model",
             stacklevel=4,
+        )
+    step = caller.f_back
+    if step is None or step.f_code.co_name != "generate_step":
+        return
+    bits, start = (step.f_locals.get(name) for name in ("kv_bits", "quantized_kv_start"))
+    if bits is not None and start:
+        warnings.warn(
+            f"[attach] kv_bits has no effect on layers that are compressed already; got {bits}; choose "
+            "their bits by attach(model, kv)",
+            stacklevel=5,
         )
 
 

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
+from mlxkv.models.catalog.asked import RESERVED
 from mlxkv.serve.http.fields import IGNORED
 from mlxkv.serve.refusals import Refused
 
@@ -19,14 +20,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 STOPS, STOP_LENGTH = 16, 256
 LOGIT_BIASES = 1024
 NAME_LENGTH = 512
-# Arguments of transformers' apply_chat_template that a client may not set: some change what it
-# returns, and padding makes a prompt of any length before its tokens are counted.
-RESERVED = (
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
-    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    "tokenizer_kwargs",
-)
 # Fields that may only have one of these values.
 ONLY: dict[str, tuple] = {
     "n": (1,),

@@ -1,0 +1,67 @@
+"""Refuse what `load` and sampling cannot do, before a framework is imported or a file is read."""
+
+from __future__ import annotations
+
+import json
+
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.presets import PRESETS
+
+# Names of MLX, and what other tools call them.
+DTYPES = ("float32", "float16", "bfloat16")
+_DTYPE_NAMES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16"}
+_DTYPE_NAMES |= {"fp16": "float16", "f16": "float16", "half": "float16"}
+
+# Arguments of transformers' apply_chat_template that nobody may set: some change what it
+# returns, and padding makes a prompt of any length before its tokens are counted.
+RESERVED = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+)
+
+
+def dtype_name(name: str | None) -> str | None:
+    """One of DTYPES for a name that tools use ("fp16"); None stays None. Raises UserError."""
+    found = None if name is None else _DTYPE_NAMES.get(name.strip().lower(), name.strip().lower())
+    if found is not None and found not in DTYPES:
+        raise UserError(f"[load] unknown dtype; got {name!r}; choose from {', '.join(DTYPES)}")
+    return found
+
+
+def check_fold(config: CacheConfig, label: str, fold: bool) -> None:
+    """Raises UserError if `fold` is asked for and `config` has no calibrated map of values."""
+    if fold and (not config.values.calibrated or config.values.low):
+        found = ((name, one.values) for name, one in PRESETS.items())
+        choices = ", ".join(name for name, side in found if side.calibrated and not side.low)
+        raise UserError(
+            f"[--fold] folds calibrated maps of values into the weights; got {label}, which has "
+            f"none; choose from {choices}"
+        )
+
+
+def check_sampling(temp: float, top_p: float) -> None:
+    """Raises UserError for settings out of range."""
+    if not 0 <= temp < float("inf"):  # refuses NaN too
+        raise UserError(f"[--temp] must be 0 or more, and finite; got {temp:g}")
+    if not 0 < top_p <= 1:
+        raise UserError(f"[--top-p] must be above 0 and at most 1; got {top_p:g}")
+
+
+def template_arguments(text: str | None, think: bool | None = None) -> dict:
+    """What a chat template is given besides the messages: a JSON object, and `enable_thinking` for `think`.
+    Raises UserError."""
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        raise UserError(
+            f"[--chat-template-args] must be a JSON object; got {text[:60]!r}; write it like "
+            """'{"enable_thinking": false}'"""
+        )
+    if taken := sorted(set(found) & set(RESERVED)):
+        raise UserError(f"[--chat-template-args] may not set {taken[0]!r}; leave it out")
+    return found if think is None else found | {"enable_thinking": think}
