@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from typing import Annotated
 
 import typer
@@ -24,9 +25,12 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx, args):
         if args and args[0] not in self.commands:
-            choices = ", ".join(self.list_commands(ctx))
+            names = self.list_commands(ctx)
+            close = get_close_matches(args[0], names, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
             raise UserError(
-                f"[{ctx.info_name}] no such command; got {args[0]!r}; choose from {choices}"
+                f"[{ctx.info_name}] no such command; got {args[0]!r}; {hint}choose from "
+                f"{', '.join(names)}"
             )
         return super().resolve_command(ctx, args)
 
@@ -34,13 +38,14 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     help="Local LLMs with a compressed KV cache, on MLX. No --model means the embedded tiny one.",
-    add_completion=False,
+    add_completion=True,  # --install-completion, --show-completion
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Model = Annotated[
-    str, typer.Option("--model", help="An alias (mlxkv models), a hub name or a local folder.")
+    str,
+    typer.Option("--model", "-m", help="An alias (mlxkv models), a hub name or a local folder."),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
@@ -50,7 +55,7 @@ Json = Annotated[
 @app.callback(invoke_without_command=True)
 def top(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False,
 ) -> None:
     if version:
         print(f"mlxkv {__version__}")
@@ -142,8 +147,11 @@ def _usage_line(error: Exception) -> str:
     where = ctx.command.name if ctx and ctx.parent else "mlxkv"
     text = " ".join(error.format_message().split()).rstrip(".")
     if hasattr(error, "option_name"):
-        names = [opt for param in ctx.command.params for opt in param.opts] if ctx else []
-        text = f"no such option; got {error.option_name}; choose from {', '.join(names)}"
+        params = ctx.command.params if ctx else []
+        names = [opt for param in params for opt in param.opts if opt.startswith("--")]
+        close = get_close_matches(error.option_name, names, n=1)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        text = f"no such option; got {error.option_name}; {hint}choose from {', '.join(names)}"
     return f"[{where}] {text}"
 
 

@@ -107,6 +107,41 @@ def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bars.update(bar, completed=next(begun))
 
 
+@contextmanager
+def working(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on stderr that something goes on, in a terminal; elsewhere nothing. Yields a function that is told
+    (bytes done, all bytes), which draws a bar."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+
+    out, bar = Console(stderr=True), None
+    spinner = out.status(f"[dim]{what} ...[/dim]")
+    spinner.start()
+
+    def told(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            spinner.stop()
+            bar = Progress(
+                *(SpinnerColumn(), TextColumn(what), BarColumn(), DownloadColumn()),
+                console=out,
+                transient=True,
+            )
+            bar.start()
+            bar.add_task("", total=total)
+        bar.update(bar.task_ids[0], completed=done)
+
+    try:
+        yield told
+    finally:
+        spinner.stop()
+        if bar is not None:
+            bar.stop()
+
+
 def run_tool(main: Callable[[], int | None]) -> NoReturn:
     """Run `main` of a module started by `python -m` and exit. A failure is one line, as in `mlxkv`."""
     try:

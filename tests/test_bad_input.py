@@ -46,11 +46,13 @@ def chat(fails, model_folder):
 
 def test_unknown_command(fails):
     line = fails("chta")
-    assert "got 'chta'; choose from chat, " in line and "doctor" in line
+    assert "got 'chta'; did you mean chat? choose from chat, " in line and "doctor" in line
 
 
 def test_unknown_option(fails):
-    assert "got --mdel; choose from --model, --kv" in fails("chat", "--mdel", "x")
+    assert "got --mdel; did you mean --model? choose from --model, --kv" in fails(
+        "chat", "--mdel", "x"
+    )
 
 
 def test_option_without_value(fails):
@@ -58,7 +60,7 @@ def test_option_without_value(fails):
 
 
 def test_superfluous_argument(fails):
-    assert "hello" in fails("chat", "hello")
+    assert "hello" in fails("fit", "hello")
 
 
 def test_not_a_number(fails):

@@ -15,8 +15,8 @@ from mlxkv.formats.presets import COMPARED, PRESETS
 from mlxkv.models.catalog.aliases import EMBEDDED
 
 CHAT_KEYS = [
-    *("model", "kv", "backend", "prompt_tokens", "generated_tokens", "prefill_seconds"),
-    *("decode_seconds", "tokens_per_second", "kv_bytes", "kv_bytes_fp16"),
+    *("model", "kv", "backend", "prompt_tokens", "generated_tokens", "finish_reason"),
+    *("prefill_seconds", "decode_seconds", "tokens_per_second", "kv_bytes", "kv_bytes_fp16"),
     *("kv_bytes_allocated", "bits_per_value", "kv_note", "peak_bytes", "text", "steps", "layers"),
 ]
 
@@ -51,6 +51,7 @@ def test_help_names_every_command_and_option(run):
 
 
 def test_version(run):
+    assert run("-V") == run("--version")
     assert run("--version")[0] == f"mlxkv {__version__}\n"
 
 
@@ -189,7 +190,8 @@ def test_the_chat_in_a_terminal(model_folder, monkeypatch, capsys, tmp_path):
     out = capsys.readouterr().out
     for text in (
         "/save FILE",
-        "bits per value",
+        "nothing compressed yet (exact up to 192 tokens)",
+        "cache allocated",
         "no such command; got /nothing; choose from /help",
         "[/save] no file name",
         "saved ",

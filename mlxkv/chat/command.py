@@ -8,10 +8,12 @@ from mlxkv.chat.options import ChatOptions
 
 
 def chat(**given) -> None:
-    """Talk to a model, in a terminal or in one shot (--prompt, or text on stdin)."""
+    """Talk to a model in a terminal, or in one shot: mlxkv chat "Why is the sky blue?",
+    cat notes.txt | mlxkv chat "Summarise"."""
+    options = ChatOptions(**given)
     from mlxkv.chat.run import run
 
-    run(ChatOptions(**given))
+    run(options)
 
 
 # typer reads the options from the signature.

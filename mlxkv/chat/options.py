@@ -1,31 +1,56 @@
-"""The options of `mlxkv chat`: names, defaults and help texts. Imports nothing heavy."""
+"""The options of `mlxkv chat`: names, defaults, help texts and checks. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from typer import Option
+from typer import Argument, Option
+
+from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv, with_keep
+from mlxkv.models.catalog.asked import (
+    check_fold,
+    check_sampling,
+    dtype_name,
+    template_arguments,
+)
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The command line, in the order of `--help`."""
+    """The command line, in the order of `--help`. Raises UserError for values out of range."""
 
+    text: Annotated[
+        list[str] | None,
+        Argument(help="Answer this and leave; text on stdin comes before it.", show_default=False),
+    ] = None
     model: Annotated[
-        str, Option("--model", help="An alias (mlxkv models), a hub name or a local folder.")
+        str, Option("--model", "-m", help="An alias (mlxkv models), a hub name or a local folder.")
     ] = "tiny"
     kv: Annotated[
         str, Option("--kv", help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.")
     ] = "int4"
     prompt: Annotated[
-        str | None, Option("--prompt", help="Answer this and leave (or pipe the text in).")
+        str | None, Option("--prompt", "-p", help="The same as the text without an option.")
     ] = None
-    system: Annotated[str | None, Option("--system", help="System prompt.")] = None
+    system: Annotated[str | None, Option("--system", "-s", help="System prompt.")] = None
     max_tokens: Annotated[int, Option("--max-tokens", help="Longest reply.")] = 512
-    temp: Annotated[float, Option("--temp", help="Temperature; 0 takes the likeliest.")] = 0.0
+    temp: Annotated[
+        float, Option("--temp", "--temperature", help="Temperature; 0 takes the likeliest.")
+    ] = 0.0
     top_p: Annotated[float, Option("--top-p", help="Nucleus sampling.")] = 1.0
     seed: Annotated[int, Option("--seed", help="Seed of the sampling.")] = 0
+    quiet: Annotated[
+        bool, Option("--quiet", "-q", help="No banner, report and figures on stderr.")
+    ] = False
+    think: Annotated[
+        bool | None,
+        Option("--think/--no-think", help="Have a thinking model think, or not: enable_thinking."),
+    ] = None
+    chat_template_args: Annotated[
+        str | None, Option("--chat-template-args", help="JSON for the chat template.")
+    ] = None
     kv_strict: Annotated[
         bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
     ] = False
@@ -56,3 +81,37 @@ class ChatOptions:
     json: Annotated[
         bool, Option("--json", help="Make the last line of stdout one JSON document.")
     ] = False
+
+    def __post_init__(self):
+        if self.text and self.prompt is not None:
+            raise UserError(
+                f"[--prompt] says what the text says; got both, {self.prompt[:40]!r} and "
+                f"{' '.join(self.text)[:40]!r}; leave one of them out"
+            )
+        if self.max_tokens < 1:
+            raise UserError(f"[--max-tokens] must be at least 1; got {self.max_tokens}")
+        if not 0 <= self.seed < 2**64:
+            raise UserError(f"[--seed] must be 0 or more, below 2^64; got {self.seed}")
+        check_sampling(self.temp, self.top_p)
+        check_fold(parse_kv(self.preset), self.preset, self.fold)
+        dtype_name(self.dtype)
+        _ = self.template  # raises where it is no JSON
+        if self.raw and (self.system or self.template):
+            name = "--system" if self.system else "--chat-template-args"
+            raise UserError(f"[{name}] needs a chat template; it cannot go with --raw")
+
+    @property
+    def preset(self) -> str:
+        """`--kv` with the token selection of `--keep`."""
+        return with_keep(self.kv, self.keep)
+
+    @property
+    def asked(self) -> str | None:
+        """The text of the command line, or None. An argument that is not UTF-8 arrives with surrogates."""
+        text = " ".join(self.text) if self.text else self.prompt
+        return None if text is None else text.encode("utf-8", "replace").decode("utf-8")
+
+    @property
+    def template(self) -> dict:
+        """What the chat template is given besides messages."""
+        return template_arguments(self.chat_template_args, self.think)

@@ -1,118 +1,78 @@
-"""Run `mlxkv chat`: load the model, then answer once or talk in the terminal."""
+"""Begin `mlxkv chat`: refuse what can be refused, say which model is loaded, and only then import what is heavy."""
 
 from __future__ import annotations
 
+import select
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
-
-import mlx.core as mx
 
 from mlxkv.chat.options import ChatOptions
-from mlxkv.chat.session import Session
-from mlxkv.codec import encoding
-from mlxkv.console import note, print_json, say
+from mlxkv.console import note, working
 from mlxkv.errors import UserError
-from mlxkv.formats.names import with_keep
-from mlxkv.models import load, warm_up
-from mlxkv.models.generate import backend, sampler_for
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.saved import session as files
+from mlxkv.formats.saved.marks import same_model
+from mlxkv.models.catalog import folder
+from mlxkv.models.catalog.aliases import Source, resolve
+from mlxkv.models.catalog.fingerprint import fingerprint
+
+PATIENCE = 1.0  # seconds without text on stdin before the terminal says what is waited for
 
 
 def run(options: ChatOptions) -> None:
-    """Answer once with --prompt or piped text, else talk in the terminal."""
-    kv, prompt = with_keep(options.kv, options.keep), options.prompt
-    if prompt is None and sys.stdin is None:  # closed, as in a job without a terminal
-        prompt = ""
-    elif prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().removesuffix("\n")
-    if prompt is not None:  # an argument that is not UTF-8 arrives with surrogates in it
-        prompt = prompt.encode("utf-8", "replace").decode("utf-8")
-    # Refuse what can be refused before a model is loaded.
+    """Answer once with a prompt or piped text, else talk in the terminal."""
+    source = resolve(options.model)
+    if options.load is not None:
+        check_session(options, source)
+    prompt = read_prompt(options)
     if prompt is not None and not prompt.strip():
         raise UserError("[chat] empty prompt; pass --prompt TEXT or pipe some text in")
     if prompt is None and options.json:
         raise UserError("[--json] needs a prompt: pass --prompt TEXT or pipe some text in")
-    if options.max_tokens < 1:
-        raise UserError(f"[--max-tokens] must be at least 1; got {options.max_tokens}")
-    if not 0 <= options.seed < 2**64:
-        raise UserError(f"[--seed] must be 0 or more, below 2^64; got {options.seed}")
-    sampler = sampler_for(options.temp, options.top_p)
-    encoding.check(options.encode)
-    _talk(options, kv, prompt, sampler)
+    if not options.quiet:
+        note(f"{options.model.strip()} · --kv {options.preset.strip()}")
+    with working("importing MLX and mlx-lm"):
+        from mlxkv.chat.answer import talk
+    talk(options, prompt)
 
 
-def _talk(options: ChatOptions, kv: str, prompt: str | None, sampler: Callable) -> None:
-    mx.random.seed(options.seed)
-    mx.reset_peak_memory()
-    loaded = load(
-        options.model,
-        kv,
-        strict=options.kv_strict,
-        dtype=options.dtype,
-        calibration=options.calibration,
-        fold=options.fold,
-        encode=options.encode,
-    )
-    session = Session(loaded, options.system, options.raw, sampler, options.max_tokens)
-    note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")
-    loaded.tell()
-    warm_up(loaded)
-    if options.load is not None:
-        session.load(options.load)
-        note(f"  goes on from {options.load}: {len(session.tokens)} tokens")
-    if prompt is None:
-        from mlxkv.chat.terminal import interactive
-
-        interactive(session)
-    elif options.json:
-        one_shot(session, prompt, show=False)
-        print_json(report(session))
-    else:
-        one_shot(session, prompt, show=True)
-        note(stats_line(session))
+def read_prompt(options: ChatOptions) -> str | None:
+    """What is on stdin, where it is no terminal, and then the text of the command line; None to talk."""
+    asked, piped = options.asked, None
+    if sys.stdin is None:  # closed, as in a job without a terminal
+        return asked or ""
+    if not sys.stdin.isatty():
+        if asked is not None:
+            _say_that_it_waits()
+        piped = sys.stdin.read().removesuffix("\n")
+    if asked is None or not piped:
+        return piped if asked is None else asked
+    return f"{piped}\n\n{asked}"
 
 
-def one_shot(session: Session, prompt: str, show: bool) -> None:
-    """Answer once and, if `show`, stream the reply to stdout."""
-    from mlxkv.chat.terminal import prefill_bar
-
-    with prefill_bar() as progress:
-        pieces = session.ask(prompt, progress)
-        first = next(pieces, "")
-    if show:
-        say(first, end="")
-    for piece in pieces:
-        if show:
-            say(piece, end="")
-    if show:
-        say("")
-    session.loaded.tell_steps()
+def _say_that_it_waits() -> None:
+    """Tell on stderr if nothing comes on stdin: a job may have left it open."""
+    try:
+        ready, _, _ = select.select([sys.stdin], [], [], PATIENCE)
+    except (OSError, ValueError):  # no file, or of a system whose select takes sockets alone
+        return
+    if not ready:
+        note(
+            "[chat] waiting for text on stdin; where there is none, end the command with </dev/null"
+        )
 
 
-def report(session: Session) -> dict:
-    """The document of `mlxkv chat --json` for the last reply."""
-    loaded, stats, usage = session.loaded, session.stats, session.usage()
-    return {
-        "model": loaded.name,
-        "kv": loaded.kv_name,
-        "backend": backend(),
-        "prompt_tokens": stats.prompt_tokens,
-        "generated_tokens": stats.generated_tokens,
-        "prefill_seconds": round(stats.prefill_seconds, 4),
-        "decode_seconds": round(stats.decode_seconds, 4),
-        "tokens_per_second": round(stats.tokens_per_second, 2),
-        **usage.figures,
-        "peak_bytes": mx.get_peak_memory(),
-        "text": session.messages[-1]["content"] if session.messages else "",
-        "steps": loaded.steps,
-        "layers": [asdict(layer) for layer in loaded.layers],
-    }
-
-
-def stats_line(session: Session) -> str:
-    """The last reply and the cache in one line."""
-    stats = session.stats
-    return (
-        f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "
-        f"{stats.tokens_per_second:.1f} tokens/s · {session.usage().line()}]"
-    )
+def check_session(options: ChatOptions, source: Source) -> None:
+    """Raise UserError, before a model is read, for a file of `--load` that its header shows to be of another
+    cache or another model; all of it is checked when it is read."""
+    head = files.read_header(files.file_named(options.load))
+    if head.path.suffix != files.ENDING:
+        raise head.wrong("is not a session saved by mlxkv chat")
+    files.check_version(head)
+    if source.folder is not None and source.folder.is_dir():
+        own = fingerprint(folder.check(source.folder), source.planted)
+        if not same_model(head.entries["fingerprint"], own):
+            raise head.wrong(
+                f"belongs to another model; got {files.shown(head.entries['model'])}; this is "
+                f"{options.model.strip()}"
+            )
+    files.check_cache(head, options.preset, parse_kv(options.preset))

@@ -15,13 +15,15 @@ from mlxkv.models.taking_back import cut_back
 from mlxkv.models.turns import Turns, cut_front
 from mlxkv.models.usage import Usage, usage
 
+THINKING = "enable_thinking"  # what chat templates of thinking models call their switch
+
 
 class Session:
     """One chat on one loaded model.
 
     messages: the conversation. tokens: what the cache holds. text: the same as text, as the chat
     template wrote it. stats: of the last reply. raw: no chat template; prompts and replies are joined
-    as plain text.
+    as plain text. template: what the chat template is given besides messages.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Session:
         raw: bool = False,
         sampler: Callable[[mx.array], mx.array] | None = None,
         max_tokens: int = 512,
+        template: dict | None = None,
     ):
         if max_tokens < 1:
             raise UserError(f"[--max-tokens] must be at least 1; got {max_tokens}")
@@ -41,7 +44,12 @@ class Session:
         if raw and system:
             raise UserError("[--system] needs a chat template; it cannot go with --raw")
         self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
-        self.system = system
+        self.system, self.template = system, template or {}
+        own = str(getattr(loaded.tokenizer, "chat_template", None) or "")
+        if THINKING in self.template and THINKING not in own:
+            raise UserError(
+                f"[--think] the chat template of {loaded.name} has no switch for thinking; leave it out"
+            )
         self.turns = Turns(loaded.tokenizer)
         self.limit = loaded.context or 0
         self.reset()
@@ -193,7 +201,7 @@ class Session:
         if self.raw:
             return ["".join(message["content"] for message in messages)]
         try:
-            return self.turns.render(messages, add_generation_prompt=True)
+            return self.turns.render(messages, add_generation_prompt=True, **self.template)
         except Exception as error:  # of jinja, or raised by the template
             raise UserError(f"[chat] the model's chat template refuses this: {error}") from None
 
@@ -217,6 +225,16 @@ class Session:
         self.tokens = self.tokens[:shared]
         self.text = ""
         return shared
+
+    @property
+    def cut_off(self) -> str | None:
+        """A sentence for a last reply that was cut off, or None."""
+        if self.stats.finish_reason != "length":
+            return None
+        count = self.stats.generated_tokens
+        full = self.limit and len(self.tokens) + 1 >= self.limit
+        why = "the model's context is full" if full else "--max-tokens takes more"
+        return f"cut off at {count} tokens; {why}"
 
     def usage(self) -> Usage:
         """The measured memory of the caches."""

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import mlx.core as mx
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
-from mlxkv import console, files
+from mlxkv import console
 from mlxkv.chat.session import Session
-from mlxkv.console import cache_dir, human_bytes, one_line, plain, say
+from mlxkv.chat.typed import History, read_message
+from mlxkv.chat.welcome import welcome
+from mlxkv.chat.wrap import Wrap
+from mlxkv.console import human_bytes, one_line, plain, say
 from mlxkv.errors import MachineError, UserError
+from mlxkv.formats.saved.session import path_for
 
 HELP = {
     "/help": "this list",
@@ -24,8 +32,11 @@ HELP = {
     "/save FILE": "write the session with its cache to a file",
     "/load FILE": "go on with a saved session",
     "/reset": "forget the conversation",
-    "/exit": "leave (so does Ctrl-D)",
+    "/exit": "leave (so do exit, /bye and Ctrl-D)",
+    "Tab": "completes commands and the files of /save and /load",
+    '\\ or """': 'a line that ends with \\ goes on; """ begins and ends a message of many lines, as pasting does',
 }
+COMMANDS = tuple(name.split()[0] for name in HELP if name.startswith("/"))
 LONG_PROMPT = 1024
 
 
@@ -95,41 +106,21 @@ def left_by_signals() -> Iterator[None]:
             console.on(number, handler)
 
 
-class History:
-    """Line editing and a history file in the user's cache folder, where readline exists."""
-
-    def __enter__(self) -> History:
-        try:
-            import readline
-        except ImportError:
-            self.readline = None
-            return self
-        self.readline, self.path = readline, cache_dir() / "chat_history"
-        with contextlib.suppress(OSError):  # no history yet, or not readable
-            readline.read_history_file(self.path)
-        readline.set_history_length(1000)
-        return self
-
-    def __exit__(self, *exc) -> None:
-        if self.readline:
-            before = os.umask(0o077)  # it is nobody else's
-            with contextlib.suppress(OSError):  # a read-only home is no reason to fail
-                files.make_folder(self.path.parent)
-                self.readline.write_history_file(self.path)
-                os.chmod(self.path, 0o600)
-            os.umask(before)
-
-
 def interactive(session: Session) -> None:
     """Read prompts and commands until /exit or Ctrl-D."""
     out = Console(highlight=False)
     out.print("[dim]/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves[/dim]")
-    with History(), left_by_signals():
+    if session.loaded.embedded:
+        for line in welcome(session.loaded):
+            out.print(f"[dim]{escape(line)}[/dim]")
+    with History(COMMANDS), left_by_signals():
         while True:
-            line = _read_line(out)
+            line = _read(out)
             if line is None:
                 return
             try:
+                if line in ("exit", "quit"):
+                    return
                 if line.startswith("/"):
                     if not _command(session, out, line):
                         return
@@ -141,11 +132,10 @@ def interactive(session: Session) -> None:
                 out.print("\n[dim]interrupted; the conversation is kept[/dim]")
 
 
-def _read_line(out: Console) -> str | None:
-    """Read a line: "" after Ctrl-C, None at the end of the input."""
+def _read(out: Console) -> str | None:
+    """Read a message: "" after Ctrl-C, None at the end of the input."""
     try:
-        line = input("> ").strip()
-        return line.encode("utf-8", "replace").decode("utf-8")
+        return read_message()
     except EOFError:
         with contextlib.suppress(OSError):  # the terminal is gone
             out.print()
@@ -155,14 +145,28 @@ def _read_line(out: Console) -> str | None:
         return ""
 
 
+@contextlib.contextmanager
+def wrapped() -> Iterator[Callable[[str], None]]:
+    """Yield a function that writes text to stdout at once; a terminal's lines break between words."""
+    if not sys.stdout.isatty():
+        yield lambda piece: say(piece, end="")
+        return
+    wrap = Wrap(lambda text: say(text, end=""), shutil.get_terminal_size().columns)
+    try:
+        yield wrap
+    finally:
+        wrap.close()
+
+
 def _reply(session: Session, out: Console, prompt: str) -> None:
     with stop_on_interrupt() as stop:
         with prefill_bar() as progress:
             pieces = session.ask(prompt, progress, stop)
             piece = next(pieces, None)
-        while piece is not None:
-            say(piece, end="")
-            piece = next(pieces, None)
+        with wrapped() as write:
+            while piece is not None:
+                write(piece)
+                piece = next(pieces, None)
     session.loaded.tell_steps()
     stats = session.stats
     if not stats.generated_tokens:
@@ -170,10 +174,11 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
             "\n[dim]stopped while reading; the question is dropped, what was read is kept[/dim]"
         )
         return
-    why = {"length": " · cut off, see --max-tokens", "stopped": " · stopped"}
+    why = " · stopped" if stats.finish_reason == "stopped" else ""
+    if (cut := session.cut_off) is not None:
+        why = f" · {cut}"
     out.print(
-        f"\n[dim]{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s"
-        f"{why.get(stats.finish_reason, '')}[/dim]"
+        f"\n[dim]{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s{why}[/dim]"
     )
 
 
@@ -181,17 +186,20 @@ def _command(session: Session, out: Console, line: str) -> bool:
     """Run a /command. Returns False to leave."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()
-    if name in ("/exit", "/quit"):
+    if name in ("/exit", "/quit", "/bye"):
         return False
-    if name == "/help":
+    if name in ("/help", "/?"):
         for command, text in HELP.items():
-            out.print(f"  [bold]{command:<12}[/bold] {text}")
+            out.print(f"  [bold]{command:<12}[/bold] {escape(text)}")
     elif name == "/stats":
         out.print(_stats(session))
     elif name == "/reset":
         session.reset()
         out.print("[dim]the conversation is forgotten[/dim]")
     elif name == "/save":
+        if argument and not _may_write(path_for(argument, "/save"), out):
+            out.print("[dim]nothing was saved[/dim]")
+            return True
         path = session.save(argument)
         _dim(out, f"saved {len(session.tokens)} tokens to {path}")
     elif name == "/load":
@@ -199,10 +207,28 @@ def _command(session: Session, out: Console, line: str) -> bool:
             raise UserError("[/load] no file name; write /load FILE")
         session.load(argument)
         _dim(out, f"goes on from {argument}: {len(session.tokens)} tokens")
+        for message in session.messages[-2:]:
+            _dim(out, f"{message['role']}: {shortened(message['content'])}")
     else:
-        choices = ", ".join(command.split()[0] for command in HELP)
+        choices = ", ".join(COMMANDS)
         raise UserError(f"[chat] no such command; got {name}; choose from {choices}")
     return True
+
+
+def _may_write(path: Path, out: Console) -> bool:
+    """Whether a file may be written: it is not there, or the user says so."""
+    if not path.is_file():
+        return True
+    try:
+        return Confirm.ask(Text(f"{plain(path)} is there; replace it?"), console=out, default=False)
+    except (EOFError, KeyboardInterrupt):
+        return False
+
+
+def shortened(text: str, most: int = 100) -> str:
+    """The beginning of a text in one line."""
+    line = one_line(text)
+    return line if len(line) <= most else f"{line[:most]}..."
 
 
 def _dim(out: Console, text: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 
+from mlxkv.console import note, working
+from mlxkv.models.catalog.aliases import resolve
 from mlxkv.serve.options import ServeOptions
 
 
@@ -14,7 +16,11 @@ def serve(**given) -> None:
     if given["api_key"] in (None, []):  # "" was meant to be one, and is refused
         given["api_key"] = os.environ.get("MLXKV_API_KEY", "").splitlines()
     options = ServeOptions(**given)
-    from mlxkv.serve.run import run
+    resolve(options.model)
+    if os.environ.get("MLX_RANK", "0") == "0":  # of several processes the first one speaks
+        note(f"{options.model.strip()} · --kv {options.kv.strip()}")
+    with working("importing MLX and mlx-lm"):
+        from mlxkv.serve.run import run
 
     run(options)
 

@@ -11,6 +11,8 @@ from typer import Option
 
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
+from mlxkv.models.catalog.asked import check_fold, dtype_name, template_arguments
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -21,7 +23,7 @@ class ServeOptions:
     values out of range."""
 
     model: Annotated[
-        str, Option("--model", help="An alias (mlxkv models), a hub name or a local folder.")
+        str, Option("--model", "-m", help="An alias (mlxkv models), a hub name or a local folder.")
     ] = "tiny"
     kv: Annotated[
         str, Option("--kv", help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.")
@@ -71,6 +73,14 @@ class ServeOptions:
     reuse: Annotated[
         bool, Option("--reuse/--no-reuse", help="Keep finished conversations for reuse.")
     ] = True
+    think: Annotated[
+        bool | None,
+        Option("--think/--no-think", help="Have thinking models think, or not: enable_thinking."),
+    ] = None
+    chat_template_args: Annotated[
+        str | None,
+        Option("--chat-template-args", help="JSON for the chat template; requests may change it."),
+    ] = None
     kv_strict: Annotated[
         bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
     ] = False
@@ -109,6 +119,9 @@ class ServeOptions:
                 f"[--host] other machines may reach {self.host}; got no --api-key; "
                 "set one, or choose --host 127.0.0.1"
             )
+        check_fold(parse_kv(self.kv), self.kv, self.fold)
+        dtype_name(self.dtype)
+        _ = self.template  # raises where it is no JSON
         _ = self.body_bytes, self.memory_bytes, self.disk_bytes  # raise where a text is no size
 
     @property
@@ -129,6 +142,11 @@ class ServeOptions:
     @property
     def origins(self) -> tuple[str, ...]:
         return tuple(self.allow_origin or ())
+
+    @property
+    def template(self) -> dict:
+        """What chat templates are given besides messages."""
+        return template_arguments(self.chat_template_args, self.think)
 
     @property
     def body_bytes(self) -> int:

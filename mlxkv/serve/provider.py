@@ -56,7 +56,7 @@ def _arguments(options: ServeOptions) -> Namespace:
         prompt_concurrency=options.prefill_batch,
         prefill_step_size=options.prefill_step or prefill_step(),
         prompt_cache_bytes=None,
-        chat_template_args={},
+        chat_template_args=options.template,
         allowed_origins=list(options.origins),
         kv_bits=None,
         kv_group_size=64,

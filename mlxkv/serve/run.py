@@ -117,8 +117,7 @@ def run(options: ServeOptions) -> None:
             f"[--port] cannot listen on {options.host}:{options.port}: {error.strerror}"
         ) from None
     loaded, memory = server.site.loaded, server.engine.memory
-    note(f"{loaded.name} · --kv {loaded.kv_name} · {backend()}")
-    loaded.tell()
+    loaded.tell(backend())
     each = memory.need(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
     where = f" in each of {size} processes" if (size := group.size()) > 1 else ""
     note(

@@ -13,11 +13,11 @@ from rich.console import Console
 from mlxkv.chat.session import Session
 from mlxkv.chat.terminal import (
     LONG_PROMPT,
-    History,
     interactive,
     prefill_bar,
     stop_on_interrupt,
 )
+from mlxkv.chat.typed import History
 from mlxkv.console import plain
 
 
@@ -45,7 +45,7 @@ def test_an_interrupt_stops_the_reply_and_keeps_the_session(loaded):
 
 def test_history_is_kept_in_the_cache_folder(tmp_path, monkeypatch):
     readline = pytest.importorskip("readline")
-    monkeypatch.setattr("mlxkv.chat.terminal.cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr("mlxkv.chat.typed.cache_dir", lambda: tmp_path / "cache")
     with History():
         readline.add_history("hello")
     readline.clear_history()
@@ -56,7 +56,7 @@ def test_history_is_kept_in_the_cache_folder(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_spoils_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("mlxkv.chat.terminal.cache_dir", lambda: tmp_path / "file" / "cache")
+    monkeypatch.setattr("mlxkv.chat.typed.cache_dir", lambda: tmp_path / "file" / "cache")
     with History():
         pass
 

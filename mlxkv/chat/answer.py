@@ -1,0 +1,104 @@
+"""The part of `mlxkv chat` that needs a framework: load the model, then answer once or talk."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import mlx.core as mx
+
+from mlxkv.chat.options import ChatOptions
+from mlxkv.chat.session import Session
+from mlxkv.codec import encoding
+from mlxkv.console import note, print_json, say, working
+from mlxkv.models import load, warm_up
+from mlxkv.models.generate import backend, sampler_for
+
+
+def talk(options: ChatOptions, prompt: str | None) -> None:
+    """Answer `prompt`, or talk in the terminal where there is none."""
+    encoding.check(options.encode)
+    sampler = sampler_for(options.temp, options.top_p)
+    mx.random.seed(options.seed)
+    mx.reset_peak_memory()
+    with working(f"reading {options.model.strip()}") as progress:
+        loaded = load(
+            options.model,
+            options.preset,
+            strict=options.kv_strict,
+            dtype=options.dtype,
+            calibration=options.calibration,
+            fold=options.fold,
+            encode=options.encode,
+            progress=progress,
+        )
+    session = Session(
+        loaded, options.system, options.raw, sampler, options.max_tokens, options.template
+    )
+    loaded.tell(backend(), options.quiet)
+    warm_up(loaded)
+    if options.load is not None:
+        session.load(options.load)
+        if not options.quiet:
+            note(f"  goes on from {options.load}: {len(session.tokens)} tokens")
+    if prompt is None:
+        from mlxkv.chat.terminal import interactive
+
+        interactive(session)
+    elif options.json:
+        one_shot(session, prompt, show=False)
+        print_json(report(session))
+    else:
+        one_shot(session, prompt, show=True)
+        if not options.quiet:
+            note(stats_line(session))
+
+
+def one_shot(session: Session, prompt: str, show: bool) -> None:
+    """Answer once and, if `show`, stream the reply to stdout."""
+    from mlxkv.chat.terminal import prefill_bar, wrapped
+
+    with prefill_bar() as progress:
+        pieces = session.ask(prompt, progress)
+        first = next(pieces, "")
+    if show:
+        with wrapped() as write:
+            write(first)
+            for piece in pieces:
+                write(piece)
+        say("")
+    else:
+        for _ in pieces:
+            pass
+    if (cut := session.cut_off) is not None:
+        note(f"[{cut}]")
+    session.loaded.tell_steps()
+
+
+def report(session: Session) -> dict:
+    """The document of `mlxkv chat --json` for the last reply."""
+    loaded, stats, usage = session.loaded, session.stats, session.usage()
+    return {
+        "model": loaded.name,
+        "kv": loaded.kv_name,
+        "backend": backend(),
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "finish_reason": stats.finish_reason,
+        "prefill_seconds": round(stats.prefill_seconds, 4),
+        "decode_seconds": round(stats.decode_seconds, 4),
+        "tokens_per_second": round(stats.tokens_per_second, 2),
+        **usage.figures,
+        "peak_bytes": mx.get_peak_memory(),
+        "text": session.messages[-1]["content"] if session.messages else "",
+        "steps": loaded.steps,
+        "layers": [asdict(layer) for layer in loaded.layers],
+    }
+
+
+def stats_line(session: Session) -> str:
+    """The last reply and the cache in one line."""
+    stats = session.stats
+    return (
+        f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "
+        f"{stats.tokens_per_second:.1f} tokens/s · {session.usage().line()}]"
+    )

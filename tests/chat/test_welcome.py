@@ -1,0 +1,30 @@
+"""What the chat says of the embedded models is true: they answer these five prompts, with and without
+compression."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxkv.chat.session import Session
+from mlxkv.chat.welcome import ANSWERS, REAL, welcome
+from mlxkv.models import load
+from mlxkv.models.catalog.aliases import EMBEDDED, HUB
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int4"])
+@pytest.mark.parametrize("name", [name for name in EMBEDDED if "hard" not in name])
+def test_the_prompts_work(name, kv):
+    loaded = load(name, kv)
+    assert len(ANSWERS) == 5
+    talk = Session(loaded, max_tokens=60)
+    for prompt, answer in ANSWERS.items():
+        alone = Session(loaded, max_tokens=60)
+        assert answer in "".join(alone.ask(prompt)), prompt
+        assert alone.stats.finish_reason == "stop"
+        assert answer in "".join(talk.ask(prompt)), f"{prompt} in a conversation"
+
+
+def test_two_lines():
+    what, prompts = welcome(load("tiny"))
+    assert what.startswith("tiny has 8 million parameters") and f"mlxkv chat -m {REAL}" in what
+    assert REAL in HUB and all(prompt in prompts for prompt in ANSWERS)
