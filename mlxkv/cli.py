@@ -17,6 +17,8 @@ from mlxkv.chat.command import chat
 from mlxkv.console import let_go, note, one_line
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
+from mlxkv.formats.names import complete_kv
+from mlxkv.models.catalog.aliases import complete_model
 from mlxkv.serve.command import serve
 
 
@@ -45,7 +47,12 @@ app = typer.Typer(
 
 Model = Annotated[
     str,
-    typer.Option("--model", "-m", help="An alias (mlxkv models), a hub name or a local folder."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="An alias (mlxkv models), a hub name or a local folder.",
+        autocompletion=complete_model,
+    ),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
@@ -69,11 +76,16 @@ app.command("calibrate")(calibrate)
 
 
 @app.command()
-def presets(json: Json = False) -> None:
-    """List the cache presets: what they store, bits per value, windows."""
+def presets(
+    every: Annotated[
+        bool, typer.Option("--all", "-a", help="Every preset, grouped by paper.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show the four cache presets to pick from: quality, speed, bits per value. --all: the others, too."""
     from mlxkv.doctor.listing import presets as run
 
-    run(json)
+    run(json, every)
 
 
 @app.command()
@@ -99,7 +111,12 @@ def fit(
         typer.Option("--memory", help="The machine's memory: 16GB. Default: this one's."),
     ] = None,
     kv: Annotated[
-        list[str] | None, typer.Option("--kv", help="Only these presets; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--kv",
+            help="Only these presets, by commas (or repeated).",
+            autocompletion=complete_kv,
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

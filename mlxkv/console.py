@@ -26,6 +26,7 @@ _RAW_LINES = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 ENDING = {
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 }
+_BARE = 1 << 16  # a number without a unit that is larger was meant in bytes, or is a mistake
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -216,12 +217,22 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def parse_size(text: str, where: str) -> int:
-    """'16GB', '8GiB', '512M' -> bytes. GB and GiB are the same: powers of two. Raises UserError."""
+def parse_size(text: str, where: str, bare: str = "") -> int:
+    """'16GB', '8GiB', '512M' -> bytes. GB and GiB are the same: powers of two. Raises UserError.
+
+    bare: the unit of a small number without one, such as "g" where nobody means bytes; "": there has to be one.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
     if not match or not 0 < float(match[1]) < 1e15:
         raise UserError(f"[{where}] not a size; got {text[:60]!r}; write it like 16GB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    unit = match[2]
+    if not unit and not re.search("[ib]", text.lower()):  # 512B has one
+        if not bare or float(match[1]) >= _BARE:
+            raise UserError(
+                f"[{where}] a size needs a unit; got {text.strip()[:60]!r}; write it like 16GB or 512MiB"
+            )
+        unit = bare
+    return int(float(match[1]) * _UNITS[unit])
 
 
 def parse_tokens(text: str, where: str) -> int:

@@ -69,7 +69,10 @@ def test_not_a_number(fails):
 
 def test_unknown_preset(chat):
     line = chat("--kv", "int5", "--prompt", "hi")
-    assert line.startswith("[--kv]") and "got 'int5'; choose from fp16, int8" in line
+    assert (
+        line.startswith("[--kv]")
+        and "got 'int5'; did you mean int8 or int4? choose from fp16, int8" in line
+    )
 
 
 def test_unknown_model(chat):

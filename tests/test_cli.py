@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from random_model import write_model
 
 from mlxkv import __version__
 from mlxkv.cli import app, main
-from mlxkv.console import plain
+from mlxkv.console import parse_size, plain
+from mlxkv.doctor.listing import MEASURED
+from mlxkv.errors import UserError
+from mlxkv.formats.names import canonical, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
 from mlxkv.models.catalog.aliases import EMBEDDED
+from mlxkv.serve.options import ServeOptions
 
 CHAT_KEYS = [
     *("model", "kv", "backend", "prompt_tokens", "generated_tokens", "finish_reason"),
@@ -119,11 +128,99 @@ def test_chat_raw(run, tmp_path):
 
 def test_presets(run):
     out = run("presets")[0]
-    assert all(name in out for name in PRESETS)
-    assert f"slower than full precision on a GPU: {', '.join(COMPARED)}" in out
+    rows = [line.split() for line in out.splitlines() if re.match(r" *int\d ", line)]
+    assert [row[0] for row in rows] == ["int8", "int4", "int3", "int2"]
+    assert [float(row[1]) for row in rows] == [8.5, 4.5, 3.25, 2.25]
+    assert len(out.splitlines()) < 20 and max(map(len, out.splitlines())) < 100
+    assert "mlxkv presets --all" in out and "kivi" not in out
     rows = last_json(run("presets", "--json")[0])["presets"]
     assert [row["name"] for row in rows] == list(PRESETS)
     assert rows[0]["bits_per_value"] == 16.0
+
+
+def test_every_preset_stands_below_its_paper(run):
+    lines = run("presets", "--all")[0].splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert sorted(shown) == sorted(PRESETS)
+    assert "others" not in lines  # a new preset belongs to a group of doctor/listing.py
+    for paper, name in (("KIVI: keys per channel", "kivi-int4"), ("TurboQuant", "turbo-2.5")):
+        below = lines[lines.index(paper) + 1 :]
+        own = below[: next(i for i, line in enumerate(below) if not line.startswith("  "))]
+        assert any(line.split()[0] == name for line in own)
+    slow = {line.split()[0] for line in lines if line.startswith("  ") and "slower" in line}
+    assert slow == set(COMPARED)
+
+
+def test_the_picks_say_what_the_pages_say():
+    """Quality and speed of `mlxkv presets` are those of the pages that were measured."""
+    folder = Path(__file__).parents[1] / "docs"
+    speeds = (folder / "kernels.md").read_text(encoding="utf-8")
+    methods, presets = (
+        (folder / "results" / f"{name}.md").read_text(encoding="utf-8").partition("## Tables")[2]
+        or (folder / "results" / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("methods", "presets")
+    )
+    first = methods.partition("### 8192 tokens")[2].partition("###")[0]
+    for name, said in MEASURED.items():
+        found = re.search(rf"\| {name} \| [\d.]+ \| [\d.]+ \(([\d.]+)\)", speeds)
+        assert float(found[1]) == said.speed
+        if name == "int8":
+            parts = re.split(r"## \S+, 8192 tokens", presets)[1:]
+            assert len(parts) == 4
+            worst = max(float(re.search(r"\| int8 \|.*", part)[0].split("|")[5]) for part in parts)
+        else:
+            cells = re.search(rf"\| {name} \| .*", first)[0].split("|")
+            worst = max(float(cells[i]) for i in (3, 6, 9, 12))
+        assert said.kl == pytest.approx(worst, rel=0.15), name
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("INT4", "int4"), ("4", "int4"), ("q4_0", "int4"), ("int-4", "int4"), ("4bit", "int4")]
+    + [("q8_0", "int8"), ("8", "int8"), ("f16", "fp16"), ("none", "fp16"), ("16", "fp16")]
+    + [("Q8_0/4", "int8/int4"), ("q4_0+keep0.5", "int4+keep0.5"), ("oja-r96+int4", "oja-r96+int4")],
+)
+def test_names_that_users_of_other_tools_type(typed, name):
+    assert canonical(typed) == name and parse_kv(typed) == parse_kv(name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_preset_is_taken_for_another(name):
+    assert canonical(name) == name
+
+
+def test_lists_by_comma_and_sizes_without_a_unit(run):
+    rows = last_json(run("fit", "--kv", "int4,Q8_0", "--kv", "fp16", "--memory", "16", "--json")[0])
+    assert [row["preset"] for row in rows["presets"]] == ["int4", "int8", "fp16"]
+    assert rows["memory_bytes"] == 16 << 30
+    assert ServeOptions(kv_memory="10").memory_bytes == 10 << 30
+    for text in ("17179869184", "1e3"):
+        with pytest.raises(UserError, match=r"\[--memory\] (a size needs a unit|not a size)"):
+            parse_size(text, "--memory", "g")
+    with pytest.raises(UserError, match="a size needs a unit; got '8'"):
+        ServeOptions(max_body="8")
+    assert parse_size("512B", "x") == 512 and parse_size("1KiB", "x") == 1024
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "wanted"),
+    [
+        ("mlxkv ch", 1, {"chat"}),
+        (
+            "mlxkv chat --kv oscar-int2+",
+            3,
+            {"oscar-int2+g64", "oscar-int2+g32", "oscar-int2+clip92"},
+        ),
+        ("mlxkv fit --kv int8,int", 3, {"int8,int8", "int8,int4", "int8,int3", "int8,int2"}),
+        ("mlxkv serve -m qwen3", 3, {"qwen3-0.6b", "qwen3-4b", "qwen3-8b"}),
+    ],
+)
+def test_a_shell_completes(words, count, wanted):
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(count), "_MLXKV_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxkv"], env=os.environ | asked, capture_output=True, text=True
+    )
+    assert set(done.stdout.split()) == wanted, done.stderr
 
 
 def test_models(run):

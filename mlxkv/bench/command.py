@@ -19,6 +19,7 @@ Model = Annotated[
     str,
     typer.Option(
         "--model",
+        "-m",
         help="tiny, a folder, a hub name; gemma-3-1b, qwen2.5-1.5b, qwen3-4b, qwen3-8b: random weights.",
     ),
 ]

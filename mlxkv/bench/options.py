@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import canonical, parse_kv
 from mlxkv.formats.presets import FULL_PAGES
 
 BASELINE = "fp16"
@@ -21,7 +21,8 @@ BITS = (2, 3, 4, 6, 8)
 def parse_presets(text: str, others: tuple[str, ...] = ()) -> list[str]:
     """'fp16, int4' -> ["fp16", "int4"], each once. others: names that are allowed beside presets. Raises
     UserError for an unknown preset."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    given = (name.strip() for name in text.split(","))
+    names = list(dict.fromkeys(name if name in others else canonical(name) for name in given))
     for name in names:
         if name not in others:
             parse_kv(name)

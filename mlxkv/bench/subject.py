@@ -23,70 +23,15 @@ from mlxkv.metal.gpu import backends
 from mlxkv.metal.launch import backend
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration.measure import calibrate
+from mlxkv.models.catalog import known
 from mlxkv.models.catalog.shapes import layers_of, text_config
 from mlxkv.models.hooks.mark import mark, steps_of
 from mlxkv.models.hooks.rebind import bind
 
 GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
-_QWEN = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-# The keys of each config.json that decide shapes and time.
+# Of these a benchmark runs the true shape with random weights.
 CONFIGS: dict[str, dict] = {
-    "gemma-3-1b": {
-        "model_type": "gemma3_text",
-        "tie_word_embeddings": True,
-        "num_hidden_layers": 26,
-        "hidden_size": 1152,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "intermediate_size": 6912,
-        "vocab_size": 262144,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "max_position_embeddings": 32768,
-    },
-    "qwen2.5-1.5b": _QWEN
-    | {
-        "model_type": "qwen2",
-        "num_hidden_layers": 28,
-        "hidden_size": 1536,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "intermediate_size": 8960,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3-4b": _QWEN
-    | {
-        "model_type": "qwen3",
-        "num_hidden_layers": 36,
-        "hidden_size": 2560,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 9728,
-        "max_position_embeddings": 40960,
-    },
-    "qwen3-8b": _QWEN
-    | {
-        "model_type": "qwen3",
-        "num_hidden_layers": 36,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    },
+    name: known.CONFIGS[name] for name in ("gemma-3-1b", "qwen2.5-1.5b", "qwen3-4b", "qwen3-8b")
 }
 
 

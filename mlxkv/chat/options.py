@@ -8,7 +8,8 @@ from typing import Annotated
 from typer import Argument, Option
 
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv, with_keep
+from mlxkv.formats.names import canonical, complete_kv, parse_kv, with_keep
+from mlxkv.models.catalog.aliases import complete_model
 from mlxkv.models.catalog.asked import (
     check_fold,
     check_sampling,
@@ -26,10 +27,21 @@ class ChatOptions:
         Argument(help="Answer this and leave; text on stdin comes before it.", show_default=False),
     ] = None
     model: Annotated[
-        str, Option("--model", "-m", help="An alias (mlxkv models), a hub name or a local folder.")
+        str,
+        Option(
+            "--model",
+            "-m",
+            help="An alias (mlxkv models), a hub name or a local folder.",
+            autocompletion=complete_model,
+        ),
     ] = "tiny"
     kv: Annotated[
-        str, Option("--kv", help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.")
+        str,
+        Option(
+            "--kv",
+            help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.",
+            autocompletion=complete_kv,
+        ),
     ] = "int4"
     prompt: Annotated[
         str | None, Option("--prompt", "-p", help="The same as the text without an option.")
@@ -103,7 +115,7 @@ class ChatOptions:
     @property
     def preset(self) -> str:
         """`--kv` with the token selection of `--keep`."""
-        return with_keep(self.kv, self.keep)
+        return canonical(with_keep(self.kv, self.keep))
 
     @property
     def asked(self) -> str | None:

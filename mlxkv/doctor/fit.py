@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from mlxkv.console import human_bytes, parse_size, parse_tokens, plain, print_json, print_table
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import PICKS, canonical, parse_kv
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.catalog.shapes import (
     LayerShape,
 )
 from mlxkv.models.catalog.sizes import ModelPlan, longest, need, read_plan
 
-DEFAULT_PRESETS = ("fp16", "int8", "int4", "int3", "int2")
 DEFAULT_CONTEXT = "32k"
 
 
@@ -33,10 +32,11 @@ def run(
     kv: list[str],
     as_json: bool,
 ) -> None:
-    """Estimate and print. kv: presets; empty for DEFAULT_PRESETS."""
+    """Estimate and print. kv: presets; names, also several by commas; empty for PICKS."""
     tokens = parse_tokens(context or DEFAULT_CONTEXT, "--context")
-    total = parse_size(memory, "--memory") if memory else machine_memory()
-    chosen = {name: parse_kv(name) for name in (kv or DEFAULT_PRESETS)}
+    total = parse_size(memory, "--memory", "g") if memory else machine_memory()
+    names = [canonical(name) for text in kv for name in text.split(",")]
+    chosen = {name: parse_kv(name) for name in (names or PICKS)}
     plan = read_plan(model, config)
     if context is None and plan.limit:
         tokens = min(tokens, plan.limit)

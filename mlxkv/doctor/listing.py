@@ -2,32 +2,101 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mlxkv.console import human_bytes, print_json, print_table
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import PICKS
 from mlxkv.formats.presets import COMPARED, PRESETS
 
 HEAD_DIM = 128
 WINDOWS = ("sink", "recent", "page")
 
 
-def presets(as_json: bool) -> None:
-    """Print the presets. Bits per value are of pages, without windows."""
+@dataclass(frozen=True)
+class Measured:
+    """What a preset costs and gains. kl: mean KL divergence from full precision, in nats, of decoding after
+    8192 tokens, the worst of the four embedded models. speed: of decode attention over 32768 tokens, in
+    multiples of full precision, one H200. use: when to take it."""
+
+    kl: float
+    speed: float
+    use: str
+
+
+# docs/results/presets.md (KL of int8), docs/results/methods.md (the others), docs/kernels.md (speed).
+MEASURED = {
+    "int8": Measured(0.0000046, 1.29, "nothing may change"),
+    "int4": Measured(0.00001, 1.44, "the default: no calibration"),
+    "int3": Measured(0.00006, 1.62, "longer contexts; calibrates once"),
+    "int2": Measured(0.00021, 1.54, "the longest contexts; calibrates once"),
+}
+# (title, how the names of its presets begin), in the order of `presets --all`.
+PAPERS = (
+    ("to pick from", PICKS),
+    ("min-max in groups of 64, as mlx-lm's --kv-bits", ("naive-",)),
+    ("QuaRot: Hadamard rotation", ("hadamard-",)),
+    ("SRFT", ("srft-",)),
+    ("OSCAR: calibrated rotations", ("oscar-",)),
+    ("balanced: calibrated invertible maps", ("balanced-",)),
+    ("SRFT paper, section 5: learned scales and rotations", ("learned-",)),
+    ("TurboQuant", ("turbo-",)),
+    ("PolarQuant (Han et al.)", ("polar-tree",)),
+    ("KIVI: keys per channel", ("kivi-",)),
+    ("KVarN", ("kvarn-",)),
+    ("PolarQuant (Wu et al.)", ("polar",)),
+    ("low rank: fixed", ("static-",)),
+    ("OjaKV: low rank that follows the text", ("oja-",)),
+)
+
+
+def presets(as_json: bool, every: bool = False) -> None:
+    """Print the presets to pick from, or every one. Bits per value are of pages, without windows."""
     rows = [_preset(name, kv) for name, kv in PRESETS.items()]
     if as_json:
         print_json({"head_dim": HEAD_DIM, "presets": rows})
-        return
-    rows = [row for row in rows if row["offered"]]
-    columns, shared = ["--kv", "stores", "bits/value"], _same_windows(rows)
-    cells = [[row["name"], _stores(row), f"{row['bits_per_value']:.2f}"] for row in rows]
-    if not shared:
-        columns += WINDOWS
-        for cell, row in zip(cells, rows, strict=True):
-            cell += [row[name] if row["compresses"] else "-" for name in WINDOWS]
-    print_table(columns, cells)
-    print(f"bits/value: with scales, at head dim {HEAD_DIM}, without the full-precision windows")
-    if shared:
-        sink, recent, page = shared
-        print(f"windows: the first {sink} and the last {recent} tokens stay exact; pages of {page}")
+    elif every:
+        _every(rows)
+    else:
+        _picks({row["name"]: row for row in rows})
+
+
+def _picks(rows: dict[str, dict]) -> None:
+    """Print the presets of MEASURED."""
+    print_table(
+        ["--kv", "bits/value", "quality lost (KL)", "speed", "take it where"],
+        [
+            [name, f"{rows[name]['bits_per_value']:.2f}", f"{m.kl:.6f}", f"{m.speed:.2f}x", m.use]
+            for name, m in MEASURED.items()
+        ],
+    )
+    print("bits/value: fp16 has 16; the first 64 and at least the last 64 tokens stay exact")
+    print("KL: worst of the embedded models after 8192 tokens; no real model was measured yet")
+    print(
+        "speed: decode attention over 32768 tokens against full precision, on one H200, no Mac yet"
+    )
+    print("a pair takes its keys from one preset, its values from another: int8/int4")
+    print("mlxkv presets --all shows the others; mlxkv fit says what fits into this machine")
+
+
+def _every(rows: list[dict]) -> None:
+    """Print all presets, by paper."""
+    left = {row["name"]: row for row in rows}
+    for title, starts in (*PAPERS, ("others", ("",))):
+        if not (names := [name for name in left if name.startswith(starts)]):
+            continue
+        found = [left.pop(name) for name in names]
+        print(title)
+        for row in found:
+            slow = ", slower than full precision on a GPU" if not row["offered"] else ""
+            line = f"  {row['name']:<22} {row['bits_per_value']:>5.2f}  {_stores(row)}"
+            print(f"{line}{_windows(row)}{slow}")
+    print(
+        "columns: --kv, bits per value with scales at head dim 128, without the exact windows; what is stored"
+    )
+    print(
+        "windows are the first 64 and the last 64 tokens, pages of 64, unless the row says otherwise"
+    )
     print("a scale serves a group of values of one token, or of one channel if the row says so")
     print(f"for comparisons, slower than full precision on a GPU: {', '.join(COMPARED)}")
     print("a pair takes its keys from one preset, its values from another: int8/int4")
@@ -37,10 +106,13 @@ def presets(as_json: bool) -> None:
     print("any of them drops tokens of a prompt with +keep0.5, or --keep 0.5")
 
 
-def _same_windows(rows: list[dict]) -> tuple[int, ...] | None:
-    """(sink, recent, page) if every preset that compresses has the same, else None."""
-    found = {tuple(row[name] for name in WINDOWS) for row in rows if row["compresses"]}
-    return found.pop() if len(found) == 1 else None
+def _windows(row: dict) -> str:
+    """The windows of a row that has others than most."""
+    own = tuple(row[name] for name in WINDOWS)
+    usual = CacheConfig.sink, CacheConfig.recent, CacheConfig.page
+    if not row["compresses"] or own == usual:
+        return ""
+    return f"; windows {own[0]} and {own[1]}, pages of {own[2]}"
 
 
 def _stores(row: dict) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from difflib import get_close_matches
 
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine, Full
@@ -34,6 +35,10 @@ PLAIN = {
     "int3": Affine(3, 64),
     "int2": Affine(2, 64, clip=0.92),
 }
+PICKS = ("fp16", "int8", "int4", "int3", "int2")  # what to choose from at first
+# What other tools call full precision, and widths: q4_0 (llama.cpp), 4 (mlx-lm's --kv-bits), INT4, 4bit.
+PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16", "16bit")
+WIDTH = re.compile(r"(?:int|q|kv)?[-_ ]?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
 NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
 SIZES = {"": "share", "r": "rank", "e": "energy"}
 KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
@@ -48,23 +53,53 @@ SETTINGS = {
 }
 
 
+def canonical(text: str) -> str:
+    """The name of a preset, a pair or a selection for what users of other tools type: 'Q8_0/4' -> 'int8/int4'.
+    Names that are not known stay as they are."""
+    rest, keep = text.strip().lower(), ""
+    if found := KEEP.search(rest):
+        rest, keep = rest[: found.start()], found[0]
+    return "/".join(map(_own_name, rest.split("/"))) + keep
+
+
+def _own_name(name: str) -> str:
+    name = name.strip()
+    if name in PLAIN_NAMES:
+        return "fp16"
+    found = WIDTH.fullmatch(name)
+    return f"int{found['bits']}" if found else name
+
+
+def complete_kv(incomplete: str) -> list[str]:
+    """Names for a shell that completes `--kv`, behind a comma or a slash, too."""
+    start = max(incomplete.rfind(","), incomplete.rfind("/")) + 1
+    done, last = incomplete[:start], incomplete[start:]
+    return [done + name for name in PRESETS if name.startswith(last)]
+
+
 def parse_kv(text: str) -> CacheConfig:
     """Return the configuration that `--kv TEXT` names. Raises UserError."""
-    rest, selection = text.strip(), {}
+    rest, selection = canonical(text), {}
     if found := KEEP.search(rest):
         rest = rest[: found.start()]
         selection = {"keep": float(found["share"]), "whole_pages": found["what"] == "pages"}
     names = rest.split("/")
     sides = [_one(name) for name in names]
     if None in sides or len(sides) > 2:
-        choices = ", ".join(PRESETS)
         raise UserError(
-            f"[--kv] unknown preset; got {text!r}; choose from {choices}, KEYS/VALUES such as "
-            "int8/int4, static-NUMBER and oja-NUMBER such as oja-r96+int4, any of them with +keep0.5"
+            f"[--kv] unknown preset; got {text!r}; {_hint(names, sides)}choose from "
+            f"{', '.join(PICKS)}, others that `mlxkv presets --all` lists, KEYS/VALUES such as int8/int4, "
+            "static-NUMBER and oja-NUMBER such as oja-r96+int4, any of them with +keep0.5"
         )
     keys, values = sides[0], sides[-1]
     windows = keys if keys.compresses else values
     return replace(windows, keys=keys.keys, values=values.values, **selection)
+
+
+def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
+    wrong = [name for name, side in zip(names, sides, strict=True) if side is None]
+    close = get_close_matches(wrong[0], PRESETS, n=2) if wrong else []
+    return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def with_keep(names: str, keep: float | None) -> str:

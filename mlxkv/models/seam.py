@@ -21,7 +21,7 @@ from mlxkv.codec import encoding, maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import canonical, parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models.calibration.fitting import fit
 from mlxkv.models.catalog.asked import check_fold
@@ -162,8 +162,8 @@ def _check_model(model: nn.Module) -> None:
 
 
 def name_of(kv: str | CacheConfig) -> str:
-    """The name of `kv` in reports: as given, or the labels of its sides."""
-    return kv.strip() if isinstance(kv, str) else f"{kv.keys.label} / {kv.values.label}"
+    """The name of `kv` in reports, or the labels of its sides."""
+    return canonical(kv) if isinstance(kv, str) else f"{kv.keys.label} / {kv.values.label}"
 
 
 def detach(model: nn.Module) -> None:

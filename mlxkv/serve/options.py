@@ -11,7 +11,8 @@ from typer import Option
 
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import complete_kv, parse_kv
+from mlxkv.models.catalog.aliases import complete_model
 from mlxkv.models.catalog.asked import check_fold, dtype_name, template_arguments
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -23,10 +24,21 @@ class ServeOptions:
     values out of range."""
 
     model: Annotated[
-        str, Option("--model", "-m", help="An alias (mlxkv models), a hub name or a local folder.")
+        str,
+        Option(
+            "--model",
+            "-m",
+            help="An alias (mlxkv models), a hub name or a local folder.",
+            autocompletion=complete_model,
+        ),
     ] = "tiny"
     kv: Annotated[
-        str, Option("--kv", help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.")
+        str,
+        Option(
+            "--kv",
+            help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.",
+            autocompletion=complete_kv,
+        ),
     ] = "int4"
     kv_memory: Annotated[
         str | None,
@@ -154,11 +166,11 @@ class ServeOptions:
 
     @property
     def memory_bytes(self) -> int | None:
-        return parse_size(self.kv_memory, "--kv-memory") if self.kv_memory else None
+        return parse_size(self.kv_memory, "--kv-memory", "g") if self.kv_memory else None
 
     @property
     def disk_bytes(self) -> int:
-        return parse_size(self.kv_disk_size, "--kv-disk-size")
+        return parse_size(self.kv_disk_size, "--kv-disk-size", "g")
 
     @property
     def disk_folder(self) -> Path | None:

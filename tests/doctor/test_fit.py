@@ -11,8 +11,11 @@ from mlxkv.console import human_bytes, parse_size, parse_tokens
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
+from mlxkv.models.catalog import known
+from mlxkv.models.catalog.aliases import HUB
+from mlxkv.models.catalog.locate import Place
 from mlxkv.models.catalog.shapes import LayerShape, layers_of, parameters, weight_bytes
-from mlxkv.models.catalog.sizes import ModelPlan, layer_bytes, longest, need
+from mlxkv.models.catalog.sizes import ModelPlan, layer_bytes, longest, need, read_plan
 
 QWEN3_4B = {
     "model_type": "qwen3",
@@ -189,3 +192,48 @@ def test_weights_are_read_from_the_files(tmp_path, model_folder):
     index = {"metadata": {"total_size": 12345}, "weight_map": {}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert locate(str(tmp_path)).weights == 12345
+
+
+# As their authors say, in thousand millions; gemma-3-4b without its eyes, gemma-3n-e2b without eyes and ears.
+PARAMETERS = {
+    "gemma-3-1b": 1.0,
+    "gemma-3-4b": 3.88,
+    "gemma-3n-e2b": 4.46,
+    "gpt-oss-20b": 20.9,
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24,
+    "llama-3.2-3b": 3.21,
+    "mistral-7b": 7.25,
+    "phi-4-mini": 3.84,
+    "qwen2.5-1.5b": 1.54,
+    "qwen2.5-7b": 7.62,
+    "qwen3-0.6b": 0.6,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+    "smollm2-1.7b": 1.71,
+    "smollm3-3b": 3.08,
+}
+
+
+@pytest.mark.parametrize("alias", HUB)
+def test_fit_knows_the_aliases_without_the_hub(alias, capsys, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise AssertionError("reached for the hub")
+
+    monkeypatch.setattr("mlxkv.models.catalog.locate.fetch", no_network)
+    monkeypatch.setattr("mlxkv.models.catalog.locate.cached", lambda name: None)
+    count = parameters(known.CONFIGS[alias]) + known.MORE_PARAMETERS.get(alias, 0)
+    assert count / 1e9 == pytest.approx(PARAMETERS[alias], rel=0.02)
+    assert main(["fit", "-m", alias, "--memory", "64GB", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["model"] == HUB[alias] and "not downloaded" in data["weights_source"]
+    assert data["context_limit"] >= 8192
+    assert data["presets"][0]["kv_bytes"] > data["presets"][-1]["kv_bytes"]
+
+
+def test_a_model_in_the_hubs_cache_is_read_from_there(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    place = Place("mlx-community/Qwen3-4B-4bit", tmp_path / "config.json", 77)
+    monkeypatch.setattr("mlxkv.models.catalog.locate.cached", lambda name: place)
+    plan = read_plan("qwen3-4b", None)
+    assert (plan.weights, plan.weights_source) == (77, "from the files")

@@ -84,7 +84,7 @@ def run(
     sizes = parse_batches(batches)
     text = context or (CONTEXT_CPU if backend() == "cpu" else CONTEXT)
     length = console.parse_tokens(text, "--context")
-    room = console.parse_size(memory, "--memory") if memory else None
+    room = console.parse_size(memory, "--memory", "g") if memory else None
     check_counts(tokens=tokens, rounds=rounds)
     check_weights(dtype, bits)
     machine, installed = machine_in_use(), versions()

@@ -68,6 +68,11 @@ HUB: dict[str, str] = {
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
+def complete_model(incomplete: str) -> list[str]:
+    """Names for a shell that completes `--model`."""
+    return [name for name in (*EMBEDDED, *HUB) if name.startswith(incomplete)]
+
+
 def resolve(name: str) -> Source:
     """Find the source of `name`: an alias, a folder on this machine, or `owner/name` on the hub.
 

@@ -62,11 +62,18 @@ def _weights(folder: Path) -> int | None:
     return sum(path.stat().st_size for path in files) or None
 
 
-def _hub(name: str) -> Place:
-    """Look in the hub's cache, else download config.json and the index (kilobytes)."""
+def cached(name: str) -> Place | None:
+    """A model of the hub whose weights lie in the hub's cache folder, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name, "config.json")
     if isinstance(config, str) and (weights := _weights(Path(config).parent)):
         return Place(name, Path(config), weights)
+    return None
+
+
+def _hub(name: str) -> Place:
+    """Look in the hub's cache, else download config.json and the index (kilobytes)."""
+    if (place := cached(name)) is not None:
+        return place
     return _local(name, fetch(name, ["config.json", INDEX]))

@@ -9,7 +9,8 @@ from mlxkv import untrusted
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.models.catalog import numbers
+from mlxkv.models.catalog import known, numbers
+from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.folder import SMALL
 from mlxkv.models.catalog.shapes import (
     LayerShape,
@@ -89,15 +90,28 @@ def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:
 
 
 def read_plan(model: str, config: str | None) -> ModelPlan:
-    """Finds config.json and the weights' size: a file, a local folder, the hub's cache or the hub."""
+    """Finds config.json and the weights' size: a file, a local folder, the hub's cache, for an alias that is
+    not there its known shape, or the hub."""
     if config is not None:
         data = _read_config(user_path(config, "--config"), "--config")
         return _plan(str(config), data, None)
-    from mlxkv.models.catalog.locate import locate
+    from mlxkv.models.catalog.locate import cached, locate
 
+    alias = model.strip()
+    if alias in HUB and alias in known.CONFIGS and cached(HUB[alias]) is None:
+        return _known(alias)
     place = locate(model)
     data = _read_config(place.config, f"--model {model}")
     return _plan(place.name, data, place.weights)
+
+
+def _known(alias: str) -> ModelPlan:
+    """An alias that was not downloaded."""
+    config = known.CONFIGS[alias] | {"quantization": known.QUANTIZATION}
+    more = known.MORE_PARAMETERS.get(alias, 0) * 4.5 / 8
+    weights = weight_bytes(config) + int(more)
+    source = "estimated from the model's shape: it is not downloaded"
+    return ModelPlan(HUB[alias], config, layers_of(config), weights, source)
 
 
 def _plan(name: str, config: dict, weights: int | None) -> ModelPlan:
