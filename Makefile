@@ -1,4 +1,5 @@
 # make chat        talk to a model (no terminal on stdin: make chat PROMPT="...")
+# make demo        one minute without a network: a long text in fp16 and int4 side by side, and a question
 # make test        lint, format check and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
 # make attack      attacks on the server and the commands, on loopback (minutes); writes docs/results/attacks.md
@@ -14,11 +15,14 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat test test-fast attack clean
+.PHONY: chat demo test test-fast attack clean
 
 chat: $(VENV)/.installed
 	@if [ -n "$$PROMPT" ]; then $(BIN)/mlxkv chat $(ARGS) --prompt "$$PROMPT"; \
 	else $(BIN)/mlxkv chat $(ARGS); fi
+
+demo: $(VENV)/.installed
+	@$(BIN)/mlxkv demo $(ARGS)
 
 test-fast: MARKS := -m "not slow"
 # Test modules are compiled once, not by every worker of every run.

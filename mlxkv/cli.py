@@ -14,11 +14,11 @@ from mlxkv import __version__
 from mlxkv.bench.command import SHARE, BenchGroup, ShareCommand, bench
 from mlxkv.calibrate.command import calibrate
 from mlxkv.chat.command import chat
-from mlxkv.console import let_go, note, one_line
+from mlxkv.console import let_go, note, one_line, parse_tokens, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
-from mlxkv.formats.names import complete_kv
-from mlxkv.models.catalog.aliases import complete_model
+from mlxkv.formats.names import complete_kv, parse_kv
+from mlxkv.models.catalog.aliases import complete_model, resolve
 from mlxkv.serve.command import serve
 
 
@@ -45,6 +45,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+MIN_DEMO = 512  # tokens of a text
+
 Model = Annotated[
     str,
     typer.Option(
@@ -68,6 +70,32 @@ def top(
         print(f"mlxkv {__version__}")
     elif ctx.invoked_subcommand is None:
         print(ctx.get_help())
+
+
+@app.command()
+def demo(
+    model: Model = "tiny-qwen",
+    kv: Annotated[
+        str, typer.Option("--kv", help="The compressed one.", autocompletion=complete_kv)
+    ] = "int4",
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", help="Length of the text: 4k. Default: half a minute of reading."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Read a long text into fp16 and int4 side by side, watch their memory grow, ask both for a fact.
+    One minute, no network."""
+    resolve(model)
+    parse_kv(kv)
+    if tokens is not None and not parse_tokens(tokens, "--tokens") >= MIN_DEMO:
+        raise UserError(
+            f"[--tokens] too short to compress anything; got {tokens}; choose 1k or more"
+        )
+    note(f"{model.strip()} · fp16 and --kv {kv.strip()}")
+    with working("importing MLX and mlx-lm"):
+        from mlxkv.chat.demo import run
+    run(model, kv, tokens, json)
 
 
 app.command("chat")(chat)

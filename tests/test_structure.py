@@ -77,7 +77,9 @@ def test_frameworks_stay_in_their_rooms():
         assert framework in allowed or name in EXCEPTIONS or under(name, "experiments"), name
 
 
-@pytest.mark.parametrize("command", ["", "presets", "models", "chat", "calibrate", "eval", "serve"])
+@pytest.mark.parametrize(
+    "command", ["", "presets", "models", "chat", "demo", "calibrate", "eval", "serve"]
+)
 def test_help_loads_no_framework(command):
     code = f"import sys; from mlxkv.cli import main; main('{command} --help'.split())"
     code += "; print('\\n' + ' '.join(sys.modules))"

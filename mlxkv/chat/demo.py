@@ -1,0 +1,146 @@
+"""`mlxkv demo`: one model reads a long text into two caches side by side, full precision and a compressed one,
+and answers a question about a fact in it from each. Shows the memory of both as they grow."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import mlx.core as mx
+
+from mlxkv.chat.chart import Chart
+from mlxkv.console import human_bytes, note, parse_tokens, print_json, say, working
+from mlxkv.errors import UserError
+from mlxkv.formats.names import canonical
+from mlxkv.metal.launch import backend
+from mlxkv.models import load
+from mlxkv.models.generate import new_cache, sampler_for, stream
+from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.usage import usage
+from mlxkv.texts.worlds.needles import Needle, haystack
+
+SEED = "demo-1"
+CHUNK = 128  # tokens that are read into one cache, then into the other
+SECONDS = 30.0  # of reading, about
+LEAST, MOST = 1024, 7680  # tokens; of a text that this machine reads in that time
+ANSWER = 32  # tokens
+
+
+@dataclass(frozen=True)
+class Text:
+    """tokens: of the prompt. fact: the sentence that answers the question."""
+
+    tokens: list[int]
+    needle: Needle
+    fact: str
+
+
+def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
+    """Load, read, ask, and show. length: of the text in tokens; None for what takes half a minute here."""
+    with working(f"reading {model}") as progress:
+        # 32 bits are faster where there is no GPU, but both caches are to be measured as they are elsewhere.
+        dtype = "bfloat16" if backend() == "cpu" else None
+        loaded = load(model, kv, dtype=dtype, progress=progress)
+    plain, packed = own_make_cache(loaded.model), lambda: new_cache(loaded)
+    if not loaded.tokenizer.has_chat_template:
+        raise UserError(f"[demo] needs a model that chats; got {model}; choose another")
+    if not any(layer.compressed for layer in loaded.layers):
+        raise UserError(f"[demo] nothing is compressed; got {model} with --kv {kv}; choose others")
+    if length:
+        count = parse_tokens(length, "--tokens")
+    else:
+        with working("trying how fast this machine reads"):
+            count = _fitting(loaded, (plain(), packed()))
+    text = make_text(loaded, min(count, (loaded.context or MOST) - 2 * ANSWER))
+    name = canonical(kv)
+    if not as_json:
+        say(
+            f"{loaded.name} on {backend()} reads one text of {len(text.tokens):,} tokens into two "
+            f"caches: fp16 and --kv {name}"
+        )
+    caches, rows = {"fp16": plain(), name: packed()}, []
+    chart = Chart(("fp16", name), len(text.tokens), quiet=as_json)
+    begun = time.perf_counter()
+    with chart:
+        for tokens in read(loaded, text.tokens[:-1], list(caches.values())):
+            row = tokens, *(usage(cache).kv_bytes for cache in caches.values())
+            rows.append(row)
+            chart.add(*row)
+    seconds = time.perf_counter() - begun
+    answers = {kind: _answer(loaded, text.tokens[-1:], cache) for kind, cache in caches.items()}
+    right = {kind: text.needle.values[0] in answer for kind, answer in answers.items()}
+    found = usage(caches[name])
+    if as_json:
+        data = {
+            "model": loaded.name,
+            "kv": name,
+            "backend": backend(),
+            "seconds": round(seconds, 2),
+        }
+        data |= {"tokens": found.tokens, "question": text.needle.question, "fact": text.fact}
+        steps = [
+            dict(zip(("tokens", "kv_bytes_fp16", "kv_bytes"), row, strict=True)) for row in rows
+        ]
+        print_json(data | {"answers": answers, "right": right, "rows": steps})
+        return
+    say(f"\nin the text, {text.needle.depth:.0%} of the way: {text.fact}")
+    say(f"question: {text.needle.question}")
+    for kind, answer in answers.items():
+        say(f"  {kind:<6} {'right' if right[kind] else 'WRONG'}: {answer}")
+    _memory(usage(caches["fp16"]).kv_bytes, found, name)
+    note(f"[read twice in {seconds:.0f} s; more: mlxkv fit, mlxkv chat -m qwen3-4b]")
+
+
+def _memory(fp16: int, found, name: str) -> None:
+    """Say what the caches take."""
+    bits = (
+        f"{found.bits_per_value:.1f} bits per value, exact windows included"
+        if not found.note
+        else found.note
+    )
+    less = f", {fp16 / found.kv_bytes:.1f} times less" if found.kv_bytes < fp16 else ""
+    say(f"memory: fp16 {human_bytes(fp16)}, {name} {human_bytes(found.kv_bytes)}{less} ({bits})")
+
+
+def make_text(loaded, length: int) -> Text:
+    """A story of about `length` tokens with codes in it, and the question about one of them."""
+
+    def measure(text: str) -> int:
+        return len(loaded.tokenizer.encode(text, add_special_tokens=False))
+
+    stack = haystack("single", Random(SEED), length - ANSWER, questions=1, measure=measure)
+    needle = stack.needles[0]
+    fact = next(s for s in re.split(r"(?<=[.!?\"])\s+", stack.text) if needle.values[0] in s)
+    messages = [{"role": "user", "content": f"{stack.text}\n\n{needle.question}"}]
+    tokens = loaded.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
+    )
+    return Text(list(tokens), needle, fact)
+
+
+def read(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
+    """Read `tokens` into each of the caches, a chunk at a time; yields how many each holds."""
+    for start in range(0, len(tokens), CHUNK):
+        part = mx.array(tokens[start : start + CHUNK])[None]
+        for caches in sides:
+            loaded.model(part, cache=caches)
+            mx.eval([cache.state for cache in caches])
+        yield min(start + CHUNK, len(tokens))
+
+
+def _fitting(loaded, sides: tuple[list, list]) -> int:
+    """Tokens that this machine reads into both caches in about SECONDS, whole chunks of them."""
+    list(read(loaded, [0] * CHUNK, list(sides)))  # builds what is built once
+    begun = time.perf_counter()
+    list(read(loaded, [0] * CHUNK, list(sides)))
+    rate = CHUNK / (time.perf_counter() - begun)
+    return int(min(MOST, max(LEAST, SECONDS * rate))) // CHUNK * CHUNK
+
+
+def _answer(loaded, last: list[int], caches: list) -> str:
+    """The likeliest answer, behind the last token of the prompt."""
+    pieces = stream(loaded, last, caches, sampler_for(0.0), max_tokens=ANSWER)
+    return "".join(piece.text for piece in pieces).strip()

@@ -1,0 +1,79 @@
+"""`mlxkv demo`: reads for real, measures for real, and draws what it measured."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from mlxkv.chat.chart import HEIGHT, Chart
+from mlxkv.cli import main
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict:
+    """The document of a short demo on the embedded model."""
+    out, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        assert main(["demo", "--tokens", "700", "--json"]) == 0
+        return json.loads(sys.stdout.getvalue().splitlines()[-1])
+    finally:
+        sys.stdout = out
+
+
+def test_both_caches_answer_from_the_text(shown):
+    assert shown["right"] == {"fp16": True, "int4": True}
+    code = shown["fact"].split()[-1].rstrip(".")
+    assert code.isdigit() and all(code in answer for answer in shown["answers"].values())
+
+
+def test_what_it_draws_was_measured(shown):
+    first, last = shown["rows"][0], shown["rows"][-1]
+    assert last["tokens"] > 600
+    # Exact up to 192 tokens: the same bytes. Then int4 grows more slowly.
+    assert first["tokens"] <= 192 and first["kv_bytes"] == first["kv_bytes_fp16"]
+    assert last["kv_bytes"] < 0.8 * last["kv_bytes_fp16"]
+    sizes = [row["kv_bytes_fp16"] for row in shown["rows"]]
+    assert sizes == sorted(sizes)
+
+
+def test_lines_where_there_is_no_terminal(capsys):
+    with Chart(("fp16", "int4"), 1000) as chart:
+        for tokens in range(100, 1001, 100):
+            chart.add(tokens, tokens * 1024, tokens * 256)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and lines[-1] == "  1,000 tokens: fp16 1000.0 KiB, int4 250.0 KiB"
+
+
+def test_the_chart_has_the_heights_of_its_numbers():
+    chart = Chart(("fp16", "int4"), 1000)
+    for tokens in range(10, 501, 10):
+        chart.add(tokens, tokens * 1000, tokens * 500)
+    out = io.StringIO()
+    Console(file=out, width=100, color_system=None).print(chart.drawing())
+    rows = out.getvalue().splitlines()
+    assert "1,000 tokens" in rows[HEIGHT] and "500 tokens: fp16" in rows[-1]
+    column = [
+        row[11 + 31] if len(row) > 42 else " " for row in rows[:HEIGHT]
+    ]  # at half of the axis
+    assert column.count("░") + column.count("█") == HEIGHT // 2  # half of the text is read
+    assert column.count("█") in (2, 3)  # and int4 takes half of that
+    assert all(len(row) < 100 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--kv", "fp16"), "nothing is compressed"),
+        (("--tokens", "100"), "too short"),
+        (("--tokens", "many"), "not a number of tokens"),
+        (("--kv", "int5"), "unknown preset"),
+        (("-m", "tinny"), "did you mean tiny"),
+    ],
+)
+def test_what_cannot_be_shown(wrong, said, capsys):
+    assert main(["demo", *wrong]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
