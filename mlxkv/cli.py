@@ -72,6 +72,9 @@ def top(
         print(ctx.get_help())
 
 
+app.command("chat")(chat)
+
+
 @app.command()
 def demo(
     model: Model = "tiny-qwen",
@@ -98,7 +101,6 @@ def demo(
     run(model, kv, tokens, json)
 
 
-app.command("chat")(chat)
 app.command("serve")(serve)
 app.command("calibrate")(calibrate)
 

@@ -201,7 +201,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
     )
     for index, column in enumerate(columns):
         numeric = index > 0 and all(re.match(r"^[\d.,\-]", str(row[index])) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        justify = "right" if numeric else "left"  # a number is not broken, nor taken from its unit
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=numeric)
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
     # A pipe has no width, and another program may read its lines: break none.

@@ -111,3 +111,11 @@ def test_output_that_a_closed_terminal_does_not_take_is_dropped():
         done.communicate()
         codes.append(done.returncode)
     assert codes == [120, 0]
+
+
+def test_numbers_in_tables_are_not_broken(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    rows = [["int4", "39.6 MiB", "a very long text that says what it is good for " * 2]] * 2
+    console.print_table(["--kv", "cache", "use"], rows)
+    assert capsys.readouterr().out.count("39.6 MiB") == 2

@@ -244,7 +244,8 @@ def _stats(session: Session) -> Table:
         "last prompt": f"{stats.prompt_tokens} tokens, {stats.read_tokens} read anew "
         f"in {stats.prefill_seconds:.2f} s",
         "last reply": f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s",
-        "cache in use": f"{human_bytes(usage.kv_bytes)} (16 bits: {human_bytes(usage.kv_bytes_fp16)})",
+        "cache in use": f"{human_bytes(usage.kv_bytes)} (16 bits: {human_bytes(usage.kv_bytes_fp16)}"
+        + ("; exact tokens take 32 bits here)" if loaded.dtype == mx.float32 else ")"),
         "bits per value": usage.note or f"{usage.bits_per_value:.2f} measured, windows included",
         "cache allocated": f"{human_bytes(usage.allocated)}, with room to grow",
         "decode steps": loaded.steps,

@@ -16,6 +16,7 @@ from mlxkv.chat.terminal import (
     interactive,
     prefill_bar,
     stop_on_interrupt,
+    wrapped,
 )
 from mlxkv.chat.typed import History
 from mlxkv.console import plain
@@ -81,7 +82,7 @@ def talk(session, lines: list[str], monkeypatch) -> None:
     """`interactive`, with `lines` typed."""
     rest = iter(lines)
 
-    def typed(prompt: str) -> str:
+    def typed(prompt: str = "") -> str:
         if (line := next(rest, None)) is None:
             raise EOFError
         return line
@@ -111,3 +112,60 @@ def test_a_reply_moves_no_terminal(loaded, monkeypatch, capsys):
     monkeypatch.setattr(session, "ask", ask)
     talk(session, ["hello"], monkeypatch)
     assert "a\\x1b]0;owned\\x07\n\tb\\x9b\nc" in capsys.readouterr().out
+
+
+def test_save_asks_before_it_replaces_a_file(loaded, tmp_path, monkeypatch, capsys):
+    session, file = Session(loaded, max_tokens=4), tmp_path / "talk.safetensors"
+    talk(session, ["hello", f"/save {tmp_path}/talk"], monkeypatch)
+    before = file.read_bytes()
+    assert "saved" in capsys.readouterr().out
+    talk(session, ["and now?", f"/save {tmp_path}/talk", "n"], monkeypatch)
+    assert "nothing was saved" in capsys.readouterr().out and file.read_bytes() == before
+    talk(session, [f"/save {tmp_path}/talk"], monkeypatch)  # the input ends: no answer is no
+    assert "nothing was saved" in capsys.readouterr().out and file.read_bytes() == before
+    talk(session, [f"/save {tmp_path}/talk", "y"], monkeypatch)
+    assert "saved" in capsys.readouterr().out and file.read_bytes() != before
+
+
+def test_load_shows_the_last_turn(loaded, tmp_path, monkeypatch, capsys):
+    session = Session(loaded, max_tokens=4)
+    talk(session, ["hello", "what was first?", f"/save {tmp_path}/talk", "/reset"], monkeypatch)
+    capsys.readouterr()
+    talk(session, [f"/load {tmp_path}/talk"], monkeypatch)
+    out = capsys.readouterr().out
+    assert "user: what was first?" in out and "assistant: " in out and "user: hello" not in out
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit", "/bye"])
+def test_words_that_leave(loaded, word, monkeypatch, capsys):
+    session = Session(loaded, max_tokens=4)
+    talk(session, [word, "hello"], monkeypatch)
+    assert session.messages == []
+
+
+def test_help_says_how_to_write_many_lines_and_what_tab_does(loaded, monkeypatch, capsys):
+    talk(Session(loaded, max_tokens=4), ["/?"], monkeypatch)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Tab completes commands" in out and '"""' in out and "/save FILE" in out
+
+
+def test_what_was_read_before_a_stop_is_counted(loaded, monkeypatch):
+    monkeypatch.setattr("mlxkv.models.generate.PREFILL_STEP_CPU", 64)
+    session = Session(loaded, max_tokens=4)
+    asked = iter([False, True])
+    assert list(session.ask("x" * 500, stop=lambda: next(asked, True))) == []
+    assert session.stats.finish_reason == "stopped"
+    assert session.stats.read_tokens == len(session.tokens) < 200
+
+
+def test_words_wrap_in_a_terminal_alone(monkeypatch, capsys):
+    text = "these words are longer than the line"
+    with wrapped() as write:
+        write(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    with wrapped() as write:
+        for piece in (text[:17], text[17:]):
+            write(piece)
+    assert capsys.readouterr().out == "these words are\nlonger than the line"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -24,6 +24,7 @@ def wrapped(text: str, width: int, cuts: list[int]) -> str:
     return "".join(out)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(WORDS, st.integers(1, 30), st.lists(st.integers(0, 200), max_size=9))
 def test_only_spaces_become_ends_of_lines(words, width, cuts):
     text = " ".join(words)

@@ -18,7 +18,7 @@ CONTEXT, DECODE = 384, 24
 
 @pytest.fixture(scope="module")
 def arms(model_folder):
-    return Arms(load(str(model_folder)), ["int8", "int4", "srft-int2+g32"], (16, 16))
+    return Arms(load(str(model_folder), "fp16"), ["int8", "int4", "srft-int2+g32"], (16, 16))
 
 
 @pytest.fixture(scope="module")

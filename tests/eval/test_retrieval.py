@@ -155,7 +155,7 @@ def test_questions_are_dealt_over_documents(questions, samples, asked):
 @pytest.mark.parametrize("template", [True, False])
 def test_plain_needles_run_on_any_model(tmp_path, template, model_folder):
     folder = model_folder if template else write_model(tmp_path / "raw", template=None)
-    arms = Arms(load(str(folder)), ["int4"])
+    arms = Arms(load(str(folder), "fp16"), ["int4"])
     found = run(arms, TaskOptions(contexts=(900,), questions=1, needles="plain"), ("multi-value",))
     for result in found["multi-value"].values():
         assert result["values"] == 0  # random weights

@@ -100,13 +100,13 @@ def show(data: dict) -> None:
     """Print the table, what went wrong, and how to read it."""
     model, rows, settings = data["model"], data["rows"], data["settings"]
     weights = weights_text(model["weights"], model["bits"])
-    failed = any(r["error"] for r in rows)
-    columns = (*COLUMNS, "what went wrong") if failed else COLUMNS
-    table = [[*cells(r), *([r["error"] or ""] if failed else [])] for r in rows]
     title = f"{model['name']}, {weights}, {model['dtype']}"
     if data["interrupted"]:
         title += " (interrupted: what was measured so far)"
-    console.print_table(columns, table, title)
+    console.print_table(COLUMNS, [cells(r) for r in rows], title)
+    for r in rows:
+        if r["error"]:  # in a column it would be some letters wide
+            print(f"{r['preset']} at {r['context']} went wrong: {console.one_line(r['error'])}")
     if noisy := [r for r in rows if r["spread"] and r["spread"] > NOISY]:
         names = ", ".join(f"{r['preset']} at {r['context']}" for r in noisy)
         print(

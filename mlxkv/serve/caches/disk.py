@@ -22,10 +22,11 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 
 from mlxkv import files
 from mlxkv.errors import UserError
+from mlxkv.formats.saved import session
 from mlxkv.models import prompt_cache
 from mlxkv.serve.ranks import Ranks
 
-SUFFIX = prompt_cache.ENDING
+SUFFIX = session.ENDING
 ASIDE = ".bad"  # the ending of files that could not be used, which stay until the next start
 WHERE = "--kv-disk"
 
