@@ -75,7 +75,7 @@ def calibration(loaded) -> Calibration:
 
 def judge(model: str, presets: tuple[str, ...], context: int, decode: int, progress) -> dict:
     """Return {text: {preset: {leg: mean KL}}} of a model."""
-    loaded = load(model)
+    loaded = load(model, "fp16")
     made = calibration(loaded)
     arms = Arms(loaded, presets, windows=(64, 64), calibrations=dict.fromkeys(presets, made))
     out = {}

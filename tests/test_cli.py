@@ -150,7 +150,6 @@ def test_every_preset_stands_below_its_paper(run):
     lines = run("presets", "--all")[0].splitlines()
     shown = [line.split()[0] for line in lines if line.startswith("  ")]
     assert sorted(shown) == sorted(PRESETS)
-    assert "others" not in lines  # a new preset belongs to a group of doctor/listing.py
     for paper, name in (("KIVI: keys per channel", "kivi-int4"), ("TurboQuant", "turbo-2.5")):
         below = lines[lines.index(paper) + 1 :]
         own = below[: next(i for i, line in enumerate(below) if not line.startswith("  "))]

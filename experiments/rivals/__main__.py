@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in args.kv:
         parse_kv(name)
     start = time.perf_counter()
-    loaded = load(args.model)
+    loaded = load(args.model, "fp16")
     with Progress(console=Console(stderr=True), transient=True) as bars:
         found = judge(loaded, ARMS, args.kv, context, args.decode, bars)
     document = {"model": args.model, "context": context, "decode": args.decode, "arms": found}

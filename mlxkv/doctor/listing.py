@@ -44,6 +44,8 @@ PAPERS = (
     ("PolarQuant (Han et al.)", ("polar-tree",)),
     ("KIVI: keys per channel", ("kivi-",)),
     ("KVarN", ("kvarn-",)),
+    ("SAW-INT4", ("saw-",)),
+    ("Kitty", ("kitty-",)),
     ("PolarQuant (Wu et al.)", ("polar",)),
     ("low rank: fixed", ("static-",)),
     ("OjaKV: low rank that follows the text", ("oja-",)),
