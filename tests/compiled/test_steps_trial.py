@@ -72,7 +72,7 @@ def _arrays(module):
     return ((f"{id(module)} {name}", x) for name, x in own)
 
 
-def test_code_that_fails_in_a_dry_run_is_left_alone(said, monkeypatch):
+def test_code_that_fails_in_a_dry_run_is_left_alone(unbound, said, monkeypatch):
     """attach goes on; the reason is in the report."""
     real = llama.Model.__call__
 
