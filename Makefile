@@ -3,6 +3,8 @@
 # make test        lint, format check and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
 # make attack      attacks on the server and the commands, on loopback (minutes); writes docs/results/attacks.md
+# make evidence MODEL=qwen3-4b    KL and questions of every preset on a pretrained model, any Mac; goes on where it was
+#                   stopped; ARGS=--share writes a file for an issue
 # All create .venv on the first call. Another Python: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -15,7 +17,7 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat demo test test-fast attack clean
+.PHONY: chat demo test test-fast attack evidence clean
 
 chat: $(VENV)/.installed
 	@if [ -n "$$PROMPT" ]; then $(BIN)/mlxkv chat $(ARGS) --prompt "$$PROMPT"; \
@@ -34,6 +36,11 @@ test test-fast: $(VENV)/.tested
 
 attack: $(VENV)/.tested
 	@$(BIN)/python -m experiments.attack --out docs/results/attacks.md
+
+evidence: $(VENV)/.installed
+	@if [ -z "$(MODEL)" ]; then echo "[make evidence] no model; write make evidence MODEL=qwen3-4b, or a folder" >&2; exit 2; fi
+	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(PIP) install "matplotlib>=3.9"
+	@$(BIN)/python -m experiments.evidence.pretrained "$(MODEL)" $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -27,6 +27,11 @@ class Held:
 
     folder: Path | None
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether `calibration` is to be used: an embedded model comes with its own."""
+        return self.folder is not None
+
     @cached_property
     def files(self) -> dict[str, list[Path]]:
         if self.folder is None:
@@ -71,15 +76,18 @@ class Held:
         def measure(text: str) -> int:
             return len(loaded.tokenizer.encode(text, add_special_tokens=False))
 
-        text = None
-        if self.folder is not None:
-            self.names(HAYSTACK)
-            files = self.files[HAYSTACK]
-            first = index % len(files)
-            turned = [*files[first:], *files[:first]]  # a short text is continued by the next one
-            text = "\n\n".join(file.read_text(encoding="utf-8") for file in turned)
         rng = Random(f"{SEED}-{context}-{index}")
-        return planted.document(rng, context - MARGIN, questions, measure, text)
+        return planted.document(rng, context - MARGIN, questions, measure, self.haystack(index))
+
+    def haystack(self, index: int) -> str | None:
+        """Return the text of document `index`, longer than it will be; None: generated stories."""
+        if self.folder is None:
+            return None
+        self.names(HAYSTACK)
+        files = self.files[HAYSTACK]
+        first = index % len(files)
+        turned = [*files[first:], *files[:first]]  # a short text is continued by the next one
+        return "\n\n".join(file.read_text(encoding="utf-8") for file in turned)
 
     def document_name(self, index: int) -> str:
         """Return the name of document `index`: of the haystack text that it starts with."""

@@ -35,6 +35,7 @@ from mlxkv.models.catalog.shapes import layers_of
 KL, RETRIEVAL = "kl", "retrieval"
 BLOCK = 64  # tokens whose mean KL a row keeps
 TOGETHER = 16  # texts in a batch, on a GPU
+HELD_LOGS = 2**29  # bytes of their log probabilities
 OWN = "own"  # windows of each preset's own
 SCRATCH = (
     "full-precision"  # folder of log probabilities; 34 MB a text of 512 tokens and 16384 entries
@@ -93,6 +94,11 @@ def _windowed(name: str, windows: str) -> CacheConfig:
     return replace(config, sink=sink, recent=recent)
 
 
+def vocabulary(config: dict) -> int:
+    """Return how many entries the vocabulary of a model has, by its config.json."""
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 2**18
+
+
 class Subject:
     """A model with the presets of one kind of windows; made once, then `measure` for each unit."""
 
@@ -110,7 +116,7 @@ class Subject:
             configs = {name: _windowed(name, windows) for name in self.presets}
             made = Arms(self.loaded, configs)
             needy = [name for name, config in made.configs.items() if config.calibrated]
-            if needy and self.asked.held.folder is not None:
+            if needy and self.asked.held.calibrates:
                 made.calibrations = dict.fromkeys(needy, self.calibration())
             self._arms[windows] = made
         return self._arms[windows]
@@ -191,7 +197,10 @@ class Subject:
     @property
     def together(self) -> int:
         """How many texts are read at once: a GPU waits for the host otherwise."""
-        return 1 if backend() == "cpu" else TOGETHER
+        if backend() == "cpu":
+            return 1
+        each = 4 * self.asked.decode * vocabulary(self.loaded.config)
+        return max(1, min(TOGETHER, HELD_LOGS // each))
 
     def measure(self, units: Sequence[Unit], loaded) -> list[dict]:
         """Return the numbers of each unit: of texts of one context, or of one document. loaded: with the

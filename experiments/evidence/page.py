@@ -3,6 +3,7 @@
 Per model: presets with bits, mean KL over texts with its interval, the ratio to `--against` on the same
 texts, letters of what is not told apart, and answers with Wilson's interval or the wider one of
 resampled documents. A picture of KL against bits stands beside the page, and all rows in PAGE.jsonl.
+What stands above the line "<!-- figures -->" of a page that is there stays.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE
 from mlxkv.eval.intervals import Interval
 
+FIGURES = "<!-- figures -->"
 HEADS = ("preset", "bits", "in all", "mean KL [95 %]", "", "of {}", "lower on", "top %", "right")
 NOTES = """\
 - bits: per stored value in pages, scales included; in all: of the whole cache with its exact tokens.
@@ -43,26 +45,36 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--title", default="Evidence on many texts")
     args = parser.parse_args(arguments)
     found = rows.current(rows.read(args.files))
-    blocks = table.blocks(found, args.split)
+    write(found, args.out, args.split, args.against, [f"# {args.title}"])
+
+
+def write(
+    found: Sequence[rows.Row], out: Path, split: str, against: str, head: Sequence[str]
+) -> list[Block]:
+    """Write the page `out`, its picture and its rows. head: lines above the figures of a new page.
+    Raises UserError."""
+    blocks = table.blocks(found, split)
     if not blocks:
-        raise UserError(f"[evidence.page] no KL of {args.split} texts; got {len(found)} rows")
-    lines = [f"# {args.title}", ""]
-    svg = args.out.with_suffix(".svg")
+        raise UserError(f"[evidence.page] no KL of {split} texts; got {len(found)} rows")
+    lines, svg = [FIGURES, ""], out.with_suffix(".svg")
     try:
+        if out.exists() and FIGURES in (old := out.read_text(encoding="utf-8")):
+            head = [old.split(FIGURES)[0].rstrip()]
         if plots.available():
             svg.write_text(picture.panels(blocks), encoding="utf-8")
             lines += [f"![Mean KL against bits]({svg.name})", ""]
-        lines += markdown(blocks, args.against)
-        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        text = "\n".join([*head, "", *lines, *markdown(blocks, against)])
+        out.write_text(text + "\n", encoding="utf-8")
         raw = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
-        args.out.with_suffix(".jsonl").write_text(raw, encoding="utf-8")
+        out.with_suffix(".jsonl").write_text(raw, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"[--out] cannot write; got {args.out}: {error.strerror}") from None
-    console.note(str(args.out))
+        raise UserError(f"[--out] cannot write; got {out}: {error.strerror}") from None
+    console.note(str(out))
+    return blocks
 
 
 def markdown(blocks: Sequence[Block], against: str) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for block in blocks:
         lines += [f"## {block.model}, {block.context} tokens, {_windows(block.windows)}", ""]
         lines += [*answer(block), ""]
@@ -90,7 +102,7 @@ def answer(block: Block) -> list[str]:
         told = "not told apart" if gap.holds(1.0) else "told apart"
         lines.append(
             f"- {title}: `{best.name}` has the least mean KL, {number(_mean(block, best))}; "
-            f"{_ratio(gap)} of the next, `{second.name}` ({told}; lower on "
+            f"{ratio(gap)} of the next, `{second.name}` ({told}; lower on "
             f"{block.lower(best.name, second.name)} of {len(block.texts)} texts)."
         )
     return lines
@@ -101,7 +113,7 @@ def _table(block: Block, entries: Sequence[Entry], against: str) -> list[str]:
     lines = [_line(head.format(f"`{against}`") for head in HEADS), _line(["---"] * len(HEADS))]
     for one in entries:
         found = block.ratio(one.name, against)
-        text = "1" if one.name == against else _ratio(found)
+        text = "1" if one.name == against else ratio(found)
         bold = one.name != against and not found.holds(1.0)
         lower = "" if one.name == against else f"{block.lower(one.name, against)}"
         cells = [
@@ -209,7 +221,7 @@ def with_limits(found: Interval) -> str:
     return f"{text} [{number(found.low)}, {number(found.high)}]" if found.known else text
 
 
-def _ratio(found: Interval) -> str:
+def ratio(found: Interval) -> str:
     text = f"{found.value:.2f}" if found.value < 100 else f"{found.value:.3g}"
     if not found.known:
         return text

@@ -82,8 +82,10 @@ def run(
         made = subject(asked, model, presets[model])
         here = [unit for unit in here if not _known(made, unit, known)]
         _bases(made, _turned(_texts(here), first), over)
+        ahead = sum(unit.calls(asked) for unit in here)
         for (windows, preset), some in groupby(here, key=lambda unit: (unit.windows, unit.preset)):
             wanted, begun = list(some), time.perf_counter()
+            ahead -= (calls := sum(unit.calls(asked) for unit in wanted))
             found = [0, 0]  # measured, failed
             for unit, numbers in _measured(made, windows, preset, wanted, over):
                 if numbers is None:
@@ -95,8 +97,13 @@ def run(
             if any(found):
                 took = time.perf_counter() - begun
                 what = f"{Path(model).name}, windows {windows}, {preset}"
-                console.note(f"{what}: {found[0]} texts, {found[1]} failed, {took:.0f} s")
+                rest = f"; the rest at this pace: {_long(took * ahead / calls)}" if ahead else ""
+                console.note(f"{what}: {found[0]} texts, {found[1]} failed, {took:.0f} s{rest}")
     return measured, failed, left
+
+
+def _long(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
 def _bases(made: Subject, texts: Sequence[Unit], over: Callable[[], bool]) -> None:
