@@ -138,7 +138,11 @@ def _rows(made: Subject, some: list[Unit], loaded) -> list[dict]:
 
     def rows_of(units: list[Unit]) -> list[dict]:
         found = made.measure(units, loaded)
-        return [{"of": made.of(unit)} | numbers for unit, numbers in zip(units, found, strict=True)]
+        when = round(time.time(), 6)
+        return [
+            {"of": made.of(unit), "state": made.state(unit), "when": when} | numbers
+            for unit, numbers in zip(units, found, strict=True)
+        ]
 
     try:
         return rows_of(some)
