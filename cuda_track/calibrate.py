@@ -36,13 +36,16 @@ SINK = 64  # first tokens of a window, which presets keep exact
 
 @dataclass
 class Moments:
-    """Sums of one layer, [G, D, D] float64. peaks: [G, D] by side, of the channels after SRFT. output: how
-    errors in values weigh, [G, D, D], or None."""
+    """Sums of one layer, [G, D, D] float64. peaks: [G, D] by side, of the channels after SRFT. total: [G, D]
+    float64, the sum of the `counted` keys of each kv head behind the first ones. output: how errors in values
+    weigh, [G, D, D], or None."""
 
     kv_heads: int
     sums: dict[str, np.ndarray] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, np.ndarray] = field(default_factory=dict)
+    total: np.ndarray | float = 0.0
+    counted: int = 0
     output: np.ndarray | None = None
 
     def add(self, call: Call) -> None:
@@ -50,6 +53,9 @@ class Moments:
         self._add("values", call.out)
         self._add("stored keys", call.keys[:, :, SINK:])
         self._add("stored values", call.values[:, :, SINK:])
+        rest = call.keys[:, :, SINK:]
+        self.total = self.total + rest.float().sum((0, 2)).cpu().double().numpy()
+        self.counted += rest.shape[0] * rest.shape[2]
         for side, x in zip(SIDES, (call.keys, call.values), strict=True):
             if x.shape[2] > SINK:
                 found = peaks(x[:, :, SINK:]).cpu().numpy()
@@ -150,7 +156,10 @@ def _basis(moments: Moments, side: str, where: str) -> Basis:
     if found is not None:
         found = np.where(found > 0, found, 1.0).astype(np.float32)
     values, vectors = values.astype(np.float32), vectors.astype(np.float32)
-    return Basis(values, vectors, floored, balance=pair, peaks=found)
+    key_mean = None
+    if side == "keys" and moments.counted:
+        key_mean = (moments.total / moments.counted).astype(np.float32)
+    return Basis(values, vectors, floored, balance=pair, peaks=found, mean=key_mean)
 
 
 def _balance(moments: Moments, side: str, where: str, queries: np.ndarray) -> Balance:

@@ -74,6 +74,9 @@ class CompressedKVCache(GoesBack):
         The view holds the new tokens exactly, also when this very call seals them.
         """
         self._check_batch(keys)
+        if self.config.centred:
+            self._check_heads(keys.shape[1])
+            keys = self.layer_maps.left(keys)
         self.offset += keys.shape[2]
         if self._count + keys.shape[2] <= self._room:
             self._append((keys, values))
@@ -139,6 +142,8 @@ class CompressedKVCache(GoesBack):
     def _check_heads(self, heads: int) -> None:
         turns = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
         made = {len(turn.down) for turn in turns if turn.down.ndim == 3}
+        if self.layer_maps and self.layer_maps.mean is not None:
+            made.add(len(self.layer_maps.mean))
         if made - {heads}:
             raise UserError(
                 f"[CompressedKVCache] transforms of {max(made)} kv heads; got keys of {heads}; choose "

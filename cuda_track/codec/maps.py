@@ -19,19 +19,31 @@ from mlxkv.formats.config import CALIBRATED
 class LayerMaps:
     """The transforms of one layer, of keys and of values: [D, R] or [G, D, R].
 
-    digest: of the calibration, "" for none. layer: its name there.
+    digest: of the calibration, "" for none. layer: its name there. mean: [G, 1, D] float32, which is taken
+    from keys as they arrive, for a configuration that says so; attention needs nothing back
+    (`mlxkv.spec.balanced`).
     """
 
     keys: Transform
     values: Transform
     digest: str = ""
     layer: str = ""
+    mean: torch.Tensor | None = None
 
     def __deepcopy__(self, memo) -> LayerMaps:
         return self  # as constant as weights: copies of a cache share it
 
     def to(self, device: torch.device) -> LayerMaps:
-        return replace(self, keys=self.keys.to(device), values=self.values.to(device))
+        mean = None if self.mean is None else self.mean.to(device)
+        return replace(self, keys=self.keys.to(device), values=self.values.to(device), mean=mean)
+
+    def left(self, keys: torch.Tensor) -> torch.Tensor:
+        """keys [B, G, L, D] without the mean, in their dtype."""
+        return keys if self.mean is None else (keys.float() - self.mean).to(keys.dtype)
+
+    def whole(self, keys: torch.Tensor) -> torch.Tensor:
+        """The inverse of `left`."""
+        return keys if self.mean is None else (keys.float() + self.mean).to(keys.dtype)
 
 
 def of(
@@ -49,9 +61,15 @@ def of(
             *(pair(*both) for both in layers.pairs(calibration, kinds, name)),
             digest=calibration.digest,
             layer=name,
+            mean=_mean(layers.key_mean(calibration, kinds, name)),
         )
         for name in (calibration.layers if names is None else names)
     }
+
+
+def _mean(mean: np.ndarray | None) -> torch.Tensor | None:
+    """[G, D] -> [G, 1, D]"""
+    return None if mean is None else torch.from_numpy(mean[:, None].copy())
 
 
 def pair(down: np.ndarray, up: np.ndarray) -> Transform:
@@ -63,6 +81,9 @@ def pair(down: np.ndarray, up: np.ndarray) -> Transform:
 def cut(maps: LayerMaps, rank: int, size: int) -> LayerMaps:
     """The maps of the kv heads that the `rank`-th of `size` processes has. Raises UserError."""
     made = {}
+    if maps.mean is not None:
+        own = layers.share(len(maps.mean), rank, size, maps.layer)
+        made["mean"] = maps.mean[own].contiguous()
     for name in SIDES:
         side = getattr(maps, name)
         if side.down.ndim == 3:

@@ -30,6 +30,7 @@ METHODS = {
     "oja": "OjaKV, SnapKV",
     "oscar": "OSCAR",
     "balanced": "balanced",
+    "centred": "balanced, keys centred",
     "scaled": "SRFT with scales",
     "kitty": "Kitty",
     "learned": "learning",

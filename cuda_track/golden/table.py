@@ -56,6 +56,10 @@ class TorchTable(Table):
     def decoded(self, code: Codec, stored: Stored) -> np.ndarray:
         return self.array(code.decode_stored(stored, torch.float32))
 
+    def left(self, keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        turn = self.transform("none", keys.shape[-1], 0)
+        return LayerMaps(turn, turn, mean=mean[:, None]).left(keys)
+
     def attend(self, it: Attention) -> torch.Tensor:
         return attend(it.q, self.given(it), it.scale, it.mask, it.sink_logits)
 

@@ -56,7 +56,7 @@ def attend_or_pass(
         def ours(q, k, v, mask):
             return attend(q, View((k, v)), scale, _biased(mask, bias, q, k), sinks, softcap)
 
-        out = probed(query, key, value, mask, own, ours, softcap is not None)
+        out = probed(query, key, value, mask, own, ours, softcap is not None, sinks is not None)
         return out.transpose(1, 2).contiguous(), None
     if plain and (eager or softcap is not None) and _eager(module) is not None:
         return _eager_of(module, query, key, value, mask, scale, kwargs)

@@ -29,14 +29,14 @@ class Probe(CompressedLayer):
     """A layer that holds the few tokens of a dry run.
 
     sizes: kv heads, key dim, value dim, once something was stored. capped: whether scores are
-    (softcap). refused: why a compressed layer cannot stand here.
+    (softcap). sinks: whether a logit stands beside them. refused: why a compressed layer cannot stand here.
     """
 
     def __init__(self):
         super().__init__(CompressedKVCache(WIDEST))
         self.sizes: tuple[int, int, int] | None = None
         self.calls: list[int] = []
-        self.waiting = self.capped = False
+        self.waiting = self.capped = self.sinks = False
         self.refused: str | None = None
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -91,7 +91,14 @@ def _plain(tree):
 
 
 def probed(
-    query: torch.Tensor, key: Handle, value, mask, own: Callable, ours: Callable, capped: bool
+    query: torch.Tensor,
+    key: Handle,
+    value,
+    mask,
+    own: Callable,
+    ours: Callable,
+    capped: bool,
+    sinks: bool = False,
 ) -> torch.Tensor:
     """Attend as `own` does, and note whether `ours` agrees. Both take (queries, keys, values, mask)."""
     probe: Probe = key.probe
@@ -99,7 +106,7 @@ def probed(
     if not isinstance(value, Handle) or value.probe is not probe:
         probe.refuse("the model attends with keys and values of different caches")
         return own(query, keys, values, mask)
-    probe.waiting, probe.capped = False, capped
+    probe.waiting, probe.capped, probe.sinks = False, capped, sinks
     try:
         gap = _gap(query, keys, values, mask, own, ours)
         if not gap < NEAR:

@@ -16,7 +16,7 @@ from cuda_track.models.layers import has_class, holds_state, plain_layers, repla
 from cuda_track.models.parallel import share_of
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, compressed
+from mlxkv.models.catalog.reports import ASKED_FOR, CAPPED, SINKS, LayerReport, compressed
 from mlxkv.models.catalog.shapes import layers_of, text_config
 
 
@@ -24,7 +24,7 @@ from mlxkv.models.catalog.shapes import layers_of, text_config
 class Found:
     """One cache of a model. kind: of its layer. sizes: kv heads in this process, key dim, value dim.
 
-    capped: scores are (softcap). reason: why it cannot be replaced, or None.
+    capped: scores are (softcap). sinks: a logit stands beside them. reason: why it cannot be replaced, or None.
     """
 
     kind: str
@@ -32,6 +32,7 @@ class Found:
     reason: str | None
     sizes: tuple[int, int, int] = (0, 0, 0)
     capped: bool = False
+    sinks: bool = False
 
     def report(
         self, index: int, config: CacheConfig, label: str, device: torch.device
@@ -39,6 +40,8 @@ class Found:
         reason = self.reason if config.compresses else ASKED_FOR
         if self.capped and config.listens:
             reason = reason or "queries of capped scores cannot be observed"
+        if config.centred and (self.capped or self.sinks):
+            reason = reason or (CAPPED if self.capped else SINKS)
         if reason:
             return LayerReport(index, self.kind, False, reason, kernel="sdpa", grows=self.grows)
         why = choose.why_not(config, self.sizes[1:], device)
@@ -82,7 +85,7 @@ def _of_probe(probe: dryrun.Probe, latent: bool) -> Found:
         return Found("not used", False, "the model uses no cache of transformers")
     if reason and latent and probe.refused:
         return Found("latent", True, "latent cache that grows: not supported")
-    return Found("full", True, reason, probe.sizes or (0, 0, 0), probe.capped)
+    return Found("full", True, reason, probe.sizes or (0, 0, 0), probe.capped, probe.sinks)
 
 
 def _of_class(layer, reason: str | None = None) -> Found:

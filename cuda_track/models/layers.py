@@ -175,8 +175,9 @@ class CompressedCache(Cache):
             elif not layer.cache.offset:
                 yield None, None, None
             else:
-                view = layer.cache.view()
-                yield *view.whole(view.live[0].dtype), None
+                cache, view = layer.cache, layer.cache.view()
+                keys, values = view.whole(view.live[0].dtype)
+                yield cache.layer_maps.whole(keys) if cache.config.centred else keys, values, None
 
     @property
     def nbytes(self) -> int:

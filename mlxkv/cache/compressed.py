@@ -21,6 +21,7 @@ from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Contents, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View
 from mlxkv.codec import encoding, maps
+from mlxkv.codec.centre import Centre, left
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
@@ -110,10 +111,22 @@ class CompressedKVCache(GoesBack, Contract):
 
         The view holds the new tokens exactly, also when they are sealed by this very call.
         """
-        views = self._update(keys, values)
+        views = self._update(self.arriving(keys), values)
         if keys.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
             ahead(self.arrays())
         return views
+
+    @property
+    def centre(self) -> Centre | None:
+        """The mean that is taken from keys, if `config` says so."""
+        return self.layer_maps.centre if self.config.centred else None
+
+    def arriving(self, keys: mx.array) -> mx.array:
+        """New keys [B, G, L, D] as they are held, exactly and in pages: without their mean, for a centred
+        `config`. Raises UserError for heads that were not calibrated."""
+        if (centre := self.centre) is not None:
+            self.layer_maps.check(keys.shape[1])
+        return left(centre, keys)
 
     def _update(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         if self._count + keys.shape[2] <= self._room:

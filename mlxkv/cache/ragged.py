@@ -22,6 +22,7 @@ from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.pages import Pages
 from mlxkv.cache.stores import Contents, Records
 from mlxkv.cache.view import KernelPlan, Pair, RaggedView, RecordPages
+from mlxkv.codec.centre import left
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import TOKENS
 
@@ -33,6 +34,7 @@ class Ragged:
     def __init__(self, like: Contents, store: Records, heads: int, dtype: mx.Dtype):
         self.like = replace(like, offset=0, live=None, sink=None, last=None, store=None)
         self.config, self.layer_maps = like.config, like.layer_maps
+        self.centre = self.layer_maps.centre if self.config.centred else None
         self.store, self.heads, self.dtype = store, heads, dtype
         self.each = self.config.page // TOKENS  # records of a page
         self.pages = Pages.of_many(store.layout, self.config.page, heads)
@@ -124,7 +126,7 @@ class Ragged:
     def append(self, keys: mx.array, values: mx.array) -> RaggedView:
         """Append keys, values: [B, G, L, D] with L up to DECODE_TOKENS."""
         self.settle()
-        new = keys.shape[2]
+        keys, new = left(self.centre, keys), keys.shape[2]
         at = _positions(tuple(self.counts), new)
         live = tuple(
             mx.put_along_axis(old, mx.broadcast_to(at, x.shape), x.astype(old.dtype), axis=2)

@@ -11,13 +11,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.codec import transform
+from mlxkv.codec.centre import Centre
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.layers import Kinds
-from mlxkv.formats.config import CALIBRATED, PCA, SCALED, SHARED
+from mlxkv.formats.config import CALIBRATED, CENTRED, PCA, SCALED, SHARED
 from mlxkv.formats.lowrank import LowRank
 
 ROTATED: Kinds = (CALIBRATED, CALIBRATED)
@@ -29,7 +30,7 @@ class LayerMaps:
 
     digest: of the calibration, "" for none. layer: its name there. kinds: `Side.kind` of keys and
     values. folded: the weights of the model already apply the value map, so values
-    arrive in the stored domain.
+    arrive in the stored domain. centre: the mean of keys, for kinds that take it from them.
     """
 
     keys: Transform
@@ -38,13 +39,17 @@ class LayerMaps:
     layer: str = ""
     kinds: Kinds = ROTATED
     folded: bool = False
+    centre: Centre | None = None
 
     def check(self, heads: int) -> None:
         """Raises UserError unless they fit this number of kv heads."""
-        for side in (self.keys, self.values):
-            if side.down.ndim == 3 and side.down.shape[0] != heads:
+        made = {len(side.down) for side in (self.keys, self.values) if side.down.ndim == 3}
+        if self.centre is not None:
+            made.add(len(self.centre.mean))
+        for count in made:
+            if count != heads:
                 raise UserError(
-                    f"[attach] this calibration has maps of {side.down.shape[0]} kv heads; got {heads}, "
+                    f"[attach] this calibration has maps of {count} kv heads; got {heads}, "
                     "as of a model that was spread over processes (model.shard); attach with "
                     "group=, or choose a preset without calibration, such as int4"
                 )
@@ -54,16 +59,16 @@ class LayerMaps:
 
     def __reduce__(self):
         key = (self.digest, self.layer, self.kinds, self.folded)
-        return _known, (self.keys, self.values, *key)
+        return _known, (self.keys, self.values, self.centre, *key)
 
 
 Key = tuple[str, str, Kinds, bool]  # digest, layer, kinds, folded
 _at_hand: WeakValueDictionary[Key, LayerMaps] = WeakValueDictionary()
 
 
-def _known(keys: Transform, values: Transform, *key) -> LayerMaps:
+def _known(keys: Transform, values: Transform, centre: Centre | None, *key) -> LayerMaps:
     """Unpickle: maps at hand are shared, as copies do; others are at hand from here on."""
-    made = LayerMaps(keys, values, *key)
+    made = LayerMaps(keys, values, *key, centre=centre)
     return _at_hand.setdefault(key, made) if made.digest else made
 
 
@@ -80,7 +85,12 @@ def of(
         key = (calibration.digest, name, kinds, False)
         made = _at_hand.get(key)
         if made is None:
-            made = _at_hand[key] = LayerMaps(*_sides(calibration, kinds, name), *key)
+            mean = layers.key_mean(calibration, kinds, name)
+            sides, centre = (
+                _sides(calibration, kinds, name),
+                None if mean is None else _centre(mean),
+            )
+            made = _at_hand[key] = LayerMaps(*sides, *key, centre=centre)
         out[name] = made
     return out
 
@@ -113,7 +123,10 @@ def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
 def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
     """The maps of the kv heads of process `rank` of `size`; `model.shard` of mlx-lm gives each an equal
     run of heads. Raises UserError where heads cannot be shared evenly."""
-    sides = []
+    sides, centre = [], layer_maps.centre
+    if centre is not None:
+        mine = layers.share(len(centre.mean), rank, size, layer_maps.layer)
+        centre = Centre(centre.mean[mine])
     for side in (layer_maps.keys, layer_maps.values):
         heads = side.down.shape[0] if side.down.ndim == 3 else size
         mine = layers.share(heads, rank, size, layer_maps.layer)
@@ -123,7 +136,7 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
     key = (digest, layer_maps.layer, layer_maps.kinds, layer_maps.folded)
     made = _at_hand.get(key) if digest else None
     if made is None:
-        made = LayerMaps(*sides, *key)
+        made = LayerMaps(*sides, *key, centre=centre)
         if digest:
             _at_hand[key] = made
     return made
@@ -157,10 +170,18 @@ def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -
 @lru_cache(maxsize=8)
 def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> LayerMaps:
     """Random maps for heads of (key, value) dims, to try or time kernels with."""
-    return LayerMaps(*map(_random, kinds, (heads, heads), dims), kinds=kinds)
+    sides = map(_random, kinds, (heads, heads), dims)
+    mean = np.cos(np.arange(heads * dims[0])).reshape(heads, dims[0])
+    return LayerMaps(*sides, kinds=kinds, centre=_centre(mean) if kinds[0] in CENTRED else None)
+
+
+def _centre(mean: np.ndarray) -> Centre:
+    """mean: [G, D]."""
+    return Centre(mx.array(mean.astype(np.float32)[:, None]))
 
 
 def _random(kind: str, heads: int, dims: int) -> Transform:
+    kind = CENTRED.get(kind, kind)
     turn = matrices.random_basis(heads, dims, dims)
     if kind.startswith(PCA):
         size = kind.split()[1]

@@ -13,6 +13,7 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.runs import Segments
 from mlxkv.cache.view import View
 from mlxkv.codec import dual_scale, packing, polar_tree, transform
+from mlxkv.codec.centre import Centre
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Transform
@@ -51,6 +52,9 @@ class MLXTable(Table):
 
     def decoded(self, code: Codec, stored: Stored) -> np.ndarray:
         return np.array(code.decode_stored(stored, mx.float32))
+
+    def left(self, keys: mx.array, mean: mx.array) -> mx.array:
+        return Centre(mean[:, None]).left(keys)
 
     def attend(self, it: Attention) -> mx.array:
         config = CacheConfig(*it.sides, page=it.page)

@@ -77,9 +77,9 @@ def cost(parts: list[Part], arms: Arms) -> str:
     return f"to read: {' and '.join(said)}, by {caches}{less}" if said else caches
 
 
-def _demand(config: CacheConfig) -> tuple[bool, bool]:
+def _demand(config: CacheConfig) -> tuple[bool, ...]:
     """How much a calibration has to hold for it: what older files lack comes first."""
-    return config.scaled, bool(config.balanced or config.low)
+    return config.centred, config.scaled, bool(config.balanced or config.low)
 
 
 def _spec(asked: SimpleNamespace) -> plan.Spec:

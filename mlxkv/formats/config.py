@@ -19,6 +19,7 @@ CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
 SHARED = "oscar-layer"  # one rotation for all kv heads of a layer
 SCALED = "srft-scaled"  # SRFT, then a calibrated scale per channel
 PAIRED = (BALANCED, LEARNED)  # calibrated maps that are not rotations
+CENTRED = {"oscar-centred": CALIBRATED, "balanced-centred": BALANCED}  # behind the mean of keys
 PCA = "pca"  # fewer dims, from a calibration
 BLOCKS = ("hadamard-16", "hadamard-128")  # of at most so many dims
 SPREAD = "hadamard-srft"  # Hadamard, or srft for head dims that are not a power of two
@@ -32,6 +33,7 @@ TRANSFORMS = (
     CALIBRATED,
     SHARED,
     *PAIRED,
+    *CENTRED,
     SCALED,
     PCA,
 )
@@ -49,7 +51,8 @@ class Side:
         "srft" (every even head dim), "hadamard-srft" (hadamard where it exists, else srft), "random" (a dense random
         rotation, every head dim); or, per kv head from `mlxkv calibrate`, "oscar" (a rotation),
         "balanced" (an invertible map), "pca" (fewer dims, by `low`) and, with --learn, "learned" (SRFT,
-        then a map trained with Adam); or, per layer, "oscar-layer" (a rotation) and "srft-scaled" (SRFT,
+        then a map trained with Adam); "oscar-centred" and "balanced-centred" (of keys alone) take a calibrated
+        mean from every key first; or, per layer, "oscar-layer" (a rotation) and "srft-scaled" (SRFT,
         then a scale per channel).
     seed: seed of the transform's random signs or matrix; 0 for "srft-scaled", whose scales belong to it.
     own_clip: keep this clip, even where one was searched for the model.
@@ -76,7 +79,12 @@ class Side:
     @property
     def calibrated(self) -> bool:
         """Whether its transform comes from a calibration of the model."""
-        return self.transform in (CALIBRATED, SHARED, *PAIRED, SCALED, PCA)
+        return self.transform in (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA)
+
+    @property
+    def centred(self) -> bool:
+        """Whether a calibrated mean is taken from what is stored."""
+        return self.transform in CENTRED
 
     @property
     def kind(self) -> str:
@@ -170,6 +178,16 @@ class CacheConfig:
             raise UserError(
                 f"[CacheConfig] windows must be 0 or more; got {self.sink}, {self.recent}"
             )
+        if self.values.centred:
+            raise UserError(
+                f"[CacheConfig] only keys can be stored without their mean; got values {self.values.transform}; "
+                f"choose {CENTRED[self.values.transform]}"
+            )
+        if self.keys.centred and self.listens:
+            raise UserError(
+                "[CacheConfig] keys without their mean cannot be selected, and no basis follows them; got "
+                f"{self.keys.transform}; choose {CENTRED[self.keys.transform]}"
+            )
         if not 0 < self.keep <= 1:
             raise UserError(f"[CacheConfig] keep must be above 0 and at most 1; got {self.keep}")
 
@@ -210,7 +228,13 @@ class CacheConfig:
     @property
     def balanced(self) -> bool:
         """Whether a side needs the balanced transforms of a calibration."""
-        return BALANCED in (self.keys.transform, self.values.transform)
+        sides = (self.keys.transform, self.values.transform)
+        return BALANCED in map(CENTRED.get, sides, sides)
+
+    @property
+    def centred(self) -> bool:
+        """Whether keys are stored without their mean, which older calibrations lack."""
+        return self.keys.centred
 
     @property
     def low(self) -> bool:

@@ -121,6 +121,11 @@ def _oja(share: float, quantizer: Quantizer | None = None) -> CacheConfig:
     return low_rank(LowRank(share, follows=True), quantizer or Half(), quantizer or Half())
 
 
+def _centred(config: CacheConfig) -> CacheConfig:
+    """The same with a calibrated mean taken from every key, which softmax does not see (OptR)."""
+    return replace(config, keys=replace(config.keys, transform=f"{config.keys.transform}-centred"))
+
+
 CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
 
 PRESETS: dict[str, CacheConfig] = {
@@ -184,6 +189,10 @@ PRESETS: dict[str, CacheConfig] = {
     "balanced-k3v2+channels": _channels(3, 2),
     "balanced-int2+g64": _balanced(2, 2, 64),
     "balanced-int2+g32": _balanced(2, 2, 32),
+    # Keys without their mean: balanced maps of what is left, and OSCAR's rotation.
+    "centred-int3": _centred(_balanced(3, 3)),
+    "centred-int2": _centred(_balanced(2, 2)),
+    "oscar-int2+centred": _centred(_oscar(2, keys=0.96, values=0.92)),
     # Learned scales and rotations (SRFT paper, section 5), from mlxkv calibrate --learn.
     "learned-int4": _both(4, LEARNED),
     "learned-int3": _both(3, LEARNED),

@@ -17,6 +17,15 @@ its inverse transpose, so outlier channels are undone. Orthogonal maps change ne
 does better than the identity here. An orthogonal mixing after the map is free to choose: HP as in
 `oscar.py`, which spreads a token evenly over the dims of a group.
 
+Centred keys: with the mean m of a kv head's keys after RoPE taken from every key,
+
+    softmax over t of q . (k_t - m) = softmax over t of (q . k_t - q . m) = softmax over t of q . k_t,
+
+exactly, since all scores of a query lose the same number. That holds as long as every key which the query sees
+is without m, those of the exact windows too, and nothing stands beside the scores (sink logits) or bends
+them (soft-capping). What is left has Sigma - m m^T as its second moment, and the map is made for that. After
+OptR (arXiv 2608.02691), which removes the mean before its rotations; `transform_coding.centred` is its formula.
+
 Row vectors: stored = x @ down, x = stored @ up, query @ up^T meets stored. `G` kv heads, `H` query
 heads, `D` head dim.
 """
@@ -62,6 +71,11 @@ def balanced(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np
     down = np.linalg.inv(lower).T @ turn[:, ::-1] * np.sqrt(sigma)
     top = np.abs(down).argmax(0)
     return down * np.sign(down[top, np.arange(len(top))]), sigma
+
+
+def about_mean(noise: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Return the covariance [D, D] of keys with second moment `noise` [D, D] and mean [D]."""
+    return noise - np.outer(mean, mean)
 
 
 def pair(down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -39,6 +39,7 @@ from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import (
     BALANCE_BOUND,
     BOUNDS,
+    CENTRED_BOUND,
     FITTED_BOUND,
     LEVELS_BOUND,
     NORM_BOUND,
@@ -137,6 +138,10 @@ class Table:
         """Values in the stored domain, [B, G, T, R] float32."""
         raise NotImplementedError
 
+    def left(self, keys: Tensor, mean: Tensor) -> Tensor:
+        """Keys [B, G, L, D] without their mean [G, D]."""
+        raise NotImplementedError
+
     def attend(self, it: Attention) -> Tensor:
         raise NotImplementedError
 
@@ -178,7 +183,7 @@ class Table:
         return (
             *(self.transform_rows, self.packing_rows, self.affine_rows, self.clip_rows),
             *(self.encode_rows, self.attention_rows, self.oscar_rows, self.balanced_rows),
-            self.scaled_rows,
+            *(self.scaled_rows, self.centred_rows),
             *(self.codebook_rows, self.polar_tree_rows, self.dual_scale_rows, self.polar_rows),
             *(self.kitty_rows, self.oja_rows),
         )
@@ -313,6 +318,21 @@ class Table:
             codes = self.unpack(stored["codes"], spec.bits, dims)
             row = compare_codes("seal", f"tensor.{dims}", codes, own["codes"], own["near"])
             yield replace(row, wrong=row.wrong + self._off(stored["scale"], own["scale"]))
+
+    def centred_rows(self) -> Rows:
+        """Keys without their mean, pages behind the maps of what is left, and attention over such keys, exact."""
+        for dims, given in by_dims("centred"):
+            came, mean = self.tensor(given["k.came"]), self.floats(given["k.mean"])
+            own, spec, case = self.left(came, mean), given["k.x"], f"centred.{dims}"
+            wrong = steps_off(self.array(own).astype(np.float64), spec.astype(np.float64))
+            yield Row("centred", case, spec.size, wrong=wrong)
+            pairs = {x: (given[f"{x}.down"], given[f"{x}.up"]) for x in "kv"}
+            yield from self._page_rows("centred", BALANCED, dims, given, pairs)
+            q, k, v = self._inputs(given)
+            exact, scale = given["exact"], dims**-0.5
+            out = self.over(q[:, :, -exact.shape[2] :], self.view((k, v)), scale)
+            error = rms(self.array(out), exact)  # of the keys as they came
+            yield Row("attention", f"{case}.exact", exact.size, rms=error, bound=CENTRED_BOUND)
 
     def _page_rows(
         self, table: str, kind: str, dims: int, given: Arrays, pairs: dict, specs=PAGE_SIDES
@@ -598,6 +618,14 @@ def shared_rows() -> Rows:
             error = max(map(rms, balance.mixed(down, matrices.PARTS), pair))
             name = f"balanced.{dims}.{letter}"
             yield Row("balances", name, down.size, rms=error, bound=BOUNDS["transforms"])
+    for dims, given in by_dims("centred"):
+        noise, mean, reads = (
+            given[f"k.{n}"].astype(np.float64) for n in ("noise", "mean", "reads")
+        )
+        down = balance.balance(balance.about_mean(noise, mean), reads)[0]
+        pair = given["k.down"], given["k.up"]
+        error, name = max(map(rms, balance.mixed(down, matrices.PARTS), pair)), f"centred.{dims}.k"
+        yield Row("balances", name, down.size, rms=error, bound=BOUNDS["transforms"])
     for dims, given in by_dims("scaled"):
         for letter in "kv":
             made = layers.scaled(layers.channel_scale(given[f"{letter}.peaks"]))

@@ -12,6 +12,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, put
 from mlxkv.cache.fixed.own import Own
 from mlxkv.cache.view import BatchView, FixedView
+from mlxkv.codec.centre import left
 from mlxkv.metal.lengths import Later, shared
 
 
@@ -45,7 +46,7 @@ class Together(Form):
         self.has_sink = ragged.sink is not None
         self.seals = ragged.seals_after(new)
         self.emulated = store.emulated
-        self.key = Together, store.form, self.division, self.has_sink
+        self.key = Together, store.form, self.division, self.has_sink, ragged.centre
         self.lockstep = Together, config.page, config.recent, config.sink
         state = ragged.offsets, ragged.counts, ragged.parted, pages.counts, pages.starts
         self.state = tuple(map(tuple, state))
@@ -88,7 +89,7 @@ class _BatchStandIn(StandIn):
 class _TogetherStandIn(_BatchStandIn):
     def __init__(self, form: Together, arrays: Sequence[mx.array], numbers: Numbers):
         self._numbers, self._live = numbers, tuple(arrays[:2])
-        self._batch, self._division = form.batch, form.division
+        self._batch, self._division, self._centre = form.batch, form.division, form.ragged.centre
         rest = 4 if form.has_sink else 2
         self._sink = tuple(arrays[2:rest]) or None
         self._pages = form.ragged.room(arrays[rest:])
@@ -98,7 +99,8 @@ class _TogetherStandIn(_BatchStandIn):
         return self._numbers.once("offset", lambda: self._numbers.array[: self._batch])
 
     def _append(self, keys: mx.array, values: mx.array) -> FixedView:
-        self.written = put(self._live, (keys, values), self._numbers, self._batch, each=True)
+        pair = left(self._centre, keys), values
+        self.written = put(self._live, pair, self._numbers, self._batch, each=True)
         lengths = self._numbers.once(
             "lengths", lambda: Later(self._numbers.array[2 * self._batch :], self._division)
         )

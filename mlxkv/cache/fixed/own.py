@@ -10,6 +10,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import FixedView
+from mlxkv.codec.centre import left
 from mlxkv.formats.records import TOKENS
 from mlxkv.metal.lengths import Division, Later
 
@@ -25,7 +26,8 @@ class Own(Form):
         sink, config, pages = cache.sink, cache.config, self.store.pages
         self.n_sink = config.sink if sink else 0
         self.seals = cache.count + new > config.room(sink is not None)
-        self.key = self.store.form, self.n_sink
+        self.centre = cache.centre
+        self.key = self.store.form, self.n_sink, self.centre
         shape = live[0].shape[:2]
         self.lockstep = type(self.store), shape, config.page, config.recent, self.n_sink
         self.state = cache.offset, cache.count, pages.counts[0]
@@ -57,7 +59,7 @@ class Own(Form):
 
 class _OwnStandIn(StandIn):
     def __init__(self, form: Own, arrays: Sequence[mx.array], numbers: Numbers):
-        self._numbers, self._live = numbers, tuple(arrays[:2])
+        self._numbers, self._live, self._centre = numbers, tuple(arrays[:2]), form.centre
         rest = 4 if form.n_sink else 2
         self._sink = tuple(arrays[2:rest]) or None
         self._pages = form.store.room(arrays[rest:])
@@ -65,7 +67,7 @@ class _OwnStandIn(StandIn):
         self._view: FixedView | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
-        self._write(keys, values, 1)
+        self._write(left(self._centre, keys), values, 1)
         lengths = self._numbers.once(
             ("lengths", self._division), lambda: Later(self._numbers.array[2:], self._division)
         )

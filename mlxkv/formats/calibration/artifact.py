@@ -11,7 +11,8 @@ Since format 2 a side may have a balanced transform (`mlxkv.formats.calibration.
 rms of what it stores.
 
 Since format 3 a side may have `LAYER.SIDE.peaks` [G or 1, D], the largest absolute values of the channels
-after SRFT with seed 0, from which presets with a scale per channel make their scales.
+after SRFT with seed 0, from which presets with a scale per channel make their scales; and there may be
+`LAYER.keys.mean` [G, D], the mean of the keys of each kv head, which presets with centred keys take from them.
 
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
 0.94}]`, or null where none were searched. The formats of other transforms than a rotation per
@@ -37,7 +38,7 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.learned import Learned
-from mlxkv.formats.config import PAIRED, SCALED, CacheConfig
+from mlxkv.formats.config import CENTRED, PAIRED, SCALED, CacheConfig
 from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.untrusted import Unsound, whole
 
@@ -47,7 +48,7 @@ FORMATS = (1, 2, 3)  # that this version reads
 NAME = "mlxkv-calibration"
 SIDES = ("keys", "values")
 TENSORS, MORE = ("values", "vectors"), ("down", "sigma")  # of every side; of a balanced transform
-PEAKS = "peaks"
+PEAKS, MEAN = "peaks", "mean"
 ORTHONORMAL = 1e-4  # largest entry of |U^T U - I| in a sound file
 FIELDS = {
     "fingerprint": str,
@@ -73,6 +74,7 @@ class Basis:
     clips: searched clips, by `Side.format`; other formats keep the preset's.
     balance: the balanced or learned transform, None in files without.
     peaks: largest absolute values [G, D] after SRFT, above 0, None in files without.
+    mean: of keys, [G, D] of every kv head even where they share the rest; None for values, and in files without.
     """
 
     values: np.ndarray
@@ -81,6 +83,7 @@ class Basis:
     clips: Mapping[str, float] = field(default_factory=dict)
     balance: Balance | None = None
     peaks: np.ndarray | None = None
+    mean: np.ndarray | None = None
 
     @property
     def condition(self) -> float:
@@ -90,19 +93,26 @@ class Basis:
     def is_like(self, other: Basis, form: str) -> bool:
         """Return whether `other` has the same transform that the clips of `form` were searched for."""
         sides = [self, other]
+        if form.startswith(tuple(CENTRED)) and not _close(self.mean, other.mean):
+            return False
         if form.startswith(PAIRED):
             sides = [side.balance and side.balance.down for side in sides]
         elif form.startswith(SCALED):
             sides = [side.peaks for side in sides]
         else:
             sides = [side.vectors for side in sides]
-        if any(x is None for x in sides) or sides[0].shape != sides[1].shape:
-            return False
-        return bool(np.abs(sides[0] - sides[1]).max() <= ORTHONORMAL * np.abs(sides[0]).max())
+        return _close(*sides)
 
     def rotation(self, parts: str) -> np.ndarray:
         """Return R [G, D, D] float32: stored = x @ R, x = stored @ R^T."""
         return matrices.compose(self.vectors.astype(np.float64), parts).astype(np.float32)
+
+
+def _close(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    """Whether both are there, and differ by no more than two runs of one calibration."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return bool(np.abs(one - other).max() <= ORTHONORMAL * np.abs(one).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,11 +177,20 @@ class Calibration:
             for side in SIDES
         )
 
+    @property
+    def centred(self) -> bool:
+        """Whether every layer has the mean of its keys."""
+        return all(layer.keys.mean is not None for layer in self.layers.values())
+
     def serves(self, config: CacheConfig) -> bool:
-        """Whether it has what balanced, low-rank and scaled sides of `config` need; learned maps are always
-        named by their file."""
-        paired = config.balanced or config.low
-        return (self.balanced or not paired) and (self.scaled or not config.scaled)
+        """Whether it has what balanced, low-rank, scaled and centred sides of `config` need; learned maps are
+        always named by their file."""
+        needs = (
+            (config.balanced or config.low, self.balanced),
+            (config.scaled, self.scaled),
+            (config.centred, self.centred),
+        )
+        return all(has for needed, has in needs if needed)
 
     @property
     def _paired(self) -> bool:
@@ -191,6 +210,8 @@ class Calibration:
                     out |= {f"{name}.{side}.{p}": getattr(basis.balance, p) for p in MORE}
                 if basis.peaks is not None:
                     out[f"{name}.{side}.{PEAKS}"] = basis.peaks
+                if basis.mean is not None:
+                    out[f"{name}.{side}.{MEAN}"] = basis.mean
         return out
 
     def with_clips_of(self, old: Calibration) -> tuple[Calibration, int]:
@@ -263,6 +284,11 @@ class Calibration:
         if not self.scaled:
             raise self._fault("holds no scales per channel: an older version made it")
 
+    def check_centred(self) -> None:
+        """Raise UserError if the means of keys are missing."""
+        if not self.centred:
+            raise self._fault("holds no means of keys: an older version made it")
+
     def check_learned(self) -> None:
         """Raise UserError if learned transforms are missing."""
         if self.learned is None:
@@ -318,8 +344,13 @@ def read(path: Path | str) -> Calibration:
                     _check_balance(path, where, found, values.shape)
                 peaks = tensors.get(f"{name}.{side}.{PEAKS}")
                 _check_peaks(path, where, peaks, values.shape)
+                mean = tensors.get(f"{name}.{side}.{MEAN}") if side == "keys" else None
+                if mean is not None and mean.shape != (entry["kv_heads"], values.shape[1]):
+                    raise ValueError(f"{where}: shape {mean.shape}")
+                if mean is not None:
+                    _check_numbers(path, where, mean)
                 floored = whole(floored, "floored")
-                sides[side] = Basis(values, vectors, floored, clips, found, peaks)
+                sides[side] = Basis(values, vectors, floored, clips, found, peaks, mean)
             layers[name] = Layer(whole(entry["kv_heads"], "kv_heads", 1), **sides)
         known = {name: header[name] for name in FIELDS}
         learned = Learned.of(header.get("learned"))

@@ -62,6 +62,22 @@ def balance(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.
     return down * np.sign(np.take_along_axis(down, top, -2)), sigma, blank + deaf
 
 
+def about_mean(noise: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Return the covariance [G or 1, D, D] of keys with this second moment, of the same shape, and this mean [G, D].
+
+    Where kv heads share a moment, they share the mean of their covariances. What rounding leaves below
+    zero is zero: a moment read from a file is a little off, and a mean may be far larger than what varies.
+    """
+    outer = mean[:, :, None] * mean[:, None, :]
+    if len(noise) < len(outer):
+        outer = outer.mean(0, keepdims=True)
+    size = np.sqrt(np.maximum(np.diagonal(noise, axis1=-2, axis2=-1), np.finfo(np.float32).tiny))
+    left = (noise - outer) / (size[:, None] * size[..., None])
+    values, vectors = np.linalg.eigh((left + left.swapaxes(-1, -2)) / 2)
+    left = (vectors * np.maximum(values, 0)[:, None]) @ vectors.swapaxes(-1, -2)
+    return left * (size[:, None] * size[..., None])
+
+
 def shrunk(moment: np.ndarray) -> tuple[np.ndarray, int]:
     """Give a second moment [G, D, D] full rank; also return how many directions it lacked.
 

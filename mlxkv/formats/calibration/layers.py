@@ -11,11 +11,12 @@ import numpy as np
 
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import subspace
+from mlxkv.formats.calibration import balance, subspace
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
+    CENTRED,
     LEARNED,
     PCA,
     SCALED,
@@ -30,6 +31,9 @@ Pair = tuple[np.ndarray, np.ndarray]  # down and up: [G or 1, D, R] and [G or 1,
 
 def check_kinds(calibration: Calibration, kinds: Kinds) -> None:
     """Raise UserError if the calibration lacks the maps of these kinds."""
+    if kinds[0] in CENTRED:
+        calibration.check_centred()
+        kinds = CENTRED[kinds[0]], kinds[1]
     if BALANCED in kinds or any(kind.startswith(PCA) for kind in kinds):
         calibration.check_balanced()
     if SCALED in kinds:
@@ -49,7 +53,11 @@ def pairs(calibration: Calibration, kinds: Kinds, name: str) -> tuple[Pair, Pair
 
 def _mapped(kind: str, layer: Layer, side: str, parts: str) -> Pair:
     basis = getattr(layer, side)
-    if kind == CALIBRATED:
+    if CENTRED.get(kind) == BALANCED:
+        return _balanced_about_mean(basis, parts)
+    if (
+        CENTRED.get(kind, kind) == CALIBRATED
+    ):  # made of queries alone: a mean of keys changes nothing
         return _orthogonal(basis.rotation(parts))
     if kind == SHARED:
         return _orthogonal(matrices.compose(shared_vectors(basis), parts).astype(np.float32))
@@ -57,6 +65,18 @@ def _mapped(kind: str, layer: Layer, side: str, parts: str) -> Pair:
         return scaled(channel_scale(basis.peaks))
     # A learned map ends with the mixing that it was learned behind: none comes after it.
     return basis.balance.pair(parts if kind == BALANCED else "u")
+
+
+def _balanced_about_mean(basis: Basis, parts: str) -> Pair:
+    """The balanced maps of keys without their mean, from the moments that a calibration holds."""
+    noise = balance.about_mean(subspace.stored_moment(basis.balance), basis.mean.astype(np.float64))
+    reads = subspace.read_moment(basis.values, basis.vectors)
+    return balance.mixed(balance.balance(noise, reads)[0], parts)
+
+
+def key_mean(calibration: Calibration, kinds: Kinds, name: str) -> np.ndarray | None:
+    """The mean [G, D] float32 that is taken from the keys of the layer `name`; None for none."""
+    return calibration.layers[name].keys.mean if kinds[0] in CENTRED else None
 
 
 def shared_vectors(basis: Basis) -> np.ndarray:

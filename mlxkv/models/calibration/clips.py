@@ -21,6 +21,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxkv.cache.attention import _softmax
+from mlxkv.codec.centre import left
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps, of
 from mlxkv.errors import MachineError, UserError
@@ -246,11 +247,13 @@ def _judge(
     trial.energy += energy(mix(p, values))
     inside = slice(config.sink, int(ends.max()))
 
+    centre = rotations.centre if config.centred else None
+
     def stored(name: str, x: mx.array, clip: float) -> mx.array:
         """The error of the pages, decoded minus exact, [B, G, T, D]; zero outside of them."""
         side = getattr(config, name).clipped(clip)
         codec = Codec(side, x.shape[3], config.page, getattr(rotations, name))
-        pages = x[:, :, inside]
+        pages = left(centre if name == "keys" else None, x[:, :, inside])
         change = codec.decode(codec.encode(pages), mx.float32) - pages
         return mx.pad(change, [(0, 0), (0, 0), (inside.start, total - inside.stop), (0, 0)])
 

@@ -82,13 +82,14 @@ class Sample:
 
 @dataclass
 class Moments:
-    """Sums of x^T x of one layer.
+    """Sums of x^T x of one layer, and of keys.
 
     sums: [G, D, D] float64 by name: keys, values (rows of the target), stored keys, stored values
     (what caches were handed). rows: how many rows each sum has. peaks: [G, D] by side, of the
-    channels after SRFT, behind the first tokens of a window. weights: Sigma_K of a first pass, for
-    the surrogate. output: M_o of `sensitivities`, or None. begun: tokens of this window. sample: the
-    rows to keep, or None. seconds: spent on sums.
+    channels after SRFT, behind the first tokens of a window. total: [G, D] float64, the sum of the
+    `counted` keys of each kv head there. weights: Sigma_K of a first pass, for the surrogate. output:
+    M_o of `sensitivities`, or None. begun: tokens of this window. sample: the rows to keep, or None.
+    seconds: spent on sums.
     """
 
     shape: Shape
@@ -96,6 +97,8 @@ class Moments:
     sums: dict[str, np.ndarray] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, np.ndarray] = field(default_factory=dict)
+    total: np.ndarray | float = 0.0
+    counted: int = 0
     weights: mx.array | None = None
     output: np.ndarray | None = None
     begun: int = 0
@@ -118,6 +121,8 @@ class Moments:
         if skipped < keys.shape[2]:
             for side, x in zip(SIDES, (keys, values), strict=True):
                 self._raise(side, x[:, :, skipped:])
+            self.total = self.total + np.array(total(keys[:, :, skipped:]), np.float64)
+            self.counted += keys.shape[0] * (keys.shape[2] - skipped)
         if self.target == "attention" and skipped < keys.shape[2]:
             self._add("stored keys", keys[:, :, skipped:])
             self._add("stored values", values[:, :, skipped:])
@@ -152,6 +157,11 @@ def second_moment(x: mx.array, kv_heads: int) -> mx.array:
     rows = x.astype(mx.float32).reshape(batch, kv_heads, -1, dims)
     rows = rows.swapaxes(0, 1).reshape(kv_heads, -1, dims)
     return rows.swapaxes(-1, -2) @ rows
+
+
+def total(x: mx.array) -> mx.array:
+    """The sum over tokens: [B, G, L, D] -> [G, D] float32."""
+    return x.astype(mx.float32).sum((0, 2))
 
 
 def peaks(x: mx.array) -> mx.array:
@@ -283,7 +293,9 @@ def _basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
         else:
             vectors = matrices.random_basis(heads, dims, dims)
         vectors, ones = vectors.astype(np.float32), np.ones((heads, dims), np.float32)
-        return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones)  # of moments I
+        none = np.zeros((moments.shape.heads, dims), np.float32) if side == "keys" else None
+        # Of moments I.
+        return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones, mean=none)
     mean = _mean(moments, side, where, per_layer)
     values, vectors, floored = matrices.eigenbasis(mean)
     return Basis(
@@ -292,6 +304,7 @@ def _basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
         floored,
         balance=_balance(moments, side, where, per_layer, mean),
         peaks=_peaks(moments, side, where, per_layer),
+        mean=_key_mean(moments, where) if side == "keys" else None,
     )
 
 
@@ -312,6 +325,14 @@ def _peaks(moments: Moments, side: str, where: str, per_layer: bool) -> np.ndarr
     _check_finite(found, where)
     found = found.max(0, keepdims=True) if per_layer else found
     return np.where(found > 0, found, 1.0).astype(np.float32)
+
+
+def _key_mean(moments: Moments, where: str) -> np.ndarray | None:
+    """The mean [G, D] of keys; None where windows ended in their first tokens. Raises MachineError."""
+    if not moments.counted:
+        return None
+    _check_finite(moments.total, where)
+    return (moments.total / moments.counted).astype(np.float32)
 
 
 def _check_finite(x: np.ndarray, where: str) -> None:

@@ -11,6 +11,11 @@ from mlxkv.formats.config import CacheConfig
 ASKED_FOR = "as asked for"
 FAST, UNKNOWN = "mx.fast", "not known yet"
 FOLDED = "folded"
+# Why keys cannot be stored without their mean.
+SINKS = (
+    "a sink logit beside its scores does not shift with them, as keys without their mean ask for"
+)
+CAPPED = "capped scores do not all shift alike, as keys without their mean ask for"
 
 
 @dataclass(frozen=True)

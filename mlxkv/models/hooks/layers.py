@@ -9,7 +9,14 @@ import mlx.nn as nn
 from mlx_lm import __version__ as mlx_lm_version
 
 from mlxkv.formats.config import CacheConfig
-from mlxkv.models.catalog.reports import ASKED_FOR, UNKNOWN, LayerReport, compressed, with_own
+from mlxkv.models.catalog.reports import (
+    ASKED_FOR,
+    SINKS,
+    UNKNOWN,
+    LayerReport,
+    compressed,
+    with_own,
+)
 from mlxkv.models.hooks.probe import Findings, Place, Shape, leaves, probe
 from mlxkv.models.hooks.rebind import files_of
 from mlxkv.models.hooks.refused import refusal
@@ -64,7 +71,10 @@ def examine(
     by_layer: dict[int, list[LayerReport]] = {}
     chosen = {}
     for place, cache in caches:
-        report = _judge(place[0], cache, shapes.get(place), reasons.get(place), config, label)
+        shape, reason = shapes.get(place), reasons.get(place)
+        if config.centred and shape is not None and shape.sinks:
+            shape, reason = None, SINKS
+        report = _judge(place[0], cache, shape, reason, config, label)
         if report.compressed:
             chosen[place] = shapes[place]
         by_layer.setdefault(place[0], []).append(report)
