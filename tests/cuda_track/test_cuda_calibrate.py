@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from cuda_track import calibrate, eval
 from cuda_track.models import seam
 from cuda_track.models.loader import load
+from experiments.families.building import build
 from mlxkv import models
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
@@ -47,6 +49,8 @@ def test_moments_are_those_of_mlx(made, tokens):
             assert np.allclose(ours.values, exact.values, rtol=1e-3)
             assert np.allclose(ours.balance.sigma, exact.balance.sigma, rtol=1e-2)
             assert np.allclose(ours.peaks, exact.peaks, rtol=1e-3)
+            if side == "keys":
+                assert np.allclose(ours.mean, exact.mean, atol=1e-3 * np.abs(exact.mean).max())
             # Directions of like eigenvalues may turn among themselves; what they span may not.
             means = (
                 b.vectors * b.values[:, None] @ b.vectors.swapaxes(-1, -2) for b in (ours, exact)
@@ -64,6 +68,33 @@ def test_a_file_is_read_by_both(made, loaded, tmp_path):
     assert [r.compressed for r in reports] == [False, True] * 4
     assert models.load("tiny", "oscar-int2", calibration=path).layers[1].compressed
     seam.attach(loaded.model, "fp16")
+
+
+def test_keys_without_their_mean(made, loaded, tokens):
+    """Nothing is sealed: the plain logits; caches of transformers have the mean back; and a mean for each kv head."""
+    ids = torch.tensor([tokens[:120]])
+    with torch.no_grad():
+        right = loaded.model(ids, past_key_values=DynamicCache(config=loaded.model.config))
+        seam.attach(loaded.model, "centred-int2", made)
+        cache = seam.new_cache(loaded.model)
+        out = loaded.model(ids, past_key_values=cache)
+    plain, own = right.past_key_values.layers[1], cache.layers[1].cache
+    assert (out.logits - right.logits).norm() < 1e-4 * right.logits.norm()
+    left = own.view().live[0]
+    assert torch.allclose(left + own.layer_maps.mean, plain.keys, atol=1e-4)
+    assert (left - plain.keys).abs().max() > 0.1
+    back = DynamicCache(cache)
+    assert torch.allclose(back.layers[1].keys, plain.keys, atol=1e-4)
+    assert torch.equal(back.layers[1].values, plain.values)
+    seam.attach(loaded.model, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("gpt_oss", "a sink logit beside"), ("gemma2", "capped scores do not")]
+)
+def test_attention_that_is_more_than_softmax_keeps_its_keys(family, why):
+    with pytest.warns(UserWarning, match=f"NOTHING IS COMPRESSED: {why}"):
+        seam.attach(build(family), "centred-int2")
 
 
 def test_too_little_text_is_refused(loaded):

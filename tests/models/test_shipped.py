@@ -30,9 +30,10 @@ def test_each_has_a_small_file_of_its_own(name, tmp_path, monkeypatch, capsys):
     assert made.text == "stories" and made.tokens == 8900
     assert Path(made.path).stat().st_size < 3_000_000
     assert all(r.compressed for r in loaded.layers if r.grows)
-    assert made.balanced and made.scaled
+    assert made.balanced and made.scaled and made.centred
     attach(loaded.model, "balanced-int2")
     attach(loaded.model, "srft-scaled-int4")
+    attach(loaded.model, "centred-int2")
     detach(loaded.model)
     assert capsys.readouterr().err == "" and not list(tmp_path.iterdir())
 
