@@ -21,8 +21,8 @@ from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Contents, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View
 from mlxkv.codec import encoding, maps
-from mlxkv.codec.centre import Centre, left
 from mlxkv.codec.maps import LayerMaps
+from mlxkv.codec.transform import Centre, left
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.going_back import GoesBack

@@ -22,7 +22,7 @@ from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.pages import Pages
 from mlxkv.cache.stores import Contents, Records
 from mlxkv.cache.view import KernelPlan, Pair, RaggedView, RecordPages
-from mlxkv.codec.centre import left
+from mlxkv.codec.transform import left
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import TOKENS
 

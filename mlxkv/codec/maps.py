@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.codec import transform
-from mlxkv.codec.centre import Centre
-from mlxkv.codec.transform import Transform
+from mlxkv.codec.transform import Centre, Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, layers

@@ -70,6 +70,26 @@ class Transform:
         return Transform(*pair, SCALED, mx.concatenate([self.table, scale]))
 
 
+@dataclass(frozen=True, eq=False)
+class Centre:
+    """The calibrated mean [G, 1, D] float32 of a layer's keys, which is taken from every key as it arrives.
+
+    Attention needs nothing back: q . (k - mean) is q . k less one number for all keys of a query, which softmax does
+    not see, as long as every key is without it, those of the exact windows too. Spec: `mlxkv.spec.balanced`.
+    """
+
+    mean: mx.array
+
+    def left(self, keys: mx.array) -> mx.array:
+        """keys [B, G, L, D] without the mean, in their dtype."""
+        return (keys.astype(mx.float32) - self.mean).astype(keys.dtype)
+
+
+def left(centre: Centre | None, keys: mx.array) -> mx.array:
+    """`Centre.left`; the keys themselves where there is no centre."""
+    return keys if centre is None else centre.left(keys)
+
+
 def kept_with(make: Callable) -> Callable:
     """Cache what `make` returns for a Transform until the transform is freed: transforms that follow the
     text are many, and each is useless once there is the next."""

@@ -13,10 +13,9 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.runs import Segments
 from mlxkv.cache.view import View
 from mlxkv.codec import dual_scale, packing, polar_tree, transform
-from mlxkv.codec.centre import Centre
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps
-from mlxkv.codec.transform import Transform
+from mlxkv.codec.transform import Centre, Transform
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
 from mlxkv.models.calibration import learn, parametrization

@@ -23,7 +23,6 @@ NORM_BOUND = 2**-10  # the norm of a part may be a float16 step off
 # Of low rank that follows. Pages are float16, where a product in float32 may round to the other side; a
 # small residual is the difference of large numbers.
 OJA_BOUNDS = {"basis": 2e-6, "update": 2e-5, "attention": 1e-4, "float16": 1e-3}
-CENTRED_BOUND = 1e-3  # keys and what is left of them are rounded to float16, each on its own
 TIES = 0.01  # largest share of codes that may differ by one, all of them at rounding boundaries
 
 

@@ -39,7 +39,6 @@ from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import (
     BALANCE_BOUND,
     BOUNDS,
-    CENTRED_BOUND,
     FITTED_BOUND,
     LEVELS_BOUND,
     NORM_BOUND,
@@ -331,8 +330,7 @@ class Table:
             q, k, v = self._inputs(given)
             exact, scale = given["exact"], dims**-0.5
             out = self.over(q[:, :, -exact.shape[2] :], self.view((k, v)), scale)
-            error = rms(self.array(out), exact)  # of the keys as they came
-            yield Row("attention", f"{case}.exact", exact.size, rms=error, bound=CENTRED_BOUND)
+            yield self._attention(f"{case}.exact", out, exact)  # of the keys as they came
 
     def _page_rows(
         self, table: str, kind: str, dims: int, given: Arrays, pairs: dict, specs=PAGE_SIDES

@@ -23,7 +23,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Numbers
 from mlxkv.cache.fixed.own import Own
 from mlxkv.codec import maps
-from mlxkv.codec.centre import Centre
+from mlxkv.codec.transform import Centre
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine
 from mlxkv.formats.calibration import artifact, balance, layers

@@ -12,7 +12,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, put
 from mlxkv.cache.fixed.own import Own
 from mlxkv.cache.view import BatchView, FixedView
-from mlxkv.codec.centre import left
+from mlxkv.codec.transform import left
 from mlxkv.metal.lengths import Later, shared
 
 

@@ -10,7 +10,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import FixedView
-from mlxkv.codec.centre import left
+from mlxkv.codec.transform import left
 from mlxkv.formats.records import TOKENS
 from mlxkv.metal.lengths import Division, Later
 

@@ -21,9 +21,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxkv.cache.attention import _softmax
-from mlxkv.codec.centre import left
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps, of
+from mlxkv.codec.transform import left
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.config import CacheConfig
