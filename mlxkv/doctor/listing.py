@@ -39,6 +39,7 @@ PAPERS = (
     ("SRFT", ("srft-",)),
     ("OSCAR: calibrated rotations", ("oscar-",)),
     ("balanced: calibrated invertible maps", ("balanced-",)),
+    ("centred: balanced maps behind the calibrated mean of keys", ("centred-",)),
     ("SRFT paper, section 5: learned scales and rotations", ("learned-",)),
     ("TurboQuant", ("turbo-",)),
     ("PolarQuant (Han et al.)", ("polar-tree",)),

@@ -6,7 +6,8 @@ All but `hidden` and `logits_kl` show the error of one layer alone: they compare
 compressed model, with the exact keys and values that this run gave to its cache. Per layer:
 
     keys, values   ||stored - exact|| / ||exact|| over the tokens in sealed pages (`sealed` of
-                   them, at the end of the run), all kv heads together. Windows are exact.
+                   them, at the end of the run), all kv heads together. Windows are exact. Keys
+                   that are stored without their mean are compared without it.
     scores_kl      mean over heads and queries of KL(softmax(q K^T) || softmax(q K_stored^T)) in
                    nats, causal, with this run's q, masks and attention sinks.
     attention      ||W_o (out - exact)|| / ||W_o exact|| over all queries: `out` of the model,

@@ -28,8 +28,9 @@ from mlxkv.models.hooks.probe import leaves, put
 class CompressedObserver(AdaptiveKVCache):
     """A compressed cache that keeps an exact copy and reports attention over it.
 
-    index: its position in the model's list of caches. exact: all keys and values, [B, G, T, D] in the
-    model's dtype. on_attention: called with each AttentionCall; `observe` sets it.
+    index: its position in the model's list of caches. exact: all keys (without their mean, where `config`
+    is centred) and values, [B, G, T, D] in the model's dtype. on_attention: called with each
+    AttentionCall; `observe` sets it.
     """
 
     def __init__(self, config: CacheConfig, index: int, rotations: LayerMaps | None = None):
@@ -41,7 +42,7 @@ class CompressedObserver(AdaptiveKVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         self.exact = None  # a reference to it would make the update copy all of it
-        self.exact = self._plain.update_and_fetch(keys, values)
+        self.exact = self._plain.update_and_fetch(self.arriving(keys), values)
         view, _ = super().update_and_fetch(keys, values)
         return self._observed(view)
 
