@@ -11,6 +11,8 @@ from mlxkv.doctor import checks
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.records import why_no_record
+from mlxkv.formats.tile import Kitty
 
 SHAPE = "B1.H4.G2.D64"
 
@@ -22,7 +24,12 @@ def test_every_preset_that_compresses_is_of_one_kind():
     assert "srft-int4+g64" in groups["hadamard-int4"]  # another rotation, the same work
     assert groups["kvarn-int4"] == ["kvarn-int4", "kvarn-int4+fixed"]
     assert "naive-int4" in groups  # no rotation
-    assert groups["static-0.75"] == ["static-0.75", "static-0.75+windows", "oja-0.75"]
+    assert groups["static-0.75"] == [
+        "static-0.75",
+        "static-0.75+windows",
+        "oja-0.75",
+        "oja-0.75+pinned",
+    ]
 
 
 @pytest.mark.parametrize("name", sweep.alike())
@@ -72,8 +79,12 @@ def test_workers_build_side_by_side_and_take_turns():
     assert rows[1]["reason"] == "its process failed"
 
 
-def test_doctor_judges_a_preset_of_every_method():
+def test_doctor_judges_a_preset_of_every_method_with_kernels():
     judged = {row["preset"] for row in checks.rows(lambda what: None)}
     methods = {type(parse_kv(name).keys.quantizer) for name in judged}
-    every = {type(c.keys.quantizer) for c in PRESETS.values() if c.compresses}
-    assert methods == every
+    every = {
+        type(c.keys.quantizer)
+        for c in PRESETS.values()
+        if c.compresses and why_no_record(c.keys.quantizer, 128, c.page) is None
+    }
+    assert methods == every and Kitty not in every
