@@ -136,13 +136,13 @@ def test_what_is_no_folder_of_ones_own(tmp_path, monkeypatch):
 
 def test_what_is_kept_for_a_user(tmp_path, monkeypatch):
     from mlxkv import console
-    from mlxkv.chat import terminal
+    from mlxkv.chat import typed
     from mlxkv.formats.calibration import artifact
     from mlxkv.models.catalog import locate
 
-    for module in (console, terminal):
+    for module in (console, typed):
         monkeypatch.setattr(module, "cache_dir", lambda: tmp_path / "cache" / "mlxkv")
-    with terminal.History():
+    with typed.History():
         pass
     made = artifact.read(Path(locate.__file__).parents[1] / "embedded" / "tiny")
     artifact.write(tmp_path / "of" / "mine" / "c.safetensors", made)

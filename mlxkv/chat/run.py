@@ -43,7 +43,10 @@ def read_prompt(options: ChatOptions) -> str | None:
     if not sys.stdin.isatty():
         if asked is not None:
             _say_that_it_waits()
-        piped = sys.stdin.read().removesuffix("\n")
+        try:
+            piped = sys.stdin.read().removesuffix("\n")
+        except OSError:  # what a job has in its place may be closed or for writing only
+            piped = ""
     if asked is None or not piped:
         return piped if asked is None else asked
     return f"{piped}\n\n{asked}"

@@ -51,9 +51,8 @@ def source(code, tmp_path_factory) -> Path:
     pages = [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))]
     texts = [*pages, "naïve — “déjà vu” <eos>\n" * 40]
     (folder / "train.xz").write_bytes(lzma.compress("\0".join(texts).encode()))
-    size, code.tokenizer.VOCAB_SIZE = code.tokenizer.VOCAB_SIZE, VOCAB
-    trained = code.tokenizer.train([*pages[:8], *islice(code.tokenizer.corpus(400_000), 40)])
-    code.tokenizer.VOCAB_SIZE = size
+    some = [*pages[:8], *islice(code.tokenizer.corpus(400_000), 40)]
+    trained = code.tokenizer.train(some, VOCAB)
     (folder / "tokenizer").mkdir()
     trained.save(str(folder / "tokenizer" / "tokenizer.json"))
     held = folder / "held" / "selection"

@@ -78,6 +78,7 @@ METHODS = {
         kernels=False,
         tiles=False,
         mps=False,
+        triton=True,
     ),
     "channels of both": Method(
         Affine(3, 16, True, axis="channel"), Affine(4, 32, True, axis="channel"), 32, tiles=False
