@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from difflib import get_close_matches
@@ -218,6 +219,9 @@ def main(args: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         line, code = "", 130
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.EIO:  # the terminal was closed
+            let_go()
+            return 128 + 1  # as the signal of it, SIGHUP, which may come later than this
         if hasattr(error, "format_message"):  # a usage error from typer's parser
             line, code = _usage_line(error), 2
         elif os.environ.get("MLXKV_TRACEBACK"):

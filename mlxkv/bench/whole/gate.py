@@ -92,8 +92,9 @@ def judge(cache: CompressedKVCache, pair: tuple[mx.array, mx.array], heads: int)
     }
     config, sink = cache.config, view.sink[0].shape[2] if view.sink else 0
     end = sink + view.pages.tokens
+    held = cache.arriving(pair[0].astype(mx.float32)), pair[1].astype(mx.float32)
     for i, (name, side) in enumerate((("keys", config.keys), ("values", config.values))):
-        x = pair[i].astype(mx.float32)
+        x = held[i]
         pages = view.pages.decode(i, mx.float32)
         code = view.pages.codecs[i]
         bits = side.quantizer.bits_per_value(x.shape[3], config.page)
