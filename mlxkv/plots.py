@@ -33,7 +33,7 @@ def pyplot(where: str = "pictures") -> Iterator:
     where: the option to name in the UserError that is raised if matplotlib is missing.
     """
     if not available():
-        raise UserError(f"[{where}] needs matplotlib; pip install 'mlxkv[plots]'")
+        raise UserError(f"[{where}] needs matplotlib; pip install matplotlib")
     import matplotlib
 
     matplotlib.use("svg")

@@ -11,7 +11,10 @@ import typer
 
 def evaluate(
     model: Annotated[
-        str, typer.Option("--model", help="An alias (mlxkv models), a hub name or a local folder.")
+        str,
+        typer.Option(
+            "--model", "-m", help="An alias (mlxkv models), a hub name or a local folder."
+        ),
     ] = "tiny",
     kv: Annotated[
         str, typer.Option("--kv", help="Cache presets, by commas; fp16 is always added.")

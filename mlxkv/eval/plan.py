@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mlxkv.errors import UserError
 from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence, generation, harness, retrieval, stages, subspace
@@ -39,8 +40,14 @@ class Spec:
 def make(spec: Spec) -> tuple[Arms, list[Part]]:
     """Load the model; return arms and parts, in the order of ALL, the same in every process."""
     loaded = load(spec.model, "fp16", dtype=spec.dtype, calibration=spec.calibration)
-    arms = Arms(loaded, spec.names, spec.windows)
     options = spec.options
+    longest = max(options.contexts)
+    if loaded.context and longest > loaded.context:
+        raise UserError(
+            f"[--context] longer than {loaded.name} was made for; got {longest}; "
+            f"choose {loaded.context} or less"
+        )
+    arms = Arms(loaded, spec.names, spec.windows)
 
     def text_of(count: int) -> sources.Text:
         return sources.evaluation_tokens(arms.loaded, count, options.texts)

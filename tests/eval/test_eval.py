@@ -14,7 +14,7 @@ from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
 from mlxkv.eval import plan, workers
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.report import verdict
+from mlxkv.eval.report import verdict, words
 from mlxkv.eval.store import Store
 from mlxkv.eval.tasks import harness
 from mlxkv.eval.tasks.part import Part, TaskOptions
@@ -105,6 +105,17 @@ def check_page(text: str) -> None:
     assert not page.open
     assert page.seen.count("svg") >= 6 and page.seen.count("table") == 2
     assert not re.search(r"(href|src)=\"https?:", text)
+    # A sentence for each preset and context, and its verdict in words as well as in colour.
+    said = re.findall(
+        r'<p class="said"><b>(.+?)</b> <span class="(\w+)">(\w+)</span> (.+?)</p>', text
+    )
+    assert [row[0] for row in said] == ["int8", "int4/srft-int2+g32"] * 2
+    for _, colour, word, sentences in said:
+        assert colour == word and words.VERDICTS[word].capitalize() in sentences
+        assert re.search(
+            r"takes [\d.]+ MiB where full precision takes [\d.]+: [\d.]+ times less", sentences
+        )
+    assert "prefers-color-scheme: dark" in text
 
 
 def test_a_killed_run_goes_on(spec, tmp_path, capsys):
@@ -301,6 +312,13 @@ def test_an_out_that_cannot_be_written(spec, tmp_path, capsys):
     assert "[--out]" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_context_longer_than_the_model_was_made_for_is_refused(capsys):
+    """Before any text is read: 999k tokens of a model made for 8k would take hours."""
+    assert main(["eval", "-m", "tiny", "--context", "2k,999k"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("[--context] longer than tiny was made for; got 1022976; choose 8192")
+
+
 def test_without_matplotlib_the_report_says_so(spec, tmp_path, same_blas, without_torch):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
@@ -311,13 +329,13 @@ def test_without_matplotlib_the_report_says_so(spec, tmp_path, same_blas, withou
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "mlxkv[plots]" in page and "<svg" not in page
+    assert "pip install matplotlib" in page and "<svg" not in page
 
 
 def test_lm_eval_missing_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     assert main(["eval", "--tasks", "lm-eval:hellaswag"]) == 2
-    assert "pip install 'mlxkv[lm-eval]'" in capsys.readouterr().err
+    assert "pip install lm-eval" in capsys.readouterr().err
 
 
 TASK = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlxkv import __version__, console
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.intervals import Interval
-from mlxkv.eval.report import compare, verdict
+from mlxkv.eval.report import compare, verdict, words
 from mlxkv.eval.report.compare import limits
 from mlxkv.eval.tasks import divergence, retrieval, subspace
 from mlxkv.eval.tasks.part import TaskOptions
@@ -112,7 +112,7 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
 
 def bits(arms: Arms, name: str, context: int) -> dict:
     """Return bits per value, over the layers that grow with the context: inside pages, and of the
-    whole cache of `context` tokens with its windows at 16 bits per number."""
+    whole cache of `context` tokens with its windows at 16 bits per number; and that cache's bytes."""
     config = arms.configs[name]
     layers = [s for s in layers_of(arms.loaded.config) if s.kind == "full"]
     values = sum(s.values(context) for s in layers)
@@ -129,7 +129,7 @@ def bits(arms: Arms, name: str, context: int) -> dict:
     return {
         "bits_per_value": inside / values if values else 16.0,
         "bits_with_windows": whole / values if values else 16.0,
-    }
+    } | ({"kv_bytes_in_use": whole // 8} if values else {})
 
 
 def brief(data: dict) -> dict:
@@ -143,6 +143,9 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
     first = rows[BASELINE]
     columns = ["preset", "bits", "in all"]
     makers = [lambda r: f"{r['bits_per_value']:.2f}", lambda r: f"{r['bits_with_windows']:.2f}"]
+    if "kv_bytes_in_use" in first:
+        columns.append("MiB")
+        makers.append(lambda r: words.mebibytes(r["kv_bytes_in_use"]))
     if "ppl" in first:
         columns += ["ppl", "KL mean [95 %]", "", "KL 99 %", "top %", "prompt KL"]
         makers += [
@@ -199,7 +202,8 @@ def notes(data: dict) -> list[str]:
         same = "which are equal" if len(sizes) < 2 else "NOT equal"
         windows = f"each preset's own, {same}"
     return [
-        f"bits: per stored value in pages; in all: of the whole cache, 16 bits outside; windows: {windows}",
+        f"bits: per stored value in pages; in all: of the whole cache, 16 bits outside; MiB: bytes in use by the "
+        f"layers that grow; windows: {windows}",
         f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one after the context, "
         f"means over {_texts(data)}; "
         "prompt KL: its second half, read in chunks; KL in nats against fp16 on the same tokens",

@@ -28,9 +28,7 @@ def check(tasks: Sequence[str]) -> None:
     if any(task == PREFIX for task in named):
         raise UserError(f"[--tasks] no name after {PREFIX}; write {PREFIX}hellaswag")
     if named and find_spec("lm_eval") is None:
-        raise UserError(
-            f"[--tasks] {named[0]} needs lm-evaluation-harness; pip install 'mlxkv[lm-eval]'"
-        )
+        raise UserError(f"[--tasks] {named[0]} needs lm-evaluation-harness; pip install lm-eval")
 
 
 def parts(tasks: Sequence[str], limit: int | None, chunk: int = feed.PREFILL) -> list[Part]:
