@@ -24,7 +24,7 @@ class Measured:
     use: str
 
 
-# docs/results/presets.md (KL of int8), docs/results/methods.md (the others), docs/kernels.md (speed).
+# docs/results/presets.md (KL of int8), docs/results/methods.md (the others), docs/internals/kernels.md (speed).
 MEASURED = {
     "int8": Measured(0.0000046, 1.29, "nothing may change"),
     "int4": Measured(0.00001, 1.44, "the default: no calibration"),

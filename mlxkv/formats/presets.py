@@ -247,7 +247,7 @@ PRESETS: dict[str, CacheConfig] = {
 # Full precision in pages: they save nothing, and no `--kv` names them. `mlxkv bench decode` compares with them.
 FULL_PAGES = CacheConfig(Side(Half()), Side(Half()))
 
-# Slower at decode than full precision on a GPU (docs/kernels.md; those that no kernel reads): for comparison,
+# Slower at decode than full precision on a GPU (docs/internals/kernels.md; those that no kernel reads): for comparison,
 # not offered.
 COMPARED = (
     *("turbo-3.5", "turbo-2.5", "polar-int3", "srft-int4+g16", "srft-scaled-int4+g16"),

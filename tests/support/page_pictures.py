@@ -86,7 +86,8 @@ def embedded(browser: chromium.Browser, folder: Path) -> None:
         tab.fresh()
         text = folder / "internals.md"
         text.write_text(
-            (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")[:7000], encoding="utf-8"
+            (ROOT / "docs" / "internals" / "kernels.md").read_text(encoding="utf-8")[:7000],
+            encoding="utf-8",
         )
         tab.drop_files(text)
         tab.until("!!document.querySelector('#attached li')")

@@ -1,8 +1,8 @@
 """What sums over two GPUs cost inside a graph of MLX, without anything of mlxkv.
 
-    mlx.launch -n 2 --backend nccl -- python docs/nccl_sums.py
-    mlx.launch -n 2 --backend nccl --env MLX_USE_CUDA_GRAPHS=0 -- python docs/nccl_sums.py
-    mlx.launch -n 2 --backend nccl --env NCCL_GRAPH_MIXING_SUPPORT=0 -- python docs/nccl_sums.py
+    mlx.launch -n 2 --backend nccl -- python docs/internals/nccl_sums.py
+    mlx.launch -n 2 --backend nccl --env MLX_USE_CUDA_GRAPHS=0 -- python docs/internals/nccl_sums.py
+    mlx.launch -n 2 --backend nccl --env NCCL_GRAPH_MIXING_SUPPORT=0 -- python docs/internals/nccl_sums.py
 
 One graph has 64 products [1, 4096] @ [4096, 4096], as many as a decode step of 32 layers has sums, with and
 without an all_sum behind each. MLX captures each all_sum in a CUDA graph of its own, which becomes a child of

@@ -1,0 +1,33 @@
+"""Every relative link of every Markdown page leads to a file, and every anchor to a heading."""
+
+from __future__ import annotations
+
+import pytest
+import repo_pages
+
+
+@pytest.mark.parametrize(
+    "page", repo_pages.pages(), ids=lambda page: str(page.relative_to(repo_pages.ROOT))
+)
+def test_links_lead_somewhere(page):
+    for link in repo_pages.links(page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert target.resolve().is_relative_to(repo_pages.ROOT), (
+            f"{link} leads out of the repository"
+        )
+        if anchor and target.suffix == ".md":
+            assert anchor in repo_pages.anchors(target.read_text(encoding="utf-8")), (
+                f"{link}: {target.name} has no such heading"
+            )
+
+
+def test_anchors_are_githubs():
+    text = "# One\n\n## What `it` is, and [why](x.md)?\n\n## One\n\n```\n# no heading\n```\n"
+    assert repo_pages.anchors(text) == {"one", "what-it-is-and-why", "one-1"}
+
+
+def test_what_counts_as_a_link():
+    text = '[a](b.md) `[c](d.md)` ![e](f.svg) <img src="g.png"> [h](https://x.org) [i](#j)'
+    assert repo_pages.links(text) == ["b.md", "f.svg", "g.png", "#j"]
