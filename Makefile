@@ -5,6 +5,8 @@
 # make attack      attacks on the server and the commands, on loopback (minutes); writes docs/results/attacks.md
 # make evidence MODEL=qwen3-4b    KL and questions of every preset on a pretrained model, any Mac; goes on where it was
 #                   stopped; ARGS=--share writes a file for an issue
+# make reference   write docs/reference/ from the code (seconds)
+# make pictures    draw the pictures of README.md and take the output of its commands anew (two minutes; rsvg-convert or Chromium)
 # All create .venv on the first call. Another Python: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -17,7 +19,7 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat demo test test-fast attack evidence clean
+.PHONY: chat demo test test-fast attack evidence reference pictures clean
 
 chat: $(VENV)/.installed
 	@if [ -n "$$PROMPT" ]; then $(BIN)/mlxkv chat $(ARGS) --prompt "$$PROMPT"; \
@@ -41,6 +43,14 @@ evidence: $(VENV)/.installed
 	@if [ -z "$(MODEL)" ]; then echo "[make evidence] no model; write make evidence MODEL=qwen3-4b, or a folder" >&2; exit 2; fi
 	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(PIP) install "matplotlib>=3.9"
 	@$(BIN)/python -m experiments.evidence.pretrained "$(MODEL)" $(ARGS)
+
+reference: $(VENV)/.installed
+	@$(BIN)/python -m experiments.pages.reference
+
+pictures: $(VENV)/.installed
+	@$(BIN)/python -m experiments.pages.memory
+	@$(BIN)/python -m experiments.pages.terminal
+	@$(BIN)/python -m experiments.pages.outputs
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

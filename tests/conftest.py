@@ -80,6 +80,7 @@ SLOW = (
     "models/test_decoders.py::test_nothing_is_built_after_a_model_is_attached",
     "models/test_fold.py::test_pages_of_values_that_come_rotated",
     "models/test_tiny.py",
+    "pages/test_code_blocks.py::test_blocks_run",
 )
 # Of these, one case stays with the quick tests.
 QUICK = (

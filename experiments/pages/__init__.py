@@ -1,0 +1,1 @@
+"""What docs/ and README.md show of the code itself: the reference, pictures, the output of commands."""

@@ -1,0 +1,270 @@
+"""Write docs/reference/ from the code: `python -m experiments.pages.reference`, or `make reference`.
+
+commands.md: every command and option, from the typer app. presets.md: every preset, from the formats.
+families.md: which models are compressed and which are refused, from the tables of `mlxkv/models`. A test
+compares the pages with what this writes; `--check` does so without writing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import typer.main
+
+from experiments.options import Parser
+from mlxkv import console
+from mlxkv.cache.choose import Question
+from mlxkv.cli import app
+from mlxkv.doctor.listing import HEAD_DIM, MEASURED, PAPERS
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.presets import COMPARED, PRESETS
+from mlxkv.models.catalog.aliases import HUB
+from mlxkv.models.catalog.known import CONFIGS
+from mlxkv.models.catalog.shapes import layers_of
+from mlxkv.models.hooks.refused import REFUSED, REFUSED_BEFORE_0_32
+
+FOLDER = Path(__file__).parents[2] / "docs" / "reference"
+WRITTEN = "Written from the code by `make reference`; a test compares them."
+# What stands behind an option, by the start of its type's name.
+VALUES = {"int": "N", "float": "X", "path": "PATH"}
+# The papers of `mlxkv presets --all`, by the first word of their titles.
+ARXIV = {
+    "QuaRot": "2404.00456",
+    "SRFT": "2605.05699",
+    "OSCAR": "2605.17757",
+    "TurboQuant": "2504.19874",
+    "PolarQuant (Han": "2502.02617",
+    "KIVI": "2402.02750",
+    "KVarN": "2606.03458",
+    "SAW-INT4": "2604.19157",
+    "Kitty": "2511.18643",
+    "PolarQuant (Wu": "2502.00527",
+    "OjaKV": "2509.21623",
+}
+KINDS = {
+    "full": "{} compressed",
+    "sliding": "{} exact (the last {} tokens)",
+    "latent": "{} exact (latent)",
+    "state": "{} of fixed size",
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("pages.reference", __doc__)
+    parser.add_argument("--check", action="store_true", help="compare; exit code 2 on a difference")
+    args = parser.parse_args(arguments)
+    for name, text in pages().items():
+        path = FOLDER / name
+        if args.check and (not path.exists() or path.read_text(encoding="utf-8") != text):
+            raise UserError(f"[pages.reference] {name} is not what the code says; make reference")
+        if not args.check:
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"{path.relative_to(FOLDER.parents[1])}: written", file=sys.stderr)
+
+
+def pages() -> dict[str, str]:
+    """The pages by name."""
+    made = {"commands.md": commands(), "presets.md": presets(), "families.md": families()}
+    return {name: "\n".join(lines) + "\n" for name, lines in made.items()}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [
+        f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in line)} |" for line in lines
+    ]
+
+
+def commands() -> list[str]:
+    lines = [
+        "# Commands and options",
+        "",
+        "For whoever looks an option up. `mlxkv COMMAND --help` says the same. " + WRITTEN,
+        "",
+        "Sizes take units (`8GB`, `512MiB`); tokens take `k` and `m` (`32k`). Errors are one line, "
+        "`[where] what is wrong; got X; choose from ...`,",
+        "with exit code 2 for a mistake in what was typed and 1 for a fault of the machine. `--json` makes "
+        "the last line of stdout one JSON document.",
+    ]
+    for name, command in walk(typer.main.get_command(app), "mlxkv"):
+        if name == "mlxkv":
+            lines += ["", " · ".join(f"[{sub}](#mlxkv-{sub})" for sub in command.commands), ""]
+            lines += _options(command)
+            continue
+        lines += ["", f"## {name}", "", _plain(command.help)]
+        words = [f"[{param.name.upper()}]" for param in command.params if not _is_option(param)]
+        more = " [COMMAND]" if getattr(command, "commands", None) else ""
+        lines += ["", f"    {' '.join([name, '[OPTIONS]', *words])}{more}", ""]
+        lines += _options(command)
+    return lines
+
+
+def walk(command, name: str):
+    """Each command with its full name, groups before what they hold."""
+    yield name, command
+    for key, sub in getattr(command, "commands", {}).items():
+        if not sub.hidden:
+            yield from walk(sub, f"{name} {key}")
+
+
+def _is_option(param) -> bool:
+    return any(name.startswith("-") for name in param.opts)
+
+
+def _options(command) -> list[str]:
+    shown = [
+        param
+        for param in command.params
+        if not getattr(param, "hidden", False) and param.name != "help"
+    ]
+    return table(["option", "what it does", "default"], map(_option, shown))
+
+
+def _option(param) -> tuple[str, str, str]:
+    flag = getattr(param, "is_flag", False)
+    names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
+    if not _is_option(param):
+        names = f"`{param.name.upper()}`"
+    elif not flag:
+        names += f" {param.metavar or _value(param)}"
+    default = param.default
+    said = isinstance(default, (str, int, float)) and not (flag and default is False)
+    shown = ("on" if default else "off") if isinstance(default, bool) else default
+    again = " Repeatable." if getattr(param, "multiple", False) else ""
+    text = _plain(getattr(param, "help", "") or "")
+    return names, text if "repeat" in text else text + again, f"`{shown}`" if said else ""
+
+
+def _value(param) -> str:
+    """What to write behind an option. Typer keeps the type apart since it left click, as an annotation."""
+    kept = getattr(param, "type_descriptor", None)
+    kind = str(kept.annotation) if kept else param.type.name
+    kind = kind.removeprefix("list[").removeprefix("<class '").rpartition(".")[2].lower()
+    return next((value for name, value in VALUES.items() if kind.startswith(name)), "TEXT")
+
+
+def _plain(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def presets() -> list[str]:
+    lines = [
+        "# Presets",
+        "",
+        "For whoever picks a cache by more than the [four lines](../guide/presets.md) of the guide, or compares "
+        "methods. " + WRITTEN,
+        "",
+        "**Bits** are per stored value of a page at head dim 128, scales included, without the tokens that stay "
+        "exact (the first 64 and at least the last 64, unless the row says otherwise).",
+        "**Needs** is what has to be made first: `mlxkv calibrate` is one pass over 8,900 tokens, made on first "
+        "use by `chat` and `serve` and kept; the embedded models bring theirs.",
+        "**Decodes by**: kernels that read codes on a GPU, or plain operations of MLX everywhere. What each costs "
+        "in quality is in [results](../results/README.md), how fast in [kernels](../internals/kernels.md).",
+        "",
+        "A pair takes its keys from one preset and its values from another (`int8/int4`). Names take numbers: "
+        "`int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens.",
+    ]
+    left = dict(PRESETS)
+    for title, starts in (*PAPERS, ("others", ("",))):
+        names = [name for name in left if name.startswith(starts)]
+        if not names:
+            continue
+        paper = next((number for word, number in ARXIV.items() if title.startswith(word)), None)
+        lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
+        if paper:
+            lines += [f"Paper: [arXiv {paper}](https://arxiv.org/abs/{paper}).", ""]
+        head = ["`--kv`", "bits", "stores", "needs", "decodes by", "what for"]
+        lines += table(head, [_preset(name, left.pop(name)) for name in names])
+    return lines
+
+
+def _preset(name: str, kv: CacheConfig) -> tuple[str, str, str, str, str, str]:
+    keys, values = (side.label.replace(" per token", "") for side in (kv.keys, kv.values))
+    stores = keys if keys == values else f"keys {keys}; values {values}"
+    if kv.compresses and (kv.sink, kv.recent, kv.page) != (64, 64, 64):
+        stores += f"; first {kv.sink} and last {kv.recent} exact, pages of {kv.page}"
+    return (
+        f"`{name}`",
+        f"{kv.bits_per_value(HEAD_DIM, HEAD_DIM):.2f}",
+        stores,
+        _needs(kv),
+        _body(kv),
+        _use(name, kv),
+    )
+
+
+def _needs(kv: CacheConfig) -> str:
+    if kv.learned:
+        return "`mlxkv calibrate --learn`"
+    return "`mlxkv calibrate`" if kv.calibrated else "nothing"
+
+
+def _body(kv: CacheConfig) -> str:
+    if not kv.compresses:
+        return "mlx-lm's own"
+    has = Question(kv, (HEAD_DIM, HEAD_DIM), mx.bfloat16).has_kernels
+    return "kernels" if has else "plain operations"
+
+
+def _use(name: str, kv: CacheConfig) -> str:
+    if name in MEASURED:
+        return MEASURED[name].use
+    if not kv.compresses:
+        return "the baseline"
+    return "comparison: slower than full precision on a GPU" if name in COMPARED else "comparison"
+
+
+def families() -> list[str]:
+    lines = [
+        "# Model families",
+        "",
+        "For whoever wants to know whether a model can be compressed. " + WRITTEN,
+        "",
+        "`mlxkv` compresses every layer whose cache in mlx-lm is a plain `KVCache` and whose code only hands cached "
+        "keys and values to attention. That is tried when a model is loaded (two tokens, then one), so a family that "
+        "is not named here works, or is refused with a line that says why. `--kv-strict` makes any layer left out an "
+        "error.",
+        "Sliding-window layers keep mlx-lm's small rotating cache, states (Mamba, linear attention) have a fixed size, "
+        "and both stay as they are. For Hugging Face transformers: [189 families tried](../results/families.md).",
+        "",
+        "## Aliases",
+        "",
+        "None of them has been run: the machines that mlxkv was written on reach no model hub. Layers are from the "
+        "models' published shapes, weights of the same classes with random numbers run in `make test`.",
+        "",
+    ]
+    lines += table(
+        ["`--model`", "on the hub", "layers"],
+        [(f"`{name}`", f"`{repo}`", _layers(name)) for name, repo in HUB.items()],
+    )
+    lines += [
+        "",
+        "## Refused",
+        "",
+        "By the name of their file in `mlx_lm/models`, before the first token.",
+        "",
+    ]
+    early = {name: f"{why} (mlx-lm before 0.32 alone)" for name, why in REFUSED_BEFORE_0_32.items()}
+    rows = sorted((REFUSED | early).items())
+    return lines + table(["family", "why"], [(f"`{name}`", why) for name, why in rows])
+
+
+def _layers(name: str) -> str:
+    if name not in CONFIGS:
+        return ""
+    counts: dict[tuple[str, int], int] = {}
+    for layer in layers_of(CONFIGS[name]):
+        counts[layer.kind, layer.window] = counts.get((layer.kind, layer.window), 0) + 1
+    return ", ".join(
+        KINDS.get(kind, f"{{}} {kind}").format(n, window) for (kind, window), n in counts.items()
+    )
+
+
+if __name__ == "__main__":
+    console.run_tool(main)
