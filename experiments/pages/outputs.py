@@ -31,6 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as folder:
 
             def again(found: re.Match, folder: str = folder) -> str:
+                if found.string[: found.start()].endswith(" -->\n"):  # marked: not run
+                    return found[0]
                 start, end = (side - found.start() for side in found.span("out"))
                 return found[0][:start] + output(found["code"], Path(folder)) + found[0][end:]
 
