@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from difflib import get_close_matches
 from typing import Annotated
 
@@ -15,11 +14,12 @@ from mlxkv import __version__
 from mlxkv.bench.command import SHARE, BenchGroup, ShareCommand, bench
 from mlxkv.calibrate.command import calibrate
 from mlxkv.chat.command import chat
-from mlxkv.console import let_go, note, one_line, parse_tokens, working
+from mlxkv.console import forgive, let_go, note, one_line, parse_tokens, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import complete_model, resolve
+from mlxkv.run.command import run
 from mlxkv.serve.command import serve
 
 
@@ -103,6 +103,7 @@ def demo(
 
 
 app.command("serve")(serve)
+app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("calibrate")(calibrate)
 
 
@@ -205,11 +206,11 @@ def _usage_line(error: Exception) -> str:
 
 def main(args: list[str] | None = None) -> int:
     """Run a command and return its exit code. Every failure is one line on stderr."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # bytes that are not UTF-8 must not end a chat
-            stream.reconfigure(errors="replace")
+    forgive()
     try:
         code = app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
+        if callable(code):  # a program of others, which runs once typer is done
+            code = code()
         let_go()
         return code
     except UserError as error:

@@ -55,6 +55,27 @@ class PlainLog(logging.Formatter):
         return plain(super().format(record), lines=True)
 
 
+_strict: dict[str, str] = {}  # how each stream took what it cannot write, before `forgive`
+
+
+def forgive() -> None:
+    """Have the streams replace what is not UTF-8, which must not end a chat."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):
+            _strict.setdefault(name, stream.errors)
+            stream.reconfigure(errors="replace")
+
+
+def as_they_were() -> None:
+    """Undo `forgive`, for programs of others."""
+    for name, errors in _strict.items():
+        stream = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
+    _strict.clear()
+
+
 def say(text: str, end: str = "\n") -> None:
     """Print `plain` text of any number of lines on stdout, at once."""
     print(plain(text, lines=True), end=end, flush=True)

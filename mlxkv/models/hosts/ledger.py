@@ -1,0 +1,157 @@
+"""What the caches of a program held, for one line on stderr as it ends."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import mlx.nn as nn
+
+from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.console import human_bytes
+from mlxkv.formats.config import CacheConfig
+from mlxkv.models.catalog.reports import LayerReport
+from mlxkv.models.hosts.wrap import say
+from mlxkv.models.usage import in_use
+
+STEP, PART = 16, 16  # tokens more than the longest cache so far, or a 16th, until one is measured again
+OURS = (CompressedKVCache, BatchedKVCache)
+
+
+@dataclass
+class Account:
+    """The caches of one attached model.
+
+    kv: the preset. window: tokens that stay exact before a page is sealed. plain: bytes of a token in 16 bits,
+    of the compressed layers. most, tokens: bytes and tokens of the longest caches seen, over all compressed
+    layers and the sequences of a batch. without: calls of the model without a cache, of more than one token.
+    """
+
+    kv: str
+    window: int
+    plain: int
+    most: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    without: int = 0
+    next: int = field(default=1, repr=False)
+
+    def see(self, tokens: Any, caches: Any) -> None:
+        """Note what `caches` hold after a call of the model with `tokens` [B, L]."""
+        if caches is None:
+            self.without += getattr(tokens, "ndim", 0) == 2 and tokens.shape[1] > 1
+            return
+        held = [one for one in leaves(caches) if isinstance(one, OURS)]
+        if not held:
+            return
+        counts = held[0].offsets if isinstance(held[0], BatchedKVCache) else [held[0].offset]
+        if (total := sum(counts)) < self.next:
+            return
+        self.tokens, self.sequences = total, len(counts)
+        self.next = total + max(STEP, total // PART)
+        self.most = sum(map(_bytes, held))
+
+    def line(self) -> str | None:
+        """'longest cache 530 tokens in 96.0 KiB; in 16 bits 265.0 KiB', or why there is none."""
+        if not self.tokens:
+            why = "the program reads text without one" if self.without else "no model was run"
+            return f"--kv {self.kv}: no cache was filled, so nothing was compressed ({why})"
+        many = f" of {self.sequences} sequences" if self.sequences > 1 else ""
+        exact = ""
+        if self.tokens <= self.window * self.sequences:
+            exact = f" (nothing compressed yet: exact up to {self.window} tokens)"
+        return (
+            f"--kv {self.kv}: longest cache {self.tokens:,} tokens{many} in {human_bytes(self.most)}, in 16 "
+            f"bits {human_bytes(self.plain * self.tokens)}{exact}"
+        )
+
+
+def leaves(caches: Any) -> list[Any]:
+    """The caches of all layers, those inside lists of caches, too."""
+    if not isinstance(caches, (list, tuple)):
+        caches = getattr(caches, "caches", None) or [caches]
+        return list(caches)
+    return [one for cache in caches for one in leaves(cache)]
+
+
+def _bytes(cache: CompressedKVCache | BatchedKVCache) -> int:
+    """Bytes of the tokens of one layer; of sequences in shared arrays what is allocated."""
+    if isinstance(cache, BatchedKVCache) and cache.ragged is None:
+        return sum(map(in_use, cache.rows))
+    return in_use(cache)
+
+
+class Ledger:
+    """The accounts of all models of this process."""
+
+    def __init__(self):
+        self._accounts: list[Account] = []
+        self._open = False
+
+    def knows(self, model: nn.Module) -> bool:
+        return _account(model) is not None
+
+    def open(
+        self, model: nn.Module, kv: str, config: CacheConfig, reports: list[LayerReport]
+    ) -> None:
+        """Watch the calls of an attached model from now on."""
+        ours = [report for report in reports if report.compressed]
+        if not ours:
+            return
+        plain = sum(2 * one.kv_heads * (one.key_dim + one.value_dim) for one in ours)
+        account = Account(kv, config.window, plain)
+        self._accounts.append(account)
+        setattr(model, _NAME, account)
+        _watch(type(model))
+        if not self._open:
+            self._open = True
+            atexit.register(self.tell)
+
+    @property
+    def accounts(self) -> list[Account]:
+        return self._accounts
+
+    def tell(self) -> None:
+        """Say what the caches held; a closed stderr hears nothing."""
+        for account in self._accounts:
+            try:
+                say(account.line())
+            except (OSError, ValueError):
+                return
+        sys.stderr.flush()
+
+
+LEDGER = Ledger()
+_NAME = "_mlxkv_account"
+_SEEN = "__mlxkv_seen__"
+
+
+def _account(model: nn.Module) -> Account | None:
+    return vars(model).get(_NAME)
+
+
+def _watch(cls: type) -> None:
+    """Have the calls of models of this class seen. Other models of it are as before."""
+    owner = next(one for one in cls.__mro__ if "__call__" in vars(one))
+    call = vars(owner)["__call__"]
+    if not hasattr(call, _SEEN):
+        owner.__call__ = _seen(call)
+
+
+def _seen(call: Callable) -> Callable:
+    @wraps(call)
+    def __call__(self, *args, **kwargs):
+        out = call(self, *args, **kwargs)
+        account = vars(self).get(_NAME)
+        if account is not None:
+            caches = kwargs.get("cache", args[1] if len(args) > 1 else None)
+            account.see(args[0] if args else kwargs.get("inputs"), caches)
+        return out
+
+    setattr(__call__, _SEEN, True)
+    return __call__

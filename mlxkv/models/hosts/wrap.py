@@ -1,0 +1,133 @@
+"""Wrap the functions of mlx-lm and mlx-vlm that load models: what they return gets compressed caches.
+
+The module may be half imported when it is wrapped, so that frameworks are imported by the first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from mlxkv.console import note, one_line
+from mlxkv.models.hosts import watch
+
+# Of each host, the functions that return a model, alone or first of a tuple. The first one reads a folder.
+LOADERS = {
+    "mlx_lm.utils": ("load_model", "load", "sharded_load"),
+    "mlx_vlm.utils": ("load_model", "load"),
+}
+OURS = "__mlxkv_original__"  # of a wrapped function
+
+
+class _Call(threading.local):
+    """The outermost call of a loader in this thread. folder: from which weights were read."""
+
+    depth = 0
+    folder: Path | None = None
+    shards: bool = False
+
+
+_call = _Call()
+
+
+def wrap(module: ModuleType) -> None:
+    """Wrap the loaders of a host, and the names by which modules imported them already."""
+    for name in LOADERS.get(module.__name__, ()):
+        original = getattr(module, name, None)
+        if callable(original) and not hasattr(original, OURS):
+            _rename(original, _wrapped(original))
+
+
+def unwrap(module: ModuleType) -> None:
+    """Undo `wrap`."""
+    for name in LOADERS.get(module.__name__, ()):
+        found = getattr(module, name, None)
+        if hasattr(found, OURS):
+            _rename(found, getattr(found, OURS))
+
+
+def _rename(old: Callable, new: Callable) -> None:
+    """Put `new` in the place of `old` wherever a module knows it by its own name."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if isinstance(module, ModuleType) and names.get(old.__name__) is old:
+            setattr(module, old.__name__, new)
+
+
+def _wrapped(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def loader(*args, **kwargs):
+        if original.__name__ == "load_model":
+            _call.folder = Path(next(iter((*args, *kwargs.values())), "."))
+        if _call.depth or _is_ours(sys._getframe(1)):
+            found = original(*args, **kwargs)
+            if _call.shards:
+                _before_it_is_shared(found)
+            return found
+        _call.depth, _call.shards, _call.folder = 1, original.__name__ == "sharded_load", None
+        try:
+            found = original(*args, **kwargs)
+        finally:
+            _call.depth, _call.shards = 0, False
+        asked = next(iter(args), None)  # a name on the hub, or a path
+        name = asked if isinstance(asked, str) else str(_call.folder or asked)
+        _compress(found, name)
+        return found
+
+    setattr(loader, OURS, original)
+    return loader
+
+
+def _is_ours(frame) -> bool:
+    """Whether mlxkv itself asks for the model; it gives it a cache of its own."""
+    caller = frame.f_globals.get("__name__", "")
+    return caller.startswith("mlxkv.") and not caller.startswith("mlxkv.run.")
+
+
+def _compress(found: object, name: str, group: object = None) -> None:
+    """Give the model that a loader returned, alone or first of a tuple, compressed caches, and say so."""
+    kv = watch.asked()
+    if kv is None:
+        return
+    from mlxkv.models.hosts.given import give
+
+    model, *rest = found if isinstance(found, tuple) else (found,)
+    tokenizer = next((one for one in rest if not isinstance(one, dict)), None)
+    give(model, kv, watch.strict(), name, _call.folder, tokenizer, group)
+
+
+def _before_it_is_shared(found: object) -> None:
+    """Have a model of `sharded_load` compressed as it is cut to the share of this process: calibrations are
+    of whole models. Layers that are dealt to processes stay as they are."""
+    model = found[0] if isinstance(found, tuple) else found
+    folder = _call.folder
+    inner = getattr(model, "model", None)
+
+    def shard(group=None):
+        vars(model).pop("shard")
+        if group is not None and group.size() > 1:
+            _call.folder = folder
+            _compress(model, str(folder), group)
+        return model.shard(group)
+
+    def pipeline(group):
+        vars(inner).pop("pipeline")
+        if group.size() > 1:
+            from mlxkv.models.hosts.given import left
+
+            left(model, "layers are dealt to processes (--pipeline)", watch.strict())
+        return inner.pipeline(group)
+
+    if hasattr(model, "shard"):
+        model.shard = shard
+    if hasattr(inner, "pipeline"):
+        inner.pipeline = pipeline
+
+
+def say(text: str) -> None:
+    """A line of ours on stderr, told apart from those of the program."""
+    note(f"[mlxkv] {one_line(text)}")
