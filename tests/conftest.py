@@ -81,6 +81,7 @@ SLOW = (
     "models/test_fold.py::test_pages_of_values_that_come_rotated",
     "models/test_tiny.py",
     "pages/test_code_blocks.py::test_blocks_run",
+    "run/test_run.py",
 )
 # Of these, one case stays with the quick tests.
 QUICK = (
@@ -88,6 +89,8 @@ QUICK = (
     "metal/test_seal_clip.py::test_the_networks_sort_and_merge[8]",
     "metal/test_tiles.py::test_attend_is_softmax_over_what_is_stored",
     "metal/test_tiles.py::test_the_reason_why_not",
+    "run/test_run.py::test_chat_reads_stdin",
+    "run/test_run.py::test_the_exit_code_is_the_programs[start0]",
 )
 
 

@@ -15,7 +15,6 @@ from mlxkv.run import program, start
 
 # A program's own options for compressing its caches; --kv replaces what they ask for.
 THEIRS = ("--kv-bits", "--kv-quant-scheme", "--kv-k-bits", "--kv-v-bits")
-QUIET = "MLXKV_QUIET"
 
 
 def run(
@@ -52,7 +51,7 @@ def run(
         check_options(found.args, kv)
     environment = {watch.KV: canonical(kv)}
     environment |= {watch.STRICT: "1"} if strict else {}
-    environment |= {QUIET: "1"} if quiet else {}
+    environment |= {watch.QUIET: "1"} if quiet else {}
     os.environ.update(environment)
     return lambda: start.start(found)
 

@@ -20,7 +20,12 @@ PYTHON = re.compile(r"python[\d.]*(\.exe)?")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FIRST = 4096  # bytes of a script in which its interpreter is named
 BY_SHELL = re.compile(rb"""^'''exec'\s+"?([^"\s]+)"?""", re.M)  # of pip and uv, for long paths
-KNOWS = "import importlib.util as u, sys; sys.exit(not (u.find_spec('mlxkv') and u.find_spec('mlxkv.models.hosts')))"
+# Asked of another Python; "" would be the folder that is the current one.
+KNOWS = """import sys
+sys.path[:] = filter(None, sys.path)
+from importlib.util import find_spec
+sys.exit(not (find_spec('mlxkv') and find_spec('mlxkv.models') and find_spec('mlxkv.models.hosts')))
+"""
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.models.decoders import not_used
 from mlxkv.models.hosts.ledger import LEDGER
-from mlxkv.models.hosts.wrap import say
+from mlxkv.models.hosts.wrap import is_quiet, say
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach
 
-QUIET = "MLXKV_QUIET"  # an environment variable; 1: no reports, only what is wrong
 _LEFT = "_mlxkv_left"  # on a model: it was said why it keeps its own caches
 _told: set[tuple] = set()  # reports that were printed: a server may load a model again
 
@@ -109,7 +108,7 @@ def leave(code: int) -> NoReturn:
 
 def _tell(name: str, kv: str, reports: list[LayerReport]) -> None:
     """Print the report, once for each model."""
-    quiet = os.environ.get(QUIET, "") not in ("", "0") or os.environ.get("MLX_RANK", "0") != "0"
+    quiet = is_quiet()
     lines = summarise(reports)
     asked_for = all(report.reason == ASKED_FOR for report in reports)
     key = name, kv, *lines

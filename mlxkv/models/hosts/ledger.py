@@ -16,7 +16,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.catalog.reports import LayerReport
-from mlxkv.models.hosts.wrap import say
+from mlxkv.models.hosts.wrap import is_quiet, say
 from mlxkv.models.usage import in_use
 
 STEP, PART = 16, 16  # tokens more than the longest cache so far, or a 16th, until one is measured again
@@ -117,8 +117,8 @@ class Ledger:
         return self._accounts
 
     def tell(self) -> None:
-        """Say what the caches held; a closed stderr hears nothing."""
-        for account in self._accounts:
+        """Say what the caches held, unless quiet is wanted; a closed stderr hears nothing."""
+        for account in [] if is_quiet() else self._accounts:
             try:
                 say(account.line())
             except (OSError, ValueError):

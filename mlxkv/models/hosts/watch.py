@@ -12,7 +12,8 @@ import sys
 from types import ModuleType
 
 HOSTS = ("mlx_lm.utils", "mlx_vlm.utils")
-KV, STRICT = "MLXKV", "MLXKV_STRICT"  # environment variables: a preset; 1: refuse rather than go on
+# Environment variables: a preset; 1: refuse rather than go on; 1: no reports, only what is wrong.
+KV, STRICT, QUIET = "MLXKV", "MLXKV_STRICT", "MLXKV_QUIET"
 OFF = ("", "0", "off")
 
 

@@ -6,6 +6,7 @@ The module may be half imported when it is wrapped, so that frameworks are impor
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -126,6 +127,11 @@ def _before_it_is_shared(found: object) -> None:
         model.shard = shard
     if hasattr(inner, "pipeline"):
         inner.pipeline = pipeline
+
+
+def is_quiet() -> bool:
+    """Whether only what is wrong is said: MLXKV_QUIET=1, and all but the first of several processes."""
+    return os.environ.get(watch.QUIET, "") not in watch.OFF or os.environ.get("MLX_RANK", "0") != "0"
 
 
 def say(text: str) -> None:

@@ -1,0 +1,253 @@
+"""`mlxkv run` with mlx-lm's own programs, as they are, and with programs that end in every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from patience import PATIENCE
+
+from mlxkv.models.catalog.aliases import EMBEDDED
+
+TINY = str(EMBEDDED["tiny-qwen"].folder)
+ROOT = Path(__file__).parents[2]
+BYTES = r"longest cache ([\d,]+) tokens(?: of \d sequences)? in ([\d.]+) ([KMG]iB), in 16 bits ([\d.]+) ([KMG]iB)"
+SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+LONG = "The harbour of Amsel lies east of the mill. " * 40
+MLX_LM = Path(sys.executable).parent
+
+
+@pytest.fixture(autouse=True)
+def light(same_blas, without_torch, monkeypatch):
+    """Programs multiply as fast as tests do, and find this source tree in whatever folder they run."""
+    paths = (str(ROOT), os.environ["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    for name in ("MLXKV", "MLXKV_STRICT", "MLXKV_QUIET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLXKV_COMPILE", "0")
+
+
+def call(*words, stdin: str = "", **options) -> subprocess.CompletedProcess:
+    words = [str(word) for word in words]
+    return subprocess.run(
+        words, input=stdin, capture_output=True, text=True, timeout=PATIENCE, **options
+    )
+
+
+def run(*words, **options) -> subprocess.CompletedProcess:
+    return call(sys.executable, "-m", "mlxkv", "run", *words, **options)
+
+
+def held(stderr: str) -> tuple[int, float, float]:
+    """Tokens, bytes and bytes in 16 bits of the longest cache, as the last line says them."""
+    found = re.search(BYTES, stderr)
+    assert found, stderr
+    tokens = int(found[1].replace(",", ""))
+    return tokens, float(found[2]) * SIZES[found[3]], float(found[4]) * SIZES[found[5]]
+
+
+def compressed(stderr: str) -> bool:
+    tokens, stored, plain = held(stderr)
+    return "layers 0-4 (full attention): int4, 4.5 bits per value" in stderr and stored < plain
+
+
+def text_of(stdout: str) -> str:
+    """What mlx_lm.generate wrote between its lines."""
+    return stdout.split("=" * 10)[1]
+
+
+def test_generate_writes_what_it_writes_alone_and_caches_are_compressed():
+    words = "mlx_lm.generate", "--model", TINY, "--max-tokens", 24, "--prompt", LONG
+    alone = call(MLX_LM / words[0], *words[1:])
+    plain, packed = run("--kv", "fp16", "--", *words), run("--kv", "int4", "--", *words)
+    assert alone.returncode == plain.returncode == packed.returncode == 0, packed.stderr
+    assert text_of(plain.stdout) == text_of(alone.stdout)
+    assert "in full precision as asked for" in plain.stderr
+    for line in packed.stdout.splitlines():  # nothing of ours on stdout
+        assert "mlxkv" not in line and "layers" not in line
+    assert packed.stderr.count("layers 0-4") == 1 and compressed(packed.stderr)
+    tokens, stored, plain_bytes = held(packed.stderr)
+    assert tokens > 500 and stored < 0.7 * plain_bytes
+
+
+def test_a_calibration_beside_the_model_is_found():
+    words = "mlx_lm.generate", "--model", TINY, "--max-tokens", 4, "--prompt", LONG
+    done = run("--kv", "int2", *words)
+    assert done.returncode == 0 and "int2, 2.25 bits per value" in done.stderr
+    assert "calibrat" not in done.stderr  # none was made
+    assert held(done.stderr)[1] < 0.7 * held(done.stderr)[2]  # windows are exact
+
+
+def test_chat_reads_stdin():
+    done = run("--", "mlx_lm.chat", "--model", TINY, "--max-tokens", 24, stdin="Hello\nq\n")
+    assert done.returncode == 0 and "How can I help you?" in done.stdout
+    assert "int4, 4.5 bits per value" in done.stderr
+    assert "nothing compressed yet: exact up to 192 tokens" in done.stderr
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_benchmark(batch):
+    words = "-p", 400, "-g", 8, "-n", 1, "-b", batch
+    done = run("mlx_lm.benchmark", "--model", TINY, *words)
+    assert done.returncode == 0 and "generation_tps" in done.stdout
+    assert compressed(done.stderr)
+    assert held(done.stderr)[0] > 390 * batch
+
+
+def test_a_program_that_keeps_no_cache_is_told_of(tmp_path):
+    """As mlx_lm.perplexity, which reads its data by a library that is not in the project's environment."""
+    script = tmp_path / "score.py"
+    script.write_text(
+        "import mlx.core as mx, sys\nfrom mlx_lm import load\n"
+        "model, tokenizer = load(sys.argv[1])\n"
+        "print(model(mx.array([tokenizer.encode('hello there')])).shape)\n"
+    )
+    done = run(script, TINY)
+    assert done.returncode == 0, done.stderr
+    assert "no cache was filled, so nothing was compressed" in done.stderr
+    assert "reads text without one" in done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def ask(port: int, prompt: str) -> dict:
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+        return json.load(reply)
+
+
+def test_server_answers_and_its_report_comes_from_a_thread(tmp_path):
+    port, log = free_port(), tmp_path / "stderr"
+    words = "mlx_lm.server", "--model", TINY, "--port", str(port)
+    command = [sys.executable, "-m", "mlxkv", "run", "--kv", "int4", "--", *words]
+    with log.open("w") as err, subprocess.Popen(command, stderr=err) as process:
+        try:
+            end = time.monotonic() + PATIENCE
+            while "Starting httpd" not in log.read_text():
+                assert time.monotonic() < end and process.poll() is None, log.read_text()
+                time.sleep(0.1)
+            short, long = ask(port, "Hello"), ask(port, LONG[:900])
+        finally:
+            process.terminate()
+    assert "How can I help" in short["choices"][0]["message"]["content"]
+    assert long["usage"]["prompt_tokens"] > 200
+    assert log.read_text().count("[mlxkv] --kv int4: ") == 1
+    assert "int4, 4.5 bits per value" in log.read_text()
+
+
+ENDS = """
+import sys
+how = sys.argv[1]
+if how == "code": sys.exit(7)
+if how == "words": sys.exit("enough")
+if how == "raise": raise ValueError("mine")
+if how == "argv": print(sys.argv[1:], sys.stdin.read(), sys.stdout.errors, __name__)
+if how == "signal": import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)
+"""
+
+
+@pytest.fixture
+def ends(tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    return script
+
+
+@pytest.mark.parametrize("start", [[], ["--", "python"], ["--kv", "int2", "--"]])
+def test_the_exit_code_is_the_programs(ends, start):
+    assert run(*start, ends, "code").returncode == 7
+    words = run(*start, ends, "words")
+    assert (words.returncode, words.stderr) == (1, "enough\n")
+
+
+def test_what_a_program_sees_and_raises_is_its_own(ends):
+    words = ends, "argv", "--kv", "-m", "--", "x"
+    done, alone = run("--", *words, stdin="typed"), call(sys.executable, *words, stdin="typed")
+    assert "['argv', '--kv', '-m', '--', 'x'] typed" in alone.stdout
+    assert (done.stdout, done.stderr) == (alone.stdout, "")
+    failed = run(ends, "raise")
+    assert failed.returncode == 1 and failed.stderr.startswith("Traceback")
+    assert "mine" in failed.stderr and "runpy" not in failed.stderr and "mlxkv" not in failed.stderr
+    stopped = run(ends, "signal")
+    assert stopped.returncode == 128 + signal.SIGINT and "Traceback" not in stopped.stderr
+
+
+LOADS = """
+import sys, threading
+from mlx_lm import load
+def work():
+    model, tokenizer = load(sys.argv[1])
+    print(type(model.make_cache()[0] if hasattr(model, "make_cache") else None).__name__)
+if sys.argv[2] == "thread":
+    thread = threading.Thread(target=work); thread.start(); thread.join(); print("goes on")
+else:
+    work()
+"""
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_a_refusal_is_one_line_and_with_strict_the_end(tmp_path, where):
+    """`learned` presets need a calibration of their own, which no model comes with."""
+    script = tmp_path / "loads.py"
+    script.write_text(LOADS)
+    words = "--kv", "learned-int2"
+    done = run(*words, "--", script, TINY, where)
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == "NoneType"
+    assert "[mlxkv] caches stay in full precision: [attach] learned-int2 needs" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    done = run(*words, "--strict", "--", script, TINY, where)
+    assert (done.returncode, done.stdout) == (2, "") and "[mlxkv] refused: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_report_with_quiet(tmp_path):
+    script = tmp_path / "loads.py"
+    script.write_text(LOADS)
+    done = run("-q", "--", script, TINY, "main")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "CompressedKVCache\n", "")
+
+
+def test_processes_that_a_program_starts_are_reached(tmp_path):
+    """As servers that load a model in a process of its own do; and what the system starts, such as a shell."""
+    script = tmp_path / "starts.py"
+    script.write_text(
+        f"import subprocess, sys\nsubprocess.run([sys.executable, {str(tmp_path / 'loads.py')!r}, "
+        f"{TINY!r}, 'main'], check=True)\n"
+    )
+    (tmp_path / "loads.py").write_text(LOADS)
+    done = run("--", script)
+    assert done.stdout == "CompressedKVCache\n" and "int4, 4.5 bits" in done.stderr
+    shell = tmp_path / "shell"
+    shell.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path / 'loads.py'} {TINY} main\n")
+    shell.chmod(0o755)
+    done = run("--", shell)
+    assert done.stdout == "CompressedKVCache\n" and "int4, 4.5 bits" in done.stderr
+
+
+def test_mlxkv_itself_gives_its_own_caches(monkeypatch, tmp_path):
+    """A program that asks mlxkv for a model gets what it asks for, with one cache."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import sys, mlxkv\nloaded = mlxkv.load(sys.argv[1], 'int8')\n"
+        "print(loaded.model.make_cache()[0].config.keys.label)\n"
+    )
+    done = run("--", script, TINY)
+    assert done.returncode == 0 and "int8" in done.stdout and done.stderr == ""
