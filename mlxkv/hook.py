@@ -15,12 +15,13 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.models.hosts import watch
 
 NAME = "mlxkv-hook.pth"  # behind the files by which an editable mlxkv is found
-# Python runs a line of a .pth that begins with "import".
+# Python runs a line of a .pth that begins with "import"; twice where site-packages has two names (lib64).
 LINE = (
-    'import os; os.environ.get("MLXKV") and exec("try:\\n'
+    'import os, sys; os.environ.get("MLXKV") and not hasattr(sys, "mlxkv_hook") and exec("try:\\n'
+    " sys.mlxkv_hook = True\\n"
     " from mlxkv.models.hosts import watch; watch.start()\\n"
     "except Exception as error:\\n"
-    " import sys; print('[mlxkv] no hook:', type(error).__name__, ' '.join(str(error).split()), file=sys.stderr)"
+    " print('[mlxkv] no hook:', type(error).__name__, ' '.join(str(error).split()), file=sys.stderr)"
     '")\n'
 )
 ACTIONS = ("install", "remove", "status")

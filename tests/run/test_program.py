@@ -39,7 +39,7 @@ def test_a_script_of_this_python_is_found_as_a_shell_finds_it(path):
         path / "far", "#!/bin/sh", f"'''exec' {sys.executable} \"$0\" \"$@\"", "' '''", "import os"
     )
     assert find(["far"]) == Program(HERE, str(long), [])  # as pip writes it for long paths
-    quoted = script(path / "quoted", "#!/bin/sh", f"'''exec' \"{sys.executable}\" \"$0\" \"$@\"")
+    quoted = script(path / "quoted", "#!/bin/sh", f'\'\'\'exec\' "{sys.executable}" "$0" "$@"')
     assert find(["quoted"]) == Program(HERE, str(quoted), [])
 
 

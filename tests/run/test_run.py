@@ -190,14 +190,15 @@ def test_what_a_program_sees_and_raises_is_its_own(ends):
     assert stopped.returncode == 128 + signal.SIGINT and "Traceback" not in stopped.stderr
 
 
+# MLX aborts a process that ends after a thread of its own loaded a model, without mlxkv as well.
 LOADS = """
-import sys, threading
+import os, sys, threading
 from mlx_lm import load
 def work():
     model, tokenizer = load(sys.argv[1])
     print(type(model.make_cache()[0] if hasattr(model, "make_cache") else None).__name__)
 if sys.argv[2] == "thread":
-    thread = threading.Thread(target=work); thread.start(); thread.join(); print("goes on")
+    thread = threading.Thread(target=work); thread.start(); thread.join(); print("goes on", flush=True); os._exit(0)
 else:
     work()
 """

@@ -19,7 +19,10 @@ from mlxkv.models.catalog.reports import LayerReport
 from mlxkv.models.hosts.wrap import is_quiet, say
 from mlxkv.models.usage import in_use
 
-STEP, PART = 16, 16  # tokens more than the longest cache so far, or a 16th, until one is measured again
+STEP, PART = (
+    16,
+    16,
+)  # tokens more than the longest cache so far, or a 16th, until one is measured again
 OURS = (CompressedKVCache, BatchedKVCache)
 
 

@@ -131,7 +131,9 @@ def _before_it_is_shared(found: object) -> None:
 
 def is_quiet() -> bool:
     """Whether only what is wrong is said: MLXKV_QUIET=1, and all but the first of several processes."""
-    return os.environ.get(watch.QUIET, "") not in watch.OFF or os.environ.get("MLX_RANK", "0") != "0"
+    return (
+        os.environ.get(watch.QUIET, "") not in watch.OFF or os.environ.get("MLX_RANK", "0") != "0"
+    )
 
 
 def say(text: str) -> None:
