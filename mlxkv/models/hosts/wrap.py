@@ -62,14 +62,20 @@ def _rename(old: Callable, new: Callable) -> None:
 def _wrapped(original: Callable) -> Callable:
     @functools.wraps(original)
     def loader(*args, **kwargs):
+        if not _call.depth:
+            _call.folder = None
         if original.__name__ == "load_model":
             _call.folder = Path(next(iter((*args, *kwargs.values())), "."))
         if _call.depth or _is_ours(sys._getframe(1)):
-            found = original(*args, **kwargs)
+            _call.depth += 1
+            try:
+                found = original(*args, **kwargs)
+            finally:
+                _call.depth -= 1
             if _call.shards:
                 _before_it_is_shared(found)
             return found
-        _call.depth, _call.shards, _call.folder = 1, original.__name__ == "sharded_load", None
+        _call.depth, _call.shards = 1, original.__name__ == "sharded_load"
         try:
             found = original(*args, **kwargs)
         finally:
