@@ -257,15 +257,19 @@ def main() -> None:
         )
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [HEAD, ["---"] * len(HEAD)]
+    show(HEAD)
+    show(["---"] * len(HEAD))
     for one in programs(folder / "work"):
         if options.only and one.name not in options.only:
             continue
         python = environment(folder, one.group, options.python)
         prepare(folder / "work")
-        lines.append(row(one, python, folder / "work"))
-    for line in lines:
-        print(f"| {' | '.join(line)} |")
+        show(row(one, python, folder / "work"))
+
+
+def show(cells: list[str]) -> None:
+    """Print a row of the table at once: the next one takes a minute."""
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,9 @@ def test_strict_refuses_layers_that_stay(tmp_path, monkeypatch, capsys):
         def make_cache(self):
             raise RuntimeError("its own way")
 
+        def __call__(self, inputs, cache=None):
+            return inputs
+
     assert given.give(Odd(), "int4", False, "odd") is None
     assert "full precision: RuntimeError: its own way" in capsys.readouterr().err
     with pytest.raises(SystemExit):
