@@ -184,7 +184,7 @@ class Table:
             *(self.encode_rows, self.attention_rows, self.oscar_rows, self.balanced_rows),
             *(self.scaled_rows, self.centred_rows),
             *(self.codebook_rows, self.polar_tree_rows, self.dual_scale_rows, self.polar_rows),
-            *(self.kitty_rows, self.oja_rows),
+            *(self.kitty_rows, self.latent_rows, self.oja_rows),
         )
 
     def by_set(self) -> Iterator[tuple[str, Row]]:
@@ -240,6 +240,14 @@ class Table:
         for key, side, dims in encode_cases(tensors, header):
             _, stored = self._encoded(side, tensors, dims)
             yield self._codes("seal", key, tensors, stored, side.quantizer.bits, dims)
+
+    def latent_rows(self) -> Rows:  # read as keys and as values, beside rotary scores
+        tensors, header = read("latent")
+        for key, side, dims in encode_cases(tensors, header):
+            own = under(tensors, key) | {"x": tensors[f"x.{dims}"]}
+            (_, made), bits = self._encoded(side, tensors, dims), side.quantizer.bits
+            yield self._codes("seal", key, tensors, made, bits, dims)
+            yield self._page_alone(key, dims, own, (side,) * 2, (self._stored(own, "", bits),) * 2)
 
     def attention_rows(self) -> Rows:
         for case, it, spec in self.attention_cases():
@@ -575,6 +583,7 @@ class Table:
             page=given["x"].shape[2],
             pages=1,
             live=(nothing, nothing),
+            mask=self.tensor(given["mask"]) if "mask" in given else None,
         )
         return self._attention(case, self.attend(it), given["out"])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import golden_affine
 import golden_calibrated
 import golden_codebook
+import golden_latent
 import golden_oja
 import golden_tile
 import numpy as np
@@ -20,6 +21,7 @@ TABLES = {
     **golden_affine.TABLES,
     **golden_calibrated.TABLES,
     **golden_codebook.TABLES,
+    **golden_latent.TABLES,
     **golden_oja.TABLES,
     **golden_tile.TABLES,
 }
