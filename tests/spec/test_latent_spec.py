@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxkv.spec import affine, latent
+from mlxkv.spec import affine
 
 HEADS, NEW, TOKENS, DIMS, VALUES, RANK, ROTARY = 3, 2, 40, 16, 24, 32, 8
 SCALE = (DIMS + ROTARY) ** -0.5
@@ -14,7 +14,7 @@ SCALE = (DIMS + ROTARY) ** -0.5
 @pytest.fixture
 def given():
     rng = np.random.default_rng(7)
-    bias = latent.rotary_scores(
+    bias = affine.rotary_scores(
         rng.standard_normal((1, HEADS, NEW, ROTARY)),
         rng.standard_normal((1, 1, TOKENS, ROTARY)),
         SCALE,
@@ -31,9 +31,9 @@ def given():
 
 
 def test_absorbed_weights_change_nothing(given):
-    whole = latent.expanded(**given)
+    whole = affine.expanded(**given)
     assert whole.shape == (1, HEADS, NEW, VALUES)
-    np.testing.assert_allclose(latent.absorbed(**given), whole, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(affine.absorbed(**given), whole, rtol=1e-10, atol=1e-12)
 
 
 def test_rotary_keys_are_a_part_of_each_head_s_key():
@@ -54,7 +54,7 @@ def test_rotary_keys_are_a_part_of_each_head_s_key():
         v,
         SCALE,
     )
-    split = affine.attention(q, k, v, SCALE, latent.rotary_scores(q_pe, k_pe, SCALE))
+    split = affine.attention(q, k, v, SCALE, affine.rotary_scores(q_pe, k_pe, SCALE))
     np.testing.assert_allclose(split, joined, rtol=1e-10)
 
 
@@ -68,17 +68,17 @@ def test_one_record_is_read_as_keys_and_as_values(given):
         "symmetric": True,
         "axis": "token",
     }
-    seen = latent.stored(given["latents"], side, 8, 1, 16)
+    seen = affine.stored_latents(given["latents"], side, 8, 1, 16)
     assert 0 < np.abs(seen - given["latents"]).max() < 1
     np.testing.assert_array_equal(seen[:, :, :8], given["latents"][:, :, :8])
     given["latents"] = seen
-    np.testing.assert_allclose(latent.absorbed(**given), latent.expanded(**given), rtol=1e-10)
+    np.testing.assert_allclose(affine.absorbed(**given), affine.expanded(**given), rtol=1e-10)
 
 
 def test_what_reads_a_latent_measures_what_an_error_costs(given):
     rng = np.random.default_rng(9)
     queries = (given["q"] @ given["up_keys"]).reshape(-1, RANK)
-    reads, weight = latent.value_weight(queries, given["up_values"], SCALE)
+    reads, weight = affine.latent_readers(queries, given["up_values"], SCALE)
     error = rng.standard_normal(RANK)
     scores = SCALE * queries @ error
     assert error @ reads @ error == pytest.approx((scores**2).mean())

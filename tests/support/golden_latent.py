@@ -7,7 +7,7 @@ import json
 import golden_affine
 import numpy as np
 
-from mlxkv.spec import affine, latent
+from mlxkv.spec import affine
 
 PAGE, HEADS, ROTARY, SEED = 64, 4, 64, golden_affine.SEED + 40
 NAMES = ("token-int8", "channel-int4", "srft-int4", "hadamard-int3", "channel-int2")
@@ -36,7 +36,7 @@ def latents(rng: np.random.Generator) -> dict:
         out[f"x.{dims}"] = x.astype(np.float16)
         q = rng.standard_normal((1, HEADS, 1, dims)).astype(np.float16).astype(np.float64)
         q_pe, k_pe = (rng.standard_normal((1, n, t, ROTARY)) for n, t in ((HEADS, 1), (1, PAGE)))
-        bias = latent.rotary_scores(q_pe, k_pe, ROTARY**-0.5).astype(np.float32)
+        bias = affine.rotary_scores(q_pe, k_pe, ROTARY**-0.5).astype(np.float32)
         for name in NAMES:
             transform, bits, group, symmetric, axis, _ = SIDES[name]
             down, up = affine.transform(transform, dims, 0)
