@@ -82,16 +82,21 @@ class BatchedKVCache(Contract):
         if self._left is None and keys.shape[2] <= DECODE_TOKENS and self._joins(keys, values):
             view = self._ragged.append(keys, values)
             return view, view
-        counts = [keys.shape[2]] * len(self.offsets)
-        if self._left is not None:
-            counts = [min(keys.shape[2], left) for left in self._left]
-            self._left = [left - n for left, n in zip(self._left, counts, strict=True)]
-        rows, self._new = [], counts
+        rows, counts = [], self._unpadded(keys.shape[2])
         for i, (row, n) in enumerate(zip(self.rows, counts, strict=True)):
             new = (x[i : i + 1, :, :n] for x in (keys, values))
             rows.append((row.update_and_fetch(*new)[0], n) if n else None)
         view = BatchView(tuple(rows))
         return view, view
+
+    def _unpadded(self, new: int) -> list[int]:
+        """How many of the next `new` tokens of each sequence are no padding."""
+        counts = [new] * len(self.offsets)
+        if self._left is not None:
+            counts = [min(new, left) for left in self._left]
+            self._left = [left - n for left, n in zip(self._left, counts, strict=True)]
+        self._new = counts
+        return counts
 
     def _joins(self, keys: mx.array, values: mx.array) -> bool:
         """Whether the sequences are in shared arrays, now if not before."""
@@ -225,7 +230,7 @@ class BatchedKVCache(Contract):
 
     def __reduce__(self):
         rows = [self.extract(i) for i in range(len(self.offsets))]
-        return BatchedKVCache, (rows,), {"_left": self._left, "_new": self._new}
+        return type(self), (rows,), {"_left": self._left, "_new": self._new}
 
     @property
     def state(self) -> list:

@@ -23,18 +23,20 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import RecordLayout, record_layout, side_layout, why_no_record
 from mlxkv.metal import launch, tiles, trust
 
+NO_LATENTS = "no kernel reads latents yet"
 FAILED = "its kernels failed their test here"  # or were switched off: what should run and does not
 
 
 @dataclass(frozen=True)
 class Question:
     """Which kernels? config: as a cache stores. dims: of key and value heads. dtype: of the windows.
-    case: how the model attends, where that is known."""
+    case: how the model attends, where that is known. latent: whether keys are latents."""
 
     config: CacheConfig
     dims: tuple[int, int]
     dtype: mx.Dtype
     case: Case | None = None
+    latent: bool = False
 
     @property
     def layout(self) -> RecordLayout:
@@ -55,11 +57,15 @@ class Question:
 
 
 def plan(
-    config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype, case: Case | None = None
+    config: CacheConfig,
+    dims: tuple[int, int],
+    dtype: mx.Dtype,
+    case: Case | None = None,
+    latent: bool = False,
 ) -> KernelPlan:
     """The fastest kernels that run here. The first question for a format builds them and tries them;
     the portable ones only where tiles do not run."""
-    question = Question(config, dims, dtype, case)
+    question = Question(config, dims, dtype, case, latent)
     asked = (config, dims, dtype, launch.state())
     if reason := _no_machine(question) or _no_records(question):
         return KernelPlan(OPS, reason, asked=asked)
@@ -100,6 +106,8 @@ def _no_machine(question: Question) -> str | None:
 
 def _no_records(question: Question) -> str | None:
     """For any machine."""
+    if question.latent:
+        return NO_LATENTS
     config, dims = question.config, question.dims
     for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
         stored = side.dims(dim)

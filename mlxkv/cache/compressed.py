@@ -184,8 +184,12 @@ class CompressedKVCache(GoesBack, Contract):
         self._plan = choose.current(self._plan, self._stored, dims, dtype)
         return self._plan
 
-    def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
+    def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> Codes | Records:
+        """An empty store of pages of one transform."""
         return choose.store(self.plan(dims, dtype), self.layer_maps, self.way)
+
+    def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
+        return self.page_store(dims, dtype)
 
     def _read_live(self) -> Pair:
         keys, values = self._live

@@ -6,6 +6,8 @@ import sys
 import warnings
 from copy import deepcopy
 
+import mlx.core as mx
+
 from mlxkv.errors import UserError
 
 
@@ -16,10 +18,12 @@ class Contract:
     def bits(self):
         """No attribute: mlx-lm takes caches that have it for its own quantized ones.
 
-        Raises UserError where mlx-lm's plain attention asks for it: there the model is not bound to our
-        attention, and what came next would be a TypeError about arrays.
+        Raises UserError where mlx-lm's plain attention asks for it over one of our views: there the model is not
+        bound to our attention, and what came next would be a TypeError about arrays.
         """
-        if sys._getframe(1).f_code.co_name == "scaled_dot_product_attention":
+        caller = sys._getframe(1)
+        is_attention = caller.f_code.co_name == "scaled_dot_product_attention"
+        if is_attention and not isinstance(caller.f_locals.get("keys"), mx.array):
             raise UserError(
                 "[attach] only an attached model reads compressed caches; got one in a model that is "
                 "not attached, or not any more; attach the model first, or make another cache"

@@ -67,7 +67,12 @@ class _Store:
 
 
 class Codes(_Store):
-    """Sealed pages for plain ops: the arrays of both sides, by (side, name)."""
+    """Sealed pages for plain ops: the arrays of both sides, by (side, name).
+
+    sides: those that it holds.
+    """
+
+    sides = NAMES
 
     def __init__(
         self,
@@ -93,13 +98,13 @@ class Codes(_Store):
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         self._whole = None  # a hold on the arrays would have them copied
         stop, encoded = start + count * self.config.page, {}
-        for side, code, x in zip(NAMES, self.codecs, pair, strict=True):
+        for side, code, x in zip(self.sides, self.codecs, pair, strict=False):
             for name, y in code.encode(x[:, :, start:stop], self.way).items():
                 encoded[side, name] = y
         self.pages.append(encoded, count)
 
     def _sides(self, start: int, stop: int) -> dict[str, Stored]:
-        out: dict[str, Stored] = {name: {} for name in NAMES}
+        out: dict[str, Stored] = {name: {} for name in self.sides}
         for (side, name), x in self.pages.read(start, stop).items():
             out[side][name] = x
         return out
@@ -147,11 +152,22 @@ class Codes(_Store):
         if "records" in state:
             state = records.to_codes(state, self.codecs)
         held = {}
-        for side, code in zip(NAMES, self.codecs, strict=True):
+        for side, code in zip(self.sides, self.codecs, strict=False):
             if set(state[side]) != code.spec.tensors:
                 raise ValueError(f"arrays {', '.join(sorted(state[side]))} for {side}")
             held |= {(side, name): x for name, x in state[side].items()}
         self.pages.restore(held, count)
+
+
+class LatentCodes(Codes):
+    """Sealed pages of latents for plain ops: one record, the keys', which is read as keys and as values."""
+
+    sides = NAMES[:1]
+
+    def read(self, start: int, stop: int) -> CodePages:
+        stored = self._sides(start, stop)[NAMES[0]]
+        tokens = (stop - start) * self.config.page
+        return CodePages(self.codecs[:1] * 2, (stored, stored), tokens)
 
 
 class Records(_Store):

@@ -262,6 +262,32 @@ class CacheConfig:
         """The config without the value transform, for a model whose weights already apply it."""
         return replace(self, values=replace(self.values, transform="none"))
 
+    @property
+    def of_latents(self) -> CacheConfig:
+        """The config of a cache of latents (MLA), one record a token: stored as keys are, which are the sensitive
+        half; its other part, the rotary keys, stays exact."""
+        return replace(self, values=Side(Full()))
+
+    @property
+    def why_no_latents(self) -> str | None:
+        """Return why latents cannot be stored this way, whatever their dims, or None."""
+        side = self.keys
+        if self.keep < 1:
+            return "tokens of latents are not selected by their attention"
+        if side.centred:
+            return "a latent is read as a value, too, so no mean can be taken from it"
+        if side.low is not None:
+            return "a latent is of low rank already"
+        if isinstance(side.quantizer, Full):
+            return "latents are stored as keys, which this preset keeps in full precision"
+        if isinstance(side.quantizer, Polar):
+            return "polar takes the pairs of RoPE, and latents have none"
+        if isinstance(side.quantizer, Codebook) and side.quantizer.residual:
+            return (
+                "the signs of a residual stage correct scores alone, and a latent is a value, too"
+            )
+        return None
+
     def room(self, sink_is_out: bool) -> int:
         """Tokens that the live window may hold; at first the sink is part of it."""
         return self.recent + self.page + (0 if sink_is_out else self.sink)

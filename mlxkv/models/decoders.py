@@ -38,7 +38,7 @@ def with_kernels(
         for one in asked:
             if one in new:
                 step()
-            answers[one] = choose.plan(one.config, one.dims, one.dtype, one.case)
+            answers[one] = choose.plan(one.config, one.dims, one.dtype, one.case, one.latent)
     plans, out = {place: answers[one] for place, one in questions.items()}, []
     for report in reports:
         kernels = [_label(plan) for place, plan in plans.items() if place[0] == report.index]
@@ -53,7 +53,8 @@ def question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Ques
     """Which kernels a cache of this config, maps and shape needs."""
     stored = config.folded if turns is not None and turns.folded else config
     case = selftest.Case(shape.queries, shape.heads, shape.sinks) if shape.queries else None
-    return Question(stored, (shape.key_dim, shape.value_dim), shape.dtype, case)
+    dims = shape.key_dim, shape.value_dim
+    return Question(stored, dims, shape.dtype, case, shape.latent)
 
 
 def _label(plan: KernelPlan) -> str:

@@ -10,7 +10,6 @@ import json
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxkv.cache import choose
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import codes_of
 from mlxkv.formats.records import NAMES
@@ -44,7 +43,7 @@ def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.ar
     tree, held, maps, page, bases = cache.state, cache.contents(), like.layer_maps, {}, {}
     runs = [] if held.store is None else getattr(held.store, "runs", [held.store])
     if any(run.count for run in runs):
-        one = choose.store(like.plan(dims, keys.dtype), maps, like.way)
+        one = like.page_store(dims, keys.dtype)
         one.append(tuple(mx.zeros((1, heads, like.config.page, dim)) for dim in dims), 1)
         page = one.state
     if maps is not None:

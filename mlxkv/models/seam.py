@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlxkv import console
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
 from mlxkv.codec import encoding, maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
@@ -30,6 +31,7 @@ from mlxkv.models.decoders import question, with_kernels
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.layers import examine, with_searched
 from mlxkv.models.hooks.mark import mark, own_make_cache, steps_to_come, unmark
+from mlxkv.models.hooks.probe import Shape
 from mlxkv.models.hooks.rebind import bind, release
 
 
@@ -80,6 +82,9 @@ def attach(
         reports, places = examine(model, own, config, label)
         if strict:
             _insist(model, reports, label)
+        if any(shape.latent for shape in places.values()):
+            config = config.of_latents
+            check_fold(config, f"{label} for latents", fold)
         fitted = _shares(fit(model, config, places, label, calibration), group, fold)
         check_maps(model, fitted)
     except BaseException:
@@ -105,12 +110,19 @@ def attach(
         release(slots)
         raise
 
-    kind = AdaptiveKVCache if config.listens else CompressedKVCache
-    mark(model, slots, {p: partial(kind, *fitted[p], plans[p], encode) for p in places})
+    kinds = {p: _kind(config, shape) for p, shape in places.items()}
+    mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p], encode) for p in places})
     if group is None or group.size() == 1:  # else the model is cut to its share afterwards
         steps = steps_to_come(model, config.window + config.page + 1)
         reports = [replace(report, steps=steps) for report in reports]
     return reports
+
+
+def _kind(config: CacheConfig, shape: Shape) -> type[CompressedKVCache]:
+    """The class of a cache for what was found of it."""
+    if shape.latent:
+        return IndexedLatentKVCache if shape.selects else LatentKVCache
+    return AdaptiveKVCache if config.listens else CompressedKVCache
 
 
 def _shares(fitted: dict, group: mx.distributed.Group | None, fold: bool) -> dict:

@@ -9,9 +9,11 @@ from mlx_lm import server
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
+from mlxkv.cache.latent.own import IndexedLatentKVCache
 from mlxkv.models import load, warm_up
 from mlxkv.models.catalog.reports import left_out
 from mlxkv.models.generate import prefill_step
+from mlxkv.models.hooks.probe import leaves
 from mlxkv.models.loader import Loaded
 from mlxkv.serve.options import ServeOptions
 
@@ -37,7 +39,8 @@ class Provider:
         mixed = any(r.compressed for r in loaded.layers) and left_out(loaded.layers)
         caches = make_prompt_cache(self.model)
         # Batched caches of two kinds need two masks, and mlx-lm makes one: such a model does not batch.
-        self.is_batchable = not mixed and all(hasattr(cache, "merge") for cache in caches)
+        alone = any(isinstance(cache, IndexedLatentKVCache) for _, cache in leaves(caches))
+        self.is_batchable = not (mixed or alone) and all(hasattr(c, "merge") for c in caches)
         return loaded.fingerprint
 
     def load(self, model, adapter=None, draft=None):

@@ -15,7 +15,7 @@ from mlxkv.formats.records import NAMES
 
 VERSION = 2
 LONGEST = 1 << 20  # bytes of a header
-PARTS = {"header", "live", "sink", "last", "pages", "basis", "asked"}  # of a state
+PARTS = {"header", "live", "sink", "last", "pages", "basis", "asked", "rotary"}  # of a state
 Shape = tuple[int, ...]
 COUNTS = (
     "since",
@@ -107,6 +107,9 @@ def check_shapes(
                 count = min(pair[0].shape[2], config.sink + config.pinned)
             for x, one in zip(pair, token, strict=True):
                 check_shape(name, x, (*one[:2], count, *one[3:]))
+    if "rotary" in tree:  # of the tokens in pages of latents
+        _, (*first, _, dims) = token
+        check_shape("rotary", tree["rotary"], (*first, sum(counts) * config.page, dims))
     pages = tree.get("pages", {})
     for i, count in enumerate(counts):
         if count:

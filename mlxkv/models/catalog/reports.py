@@ -15,6 +15,7 @@ FOLDED = "folded"
 SINKS = (
     "a sink logit beside its scores does not shift with them, as keys without their mean ask for"
 )
+LATENT = "latent attention"
 CAPPED = "capped scores do not all shift alike, as keys without their mean ask for"
 
 
@@ -62,6 +63,15 @@ def compressed(
     label += config.keys.note(dims[0])
     bits = config.bits_per_value(*dims)
     return LayerReport(index, kind, True, label, bits, kernel, True, *sizes)
+
+
+def of_latents(config: CacheConfig, label: str) -> str:
+    """What a report says of a layer with latents: the name of `config`, and how its keys are coded where its values
+    are coded otherwise."""
+    keys, values = config.keys.quantizer, config.values.quantizer
+    bits = [getattr(side, "bits", None) for side in (keys, values)]
+    as_keys = "" if bits[0] == bits[1] else f" ({config.keys.label}, as its keys)"
+    return f"latent {label}{as_keys}, rotary keys exact"
 
 
 def with_own(report: LayerReport, config: CacheConfig, own: CacheConfig) -> LayerReport:

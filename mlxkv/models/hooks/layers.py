@@ -11,12 +11,15 @@ from mlx_lm import __version__ as mlx_lm_version
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.catalog.reports import (
     ASKED_FOR,
+    LATENT,
     SINKS,
     UNKNOWN,
     LayerReport,
     compressed,
+    of_latents,
     with_own,
 )
+from mlxkv.models.hooks import latent
 from mlxkv.models.hooks.probe import Findings, Place, Shape, leaves, probe
 from mlxkv.models.hooks.rebind import files_of
 from mlxkv.models.hooks.refused import refusal
@@ -49,7 +52,7 @@ def find(model: nn.Module, make_cache: Callable[[], list]) -> Findings:
     plain = [place for place, cache in leaves(make_cache()) if type(cache).__name__ == PLAIN]
     if refused := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
         return Findings({}, dict.fromkeys(plain, refused))
-    return probe(model, make_cache, plain)
+    return latent.find(model, make_cache, plain) or probe(model, make_cache, plain)
 
 
 def examine(
@@ -74,6 +77,8 @@ def examine(
         shape, reason = shapes.get(place), reasons.get(place)
         if config.centred and shape is not None and shape.sinks:
             shape, reason = None, SINKS
+        if shape is not None and shape.latent and config.why_no_latents:
+            shape, reason = None, config.why_no_latents
         report = _judge(place[0], cache, shape, reason, config, label)
         if report.compressed:
             chosen[place] = shapes[place]
@@ -87,6 +92,13 @@ def _judge(
     name = type(cache).__name__
     rule = RULES.get(name) or Rule(f"cache of class {name}", True, "mlxkv does not know this class")
     kind = rule.kind.format_map(vars(cache))
+    if reason == latent.INDEX_KEYS:
+        kind = latent.INDEX_KEYS
+    if shape is not None and shape.latent:
+        sizes = (1, shape.key_dim, shape.value_dim)
+        return compressed(
+            index, LATENT, config.of_latents, of_latents(config, label), sizes, UNKNOWN
+        )
     if shape is None:
         return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)
@@ -97,7 +109,7 @@ def _merge(parts: list[LayerReport]) -> LayerReport:
     """One report for a layer with several caches: the one of a cache that grows, if there is one."""
     if len(parts) == 1:
         return parts[0]
-    growing = [part for part in parts if part.grows] or parts
+    growing = [part for part in parts if part.grows and part.kind != latent.INDEX_KEYS] or parts
     worst = min(growing, key=lambda part: part.compressed)
     return replace(worst, kind=" + ".join(dict.fromkeys(part.kind for part in parts)))
 

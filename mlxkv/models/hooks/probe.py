@@ -25,6 +25,8 @@ class Shape:
     """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`.
 
     queries: query heads that read it, 0 if none did. sinks: whether it is read with attention sinks.
+    latent: whether these are latents (`hooks.latent`), and their rotary keys in place of values. selects:
+    whether the model's code picks tokens of them.
     """
 
     heads: int
@@ -33,6 +35,8 @@ class Shape:
     dtype: mx.Dtype
     queries: int = 0
     sinks: bool = False
+    latent: bool = False
+    selects: bool = False
 
 
 class Handle:
@@ -60,7 +64,7 @@ class Handle:
         self._cache.waiting = False
         shape = self._cache.shape
         self._cache.shape = replace(shape, queries=queries.shape[1], sinks=sinks)
-        return mx.zeros((*queries.shape[:3], self._cache.shape.value_dim), queries.dtype)
+        return mx.zeros((*queries.shape[:3], self._cache.mixed_dim), queries.dtype)
 
     def __getattr__(self, name: str):
         raise Misuse(f"uses .{name} of the cached keys or values")
@@ -84,6 +88,11 @@ class ProbeCache:
     def keys_and_values(self) -> tuple[Handle, Handle]:
         return Handle(self), Handle(self)
 
+    @property
+    def mixed_dim(self) -> int:
+        """Dims of what attention returns."""
+        return self.shape.value_dim
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
@@ -101,16 +110,18 @@ class Findings:
     refused: dict[Place, str]
 
 
-def probe(model, make_cache: Callable[[], list], places: list[Place]) -> Findings:
+def probe(
+    model, make_cache: Callable[[], list], places: list[Place], kind: type[ProbeCache] = ProbeCache
+) -> Findings:
     """Find what the caches at `places` (plain KV caches of `make_cache()`) hold, and whether ours can
-    replace them.
+    replace them. kind: of the caches that find out.
 
     The attention function must be rebound. Whatever goes wrong becomes a reason, never an error.
     """
     found = Findings({}, {})
     while left := [place for place in places if place not in found.refused]:
         caches = make_cache()
-        probes = [ProbeCache(place) for place in left]
+        probes = [kind(place) for place in left]
         for cache in probes:
             put(caches, cache.place, cache)
         try:

@@ -1,34 +1,30 @@
 """The families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, and why.
 
 A family can be compressed if it only passes what `cache.update_and_fetch` returns to
-`scaled_dot_product_attention` or to a later layer. A test derives this table from the source of the
+`scaled_dot_product_attention` or to a later layer, or caches latents. A test derives this table from the source of the
 installed mlx-lm.
 """
 
 from __future__ import annotations
 
-LATENT = "multi-head latent attention: its code computes on the cached latents itself"
 OWN_SOFTMAX = "its code computes the attention scores itself ({})"
 OWN_FAST = "its code calls mx.fast attention itself"
 ARRAYS = "its code needs the cached keys as an array ({})"
 
 REFUSED: dict[str, str] = {
-    "bailing_hybrid": LATENT,
-    "bailing_moe_v3": LATENT,
-    "deepseek_v3": LATENT,
-    "deepseek_v32": LATENT,
     "deepseek_v41": OWN_FAST,
     "gemma2": OWN_SOFTMAX.format("logit soft-capping"),
-    "glm4_moe_lite": LATENT,
-    "kimi_k3": LATENT,
-    "kimi_linear": LATENT,
-    "longcat_flash": LATENT,
     "minimax_m3_vl": ARRAYS.format("selects blocks of keys by an index"),
-    "mistral4": LATENT,
     "olmo": OWN_SOFTMAX.format("softmax in float32"),
     "plamo": ARRAYS.format("repeats them for every query head"),
     "plamo2": OWN_FAST,
     "stablelm": ARRAYS.format("casts them to float32"),
+}
+
+# Families whose code computes on cached latents (MLA): `hooks.latent` knows how.
+LATENTS = {
+    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"),
+    *("kimi_k3", "kimi_linear", "longcat_flash", "mistral4"),
 }
 
 # Layers that reuse another layer's keys read its `.state` before 0.32, `keys_and_values()` since.

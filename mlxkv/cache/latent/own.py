@@ -1,0 +1,148 @@
+"""`LatentKVCache`: the compressed cache of a layer with multi-head latent attention (MLA).
+
+mlx-lm's code hands a cache the latents [B, 1, L, R] in place of keys, and in place of values the rotary keys
+[B, 1, L, N] that all heads share. A latent is key and value at once, so one record of it is stored. The rotary
+keys stay an array in full precision: the model's code multiplies them itself, and adds the product to the scores.
+Spec: `spec.affine`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlxkv.cache import choose
+from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.compressed import STEP, CompressedKVCache
+from mlxkv.cache.latent.batch import BatchedLatentCache
+from mlxkv.cache.pages import GROWTH
+from mlxkv.cache.stores import LatentCodes
+from mlxkv.cache.view import OPS, KernelPlan, View
+from mlxkv.metal.launch import ahead, backend
+
+
+class LatentKVCache(CompressedKVCache):
+    """As CompressedKVCache, for a `config` of `CacheConfig.of_latents`: keys are latents, values rotary keys.
+
+    selects: whether the model's code picks single tokens of the latents, and so needs them as an array.
+    """
+
+    selects = False
+    joins = False
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._rotary: mx.array | None = None  # a buffer of the rotary keys of all tokens
+
+    # -- reading and writing
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[View | mx.array, mx.array]:
+        """Append latents [B, 1, L, R] and rotary keys [B, 1, L, N]. Returns what there is of both.
+
+        Latents: for one new token a view, over which attention runs with absorbed queries; for several an
+        array [B, 1, T, R] of this layer alone, from which the model's code makes keys and values.
+        """
+        return self.append(keys, values, keys.shape[2] > 1)
+
+    def append(self, latents: mx.array, rotary: mx.array, whole: bool):
+        """As `update_and_fetch`; whole: latents come back as an array."""
+        if self.empty() or rotary.shape[:2] == self._live[1].shape[:2]:  # else `_update` refuses
+            self._write(rotary)
+        view = _as_latents(self._update(latents, rotary)[0])
+        if latents.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
+            ahead(self.arrays())
+        return (decoded(view) if whole or self.selects else view), self.rotary
+
+    def keys_and_values(self) -> tuple[View, mx.array | None]:
+        """The view and the rotary keys, without appending anything."""
+        return _as_latents(super().keys_and_values()[0]), self.rotary
+
+    @property
+    def rotary(self) -> mx.array | None:
+        """The rotary keys of all tokens [B, 1, T, N], or None before there are some."""
+        return None if self._rotary is None else self._rotary[:, :, : self.offset]
+
+    def _write(self, rotary: mx.array) -> None:
+        """Put the rotary keys of the next tokens behind those of `offset` tokens."""
+        end, old = self.offset + rotary.shape[2], self._rotary
+        if old is None or end > old.shape[2]:
+            room = -(-max(end, self.offset + self.offset // GROWTH) // STEP) * STEP
+            self._rotary = mx.zeros((*rotary.shape[:2], room, rotary.shape[3]), rotary.dtype)
+            if self.offset:
+                self._rotary[:, :, : self.offset] = old[:, :, : self.offset]
+        self._rotary[:, :, self.offset : end] = rotary
+
+    def plan(self, dims: tuple[int, int], dtype: mx.Dtype) -> KernelPlan:
+        return KernelPlan(OPS, choose.NO_LATENTS)
+
+    def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> LatentCodes:
+        return LatentCodes(self._stored, dims, self.layer_maps, self.way)
+
+    # -- the rest of mlx-lm's contract
+
+    def cut(self, left: int) -> None:
+        rotary = self._rotary
+        super().cut(left)
+        self._rotary = rotary if left else None
+
+    def turn_values(self, folded: bool) -> None:
+        """Nothing: no value of a latent is turned by weights."""
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        return super().arrays() + (() if self._rotary is None else (self._rotary,))
+
+    def _extra(self) -> tuple[dict, dict]:
+        """The rotary keys of the tokens in pages; windows have their own."""
+        if not self._paged:
+            return {}, {}
+        return {}, {"rotary": self._rotary[:, :, self._sunk : self._sunk + self._paged]}
+
+    def _restore(self, header: dict, tree: dict) -> None:
+        super()._restore(header, tree)
+        parts = [self._sink and self._sink[1], self._paged and tree["rotary"]]
+        parts = [x for x in parts if isinstance(x, mx.array)]
+        if self._live is not None:
+            parts.append(self._read_live()[1])
+        whole = mx.concatenate(parts, axis=2) if parts else None
+        if parts and whole.shape[2] != self.offset:
+            raise ValueError(f"rotary keys of {whole.shape[2]} tokens")
+        self._rotary = whole
+
+    @property
+    def keys(self) -> mx.array:
+        """The live latents, for mlx-lm's code that ties the computation of others to a cache's arrays."""
+        return self._live[0]
+
+    @keys.setter
+    def keys(self, latents: mx.array) -> None:
+        self._live = latents, self._live[1]
+
+    @classmethod
+    def merge(cls, caches: list[LatentKVCache]) -> BatchedLatentCache:
+        """Sequences as one batch (mlx-lm's BatchGenerator)."""
+        return BatchedLatentCache.merge(caches)
+
+
+class IndexedLatentKVCache(LatentKVCache):
+    """The same for a model whose sparse index picks tokens (DeepSeek-V3.2): latents come back as an array."""
+
+    selects = True
+
+
+def _as_latents(view: View) -> View:
+    """The view whose windows are latents alone, as keys and as values."""
+    sink = view.sink and (view.sink[0],) * 2
+    return replace(view, live=(view.live[0],) * 2, sink=sink, buffers=None)
+
+
+def decoded(view: View) -> mx.array:
+    """All latents as attention sees them, [B, 1, T, R]."""
+    live = view.live[0]
+    parts = [view.sink[0]] if view.sink is not None else []
+    if view.pages is not None:
+        parts.append(view.pages.decode(0, live.dtype))
+    whole = mx.concatenate([*parts, live], axis=2) if parts else live
+    return mx.depends(whole, list(view.sealed)) if view.sealed else whole

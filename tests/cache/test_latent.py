@@ -1,0 +1,311 @@
+"""`LatentKVCache` against the spec, and the rest of what a cache has to do; batches of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+from mlxkv.cache.attention import attend
+from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
+from mlxkv.cache.view import CacheView
+from mlxkv.errors import UserError
+from mlxkv.formats.config import Affine, CacheConfig, Codebook, Side
+from mlxkv.formats.names import parse_kv
+from mlxkv.models import usage
+from mlxkv.models.hooks import probe  # noqa: F401 (mlx-lm finds our classes by name from here on)
+from mlxkv.spec import affine as spec
+
+RANK, ROTARY, HEADS = 128, 32, 6
+SINK, RECENT, PAGE = 16, 32, 32
+SCALE = (64 + ROTARY) ** -0.5
+SIDES = {
+    "channel-int4": Side(Affine(4, 32, axis="channel")),
+    "srft-int4": Side(Affine(4, 32, symmetric=True), "srft"),
+    "token-int8": Side(Affine(8, 64)),
+    "hadamard-int3": Side(Affine(3, 64), "hadamard"),
+}
+
+
+def config(side: Side) -> CacheConfig:
+    return CacheConfig(side, side, sink=SINK, recent=RECENT, page=PAGE).of_latents
+
+
+@pytest.fixture(params=sorted(SIDES))
+def cache(request):
+    return LatentKVCache(config(SIDES[request.param]))
+
+
+def plain_cache() -> LatentKVCache:
+    return LatentKVCache(config(SIDES["srft-int4"]))
+
+
+def tokens(count: int, seed: int = 0) -> tuple[mx.array, mx.array]:
+    """Latents of unit mean square, and rotary keys, [1, 1, T, R or N]."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((1, 1, count, RANK)) * np.exp(0.5 * rng.standard_normal(RANK))
+    x /= np.sqrt((x**2).mean(-1, keepdims=True))
+    return tuple(
+        mx.array(y.astype(np.float32)) for y in (x, rng.standard_normal((1, 1, count, ROTARY)))
+    )
+
+
+def fill(cache, pair, chunks):
+    at = 0
+    for n in chunks:
+        out = cache.update_and_fetch(*(x[:, :, at : at + n] for x in pair))
+        at += n
+    return out
+
+
+def side_of(side: Side) -> dict:
+    it = side.quantizer
+    return {
+        "transform": side.transform,
+        "seed": 0,
+        "bits": it.bits,
+        "group": it.group,
+        "symmetric": it.symmetric,
+        "axis": it.axis,
+    }
+
+
+def attended(cache, latents, rotary, seed: int = 5):
+    """(attention over what a decode step returned, the queries, the scores of the rotary keys)."""
+    rng = np.random.default_rng(seed)
+    q, q_pe = (
+        mx.array(rng.standard_normal((1, HEADS, 1, n)).astype(np.float32)) for n in (RANK, ROTARY)
+    )
+    bias = (q_pe * SCALE) @ rotary.swapaxes(-1, -2)
+    return attend(q, latents, SCALE, bias), q, bias
+
+
+@pytest.mark.parametrize("chunks", [(70,), (100, 60), (150, 1, 1), (40, 120, 7)])
+def test_a_decode_step_is_what_the_spec_computes(cache, chunks):
+    pair = tokens(sum(chunks) + 1)
+    fill(cache, pair, (*chunks, 1))
+    whole, total = [np.array(x, np.float64) for x in pair], sum(chunks) + 1
+    view, rotary = cache.keys_and_values()
+    np.testing.assert_array_equal(np.array(rotary), whole[1])
+    out, q, bias = attended(cache, view, rotary)
+    sink, pages = spec.split(total, SINK, RECENT, PAGE)
+    assert pages == (cache.store.count if cache.store else 0)
+    seen = spec.stored_latents(whole[0], side_of(cache.config.keys), sink, pages, PAGE)
+    expected = spec.attention(
+        np.array(q, np.float64), seen, seen, SCALE, np.array(bias, np.float64)
+    )
+    assert np.sqrt(np.mean((np.array(out) - expected) ** 2) / np.mean(expected**2)) < 1e-4
+
+
+def test_one_token_comes_back_as_a_view_and_several_as_an_array(cache):
+    pair = tokens(200)
+    first, rotary = fill(cache, pair, (90, 60, 40))
+    assert isinstance(first, mx.array) and first.shape == (1, 1, 190, RANK)
+    assert rotary.shape == (1, 1, 190, ROTARY)
+    view, rotary = cache.update_and_fetch(*(x[:, :, 190:191] for x in pair))
+    assert isinstance(view, CacheView) and rotary.shape[2] == 191
+    again, _ = cache.append(*(x[:, :, 191:192] for x in pair), whole=True)
+    out, q, bias = attended(cache, *cache.keys_and_values())
+    plain = mx.fast.scaled_dot_product_attention(q, again, again, scale=SCALE, mask=bias)
+    assert mx.allclose(out, plain, atol=1e-4)
+
+
+def test_nothing_sealed_is_exact(cache):
+    pair = tokens(60)
+    latents, rotary = fill(cache, pair, (30, 30))
+    assert mx.array_equal(latents, pair[0]) and mx.array_equal(rotary, pair[1])
+
+
+def test_an_index_gets_an_array_of_every_step():
+    cache = IndexedLatentKVCache(config(SIDES["srft-int4"]))
+    latents, _ = fill(cache, tokens(131), (130, 1))
+    assert isinstance(latents, mx.array) and latents.shape[2] == 131
+
+
+def test_one_record_serves_as_key_and_value():
+    """Codes of the latents once, rotary keys once: no more than their bits, beside windows and room."""
+    cache = LatentKVCache(parse_kv("int4").of_latents)
+    pair = tokens(4096)
+    fill(cache, pair, (4096,))
+    paged = cache.store.count * cache.config.page
+    assert sum(x.nbytes for x in _leaves(cache.store.state)) == paged * RANK * 4.5 / 8
+    held = usage.in_use(cache)
+    exact = 4 * (4096 - paged + cache.config.page) * RANK + 4 * (4096 + cache.config.page) * ROTARY
+    assert held == paged * RANK * 4.5 / 8 + exact
+    assert usage.in_16_bits(cache) == 2 * 4096 * (RANK + ROTARY)
+    assert cache.nbytes < 1.15 * held
+
+
+def _leaves(tree) -> list[mx.array]:
+    return [x for part in tree.values() for x in part.values()]
+
+
+@pytest.mark.parametrize("back", [1, 5, 20, 33, 150])
+def test_tokens_are_taken_back(cache, back):
+    pair, other = tokens(160), tokens(30, seed=3)
+    fill(cache, pair, (100, 50, 10))
+    if not cache.keeps(160 - back):
+        with pytest.raises(UserError, match="taken back"):
+            cache.trim(back)
+        return
+    cache.trim(back)
+    fresh = LatentKVCache(cache.config)
+    fill(fresh, pair, (100, 60 - back) if back < 60 else (160 - back,))
+    assert cache.offset == fresh.offset == 160 - back
+    assert mx.array_equal(cache.rotary, fresh.rotary)
+    for one in (cache, fresh):
+        fill(one, other, (29, 1))
+    found, wanted = (attended(one, *one.keys_and_values())[0] for one in (cache, fresh))
+    assert mx.allclose(found, wanted, atol=1e-5)
+
+
+def test_going_back_to_a_page_keeps_the_rotary_keys_of_it(cache):
+    pair = tokens(160)
+    fill(cache, pair, (160,))
+    left = cache.restart(70)
+    cache.cut(left)
+    assert 0 < left <= 70 and mx.array_equal(cache.rotary, pair[1][:, :, :left])
+    fill(cache, tuple(x[:, :, left:] for x in pair), (160 - left,))
+    assert mx.array_equal(cache.rotary, pair[1])
+
+
+def same(one, other) -> bool:
+    pairs = (attended(x, *x.keys_and_values())[0] for x in (one, other))
+    return mx.array_equal(*pairs).item() and mx.array_equal(one.rotary, other.rotary).item()
+
+
+@pytest.mark.parametrize("count", [0, 40, 150])
+@pytest.mark.parametrize("how", ["file", "pickle", "copy", "deepcopy"])
+def test_it_is_saved_and_copied(cache, tmp_path, how, count):
+    if count:
+        fill(cache, tokens(count), (count,))
+    if how == "file" and count:
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), [cache])
+        (other,) = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    else:
+        made = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "copy": copy.copy}
+        other = made.get(how, copy.deepcopy)(cache)
+    assert type(other) is LatentKVCache and other.offset == count
+    if not count:
+        return
+    assert same(cache, other)
+    more = tokens(41, seed=2)
+    for one in (cache, other):
+        fill(one, more, (40, 1))
+    assert same(cache, other)
+
+
+def test_a_state_without_its_rotary_keys_is_refused():
+    cache = plain_cache()
+    fill(cache, tokens(150), (150,))
+    tree = dict(cache.state)
+    del tree["rotary"]
+    with pytest.raises(UserError, match="parts missing"):
+        LatentKVCache.from_state(tree)
+    tree = dict(cache.state) | {"rotary": cache.rotary[:, :, :10]}
+    with pytest.raises(UserError, match="rotary keys of"):
+        LatentKVCache.from_state(tree)
+
+
+def test_another_model_s_tokens_are_refused():
+    cache = plain_cache()
+    fill(cache, tokens(20), (20,))
+    with pytest.raises(UserError, match="as of another model"):
+        cache.update_and_fetch(mx.zeros((1, 1, 1, 64)), mx.zeros((1, 1, 1, ROTARY)))
+    with pytest.raises(UserError, match="batch"):
+        cache.update_and_fetch(mx.zeros((2, 1, 1, RANK)), mx.zeros((2, 1, 1, ROTARY)))
+    assert cache.offset == 20
+
+
+def test_sequences_of_a_batch_are_as_alone():
+    lengths, more = (20, 150, 97), 40
+    rows, pairs = [], []
+    for i, n in enumerate(lengths):
+        rows.append(plain_cache())
+        pairs.append(tokens(n + more, seed=i))
+        fill(rows[-1], pairs[-1], (n,))
+    batch = rows[0].merge(rows)
+    for step in range(more):
+        new = [
+            mx.concatenate(
+                [p[i][:, :, n + step : n + step + 1] for p, n in zip(pairs, lengths, strict=True)]
+            )
+            for i in range(2)
+        ]
+        assert batch.make_mask(1, return_array=True) is None
+        view, rotary = batch.update_and_fetch(*new)
+    assert rotary.shape == (3, 1, 150 + more, ROTARY)
+    rng = np.random.default_rng(6)
+    q, q_pe = (
+        mx.array(rng.standard_normal((3, HEADS, 1, n)).astype(np.float32)) for n in (RANK, ROTARY)
+    )
+    out = attend(q, view, SCALE, (q_pe * SCALE) @ rotary.swapaxes(-1, -2))
+    for i, row in enumerate(rows):
+        for step in range(more):
+            at = lengths[i] + step
+            own = row.update_and_fetch(*(x[:, :, at : at + 1] for x in pairs[i]))
+        bias = (q_pe[i : i + 1] * SCALE) @ own[1].swapaxes(-1, -2)
+        assert mx.allclose(out[i : i + 1], attend(q[i : i + 1], own[0], SCALE, bias), atol=1e-5)
+        assert same(batch.extract(i), row)
+
+
+def test_padded_prompts_of_a_batch():
+    """Prompts of one step are padded on the right: padding is not stored, arrays end in zeros."""
+    lengths, width = (40, 90, 0), 90
+    batch = plain_cache().merge([plain_cache() for _ in lengths])
+    pairs = [tokens(width, seed=i) for i in range(3)]
+    batch.prepare(lengths=list(lengths), right_padding=[width - n for n in lengths])
+    mask = batch.make_mask(width, return_array=True)
+    latents, rotary = batch.update_and_fetch(*(mx.concatenate(x) for x in zip(*pairs, strict=True)))
+    batch.finalize()
+    assert mask.shape == (3, 1, width, width) and latents.shape == (3, 1, width, RANK)
+    assert batch.offsets == list(lengths) and not rotary[0, :, 40:].any().item()
+    assert mx.array_equal(latents[0, :, :40], pairs[0][0][0, :, :40])
+    batch.filter([1])
+    assert batch.offsets == [90]
+
+
+@pytest.mark.parametrize(
+    ("kv", "why"),
+    [
+        ("int8", None),
+        ("int4", None),
+        ("int3", None),
+        ("int2", None),
+        ("kvarn-int4", None),
+        ("turbo-int4", None),
+        ("turbo-int4+qjl", "residual"),
+        ("centred-int2", "no mean"),
+        ("polar", "pairs of RoPE"),
+        ("static-0.75", "low rank already"),
+        ("oja-0.75", "low rank already"),
+        ("int4+keep0.5", "not selected"),
+    ],
+)
+def test_presets_that_make_sense_of_latents(kv, why):
+    found = parse_kv(kv).why_no_latents
+    assert found is None if why is None else why in found
+
+
+def test_full_precision_keys_compress_no_latents():
+    full = CacheConfig(parse_kv("fp16").keys, Side(Affine(4, 64)))
+    assert "keeps in full precision" in full.why_no_latents
+
+
+@pytest.mark.parametrize(
+    "kv", ["kvarn-int4", "turbo-int4", "hadamard-int8", "saw-int4", "polar-tree"]
+)
+def test_other_methods_hold_latents_too(kv):
+    made = parse_kv(kv).of_latents
+    cache = LatentKVCache(made)
+    pair = tokens(400)
+    fill(cache, pair, (399, 1))
+    out, q, bias = attended(cache, *cache.keys_and_values())
+    exact = mx.fast.scaled_dot_product_attention(q, pair[0], pair[0], scale=SCALE, mask=bias)
+    error = mx.sqrt(mx.mean((out - exact) ** 2) / mx.mean(exact**2)).item()
+    assert 0 < error < 0.15, error
+    assert isinstance(made.keys.quantizer, (Affine, Codebook)) or cache.store.count

@@ -1,0 +1,175 @@
+"""Families with multi-head latent attention (MLA), with random weights in their shapes: which layers are
+compressed, and what mlx-lm makes on them."""
+
+from __future__ import annotations
+
+import warnings
+
+import mlx.core as mx
+import pytest
+from batches import alone, together
+from latent_models import LATENT_FAMILIES, latent_model
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from random_models import tokens
+
+from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
+from mlxkv.errors import UserError
+from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.models import attach, detach, summarise
+from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.usage import usage
+
+WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
+CHANNEL, TOKEN = Side(Affine(4, 16, axis="channel")), Side(Affine(8, 64))
+EAGER, EAGER8 = CacheConfig(CHANNEL, CHANNEL, **WINDOWS), CacheConfig(TOKEN, TOKEN, **WINDOWS)
+HYBRIDS = ("kimi_k3", "kimi_linear", "bailing_hybrid", "bailing_moe_v3")
+
+
+@pytest.fixture(params=sorted(LATENT_FAMILIES))
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def model(family):
+    made = latent_model(family)
+    yield made
+    detach(made)
+
+
+def logits(model, text: mx.array, decoded: int = 30) -> mx.array:
+    """[T, vocabulary] of a prompt in two parts, and steps of one token."""
+    cache, start = make_prompt_cache(model), len(text) - decoded
+    parts = [model(x[None], cache=cache) for x in (text[: start // 2], text[start // 2 : start])]
+    parts += [model(text[None, i : i + 1], cache=cache) for i in range(start, len(text))]
+    return mx.concatenate(parts, axis=1)[0]
+
+
+def divergence(plain: mx.array, other: mx.array) -> mx.array:
+    """KL of each position, [T]."""
+    p, q = (x - mx.logsumexp(x, -1, keepdims=True) for x in (plain, other))
+    return (mx.exp(p) * (p - q)).sum(-1)
+
+
+def steps(model, text: mx.array, count: int = 12, **options) -> list[int]:
+    return [int(token) for token, _ in generate_step(text, model, max_tokens=count, **options)]
+
+
+def test_reports_name_latents_and_what_stays_exact(family, model):
+    found = attach(model, "int4")
+    ours = [report for report in found if report.compressed]
+    assert [r.index for r in ours] == ([1, 3] if family in HYBRIDS else [0, 1])
+    lines = summarise(found)
+    said = next(line for line in lines if "latent" in line)
+    bits = (64 * 4.5 + 16 * 16) / 80
+    assert f"latent int4, rotary keys exact, {bits:.3g} bits per value" in said
+    assert ("sparse index stay in full precision" in said) == (family == "deepseek_v32")
+    kind = IndexedLatentKVCache if family == "deepseek_v32" else LatentKVCache
+    held = [type(c) for _, c in leaves(make_prompt_cache(model)) if isinstance(c, LatentKVCache)]
+    assert held == [kind] * (4 if family == "longcat_flash" else 2)
+
+
+def test_text_is_equal_bit_for_bit_inside_the_window(model):
+    text = tokens(60)
+    plain, spoken = logits(model, text), steps(model, text)
+    attach(model, "int4")
+    assert mx.array_equal(logits(model, text), plain)
+    assert steps(model, text) == spoken
+    assert steps(model, text, prefill_step_size=7) == spoken
+    detach(model)
+    assert mx.array_equal(logits(model, text), plain)
+
+
+@pytest.mark.parametrize(("config", "bound"), [(EAGER8, 1e-3), (EAGER, 0.05)])
+def test_behind_the_window_the_divergence_is_bounded(model, config, bound):
+    text = tokens(150)
+    plain = logits(model, text)
+    attach(model, config)
+    found = divergence(plain, logits(model, text))
+    assert mx.all(found[:16] < 1e-5)
+    assert 0 < found[-30:].mean().item() < bound
+
+
+def test_steps_of_several_tokens_are_steps_of_one(model):
+    """A draft to verify is read as an array, a single token by its codes: the same latents."""
+    text = tokens(120)
+    attach(model, EAGER)
+    found = []
+    for sizes in ((1,) * 6, (6,)):
+        cache, out, at = make_prompt_cache(model), [], 114
+        model(text[None, :114], cache=cache)
+        for n in sizes:
+            out.append(model(text[None, at : at + n], cache=cache))
+            at += n
+        found.append(mx.concatenate(out, axis=1))
+    assert divergence(*found).max().item() < 2e-3  # a page is sealed within the six
+
+
+def test_memory_is_what_the_report_promises(family, model):
+    text = tokens(1500)
+    attach(model, "int4")
+    cache = make_prompt_cache(model)
+    for start in range(0, 1500, 500):
+        model(text[None, start : start + 500], cache=cache)
+    mx.eval([c.state for c in cache])
+    ours = [c for _, c in leaves(cache) if isinstance(c, LatentKVCache)]
+    paged = ours[0].store.count * 64
+    assert paged >= 1500 - 192
+    assert sum(x.nbytes for x in ours[0].store.state["keys"].values()) == paged * 64 * 4.5 / 8
+    if family not in (*HYBRIDS, "deepseek_v32"):  # windows and rotary keys are float32 here
+        figures = usage(cache)
+        assert figures.kv_bytes_fp16 == len(ours) * 1500 * 80 * 2
+        exact = 4 * (1500 - paged + 64) * 80 + 4 * paged * 16
+        assert figures.kv_bytes == len(ours) * (paged * 64 * 4.5 / 8 + exact)
+
+
+def test_a_saved_cache_goes_on(model, tmp_path):
+    text = tokens(120)
+    attach(model, EAGER)
+    cache = make_prompt_cache(model)
+    model(text[None, :110], cache=cache)
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, cache)
+    wanted = model(text[None, 110:111], cache=cache)
+    assert mx.array_equal(model(text[None, 110:111], cache=load_prompt_cache(file)), wanted)
+
+
+@pytest.mark.parametrize("family", sorted(set(LATENT_FAMILIES) - {"deepseek_v32"}))
+def test_a_batch_says_what_each_says_alone(model):
+    prompts, counts = [tokens(n, seed=n).tolist() for n in (70, 20, 130, 45)], [12, 16, 10, 14]
+    attach(model, EAGER8)
+    assert together(model, prompts, counts) == [
+        alone(model, prompt, n) for prompt, n in zip(prompts, counts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3"])
+def test_presets_that_make_no_sense_say_why(model):
+    with pytest.warns(UserWarning, match="a latent is of low rank already"):
+        attach(model, "static-0.75")
+    with pytest.raises(UserError, match="read as a value, too"):
+        attach(model, CacheConfig(Side(Affine(2, 64), "oscar-centred"), TOKEN), strict=True)
+    with pytest.raises(UserError, match="--fold"):
+        attach(model, "oscar-int4", fold=True)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3"])
+def test_keys_are_named_where_values_have_other_bits(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = attach(model, "kivi-k4v2+srft", strict=True)
+    assert (
+        "latent kivi-k4v2+srft (int4 min-max, group 64 per channel, as its keys)" in found[0].reason
+    )
+
+
+def test_wide_latents_as_of_deepseek_v3():
+    """512 + 64, the sizes of nearly all published models."""
+    model = latent_model("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64, num_hidden_layers=1)
+    text = tokens(90)
+    plain = logits(model, text)
+    report = attach(model, EAGER)[0]
+    assert report.bits_per_value == pytest.approx((512 * 6 + 64 * 16) / 576)
+    assert 0 < divergence(plain, logits(model, text))[-30:].mean().item() < 0.05
+    detach(model)
