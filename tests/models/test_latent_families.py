@@ -16,7 +16,7 @@ from random_models import tokens
 from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
-from mlxkv.models import attach, detach, summarise
+from mlxkv.models import attach, detach, restored, summarise
 from mlxkv.models.hooks.probe import leaves
 from mlxkv.models.usage import usage
 
@@ -173,3 +173,22 @@ def test_wide_latents_as_of_deepseek_v3():
     assert report.bits_per_value == pytest.approx((512 * 6 + 64 * 16) / 576)
     assert 0 < divergence(plain, logits(model, text))[-30:].mean().item() < 0.05
     detach(model)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "kimi_linear"])
+def test_a_saved_session_is_checked(model, tmp_path):
+    text = tokens(120)
+    attach(model, EAGER)
+    cache, like, other = (make_prompt_cache(model) for _ in range(3))
+    model(text[None], cache=cache)
+    model(mx.array([[0]]), cache=like)
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, cache)
+    for (_, one), (_, another) in zip(leaves(load_prompt_cache(file)), leaves(like), strict=True):
+        restored.check(one, another, 120)
+    attach(model, EAGER8)
+    model(mx.array([[0]]), cache=(other := make_prompt_cache(model)))
+    at = next(i for i, (_, c) in enumerate(leaves(cache)) if isinstance(c, LatentKVCache))
+    pair = leaves(load_prompt_cache(file))[at][1], leaves(other)[at][1]
+    with pytest.raises(ValueError, match="another configuration"):
+        restored.check(*pair, 120)

@@ -13,7 +13,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.metal import launch
 from mlxkv.models import LayerReport, attach, detach, summarise
 from mlxkv.models.catalog.reports import ranges
-from mlxkv.models.hooks.refused import REFUSED, REFUSED_BEFORE_0_32, refusal
+from mlxkv.models.hooks.refused import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refusal
 
 OLD = mlx_lm.__version__ < "0.32"
 # Families that compute on keys in some configurations or layers only (soft-capping, block-sparse
@@ -23,7 +23,7 @@ DEPENDS = {"gear", "iquestloopcoder", "phi3small"}
 
 def test_the_table_of_refused_families_is_what_the_source_of_mlx_lm_says():
     folder = Path(mlx_lm.models.__path__[0])
-    table = {*REFUSED, *DEPENDS, *(REFUSED_BEFORE_0_32 if OLD else ())}
+    table = {*REFUSED, *LATENTS, *DEPENDS, *(REFUSED_BEFORE_0_32 if OLD else ())}
     present = {family for family in table if (folder / f"{family}.py").exists()}
     assert set(families(folder)) == present
 
@@ -99,7 +99,7 @@ def test_a_layer_with_two_caches_is_one_report(reports):
     assert report.compressed and report.kind == "state space or linear attention + full attention"
 
 
-@pytest.mark.parametrize("family", ["gemma2", "stablelm", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gemma2", "stablelm"])
 def test_refused_families_are_named_loudly(reports, family):
     with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
         found = reports(family)
