@@ -1,8 +1,9 @@
 """`mlxkv fit`: estimate the memory that a model and a context need, from config.json alone.
 
-The sum counts the weights, the cache and the transients of the prefill (the working memory of one chunk, and
-one layer's keys and values in 16 bits over the whole context: a compressed cache decodes them, a plain one
-copies them when it grows). `mlxkv chat --json` measures.
+The sum counts the weights, the cache and the transients of the prefill: the working memory of one chunk, and
+one layer's keys and values in 16 bits over the whole context. A compressed cache decodes them, a plain one copies
+them when it grows; from latents mlx-lm's code also makes the keys and values of every head. `mlxkv chat --json`
+measures.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.catalog.shapes import (
     LayerShape,
 )
-from mlxkv.models.catalog.sizes import ModelPlan, longest, need, read_plan
+from mlxkv.models.catalog.sizes import ModelPlan, longest, need, read_plan, why_16_bits
 
 DEFAULT_CONTEXT = "32k"
 
@@ -105,12 +106,14 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
     texts = {
         "full": "keep the whole context",
         "sliding": "keep the last {window} tokens, never compressed",
-        "latent": "keep a latent vector per token (MLA), never compressed",
+        "latent": "keep a latent of {key_dim} and a rotary key of {value_dim} per token (MLA)",
+        "index": "keep a key of a sparse index per token, never compressed",
         "state": "keep a state of fixed size, not counted",
     }
     print(plain(plan.name), file=file)
     for group in data["layers"]:
-        heads = f": {group['kv_heads']} kv heads x {group['key_dim']}" if group["kv_heads"] else ""
+        said = group["kv_heads"] and group["kind"] != "latent"
+        heads = f": {group['kv_heads']} kv heads x {group['key_dim']}" if said else ""
         text = texts[group["kind"]].format(**group)
         print(f"  {group['count']} layers {text}{heads}", file=file)
     print(
@@ -122,11 +125,7 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         file=file,
     )
     for kv in (row["preset"] for row in data["presets"]):
-        reasons = {
-            parse_kv(kv).why_not(layer.key_dim, layer.value_dim)
-            for layer in plan.layers
-            if layer.kind == "full"
-        }
+        reasons = {why_16_bits(layer, parse_kv(kv)) for layer in plan.layers}
         for reason in filter(None, reasons):
             print(f"  {kv}: some layers stay in 16 bits ({reason})", file=file)
         for note in _notes(parse_kv(kv)):

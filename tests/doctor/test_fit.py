@@ -237,3 +237,64 @@ def test_a_model_in_the_hubs_cache_is_read_from_there(tmp_path, monkeypatch):
     monkeypatch.setattr("mlxkv.models.catalog.locate.cached", lambda name: place)
     plan = read_plan("qwen3-4b", None)
     assert (plan.weights, plan.weights_source) == (77, "from the files")
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+}
+
+
+def test_latents_by_hand():
+    """DeepSeek-V3 has 671 billion weights; a token takes 61 layers of 512 + 64 numbers."""
+    assert parameters(DEEPSEEK_V3) == pytest.approx(671e9, rel=0.002)
+    (layer,) = set(layers_of(DEEPSEEK_V3))
+    assert (layer.kind, layer.key_dim, layer.value_dim) == ("latent", 512, 64)
+    assert need(plan(DEEPSEEK_V3), PRESETS["fp16"], 32768).cache == 32768 * 61 * 576 * 2
+    # 1000 tokens: 13 pages of 64 latents at 4.5 bits, their rotary keys and the rest in 16.
+    packed, exact = 13 * 64 * 512 * 4.5 / 8, 2 * (13 * 64 * 64 + (1000 - 13 * 64) * 576)
+    assert layer_bytes(layer, PRESETS["int4"], 1000) == packed + exact
+    for kv in ("static-0.75", "polar"):
+        assert layer_bytes(layer, PRESETS[kv], 1000) == 2 * 1000 * 576
+    # A prefill makes keys and values of 128 heads from the latents of one layer.
+    wide = need(plan(DEEPSEEK_V3), PRESETS["int4"], 32768).transient
+    assert wide > 2 * 32768 * 128 * (128 + 128)
+
+
+def test_which_layers_hold_latents():
+    def kinds(**config) -> list[str]:
+        return [layer.kind for layer in layers_of(DEEPSEEK_V3 | {"num_hidden_layers": 4} | config)]
+
+    assert kinds() == ["latent"] * 4
+    assert kinds(model_type="deepseek_v32", index_head_dim=128) == ["latent", "index"] * 4
+    assert kinds(model_type="longcat_flash", num_hidden_layers=None, num_layers=2) == ["latent"] * 4
+    linear = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
+    assert kinds(model_type="kimi_linear", linear_attn_config=linear) == ["state"] * 3 + ["latent"]
+    assert kinds(model_type="bailing_hybrid", layer_group_size=2) == ["state", "latent"] * 2
+    # mlx-lm caches keys and values of every head of these
+    (layer,) = set(layers_of(DEEPSEEK_V3 | {"model_type": "deepseek_v2"}))
+    assert (layer.kind, layer.kv_heads, layer.key_dim, layer.value_dim) == ("full", 128, 192, 128)
+
+
+def test_fit_says_what_latents_are(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSEEK_V3))
+    main(["fit", "--config", str(path), "--kv", "int4,static-0.75", "--memory", "512g"])
+    said = capsys.readouterr().out
+    assert "61 layers keep a latent of 512 and a rotary key of 64 per token (MLA)" in said
+    assert "static-0.75: some layers stay in 16 bits (a latent is of low rank already)" in said

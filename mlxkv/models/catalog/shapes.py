@@ -29,6 +29,20 @@ DEFAULTS: dict[str, dict] = {
     "gemma4_text": {"sliding_window": 512, "sliding_window_pattern": 5},
 }
 DEFAULTS["gemma3"] = DEFAULTS["gemma3_text"] | {"num_attention_heads": 8, "num_key_value_heads": 4}
+# Model types of which mlx-lm caches latents (MLA). Of others with a kv_lora_rank it caches keys and values.
+LATENTS = {
+    *(
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "kimi_k25",
+        "kimi_k3",
+        "kimi_vl",
+    ),
+    *("kimi_linear", "longcat_flash", "longcat_flash_ngram", "bailing_hybrid", "bailing_moe_v3"),
+    *("mistral4", "kimi_k2"),
+}
 STATES = ("linear_attention", "mamba", "conv", "recurrent", "ssm")
 
 
@@ -36,8 +50,9 @@ STATES = ("linear_attention", "mamba", "conv", "recurrent", "ssm")
 class LayerShape:
     """The cache of one layer.
 
-    kind: "full" (grows with the context), "sliding" (at most `window` tokens), "latent" (MLA: one
-    small vector per token, not compressed) or "state" (fixed size, not counted).
+    kind: "full" (grows with the context), "sliding" (at most `window` tokens), "latent" (MLA: a latent and a
+    rotary key per token, in place of keys and values), "index" (keys of a sparse index, not compressed) or
+    "state" (fixed size, not counted). expanded: numbers that a prefill makes of a latent.
     """
 
     kind: str
@@ -45,6 +60,7 @@ class LayerShape:
     key_dim: int = 0
     value_dim: int = 0
     window: int = 0
+    expanded: int = 0
 
     def values(self, tokens: int) -> int:
         """Numbers that a plain cache holds after `tokens` tokens."""
@@ -59,6 +75,32 @@ def text_config(config: dict) -> dict:
     # The outer type names the family when the inner one is missing.
     model_type = merged.get("model_type", "")
     return DEFAULTS.get(model_type, {}) | {k: v for k, v in merged.items() if v is not None}
+
+
+def caches_latents(config: dict) -> bool:
+    """Whether mlx-lm caches latents of a model. config: of `text_config`."""
+    return bool(config.get("kv_lora_rank")) and config.get("model_type") in LATENTS
+
+
+def _latents(config: dict, count: int, heads: int) -> list[LayerShape]:
+    """The caches of a model with MLA: mlx-lm's own names for which of its layers have a state instead."""
+    rank, rotary, plain = (
+        int(config.get(name) or 0)
+        for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+    )
+    made = heads * (plain + int(config.get("v_head_dim") or 0))
+    one, state = LayerShape("latent", 1, rank, rotary, expanded=made), LayerShape("state")
+    if index := config.get("index_head_dim"):
+        return [one, LayerShape("index", 1, int(index))] * count
+    if str(config.get("model_type")).startswith("longcat"):
+        return [one] * 2 * count
+    linear = (config.get("linear_attn_config") or {}).get("kda_layers")
+    if linear is not None:  # counted from 1
+        return [state if i + 1 in linear else one for i in range(count)]
+    if group := config.get("layer_group_size"):  # the last of each, and what is left over
+        whole = count // int(group) * int(group)
+        return [one if (i + 1) % int(group) == 0 or i >= whole else state for i in range(count)]
+    return [one] * count
 
 
 def _number(config: dict, *names: str) -> int:
@@ -95,14 +137,19 @@ def _kinds(config: dict, layers: int) -> list[str]:
 def layers_of(config: dict) -> list[LayerShape]:
     """The cache of each layer, from config.json alone. Raises UserError when it cannot tell."""
     config = text_config(config)
-    count = _number(config, "num_hidden_layers", "n_layer", "n_layers")
+    count = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     heads = _number(config, "num_attention_heads", "n_head", "n_heads")
     kv_heads = int(config.get("num_key_value_heads") or heads)
     dim = int(
         config.get("head_dim") or _number(config, "hidden_size", "n_embd", "d_model") // heads
     )
-    if rank := config.get("kv_lora_rank"):
-        return [LayerShape("latent", 1, int(config.get("qk_rope_head_dim", 0)), int(rank))] * count
+    if caches_latents(config):
+        return _latents(config, count, heads)
+    if config.get("kv_lora_rank") and config.get(
+        "qk_nope_head_dim"
+    ):  # cached as keys and values of heads
+        dims = (int(config.get(f"qk_{name}_head_dim") or 0) for name in ("nope", "rope"))
+        return [LayerShape("full", heads, sum(dims), int(config.get("v_head_dim") or dim))] * count
     kinds = _kinds(config, count)
     # Gemma 3n and 4: the last layers read the cache of earlier ones.
     kinds = kinds[: count - int(config.get("num_kv_shared_layers") or 0)]
@@ -143,11 +190,38 @@ def context_limit(config: dict) -> int | None:
     return int(limit * factor) if kind in ("linear", "dynamic", "ntk") else limit
 
 
+def _latent_parameters(config: dict) -> int:
+    """Weights of a decoder with MLA whose experts begin behind the first dense layers: an estimate."""
+    names = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim")
+    hidden, heads, rank, plain = (_number(config, name) for name in names)
+    rotary, values, q_rank, shared, dense = (
+        int(config.get(name) or 0)
+        for name in (
+            *("qk_rope_head_dim", "v_head_dim", "q_lora_rank", "n_shared_experts"),
+            "first_k_dense_replace",
+        )
+    )
+    layers, queries = _number(config, "num_hidden_layers", "num_layers"), heads * (plain + rotary)
+    attention = (hidden + queries) * q_rank if q_rank else hidden * queries
+    attention += hidden * (rank + rotary) + heads * (rank * (plain + values) + values * hidden)
+    experts = int(config.get("n_routed_experts") or config.get("num_experts") or 0)
+    inner = int(config.get("intermediate_size") or config.get("ffn_hidden_size") or 4 * hidden)
+    expert = int(
+        config.get("moe_intermediate_size") or config.get("expert_ffn_hidden_size") or inner
+    )
+    dense = min(dense, layers) if experts else layers
+    mlp = 3 * hidden * (dense * inner + (layers - dense) * expert * (experts + shared))
+    tables = 1 if config.get("tie_word_embeddings", False) else 2
+    return layers * attention + mlp + tables * int(config.get("vocab_size") or 0) * hidden
+
+
 def parameters(config: dict) -> int:
     """Weights of a usual decoder, dense or mixture of experts: an estimate."""
     config = text_config(config)
+    if caches_latents(config) and config.get("qk_nope_head_dim"):
+        return _latent_parameters(config)
     hidden = _number(config, "hidden_size", "n_embd", "d_model")
-    layers = _number(config, "num_hidden_layers", "n_layer", "n_layers")
+    layers = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     heads = _number(config, "num_attention_heads", "n_head", "n_heads")
     dim = int(config.get("head_dim") or hidden // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)

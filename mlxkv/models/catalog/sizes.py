@@ -22,6 +22,7 @@ from mlxkv.models.catalog.shapes import (
 from mlxkv.untrusted import Unsound
 
 CHUNK = 2048  # tokens that a prefill takes at a time
+COMPRESSED = ("full", "latent")  # kinds of layers
 MOST_TOKENS = 1 << 24  # of a model that names no limit
 
 
@@ -55,11 +56,20 @@ class Need:
         return self.weights + self.cache + self.transient + self.dropped
 
 
+def why_16_bits(layer: LayerShape, kv: CacheConfig) -> str | None:
+    """Why a layer that a preset compresses in other models stays in 16 bits, or None."""
+    if layer.kind == "latent":
+        dims = layer.key_dim, layer.value_dim
+        return kv.compresses and (kv.why_no_latents or kv.of_latents.why_not(*dims)) or None
+    return kv.why_not(layer.key_dim, layer.value_dim) if layer.kind == "full" else None
+
+
 def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
     """Stored bytes of one layer's cache, full-precision windows and bases that follow the text
     included. With token selection: of a prompt, once it is read."""
-    compressed = kv.compresses and layer.kind == "full"
-    if not compressed or kv.why_not(layer.key_dim, layer.value_dim):
+    if kv.compresses and why_16_bits(layer, kv) is None and layer.kind in COMPRESSED:
+        kv = kv.of_latents if layer.kind == "latent" else kv
+    else:
         return 2 * layer.values(tokens)
     pages = max(0, tokens - kv.sink - kv.recent - kv.pinned) // kv.page
     packed = layer.values(pages * kv.page) * kv.bits_per_value(layer.key_dim, layer.value_dim) / 8
@@ -71,7 +81,9 @@ def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
     """What `tokens` tokens need."""
     cache = sum(layer_bytes(layer, kv, tokens) for layer in plan.layers)
     whole = sum(layer_bytes(layer, replace(kv, keep=1.0), tokens) for layer in plan.layers)
-    one_layer = max((2 * layer.values(tokens) for layer in plan.layers), default=0)
+    one_layer = max(
+        (2 * (layer.values(tokens) + tokens * layer.expanded) for layer in plan.layers), default=0
+    )
     transient = activation_bytes(plan.config, min(CHUNK, tokens)) + one_layer
     values = sum(layer.values(tokens) for layer in plan.layers)
     return Need(plan.weights, int(cache), transient, values, int(whole - cache))
