@@ -368,13 +368,16 @@ def stored_latents(latents: np.ndarray, side: dict, sink: int, pages: int, page:
 
 
 def latent_readers(
-    queries: np.ndarray, up_values: np.ndarray, scale: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what reads a latent, as two second moments [R, R]: of the absorbed queries times scale, rows [M, R],
-    and W^UV^T W^UV summed over heads.
+    queries: np.ndarray, up_values: np.ndarray, covariance: np.ndarray, scale: float
+) -> np.ndarray:
+    """Return M [R, R]: what reads a latent, as key and as value, summed over heads.
 
-    An error e of a latent changes a score by scale q . e and a value by W^UV e; their mean squares are e^T Q e and
-    e^T V e with these matrices.
+    queries: absorbed ones, [H, M, R]. up_values: W of each head, [H, Dv, R]. covariance: C [R, R], of latents. An
+    error e of a latent with weight p moves the output of a head by p (scale q . e) W (c - mean) + p W e, to first
+    order, with the mean of latents under p. Where q and c do not depend on each other its mean square, less p^2, is
+    e^T M e with M = scale^2 tr(W C W^T) E[q q^T] + W^T W.
     """
-    rows = scale * queries
-    return rows.T @ rows / len(rows), (up_values.swapaxes(-1, -2) @ up_values).sum(0)
+    out = np.zeros(covariance.shape)
+    for q, w in zip(queries, up_values, strict=True):
+        out += scale**2 * np.trace(w @ covariance @ w.T) * (q.T @ q) / len(q) + w.T @ w
+    return out

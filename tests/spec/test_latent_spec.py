@@ -75,12 +75,31 @@ def test_one_record_is_read_as_keys_and_as_values(given):
     np.testing.assert_allclose(affine.absorbed(**given), affine.expanded(**given), rtol=1e-10)
 
 
-def test_what_reads_a_latent_measures_what_an_error_costs(given):
+def test_what_an_error_of_a_latent_moves(given):
+    """The derivative that `latent_readers` is made of, by finite differences."""
     rng = np.random.default_rng(9)
-    queries = (given["q"] @ given["up_keys"]).reshape(-1, RANK)
-    reads, weight = affine.latent_readers(queries, given["up_values"], SCALE)
-    error = rng.standard_normal(RANK)
-    scores = SCALE * queries @ error
-    assert error @ reads @ error == pytest.approx((scores**2).mean())
-    values = given["up_values"] @ error
-    assert error @ weight @ error == pytest.approx((values**2).sum())
+    token, error, step = 5, rng.standard_normal(RANK), 1e-6
+    moved = given["latents"].copy()
+    moved[0, 0, token] += step * error
+    found = affine.absorbed(**given | {"latents": moved}) - affine.absorbed(**given)
+    q, latents = given["q"] @ given["up_keys"], given["latents"][0, 0]
+    s = SCALE * (q @ latents.T) + given["bias"]
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    shift = SCALE * (q @ error)[..., None] * (latents[token] - p @ latents) + error
+    wanted = p[..., token, None] * (shift @ given["up_values"].swapaxes(-1, -2))
+    np.testing.assert_allclose(found / step, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_mean_square_of_what_an_error_moves(given):
+    rng = np.random.default_rng(10)
+    count, error = 200_000, rng.standard_normal(RANK)
+    turn = rng.standard_normal((RANK, RANK)) / RANK**0.5
+    queries = rng.standard_normal((HEADS, count, RANK)) @ turn
+    latents = rng.standard_normal((count, RANK)) @ turn.T
+    made = affine.latent_readers(queries, given["up_values"], latents.T @ latents / count, SCALE)
+    total = 0.0
+    for q, w in zip(queries, given["up_values"], strict=True):
+        moved = (SCALE * q @ error)[:, None] * (latents @ w.T) + w @ error
+        total += (moved**2).sum(-1).mean()
+    assert error @ made @ error == pytest.approx(total, rel=0.01)

@@ -110,6 +110,11 @@ def search(
     own, slots = own_make_cache(model), bind(model)
     try:
         found = {layer_name(p): (p, s) for p, s in find(model, own).shapes.items()}
+        if any(shape.latent for _, shape in found.values()):
+            raise UserError(
+                "[search-clip] clips are searched for keys and values apart, and a latent is both; got a model "
+                "with latents; leave it out"
+            )
         places = {name: found[name] for name in calibration.layers if name in found}
         origin = origin_of(model)
         calibration.check(sizes(dict(places.values())), origin and origin.fingerprint)

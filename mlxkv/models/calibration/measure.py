@@ -29,13 +29,15 @@ from mlxkv.formats.calibration import balance
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.models.calibration import TOKENS
+from mlxkv.models.calibration.latents import Readers
 from mlxkv.models.hooks.fold import refuse_folded
+from mlxkv.models.hooks.latent import modules_of
 from mlxkv.models.hooks.layers import find
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.outputs import sensitivities
 from mlxkv.models.hooks.probe import Place, Shape, leaves, put
 from mlxkv.models.hooks.rebind import bind, release
-from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
+from mlxkv.models.hooks.taps import AttentionCall, LatentObserver, PlainObserver
 from mlxkv.models.origin import Origin, layer_name, origin_of
 from mlxkv.texts import corpus
 from mlxkv.texts.sources import Text
@@ -89,7 +91,8 @@ class Moments:
     channels after SRFT, behind the first tokens of a window. total: [G, D] float64, the sum of the
     `counted` keys of each kv head there. weights: Sigma_K of a first pass, for the surrogate. output:
     M_o of `sensitivities`, or None. begun: tokens of this window. sample: the rows to keep, or None.
-    seconds: spent on sums.
+    readers: of latents, or None; their values are rotary keys, which are stored as they are. seconds: spent
+    on sums.
     """
 
     shape: Shape
@@ -103,7 +106,15 @@ class Moments:
     output: np.ndarray | None = None
     begun: int = 0
     sample: Sample | None = None
+    readers: Readers | None = None
     seconds: float = 0.0
+
+    def add_queries(self, queries: mx.array, scale: float) -> None:
+        """Add the queries that meet latents, [B, H, L, D] (`LatentObserver`)."""
+        if self.target == "attention" and self.counted:
+            mean = self.total[0] / self.counted
+            covariance = self.mean("stored keys")[0] - np.outer(mean, mean)
+            self._add("keys", self.readers.rows(queries, scale, covariance))
 
     def add_attention(self, call: AttentionCall) -> None:
         """Add the queries and outputs of one call of attention, [B, H, L, D]."""
@@ -148,7 +159,9 @@ class Moments:
         self.peaks[side] = np.maximum(self.peaks.get(side, found), found)
 
     def mean(self, side: str) -> np.ndarray:
-        return self.sums[side] / self.rows[side]
+        mean = self.sums[side] / self.rows[side]
+        with_readers = self.readers and side == "keys" and self.target == "attention"
+        return self.readers.whole(mean) if with_readers else mean
 
 
 def second_moment(x: mx.array, kv_heads: int) -> mx.array:
@@ -213,7 +226,15 @@ def calibrate(
             reason = next(iter(found.refused.values()), "no layer has a cache that grows")
             raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
         moments = {place: Moments(shape, target) for place, shape in shapes.items()}
-        if target == "attention":
+        if all(shape.latent for shape in shapes.values()):
+            if target == "surrogate":
+                raise UserError(
+                    "[--target] a latent is read as a key and as a value; got surrogate, which weighs values "
+                    "by keys; choose attention"
+                )
+            for one, module in zip(moments.values(), modules_of(model), strict=True):
+                one.readers = Readers(module, one.shape.key_dim)
+        elif target == "attention":
             for place, output in sensitivities(model, own, shapes).items():
                 moments[place].output = output
         if samples is not None:
@@ -274,7 +295,10 @@ def _read(
     caches = make_cache()
     for place, one in moments.items():
         one.begun = 0
-        put(caches, place, PlainObserver(one.add_attention, one.add_update))
+        if one.readers is None:
+            put(caches, place, PlainObserver(one.add_attention, one.add_update))
+        else:
+            put(caches, place, LatentObserver(one.add_queries, one.add_update))
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         lead = [] if start else first
@@ -287,8 +311,8 @@ def _read(
 def _basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
     heads = 1 if per_layer else moments.shape.heads
     dims = moments.shape.key_dim if side == "keys" else moments.shape.value_dim
-    if moments.target in WITHOUT_TEXT:
-        if moments.target == "none":
+    if moments.target in WITHOUT_TEXT or (moments.readers and side == "values"):
+        if moments.target != "random":
             vectors = np.broadcast_to(np.eye(dims), (heads, dims, dims))
         else:
             vectors = matrices.random_basis(heads, dims, dims)

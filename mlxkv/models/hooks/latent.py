@@ -30,7 +30,12 @@ INDEX_KEYS = "the keys of a sparse index stay in full precision"
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The attention modules of `model` that attend to latents, in the order of layers."""
-    return [m for _, m in model.named_modules() if all(name in m for name in ABSORBED)]
+    found = [
+        ([(part.isdigit(), int(part) if part.isdigit() else part) for part in path.split(".")], m)
+        for path, m in model.named_modules()
+        if all(name in m for name in ABSORBED)
+    ]
+    return [m for _, m in sorted(found, key=lambda pair: pair[0])]
 
 
 def find(model: nn.Module, make_cache: Callable[[], list], places: list[Place]) -> Findings | None:

@@ -16,7 +16,7 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.view import CacheView
 from mlxkv.errors import UserError
 from mlxkv.models.hooks.probe import Handle
-from mlxkv.models.hooks.taps import ObservedView
+from mlxkv.models.hooks.taps import LatentObserver, ObservedView
 
 NAME = "scaled_dot_product_attention"
 CALL = "__call__"
@@ -142,9 +142,16 @@ def through(original):
             return _attend(queries, keys, *args, **kwargs)
         if type(keys) is Handle:
             return keys.attended(queries, values, _has_sinks(*args, **kwargs))
+        if isinstance(cache := _first(kwargs.get("cache")), LatentObserver):
+            cache.on_queries(queries, kwargs["scale"])
         return original(queries, keys, values, *args, **kwargs)
 
     return scaled_dot_product_attention
+
+
+def _first(cache):
+    """The cache, or the first one in a list of caches."""
+    return cache.caches[0] if isinstance(cache, mlx_cache.CacheList) else cache
 
 
 def _has_sinks(cache=None, scale: float = 1.0, mask=None, sinks=None) -> bool:

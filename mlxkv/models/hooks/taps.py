@@ -94,6 +94,27 @@ class PlainObserver(KVCache):
         return view, view
 
 
+class LatentObserver(KVCache):
+    """A plain cache of latents that reports its updates, and the queries of a prefill.
+
+    on_queries: called with the queries [B, H, L, D] that meet keys made from latents (behind D their rotary part, for
+    models that keep both in one array), and the scale. on_update: as of PlainObserver.
+    """
+
+    def __init__(
+        self,
+        on_queries: Callable[[mx.array, float], None],
+        on_update: Callable[[mx.array, mx.array], None],
+    ):
+        super().__init__()
+        self.on_queries, self.on_update = on_queries, on_update
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
+        found = super().update_and_fetch(keys, values)
+        self.on_update(keys, values)
+        return found
+
+
 @dataclass(frozen=True)
 class ObservedView(View):
     """The view of an observing cache, which reports attention over it."""

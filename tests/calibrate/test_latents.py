@@ -1,0 +1,99 @@
+"""Calibrations of latents: what is measured against the spec, and what the maps are good for."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from latent_models import LATENT_FAMILIES, latent_model
+from mlx_lm.models.cache import make_prompt_cache
+from random_models import tokens
+
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration import artifact
+from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.models import attach, detach
+from mlxkv.models.calibration import clips, measure
+from mlxkv.models.calibration.latents import Readers
+from mlxkv.models.hooks.latent import modules_of
+from mlxkv.spec import affine as spec
+
+WINDOWS = {"sink": 16, "recent": 16, "page": 16}
+TEXT = tokens(1200, seed=4).tolist()
+
+
+def logits(model, text: mx.array) -> mx.array:
+    cache = make_prompt_cache(model)
+    parts = [model(x[None], cache=cache) for x in (text[:60], text[60:140])]
+    parts += [model(text[None, i : i + 1], cache=cache) for i in range(140, len(text))]
+    return mx.concatenate(parts, axis=1)[0]
+
+
+def divergence(plain: mx.array, other: mx.array) -> float:
+    p, q = (x - mx.logsumexp(x, -1, keepdims=True) for x in (plain, other))
+    return (mx.exp(p) * (p - q)).sum(-1)[-30:].mean().item()
+
+
+def test_what_reads_latents_is_what_the_spec_says():
+    model = latent_model("deepseek_v3")
+    module = modules_of(model)[0]
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((1, 4, 50, 24)).astype(np.float32)
+    x = rng.standard_normal((300, 64))
+    covariance, readers = x.T @ x / 300, Readers(module, 64)
+    rows = np.array(readers.rows(mx.array(q), 0.3, covariance), np.float64)[0]
+    found = readers.whole(np.einsum("hmr,hms->rs", rows, rows)[None] / (4 * 50))[0]
+    up_keys = np.array(module.embed_q.weight, np.float64).swapaxes(-1, -2)  # [H, D, R]
+    wanted = spec.latent_readers(
+        q[0].astype(np.float64) @ up_keys,
+        np.array(module.unembed_out.weight, np.float64),
+        covariance,
+        0.3,
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+    # The same of queries that have their rotary part behind them.
+    wide = np.concatenate([q, rng.standard_normal((1, 4, 50, 16)).astype(np.float32)], -1)
+    again = Readers(module, 64).rows(mx.array(wide), 0.3, covariance)
+    np.testing.assert_allclose(np.array(again)[0], rows, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", sorted(LATENT_FAMILIES))
+def test_every_family_is_calibrated(family, tmp_path):
+    """Balanced latents lose less than plain ones at 2 bits, from a calibration that was written and read."""
+    model, text = latent_model(family), tokens(170)
+    plain = logits(model, text)
+    made = measure.calibrate(model, TEXT)
+    path = tmp_path / "calibration.safetensors"
+    artifact.write(path, made)
+    layer = next(iter(made.layers.values()))
+    assert layer.kv_heads == 1 and layer.keys.values.shape == (1, 64)
+    lost = {}
+    for transform in ("none", "oscar", "balanced"):
+        side = Side(Affine(2, 64), transform)
+        attach(model, CacheConfig(side, side, **WINDOWS), calibration=path, strict=True)
+        lost[transform] = divergence(plain, logits(model, text))
+        detach(model)
+    assert 0 < lost["balanced"] < lost["none"] and lost["oscar"] > 0, lost
+
+
+def test_a_calibrated_cache_comes_back_from_its_state(tmp_path):
+    model, text = latent_model("glm4_moe_lite"), tokens(150)
+    side = Side(Affine(4, 64), "balanced")
+    attach(model, CacheConfig(side, side, **WINDOWS), calibration=measure.calibrate(model, TEXT))
+    cache = make_prompt_cache(model)
+    model(text[None], cache=cache)
+    other = [type(one).from_state(one.state) for one in cache]
+    step = mx.array([[3]])
+    assert mx.array_equal(model(step, cache=cache), model(step, cache=other))
+    detach(model)
+
+
+def test_what_latents_cannot_be_calibrated_by():
+    model = latent_model("deepseek_v3")
+    with pytest.raises(UserError, match="a latent is read as a key and as a value"):
+        measure.calibrate(model, TEXT, target="surrogate")
+    made = measure.calibrate(model, TEXT)
+    with pytest.raises(UserError, match="a latent is both"):
+        clips.search(model, made, CacheConfig(*[Side(Affine(2, 64), "oscar")] * 2, **WINDOWS), TEXT)
+    for target in ("tensor", "none", "random"):
+        assert measure.calibrate(model, TEXT, target=target).layers
