@@ -77,8 +77,6 @@ def examine(
         shape, reason = shapes.get(place), reasons.get(place)
         if config.centred and shape is not None and shape.sinks:
             shape, reason = None, SINKS
-        if shape is not None and shape.latent and config.why_no_latents:
-            shape, reason = None, config.why_no_latents
         report = _judge(place[0], cache, shape, reason, config, label)
         if report.compressed:
             chosen[place] = shapes[place]
@@ -95,10 +93,10 @@ def _judge(
     if reason == latent.INDEX_KEYS:
         kind = latent.INDEX_KEYS
     if shape is not None and shape.latent:
-        sizes = (1, shape.key_dim, shape.value_dim)
-        return compressed(
-            index, LATENT, config.of_latents, of_latents(config, label), sizes, UNKNOWN
-        )
+        if reason := config.why_no_latents:
+            return LayerReport(index, LATENT, False, reason)
+        of, sizes = config.of_latents, (1, shape.key_dim, shape.value_dim)
+        return compressed(index, LATENT, of, of_latents(config, label), sizes, UNKNOWN)
     if shape is None:
         return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)

@@ -19,8 +19,10 @@ from mlx_lm.models.cache import KVCache
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.latent.own import LatentKVCache
 from mlxkv.cache.view import Pair, View
 from mlxkv.codec.maps import LayerMaps
+from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.hooks.probe import leaves, put
 
@@ -185,9 +187,15 @@ def joined(heads: mx.array) -> mx.array:
 
 
 def put_observers(caches: list) -> list[CompressedObserver]:
-    """Replace every compressed cache in `caches`, which must be empty, by an observer. Returns these."""
+    """Replace every compressed cache in `caches`, which must be empty, by an observer. Returns these. Raises
+    UserError for caches of latents."""
     observers = []
     for place, cache in leaves(caches):
+        if isinstance(cache, LatentKVCache):
+            raise UserError(
+                "[--tasks] stages are measured on keys and values; got a model that caches latents; choose "
+                "divergence"
+            )
         if type(cache) in (CompressedKVCache, AdaptiveKVCache):
             observers.append(CompressedObserver(cache.config, place[0], cache.layer_maps))
             put(caches, place, observers[-1])
