@@ -25,6 +25,7 @@ from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration.measure import calibrate
 from mlxkv.models.catalog import known
 from mlxkv.models.catalog.shapes import layers_of, text_config
+from mlxkv.models.catalog.sizes import COMPRESSED
 from mlxkv.models.hooks.mark import mark, steps_of
 from mlxkv.models.hooks.rebind import bind
 
@@ -74,10 +75,11 @@ class Subject:
         if preset in MLX_LM:
             return "mlx-lm"
         config = cache_config(preset)
-        shape = next((s for s in layers_of(self.config) if s.kind == "full"), None)
+        shape = next((s for s in layers_of(self.config) if s.kind in COMPRESSED), None)
         if not config.compresses or shape is None:
             return "MLX"
-        return choose.plan(config, (shape.key_dim, shape.value_dim), self.dtype).label
+        dims, latent = (shape.key_dim, shape.value_dim), shape.kind == "latent"
+        return choose.plan(config, dims, self.dtype, latent=latent).label
 
 
 def load_subject(name: str, dtype: str | None, bits: int | None) -> Subject:

@@ -15,7 +15,14 @@ from mlxkv.models.catalog import known
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.locate import Place
 from mlxkv.models.catalog.shapes import LayerShape, layers_of, parameters, weight_bytes
-from mlxkv.models.catalog.sizes import ModelPlan, layer_bytes, longest, need, read_plan
+from mlxkv.models.catalog.sizes import (
+    ModelPlan,
+    bits_in_pages,
+    layer_bytes,
+    longest,
+    need,
+    read_plan,
+)
 
 QWEN3_4B = {
     "model_type": "qwen3",
@@ -298,3 +305,11 @@ def test_fit_says_what_latents_are(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "61 layers keep a latent of 512 and a rotary key of 64 per token (MLA)" in said
     assert "static-0.75: some layers stay in 16 bits (a latent is of low rank already)" in said
+
+
+def test_bits_of_latents_in_pages():
+    (layer,) = set(layers_of(DEEPSEEK_V3))
+    assert bits_in_pages(layer, PRESETS["int4"]) == (512 * 4.5 + 64 * 16) / 576
+    assert bits_in_pages(layer, PRESETS["polar"]) == bits_in_pages(layer, PRESETS["fp16"]) == 16
+    assert bits_in_pages(LayerShape("full", 8, 128, 128), PRESETS["int4"]) == 4.5
+    assert bits_in_pages(LayerShape("sliding", 8, 128, 128, 512), PRESETS["int4"]) == 16

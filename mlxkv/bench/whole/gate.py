@@ -16,7 +16,7 @@ from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.catalog.reports import nothing_compressed
+from mlxkv.models.catalog.reports import LATENT, nothing_compressed
 from mlxkv.models.catalog.shapes import text_config
 
 PAGES = 5  # of the checked cache, beside its windows
@@ -39,7 +39,9 @@ def check(it: Subject, preset: str) -> dict:
         if message := nothing_compressed(reports):
             return answer | {"reason": message}
         heads = int(text_config(it.config).get("num_attention_heads") or 0)
-        shapes = {(r.kv_heads, r.key_dim, r.value_dim) for r in reports if r.compressed}
+        # Latents are checked by what the model writes.
+        own = [r for r in reports if r.compressed and r.kind != LATENT]
+        shapes = {(r.kv_heads, r.key_dim, r.value_dim) for r in own}
         for kv_heads, key_dim, value_dim in sorted(shapes):
             # If the number of query heads is unknown: one per kv head.
             queries = heads if heads and heads % kv_heads == 0 else kv_heads

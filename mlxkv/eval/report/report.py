@@ -11,7 +11,7 @@ from mlxkv.eval.tasks import divergence, retrieval, subspace
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.eval.tasks.statistics import block
 from mlxkv.models.catalog.shapes import layers_of
-from mlxkv.models.catalog.sizes import layer_bytes
+from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
 
 RETRIEVAL = ("single", "multi-key", "multi-query", "multi-value")
 TASK_COLUMNS = {"single", "m-key", "m-query", "m-value", "text", "answers", "tools"}
@@ -114,17 +114,9 @@ def bits(arms: Arms, name: str, context: int) -> dict:
     """Return bits per value, over the layers that grow with the context: inside pages, and of the
     whole cache of `context` tokens with its windows at 16 bits per number; and that cache's bytes."""
     config = arms.configs[name]
-    layers = [s for s in layers_of(arms.loaded.config) if s.kind == "full"]
+    layers = [s for s in layers_of(arms.loaded.config) if s.kind in COMPRESSED]
     values = sum(s.values(context) for s in layers)
-    inside = sum(
-        s.values(context)
-        * (
-            16.0
-            if config.why_not(s.key_dim, s.value_dim)
-            else config.bits_per_value(s.key_dim, s.value_dim)
-        )
-        for s in layers
-    )
+    inside = sum(s.values(context) * bits_in_pages(s, config) for s in layers)
     whole = 8 * sum(layer_bytes(s, config, context) for s in layers)
     return {
         "bits_per_value": inside / values if values else 16.0,

@@ -64,6 +64,14 @@ def why_16_bits(layer: LayerShape, kv: CacheConfig) -> str | None:
     return kv.why_not(layer.key_dim, layer.value_dim) if layer.kind == "full" else None
 
 
+def bits_in_pages(layer: LayerShape, kv: CacheConfig) -> float:
+    """Stored bits per value of a layer inside of pages."""
+    if layer.kind not in COMPRESSED or why_16_bits(layer, kv):
+        return 16.0
+    kv = kv.of_latents if layer.kind == "latent" and kv.compresses else kv
+    return kv.bits_per_value(layer.key_dim, layer.value_dim)
+
+
 def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
     """Stored bytes of one layer's cache, full-precision windows and bases that follow the text
     included. With token selection: of a prompt, once it is read."""
