@@ -247,6 +247,26 @@ def _folded_scores(spec, q, stored, dims, group):
     return out.reshape(*out.shape[:3], -1)
 
 
+def _folded_mix(spec, p, stored, dims, group):
+    """sum_t p_t (scale * code + bias), with a scale per channel of a group of tokens: scales apply to the sum of each
+    group, so nothing is decoded. Sums are of codes less half of their range, which cancel less."""
+    codes, middle = stored["codes"], 2 ** (spec.bits - 1)
+    codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
+    scale = stored["scale"].astype(p.dtype)
+    ones = mx.ones((*codes.shape[:4], dims // FOLDED), p.dtype)
+    p = p.reshape(*p.shape[:3], -1, group).swapaxes(2, 3)  # [B, G, T/g, N, g]
+    out = mx.quantized_matmul(
+        *(p, codes, ones, -middle * ones),
+        transpose=False,
+        group_size=FOLDED,
+        bits=spec.bits,
+    )  # [B, G, T/g, N, R]
+    out = (out * scale[:, :, :, None]).sum(2)
+    if spec.symmetric:
+        return out
+    return out + p.sum(-1).swapaxes(2, 3) @ (stored["bias"].astype(p.dtype) + middle * scale)
+
+
 def _product(spec, x, stored, dims, page, transpose):
     form = _form(spec, dims, page)
     if form.tail:
@@ -258,7 +278,8 @@ def _product(spec, x, stored, dims, page, transpose):
         return mx.concatenate([whole, _product(spec, x, tail, rest, page, False)], axis=-1)
     if transpose and (form.mlx or form.folds) and _splits(spec, stored["codes"].shape[2]):
         return _plane_scores(spec, x, stored, dims, form.group)
-    pays = (form.mlx or transpose and form.folds) and _product_pays(x.shape[-2])
+    rows = x.shape[-2]
+    pays = (form.mlx or transpose and form.folds) and _product_pays(rows)
     if pays and form.mlx:
         return mx.quantized_matmul(
             x,
@@ -271,5 +292,8 @@ def _product(spec, x, stored, dims, page, transpose):
         )
     if pays:
         return _folded_scores(spec, x, stored, dims, form.group)
+    # A sum for each group of tokens, and less of it than of decoded values.
+    if not transpose and form.folds and 2 * rows <= form.group and _product_pays(rows):
+        return _folded_mix(spec, x, stored, dims, form.group)
     decoded = decode(spec, stored, dims, page, x.dtype)
     return x @ (decoded.swapaxes(-1, -2) if transpose else decoded)
