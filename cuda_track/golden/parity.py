@@ -33,6 +33,7 @@ METHODS = {
     "centred": "balanced, keys centred",
     "scaled": "SRFT with scales",
     "kitty": "Kitty",
+    "latent": "latents (MLA)",
     "learned": "learning",
 }
 Key = tuple[str, str]  # table, case

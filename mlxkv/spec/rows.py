@@ -246,7 +246,7 @@ class Table:
         for key, side, dims in encode_cases(tensors, header):
             own = under(tensors, key) | {"x": tensors[f"x.{dims}"]}
             (_, made), bits = self._encoded(side, tensors, dims), side.quantizer.bits
-            yield self._codes("seal", key, tensors, made, bits, dims)
+            yield self._codes("latent", key, tensors, made, bits, dims)
             yield self._page_alone(key, dims, own, (side,) * 2, (self._stored(own, "", bits),) * 2)
 
     def attention_rows(self) -> Rows:
