@@ -22,10 +22,10 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
 
-PRESETS = ("int8", "int4", "int3", "int2", "naive-int4", "hadamard-int4", "srft-int4", "kvarn-int4")
-PRESETS += ("turbo-int4", "oscar-int2", "balanced-int2", "naive-int2")
+PRESETS = ("int8", "int4", "int3", "int2", "hadamard-int4", "srft-int4", "kvarn-int4", "turbo-int4")
+PRESETS += ("oscar-int2", "naive-int2")
 RANK, ROTARY, VOCABULARY = 512, 64, 512
-CONTEXT, STEPS, SEEDS = 1024, 48, (0, 1, 2)
+CONTEXT, STEPS, SEEDS = 640, 24, (0, 1)
 CONFIG = {
     "model_type": "glm4_moe_lite",
     "vocab_size": VOCABULARY,
@@ -78,7 +78,7 @@ def measured(seed: int) -> dict[str, tuple[float, float]]:
     """{preset: (mean KL in nats, rms of the error of logits over rms of their spread)} of one model and text."""
     model = model_of(seed)
     text = mx.random.randint(0, VOCABULARY, (CONTEXT + STEPS,), key=mx.random.key(seed + 100))
-    other = mx.random.randint(0, VOCABULARY, (2048,), key=mx.random.key(seed + 200))
+    other = mx.random.randint(0, VOCABULARY, (1024,), key=mx.random.key(seed + 200))
     calibration = measure.calibrate(model, other.tolist())
     plain, out = logits(model, text), {}
     for name in PRESETS:
@@ -89,6 +89,7 @@ def measured(seed: int) -> dict[str, tuple[float, float]]:
         error, spread = found - plain, plain - plain.mean(-1, keepdims=True)
         ratio = mx.sqrt((error**2).mean() / (spread**2).mean()).item()
         out[name] = divergence(plain, found), ratio
+        print(f"{seed} {name}: KL {out[name][0]:.2g}", file=sys.stderr)
     return out
 
 
@@ -120,7 +121,7 @@ def main(arguments: list[str]) -> None:
             "bytes a token and layer",
             "of 16 bits",
             "KL",
-            "of 3 models",
+            f"of {len(SEEDS)} models",
             "logits",
         ],
         [

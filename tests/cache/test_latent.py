@@ -18,6 +18,7 @@ from mlxkv.formats.config import Affine, CacheConfig, Codebook, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import usage
 from mlxkv.models.hooks import probe  # noqa: F401 (mlx-lm finds our classes by name from here on)
+from mlxkv.serve.caches.memory import shapes_of
 from mlxkv.spec import affine as spec
 
 RANK, ROTARY, HEADS = 128, 32, 6
@@ -142,6 +143,18 @@ def test_one_record_serves_as_key_and_value():
 
 def _leaves(tree) -> list[mx.array]:
     return [x for part in tree.values() for x in part.values()]
+
+
+@pytest.mark.parametrize("count", [150, 700, 4096])
+def test_the_server_s_memory_rule_knows_latents(count):
+    made = parse_kv("int4").of_latents
+    cache, like = LatentKVCache(made), LatentKVCache(made)
+    fill(like, tokens(1), (1,))
+    (shape,) = shapes_of([like])
+    fill(cache, tokens(count), (count - 1, 1))
+    assert shape.in_use(count) == usage.in_use(cache)
+    assert shape.bytes_fp16(count) == usage.in_16_bits(cache)
+    assert cache.nbytes <= shape.bytes(count, 512)
 
 
 @pytest.mark.parametrize("back", [1, 5, 20, 33, 150])

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import BatchKVCache
 from mlxkv.cache import ragged
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.compressed import STEP, CompressedKVCache
+from mlxkv.cache.latent.own import LatentKVCache
 from mlxkv.cache.pages import GROWTH, most
 from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
@@ -31,6 +32,7 @@ class CacheShape:
     page_bytes: float = 0.0  # codes and scales of one page
     together: bool = False  # sequences of a batch share arrays
     bases: int = 0  # bases that follow the text
+    room: int = 0  # of rotary keys beside latents: room to grow, and those in windows once more
 
     def bytes(self, tokens: int, chunk: int, padded: bool = False) -> int:
         """The most that a cache of so many tokens takes, spare room included.
@@ -54,7 +56,7 @@ class CacheShape:
         if pages:  # with the room that steps of fixed shapes take
             exact = c.sink + c.recent + 2 * c.page + DECODE_TOKENS
             kept = int(max(grown(pages), pages + pages // GROWTH) * self.page_bytes)
-        return kept + self.full * (exact + c.pinned) + self.bases
+        return kept + self.full * (exact + c.pinned) + self.bases + self.room
 
     def in_use(self, tokens: int, rests: bool = False) -> int:
         """Bytes of so many tokens without room to grow, as `models.usage` counts them. rests: on the shelf,
@@ -96,14 +98,22 @@ def shapes_of(caches: list) -> list[CacheShape]:
 
 def _shape(cache) -> CacheShape:
     if isinstance(cache, CompressedKVCache):
-        pair = cache.keys_and_values()[0].live
+        pair = cache.contents().live
         values = sum(x.shape[1] * x.shape[3] for x in pair)
         # All pages: tokens are dropped only after a prompt, and none of the reply.
         config, dims = cache.config, tuple(x.shape[3] for x in pair)
         packed = config.page * values * replace(config, keep=1.0).bits_per_value(*dims) / 8
         each, together = pair[0].dtype.size, cache.joins
-        bases = config.basis_bytes(pair[0].shape[1], *dims)
-        return CacheShape(0, each * values, 2 * values, 0, False, config, packed, together, bases)
+        bases, room = config.basis_bytes(pair[0].shape[1], *dims), 0
+        if isinstance(cache, LatentKVCache):  # rotary keys are as the model makes them
+            packed = config.page * dims[0] * config.keys.bits_per_value(dims[0], config.page) / 8
+            packed, room = (
+                packed + config.page * each * dims[1],
+                each * dims[1] * (config.window + STEP),
+            )
+        return CacheShape(
+            0, each * values, 2 * values, 0, False, config, packed, together, bases, room
+        )
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or keys.ndim != 4:
         return CacheShape(fixed=cache.nbytes)
