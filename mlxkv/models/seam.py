@@ -31,7 +31,7 @@ from mlxkv.models.decoders import question, with_kernels
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.layers import examine, with_searched
 from mlxkv.models.hooks.mark import mark, own_make_cache, steps_to_come, unmark
-from mlxkv.models.hooks.probe import Shape
+from mlxkv.models.hooks.probe import Place, Shape
 from mlxkv.models.hooks.rebind import bind, release
 
 
@@ -85,7 +85,7 @@ def attach(
         if any(shape.latent for shape in places.values()):
             config = config.of_latents
             check_fold(config, f"{label} for latents", fold)
-        fitted = _shares(fit(model, config, places, label, calibration), group, fold)
+        fitted = _shares(fit(model, config, places, label, calibration), places, group, fold)
         check_maps(model, fitted)
     except BaseException:
         release(slots)
@@ -125,8 +125,11 @@ def _kind(config: CacheConfig, shape: Shape) -> type[CompressedKVCache]:
     return AdaptiveKVCache if config.listens else CompressedKVCache
 
 
-def _shares(fitted: dict, group: mx.distributed.Group | None, fold: bool) -> dict:
-    """Cut the maps of `fitted` to this process's kv heads. Raises UserError where `fold` is asked for."""
+def _shares(
+    fitted: dict, places: dict[Place, Shape], group: mx.distributed.Group | None, fold: bool
+) -> dict:
+    """Cut the maps of `fitted` to this process's kv heads; every process holds all of a latent. Raises UserError
+    where `fold` is asked for."""
     if group is None or group.size() == 1:
         return fitted
     if fold:
@@ -136,7 +139,8 @@ def _shares(fitted: dict, group: mx.distributed.Group | None, fold: bool) -> dic
         )
     cut = {}
     for place, (config, turns) in fitted.items():
-        own = turns and maps.cut(turns, group.rank(), group.size())
+        whole = places[place].latent or turns is None
+        own = turns if whole else maps.cut(turns, group.rank(), group.size())
         cut[place] = config, own
     return cut
 
