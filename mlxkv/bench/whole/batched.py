@@ -181,7 +181,9 @@ def _repeated(cache, batch: int):
 def attention_seconds(it: Subject, caches: list, batch: int) -> float | None:
     """Of one step, in all layers that keep the whole context: a token's keys and values are written, then
     attention, layer by layer. Building the graph is left out. None where there is no such layer."""
-    shapes = layers_of(it.config)  # several to a cache where a layer has several, which are no keys and values
+    shapes = layers_of(
+        it.config
+    )  # several to a cache where a layer has several, which are no keys and values
     pairs = zip(caches, shapes, strict=True) if len(caches) == len(shapes) else ()
     own = [(c, s) for c, s in pairs if s.kind == "full"]
     heads = int(text_config(it.config)["num_attention_heads"])
