@@ -160,6 +160,11 @@ def test_names_that_were_imported_before_are_wrapped_and_go_back(host, monkeypat
     assert other.load("x") == ("model of x", "tokenizer")
     assert given == [(("model of x", "tokenizer"), "x")]  # once, of the outermost call
     assert other.load_model(Path("y"))[0] == "model of y" and given[1][1] == "y"
+    assert wrap._call.folder == Path("y")
+    assert (
+        other.load_model(lazy=True, path="y") and wrap._call.folder is None
+    )  # a host of other names
+    given.pop()
     with pytest.raises(TypeError):
         module.load()
     assert module.load("z") and len(given) == 3  # an error leaves nothing behind

@@ -21,6 +21,7 @@ LOADERS = {
     "mlx_lm.utils": ("load_model", "load", "sharded_load"),
     "mlx_vlm.utils": ("load_model", "load"),
 }
+NAMES = ("model_path", "path_or_hf_repo", "repo")  # of what their first parameter takes
 OURS = "__mlxkv_original__"  # of a wrapped function
 
 
@@ -65,7 +66,7 @@ def _wrapped(original: Callable) -> Callable:
         if not _call.depth:
             _call.folder = None
         if original.__name__ == "load_model":
-            _call.folder = Path(next(iter((*args, *kwargs.values())), "."))
+            _call.folder = _path(_asked(args, kwargs))
         if _call.depth or _is_ours(sys._getframe(1)):
             _call.depth += 1
             try:
@@ -80,13 +81,20 @@ def _wrapped(original: Callable) -> Callable:
             found = original(*args, **kwargs)
         finally:
             _call.depth, _call.shards = 0, False
-        asked = next(iter(args), None)  # a name on the hub, or a path
-        name = asked if isinstance(asked, str) else str(_call.folder or asked)
-        _compress(found, name)
+        _compress(found, str(_asked(args, kwargs)))
         return found
 
     setattr(loader, OURS, original)
     return loader
+
+
+def _asked(args: tuple, kwargs: dict) -> object:
+    """What a loader is to load: a name on the hub, or a path."""
+    return args[0] if args else next((kwargs[name] for name in NAMES if name in kwargs), None)
+
+
+def _path(asked: object) -> Path | None:
+    return Path(asked) if isinstance(asked, (str, Path)) else None
 
 
 def _is_ours(frame) -> bool:
