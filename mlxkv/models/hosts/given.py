@@ -20,7 +20,7 @@ from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.models.decoders import not_used
 from mlxkv.models.hosts.ledger import LEDGER
-from mlxkv.models.hosts.wrap import is_quiet, say
+from mlxkv.models.hosts.voice import is_quiet, say
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach
 

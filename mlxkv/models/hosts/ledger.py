@@ -16,7 +16,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.catalog.reports import LayerReport
-from mlxkv.models.hosts.wrap import is_quiet, say
+from mlxkv.models.hosts.voice import is_quiet, say
 from mlxkv.models.usage import in_use
 
 STEP, PART = (

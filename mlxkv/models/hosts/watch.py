@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from types import ModuleType
 
 HOSTS = ("mlx_lm.utils", "mlx_vlm.utils")
@@ -63,9 +64,8 @@ def _wrapped_after(spec):
 def ready(module: ModuleType) -> None:
     """Wrap a host that has been imported. Says in one line why not."""
     try:
-        from mlxkv.models.hosts.wrap import wrap
-
-        wrap(module)
+        # By name: what follows needs mlxkv, which this environment may not have.
+        import_module("mlxkv.models.hosts.wrap").wrap(module)
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("mlxkv"):

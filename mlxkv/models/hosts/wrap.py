@@ -6,14 +6,12 @@ The module may be half imported when it is wrapped, so that frameworks are impor
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from mlxkv.console import note, one_line
 from mlxkv.models.hosts import watch
 
 # Of each host, the functions that return a model, alone or first of a tuple. The first one reads a folder.
@@ -141,15 +139,3 @@ def _before_it_is_shared(found: object) -> None:
         model.shard = shard
     if hasattr(inner, "pipeline"):
         inner.pipeline = pipeline
-
-
-def is_quiet() -> bool:
-    """Whether only what is wrong is said: MLXKV_QUIET=1, and all but the first of several processes."""
-    return (
-        os.environ.get(watch.QUIET, "") not in watch.OFF or os.environ.get("MLX_RANK", "0") != "0"
-    )
-
-
-def say(text: str) -> None:
-    """A line of ours on stderr, told apart from those of the program."""
-    note(f"[mlxkv] {one_line(text)}")
