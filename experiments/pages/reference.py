@@ -25,7 +25,7 @@ from mlxkv.formats.presets import COMPARED, PRESETS
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.known import CONFIGS
 from mlxkv.models.catalog.shapes import layers_of
-from mlxkv.models.hooks.refused import REFUSED, REFUSED_BEFORE_0_32
+from mlxkv.models.hooks.refused import LATENTS, REFUSED, REFUSED_BEFORE_0_32
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 WRITTEN = "Written from the code by `make reference`; a test compares them."
@@ -48,7 +48,7 @@ ARXIV = {
 KINDS = {
     "full": "{} compressed",
     "sliding": "{} exact (the last {} tokens)",
-    "latent": "{} exact (latent)",
+    "latent": "{} of latents, compressed",
     "state": "{} of fixed size",
 }
 
@@ -243,6 +243,13 @@ def families() -> list[str]:
         ["`--model`", "on the hub", "layers"],
         [(f"`{name}`", f"`{repo}`", _layers(name)) for name, repo in HUB.items()],
     )
+    lines += [
+        "",
+        "## Latent attention (MLA)",
+        "",
+        "Compressed, too: one latent a token and its rotary key ([how](../internals/mla.md)). "
+        f"By the name of their file in `mlx_lm/models`: {', '.join(f'`{name}`' for name in sorted(LATENTS))}.",
+    ]
     lines += [
         "",
         "## Refused",
