@@ -245,12 +245,13 @@ def families() -> list[str]:
     )
     lines += [
         "",
-        "## Latent attention (MLA)",
+        "## Latents (MLA)",
         "",
-        "Compressed, too: one latent a token and its rotary key ([how](../internals/mla.md)). "
-        f"By the name of their file in `mlx_lm/models`: {', '.join(f'`{name}`' for name in sorted(LATENTS))}.",
-    ]
-    lines += [
+        "Multi-head latent attention caches one vector a token in place of keys and values. It is compressed, by plain "
+        "operations, in "
+        + ", ".join(f"`{name}`" for name in sorted(LATENTS))
+        + ", and in families that use their "
+        "code: with random weights so far, no trained one ([how](../internals/mla.md)).",
         "",
         "## Refused",
         "",
