@@ -257,6 +257,10 @@ class CacheView:
         batch, heads, _, dims = self.live[0].shape
         return batch, heads, self.tokens, dims
 
+    def astype(self, dtype: mx.Dtype) -> CacheView:
+        """Itself: attention casts what it reads."""
+        return self
+
     def __getattr__(self, name):
         if name.startswith("__"):  # protocols that Python itself looks for
             raise AttributeError(name)

@@ -67,6 +67,12 @@ def _only_names(node: ast.AST) -> bool:
     )
 
 
+def _cast(node: ast.AST) -> ast.AST:
+    """`x` of `x.astype(...)`, which our view answers with itself."""
+    is_cast = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "astype"
+    return node.func.value if is_cast else node
+
+
 class _Flow:
     """Follows the names that hold fetched keys and values through one function, statement by
     statement."""
@@ -84,7 +90,8 @@ class _Flow:
             targets = frozenset().union(*map(_names, node.targets))
             if _is_fetch(node.value):
                 return held | targets
-            if _only_names(node.value) and _names(node.value) & held:
+            value = _cast(node.value)
+            if _only_names(value) and _names(value) & held:
                 return held | targets
             self.use(node.value, held)
             return held - targets if all(map(_only_names, node.targets)) else held

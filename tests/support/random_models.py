@@ -129,6 +129,15 @@ FAMILIES: dict[str, dict] = {
         "num_kv_heads": 2,
     },
     "iquestloopcoder": {"loop_window_size": 16},
+    "plamo": NARROW | {"n_shared_head": 2},
+    "plamo2": NARROW
+    | {
+        "num_hidden_layers": 4,
+        "hidden_size_per_head": 64,
+        "mamba_d_state": 8,
+        "mamba_num_heads": 4,
+        "mamba_chunk_size": 16,
+    },
     # ------------------------------------------------------------------------------------------
     "gemma2": {},
     "stablelm": NARROW
@@ -182,6 +191,8 @@ def random_model(family: str, seed: int = 0, **changes):
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
     model.update(tree_map(_noise, model.parameters()))
+    if family == "phi3small":  # it writes to these places of the logits, of 100352 tokens
+        model._dummy_tokenizer_ids = mx.array([VOCAB - 1])
     model.eval()
     mx.eval(model.parameters())
     return model

@@ -57,6 +57,10 @@ class Handle:
     def dtype(self) -> mx.Dtype:
         return self._cache.shape.dtype
 
+    def astype(self, dtype: mx.Dtype) -> Handle:
+        """Itself: attention casts what it reads."""
+        return self
+
     def attended(self, queries: mx.array, values: Handle, sinks: bool = False) -> mx.array:
         """queries: [B, H, L, D] -> zeros [B, H, L, Dv]."""
         if type(values) is not Handle or values._cache is not self._cache:

@@ -15,6 +15,7 @@ from mlx_lm.models import cache as mlx_cache
 from mlxkv.cache.attention import attend
 from mlxkv.cache.view import CacheView
 from mlxkv.errors import UserError
+from mlxkv.models.hooks import own_code
 from mlxkv.models.hooks.probe import Handle
 from mlxkv.models.hooks.taps import LatentObserver, ObservedView
 
@@ -47,8 +48,12 @@ def bind(model: nn.Module) -> list[Slot]:
 
     Returns the slots to `release` later.
     """
-    files = (file for file in files_of(model) if callable(getattr(file, NAME, None)))
-    return take([(file.__name__, NAME) for file in files] + [REUSE, *_call_of(model)])
+    files = files_of(model)
+    slots = [(file.__name__, NAME) for file in files if callable(getattr(file, NAME, None))]
+    own = [(f"mlx_lm.models.{family}", name) for family, name in OWN_CODE]
+    there = {file.__name__ for file in files}
+    slots += [slot for slot in own if slot[0] in there and slot not in slots]
+    return take([*slots, REUSE, *_call_of(model)])
 
 
 def _call_of(model: nn.Module) -> list[Slot]:
@@ -71,10 +76,17 @@ def take(slots: list[Slot]) -> list[Slot]:
             continue
         owner, name = _place(slot)
         before = getattr(owner, name)
-        wrap = afresh if slot == REUSE else through if slot[1] == NAME else stepped
-        _bound[slot] = _Bound(before, wrap(before), 1)
+        _bound[slot] = _Bound(before, _wrap(slot)(before), 1)
         setattr(owner, name, _bound[slot].now)
     return slots
+
+
+def _wrap(slot: Slot) -> Callable:
+    """What the attribute is wrapped by."""
+    package, _, family = slot[0].rpartition(".")
+    if package == "mlx_lm.models" and (family, slot[1]) in OWN_CODE:
+        return OWN_CODE[family, slot[1]]
+    return afresh if slot == REUSE else through if slot[1] == NAME else stepped
 
 
 def release(slots: list[Slot]) -> None:
@@ -162,3 +174,12 @@ def _has_sinks(cache=None, scale: float = 1.0, mask=None, sinks=None) -> bool:
 def _attend(queries, view, cache=None, scale: float = 1.0, mask=None, sinks=None) -> mx.array:
     """Attention with mlx-lm's signature without values; `cache` is not used, the view holds all."""
     return attend(queries, view, scale, mask, sinks)
+
+
+# (Family, attribute): what is rebound besides in families whose files have attention code of their own.
+OWN_CODE: dict[tuple[str, str], Callable] = {
+    ("phi3small", "Attention._block_sparse_attention"): own_code.block_sparse,
+    ("plamo", "mx"): own_code.functions(through),
+    ("plamo", NAME): own_code.tiled(through),
+    ("plamo2", "mx"): own_code.functions(through),
+}

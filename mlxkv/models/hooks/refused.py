@@ -1,24 +1,22 @@
 """The families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, and why.
 
 A family can be compressed if it only passes what `cache.update_and_fetch` returns to
-`scaled_dot_product_attention` or to a later layer, or caches latents. A test derives this table from the source of the
-installed mlx-lm.
+`scaled_dot_product_attention` or to a later layer, or where its own code is reached (`own_code`), or caches
+latents. A test derives this table from the source of the installed mlx-lm.
 """
 
 from __future__ import annotations
 
 OWN_SOFTMAX = "its code computes the attention scores itself ({})"
-OWN_FAST = "its code calls mx.fast attention itself"
+OWN_CACHE = "its code stores compressed groups of tokens in a cache of its own"
+NO_PROMPTS = "its code in mlx-lm reads no prompt (adds the word causal to scores)"
 ARRAYS = "its code needs the cached keys as an array ({})"
 
 REFUSED: dict[str, str] = {
-    "deepseek_v41": OWN_FAST,
+    "deepseek_v41": OWN_CACHE,
     "gemma2": OWN_SOFTMAX.format("logit soft-capping"),
     "minimax_m3_vl": ARRAYS.format("selects blocks of keys by an index"),
-    "olmo": OWN_SOFTMAX.format("softmax in float32"),
-    "plamo": ARRAYS.format("repeats them for every query head"),
-    "plamo2": OWN_FAST,
-    "stablelm": ARRAYS.format("casts them to float32"),
+    "olmo": NO_PROMPTS,
 }
 
 # Families whose code computes on cached latents (MLA): `hooks.latent` knows how.
