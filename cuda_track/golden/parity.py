@@ -23,6 +23,7 @@ NOT_RUN = "not run"
 METHODS = {
     "packing": "codes in words",
     "attention": "affine codes, windows, masks",
+    "softcap": "capped scores (Gemma 2)",
     "codebook": "TurboQuant",
     "polar_tree": "PolarQuant (Han)",
     "dual_scale": "KVarN",

@@ -61,7 +61,7 @@ class TorchTable(Table):
         return LayerMaps(turn, turn, mean=mean[:, None]).left(keys)
 
     def attend(self, it: Attention) -> torch.Tensor:
-        return attend(it.q, self.given(it), it.scale, it.mask, it.sink_logits)
+        return attend(it.q, self.given(it), it.scale, it.mask, it.sink_logits, it.softcap)
 
     def given(self, it: Attention) -> View:
         """A view whose pages hold the codes of `it`."""

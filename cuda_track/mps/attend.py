@@ -69,7 +69,7 @@ def attend(
             ),
         ],
         {
-            **{"T": kind, "QT": tile, "S": SIMDGROUPS, "D": dims, "RK": keys.dims},
+            **{"T": kind, "QT": tile, "S": SIMDGROUPS, "CAP": 0, "D": dims, "RK": keys.dims},
             **{"RV": values.dims, "RECORD": keys.words + values.words, "PAGE": page},
             "HEADER": keys.header_words + values.header_words,
             **_side(keys, "_K"),

@@ -41,52 +41,60 @@ def attend(
     scale: float,
     mask: mx.array | str | None = None,
     sink_logits: mx.array | None = None,
+    softcap: float | None = None,
 ) -> mx.array:
     """queries: [B, H, L, D] -> [B, H, L, Dv].
 
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T]; of a batch an
     array is one that `BatchedKVCache.make_mask` made. sink_logits: [H], of attention sinks (gpt-oss).
+    softcap: scores are bent to stay below it (Gemma 2).
     """
     if view.fixed:
-        return _attend_fixed(queries, view, scale, mask, sink_logits)
+        return _attend_fixed(queries, view, scale, mask, sink_logits, softcap)
     if view.batched:
-        return _attend_batch(queries, view, scale, mask, sink_logits)
+        return _attend_batch(queries, view, scale, mask, sink_logits, softcap)
     if view.sealed:
         queries = mx.depends(queries, list(view.sealed))
     pages = view.pages
     if pages is None or queries.shape[2] > DECODE_TOKENS:
-        out = _prefill(queries, view, scale, mask, sink_logits)
+        out = _prefill(queries, view, scale, mask, sink_logits, softcap)
     elif pages.plan.body == OPS:
-        out = _decode_codes(queries, view, scale, mask, sink_logits)
+        out = _decode_codes(queries, view, scale, mask, sink_logits, softcap)
     elif isinstance(mask, mx.array) or len(pages.parts) > RUNS:  # which no kernel takes
-        out = _prefill(queries, view, scale, mask, sink_logits)
+        out = _prefill(queries, view, scale, mask, sink_logits, softcap)
     else:
         sink, live = view.sink, view.live
         count = sink[0].shape[2] if sink else 0
         lengths = ((pages.parts[0].records, count, live[0].shape[2]),) * queries.shape[0]
         buffers = view.buffers or live
-        out = _decode_records(queries, pages.parts, sink, buffers, lengths, scale, sink_logits)
+        out = _decode_records(
+            queries, pages.parts, sink, buffers, lengths, scale, sink_logits, softcap=softcap
+        )
     return out if view.observer is None else view.observer(queries, out, scale, mask)
 
 
-def _attend_fixed(queries, view, scale, mask, sink_logits):
+def _attend_fixed(queries, view, scale, mask, sink_logits, softcap):
     """As `attend`, in a step of fixed shapes. Raises UserError for a mask that is an array: what the
     columns of buffers hold is not what a model's code thinks."""
     if isinstance(mask, mx.array):
         raise UserError("[attend] this model's code makes a mask of its own for compressed layers")
     if view.pages is None:
         seen = view.seen(queries.shape[2])
+        if softcap is not None:
+            return _exact(queries, *view.live, scale, seen, sink_logits, softcap)
         return mx.fast.scaled_dot_product_attention(
             queries, *view.live, scale=scale, mask=seen, sinks=sink_logits
         )
     if view.pages.plan.body == OPS:
         seen = view.seen(queries.shape[2])
-        return _decode_codes(queries, view, scale, seen, sink_logits)
+        return _decode_codes(queries, view, scale, seen, sink_logits, softcap)
     parts, windows = (view.pages,), (view.sink, view.live)
-    return _decode_records(queries, parts, *windows, view.lengths, scale, sink_logits)
+    return _decode_records(
+        queries, parts, *windows, view.lengths, scale, sink_logits, softcap=softcap
+    )
 
 
-def _attend_batch(queries, view, scale, mask, sink_logits):
+def _attend_batch(queries, view, scale, mask, sink_logits, softcap):
     """As `attend`, for every sequence: in one dispatch, or one after the other."""
     is_array = isinstance(mask, mx.array)
     if is_array and (mask.ndim != 4 or mask.shape[-1] < view.tokens):
@@ -97,7 +105,7 @@ def _attend_batch(queries, view, scale, mask, sink_logits):
     if view.starts is not None and not is_array:
         parts, windows = (view.pages,), (view.sink, view.live)
         return _decode_records(
-            queries, parts, *windows, view.lengths, scale, sink_logits, view.starts
+            queries, parts, *windows, view.lengths, scale, sink_logits, view.starts, softcap
         )
     new, out = queries.shape[2], []
     for i, row in enumerate(view.rows):
@@ -110,7 +118,7 @@ def _attend_batch(queries, view, scale, mask, sink_logits):
             part = mask[min(i, mask.shape[0] - 1)][None, :, :n, : one.tokens]
         elif n == 1:
             part = None
-        got = attend(queries[i : i + 1, :, :n], one, scale, part, sink_logits)
+        got = attend(queries[i : i + 1, :, :n], one, scale, part, sink_logits, softcap)
         out.append(got if n == new else mx.pad(got, [(0, 0), (0, 0), (0, new - n), (0, 0)]))
     dims = next(x.shape[3] for x in out if x is not None)
     nothing = mx.zeros((1, queries.shape[1], new, dims), queries.dtype)
@@ -126,6 +134,7 @@ def _decode_records(
     scale: float,
     sink_logits: mx.array | None,
     starts: tuple[int, ...] | None = None,
+    softcap: float | None = None,
 ) -> mx.array:
     """Kernels walk records and windows: codes are read once, nothing is decoded.
 
@@ -152,6 +161,7 @@ def _decode_records(
             second=_tile_run(more[0]) if more else None,
             starts=starts,
             page=pages.codecs[0].page,
+            softcap=softcap,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
     exact = q.astype(mx.float32)
@@ -173,6 +183,7 @@ def _decode_records(
         second=_run(more[0], exact) if more else None,
         starts=starts,
         page=pages.codecs[0].page,
+        softcap=softcap,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
@@ -188,7 +199,7 @@ def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
     return kernels.Run(stored, pages.buffer, pages.records, values and values.up, pages.headers)
 
 
-def _prefill(queries, view, scale, mask, sink_logits):
+def _prefill(queries, view, scale, mask, sink_logits, softcap=None):
     """The pages of this one layer decoded into a scratch, then `mx.fast` SDPA.
 
     Where a transform is square, windows, queries and outputs are turned, not the many tokens of the
@@ -208,8 +219,8 @@ def _prefill(queries, view, scale, mask, sink_logits):
     q = queries
     if turns[0] is not None:
         q = turns[0].turned_query(q.reshape(batch, keys.shape[1], -1, dims)).reshape(queries.shape)
-    if not view.plain and not _is_fused(q, values):
-        out = _blocked(q, keys, values, scale, mask, sink_logits)
+    if softcap is not None or (not view.plain and not _is_fused(q, values)):
+        out = _blocked(q, keys, values, scale, mask, sink_logits, softcap)
     else:
         out = mx.fast.scaled_dot_product_attention(
             q, keys, values, scale=scale, mask=mask, sinks=sink_logits
@@ -255,7 +266,7 @@ def fused_dims(where: str, mlx: str | None = None) -> set[int]:
     return table[max(since for since in table if since <= number)]
 
 
-def _blocked(queries, keys, values, scale, mask, sink_logits):
+def _blocked(queries, keys, values, scale, mask, sink_logits, softcap=None):
     """SDPA by blocks of query rows, so that the score matrix stays below SCORE_BYTES, or has DECODE_TOKENS
     rows."""
     heads, new, total = queries.shape[1], queries.shape[2], keys.shape[2]
@@ -271,21 +282,33 @@ def _blocked(queries, keys, values, scale, mask, sink_logits):
         q, k, v = queries[:, :, start:stop], keys[:, :, :end], values[:, :, :end]
         if out:  # one block after the other, or all score matrices are alive at once
             q = mx.depends(q, out[-1])
-        block = mx.fast.scaled_dot_product_attention(
-            q, k, v, scale=scale, mask=part, sinks=sink_logits
-        )
+        if softcap is not None:
+            block = _exact(q, k, v, scale, part, sink_logits, softcap)
+        else:
+            block = mx.fast.scaled_dot_product_attention(
+                q, k, v, scale=scale, mask=part, sinks=sink_logits
+            )
         out.append(block)
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=2)
 
 
-def _decode_codes(queries, view, scale, mask, sink_logits):
+def _exact(queries, keys, values, scale, mask, sink_logits, softcap):
+    """softmax(cap(scale q k^T) + mask) v by plain products in float32, for what `mx.fast` SDPA cannot do."""
+    batch, heads, new, dims = queries.shape
+    q = (queries.astype(mx.float32) * scale).reshape(batch, keys.shape[1], -1, dims)
+    s = (q @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(batch, heads, new, -1)
+    p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
+    return (p @ values.astype(mx.float32)).reshape(batch, heads, new, -1).astype(queries.dtype)
+
+
+def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None):
     """By products with codes: scores of the parts side by side, one softmax, a mixture of each."""
     batch, heads, new, dims = queries.shape
     sink, live = view.sink, view.live
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, live[0].shape[1], -1, dims)
     s = scores(q, view).reshape(batch, heads, new, -1)
-    p = _softmax(s, mask, sink_logits).reshape(*q.shape[:3], -1)
+    p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
     out, start = None, 0
     if sink is not None:
         start = sink[1].shape[2]
@@ -335,9 +358,11 @@ def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
     return scores
 
 
-def _softmax(scores, mask, sink_logits):
+def _softmax(scores, mask, sink_logits, softcap=None):
     """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
     total = scores.shape[3]
+    if softcap is not None:
+        scores = softcap * mx.tanh(scores / softcap)
     if mask is not None:
         scores = masked(scores, mask)
     if sink_logits is None:

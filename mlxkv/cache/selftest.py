@@ -33,11 +33,12 @@ MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what ke
 @dataclass(frozen=True)
 class Case:
     """The part of a model's attention that kernels are built for. sinks: whether there are logits of
-    attention sinks."""
+    attention sinks. softcap: of scores."""
 
     heads: int = 8
     kv_heads: int = 2
     sinks: bool = False
+    softcap: float | None = None
 
     @property
     def small(self) -> Case:
@@ -146,11 +147,14 @@ def _test(
             runs.append(Parts(halves))
         views = [View(live, sink, pages) for pages in runs]
         seen = [
-            attend(queries[:, :, :n], view, dims**-0.5, None if n == 1 else "causal", logits)
+            attend(
+                *(queries[:, :, :n], view, dims**-0.5, None if n == 1 else "causal", logits),
+                softcap=case.softcap,
+            )
             for n in steps
             for view in views
         ]
-        many = attend(queries, views[0], dims**-0.5, "causal", logits)
+        many = attend(queries, views[0], dims**-0.5, "causal", logits, case.softcap)
         out = mx.concatenate(seen, axis=2), *_whole(views[-1], dtype), many
         mx.eval(out)
         return out

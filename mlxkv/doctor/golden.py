@@ -61,7 +61,7 @@ class MLXTable(Table):
         store = choose.store(choose.plan(config, (it.dims, it.dims), mx.float32), turns)
         store.restore(dict(zip(NAMES, it.stored, strict=True)), it.pages)
         view = View(it.live, it.sink, store.read(0, it.pages))
-        return attend(it.q, view, it.scale, it.mask, it.sink_logits)
+        return attend(it.q, view, it.scale, it.mask, it.sink_logits, it.softcap)
 
     def causal(self, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         scale = q.shape[-1] ** -0.5

@@ -15,7 +15,7 @@ from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.lengths import Known, Later, division, five, own_starts
-from mlxkv.metal.template import LOG2E, Pair, ints, nothing, sides_template
+from mlxkv.metal.template import LOG2E, Pair, cap_bits, ints, nothing, sides_template
 
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
@@ -166,6 +166,7 @@ def attend(
     second: Run | None = None,
     starts: tuple[int, ...] | None = None,
     page: int = 0,
+    softcap: float | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -179,7 +180,8 @@ def attend(
     up: [RV, D], [G, RV, D] or [B, G, RV, D] float32, from the stored domain of the values to the
         model's, or None. second: more records, behind these, in the same pass.
     page: tokens that are sealed together, at least the layout's.
-    window: sliding window in tokens, 0 for none. sink_logits: [H] logits of attention sinks.
+    window: sliding window in tokens, 0 for none. sink_logits: [H] logits of attention sinks. softcap:
+        scores are bent to stay below it.
     Returns [B, G, N, D] in the dtype of q_window.
     """
     batch, heads, rows, dims = q_window.shape
@@ -227,6 +229,7 @@ def attend(
             "T": q_window.dtype,
             "QT": tile,
             "S": SIMDGROUPS,
+            "CAP": cap_bits(softcap),
             **_attend_template(layout, dims),
         },
         (32 * SIMDGROUPS * tiles, splits, batch * heads),

@@ -72,6 +72,7 @@ FEATURES = {
     "WITH_HALVES": ("BITS", 16),
     "WITH_TURN": ("KIND", 1),
     "WITH_CLIP": ("RANK", 2),
+    "WITH_CAP": ("CAP", 1),
 }
 Features = frozenset[str]
 ALL: Features = frozenset(FEATURES)

@@ -50,6 +50,12 @@ def sealing_template(at: SideLayout, suffix: str) -> dict[str, object]:
     return {f"CORRECTED{suffix}": int(at.corrected), f"B{suffix}": _constants(middles)}
 
 
+def cap_bits(softcap: float | None) -> int:
+    """The template value CAP: a cap of scores in base-2 exponents, float32, as the integer of its bits; 0 for
+    none."""
+    return 0 if softcap is None else int(np.float32(softcap * LOG2E).view(np.int32))
+
+
 def _constants(values: Sequence[float]) -> tuple[int, ...]:
     """Float32 values as the integers of their bits; zeros fill up to `MAX_TERMS`."""
     bits = np.zeros(MAX_TERMS, np.float32)

@@ -21,7 +21,7 @@ from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout, SideLayout
 from mlxkv.metal import gpu, trust
 from mlxkv.metal.launch import Factory, build
 from mlxkv.metal.lengths import Division, Known, Later, behind, division, own_starts
-from mlxkv.metal.template import LOG2E, Pair, nothing, side_template
+from mlxkv.metal.template import LOG2E, Pair, cap_bits, nothing, side_template
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
 ROWS = 8  # query rows of a threadgroup
@@ -212,6 +212,7 @@ def _kernel(
     simdgroups: int,
     runs: int,
     make: Factory,
+    softcap: float | None,
 ):
     wide = _is_wide(layout, dims)
     stages, shared_memory = _ring(layout, simdgroups, wide, make)
@@ -232,6 +233,7 @@ def _kernel(
         "HAS_V": int(mapped[1]),
         "WINDOW": int(has_window),
         "HAS_SINKS": int(has_sinks),
+        "CAP": cap_bits(softcap),
         **side_template(layout.keys, "_K"),
         **side_template(layout.values, "_V"),
         "LEVELS_K": half_levels(layout.keys),
@@ -256,6 +258,7 @@ def _plan(
     has_sinks: bool,
     splits: tuple[int, int] | None,
     second: tuple[int, int] | None = None,
+    softcap: float | None = None,
 ):
     """(kernel, sizes but for the lengths, the rest of the call), the same for all layers of a step.
 
@@ -291,7 +294,9 @@ def _plan(
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
     mapped, runs = tuple(n > 0 for n in counts), 2 if second else 1
     return (
-        _kernel(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, runs, make),
+        _kernel(
+            *(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, runs, make, softcap)
+        ),
         size,
         {
             "template": [],
@@ -356,6 +361,7 @@ def attend(
     starts: tuple[int, ...] | None = None,
     second: Run | None = None,
     page: int = 0,
+    softcap: float | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -383,6 +389,7 @@ def attend(
         *(division(lengths, starts, (page or layout.page) // TOKENS), scale, make, window),
         *(sink_logits is not None, splits),
         (second.buffer.shape[2], second.records) if second else None,
+        softcap,
     )
     sizes = behind(numbers, lengths, starts or own)
     logits = nothing() if sink_logits is None else sink_logits.astype(mx.float32)

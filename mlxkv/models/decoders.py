@@ -52,7 +52,9 @@ def with_kernels(
 def question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Question:
     """Which kernels a cache of this config, maps and shape needs."""
     stored = config.folded if turns is not None and turns.folded else config
-    case = selftest.Case(shape.queries, shape.heads, shape.sinks) if shape.queries else None
+    case = None
+    if shape.queries:
+        case = selftest.Case(shape.queries, shape.heads, shape.sinks, shape.softcap)
     dims = shape.key_dim, shape.value_dim
     return Question(stored, dims, shape.dtype, case, shape.latent)
 

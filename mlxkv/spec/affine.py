@@ -288,15 +288,19 @@ def attention(
     scale: float,
     mask: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
+    softcap: float | None = None,
 ) -> np.ndarray:
     """Return softmax(scale q k^T + mask) v [B, H, L, Dv] of q [B, H, L, D], k [B, G, T, D], v [B, G, T, Dv].
 
     mask: None, boolean (True: attend) or additive, broadcast to [B, H, L, T].
     sinks: [H] logits that take part in the softmax without a value (gpt-oss).
+    softcap: scores s become c tanh(s / c) before the mask (Gemma 2, arXiv 2408.00118, section 2).
     """
     ratio = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, ratio, 1), np.repeat(v, ratio, 1)
     s = scale * (q @ k.swapaxes(-1, -2))
+    if softcap is not None:
+        s = softcap * np.tanh(s / softcap)
     if mask is not None:
         s = np.where(mask, s, -np.inf) if mask.dtype == bool else s + mask
     if sinks is not None:

@@ -79,6 +79,7 @@ class Attention:
     mask: Tensor | str | None = None
     sink_logits: Tensor | None = None
     turns: tuple[Any, Any] | None = None
+    softcap: float | None = None
 
     @property
     def dims(self) -> int:
@@ -181,7 +182,8 @@ class Table:
     def tables(self) -> tuple[Callable[[], Rows], ...]:
         return (
             *(self.transform_rows, self.packing_rows, self.affine_rows, self.clip_rows),
-            *(self.encode_rows, self.attention_rows, self.oscar_rows, self.balanced_rows),
+            *(self.encode_rows, self.attention_rows, self.softcap_rows),
+            *(self.oscar_rows, self.balanced_rows),
             *(self.scaled_rows, self.centred_rows),
             *(self.codebook_rows, self.polar_tree_rows, self.dual_scale_rows, self.polar_rows),
             *(self.kitty_rows, self.latent_rows, self.oja_rows),
@@ -253,9 +255,16 @@ class Table:
         for case, it, spec in self.attention_cases():
             yield self._attention(case, self.attend(it), spec)
 
-    def attention_cases(self) -> Iterator[tuple[str, Attention, np.ndarray]]:
+    def softcap_rows(self) -> Rows:
+        """Attention whose scores are capped."""
+        for case, it, spec in self.attention_cases("softcap"):
+            yield self._attention(f"softcap.{case}", self.attend(it), spec)
+
+    def attention_cases(
+        self, table: str = "attention"
+    ) -> Iterator[tuple[str, Attention, np.ndarray]]:
         """(case, what is given, the spec's output)."""
-        tensors, header = read("attention")
+        tensors, header = read(table)
         for case, info in json.loads(header["cases"]).items():
             given = under(tensors, case)
             sides, stored = [], []
@@ -281,6 +290,7 @@ class Table:
                 sink=sink if sink[0].shape[2] else None,
                 mask=mask,
                 sink_logits=self.floats(given["sinks"]) if "sinks" in given else None,
+                softcap=info.get("softcap"),
             )
             yield case, it, given["out"]
 

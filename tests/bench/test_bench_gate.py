@@ -64,7 +64,7 @@ def test_nan_in_the_logits_and_nothing_to_compress_are_red():
     found = gate.check(it, "int4")
     assert not found["ok"] and "NaN or infinity in the logits at token 1" in found["reason"]
     with pytest.warns(UserWarning, match="NOTHING"):
-        found = gate.check(subject("gemma2"), "int4")
+        found = gate.check(subject("mamba2"), "int4")
     assert not found["ok"] and "NOTHING IS COMPRESSED" in found["reason"]
 
 

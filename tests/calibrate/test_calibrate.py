@@ -197,7 +197,7 @@ def test_nan_is_one_line():
 
 def test_a_model_with_nothing_to_compress():
     with pytest.raises(UserError, match=r"\[calibrate\] this model has nothing to compress; got: "):
-        measure.calibrate(random_model("gemma2"), TOKENS)
+        measure.calibrate(random_model("mamba2"), TOKENS)
 
 
 def test_constant_text_is_floored():

@@ -11,8 +11,8 @@ from stepping import Twins, prompted, small, steps_of, untraced
 from mlxkv.models.hooks.mark import steps_to_come
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
-# Not attached: nothing of them is compressed. phi3small corrupts memory at this size in plain mlx-lm.
-NOT_ATTACHED = {"gemma2", "stablelm", "deepseek_v3", "mamba2", "phi3small"}
+# Not attached: nothing of them is compressed.
+NOT_ATTACHED = {"deepseek_v3", "mamba2"}
 LENGTH = "[attend] this model's code reads how many tokens a cache holds"
 NUMBERS = "the model's code looks at numbers that only the device has"
 ASSIGNS = "known from the first tokens on: the model's code changes its weights as it runs"

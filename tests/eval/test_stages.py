@@ -27,7 +27,7 @@ from mlxkv.models.hooks.taps import observe, put_observers
 from mlxkv.texts.sources import story_tokens
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
-LEFT_OUT = {"gemma2", "stablelm", "deepseek_v3", "mamba2", "phi3small"}
+LEFT_OUT = {"deepseek_v3", "mamba2"}
 LEFT_OUT |= {"gemma3n", "afm7"} if OLD else set()
 GATED = {"qwen3_next", "iquestloopcoder"}  # something stands between attention and W_o
 PARTLY = {"iquestloopcoder"}  # does not call its layers as a whole

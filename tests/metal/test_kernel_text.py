@@ -79,7 +79,7 @@ KERNELS = {
     "attend": (
         {
             **SIDES,
-            **{"T": np.float16, "QT": 4, "S": 4, "D": 128, "RK": 128, "RV": 128},
+            **{"T": np.float16, "QT": 4, "S": 4, "CAP": 1, "D": 128, "RK": 128, "RV": 128},
             **{"RECORD": 576, "BITS_K": 4, "BITS_V": 3, "CHANNEL_K": 1, "OUTER_K": 1},
             **{"OUTER_V": 1, "PAGE": 64, "HEADER": 192},
         },
@@ -99,7 +99,7 @@ KERNELS = {
                 "RV": 128,
             },
             **{"RECORD": 544, "BITS_K": 4, "BITS_V": 3, "HAS_K": 1, "HAS_V": 1},
-            **{"WINDOW": 1, "HAS_SINKS": 1, "PAGE": 64, "HEADER": 0, "RUNS": 1},
+            **{"WINDOW": 1, "HAS_SINKS": 1, "CAP": 1, "PAGE": 64, "HEADER": 0, "RUNS": 1},
         },
         [np.float16, np.float32],
     ),

@@ -83,6 +83,15 @@ def test_unseal_is_its_twin(dims, keys):
 @pytest.mark.parametrize("case", ATTEND, ids=lambda c: "-".join(map(str, c[:-1])))
 @pytest.mark.parametrize("sinks", (False, True))
 def test_attend_is_softmax_over_what_is_stored(case, sinks):
+    check_attend(case, sinks)
+
+
+@pytest.mark.parametrize("case", ATTEND[:2], ids=lambda c: "-".join(map(str, c[:-1])))
+def test_scores_are_capped(case):
+    check_attend(case, False, 0.7)
+
+
+def check_attend(case, sinks, softcap=None):
     dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
     both = layout(k_bits, 64, False, dims, True), layout(v_bits, 32, True, dims, False)
     whole = RecordLayout(*both)
@@ -114,21 +123,22 @@ def test_attend_is_softmax_over_what_is_stored(case, sinks):
         up=up,
         window=window,
         sink_logits=logits,
+        softcap=softcap,
     ).reshape(q.shape)
     paged[1] = paged[1] @ up
     keys, values = (
         mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
         for w, p in zip(windows, paged, strict=True)
     )
-    spec = softmax(q, keys, values, dims**-0.5, window, logits)
+    spec = softmax(q, keys, values, dims**-0.5, window, logits, softcap)
     bound = {mx.float32: 2e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
     assert rms(out, spec) < bound
 
 
 def test_the_golden_table_holds_with_kernels():
     with launch.using(make):
-        rows = list(golden.attention_rows())
-    assert len(rows) == 10
+        rows = [*golden.attention_rows(), *golden.softcap_rows()]
+    assert len(rows) == 14
     assert not [row for row in rows if not row.ok]
 
 

@@ -36,7 +36,7 @@ SHAPES = [
 BOUNDS = {mx.float16: 2e-3, mx.bfloat16: 6e-3}
 
 
-def run(case, factory, transform="srft", sinks=False, splits=None, formats=((64, 0), (64, 0))):
+def run(case, factory, transform="srft", sinks=False, splits=None, formats=((64, 0), (64, 0)), softcap=None):
     """(output, what softmax over the decoded pages gives)."""
     dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
     (k_group, k_symmetric), (v_group, v_symmetric) = formats
@@ -62,12 +62,21 @@ def run(case, factory, transform="srft", sinks=False, splits=None, formats=((64,
     out = tiles.attend(
         *(q, buffer, both, (turn, turn), sink, live, ((count, n_sink, n_live),), dims**-0.5),
         *(factory, window, logits, splits),
+        softcap=softcap,
     )
     keys, values = (
         mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
         for w, p in zip(windows, paged, strict=True)
     )
-    return out, softmax(q, keys, values, dims**-0.5, window, logits)
+    return out, softmax(q, keys, values, dims**-0.5, window, logits, softcap)
+
+
+@pytest.mark.parametrize(("case", "factory"), [(SHAPES[0], make_tiles), (SHAPES[3], make_mma)])
+def test_scores_are_capped(case, factory):
+    out, spec = run(case, factory, softcap=0.7)
+    assert rms(out, spec) < BOUNDS[case[-1]]
+    _, uncapped = run(case, factory)
+    assert rms(uncapped, spec) > 0.05  # the cap matters here
 
 
 # Lane maps of CUDA and Metal in turn, of the first shapes both.

@@ -20,9 +20,8 @@ from mlxkv.models import attach, detach
 from mlxkv.models.hooks import rebind
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
-UNRUNNABLE = {"phi3small"}  # corrupts memory at this size in plain mlx-lm
-REFUSED = {"gemma2", "stablelm", "mamba2"} | ({"gemma3n", "afm7"} if OLD else set())
-COMPRESSED = sorted(set(FAMILIES) - REFUSED - UNRUNNABLE)
+REFUSED = {"mamba2"} | ({"gemma3n", "afm7"} if OLD else set())
+COMPRESSED = sorted(set(FAMILIES) - REFUSED)
 INT4 = PRESETS["naive-int4"]
 INT8 = PRESETS["naive-int8"]
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
@@ -147,12 +146,13 @@ def test_a_patch_made_after_ours_stays(monkeypatch):
 
 
 def test_strict_refuses_and_leaves_no_trace():
-    model = random_model("gemma2")
+    model = random_model("llama", head_dim=80)
     before = dict(vars(model))
     with pytest.raises(
-        UserError, match=r"layers 0-1 of gemma2 stay in full precision; got int4; gemma2: "
+        UserError,
+        match=r"layers 0-1 of llama stay in full precision; got hadamard-int4; hadamard needs",
     ):
-        attach(model, "int4", strict=True)
+        attach(model, "hadamard-int4", strict=True)
     assert dict(vars(model)) == before
 
 

@@ -85,8 +85,8 @@ def test_quantised_weights(tmp_path):
 
 
 def test_strict_reaches_attach(tmp_path):
-    save(tmp_path, random_model("gemma2"), config_of("gemma2"))
-    assert "gemma2 stay in full precision" in error_of(tmp_path, kv="naive-int4", strict=True)
+    save(tmp_path, random_model("llama", head_dim=80), config_of("llama") | {"head_dim": 80})
+    assert "llama stay in full precision" in error_of(tmp_path, kv="hadamard-int4", strict=True)
 
 
 def test_planted_weights_are_handed_over_and_change_the_fingerprint(folder, monkeypatch):

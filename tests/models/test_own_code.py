@@ -13,7 +13,7 @@ from random_models import random_model, tokens
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
 
-FAMILIES = ("phi3small", "plamo", "plamo2", "stablelm")
+FAMILIES = ("gear", "gemma2", "phi3small", "plamo", "plamo2", "stablelm")
 NEAR = replace(parse_kv("naive-int8"), sink=4, recent=16, page=32)
 
 

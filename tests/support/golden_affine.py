@@ -188,7 +188,21 @@ CASES = {
 }
 
 
-def attention(rng) -> dict:
+# The same, and the cap of the scores.
+CAPPED = {
+    "gemma2": (256, 4, 2, 8, 1, 12, 1, "srft-int4", "srft-int4", "none", False, 2.0),
+    "verify4": (64, 6, 2, 8, 1, 24, 4, "hadamard-int4", "srft-int2", "causal", False, 1.0),
+    "window": (64, 4, 2, 0, 1, 17, 3, "channel-int2", "channel-int2", "window", False, 2.0),
+    "prefill": (64, 4, 2, 8, 1, 33, 30, "srft-int4", "hadamard-int4", "causal", False, 1.0),
+}
+
+
+def softcap(rng) -> dict:
+    """Attention with capped scores over given codes."""
+    return attention(rng, CAPPED)
+
+
+def attention(rng, cases=None) -> dict:
     """Attention over given codes, so that no encoder's ties blur it."""
     out = {}
     for case, (
@@ -202,7 +216,8 @@ def attention(rng) -> dict:
         *names,
         mask,
         logits,
-    ) in CASES.items():
+        cap,
+    ) in ((case, (*row, None)[:12]) for case, row in (cases or CASES).items()):
         total = sink + pages * PAGE + live
         q = rng.standard_normal((1, heads, new, dims)).astype(np.float16).astype(np.float64)
         out[f"{case}.q"] = q.astype(np.float16)
@@ -235,18 +250,21 @@ def attention(rng) -> dict:
         if logits:
             sinks = rng.standard_normal(heads).astype(np.float16).astype(np.float64)
             out[f"{case}.sinks"] = sinks.astype(np.float16)
-        out[f"{case}.out"] = ref.attention(q, *whole, dims**-0.5, m, sinks).astype(np.float32)
+        out[f"{case}.out"] = ref.attention(q, *whole, dims**-0.5, m, sinks, cap).astype(np.float32)
     return out
 
 
-def attention_cases() -> dict:
+def attention_cases(cases: dict) -> dict:
     """How the pages of each case are coded, for the header."""
     fields = ("transform", "bits", "group", "symmetric", "axis")
     sides = {name: dict(zip(fields, side[:-1], strict=True)) for name, side in SIDES.items()}
-    return {
-        case: {"keys": sides[keys], "values": sides[values], "mask": mask, "page": PAGE}
-        for case, (*_, keys, values, mask, _) in CASES.items()
-    }
+    out = {}
+    for case, row in cases.items():
+        keys, values, mask = row[7:10]
+        out[case] = {"keys": sides[keys], "values": sides[values], "mask": mask, "page": PAGE}
+        if len(row) > 11:
+            out[case]["softcap"] = row[11]
+    return out
 
 
 TABLES = {  # name: seed, maker, what the header says beside version and seed
@@ -255,5 +273,6 @@ TABLES = {  # name: seed, maker, what the header says beside version and seed
     "packing": (SEED + 2, packing, {}),
     "encode": (SEED + 3, encode, {"sides": json.dumps(SIDES)}),
     "clip": (SEED + 4, clip, {}),
-    "attention": (SEED + 9, attention, {"cases": json.dumps(attention_cases())}),
+    "attention": (SEED + 9, attention, {"cases": json.dumps(attention_cases(CASES))}),
+    "softcap": (SEED + 40, softcap, {"cases": json.dumps(attention_cases(CAPPED))}),
 }

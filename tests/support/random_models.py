@@ -138,8 +138,12 @@ FAMILIES: dict[str, dict] = {
         "mamba_num_heads": 4,
         "mamba_chunk_size": 16,
     },
-    # ------------------------------------------------------------------------------------------
-    "gemma2": {},
+    "gemma2": {"attn_logit_softcapping": 0.5},
+    "gear": {
+        "num_hidden_layers": 4,
+        "attn_logit_softcapping": 0.5,
+        "layer_types": ["conv_mixer", "full_attention", "sliding_attention", "full_attention"],
+    },
     "stablelm": NARROW
     | {
         "layer_norm_eps": 1e-5,
@@ -155,6 +159,7 @@ FAMILIES: dict[str, dict] = {
         "gegelu_limit": 20.0,
         "layer_norm_epsilon": 1e-5,
     },
+    # ------------------------------------------------------------------------------------------
     "mamba2": {
         "num_heads": 4,
         "head_dim": 16,

@@ -11,6 +11,7 @@ from mlx_lm import __version__ as mlx_lm_version
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.catalog.reports import (
     ASKED_FOR,
+    CAPPED,
     LATENT,
     SINKS,
     UNKNOWN,
@@ -75,8 +76,8 @@ def examine(
     chosen = {}
     for place, cache in caches:
         shape, reason = shapes.get(place), reasons.get(place)
-        if config.centred and shape is not None and shape.sinks:
-            shape, reason = None, SINKS
+        if config.centred and shape is not None and (shape.sinks or shape.softcap):
+            shape, reason = None, SINKS if shape.sinks else CAPPED
         report = _judge(place[0], cache, shape, reason, config, label)
         if report.compressed:
             chosen[place] = shapes[place]

@@ -17,13 +17,14 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.view import CacheView, View
 from mlxkv.errors import UserError
 from mlxkv.models.hooks.probe import Handle
+from mlxkv.models.hooks.taps import ObservedView
 
 Wrap = Callable[[Callable], Callable]
 
 
 def is_plain(view: CacheView) -> bool:
-    """Whether nothing is sealed, so that its arrays are those of a plain cache."""
-    return isinstance(view, View) and view.plain
+    """Whether nothing is sealed, so that its arrays are those of a plain cache, and nobody observes it."""
+    return isinstance(view, View) and view.plain and not isinstance(view, ObservedView)
 
 
 # -- mx functions of a file (plamo, plamo2)
@@ -114,6 +115,69 @@ def tiled(through: Wrap) -> Wrap:
     return wrap
 
 
+# -- capped scores (gear, gemma2)
+
+
+def capped(original: Callable) -> Callable:
+    """Wrap gear's attention with capped scores."""
+
+    @wraps(original)
+    def _softcap_attention(queries, keys, values, scale, softcap, mask):
+        if not isinstance(keys, (CacheView, Handle)):
+            return original(queries, keys, values, scale, softcap, mask)
+        if is_plain(keys):
+            return original(queries, *keys.live, scale, softcap, mask)
+        return _capped(queries, keys, scale, mask, softcap)
+
+    return _softcap_attention
+
+
+def gemma2(original: Callable) -> Callable:
+    """Wrap gemma2's attention, which is one method: over our caches it goes on here behind the projections
+    and the positions."""
+
+    @wraps(original)
+    def __call__(self, x, mask=None, cache=None):
+        if not type(cache).__module__.startswith("mlxkv."):
+            return original(self, x, mask, cache)
+        offset = cache.offset
+        q, k, v = (
+            linear(x).reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+            for linear, heads in (
+                (self.q_proj, self.n_heads),
+                (self.k_proj, self.n_kv_heads),
+                (self.v_proj, self.n_kv_heads),
+            )
+        )
+        q, k = (self.rope(one, offset=offset) for one in (q, k))
+        view, _ = cache.update_and_fetch(k, v)
+        if is_plain(view):
+            return original(self, x, mask, _Updated(offset, view.live))
+        out = _capped(q, view, self.scale, mask, self.attn_logit_softcapping)
+        return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
+
+    return __call__
+
+
+@dataclass(frozen=True)
+class _Updated:
+    """Stands for a cache that has been updated already. offset: before that. pair: all keys and values."""
+
+    offset: int
+    pair: tuple[mx.array, mx.array]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return self.pair
+
+
+def _capped(queries, keys: CacheView | Handle, scale, mask, softcap: float) -> mx.array:
+    if type(keys) is Handle:
+        return keys.attended(queries, keys, softcap=softcap)
+    if isinstance(keys, ObservedView):
+        return keys.attended(queries, keys, scale=scale, mask=mask, softcap=softcap)
+    return attend(queries, keys, scale, mask, softcap=softcap)
+
+
 # -- block-sparse attention (phi3small)
 
 
@@ -132,6 +196,8 @@ def block_sparse(original: Callable) -> Callable:
         heads, new = queries.shape[1:3]
         if not keys.batched:
             seen = _blocks(self, heads, new, keys.shape[2], mask)
+            if isinstance(keys, ObservedView):
+                return keys.attended(queries, keys, scale=scale, mask=seen)
             return attend(queries, keys, scale, seen)
         rows = []
         for i, row in enumerate(keys.rows):

@@ -26,7 +26,7 @@ class Shape:
 
     queries: query heads that read it, 0 if none did. sinks: whether it is read with attention sinks.
     latent: whether these are latents (`hooks.latent`), and their rotary keys in place of values. selects:
-    whether the model's code picks tokens of them.
+    whether the model's code picks tokens of them. softcap: of its scores, or None.
     """
 
     heads: int
@@ -37,6 +37,7 @@ class Shape:
     sinks: bool = False
     latent: bool = False
     selects: bool = False
+    softcap: float | None = None
 
 
 class Handle:
@@ -61,13 +62,15 @@ class Handle:
         """Itself: attention casts what it reads."""
         return self
 
-    def attended(self, queries: mx.array, values: Handle, sinks: bool = False) -> mx.array:
+    def attended(
+        self, queries: mx.array, values: Handle, sinks: bool = False, softcap: float | None = None
+    ) -> mx.array:
         """queries: [B, H, L, D] -> zeros [B, H, L, Dv]."""
         if type(values) is not Handle or values._cache is not self._cache:
             raise Misuse("attends with keys and values of different caches")
         self._cache.waiting = False
         shape = self._cache.shape
-        self._cache.shape = replace(shape, queries=queries.shape[1], sinks=sinks)
+        self._cache.shape = replace(shape, queries=queries.shape[1], sinks=sinks, softcap=softcap)
         return mx.zeros((*queries.shape[:3], self._cache.mixed_dim), queries.dtype)
 
     def __getattr__(self, name: str):

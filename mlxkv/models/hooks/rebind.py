@@ -178,6 +178,8 @@ def _attend(queries, view, cache=None, scale: float = 1.0, mask=None, sinks=None
 
 # (Family, attribute): what is rebound besides in families whose files have attention code of their own.
 OWN_CODE: dict[tuple[str, str], Callable] = {
+    ("gear", "_softcap_attention"): own_code.capped,
+    ("gemma2", f"Attention.{CALL}"): own_code.gemma2,
     ("phi3small", "Attention._block_sparse_attention"): own_code.block_sparse,
     ("plamo", "mx"): own_code.functions(through),
     ("plamo", NAME): own_code.tiled(through),

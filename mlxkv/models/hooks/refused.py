@@ -7,14 +7,12 @@ latents. A test derives this table from the source of the installed mlx-lm.
 
 from __future__ import annotations
 
-OWN_SOFTMAX = "its code computes the attention scores itself ({})"
 OWN_CACHE = "its code stores compressed groups of tokens in a cache of its own"
 NO_PROMPTS = "its code in mlx-lm reads no prompt (adds the word causal to scores)"
 ARRAYS = "its code needs the cached keys as an array ({})"
 
 REFUSED: dict[str, str] = {
     "deepseek_v41": OWN_CACHE,
-    "gemma2": OWN_SOFTMAX.format("logit soft-capping"),
     "minimax_m3_vl": ARRAYS.format("selects blocks of keys by an index"),
     "olmo": NO_PROMPTS,
 }

@@ -124,10 +124,10 @@ class ObservedView(View):
     cache: CompressedObserver | PlainObserver = field(kw_only=True, repr=False)
 
     def attended(
-        self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None
+        self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None, softcap=None
     ) -> mx.array:
         """mlx-lm's signature; attention is the product's own."""
-        out = attend(queries, self, scale, mask, sinks)
+        out = attend(queries, self, scale, mask, sinks, softcap)
         if self.cache.on_attention is not None:
             exact = self.cache.exact
             self.cache.on_attention(AttentionCall(self, exact, queries, scale, mask, sinks, out))
