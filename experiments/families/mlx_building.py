@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +33,9 @@ SMALL = {
     **dict.fromkeys(("swa_num_key_value_heads", "num_attention_groups"), KV_HEADS),
     **dict.fromkeys(("head_dim", "swa_head_dim", "swa_v_head_dim", "v_head_dim"), DIMS),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "rotary_dim", "index_head_dim"), DIMS),
-    **dict.fromkeys(("hidden_size_per_head", "kv_channels", "mamba_d_head", "global_head_dim"), DIMS),
+    **dict.fromkeys(
+        ("hidden_size_per_head", "kv_channels", "mamba_d_head", "global_head_dim"), DIMS
+    ),
     **{"kv_lora_rank": 32, "q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 2},
     **{"index_n_heads": 2, "index_topk": 1024, "index_block_size": 16, "index_topk_blocks": 64},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
@@ -67,7 +68,9 @@ SMALL = {
 PLAIN = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), 1e-5),
     **dict.fromkeys(("layernorm_epsilon",), 1e-5),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "conv_bias", "use_conv_bias"), False),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias", "use_bias", "conv_bias", "use_conv_bias"), False
+    ),
     **dict.fromkeys(("mamba_proj_bias", "tie_word_embeddings", "use_qkv_bias", "use_cla"), False),
     **dict.fromkeys(("use_mixed_mlp_moe", "block_auto_adjust_ff_dim", "use_expert_bias"), False),
     **dict.fromkeys(("add_swa_attention_sink_bias",), False),

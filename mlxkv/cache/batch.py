@@ -133,13 +133,16 @@ class BatchedKVCache(Contract):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """None, "causal" or a boolean [B, 1, N, tokens of the longest + N], where the columns of a
         sequence are its tokens from the first one on."""
+        if self._ragged is None and any(row.config.sliding for row in self._rows):
+            own = [row.make_mask(N, return_array, window_size) for row in self._rows]
+            if not any(isinstance(one, mx.array) for one in own):
+                return own[0]
+            return _stacked([row.seen(N, window_size) for row in self._rows])
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
         if self._ragged is not None:
             return _masks(self.offset[:, None, None, None], N, self.size() + N, window_size)
-        masks = [row.make_mask(N, True, window_size) for row in self._rows]
-        width = max(mask.shape[1] for mask in masks)
-        return mx.stack([mx.pad(m, [(0, 0), (0, width - m.shape[1])])[None] for m in masks])
+        return _stacked([row.make_mask(N, True, window_size) for row in self._rows])
 
     # -- mlx-lm's contract for batches
 
@@ -244,6 +247,12 @@ class BatchedKVCache(Contract):
 def _offsets(*values: int) -> mx.array:
     """[B] int32; every layer of a step asks for the same."""
     return mx.array(values, mx.int32)
+
+
+def _stacked(masks: list[mx.array]) -> mx.array:
+    """Masks [N, T] of each sequence as one, [B, 1, N, longest T]."""
+    width = max(mask.shape[1] for mask in masks)
+    return mx.stack([mx.pad(m, [(0, 0), (0, width - m.shape[1])])[None] for m in masks])
 
 
 def _masks(offsets: mx.array, new: int, width: int, window: int | None) -> mx.array:

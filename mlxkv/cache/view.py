@@ -271,6 +271,15 @@ class CacheView:
 
 
 @dataclass(frozen=True)
+class Sliding:
+    """What the next token of a layer with a sliding window sees: the first `keep` tokens, and of all the last
+    `size - keep`, itself included."""
+
+    size: int
+    keep: int
+
+
+@dataclass(frozen=True)
 class View(CacheView):
     """What attention reads of one cache.
 
@@ -279,6 +288,7 @@ class View(CacheView):
     sealed: arrays that this update wrote, to be computed before attention.
     buffers: the arrays that hold live, spare room included; kernels take them whole, uncopied.
     observer: called by attention with (queries, output, scale, mask), returns the output.
+    sliding: of a layer with a sliding window: what a single token without a mask sees.
     """
 
     live: Pair
@@ -288,6 +298,7 @@ class View(CacheView):
     sealed: tuple[mx.array, ...] = field(default=(), repr=False)
     buffers: Pair | None = field(default=None, repr=False)
     observer: Callable[..., mx.array] | None = field(default=None, repr=False)
+    sliding: Sliding | None = None
 
     @property
     def tokens(self) -> int:

@@ -51,10 +51,12 @@ def with_kernels(
 
 def question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Question:
     """Which kernels a cache of this config, maps and shape needs."""
-    stored = config.folded if turns is not None and turns.folded else config
+    stored = config.folded if turns is not None and turns.folded else config.whole
     case = None
     if shape.queries:
-        case = selftest.Case(shape.queries, shape.heads, shape.sinks, shape.softcap)
+        case = selftest.Case(
+            *(shape.queries, shape.heads, shape.sinks, shape.softcap), config.sliding > 0
+        )
     dims = shape.key_dim, shape.value_dim
     return Question(stored, dims, shape.dtype, case, shape.latent)
 

@@ -7,6 +7,7 @@ mlx-lm that makes or takes a prompt cache runs on them unchanged.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from mlxkv import console
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
+from mlxkv.cache.rotating import WindowedKVCache
 from mlxkv.codec import encoding, maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
@@ -31,7 +33,7 @@ from mlxkv.models.decoders import question, with_kernels
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.layers import examine, with_searched
 from mlxkv.models.hooks.mark import mark, own_make_cache, steps_to_come, unmark
-from mlxkv.models.hooks.probe import Place, Shape
+from mlxkv.models.hooks.probe import Place, Shape, leaves
 from mlxkv.models.hooks.rebind import bind, release
 
 
@@ -43,6 +45,7 @@ def attach(
     fold: bool = False,
     group: mx.distributed.Group | None = None,
     encode: str = encoding.KERNEL,
+    windows: int | None = None,
 ) -> list[LayerReport]:
     """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair,
     or a configuration.
@@ -67,6 +70,10 @@ def attach(
 
     encode: how pages are encoded: "kernel", or on the CPU "cpu" or "cpu-columns".
 
+    windows: compress layers with a sliding window, too, where it has at least so many tokens. Their decode
+    steps are built by Python, and so are those of all other layers then. By default such layers stay in
+    full precision: they do not grow.
+
     Raises UserError for what is no model, an unknown preset, a calibration that does not fit, and calibrated values
     where the weights are folded for other maps; with `strict` also if any layer whose cache grows
     with the context would stay in full precision. Then the model is left as it was. Without
@@ -79,13 +86,14 @@ def attach(
     own = own_make_cache(model)
     slots = bind(model)
     try:
-        reports, places = examine(model, own, config, label)
+        reports, places = examine(model, own, config, label, windows)
         if strict:
             _insist(model, reports, label)
         if any(shape.latent for shape in places.values()):
             config = config.of_latents
             check_fold(config, f"{label} for latents", fold)
         fitted = _shares(fit(model, config, places, label, calibration), places, group, fold)
+        fitted |= _rings(own, fitted)
         check_maps(model, fitted)
     except BaseException:
         release(slots)
@@ -110,7 +118,7 @@ def attach(
         release(slots)
         raise
 
-    kinds = {p: _kind(config, shape) for p, shape in places.items()}
+    kinds = {p: _kind(fitted[p][0], shape) for p, shape in places.items()}
     mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p], encode) for p in places})
     if group is None or group.size() == 1:  # else the model is cut to its share afterwards
         steps = steps_to_come(model, config.window + config.page + 1)
@@ -118,10 +126,21 @@ def attach(
     return reports
 
 
+def _rings(own: Callable[[], list], fitted: dict) -> dict:
+    """What is `fitted` to places of sliding windows, with configs of their windows."""
+    rings = {p: cache for p, cache in leaves(own()) if p in fitted and hasattr(cache, "max_size")}
+    return {
+        p: (fitted[p][0].in_window(cache.keep, cache.max_size), fitted[p][1])
+        for p, cache in rings.items()
+    }
+
+
 def _kind(config: CacheConfig, shape: Shape) -> type[CompressedKVCache]:
     """The class of a cache for what was found of it."""
     if shape.latent:
         return IndexedLatentKVCache if shape.selects else LatentKVCache
+    if config.sliding:
+        return WindowedKVCache
     return AdaptiveKVCache if config.listens else CompressedKVCache
 
 

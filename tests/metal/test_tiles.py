@@ -36,7 +36,15 @@ SHAPES = [
 BOUNDS = {mx.float16: 2e-3, mx.bfloat16: 6e-3}
 
 
-def run(case, factory, transform="srft", sinks=False, splits=None, formats=((64, 0), (64, 0)), softcap=None):
+def run(
+    case,
+    factory,
+    transform="srft",
+    sinks=False,
+    splits=None,
+    formats=((64, 0), (64, 0)),
+    softcap=None,
+):
     """(output, what softmax over the decoded pages gives)."""
     dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
     (k_group, k_symmetric), (v_group, v_symmetric) = formats

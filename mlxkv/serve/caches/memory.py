@@ -43,6 +43,8 @@ class CacheShape:
         if self.config is None:
             return self.fixed + self.full * self._room(tokens, chunk, padded)
         c = self.config
+        if c.sliding:  # what a prompt adds leaves the window behind each chunk
+            tokens = min(tokens, c.sliding + 2 * c.page + chunk)
         pages = (
             max(0, tokens - c.sink) // c.page
         )  # a cache that was trimmed may have no exact tokens
@@ -64,6 +66,8 @@ class CacheShape:
         c = self.config
         if c is None:
             return self.fixed + self.full * (min(tokens, self.window) if self.window else tokens)
+        if c.sliding:
+            tokens = min(tokens, c.sliding + c.page)
         if tokens <= c.window:
             return self.full * tokens
         pages = c.pages_over(tokens - c.sink)
@@ -111,8 +115,9 @@ def _shape(cache) -> CacheShape:
                 packed + config.page * each * dims[1],
                 each * dims[1] * (config.window + STEP),
             )
+        window = config.sliding
         return CacheShape(
-            0, each * values, 2 * values, 0, False, config, packed, together, bases, room
+            *(0, each * values, 2 * values, window, False, config, packed, together, bases, room)
         )
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or keys.ndim != 4:
