@@ -10,6 +10,7 @@ from types import ModuleType
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
+from mlx.utils import tree_flatten
 
 LAYERS, HEADS, KV_HEADS, DIMS, HIDDEN, VOCABULARY = 4, 4, 2, 32, 128, 128
 WINDOW = 512  # tokens of sliding windows, more than any text here
@@ -89,10 +90,74 @@ PLAIN = {
 }
 LATENT = {"num_key_value_heads": HEADS}  # every head of MLA has keys of its own
 MIXED = ["linear_attention", "full_attention"] * 2
+# The arguments of the text model inside of a model of several parts: (file, class).
+TEXT = {
+    "gemma3": ("gemma3_text", "ModelArgs"),
+    "gemma3n": ("gemma3n", "TextConfig"),
+    "gemma4": ("gemma4_text", "ModelArgs"),
+    "kimi_k25": ("kimi_k25", "TextConfig"),
+    "kimi_k3": ("kimi_k3", "TextArgs"),
+    "kimi_vl": ("kimi_vl", "TextArgs"),
+    "lfm2-vl": ("lfm2", "ModelArgs"),
+    "llama4": ("llama4", "TextArgs"),
+    "minimax_m3_vl": ("minimax_m3_vl", "TextArgs"),
+    "mistral3": ("llama", "ModelArgs"),
+    "muse_spark": ("muse_spark", "TextArgs"),
+    "pixtral": ("llama", "ModelArgs"),
+    "prism_hadamard_qwen35": ("qwen3_5", "TextModelArgs"),
+    "qwen2_vl": ("qwen2", "ModelArgs"),
+    "qwen3_5": ("qwen3_5", "TextModelArgs"),
+    "qwen3_5_moe": ("qwen3_5", "TextModelArgs"),
+    "qwen3_vl": ("qwen3", "ModelArgs"),
+    "qwen3_vl_moe": ("qwen3_moe", "ModelArgs"),
+}
+_LINEAR = {
+    **{"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": DIMS},
+    **{"linear_value_head_dim": DIMS, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5},
+    **{"head_dim": DIMS, "full_attention_interval": 2, "rope_parameters": None},
+}
 # What some families need besides.
-OWN: dict[str, dict] = {}
+OWN: dict[str, dict] = {
+    "baichuan_m1": {"sliding_window_layers": [0, 2]},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 1e4},
+    },
+    "exaone4": {"sliding_window_pattern": "LLLG"},
+    "exaone_moe": {"is_moe_layer": [False, True, True, True], "sliding_window_pattern": "LLLG"},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "mimo_v2_flash": {"hybrid_layer_pattern": [1, 0, 1, 0], "moe_layer_freq": [0, 1, 1, 1]},
+    "gear": {"layer_types": ["conv_mixer", "full_attention"] * 2, "attn_logit_softcapping": 5.0},
+    "kimi_linear": {
+        "linear_attn_config": {
+            **{"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 2},
+            **{"head_dim": DIMS, "short_conv_kernel_size": 4},
+        }
+    },
+    "lfm2": {"full_attn_idxs": [1, 3], "block_ff_dim": 96},
+    "lfm2_moe": {"full_attn_idxs": [1, 3], "layer_types": None},
+    "nemotron_h": {"hybrid_override_pattern": ["M", "*", "-", "*"]},
+    "olmo_hybrid": {"layer_types": MIXED},
+    "qwen3_next": {"mlp_only_layers": []},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {"text": _LINEAR}),
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "gemma3n": {
+        "text": {
+            **{"layer_types": KINDS, "num_kv_shared_layers": 0, "sliding_window": WINDOW},
+            **{"activation_sparsity_pattern": [0.0] * LAYERS, "altup_num_inputs": 2},
+            **{"altup_coef_clip": 120.0, "altup_correct_scale": True, "altup_active_idx": 0},
+            **{"laurel_rank": 8, "final_logit_softcapping": 30.0, "rope_local_base_freq": 1e4},
+            **{"hidden_size_per_layer_input": 8, "intermediate_size": 96},
+        }
+    },
+}
 # What is no model, or does not run by itself in mlx-lm, and why.
-NOT_BUILT: dict[str, str] = {}
+NOT_BUILT: dict[str, str] = {
+    "olmo": "asks for a package (hf_olmo), and reads no prompt: adds the word causal to scores",
+    "bitnet": "its weights are read by a Metal kernel: no CPU",
+}
+MOST = 30_000_000  # numbers of a small model: more of them is a mistake in this file
 
 
 def module(family: str) -> ModuleType:
@@ -125,8 +190,17 @@ def build(family: str) -> nn.Module:
     """A small random model in float32. Matrices keep the variance of what they multiply."""
     file = module(family)
     mx.random.seed(7)
-    own = OWN.get(family, {})
+    own = dict(OWN.get(family, {}))
+    text = own.pop("text", {})
+    if family in TEXT:
+        name, kind = TEXT[family]
+        kind = getattr(module(name), kind)
+        own["text_config"] = small(kind, text | OWN.get(name, {}), name)
     model = file.Model(file.ModelArgs.from_dict(small(file.ModelArgs, own, family)))
+    if (size := sum(x.size for _, x in tree_flatten(model.parameters()))) > MOST:
+        raise ValueError(f"{size} numbers, of a small model")
+    if family == "phi3small":  # it writes to these places of the logits, of 100352 tokens
+        model._dummy_tokenizer_ids = mx.array([VOCABULARY - 1])
     for _, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         if type(layer) is nn.Linear:

@@ -37,7 +37,7 @@ class Rule:
 
 PLAIN = "KVCache"  # the class that ours replace
 ROTATING = "RotatingKVCache"  # the one that ours replace where that is asked for
-MOST_OF_WINDOW = 0.6  # of its bytes may be left, or it is not worth the loss
+MOST_OF_WINDOW = 2 / 3  # of its bytes may be left, or it is not worth the loss
 CALIBRATED_WINDOW = (
     "calibrations and votes are of layers that see the whole text; choose a preset without them"
 )
