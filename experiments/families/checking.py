@@ -5,57 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from cuda_track.models import seam
 from experiments.families.building import VOCABULARY, build
-from mlxkv.formats.affine import Full
-from mlxkv.formats.config import CacheConfig, Side
-from mlxkv.formats.names import parse_kv
-from mlxkv.models.catalog.reports import LayerReport, ranges
-
-PROMPT, NEW = 45, 20  # tokens; pages are sealed while reading and while writing
-WINDOWS = {"sink": 4, "recent": 16, "page": 16}
-NEAR = 1e-3  # of the norm of the logits
-
-
-class Lossless(CacheConfig):
-    """Pages that hold the numbers themselves, and go all the ways of compressed ones."""
-
-    compresses = True
-
-
-EXACT = Lossless(Side(Full()), Side(Full()), **WINDOWS)
-INT4 = replace(parse_kv("int4"), **WINDOWS)
-
-
-@dataclass(frozen=True)
-class Family:
-    """What was found. built: name of its class. skipped: why nothing was compared. compressed: of `layers`
-    reports. exact: distance of the logits to the plain model's with lossless pages. fault: what is wrong."""
-
-    name: str
-    built: str = ""
-    skipped: str = ""
-    layers: tuple[LayerReport, ...] = ()
-    exact: float | None = None
-    int4: bool = False
-    fault: str = ""
-
-    @property
-    def compressed(self) -> list[int]:
-        return [r.index for r in self.layers if r.compressed]
-
-    @property
-    def why(self) -> str:
-        """Why the other layers are not compressed."""
-        groups: dict[str, list[int]] = {}
-        for r in self.layers:
-            if not r.compressed:
-                groups.setdefault(f"{r.kind}: {r.reason}", []).append(r.index)
-        return "; ".join(f"{ranges(found)} ({why})" for why, found in groups.items())
+from experiments.families.found import EXACT, INT4, NEAR, NEW, PROMPT, Family, line
+from mlxkv.formats.config import CacheConfig
+from mlxkv.models.catalog.reports import LayerReport
 
 
 def family(name: str) -> Family:
@@ -65,11 +23,11 @@ def family(name: str) -> Family:
         model = build(name)
         found = replace(found, built=type(model).__name__)
     except Exception as error:
-        return replace(found, skipped=f"is not built: {_line(error)}")
+        return replace(found, skipped=f"is not built: {line(error)}")
     try:
         plain, logits = _written(model)
     except Exception as error:
-        return replace(found, skipped=f"plain `generate` fails in transformers: {_line(error)}")
+        return replace(found, skipped=f"plain `generate` fails in transformers: {line(error)}")
     try:
         reports = _attached(model, EXACT)
         tokens, got = _written(model)
@@ -87,7 +45,7 @@ def family(name: str) -> Family:
             return replace(found, fault="after detach the model is another")
     except Exception as error:
         return replace(
-            found, fault=f"{_line(error)} at {traceback.extract_tb(error.__traceback__)[-1].name}"
+            found, fault=f"{line(error)} at {traceback.extract_tb(error.__traceback__)[-1].name}"
         )
     return found
 
@@ -113,11 +71,6 @@ def _written(model) -> tuple[torch.Tensor, torch.Tensor]:
         output_logits=True,
     )
     return out.sequences, torch.cat(out.logits)
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:160]
 
 
 def apart(name: str, seconds: float) -> Family:

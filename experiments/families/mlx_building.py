@@ -116,9 +116,52 @@ _LINEAR = {
     **{"linear_value_head_dim": DIMS, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5},
     **{"head_dim": DIMS, "full_attention_interval": 2, "rope_parameters": None},
 }
+_KDA = {
+    **{"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 2},
+    **{"head_dim": DIMS, "short_conv_kernel_size": 4},
+}
+_ROPE = {"rope_theta": 1e4, "rope_type": "default"}
+_LLAMA_4 = {
+    **_ROPE,
+    **{"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 1024, "factor": 1.0},
+}
+_YARN = {
+    **{"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 1024},
+    **{"short_factor": [1.0] * (DIMS // 2), "long_factor": [1.0] * (DIMS // 2)},
+}
 # What some families need besides.
 OWN: dict[str, dict] = {
     "baichuan_m1": {"sliding_window_layers": [0, 2]},
+    **dict.fromkeys(("deepseek_v2", "minicpm3"), LATENT | {"rope_scaling": _YARN}),
+    "hunyuan": {"rope_scaling": {"type": "dynamic", "alpha": 1.0, "factor": 1.0}},
+    "kimi_k3": {
+        "text": {
+            **{"linear_attn_config": _KDA, "kv_lora_rank": 32, "q_lora_rank": 32},
+            **{"qk_nope_head_dim": DIMS, "qk_rope_head_dim": DIMS, "v_head_dim": DIMS},
+        }
+    },
+    "llama4": {"text": {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1}},
+    "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
+    **dict.fromkeys(("mellum", "spark2_5"), {"rope_parameters": dict.fromkeys(KINDS, _ROPE)}),
+    "ministral3": {"rope_parameters": _LLAMA_4},
+    "mistral4": LATENT | {"rope_parameters": _LLAMA_4},
+    "muse_spark": {
+        "text": {
+            **{"post_norm_eps": 1e-5, "layer_rope_theta": [1e4, 0, 1e4, 0]},
+            **{"final_logit_softcapping": 30.0, "output_multiplier": 1.0, "moe_hidden_size": 64},
+            "moe_intermediate_size": 64,
+        }
+    },
+    "nemotron-nas": {
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}} for _ in range(LAYERS)
+        ]
+    },
+    "openelm": {
+        **{"num_query_heads": [HEADS] * LAYERS, "num_kv_heads": [KV_HEADS] * LAYERS},
+        **{"ffn_dim_divisor": 16, "ffn_multipliers": [1.0] * LAYERS},
+    },
+    "qwen3": {"rope_theta": 1e4},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 1e4},
@@ -126,15 +169,14 @@ OWN: dict[str, dict] = {
     "exaone4": {"sliding_window_pattern": "LLLG"},
     "exaone_moe": {"is_moe_layer": [False, True, True, True], "sliding_window_pattern": "LLLG"},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "granitemoehybrid": {
+        **{"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16},
+        **{"mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_chunk_size": 16},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
+    },
     "mimo_v2_flash": {"hybrid_layer_pattern": [1, 0, 1, 0], "moe_layer_freq": [0, 1, 1, 1]},
     "gear": {"layer_types": ["conv_mixer", "full_attention"] * 2, "attn_logit_softcapping": 5.0},
-    "kimi_linear": {
-        "linear_attn_config": {
-            **{"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 2},
-            **{"head_dim": DIMS, "short_conv_kernel_size": 4},
-        }
-    },
+    "kimi_linear": {"linear_attn_config": _KDA},
     "lfm2": {"full_attn_idxs": [1, 3], "block_ff_dim": 96},
     "lfm2_moe": {"full_attn_idxs": [1, 3], "layer_types": None},
     "nemotron_h": {"hybrid_override_pattern": ["M", "*", "-", "*"]},
@@ -155,6 +197,8 @@ OWN: dict[str, dict] = {
 # What is no model, or does not run by itself in mlx-lm, and why.
 NOT_BUILT: dict[str, str] = {
     "olmo": "asks for a package (hf_olmo), and reads no prompt: adds the word causal to scores",
+    "prism_hadamard_qwen35": "wants weights packed by its own tool; its text model is qwen3_5",
+    "muse_spark": "its norms are a Metal kernel: no CPU",
     "bitnet": "its weights are read by a Metal kernel: no CPU",
 }
 MOST = 30_000_000  # numbers of a small model: more of them is a mistake in this file

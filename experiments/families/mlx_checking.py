@@ -1,0 +1,74 @@
+"""What one family of mlx-lm does on compressed caches."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from experiments.families.found import EXACT, INT4, NEAR, NEW, PROMPT, Family, line
+from experiments.families.mlx_building import VOCABULARY, build, not_built
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.models import attach, detach
+from mlxkv.models.catalog.reports import LayerReport
+
+
+def family(name: str) -> Family:
+    """Build `name` and compare it: plain, on lossless pages, on int4, and plain again after detach."""
+    found = Family(name)
+    if reason := not_built(name):
+        return replace(found, skipped=reason)
+    try:
+        model = build(name)
+    except Exception as error:
+        return replace(found, skipped=f"is not built: {line(error)}")
+    try:
+        plain, logits = _written(model)
+    except Exception as error:
+        return replace(found, skipped=f"does not run in mlx-lm: {line(error)}")
+    try:
+        reports = _attached(model, EXACT)
+        tokens, got = _written(model)
+        gap = (mx.linalg.norm(got - logits) / mx.linalg.norm(logits)).item()
+        found = replace(found, layers=tuple(reports), exact=gap)
+        if tokens != plain or not gap < NEAR:
+            return replace(found, fault=f"lossless pages: logits {gap:.1e} apart")
+        reports = _attached(model, INT4)
+        tokens, got = _written(model)
+        if not mx.isfinite(got).all().item():
+            return replace(found, fault="int4: logits are not finite")
+        found = replace(found, int4=any(r.compressed for r in reports))
+        detach(model)
+        if not mx.array_equal(_written(model)[1], logits).item():
+            return replace(found, fault="after detach the model is another")
+    except UserError as error:
+        return replace(found, fault=line(error))
+    except Exception as error:
+        at = traceback.extract_tb(sys.exc_info()[2])[-1].name
+        return replace(found, fault=f"{line(error)} at {at}")
+    return found
+
+
+def _attached(model: nn.Module, config: CacheConfig) -> list[LayerReport]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing is compressed stands in the table
+        return attach(model, config)
+
+
+def _written(model: nn.Module) -> tuple[list[int], mx.array]:
+    """Greedy tokens and their logits [NEW, V], after a prompt in two chunks."""
+    text = mx.random.randint(3, VOCABULARY - 20, (1, PROMPT), key=mx.random.key(5))
+    caches, tokens, rows = make_prompt_cache(model), [], []
+    for part in (text[:, :30], text[:, 30:]):
+        out = model(part, cache=caches)
+    for _ in range(NEW):
+        rows.append(out[:, -1, : VOCABULARY - 1])
+        tokens.append(mx.argmax(rows[-1]).item())
+        out = model(mx.array([[tokens[-1]]]), cache=caches)
+    return tokens, mx.concatenate(rows).astype(mx.float32)
