@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from queue import Queue
+from queue import Empty, Queue
 from threading import Event
 from types import FunctionType, MethodType
+from typing import Any
 from weakref import WeakSet
 
 import mlx.core as mx
@@ -31,7 +32,8 @@ from mlxkv.serve.alone import Alone
 from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
 from mlxkv.serve.caches.sessions import Owned, Sessions
-from mlxkv.serve.job import Arguments, Job
+from mlxkv.serve.grammar import Grammars
+from mlxkv.serve.job import Arguments, Aside, Job
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.provider import Provider, make_sampler
@@ -63,6 +65,7 @@ class Engine(server.ResponseGenerator):
         self.kv_bytes = self.kv_bytes_fp16 = self.kv_allocated = 0
         self._measured = 0.0
         self.ranks = Ranks()
+        self._asides: Queue[Aside] = Queue()
         super().__init__(Provider(options, self.ranks.group), None)
 
     def started(self) -> Loaded:
@@ -117,6 +120,8 @@ class Engine(server.ResponseGenerator):
         """End all requests that wait for something with an error."""
         while not self.requests.empty():
             self.requests.get_nowait()[0].put(error)
+        while not self._asides.empty():
+            self._asides.get_nowait().line.put(error)
         for job in list(self._taken):
             job.line.put(error)
         self._taken.clear()
@@ -124,7 +129,11 @@ class Engine(server.ResponseGenerator):
     def _loop(self) -> None:
         self.prompt_cache = self.sessions  # mlx-lm deletes this reference as it ends
         _with_names(
-            self, "_generate", BatchGenerator=partial(Batches, self), _make_sampler=_job_and_sampler
+            self,
+            "_generate",
+            BatchGenerator=partial(Batches, self),
+            _make_sampler=_job_and_sampler,
+            _make_logits_processors=self._processors,
         )()
 
     def _share_object(self, obj):
@@ -160,6 +169,7 @@ class Engine(server.ResponseGenerator):
         mx.eval(logits)
         self.vocabulary = logits.shape[-1]
         self.turns = Turns(loaded.tokenizer)
+        self.grammars = Grammars(loaded.tokenizer, self.vocabulary)
         bound = self.options.memory_bytes
         if bound is None:
             spare = int(USABLE * machine_memory()) - mx.get_active_memory()
@@ -213,6 +223,8 @@ class Engine(server.ResponseGenerator):
         mx.clear_cache()
 
     def _next_request(self, timeout=None):
+        while not self._asides.empty():
+            self._asides.get_nowait().answer()
         found = super()._next_request(timeout)
         if found is not None:
             line, _, args = found
@@ -226,8 +238,12 @@ class Engine(server.ResponseGenerator):
             lambda: self._read(tokenizer, request, args), told.of_prompt, told.to_prompt
         )
         prompt, limit = found[0], self.model_provider.loaded.context
+        args.job.thinks = found[3] == "reasoning"
         if limit:
             args.max_tokens = min(args.max_tokens, limit - len(prompt))
+        if args.shorten:
+            fits = self.memory.longest(len(prompt) + args.max_tokens) - len(prompt)
+            args.max_tokens = fits if fits > 0 else args.max_tokens  # else `promise` refuses it
         self.memory.promise(args.job, len(prompt) + args.max_tokens)
         self.sessions.tenant = args.job.tenant  # mlx-lm looks its cache up next
         return found
@@ -239,15 +255,7 @@ class Engine(server.ResponseGenerator):
         for word in args.stop_words:
             if not tokenizer.encode(word, add_special_tokens=False):
                 raise Refused(400, f"[stop] has no tokens; got {word!r}", "invalid_value")
-        try:
-            asked = replace(request, messages=request.messages[:-1]) if args.continues else request
-            found = super()._tokenize(*self._with_text(tokenizer, asked, args))
-            if args.continues:
-                found = continued(tokenizer, self.turns, found, request.messages[-1])
-        except Exception as error:  # templates raise anything
-            raise Refused(
-                400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
-            ) from None
+        found = self._prompt(tokenizer, request, args)
         prompt, limit = found[0], self.model_provider.loaded.context
         if not prompt:
             raise Refused(400, "[prompt] has no tokens; got an empty one", "invalid_value")
@@ -258,6 +266,19 @@ class Engine(server.ResponseGenerator):
                 f"{limit}, the reply included",
                 "context_length_exceeded",
             )
+        return found
+
+    def _prompt(self, tokenizer, request, args: Arguments):
+        """What mlx-lm's `_tokenize` returns, of any length. Raises Refused where a template fails."""
+        try:
+            asked = replace(request, messages=request.messages[:-1]) if args.continues else request
+            found = super()._tokenize(*self._with_text(tokenizer, asked, args))
+            if args.continues:
+                found = continued(tokenizer, self.turns, found, request.messages[-1])
+        except Exception as error:  # templates raise anything
+            raise Refused(
+                400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
+            ) from None
         return found
 
     def _with_text(self, tokenizer, request, args: Arguments) -> tuple:
@@ -274,6 +295,13 @@ class Engine(server.ResponseGenerator):
             replace(args, chat_template_kwargs=extra),
         )
 
+    def _processors(self, args: Arguments) -> list:
+        """mlx-lm's, and a grammar's behind them: it has the last word."""
+        found = server._make_logits_processors(args)
+        if args.grammar is not None:
+            found.append(self.grammars.processor(args.grammar, args.job.thinks))
+        return found
+
     def _is_batchable(self, args) -> bool:
         """Requests with a seed are, too, unlike in mlx-lm: `Seeded` has a key of its own."""
         return self.model_provider.is_batchable
@@ -285,6 +313,7 @@ class Engine(server.ResponseGenerator):
             self,
             "_serve_single",
             _make_sampler=self.ranks.sampler(server._make_sampler),
+            _make_logits_processors=self._processors,
             stream_generate=alone.generate,
         )
         serve((alone, asked, args), *more)  # after what it raises, `_fail` clears up
@@ -330,6 +359,39 @@ class Engine(server.ResponseGenerator):
         if self.ranks.ended:
             raise KeyboardInterrupt
         self.ranks.watch(self.options.timeout)
+
+    def aside(self, ask: Callable[[], Any]) -> Any:
+        """What a function returns, or raises, that the generation thread calls between two steps: tokenizers
+        are its own. Raises Refused where the server ends first."""
+        aside = Aside(ask)
+        self._asides.put(aside)
+        end = time.monotonic() + self.options.timeout
+        while time.monotonic() < end:
+            try:
+                found = aside.line.get(timeout=MEASURE_SECONDS)
+            except Empty:
+                if self.over or not self.is_healthy:
+                    raise ending() from None
+                continue
+            if isinstance(found, Exception):
+                raise found
+            return found
+        raise Refused(504, f"[--timeout] took more than {self.options.timeout:g} s", "timeout")
+
+    def count(
+        self,
+        messages: list[dict],
+        tools: list | None,
+        template: dict | None,
+        continues: bool = False,
+    ) -> int:
+        """The tokens of a chat as a prompt, for any thread. Raises Refused."""
+        request = server.CompletionRequest("chat", "", messages, tools, None)
+        args = Arguments(
+            *(None, None, None, [], 1, 0, False, -1, None, template), job=Job(), continues=continues
+        )
+        read = partial(self._prompt, self.model_provider.tokenizer, request, args)
+        return len(self.aside(read)[0])
 
     def numbers(self, job: Job, cached_tokens: int) -> dict:
         """The `kv` field of a reply that has ended."""

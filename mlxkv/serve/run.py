@@ -20,7 +20,8 @@ from mlxkv.serve import ranks
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.arrival import Line
 from mlxkv.serve.http.connections import Connections
-from mlxkv.serve.http.handler import Handler, Site
+from mlxkv.serve.http.handler import Handler
+from mlxkv.serve.http.site import Site
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 

@@ -15,7 +15,7 @@ from request_bodies import BODIES, GOOD, SERVED, VOCABULARY, check
 from transformers import PreTrainedTokenizerBase
 
 from mlxkv.serve.http import request
-from mlxkv.serve.http.handler import finite, finite_steps
+from mlxkv.serve.http.completion import finite, finite_steps
 from mlxkv.serve.refusals import Refused
 
 

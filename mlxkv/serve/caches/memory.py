@@ -177,8 +177,7 @@ class Memory:
 
     def promise(self, key: Hashable, tokens: int) -> None:
         """Set memory aside for a request. Raises Refused, with the numbers, where it does not fit."""
-        own = sum(shape.bytes(tokens, self.chunk) for shape in self._own)
-        alike = sum(shape.bytes(tokens, self.chunk, padded=True) for shape in self._alike)
+        own, alike = self._needs(tokens)
         need, promised = own + alike, self.promised
         details = {"tokens": tokens, "need_bytes": need, "kv_memory_bytes": self.bound}
         words = f"{tokens} tokens need {human_bytes(need)} of cache"
@@ -200,6 +199,24 @@ class Memory:
                 details=details | {"promised_bytes": promised},
             )
         self._promised[key] = own, alike
+
+    def _needs(self, tokens: int) -> tuple[int, int]:
+        """The most bytes of a sequence: of its own size, padded."""
+        own = sum(shape.bytes(tokens, self.chunk) for shape in self._own)
+        return own, sum(shape.bytes(tokens, self.chunk, padded=True) for shape in self._alike)
+
+    def longest(self, limit: int, beside: bool = False) -> int:
+        """The most tokens, up to `limit`, that `promise` sets memory aside for. beside: beside what is promised
+        already, else with nothing else under way. For any thread."""
+        others = list(self._promised.values()) if beside else []
+        low, high = 0, limit  # what fits, and what may
+        while low < high:
+            middle = (low + high + 1) // 2
+            if _together([*others, self._needs(middle)]) <= self.bound:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def release(self, key: Hashable) -> None:
         """Give the memory of a request back, if it has any."""

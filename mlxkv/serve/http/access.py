@@ -107,7 +107,7 @@ def check_host(host: str, headers: Message, options: ServeOptions) -> None:
 
 
 def given_key(headers: Message) -> str:
-    """The key in the header Authorization, "" for none."""
-    found = headers.get("Authorization") or ""
+    """The key in the header Authorization, or in Anthropic's x-api-key; "" for none."""
+    found = headers.get("Authorization") or headers.get("x-api-key") or ""
     scheme, _, key = found.partition(" ")
     return (key if scheme.lower() == "bearer" else found).strip()

@@ -4,6 +4,7 @@ time is over, and tells failures in a way that mlx-lm's handler lets through."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, Queue
@@ -13,6 +14,7 @@ from mlx_lm import server
 from mlxkv.errors import MachineError
 from mlxkv.models.continuing import spaced
 from mlxkv.serve.engine import Engine
+from mlxkv.serve.http.request import STOP_LENGTH
 from mlxkv.serve.job import Arguments, Job
 from mlxkv.serve.refusals import Refused, ending, fault
 
@@ -32,7 +34,8 @@ class Left(BaseException):
 
 
 class Caller:
-    """continues: whether the last message is the start of the reply. started: when the request began to
+    """continues: whether the last message is the start of the reply. grammar: that it follows, or None.
+    shorten: whether it may be shorter where memory has no room. started: when the request began to
     arrive, by `time.monotonic`. gone: whether the client has hung up. stop: ends the reply; does nothing
     before there is one."""
 
@@ -43,9 +46,12 @@ class Caller:
         gone: Callable[[], bool],
         tenant: str = "",
         continues: bool = False,
+        grammar: str | None = None,
+        shorten: bool = False,
     ):
         self.engine, self.started, self._gone = engine, started, gone
-        self.continues = continues
+        self.continues, self.grammar, self.shorten = continues, grammar, shorten
+        self._last: deque[int] = deque(maxlen=STOP_LENGTH)  # tokens, a byte each at the least
         self.job = Job(tenant=tenant)
         self.context: server.GenerationContext | None = None
 
@@ -66,7 +72,13 @@ class Caller:
 
         if self.engine.over:
             raise Answer(ending())
-        args = Arguments(**vars(args), job=self.job, continues=self.continues)
+        args = Arguments(
+            **vars(args),
+            job=self.job,
+            continues=self.continues,
+            grammar=self.grammar,
+            shorten=self.shorten,
+        )
         try:
             # With this object in the engine's place, for `_await_response`.
             context, responses = server.ResponseGenerator.generate(self, request, args, progress)
@@ -101,6 +113,7 @@ class Caller:
             for response in responses:
                 self._check()
                 count += 1
+                self._last.append(response.token)
                 first = first or time.monotonic() - self.started
                 yield response
         except (Refused, ConnectionError, TimeoutError):
@@ -111,7 +124,7 @@ class Caller:
             metrics = self.engine.metrics
             metrics.add(
                 prompt_tokens=len(self.context.prompt),
-                cached_tokens=self._cached_tokens,
+                cached_tokens=self.cached_tokens,
                 generated_tokens=count,
             )
             metrics.took(first, time.monotonic() - self.started)
@@ -128,12 +141,21 @@ class Caller:
         raise ConnectionAbortedError("the client has left")
 
     @property
-    def _cached_tokens(self) -> int:
+    def cached_tokens(self) -> int:
         return max(0, self.context.prompt_cache_count)  # -1 before the cache was looked for
+
+    def stopped_by(self, words: list[str]) -> str | None:
+        """Which of a request's stop words ended its reply; None if none did. mlx-lm matches them as tokens."""
+        tokenizer, last = self.engine.model_provider.tokenizer, list(self._last)
+        for word in words:
+            tokens = tokenizer.encode(word, add_special_tokens=False)
+            if last[-len(tokens) :] == tokens:
+                return word
+        return None
 
     def numbers(self) -> dict:
         """The `kv` field of a reply that has ended."""
-        return self.engine.numbers(self.job, self._cached_tokens)
+        return self.engine.numbers(self.job, self.cached_tokens)
 
     def stop(self) -> None:
         if self.context is not None:

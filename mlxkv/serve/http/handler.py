@@ -5,27 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import asdict, fields
 from email.message import Message
 from email.utils import formatdate
-from math import isfinite
-from pathlib import Path
 from urllib.parse import unquote
 
-import mlx.core as mx
-from mlx_lm import server
-
 from mlxkv import __version__
-from mlxkv.metal.launch import backend
-from mlxkv.models.usage import window_of
-from mlxkv.serve.engine import Engine
+from mlxkv.serve.apis import anthropic, ollama, routes
+from mlxkv.serve.apis.speaker import Dictation, Speaker
 from mlxkv.serve.http import page
-from mlxkv.serve.http.access import Keys, check_host, given_key, locate
+from mlxkv.serve.http.access import check_host, given_key, locate
 from mlxkv.serve.http.arrival import Line
 from mlxkv.serve.http.caller import Answer, Caller, Left
-from mlxkv.serve.http.request import Request, Served, parse
-from mlxkv.serve.metrics import Metrics
-from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.http.completion import Completion
+from mlxkv.serve.http.request import Request, parse
+from mlxkv.serve.http.site import Site
 from mlxkv.serve.refusals import Refused, fault
 from mlxkv.serve.tenants import tenant
 
@@ -33,109 +26,9 @@ CHAT = ("/v1/chat/completions", "/chat/completions")
 TEXT = ("/v1/completions",)
 OPEN = ("/health", *page.PAGE)  # without a key: nothing there belongs to a client
 ALLOW = "GET, HEAD, POST, OPTIONS"
-LEAST = -9999.0  # the log-probability of what cannot come, as OpenAI writes it
-# mlx-lm's handler keeps a request as attributes with the same names, but for these.
-APART = ("chat", "include_usage", "stop", "prompt", "messages", "tools", "continue_final_message")
-SETTINGS = [one.name for one in fields(Request) if one.name not in APART]
 
 
-class Site:
-    """What all connections share."""
-
-    def __init__(self, options: ServeOptions, engine: Engine, metrics: Metrics):
-        self.options, self.engine, self.metrics = options, engine, metrics
-        self.loaded, self.keys = engine.started(), Keys()
-        name = Path(self.loaded.name).expanduser()
-        # The name of a local folder, but not where it lies.
-        self.name = name.resolve().name if name.is_dir() else self.loaded.name
-        self.fingerprint = server.get_system_fingerprint()
-        self.served = Served(
-            model=self.name,
-            kv=self.loaded.kv_name,
-            longest=self.loaded.context or 1 << 20,
-            max_tokens=options.max_tokens,
-            vocabulary=engine.vocabulary,
-        )
-
-    def kv(self, whole: bool = True) -> dict:
-        """The document of /v1/kv. whole: with numbers that depend on what all clients ask."""
-        engine, loaded = self.engine, self.loaded
-        memory, sessions, disk = engine.memory, engine.sessions, engine.sessions.disk
-        kept = None
-        if disk is not None:
-            counts = {"saved": disk.saved, "found": disk.found, "failed": disk.failed}
-            kept = {"files": len(disk.entries), "bytes": disk.nbytes, **counts}
-        own = {
-            "model": self.name,
-            "kv": loaded.kv_name,
-            "backend": backend(),
-            "version": __version__,
-            "context": loaded.context,
-            "max_tokens": self.options.max_tokens,  # of a reply whose request names none
-            "exact_tokens": window_of(loaded),  # nothing is compressed in sequences up to here
-            "batched": engine.model_provider.is_batchable,
-            "processes": engine.ranks.size,  # bytes below are those of one
-            "report": loaded.report(),
-            "steps": loaded.steps,
-            "layers": [asdict(layer) for layer in loaded.layers],
-            "memory": {"bound_bytes": memory.bound},
-        }
-        if not whole:
-            return own
-        return own | {
-            "memory": {
-                "bound_bytes": memory.bound,
-                "promised_bytes": memory.promised,
-                # Of the tokens that are held, by the rule of `models.usage`; 16 bits by the same.
-                "bytes": engine.kv_bytes + sessions.bytes_in_use,
-                "bytes_fp16": engine.kv_bytes_fp16 + sessions.bytes_fp16,
-                "active_bytes": engine.kv_bytes,
-                "active_bytes_fp16": engine.kv_bytes_fp16,
-                "sessions_bytes": sessions.bytes_in_use,
-                "sessions_bytes_fp16": sessions.bytes_fp16,
-                # With room to grow; parts that sessions share count once, or (apart) each time.
-                "allocated_bytes": engine.kv_allocated + sessions.nbytes,
-                "active_allocated_bytes": engine.kv_allocated,
-                "sessions_allocated_bytes": sessions.nbytes,
-                "sessions_allocated_bytes_apart": sessions.bytes_apart,
-                "mlx_bytes": mx.get_active_memory(),  # all arrays, weights too
-            },
-            "sessions": {
-                "count": len(sessions),
-                "lookups": sessions.lookups,
-                "hits": sessions.hits,
-                "hit_rate": round(sessions.hits / max(1, sessions.lookups), 4),
-                "tokens": sessions.tokens,
-                "tokens_found": sessions.tokens_found,
-                "evicted": sessions.evicted,
-            },
-            "disk": kept,
-            "active_requests": self.metrics.active,
-        }
-
-    def gauges(self):
-        """Yield the numbers of /v1/kv for the metrics: (name, help, value)."""
-        found = self.kv()
-        for name, value in found["memory"].items():
-            yield f"kv_{name}", "Of KV caches (mlx: of all arrays).", value
-        for name, value in found["sessions"].items():
-            yield f"sessions_{name}", "Of the prompt cache.", value
-        for name, value in (found["disk"] or {}).items():
-            yield f"disk_{name}", "Of sessions on disk.", value
-        yield "wrong_keys", "API keys that were refused since the start.", self.keys.wrong
-
-
-def finite(logprobs: list[float]) -> list[float | None]:
-    """Log-probabilities that JSON has: minus infinity is `LEAST`, what is no number null."""
-    return [max(x, LEAST) if isfinite(x) or x < 0 else None for x in logprobs]
-
-
-def finite_steps(steps: list[tuple[dict, ...]]) -> list[tuple[dict, ...]]:
-    """The same for the best tokens of each step."""
-    return [tuple(one | {"logprob": finite([one["logprob"]])[0]} for one in step) for step in steps]
-
-
-class Handler(server.APIHandler):
+class Handler(Completion):
     """Answers one request: mlx-lm's handler behind checks; of its routes only replies are left to it.
 
     mlx-lm's is one of `http.server`, which reads and writes here through `line` instead.
@@ -147,7 +40,8 @@ class Handler(server.APIHandler):
         self.site, self.line, self.wfile = site, line, line
         self.started, self.created = line.began, int(time.time())
         self.response_generator, self.system_fingerprint = site.engine, site.fingerprint
-        self._status, self._begun, self._called = 0, False, False
+        self._status, self._begun = 0, False
+        self.speaker: Speaker | None = None
         self._headers: list[tuple[str, str]] = []
         self.command, self.target, self.headers = "", "", Message()
         if line.head is not None:
@@ -233,22 +127,32 @@ class Handler(server.APIHandler):
     def _refuse(self, refused: Refused) -> None:
         if self._begun:  # a stream is under way, where OpenAI's clients look for errors, too
             self.line.last = True
-            self.wfile.write(f"data: {json.dumps(refused.body())}\n\n".encode())
+            said = f"data: {json.dumps(refused.body())}\n\n".encode()
+            self.wfile.write(said if self.speaker is None else self.speaker.failed(refused))
             return
         headers = {} if refused.retry is None else {"Retry-After": str(refused.retry)}
         if refused.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if refused.status == 405:
             headers["Allow"] = ALLOW
-        self._send_json(refused.body(), refused.status, headers)
+        path = self.target.partition("?")[0]
+        body = routes.error_body(path, refused, self._anthropics)
+        self._send_json(body, refused.status, headers)
+
+    @property
+    def _anthropics(self) -> bool:
+        """Whether the client is one of Anthropic's, which say so at every path."""
+        return self.headers.get("anthropic-version") is not None
 
     # -- routes
 
     def _route(self) -> None:
         path, _ = locate(self.target, self.headers)
-        replies = path in (*CHAT, *TEXT)
+        replies = path in (*CHAT, *TEXT, *routes.POSTS)
         if self.command == "OPTIONS":
             self._preflight()
+        elif self.command == "POST" and path in routes.POSTS:
+            self._post(path, bytes(self.line.body))
         elif self.command == "POST" and replies:
             self._reply(parse(bytes(self.line.body), path in CHAT, self.site.served))
         elif self.command in ("GET", "HEAD") and not replies:
@@ -259,6 +163,20 @@ class Handler(server.APIHandler):
             raise Refused(404, "[path] nothing here to POST to")
         else:
             raise Refused(501, f"[request] {self.command[:20]} is not known; choose from {ALLOW}")
+
+    def _post(self, path: str, body: bytes) -> None:
+        """Answer a request of another API than OpenAI's chat."""
+        site = self.site
+        if path == routes.SHOW:
+            self._send_json(ollama.show(body, site.name, site.about()))
+        elif path == routes.COUNT:
+            asked = anthropic.count(body, site.served)
+            more = asked.chat_template_kwargs, asked.continue_final_message
+            count = site.engine.count(asked.messages, asked.tools, *more)
+            self._send_json({"input_tokens": count})
+        else:
+            speaker = routes.REPLIES[path](body, site.served)
+            self._reply(speaker.asked, speaker)
 
     def _preflight(self) -> None:
         self.send_response(204)
@@ -282,6 +200,10 @@ class Handler(server.APIHandler):
         elif path == "/metrics":
             text = site.metrics.text(site.gauges())
             self._send(200, text.encode(), "text/plain; version=0.0.4")
+        elif path == routes.TAGS:
+            self._send_json(ollama.tags(site.name, site.about()))
+        elif path == routes.VERSION:
+            self._send_json({"version": ollama.VERSION})
         elif path == "/v1/models" or path.startswith("/v1/models/"):
             self._models(unquote(path.removeprefix("/v1/models").strip("/")))
         else:
@@ -289,57 +211,52 @@ class Handler(server.APIHandler):
 
     def _models(self, wanted: str) -> None:
         name = self.site.name
+        if self._anthropics:
+            self._send_json(anthropic.models(name, wanted))
+            return
         one = {"id": name, "object": "model", "created": self.created, "owned_by": "mlxkv"}
         if wanted and wanted != name:
             raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
         self._send_json(one if wanted else {"object": "list", "data": [one]})
 
-    def _reply(self, request: Request) -> None:
-        """Write the reply to a request, if it is not one too many."""
+    def _reply(self, request: Request, speaker: Speaker | None = None) -> None:
+        """Write the reply to a request, if it is not one too many. speaker: of another API than OpenAI's."""
+        self.speaker = speaker
         limit, metrics = self.site.options.max_requests, self.site.metrics
         metrics.add(active=1)
         try:
             if metrics.active > limit:
                 others = metrics.active - 1
                 raise Refused(429, f"[--max-requests] {others} under way", "busy", retry=1)
-            self._complete(request)
+            caller = self._caller(request)
+            if speaker is None:
+                self.complete(request, caller, self.site.name)
+                return
+            speaker.write = self._speak
+            Dictation(speaker, self.system_fingerprint, self.created).take(caller)
+            if not speaker.streams:
+                self._send_json(speaker.document())
         finally:
             metrics.add(active=-1)
 
-    def _complete(self, request: Request) -> None:
-        """Hand a request to mlx-lm's `handle_completion`, which writes the reply."""
-        for name in SETTINGS:
-            setattr(self, name, getattr(request, name))
-        self.stream_options = {"include_usage": request.include_usage}
-        self.requested_model, self.requested_draft_model = self.site.name, "default_model"
-        self.num_draft_tokens, self.adapter = 0, None
-        if request.chat:
-            self.body = {"messages": request.messages, "tools": request.tools}
-            completion = self.handle_chat_completions()
-        else:
-            self.body = {"prompt": request.prompt}
-            completion = self.handle_text_completions()
+    def _caller(self, request: Request) -> Caller:
         whose = tenant(self._key, request.user, request.cache_salt)
-        more = request.continue_final_message
-        caller = Caller(self.site.engine, self.started, self.line.gone, whose, more)
-        self.response_generator = caller
-        try:
-            self.handle_completion(completion, request.stop)
-        finally:
-            caller.stop()  # mlx-lm's does not when the head of the reply cannot be written
+        return Caller(
+            self.site.engine,
+            self.started,
+            self.line.gone,
+            whose,
+            request.continue_final_message,
+            request.grammar,
+            request.shorten,
+        )
 
-    def generate_response(self, text, finish_reason, *args, **kwargs):
-        self._called = self._called or bool(kwargs.get("tool_calls"))
-        if finish_reason == "tool_calls" and not self._called:  # no call could be read
-            finish_reason = "stop"
-        for name, plain in (("token_logprobs", finite), ("top_tokens", finite_steps)):
-            if kwargs.get(name):
-                kwargs[name] = plain(kwargs[name])
-        response = super().generate_response(text, finish_reason, *args, **kwargs)
-        if finish_reason is not None:
-            response["kv"] = self.response_generator.numbers()
-        return response
-
-    def completion_usage_response(self, *args, **kwargs):
-        response = super().completion_usage_response(*args, **kwargs)
-        return response | {"kv": self.response_generator.numbers()}
+    def _speak(self, data: bytes) -> None:
+        """Write a part of a speaker's stream."""
+        if not self._begun:
+            self.send_response(200)
+            self.send_header("Content-Type", self.speaker.kind)
+            self.send_header("Cache-Control", "no-cache")
+            self._set_cors_headers()
+            self.end_headers()
+        self.wfile.write(data)

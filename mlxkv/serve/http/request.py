@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any
 
 from mlxkv.models.catalog.asked import RESERVED
+from mlxkv.serve.grammar import of_format
 from mlxkv.serve.http.fields import IGNORED
 from mlxkv.serve.refusals import Refused
 
@@ -30,7 +31,6 @@ ONLY: dict[str, tuple] = {
     "draft_model": (),
     "role_mapping": (),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("auto",),
     "modalities": (["text"],),
 }
@@ -54,7 +54,8 @@ class Request:
     chat: whether `messages` (with `tools`, `chat_template_kwargs`) are to be answered, or `prompt` to
     be continued. continue_final_message: the last message is the start of the reply, which goes on (as in vLLM
     and transformers). include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user,
-    cache_salt: whose caches are used, within an API key.
+    cache_salt: whose caches are used, within an API key. grammar: llguidance's, which the reply follows, or
+    None. shorten: whether the reply may be shorter than `max_tokens` where memory has no room for it.
     """
 
     chat: bool
@@ -69,6 +70,8 @@ class Request:
     tools: list[dict] | None = None
     chat_template_kwargs: dict | None = None
     continue_final_message: bool = False
+    grammar: str | None = None
+    shorten: bool = False
     user: str = ""
     cache_salt: str = ""
     temperature: float = _limits(NUMBER, 0, 100, 0.0)
@@ -97,7 +100,7 @@ TAKEN = (
     *NUMBERS,
     *("model", "kv", "stream", "stream_options", "stop", "logprobs", "top_logprobs", "logit_bias"),
     *("prompt", "messages", "tools", "chat_template_kwargs", "continue_final_message"),
-    *("user", "cache_salt"),
+    *("user", "cache_salt", "response_format"),
 )
 KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 
@@ -127,13 +130,14 @@ def _plain(name: str) -> str:
 
 def parse(raw: bytes, chat: bool, served: Served) -> Request:
     """The request in a body. chat: whether it came to the path of chats. Raises Refused."""
-    return check(_document(raw), chat, served)
+    return check(document(raw), chat, served)
 
 
-def _document(raw: bytes) -> dict:
+def document(raw: bytes) -> dict:
+    """The JSON object in a body, of bounded depth. Raises Refused."""
     try:
         body = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
-        if isinstance(body, list | dict) and not _shallow(body):
+        if isinstance(body, list | dict) and not shallow(body):
             raise RecursionError
         json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
     except UnicodeError:
@@ -151,11 +155,11 @@ def _document(raw: bytes) -> dict:
     return body
 
 
-def _shallow(value: object, depth: int = DEPTH) -> bool:
+def shallow(value: object, depth: int = DEPTH) -> bool:
     """Whether the lists and objects of a list or object are nested at most `depth` deep."""
     inside = value.values() if isinstance(value, dict) else value
     return depth > 0 and all(
-        _shallow(one, depth - 1) for one in inside if isinstance(one, list | dict)
+        shallow(one, depth - 1) for one in inside if isinstance(one, list | dict)
     )
 
 
@@ -163,8 +167,8 @@ def _no_constant(name: str):
     raise ValueError(f"{name} is not JSON")
 
 
-def check(body: dict, chat: bool, served: Served) -> Request:
-    """The request of a JSON object. Raises Refused, which names the field."""
+def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Request:
+    """The request of a JSON object. shorten: of the request. Raises Refused, which names the field."""
     body = {key: value for key, value in body.items() if value is not None}
     for name in body.keys() - KNOWN:
         close = get_close_matches(name[:40], TAKEN, 1)
@@ -208,6 +212,8 @@ def check(body: dict, chat: bool, served: Served) -> Request:
         stop=_stop(body),
         **_logprobs(body, chat),
         logit_bias=_logit_bias(body, served.vocabulary),
+        grammar=of_format(body.get("response_format")),
+        shorten=shorten,
         **{name: _name(body, name) for name in ("user", "cache_salt")},
         **(_chat(body) if chat else _text(body)),
     )
@@ -374,7 +380,7 @@ def _tool_calls(where: str, calls: object) -> list:
             text = json.dumps(read, allow_nan=False)
         except (ValueError, RecursionError):
             read = None
-        if not isinstance(read, dict) or not _shallow(read):
+        if not isinstance(read, dict) or not shallow(read):
             raise bad(f"{where}.arguments", "must be a JSON object", arguments)
         out.append(
             {

@@ -1,0 +1,206 @@
+"""Requests of Anthropic's messages API, read into the one of OpenAI's that says the same.
+
+Where Anthropic's servers do more than a model (tools that run there, images, files), a request is refused.
+"""
+
+from __future__ import annotations
+
+import json
+
+from mlxkv.serve.apis.anthropic_reply import MessagesReply
+from mlxkv.serve.apis.checks import field, joined, mistyped, named, objects, tool, unsupported
+from mlxkv.serve.http.request import Request, Served, bad, check, document
+from mlxkv.serve.refusals import Refused
+
+SAME = (
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "chat_template_kwargs",
+    "cache_salt",
+)
+TAKEN = (
+    *SAME,
+    *("system", "messages", "tools", "tool_choice", "stop_sequences", "stream", "thinking"),
+    *("output_config", "output_format"),
+)
+# Fields of Anthropic's clients that change nothing here. Others that are new are dropped, too.
+KNOWN = frozenset(
+    {
+        *("betas", "cache_control", "container", "context_management", "inference_geo"),
+        *("mcp_servers", "metadata", "service_tier", "speed", "user_profile_id"),
+    }
+)
+# Claude Code begins its system prompt with a line for Anthropic's accounting, another one for each
+# request: no prompt would ever be found in a cache.
+BILLING = "x-anthropic-billing-header:"
+CHOICES = ("auto", "none")
+
+
+def read(raw: bytes, served: Served) -> MessagesReply:
+    """The request in a body. Raises Refused."""
+    body = document(raw)
+    return MessagesReply(
+        request_of(body, served), field("", body, "stream", bool, False), served.model
+    )
+
+
+def request_of(body: dict, served: Served) -> Request:
+    """The request of a JSON object. Raises Refused, which names the field."""
+    mistyped(body, TAKEN, KNOWN)
+    messages = _system(body.get("system"))
+    asked = objects("messages", body.get("messages"))
+    if not asked:
+        raise bad("messages", "must be a list that is not empty", [])
+    for where, message in asked:
+        messages += _message(where, message)
+    messages = joined(messages)
+    if _choice(body) == "none":
+        tools = []
+    else:
+        tools = [_tool(where, one) for where, one in objects("tools", body.get("tools") or [])]
+    plain = {name: body[name] for name in SAME if name in body}
+    thinking = field("", body, "thinking", dict, {}).get("type")
+    if thinking is not None:
+        if thinking not in ("enabled", "adaptive", "disabled"):
+            raise bad("thinking.type", "choose from enabled, adaptive, disabled", thinking)
+        extra = field("", body, "chat_template_kwargs", dict, {})
+        plain["chat_template_kwargs"] = {"enable_thinking": thinking != "disabled"} | extra
+    # What an assistant has begun to say, it goes on with.
+    more = len(messages) > 1 and messages[-1]["role"] == "assistant"
+    more = more and not messages[-1].get("tool_calls")
+    found = {"messages": messages, "tools": tools, "continue_final_message": more}
+    found |= {"stop": _stops(body), "response_format": _format(body)}
+    return check(plain | found, True, served, shorten=True)
+
+
+def _choice(body: dict) -> str:
+    choice = field("", body, "tool_choice", dict, {}).get("type", "auto")
+    if choice not in CHOICES:
+        raise bad(
+            "tool_choice.type", "this server cannot make a model call a tool; choose auto", choice
+        )
+    return choice
+
+
+def _stops(body: dict) -> list[str]:
+    stops = field("", body, "stop_sequences", list, [])
+    if not all(isinstance(word, str) and word for word in stops):
+        raise bad("stop_sequences", "must be a list of strings, none empty", stops)
+    return stops
+
+
+def _format(body: dict) -> dict | None:
+    """OpenAI's response_format for a schema, under its newer or its older name."""
+    wanted = field("", body, "output_config", dict, {}).get("format") or body.get("output_format")
+    if wanted is None:
+        return None
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        raise bad("output_config.format", "must be of type json_schema", wanted)
+    return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
+
+
+def _system(system: object) -> list[dict]:
+    if system is None:
+        return []
+    if isinstance(system, str):
+        text = system
+    else:
+        texts = [_text(where, block) for where, block in objects("system", system)]
+        text = "\n".join(one for one in texts if not one.startswith(BILLING))
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _text(where: str, block: dict) -> str:
+    if block.get("type", "text") != "text":
+        raise unsupported(where, f"only blocks of type text are taken; got {block.get('type')!r}")
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise bad(f"{where}.text", "must be a text", text)
+    return text
+
+
+def _message(where: str, message: dict) -> list[dict]:
+    role = message.get("role")
+    if role not in ("user", "assistant", "system"):
+        raise bad(f"{where}.role", "unknown role; choose from user, assistant", role)
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = objects(f"{where}.content", content)
+    if role == "assistant":
+        return [_assistant(blocks)]
+    out: list[dict] = []
+    texts: list[str] = []
+    for place, block in blocks:
+        if block.get("type") == "tool_result":
+            if texts:
+                out.append({"role": role, "content": "\n".join(texts)})
+                texts = []
+            out.append(_result(place, block))
+        else:
+            texts.append(_text(place, block))
+    return [*out, {"role": role, "content": "\n".join(texts)}] if texts or not out else out
+
+
+def _assistant(blocks: list[tuple[str, dict]]) -> dict:
+    texts, thoughts, calls = [], [], []
+    for where, block in blocks:
+        kind = block.get("type")
+        if kind == "thinking":
+            thoughts.append(field(where, block, "thinking", str, ""))
+        elif kind == "tool_use":
+            calls.append(_call(where, block))
+        elif kind != "redacted_thinking":  # nobody but Anthropic can read that
+            texts.append(_text(where, block))
+    out: dict = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        out["reasoning_content"] = "\n".join(thoughts)
+    return out | ({"tool_calls": calls} if calls else {})
+
+
+def _call(where: str, block: dict) -> dict:
+    arguments = json.dumps(field(where, block, "input", dict, {}))
+    function = {"name": named(where, block, "name"), "arguments": arguments}
+    return {"id": named(where, block, "id"), "type": "function", "function": function}
+
+
+def _result(where: str, block: dict) -> dict:
+    content = block.get("content")
+    if content is None or isinstance(content, str):
+        text = content or ""
+    else:
+        text = "\n".join(_text(place, one) for place, one in objects(f"{where}.content", content))
+    if field(where, block, "is_error", bool, False):
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": named(where, block, "tool_use_id"), "content": text}
+
+
+def _tool(where: str, one: dict) -> dict:
+    if "input_schema" not in one:
+        kind = str(one.get("type"))[:40]
+        raise unsupported(
+            where,
+            f"{kind} runs on Anthropic's servers, and not here; leave it out, or give an input_schema",
+        )
+    schema = field(where, one, "input_schema", dict, {})
+    return tool(where, named(where, one, "name"), field(where, one, "description", str, ""), schema)
+
+
+def count(raw: bytes, served: Served) -> Request:
+    """The request of /v1/messages/count_tokens. Raises Refused."""
+    body = document(raw)
+    body.pop("stream", None)
+    return request_of(body, served)
+
+
+def models(name: str, wanted: str) -> dict:
+    """What Anthropic's clients read at /v1/models, and behind it."""
+    one = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    if wanted:
+        if wanted != name:
+            raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
+        return one
+    return {"data": [one], "has_more": False, "first_id": name, "last_id": name}

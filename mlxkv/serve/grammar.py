@@ -1,0 +1,139 @@
+"""Replies that follow a JSON schema: llguidance's grammars, as masks over the logits of each step.
+
+llguidance is an extra: MIT, one wheel for every Python from 3.10 on (macOS arm64, Linux), no dependencies.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.serve.refusals import Refused
+
+INSTALL = "pip install 'mlxkv[schema]'"
+LONGEST = 64 << 10  # characters of a schema
+ANY_OBJECT = {"type": "object"}
+
+
+@lru_cache(1)
+def _library():
+    """llguidance, or None where it is not installed."""
+    try:
+        import llguidance
+        import llguidance.hf
+    except ImportError:
+        return None
+    return llguidance
+
+
+def of_schema(where: str, schema: object) -> str:
+    """llguidance's grammar of a JSON schema. where: the field, for errors. Raises Refused."""
+    library = _library()
+    if library is None:
+        raise Refused(
+            400,
+            f"[{where}] needs a library for grammars that this server does not have; {INSTALL}",
+            "not_installed",
+        )
+    if not isinstance(schema, dict):
+        raise Refused(400, f"[{where}] must be a JSON schema, an object", "invalid_value")
+    text = json.dumps(schema)
+    if len(text) > LONGEST:
+        raise Refused(400, f"[{where}] a schema of more than {LONGEST} characters", "invalid_value")
+    # Its words may change how grammars are read, beyond JSON schema.
+    if "x-guidance" in schema:
+        raise Refused(400, f"[{where}] x-guidance is not JSON schema", "invalid_value")
+    grammar = library.LLMatcher.grammar_from_json_schema(text)
+    wrong = library.LLMatcher.validate_grammar(grammar)
+    if wrong and not library.LLMatcher.is_validate_warning(wrong):
+        said = " ".join(wrong.split())
+        raise Refused(
+            400, f"[{where}] not a schema that can be followed: {said}"[:300], "invalid_value"
+        )
+    return grammar
+
+
+def of_format(asked: Any) -> str | None:
+    """The grammar for OpenAI's `response_format`, None for text. Raises Refused."""
+    if asked is None:
+        return None
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return of_schema("response_format", ANY_OBJECT)
+    if kind == "json_schema":
+        inner = asked.get("json_schema")
+        schema = inner.get("schema", ANY_OBJECT) if isinstance(inner, dict) else None
+        return of_schema("response_format.json_schema.schema", schema)
+    raise Refused(
+        400,
+        f"[response_format] must be an object whose type is text, json_object or json_schema; "
+        f"got {json.dumps(asked, default=str)[:80]}",
+        "invalid_value",
+    )
+
+
+class Grammars:
+    """Makes masks for one tokenizer. vocabulary: columns of the logits."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int):
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._words: Any = None
+
+    def processor(self, grammar: str, thinks: bool) -> Constraint:
+        """A logits processor for one reply. thinks: whether it begins with thinking, which is free."""
+        if self._words is None:  # some 100 ms for 150,000 tokens
+            plain = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
+            ends = sorted(self._tokenizer.eos_token_ids)
+            self._words = _library().hf.from_tokenizer(plain, self._vocabulary, ends)
+        free = tuple(self._tokenizer.think_end_tokens or ()) if thinks else ()
+        return Constraint(_library().LLMatcher(self._words, grammar), self._words.eos_tokens, free)
+
+
+class Constraint:
+    """A logits processor of mlx-lm: (tokens, logits [1, V]) -> logits, where tokens that the grammar does
+    not allow have -inf. Called once for each step, in order, so that it knows the tokens of the reply.
+
+    matcher: llguidance's, at the start. ends: tokens that end a reply, and the only ones once the grammar
+    is complete. after: the grammar begins behind these tokens, () for at once.
+    """
+
+    def __init__(self, matcher: Any, ends: list[int], after: tuple[int, ...] = ()):
+        self._matcher, self._ends, self._after = matcher, ends, after
+        self._last: list[int] = []
+        self._begun = False
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._begun:  # the first call comes behind the prompt
+            self._take(tokens[-1].item())
+        self._begun = True
+        if self._after:
+            return logits
+        allowed = self._allowed(logits.shape[-1])
+        return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
+
+    def _take(self, token: int) -> None:
+        if self._after:
+            self._last = [*self._last, token][-len(self._after) :]
+            if tuple(self._last) == self._after:
+                self._after = ()
+        elif not self._matcher.is_stopped() and token not in self._ends:
+            self._matcher.consume_token(token)
+
+    def _allowed(self, columns: int) -> np.ndarray:
+        found = np.zeros(columns, bool)
+        if not self._matcher.is_stopped():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            bits = np.unpackbits(bits, bitorder="little")[:columns].astype(bool)
+            found[: len(bits)] = bits
+        if not found.any():  # complete, or a grammar that grew beyond llguidance's limits
+            if self._matcher.is_error():
+                logging.warning(f"a grammar failed: {self._matcher.get_error()}"[:200])
+            found[self._ends] = True
+        return found

@@ -1,0 +1,130 @@
+"""What all connections share: the model, its caches, keys, and the document of /v1/kv."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm import server
+
+from mlxkv import __version__
+from mlxkv.metal.launch import backend
+from mlxkv.models.usage import window_of
+from mlxkv.serve.engine import Engine
+from mlxkv.serve.http.access import Keys
+from mlxkv.serve.http.request import Served
+from mlxkv.serve.metrics import Metrics
+from mlxkv.serve.options import ServeOptions
+
+
+class Site:
+    """What all connections share."""
+
+    def __init__(self, options: ServeOptions, engine: Engine, metrics: Metrics):
+        self.options, self.engine, self.metrics = options, engine, metrics
+        self.loaded, self.keys = engine.started(), Keys()
+        name = Path(self.loaded.name).expanduser()
+        # The name of a local folder, but not where it lies.
+        self.name = name.resolve().name if name.is_dir() else self.loaded.name
+        self.since = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+        self.fingerprint = server.get_system_fingerprint()
+        self.served = Served(
+            model=self.name,
+            kv=self.loaded.kv_name,
+            longest=self.loaded.context or 1 << 20,
+            max_tokens=options.max_tokens,
+            vocabulary=engine.vocabulary,
+        )
+
+    def kv(self, whole: bool = True) -> dict:
+        """The document of /v1/kv. whole: with numbers that depend on what all clients ask."""
+        engine, loaded = self.engine, self.loaded
+        memory, sessions, disk = engine.memory, engine.sessions, engine.sessions.disk
+        kept = None
+        if disk is not None:
+            counts = {"saved": disk.saved, "found": disk.found, "failed": disk.failed}
+            kept = {"files": len(disk.entries), "bytes": disk.nbytes, **counts}
+        own = {
+            "model": self.name,
+            "kv": loaded.kv_name,
+            "backend": backend(),
+            "version": __version__,
+            "context": loaded.context,
+            "max_tokens": self.options.max_tokens,  # of a reply whose request names none
+            # Of a sequence, its reply included, where nobody else asks: by memory and by context.
+            "longest_tokens": memory.longest(self.served.longest),
+            "exact_tokens": window_of(loaded),  # nothing is compressed in sequences up to here
+            "batched": engine.model_provider.is_batchable,
+            "processes": engine.ranks.size,  # bytes below are those of one
+            "report": loaded.report(),
+            "steps": loaded.steps,
+            "layers": [asdict(layer) for layer in loaded.layers],
+            "memory": {"bound_bytes": memory.bound},
+        }
+        if not whole:
+            return own
+        return own | {
+            # The same beside what is promised now: a request of so many tokens is admitted.
+            "safe_tokens": memory.longest(self.served.longest, beside=True),
+            "memory": {
+                "bound_bytes": memory.bound,
+                "promised_bytes": memory.promised,
+                # Of the tokens that are held, by the rule of `models.usage`; 16 bits by the same.
+                "bytes": engine.kv_bytes + sessions.bytes_in_use,
+                "bytes_fp16": engine.kv_bytes_fp16 + sessions.bytes_fp16,
+                "active_bytes": engine.kv_bytes,
+                "active_bytes_fp16": engine.kv_bytes_fp16,
+                "sessions_bytes": sessions.bytes_in_use,
+                "sessions_bytes_fp16": sessions.bytes_fp16,
+                # With room to grow; parts that sessions share count once, or (apart) each time.
+                "allocated_bytes": engine.kv_allocated + sessions.nbytes,
+                "active_allocated_bytes": engine.kv_allocated,
+                "sessions_allocated_bytes": sessions.nbytes,
+                "sessions_allocated_bytes_apart": sessions.bytes_apart,
+                "mlx_bytes": mx.get_active_memory(),  # all arrays, weights too
+            },
+            "sessions": {
+                "count": len(sessions),
+                "lookups": sessions.lookups,
+                "hits": sessions.hits,
+                "hit_rate": round(sessions.hits / max(1, sessions.lookups), 4),
+                "tokens": sessions.tokens,
+                "tokens_found": sessions.tokens_found,
+                "evicted": sessions.evicted,
+            },
+            "disk": kept,
+            "active_requests": self.metrics.active,
+        }
+
+    def about(self) -> dict:
+        """What Ollama's clients show of the model."""
+        loaded, tokenizer = self.loaded, self.loaded.tokenizer
+        arrays = [x for _, x in tree_flatten(loaded.model.parameters())]
+        return {
+            "family": str(loaded.config.get("model_type") or "unknown"),
+            "bytes": sum(x.nbytes for x in arrays),
+            # Stored in fewer bits they have fewer numbers; so this is not what a name promises.
+            "parameters": f"{sum(x.size for x in arrays) / 1e6:.1f}M numbers",
+            "kv": f"KV {loaded.kv_name}",
+            "context": self.served.longest,
+            "fingerprint": loaded.fingerprint,
+            "since": self.since,
+            "tools": bool(tokenizer.has_tool_calling),
+            "thinks": bool(tokenizer.has_thinking),
+            "template": str(getattr(tokenizer, "chat_template", None) or ""),
+        }
+
+    def gauges(self):
+        """Yield the numbers of /v1/kv for the metrics: (name, help, value)."""
+        found = self.kv()
+        yield "safe_tokens", "Of a request that is admitted now.", found["safe_tokens"]
+        for name, value in found["memory"].items():
+            yield f"kv_{name}", "Of KV caches (mlx: of all arrays).", value
+        for name, value in found["sessions"].items():
+            yield f"sessions_{name}", "Of the prompt cache.", value
+        for name, value in (found["disk"] or {}).items():
+            yield f"disk_{name}", "Of sessions on disk.", value
+        yield "wrong_keys", "API keys that were refused since the start.", self.keys.wrong
