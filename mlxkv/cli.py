@@ -21,6 +21,7 @@ from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import complete_model, resolve
 from mlxkv.run.command import run
 from mlxkv.serve.command import serve
+from mlxkv.serve.launch.command import launch
 
 
 class Commands(TyperGroup):
@@ -104,6 +105,7 @@ def demo(
 
 app.command("serve")(serve)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
+app.command("launch", context_settings={"allow_extra_args": True})(launch)
 app.command("calibrate")(calibrate)
 
 

@@ -1,0 +1,1 @@
+"""`mlxkv launch`: a coding agent with a server of ours behind it."""

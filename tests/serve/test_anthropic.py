@@ -1,0 +1,359 @@
+"""/v1/messages through Anthropic's own client: text, thinking, tools, streams, counts and errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from saying import call, saying, write_thinker
+from serving import get, send, serving, settled
+
+from mlxkv.serve.apis import anthropic as api
+from mlxkv.serve.http.request import Served
+from mlxkv.serve.refusals import Refused
+
+anthropic = pytest.importorskip("anthropic")
+
+WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
+TOOL = {
+    "name": "weather",
+    "description": "The weather of some days.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
+SERVED = Served("m", "int4", longest=1000, max_tokens=512, vocabulary=260)
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return [""]
+
+
+@pytest.fixture(scope="module")
+def running(said, tmp_path_factory):
+    folder = write_thinker(tmp_path_factory.mktemp("anthropic") / "caller")
+    with saying(folder, said) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def ask(client):
+    def create(messages=ASK, **more):
+        asked = {"model": "caller", "max_tokens": 200} | more
+        return client.messages.create(messages=messages, **asked)
+
+    return create
+
+
+def test_text_and_its_counts(ask, said):
+    said[0] = "It rains."
+    found = ask(system="Be brief.")
+    assert [(block.type, block.text) for block in found.content] == [("text", "It rains.")]
+    assert (found.role, found.model, found.type) == ("assistant", "caller", "message")
+    assert found.stop_reason == "end_turn" and found.stop_sequence is None
+    usage = found.usage
+    whole = usage.input_tokens + usage.cache_read_input_tokens
+    assert usage.output_tokens == len("It rains.") + 1 and whole > 30
+    again = ask(system="Be brief.")
+    assert again.usage.cache_read_input_tokens == whole - 1  # one token has to be read
+    assert again.usage.input_tokens == 1
+
+
+def test_a_call_its_answer_and_the_reply(ask, said):
+    said[0] = "Let me look. " + call(WEATHER)
+    found = ask(tools=[TOOL])
+    assert found.stop_reason == "tool_use"
+    text, use = found.content
+    assert text.text.strip() == "Let me look."
+    assert (use.type, use.name, use.input) == ("tool_use", "weather", WEATHER["arguments"])
+    assert use.id.startswith("toolu_")
+    said[0] = "It rains."
+    answer = {"type": "tool_result", "tool_use_id": use.id, "content": "rain"}
+    chat = [
+        *ASK,
+        {"role": "assistant", "content": found.content},
+        {"role": "user", "content": [answer]},
+    ]
+    then = ask(chat, tools=[TOOL])
+    assert then.content[0].text == "It rains." and then.stop_reason == "end_turn"
+    # What the model wrote is found again, up to the space that the template puts in JSON elsewhere.
+    assert then.usage.cache_read_input_tokens > found.usage.input_tokens
+
+
+def test_the_events_of_a_stream(client, said):
+    said[0] = "<think>Oslo lies north.</think>Two. " + call(WEATHER, WEATHER)
+    with client.messages.stream(
+        model="caller", max_tokens=300, messages=ASK, tools=[TOOL]
+    ) as stream:
+        events = [one.type for one in stream]
+        final = stream.get_final_message()
+    kinds = [block.type for block in final.content]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+    assert final.content[0].thinking == "Oslo lies north."
+    assert final.content[1].text.strip() == "Two."
+    assert [one.input for one in final.content[2:]] == 2 * [WEATHER["arguments"]]
+    assert final.stop_reason == "tool_use" and final.usage.output_tokens > 40
+    assert events[0] == "message_start" and events[-1] == "message_stop"
+    assert events.count("content_block_start") == events.count("content_block_stop") == 4
+
+
+def wire(server, **body) -> list[dict]:
+    """The events of a stream as they come, whose names are those of their data."""
+    asked = {"model": "caller", "max_tokens": 200, "messages": ASK, "stream": True} | body
+    status, headers, data = send(server, "POST", "/v1/messages?beta=true", asked)
+    assert status == 200 and headers["Content-Type"].startswith("text/event-stream")
+    out = []
+    for one in data.decode().strip().split("\n\n"):
+        name, line = one.split("\n")
+        out.append(json.loads(line.removeprefix("data: ")))
+        assert name == f"event: {out[-1]['type']}"
+    return out
+
+
+def test_the_order_on_the_wire(running, said):
+    said[0] = "<think>So.</think>Yes." + call(WEATHER)
+    found = [one for one in wire(running, tools=[TOOL]) if one["type"] != "ping"]
+    kinds = []
+    for one in found:
+        kind = (one["type"], (one.get("delta") or {}).get("type"), one.get("index"))
+        kinds += [kind] if kinds[-1:] != [kind] else []
+    delta, start, stop = "content_block_delta", "content_block_start", "content_block_stop"
+    assert kinds == [
+        ("message_start", None, None),
+        (start, None, 0),
+        (delta, "thinking_delta", 0),
+        (delta, "signature_delta", 0),
+        (stop, None, 0),
+        (start, None, 1),
+        (delta, "text_delta", 1),
+        (stop, None, 1),
+        (start, None, 2),
+        (delta, "input_json_delta", 2),
+        (stop, None, 2),
+        ("message_delta", None, None),
+        ("message_stop", None, None),
+    ]
+    assert found[0]["message"]["usage"]["output_tokens"] == 0
+    last = found[-2]
+    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert last["usage"]["output_tokens"] > 10 and last["kv"]["preset"] == "int4"
+
+
+def test_stops(ask, said):
+    said[0] = "one two three"
+    found = ask(stop_sequences=["five", " two"])
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", " two")
+    assert found.content[0].text == "one"
+    found = ask(max_tokens=3)
+    assert found.stop_reason == "max_tokens" and found.content[0].text == "one"
+
+
+def test_what_an_assistant_began_goes_on(ask, said):
+    said[0] = " rains."
+    found = ask([*ASK, {"role": "assistant", "content": "It"}])
+    assert found.content[0].text == " rains."
+
+
+def test_an_empty_reply_has_no_blocks(ask, said):
+    said[0] = ""
+    found = ask()
+    assert found.content == [] and found.stop_reason == "end_turn"
+
+
+def test_tokens_are_counted_as_prompts_are(client, ask, said):
+    said[0] = "x"
+    asked = {"system": "Be brief.", "tools": [TOOL], "messages": ASK}
+    count = client.messages.count_tokens(model="caller", **asked).input_tokens
+    usage = ask(**asked).usage
+    assert count == usage.input_tokens + usage.cache_read_input_tokens
+    long = [{"role": "user", "content": "a" * 5000}]  # beyond the context: counted all the same
+    assert client.messages.count_tokens(model="caller", messages=long).input_tokens > 5000
+
+
+def test_errors_in_its_shape(client, running, ask):
+    with pytest.raises(anthropic.NotFoundError) as found:
+        ask(model="qwen3-4b")
+    assert found.value.body["error"]["type"] == "not_found_error"
+    assert "choose 'caller'" in found.value.body["error"]["message"]
+    with pytest.raises(anthropic.BadRequestError, match="temperature"):
+        ask(extra_body={"temperature": -1})
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.0.*image"):
+        ask([{"role": "user", "content": [image]}])
+    with pytest.raises(anthropic.BadRequestError, match="web_search_20250305 runs on Anthropic"):
+        ask(tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+        ask(tools=[TOOL], tool_choice={"type": "any"})
+    with pytest.raises(anthropic.BadRequestError, match="context"):
+        ask([{"role": "user", "content": "a" * 5000}])
+    status, _, data = send(running, "GET", "/v1/messages")
+    assert status == 405 and json.loads(data)["type"] == "error"
+
+
+def test_a_fault_in_a_stream_is_an_event(running, said, monkeypatch):
+    from mlx_lm import server as lm_server
+
+    def broken(*args):
+        raise KeyError("arguments")
+
+    monkeypatch.setattr(lm_server.ToolCallFormatter, "__call__", broken)
+    said[0] = "Yes."
+    found = wire(running)
+    assert found[-1]["type"] == "error" and found[-1]["error"]["type"] == "api_error"
+    assert "KeyError" in found[-1]["error"]["message"]
+    assert settled(running)["memory"]["promised_bytes"] == 0
+
+
+def test_models_in_its_shape(client):
+    (one,) = client.models.list().data
+    assert one.id == "caller" == client.models.retrieve("caller").id
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_tools_are_not_offered_where_none_is_wanted(client):
+    count = client.messages.count_tokens
+    asked = {"model": "caller", "messages": ASK}
+    none = count(**asked, tools=[TOOL], tool_choice={"type": "none"}).input_tokens
+    assert none == count(**asked).input_tokens < count(**asked, tools=[TOOL]).input_tokens
+
+
+def test_either_header_has_the_key(model_folder):
+    with serving(model_folder, api_key=["secret"]) as server:
+        body = {"model": "random", "max_tokens": 2, "messages": ASK}
+        right = {"x-api-key": "secret"}, {"Authorization": "Bearer secret"}
+        for headers in right:
+            assert send(server, "POST", "/v1/messages", body, headers)[0] == 200
+        for headers in ({"x-api-key": "wrong"}, {}, {"x-api-key": "secret", "Authorization": "x"}):
+            status, _, data = send(server, "POST", "/v1/messages", body, headers)
+            assert status == 401 and json.loads(data)["error"]["type"] == "authentication_error"
+        assert send(server, "GET", "/api/tags")[0] == 401
+        with anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError):
+                client.messages.create(**body)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/api/chat"])
+def test_what_holds_for_other_routes_holds_here(running, path):
+    port = running.server_address[1]
+    elsewhere = {"Origin": "https://example.com"}
+    assert send(running, "POST", path, {}, elsewhere)[0] == 403
+    rebound = {"Host": f"evil.example:{port}"}
+    assert send(running, "POST", path, {}, rebound)[0] == 403
+    assert send(running, "POST", path, b"{" * 70)[0] == 400
+    assert send(running, "POST", path, b"[" * 70000)[0] == 400
+    assert get(running, "/health") == {"status": "ok"}
+
+
+def request(**body):
+    return api.request_of({"messages": ASK} | body, SERVED)
+
+
+def test_blocks_become_messages():
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "c"},
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "content": [{"type": "text", "text": "d"}],
+                },
+                {"type": "tool_result", "tool_use_id": "t2", "content": "e", "is_error": True},
+                {"type": "text", "text": "f"},
+            ],
+        },
+        {"role": "user", "content": "g"},
+    ]
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: 7"},
+        {"type": "text", "text": "s"},
+    ]
+    found = request(messages=chat, system=system).messages
+    assert found == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "c",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {
+                    "id": "t1",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": '{"x": 1}'},
+                }
+            ],
+        },
+        {"role": "tool", "content": "d", "tool_call_id": "t1"},
+        {"role": "tool", "content": "Error: e", "tool_call_id": "t2"},
+        {"role": "user", "content": "f\n\ng"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "wanted"),
+    [("enabled", True), ("adaptive", True), ("disabled", False)],
+)
+def test_thinking_is_told_to_the_template(thinking, wanted):
+    found = request(thinking={"type": thinking}).chat_template_kwargs
+    assert found == {"enable_thinking": wanted} and request().chat_template_kwargs is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": ["a"]}, "messages.0"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content"),
+        ({"system": 7}, "system"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequence": ["a"]}, "stop_sequence"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.name"),
+        ({"thinking": {"type": "much"}}, "thinking.type"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_k": "a"}, "top_k"),
+    ],
+)
+def test_fields_are_named(body, field):
+    with pytest.raises(Refused) as found:
+        request(**body)
+    assert found.value.status == 400 and found.value.message.startswith(f"[{field}]")
+
+
+def test_new_fields_of_its_clients_are_dropped():
+    assert request(context_hints=1, betas=["x"], metadata={"user_id": "u"}) == request()
+
+
+def test_a_reply_is_cut_to_what_memory_holds(model_folder):
+    """Coding agents ask for 32,000 tokens each time. What would never fit is refused all the same."""
+    with serving(model_folder, kv="fp16", kv_memory="600KB") as server:
+        most = get(server, "/v1/kv")["longest_tokens"]
+        assert most < 2000
+        body = {"model": "random", "max_tokens": 32000, "messages": ASK}
+        with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+            found = client.messages.create(**body, timeout=100)
+            assert found.usage.input_tokens + found.usage.output_tokens == most
+            assert found.stop_reason == "max_tokens"
+            with pytest.raises(anthropic.InternalServerError, match="kv-memory") as refused:
+                client.messages.create(
+                    **body | {"messages": [{"role": "user", "content": "a" * (most + 9)}]}
+                )
+            assert refused.value.status_code == 503

@@ -1,0 +1,64 @@
+"""Servers whose model says what a test has written down: no embedded model calls tools, and none thinks.
+
+The sampler is scripted; templates, parsers, caches and all that reads and writes requests are real.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm import server as lm_server
+from random_model import write_model
+from serving import serving
+
+from mlxkv.serve.run import Server
+
+# mlx-lm finds its parser by the words of the template.
+TEMPLATE = (
+    "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set tool_call = c.function %}"
+    '<tool_call>\n{"name": {{ tool_call.name | tojson }}, '
+    '"arguments": {{ tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def call(*functions: dict) -> str:
+    """What a model writes to call tools."""
+    return "".join(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in functions)
+
+
+def write_thinker(folder: Path, **changes) -> Path:
+    """A random model whose tokenizer knows <think> and </think>, and whose template calls tools."""
+    write_model(folder, template=TEMPLATE, **changes)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokenizer["added_tokens"] += [
+        {"id": 258 + i, "content": word, "special": False, **plain}
+        for i, word in enumerate(("<think>", "</think>"))
+    ]
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+@contextmanager
+def saying(folder: Path, said: list[str], **options) -> Iterator[Server]:
+    """A server whose next reply is `said[0]`."""
+
+    def scripted(args, tokenizer):
+        left = [*tokenizer.encode(said[0], add_special_tokens=False), tokenizer.eos_token_id]
+        return lambda logprobs: mx.array([left.pop(0) if left else tokenizer.eos_token_id])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_server, "_make_sampler", scripted)
+        with serving(folder, **options) as server:
+            yield server
