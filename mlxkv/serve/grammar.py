@@ -17,6 +17,7 @@ from mlxkv.serve.refusals import Refused
 
 INSTALL = "pip install 'mlxkv[schema]'"
 LONGEST = 64 << 10  # characters of a schema
+SPACES = r"\n?[ \t]{0,16}"  # between tokens of JSON: without a bound models write them for ever
 ANY_OBJECT = {"type": "object"}
 
 
@@ -48,10 +49,11 @@ def of_schema(where: str, schema: object) -> str:
     # Its words may change how grammars are read, beyond JSON schema.
     if "x-guidance" in schema:
         raise Refused(400, f"[{where}] x-guidance is not JSON schema", "invalid_value")
-    grammar = library.LLMatcher.grammar_from_json_schema(text)
-    wrong = library.LLMatcher.validate_grammar(grammar)
-    if wrong and not library.LLMatcher.is_validate_warning(wrong):
-        said = " ".join(wrong.split())
+    spaces = {"whitespace_flexible": True, "whitespace_pattern": SPACES}
+    grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=spaces)
+    wrong, words = library.LLMatcher.validate_grammar_with_warnings(grammar)
+    if wrong:
+        said = " ".join(" ".join(words).split())
         raise Refused(
             400, f"[{where}] not a schema that can be followed: {said}"[:300], "invalid_value"
         )

@@ -18,6 +18,7 @@ from serving import serving
 
 from mlxkv.serve.run import Server
 
+ROOT = Path(__file__).parents[2]
 # mlx-lm finds its parser by the words of the template.
 TEMPLATE = (
     "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
@@ -36,18 +37,36 @@ def call(*functions: dict) -> str:
     return "".join(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in functions)
 
 
-def write_thinker(folder: Path, **changes) -> Path:
-    """A random model whose tokenizer knows <think> and </think>, and whose template calls tools."""
-    write_model(folder, template=TEMPLATE, **changes)
+def write_thinker(folder: Path, words: int = 0, **changes) -> Path:
+    """A random model whose tokenizer knows <think> and </think>, and whose template calls tools. words: tokens
+    of several letters, so that long prompts have fewer tokens than bytes."""
+    write_model(folder, template=TEMPLATE, vocab_size=260 + words, **changes)
     path = folder / "tokenizer.json"
+    if words:
+        _learn(path, words)
     tokenizer = json.loads(path.read_text())
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer["added_tokens"] += [
-        {"id": 258 + i, "content": word, "special": False, **plain}
+        {"id": 258 + words + i, "content": word, "special": False, **plain}
         for i, word in enumerate(("<think>", "</think>"))
     ]
     path.write_text(json.dumps(tokenizer))
     return folder
+
+
+def _learn(path: Path, words: int) -> None:
+    """Give a tokenizer of bytes merges, from the project's own pages."""
+    from tokenizers import AddedToken, Tokenizer, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer.from_file(str(path))
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + words,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")], trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
+    tokenizer.save(str(path))
 
 
 @contextmanager

@@ -1,0 +1,193 @@
+"""`mlxkv launch` with programs that note how they were started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import get, serving, until
+
+from mlxkv.cli import main
+from mlxkv.serve.launch import server as servers
+from mlxkv.serve.launch.tools import TOOLS
+
+ROOT = Path(__file__).parents[2]
+# Asks the server that it was pointed at, as the real one would, and notes what it was given.
+FAKE = """#!{python}
+import json, os, sys
+from urllib.request import ProxyHandler, Request, build_opener
+env = dict(os.environ)
+url = env.get("ANTHROPIC_BASE_URL") or {url!r}
+key = env.get("ANTHROPIC_AUTH_TOKEN") or env["MLXKV_API_KEY"]
+if "opencode" in sys.argv[0]:
+    config = json.loads(env["OPENCODE_CONFIG_CONTENT"])
+    url = config["provider"]["mlxkv"]["options"]["baseURL"].removesuffix("/v1")
+if "codex" in sys.argv[0]:
+    (url,) = [x.split("=", 1)[1] for x in sys.argv if "base_url" in x]
+    url = json.loads(url).removesuffix("/v1")
+ask = Request(url + "/v1/models", headers={{"Authorization": "Bearer " + key}})
+with build_opener(ProxyHandler({{}})).open(ask) as response:
+    models = [one["id"] for one in json.load(response)["data"]]
+with open({out!r}, "w") as file:
+    json.dump({{"env": env, "args": sys.argv[1:], "models": models, "url": url}}, file)
+sys.exit({code})
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Makes executables of these names; calling the result reads what the last one noted."""
+    folder, out = tmp_path / "bin", tmp_path / "noted.json"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("MLXKV_API_KEY", raising=False)
+
+    def make(name: str, code: int = 0):
+        path = folder / name
+        path.write_text(FAKE.format(python=sys.executable, url="", out=str(out), code=code))
+        path.chmod(0o755)
+        return lambda: json.loads(out.read_text())
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def running(model_folder):
+    with serving(model_folder, api_key=["secret"]) as server:
+        yield server
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_program_finds_the_server(tool, fake, running, monkeypatch, capfd):
+    noted = fake(TOOLS[tool].program, code=3)
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "elsewhere")
+    args = ["launch", tool, "--url", running.url + "/v1", "--api-key", "secret"]
+    assert main([*args, "--", "-p", "hi there", "--model", "x"]) == 3
+    found = noted()
+    assert found["models"] == ["random"] and found["url"] == running.url
+    assert found["args"][-4:] == ["-p", "hi there", "--model", "x"]
+    assert ("ANTHROPIC_API_KEY" in found["env"]) == (tool != "claude")
+
+
+def test_what_claude_is_told(fake, running):
+    noted = fake("claude")
+    assert main(["launch", "claude", "--url", running.url, "--api-key", "secret"]) == 0
+    env, longest = (
+        noted()["env"],
+        get(running, "/v1/kv", Authorization="Bearer secret")["longest_tokens"],
+    )
+    models = [
+        value for name, value in env.items() if name.startswith("ANTHROPIC") and "MODEL" in name
+    ]
+    assert models == 4 * ["random"]
+    assert env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == str(longest) == "2048"
+    assert env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "512"
+
+
+def test_a_dry_run_starts_nothing_and_shows_no_key(fake, running, capfd):
+    fake("codex", code=9)
+    args = [
+        "launch",
+        "codex",
+        "--url",
+        running.url,
+        "--api-key",
+        "secret",
+        "--dry-run",
+        "--",
+        "a b",
+    ]
+    assert main(args) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "export MLXKV_API_KEY=..." in lines and "secret" not in "".join(lines)
+    assert lines[-1].startswith("codex -c ") and lines[-1].endswith(" 'a b'")
+    assert main(["launch", "opencode", "-m", "qwen3-4b", "--kv", "int8", "--dry-run"]) == 0
+    out = capfd.readouterr()
+    assert out.out.splitlines()[0] == "mlxkv serve --model qwen3-4b --kv int8 --port 8080"
+    assert '"model": "mlxkv/qwen3-4b"' in out.out and "npm install -g opencode-ai" in out.err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["nope"], 2, "[launch] no such program; got 'nope'; choose from claude, opencode, codex"),
+        (["codex"], 1, "[launch] codex is not installed; npm install -g @openai/codex"),
+        (["claude", "--url", "ftp://x"], 2, "[--url] must begin with http:// or https://"),
+        (["claude", "--url", "http://127.0.0.1:9"], 1, "[--url] no server of mlxkv answers"),
+        (
+            ["claude", "--url", "http://x", "-m", "tiny"],
+            2,
+            "[--url] its server has a model already",
+        ),
+        (["claude", "--kv", "int8"], 2, "[--model] needed to start a server"),
+        (["claude", "-m", "nonsense"], 2, "nonsense"),
+        (["claude", "-m", "tiny", "--serve", "'"], 2, "[--serve] No closing quotation"),
+        (["claude"], 2, "[--model] needed to start a server; got none"),
+    ],
+)
+def test_bad_input_is_one_line(args, code, said, fake, monkeypatch, capfd):
+    fake("claude")
+    monkeypatch.setattr("mlxkv.serve.launch.run.USUAL", "http://127.0.0.1:9")
+    assert main(["launch", *args]) == code
+    (line,) = capfd.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_wrong_key_is_told(fake, running, capfd):
+    fake("claude")
+    assert main(["launch", "claude", "--url", running.url, "--api-key", "wrong"]) == 2
+    assert "[--api-key]" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_of_its_own_lives_as_long(fake, model_folder, monkeypatch, without_torch, capfd):
+    """With a key that nobody else has, on a port of its own; ended when the program has."""
+    noted = fake("claude", code=5)
+    started = []
+    plain = servers.Own.__init__
+
+    def watched(self, options):
+        plain(self, options)
+        started.append(self._process)
+
+    monkeypatch.setattr(servers.Own, "__init__", watched)
+    assert main(["launch", "claude", "-m", str(model_folder), "--serve", "--kv-memory 64MB"]) == 5
+    found = noted()
+    assert found["models"] == ["random"] and len(found["env"]["ANTHROPIC_AUTH_TOKEN"]) > 20
+    (server,) = started
+    assert server.returncode == 0
+    assert servers.ask(found["url"], found["env"]["ANTHROPIC_AUTH_TOKEN"]) is None
+    # One that cannot start is told in its own words.
+    assert main(["launch", "claude", "-m", str(model_folder), "--serve", "--batch 0"]) == 1
+    assert "[--batch] must be at least 1" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_for_the_program(fake, running, tmp_path):
+    """It may go on; SIGTERM ends it, and with it the launcher."""
+    fake("claude")
+    said = tmp_path / "said"
+    (tmp_path / "bin" / "claude").write_text(
+        f"#!{sys.executable}\nimport signal, time\n"
+        f"out = open({str(said)!r}, 'w', 1)\n"
+        "signal.signal(signal.SIGINT, lambda *_: out.write('int\\n'))\n"
+        "out.write('ready\\n')\n"
+        "while True: time.sleep(0.05)\n"
+    )
+    command = [sys.executable, "-m", "mlxkv", "launch", "claude", "--url", running.url]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MLXKV_API_KEY": "secret"}
+    launched = subprocess.Popen(command, env=env, start_new_session=True)
+    try:
+        until(lambda: said.exists() and "ready" in said.read_text())
+        os.killpg(launched.pid, signal.SIGINT)  # as a terminal sends it
+        until(lambda: "int" in said.read_text())
+        assert launched.poll() is None
+        launched.send_signal(signal.SIGTERM)
+        assert launched.wait(60) == 128 + signal.SIGTERM
+    finally:
+        launched.poll() is None and os.killpg(launched.pid, signal.SIGKILL)

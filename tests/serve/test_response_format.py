@@ -1,0 +1,235 @@
+"""Replies that follow a JSON schema: alone, in batches, behind thinking, and refused without the library."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import pytest
+from saying import write_thinker
+from serving import get, post, refused, serving
+
+from mlxkv.serve import grammar
+from mlxkv.serve.refusals import Refused
+
+CHAT = "/v1/chat/completions"
+ASK = [{"role": "user", "content": "Describe a person."}]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "enum": ["Ada", "Grace", "Søren"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+@pytest.fixture(scope="module")
+def library():
+    return pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def server(library, tmp_path_factory):
+    """A random model: what it says follows a schema because it has to."""
+    folder = write_thinker(tmp_path_factory.mktemp("format") / "random", words=200)
+    with serving(folder) as server:
+        yield server
+
+
+def valid(text: str) -> dict:
+    found = json.loads(text)
+    assert set(found) == {"name", "age", "tags"} and found["name"] in ("Ada", "Grace", "Søren")
+    assert type(found["age"]) is int and 0 <= found["age"] <= 120
+    assert 1 <= len(found["tags"]) <= 3 and all(type(one) is bool for one in found["tags"])
+    return found
+
+
+def content(found: dict) -> str:
+    (choice,) = found["choices"]
+    assert choice["finish_reason"] == "stop", found
+    return choice["message"]["content"]
+
+
+def test_a_reply_follows_the_schema(server):
+    free = post(server, CHAT, messages=ASK, max_tokens=60)["choices"][0]["message"]["content"]
+    with pytest.raises(ValueError):
+        json.loads(free)  # it would not by itself
+    found = post(server, CHAT, messages=ASK, response_format=FORMAT, max_tokens=600)
+    valid(content(found))
+    # The same again from the cache, and drawn at a temperature.
+    assert content(
+        post(server, CHAT, messages=ASK, response_format=FORMAT, max_tokens=600)
+    ) == content(found)
+    drawn = [
+        valid(
+            content(
+                post(
+                    server,
+                    CHAT,
+                    messages=ASK,
+                    response_format=FORMAT,
+                    max_tokens=600,
+                    temperature=1.5,
+                    seed=seed,
+                )
+            )
+        )
+        for seed in range(5)
+    ]
+    assert len({json.dumps(one) for one in drawn}) > 1
+
+
+def test_in_a_batch_each_has_its_own(server):
+    """Some follow schemas, each its own, others are free: all say what they say alone."""
+
+    def ask(i: int):
+        schema = {
+            "type": "object",
+            "properties": {f"k{i}": {"type": "integer"}},
+            "required": [f"k{i}"],
+            "additionalProperties": False,
+        }
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        if i % 3 == 2:
+            return post(server, CHAT, messages=ASK, max_tokens=40)["choices"][0]["message"][
+                "content"
+            ]
+        return content(
+            post(
+                server,
+                CHAT,
+                messages=[*ASK, *ASK][: 1 + i % 2],
+                max_tokens=1000,
+                response_format=form,
+            )
+        )
+
+    alone = [ask(i) for i in range(9)]
+    for i in (0, 1, 3, 4, 6, 7):
+        assert list(json.loads(alone[i])) == [f"k{i}"]
+    with ThreadPoolExecutor(9) as pool:
+        assert list(pool.map(ask, range(9))) == alone
+
+
+def test_any_object_and_the_other_apis(server):
+    found = post(
+        server,
+        CHAT,
+        messages=ASK,
+        response_format={"type": "json_object"},
+        max_tokens=600,
+        temperature=1,
+        seed=3,
+    )
+    if found["choices"][0]["finish_reason"] == "stop":
+        assert isinstance(json.loads(content(found)), dict)
+    else:  # a random model may write strings without an end
+        assert found["choices"][0]["message"]["content"].lstrip().startswith("{")
+    said = post(
+        server, "/api/chat", messages=ASK, format=PERSON, stream=False, options={"num_predict": 600}
+    )
+    valid(said["message"]["content"])
+    form = {"format": {"type": "json_schema", "schema": PERSON}}
+    said = post(server, "/v1/messages", messages=ASK, output_config=form, max_tokens=600)
+    valid(said["content"][0]["text"])
+    form = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
+    said = post(
+        server, "/v1/responses", input="Describe a person.", text=form, max_output_tokens=600
+    )
+    valid(said["output"][0]["content"][0]["text"])
+    plain = post(server, CHAT, messages=ASK, response_format={"type": "text"}, max_tokens=9)
+    assert plain["choices"][0]["message"]["content"]
+
+
+def test_stops_and_lengths_end_it_early(server):
+    found = post(server, CHAT, messages=ASK, response_format=FORMAT, max_tokens=5)
+    assert found["choices"][0]["finish_reason"] == "length"
+    found = post(server, CHAT, messages=ASK, response_format=FORMAT, stop="age", max_tokens=600)
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert "age" not in found["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (7, "response_format"),
+        ({"type": "xml"}, "response_format"),
+        ({"type": "json_schema"}, "must be a JSON schema"),
+        ({"type": "json_schema", "json_schema": {"schema": 7}}, "must be a JSON schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}, "not a schema"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"$ref": "https://example.com/x"}}},
+            "not a schema",
+        ),
+        ({"type": "json_schema", "json_schema": {"schema": {"x-guidance": {}}}}, "x-guidance"),
+        ({"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 70000]}}}, "characters"),
+    ],
+)
+def test_what_is_no_schema_is_refused(server, form, said):
+    assert said in refused(server, 400, CHAT, messages=ASK, response_format=form)["message"]
+    assert get(server, "/health") == {"status": "ok"}
+
+
+def test_without_the_library_it_is_refused(monkeypatch):
+    monkeypatch.setattr(grammar, "_library", lambda: None)
+    with pytest.raises(Refused, match=r"pip install 'mlxkv\[schema\]'") as found:
+        grammar.of_format(FORMAT)
+    assert found.value.status == 400 and found.value.code == "not_installed"
+    assert grammar.of_format({"type": "text"}) is None and grammar.of_format(None) is None
+
+
+class Plain:
+    """A tokenizer's matcher that allows one token after the other."""
+
+    def __init__(self, *wanted: int):
+        self.wanted, self.taken = list(wanted), []
+
+    def is_stopped(self) -> bool:
+        return len(self.taken) == len(self.wanted)
+
+    def is_error(self) -> bool:
+        return False
+
+    def consume_token(self, token: int) -> None:
+        assert token == self.wanted[len(self.taken)]
+        self.taken.append(token)
+
+    def compute_bitmask(self) -> bytes:
+        return (1 << self.wanted[len(self.taken)]).to_bytes(8, "little")
+
+
+def allowed(logits: mx.array) -> list[int]:
+    return [i for i, x in enumerate(logits[0].tolist()) if x > -1e30]
+
+
+def test_thinking_is_free_and_what_follows_is_not():
+    mask = grammar.Constraint(Plain(9, 11), ends=[2], after=(5, 6))
+    logits, seen = mx.zeros((1, 40)), [1, 2, 3]
+    found = []
+    for token in (None, 7, 5, 5, 6, 9, 11, 2, 0):
+        seen += [] if token is None else [token]
+        found.append(allowed(mask(mx.array(seen), logits)))
+    # The prompt, three tokens of thinking, its end, the two of the grammar, the end, and one step too many.
+    assert [len(one) for one in found[:4]] == 4 * [40]
+    assert found[4:] == [[9], [11], [2], [2], [2]]
+
+
+def test_a_grammar_that_fails_ends_the_reply(caplog):
+    class Broken(Plain):
+        def is_error(self):
+            return True
+
+        def get_error(self):
+            return "too complex"
+
+        def compute_bitmask(self):
+            return bytes(8)
+
+    mask = grammar.Constraint(Broken(9), ends=[2, 3])
+    assert allowed(mask(mx.array([1]), mx.zeros((1, 40)))) == [2, 3]
+    assert "too complex" in caplog.text
