@@ -27,16 +27,17 @@ def test_so_many_are_admitted_and_one_more_is_not(model_folder, kv):
 
 @pytest.mark.parametrize("kv", ["fp16", "int4"])
 def test_what_others_were_promised_is_not_safe(model_folder, kv):
-    with serving(model_folder, kv=kv, kv_memory="4MB", timeout=60) as server:
+    bound = {"fp16": "5000KB", "int4": "1MB"}[kv]
+    with serving(model_folder, kv=kv, kv_memory=bound, timeout=60) as server:
         with asking(server, **ENDLESS | {"prompt": "b" * 200, "stream": True}):
             until(lambda: get(server, "/v1/kv")["memory"]["promised_bytes"])
             busy = get(server, "/v1/kv")
             assert busy["longest_tokens"] == 2048
             most = busy["safe_tokens"]
             complete(server, "a" * (most - 2), 2)  # admitted at once
-            if most < 2048:
-                error = refused(server, 503, prompt="a" * (most - 2), max_tokens=3)
-                assert error["code"] == "kv_memory_busy"
+            assert 100 < most < 2048
+            error = refused(server, 503, prompt="a" * (most - 2), max_tokens=3)
+            assert error["code"] == "kv_memory_busy"
 
 
 def test_only_the_operator_sees_what_others_leave(model_folder):
