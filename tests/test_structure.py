@@ -77,7 +77,8 @@ def test_frameworks_stay_in_their_rooms():
 
 
 @pytest.mark.parametrize(
-    "command", ["", "presets", "models", "chat", "demo", "calibrate", "eval", "serve", "run"]
+    "command",
+    ["", "presets", "models", "chat", "demo", "calibrate", "eval", "serve", "run", "launch"],
 )
 def test_help_loads_no_framework(command):
     code = f"import sys; from mlxkv.cli import main; main('{command} --help'.split())"

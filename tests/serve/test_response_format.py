@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
+from mlx_lm import server as lm_server
 from saying import write_thinker
 from serving import get, post, refused, serving
 
@@ -152,6 +153,37 @@ def test_stops_and_lengths_end_it_early(server):
     found = post(server, CHAT, messages=ASK, response_format=FORMAT, stop="age", max_tokens=600)
     assert found["choices"][0]["finish_reason"] == "stop"
     assert "age" not in found["choices"][0]["message"]["content"]
+
+
+def test_outside_of_batches(library, gemma_folder):
+    """Models whose caches do not join serve requests one by one."""
+    with serving(gemma_folder) as server:
+        assert not get(server, "/v1/kv")["batched"]
+        found = post(server, CHAT, messages=ASK, response_format=FORMAT, max_tokens=900)
+        valid(content(found))
+
+
+def test_behind_thinking_in_a_server(library, tmp_path, monkeypatch):
+    """The thought is what the model likes; the reply behind it is not."""
+    folder = write_thinker(tmp_path / "thinker", words=200)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    end = "<s>assistant\n{% endif %}"
+    assert settings["chat_template"].endswith(end)
+    settings["chat_template"] = (
+        settings["chat_template"].removesuffix("{% endif %}") + "<think>{% endif %}"
+    )
+    path.write_text(json.dumps(settings))
+
+    def thinks(args, tokenizer):
+        left = [*tokenizer.encode("Well, {]", add_special_tokens=False), tokenizer.think_end_id]
+        return lambda logprobs: mx.array([left.pop(0)]) if left else mx.argmax(logprobs, axis=-1)
+
+    monkeypatch.setattr(lm_server, "_make_sampler", thinks)
+    with serving(folder) as server:
+        found = post(server, CHAT, messages=ASK, response_format=FORMAT, max_tokens=600)
+    assert found["choices"][0]["message"]["reasoning"] == "Well, {]"
+    valid(content(found))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_any_bytes_are_refused_as_a_body(raw):
         ("logit_bias", {"1": 1e300}),
         ("stream", 1),
         ("top_logprobs", 12),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("n", True),
         ("kv", "int8"),
         ("kv", ["int4"]),

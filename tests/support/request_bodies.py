@@ -31,7 +31,7 @@ FIELDS = (
     *request.NUMBERS,
     *request.ONLY,
     *("model", "stream", "stream_options", "stop", "logprobs", "top_logprobs", "logit_bias"),
-    *("prompt", "messages", "tools", "chat_template_kwargs", "user"),
+    *("prompt", "messages", "tools", "chat_template_kwargs", "user", "response_format"),
 )
 GOOD = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).flatmap(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from email.message import Message
 from email.utils import formatdate
 from urllib.parse import unquote
@@ -172,7 +174,8 @@ class Handler(Completion):
         elif path == routes.COUNT:
             asked = anthropic.count(body, site.served)
             more = asked.chat_template_kwargs, asked.continue_final_message
-            count = site.engine.count(asked.messages, asked.tools, *more)
+            with self._admitted():
+                count = site.engine.count(asked.messages, asked.tools, *more)
             self._send_json({"input_tokens": count})
         else:
             speaker = routes.REPLIES[path](body, site.served)
@@ -219,15 +222,23 @@ class Handler(Completion):
             raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
         self._send_json(one if wanted else {"object": "list", "data": [one]})
 
-    def _reply(self, request: Request, speaker: Speaker | None = None) -> None:
-        """Write the reply to a request, if it is not one too many. speaker: of another API than OpenAI's."""
-        self.speaker = speaker
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """One of the requests in progress, if it is not one too many. Raises Refused."""
         limit, metrics = self.site.options.max_requests, self.site.metrics
         metrics.add(active=1)
         try:
             if metrics.active > limit:
                 others = metrics.active - 1
                 raise Refused(429, f"[--max-requests] {others} under way", "busy", retry=1)
+            yield
+        finally:
+            metrics.add(active=-1)
+
+    def _reply(self, request: Request, speaker: Speaker | None = None) -> None:
+        """Write the reply to a request. speaker: of another API than OpenAI's."""
+        self.speaker = speaker
+        with self._admitted():
             caller = self._caller(request)
             if speaker is None:
                 self.complete(request, caller, self.site.name)
@@ -236,8 +247,6 @@ class Handler(Completion):
             Dictation(speaker, self.system_fingerprint, self.created).take(caller)
             if not speaker.streams:
                 self._send_json(speaker.document())
-        finally:
-            metrics.add(active=-1)
 
     def _caller(self, request: Request) -> Caller:
         whose = tenant(self._key, request.user, request.cache_salt)
