@@ -342,8 +342,9 @@ def test_new_fields_of_its_clients_are_dropped():
     assert request(context_hints=1, betas=["x"], metadata={"user_id": "u"}) == request()
 
 
-def test_a_reply_is_cut_to_what_memory_holds(model_folder):
+def test_a_reply_is_cut_to_what_memory_holds(model_folder, running, said):
     """Coding agents ask for 32,000 tokens each time. What would never fit is refused all the same."""
+    said[0] = "a" * 3000  # the sampler is that of all servers in this module
     with serving(model_folder, kv="fp16", kv_memory="600KB") as server:
         most = get(server, "/v1/kv")["longest_tokens"]
         assert most < 2000
