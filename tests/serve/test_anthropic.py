@@ -349,8 +349,10 @@ def test_a_reply_is_cut_to_what_memory_holds(model_folder, running, said):
         most = get(server, "/v1/kv")["longest_tokens"]
         assert most < 2000
         body = {"model": "random", "max_tokens": 32000, "messages": ASK}
-        with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-            found = client.messages.create(**body, timeout=100)
+        with anthropic.Anthropic(
+            base_url=server.url, api_key="none", max_retries=0, timeout=100
+        ) as client:
+            found = client.messages.create(**body)
             assert found.usage.input_tokens + found.usage.output_tokens == most
             assert found.stop_reason == "max_tokens"
             with pytest.raises(anthropic.InternalServerError, match="kv-memory") as refused:
