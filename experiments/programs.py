@@ -161,7 +161,9 @@ def call(one: Tried, command: list[str], work: Path, env: dict) -> tuple[str, st
     err = work / "stderr"
     with err.open("w") as log:
         streams = {"stdout": subprocess.PIPE, "stderr": log, "stdin": subprocess.PIPE}
-        process = subprocess.Popen(command, cwd=work, env=env, text=True, **streams)
+        process = subprocess.Popen(
+            command, cwd=work, env=env, text=True, preexec_fn=_hears_ctrl_c, **streams
+        )
         if one.port:
             try:
                 out = ask(one.port, process)
@@ -176,6 +178,11 @@ def call(one: Tried, command: list[str], work: Path, env: dict) -> tuple[str, st
             failed = process.returncode and f"exit code {process.returncode}"
             out = failed or (one.answer(out) if one.answer else "")
     return out, err.read_text(errors="replace"), process.returncode
+
+
+def _hears_ctrl_c() -> None:
+    """Undo what a job in the background inherits: servers end by Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ask(number: int, process: subprocess.Popen) -> str:
