@@ -44,7 +44,7 @@ those of the plain model, and logits within {near:g} of their norm. *int4*: the 
 
 def page(found: list[Family], command: str) -> str:
     """The table, below counts."""
-    from experiments.families.checking import NEAR, NEW, PROMPT
+    from experiments.families.found import NEAR, NEW, PROMPT
 
     built = [one for one in found if not one.skipped]
     some = [one for one in built if one.compressed]

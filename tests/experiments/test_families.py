@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from experiments.families import __main__ as table
+from experiments.families import mlx as mlx_table
+from experiments.families import mlx_building
 from experiments.families.building import families, not_built
 from experiments.families.checking import Family, apart
 from mlxkv.errors import MachineError, UserError
@@ -33,6 +35,20 @@ def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
     assert (
         "| llama | X | - | 0 (full: a / reason) | **bad** |  |" in out and "1 with a fault" in out
     )
+
+
+@pytest.mark.slow
+def test_model_files_of_mlx_lm_have_no_fault(capsys):
+    mlx_table.main(["gemma2", "mamba2", "stablelm", "olmo"])
+    out = capsys.readouterr().out
+    assert "4 files: 3 built and compared, 2 of them with compressed layers, 1 with none" in out
+    assert "| gemma2 | 0-3 of 4 | - | yes | yes |" in out and "| olmo | asks for a package" in out
+
+
+def test_every_model_file_of_mlx_lm_is_tried_or_says_why():
+    found = set(mlx_building.families())
+    assert {"llama", "gemma2", "lille-130m"} <= found and not {"base", "cache", "mla"} & found
+    assert set(mlx_building.NOT_BUILT) | set(mlx_building.OWN) | set(mlx_building.TEXT) <= found
 
 
 def test_a_family_that_hangs_or_dies_is_a_fault(monkeypatch):
