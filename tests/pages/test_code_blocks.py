@@ -56,6 +56,14 @@ def test_python_compiles_and_its_names_exist(block):
                 assert available(alias.name)
 
 
+@pytest.mark.parametrize("page", outputs.pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_lines_exist(page):
+    text = repo_pages.FENCE.sub("", page.read_text(encoding="utf-8"))
+    for line in re.findall(r"`(mlxkv [^`]+)`", text):
+        for words in commands(" ".join(line.split())):
+            check(words)
+
+
 def available(module: str) -> bool:
     top = module.partition(".")[0]
     return find_spec(top) is not None or top not in ELSEWHERE
