@@ -10,7 +10,7 @@ from types import ModuleType
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 LAYERS, HEADS, KV_HEADS, DIMS, HIDDEN, VOCABULARY = 4, 4, 2, 32, 128, 128
 WINDOW = 512  # tokens of sliding windows, more than any text here
@@ -249,10 +249,18 @@ def build(family: str) -> nn.Module:
         weight = getattr(layer, "weight", None)
         if type(layer) is nn.Linear:
             layer.weight = mx.random.normal(weight.shape) * weight.shape[1] ** -0.5
+    model.update(tree_map(_filled, model.parameters()))
     model.set_dtype(mx.float32)
     model.eval()
     mx.eval(model.parameters())
     return model
+
+
+def _filled(x: mx.array) -> mx.array:
+    """Random numbers in place of a matrix that starts as zeros, by which all logits would be zero."""
+    if x.ndim == 2 and mx.issubdtype(x.dtype, mx.floating) and not mx.any(x).item():
+        return mx.random.normal(x.shape) * x.shape[1] ** -0.5
+    return x
 
 
 def not_built(family: str) -> str | None:

@@ -231,7 +231,8 @@ def families() -> list[str]:
         "is not named here works, or is refused with a line that says why. `--kv-strict` makes any layer left out an "
         "error.",
         "Sliding-window layers keep mlx-lm's small rotating cache, states (Mamba, linear attention) have a fixed size, "
-        "and both stay as they are; large windows are compressed [where that is asked for](../internals/sliding_windows.md). "
+        "and both stay as they are; large windows are compressed "
+        "[where that is asked for](../internals/sliding_windows.md). "
         "[Every model file of mlx-lm was tried](../results/families_mlx.md); for Hugging Face transformers: "
         "[189 families](../results/families.md).",
         "",

@@ -148,6 +148,8 @@ class Side:
     def bits_per_value(self, head_dim: int, page: int) -> float:
         """Return stored bits per value of a head, in pages."""
         stored = self.dims(head_dim)
+        if not head_dim:  # such as latents without rotary keys
+            return 0.0
         return self.quantizer.bits_per_value(stored, page) * stored / head_dim
 
 
