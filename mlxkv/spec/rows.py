@@ -48,9 +48,11 @@ from mlxkv.spec.bounds import (
     SCALED_SIDES,
     Row,
     compare_codes,
+    mask_at,
     read,
     rms,
     steps_off,
+    wide_codes,
 )
 
 Tensor = Any  # of the backend
@@ -495,7 +497,7 @@ class Table:
             )
             yield Row("encode", f"{key}.channels", dims, wrong=int((found[2] != right[2]).sum()))
             wide = right[2][0, 0, 0].astype(bool)
-            ours, theirs = (_wide(high, low, wide) for high, low, _ in (found, right))
+            ours, theirs = (wide_codes(high, low, wide) for high, low, _ in (found, right))
             yield compare_codes("encode", key, ours, theirs, mask_at(case["near"], ours.size))
             yield from self._read_rows(spec, key, dims, case)
 
@@ -694,17 +696,3 @@ def tile_cases(table: str) -> Iterator[tuple[str, int, Arrays]]:
         dims = key.split(".")[0]
         shared = {name: tensors[f"{dims}.{name}"] for name in ("x", "q", "p")}
         yield key, int(dims), shared | under(tensors, key)
-
-
-def _wide(high: np.ndarray, low: np.ndarray, wide: np.ndarray) -> np.ndarray:
-    """Codes [1, 1, T, R] of a page from both sets of 2 bits; wide: the channels [R] that have 4."""
-    out = high.copy()
-    out[..., wide] = (high[..., wide] << 2) + low
-    return out
-
-
-def mask_at(places: np.ndarray, size: int) -> np.ndarray:
-    """Packed bits that are 1 at `places`, as `compare_codes` takes them."""
-    mask = np.zeros(size, bool)
-    mask[places] = True
-    return np.packbits(mask)
