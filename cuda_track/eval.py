@@ -15,7 +15,7 @@ from cuda_track import cli
 from cuda_track.models.loader import Loaded, load
 from cuda_track.models.seam import attach, new_cache
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import parse_preset
 from mlxkv.texts import corpus
 
 CHUNK = 512  # tokens of the prefill at once
@@ -69,7 +69,7 @@ def main() -> None:
     asked = parser.parse_args()
     presets = asked.kv.split(",")
     for name in presets:
-        parse_kv(name)
+        parse_preset(name)
     loaded = load(asked.model, "fp16", asked.dtype, asked.device)
     text = asked.text.read_text() if asked.text else "\n\n".join(corpus.interleaved("evaluation"))
     tokens = loaded.tokenizer(text)["input_ids"][: asked.context + asked.decode]

@@ -74,12 +74,12 @@ class Subject:
         """What computes attention in the layers that keep the whole context."""
         if preset in MLX_LM:
             return "mlx-lm"
-        config = cache_config(preset)
-        shape = next((s for s in layers_of(self.config) if s.kind in COMPRESSED), None)
-        if not config.compresses or shape is None:
-            return "MLX"
-        dims, latent = (shape.key_dim, shape.value_dim), shape.kind == "latent"
-        return choose.plan(config, dims, self.dtype, latent=latent).label
+        config, labels = cache_config(preset), []
+        for i, shape in enumerate(layers_of(self.config)):
+            if shape.kind in COMPRESSED and (own := config.at(i)).compresses:
+                dims, latent = (shape.key_dim, shape.value_dim), shape.kind == "latent"
+                labels.append(choose.plan(own, dims, self.dtype, latent=latent).label)
+        return ", ".join(dict.fromkeys(labels)) or "MLX"
 
 
 def load_subject(name: str, dtype: str | None, bits: int | None) -> Subject:

@@ -15,7 +15,7 @@ from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import parse_preset
 from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.models import load
 from mlxkv.models.calibration import clips
@@ -136,7 +136,7 @@ def learned_path(fingerprint: str) -> Path:
 def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
     """The presets for which clips are searched, by name."""
     names = [name.strip() for name in (options.kv or SEARCHED).split(",")]
-    return {name: parse_kv(name) for name in names} if options.search_clip else {}
+    return {name: parse_preset(name) for name in names} if options.search_clip else {}
 
 
 def check(options: CalibrateOptions) -> None:
@@ -309,6 +309,6 @@ def report_learned(
     )
     say(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {made.digest}")
     preset = f"learned-int{learned.bits}"
-    if (own := parse_kv(preset).keys.quantizer.group) != learned.group:
+    if (own := parse_preset(preset).keys.quantizer.group) != learned.group:
         note(f"{preset} has groups of {own}; these maps were learned for groups of {learned.group}")
     say(f"use it: --kv {preset} --calibration {path}")

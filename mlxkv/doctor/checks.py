@@ -23,7 +23,7 @@ from mlxkv.doctor.states import (
     name,
 )
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import parse_preset
 from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import launch, tiles, trust, whiten
 from mlxkv.metal.timing import chain
@@ -73,7 +73,7 @@ def rows(step: Step, every: bool = False) -> list[dict]:
         return [_row(p, d, "", NONE, launch.absent()) for p, d in cases()]
     found, wanted = [], set(cases(every))
     for preset, dims in cases():
-        config = parse_kv(preset)
+        config = parse_preset(preset)
         for body in BODIES:
             found.append(_designed(config, preset, dims, body, make))
             if (preset, dims) not in wanted and found[-1]["should_run"]:
@@ -125,7 +125,7 @@ def _is_virtual() -> bool:
 
 
 def _try(row: dict, make: launch.Factory, every: bool) -> None:
-    config, dims, tiled = parse_kv(row["preset"]), row["head_dim"], row["body"] == "tiles"
+    config, dims, tiled = parse_preset(row["preset"]), row["head_dim"], row["body"] == "tiles"
     if make is mx.fast.metal_kernel and not every:
         place = record_layout(config, *config.dims(dims, dims)), dims, mx.float16, tiled
         if trust.state(*place) in (trust.DIED, trust.BUSY):

@@ -15,6 +15,7 @@ from mlxkv.console import human_bytes, parse_size, parse_tokens, plain, print_js
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, canonical, parse_kv
+from mlxkv.formats.plans.plan import Plan
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.catalog.shapes import (
     LayerShape,
@@ -39,6 +40,9 @@ def run(
     names = [canonical(name) for text in kv for name in text.split(",")]
     chosen = {name: parse_kv(name) for name in (names or PICKS)}
     plan = read_plan(model, config)
+    for cache in chosen.values():
+        if isinstance(cache, Plan):
+            cache.check(len(plan.layers))
     if context is None and plan.limit:
         tokens = min(tokens, plan.limit)
     if plan.limit and tokens > plan.limit:
@@ -79,7 +83,7 @@ def run(
     )
 
 
-def _row(plan: ModelPlan, name: str, kv: CacheConfig, tokens: int, usable: int) -> dict:
+def _row(plan: ModelPlan, name: str, kv: CacheConfig | Plan, tokens: int, usable: int) -> dict:
     needed = need(plan, kv, tokens)
     return {
         "preset": name,
@@ -125,10 +129,11 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         file=file,
     )
     for kv in (row["preset"] for row in data["presets"]):
-        reasons = {why_16_bits(layer, parse_kv(kv)) for layer in plan.layers}
+        reasons = {why_16_bits(layer, parse_kv(kv).at(i)) for i, layer in enumerate(plan.layers)}
         for reason in filter(None, reasons):
             print(f"  {kv}: some layers stay in 16 bits ({reason})", file=file)
-        for note in _notes(parse_kv(kv)):
+        configs = dict.fromkeys(parse_kv(kv).at(i) for i in range(len(plan.layers)))
+        for note in dict.fromkeys(note for one in configs for note in _notes(one)):
             print(f"  {kv}: {note}", file=file)
 
 

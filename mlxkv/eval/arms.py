@@ -11,8 +11,9 @@ from mlxkv.eval import feed
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.plans.plan import Plan
 from mlxkv.models import Loaded, attach, detach
-from mlxkv.models.calibration.fitting import known
+from mlxkv.models.calibration.fitting import given, known
 from mlxkv.models.generate import new_cache
 
 BASELINE = "fp16"  # mlx-lm's own caches, with which every other arm is compared
@@ -45,7 +46,7 @@ def _bytes(cache: list) -> int:
 class Arms:
     """A model and the caches to compare: an arm is a cache preset or configuration, by name.
 
-    presets: names, or {name: configuration}; BASELINE is always added. windows: (sink, recent) for
+    presets: names, or {name: configuration or plan}; BASELINE is always added. windows: (sink, recent) for
         all arms, or None to keep each preset's own. prepare: called with the name and the new
         caches of an arm before they are used. calibrations: by arm; others use the model's own.
     """
@@ -53,18 +54,18 @@ class Arms:
     def __init__(
         self,
         loaded: Loaded,
-        presets: Iterable[str] | Mapping[str, CacheConfig],
+        presets: Iterable[str] | Mapping[str, CacheConfig | Plan],
         windows: tuple[int, int] | None = None,
         prepare: Callable[[str, list], None] | None = None,
         calibrations: Mapping[str, Calibration] | None = None,
     ):
         self.loaded, self.prepare = loaded, prepare
         self.calibrations = dict(calibrations or {})
-        given = presets if isinstance(presets, Mapping) else {n: parse_kv(n) for n in presets}
-        self.configs: dict[str, CacheConfig] = {BASELINE: parse_kv(BASELINE), **given}
+        asked = presets if isinstance(presets, Mapping) else {n: parse_kv(n) for n in presets}
+        self.configs: dict[str, CacheConfig | Plan] = {BASELINE: parse_kv(BASELINE), **asked}
         if windows is not None:
             self.configs = {
-                name: replace(config, sink=windows[0], recent=windows[1])
+                name: config.each(lambda one: replace(one, sink=windows[0], recent=windows[1]))
                 for name, config in self.configs.items()
             }
         self.prefixes = Prefixes()
@@ -105,8 +106,8 @@ class Arms:
                 detach(self.loaded.model)
 
     def _attach(self, name: str) -> None:
-        given = self.calibration(name)
-        self.reports[name] = attach(self.loaded.model, self.configs[name], calibration=given)
+        used = self.calibration(name)
+        self.reports[name] = attach(self.loaded.model, self.configs[name], calibration=used)
 
     def calibration(self, name: str) -> Calibration | None:
         """Return the calibration of an arm: its own or the model's; None if it needs none."""
@@ -115,6 +116,9 @@ class Arms:
         if name in self.calibrations:
             return self.calibrations[name]
         config = self.configs[name]
+        if (file := getattr(config, "calibration", None)) is not None:  # that a plan came with
+            self.calibrations[name] = given(file)
+            return self.calibrations[name]
         if self._own is None or not self._own.serves(config):
             # Read the model's file only until it has been found.
             self._own = known(self.loaded.model, config) or self._own

@@ -6,6 +6,7 @@ Letters: `R` stored dims per token, `page` tokens encoded together.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import get_args
 
@@ -203,6 +204,14 @@ class CacheConfig:
             )
         if not 0 < self.keep <= 1:
             raise UserError(f"[CacheConfig] keep must be above 0 and at most 1; got {self.keep}")
+
+    def at(self, layer: int) -> CacheConfig:
+        """What this layer stores: every layer the same (`plans.plan.Plan` has others)."""
+        return self
+
+    def each(self, change: Callable[[CacheConfig], CacheConfig]) -> CacheConfig:
+        """The configuration with `change` made to what every layer stores."""
+        return change(self)
 
     @property
     def compresses(self) -> bool:

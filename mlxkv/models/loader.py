@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import plant, rendering
 from mlxkv.models.catalog.aliases import DEFAULT, EMBEDDED, KV, resolve
@@ -50,7 +51,7 @@ class Loaded:
     name: str
     path: Path
     config: dict
-    kv: CacheConfig
+    kv: CacheConfig | Plan
     kv_name: str
     layers: list[LayerReport]
     dtype: mx.Dtype
@@ -110,7 +111,7 @@ class Loaded:
 
 def load(
     name: str = DEFAULT,
-    kv: str | CacheConfig = KV,
+    kv: str | CacheConfig | Plan | Mapping[str, Any] = KV,
     strict: bool = False,
     dtype: str | None = None,
     calibration: Calibration | Path | str | None = None,
@@ -120,7 +121,8 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     windows: int | None = None,
 ) -> Loaded:
-    """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names.
+    """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names:
+    a preset, or a plan with a preset for each layer (`load("qwen3-4b", "plan.json")`, or what a file holds).
 
     strict, windows: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
     quantised; by default as stored, except that 16-bit weights become float32 where there is no

@@ -7,10 +7,11 @@ mlx-lm that makes or takes a prompt cache runs on them unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +25,9 @@ from mlxkv.codec import encoding, maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import canonical, parse_kv
+from mlxkv.formats.names import canonical, parse_kv, parse_preset
+from mlxkv.formats.plans import files
+from mlxkv.formats.plans.plan import Plan
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models.calibration.fitting import fit
 from mlxkv.models.catalog.asked import check_fold
@@ -39,7 +42,7 @@ from mlxkv.models.hooks.rebind import bind, release
 
 def attach(
     model: nn.Module,
-    kv: str | CacheConfig,
+    kv: str | CacheConfig | Plan | Mapping[str, Any],
     strict: bool = False,
     calibration: Calibration | Path | str | None = None,
     fold: bool = False,
@@ -47,8 +50,8 @@ def attach(
     encode: str = encoding.KERNEL,
     windows: int | None = None,
 ) -> list[LayerReport]:
-    """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair,
-    or a configuration.
+    """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair, a
+    configuration, or a plan, which has a preset for each layer (its file, or what a file holds).
 
     Returns one report per cache; in all of them, whether the model's decode steps can be traced. Attaching
     again replaces what was attached. A configuration that compresses nothing (`fp16`) leaves mlx-lm's own
@@ -86,6 +89,8 @@ def attach(
     own = own_make_cache(model)
     slots = bind(model)
     try:
+        if isinstance(config, Plan):
+            config.check(len(own()))
         reports, places = examine(model, own, config, label, windows)
         if strict:
             _insist(model, reports, label)
@@ -174,13 +179,15 @@ def _with_fold(report: LayerReport, folded: Fold, asked: bool) -> LayerReport:
     return replace(report, fold=reason) if asked or reason == FOLDED else report
 
 
-def read_kv(kv: str | CacheConfig) -> CacheConfig:
-    """The configuration that `kv` is or names. Raises UserError."""
+def read_kv(kv: str | CacheConfig | Plan | Mapping[str, Any]) -> CacheConfig | Plan:
+    """The configuration or plan that `kv` is or names, or holds as a plan's file does. Raises UserError."""
     if isinstance(kv, str):
         return parse_kv(kv)
-    if not isinstance(kv, CacheConfig):
+    if isinstance(kv, Mapping | list):
+        return files.parsed(kv, "plan", parse_preset)
+    if not isinstance(kv, CacheConfig | Plan):
         raise UserError(
-            f"[--kv] is the name of a preset, or a CacheConfig; got {kv!r}; choose from "
+            f"[--kv] is the name of a preset, a CacheConfig, or a plan; got {kv!r}; choose from "
             f"{', '.join(PRESETS)}"
         )
     return kv
@@ -196,9 +203,13 @@ def _check_model(model: nn.Module) -> None:
     )
 
 
-def name_of(kv: str | CacheConfig) -> str:
-    """The name of `kv` in reports, or the labels of its sides."""
-    return canonical(kv) if isinstance(kv, str) else f"{kv.keys.label} / {kv.values.label}"
+def name_of(kv: str | CacheConfig | Plan | Mapping[str, Any]) -> str:
+    """The name of `kv` in reports, or the labels of its sides; of a plan the name of its file."""
+    if isinstance(kv, str):
+        return Path(kv.strip()).name if files.is_plan(kv) else canonical(kv)
+    if isinstance(kv, CacheConfig):
+        return f"{kv.keys.label} / {kv.values.label}"
+    return kv.label if isinstance(kv, Plan) else "plan"
 
 
 def detach(model: nn.Module) -> None:

@@ -36,7 +36,10 @@ class Provider:
         loaded = load(o.model, o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
         warm_up(loaded)
-        mixed = any(r.compressed for r in loaded.layers) and left_out(loaded.layers)
+        mixed = any(r.compressed for r in loaded.layers) and (
+            left_out(loaded.layers)
+            or any(r.grows and not r.compressed for r in loaded.layers)  # of a plan, as asked for
+        )
         caches = make_prompt_cache(self.model)
         # Batched caches of two kinds need two masks, and mlx-lm makes one: such a model does not batch.
         alone = any(isinstance(cache, IndexedLatentKVCache) for _, cache in leaves(caches))

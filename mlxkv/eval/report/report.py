@@ -114,10 +114,11 @@ def bits(arms: Arms, name: str, context: int) -> dict:
     """Return bits per value, over the layers that grow with the context: inside pages, and of the
     whole cache of `context` tokens with its windows at 16 bits per number; and that cache's bytes."""
     config = arms.configs[name]
-    layers = [s for s in layers_of(arms.loaded.config) if s.kind in COMPRESSED]
-    values = sum(s.values(context) for s in layers)
-    inside = sum(s.values(context) * bits_in_pages(s, config) for s in layers)
-    whole = 8 * sum(layer_bytes(s, config, context) for s in layers)
+    every = enumerate(layers_of(arms.loaded.config))
+    layers = [(s, config.at(i)) for i, s in every if s.kind in COMPRESSED]
+    values = sum(s.values(context) for s, _ in layers)
+    inside = sum(s.values(context) * bits_in_pages(s, own) for s, own in layers)
+    whole = 8 * sum(layer_bytes(s, own, context) for s, own in layers)
     return {
         "bits_per_value": inside / values if values else 16.0,
         "bits_with_windows": whole / values if values else 16.0,

@@ -15,7 +15,8 @@ after SRFT with seed 0, from which presets with a scale per channel make their s
 `LAYER.keys.mean` [G, D], the mean of the keys of each kv head, which presets with centred keys take from them.
 
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
-0.94}]`, or null where none were searched. The formats of other transforms than a rotation per
+0.94}]`, or null where none were searched. An entry `plan` is a preset for each layer, found on this model
+(`formats.plans.files` describes it). The formats of other transforms than a rotation per
 kv head begin with their name: "balanced int2 g128", "learned int2 g64", "srft-scaled int4 g32 symmetric".
 """
 
@@ -136,6 +137,7 @@ class Calibration:
     layers: by LAYER, as in the file.
     version: version of mlxkv that wrote it.
     learned: how the transforms were learned, None where they are balanced or absent.
+    plan: a preset for each layer, as a plan's file holds it, or None.
     """
 
     fingerprint: str
@@ -151,6 +153,7 @@ class Calibration:
     version: str = __version__
     path: Path | None = field(default=None, compare=False)
     learned: Learned | None = None
+    plan: Mapping | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -247,6 +250,8 @@ class Calibration:
         known = {name: getattr(self, name) for name in FIELDS}
         if self.learned:
             known["learned"] = self.learned.as_dict()
+        if self.plan:
+            known["plan"] = dict(self.plan)
         return {"format": FORMAT, "digest": self.digest, **known, "layers": layers}
 
     def check(self, shapes: Mapping[str, tuple[int, int, int]], fingerprint: str | None) -> None:
@@ -365,7 +370,10 @@ def read(path: Path | str) -> Calibration:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise _fault(path, f"has a header or tensors with parts missing ({error})") from None
-    out = Calibration(**known, layers=layers, path=path, learned=learned)
+    plan = header.get("plan")  # looked at where it is asked for: `--kv FILE`
+    if plan is not None and not isinstance(plan, dict):
+        raise _fault(path, "holds a plan that is none")
+    out = Calibration(**known, layers=layers, path=path, learned=learned, plan=plan)
     if out.digest != header.get("digest"):
         raise _fault(path, "was changed after it was made: its digest differs")
     return out

@@ -18,6 +18,7 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.calibration import measure
 from mlxkv.models.catalog.aliases import REPO
 from mlxkv.models.catalog.hub import Words, fetch_file
@@ -47,7 +48,7 @@ def given(calibration: Calibration | Path | str) -> Calibration:
     return artifact.read(calibration)
 
 
-def known(model: nn.Module, config: CacheConfig | None = None) -> Calibration | None:
+def known(model: nn.Module, config: CacheConfig | Plan | None = None) -> Calibration | None:
     """The calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
     has to be made. config: one that serves it, unless it was named."""
     origin = origin_of(model)
@@ -58,7 +59,7 @@ def known(model: nn.Module, config: CacheConfig | None = None) -> Calibration | 
 
 def fit(
     model: nn.Module,
-    config: CacheConfig,
+    config: CacheConfig | Plan,
     places: Mapping[Place, Shape],
     label: str,
     chosen: Calibration | Path | str | None = None,
@@ -68,9 +69,12 @@ def fit(
     Without a calibrated side: `config` itself and None. label: of `config` in errors. chosen: the
     calibration to use. Raises UserError for a calibration that is missing or does not fit.
     """
-    if not config.calibrated or not places:
-        return dict.fromkeys(places, (config, None))
+    owns = {place: config.at(place[0]) for place in places}
+    if not any(own.calibrated for own in owns.values()):
+        return {place: (own, None) for place, own in owns.items()}
     origin = origin_of(model)
+    if chosen is None and not (origin and origin.calibration):
+        chosen = getattr(config, "calibration", None)  # the one that a plan came with
     if config.learned and chosen is None and not (origin and origin.calibration):
         raise UserError(
             f"[attach] {label} needs learned transforms; got no calibration; make one with mlxkv "
@@ -84,12 +88,14 @@ def fit(
         )
     if calibration is None:
         calibration = _on_the_spot(model, origin, label)
-    calibration.check(sizes(places), origin and origin.fingerprint)
-    out, by_kinds = {}, {}
-    for place in places:
+    needed = {place: shape for place, shape in places.items() if owns[place].calibrated}
+    calibration.check(sizes(needed), origin and origin.fingerprint)
+    out: dict = {place: (own, None) for place, own in owns.items()}
+    by_kinds: dict = {}
+    for place in needed:
         name = layer_name(place)
         layer = calibration.layers[name]
-        own = layers.with_clips(layers.with_ranks(config, layer), layer)
+        own = layers.with_clips(layers.with_ranks(owns[place], layer), layer)
         by_kinds.setdefault(own.fitted, {})[name] = place, own
     for kinds, found in by_kinds.items():
         made = maps.of(calibration, kinds, found)

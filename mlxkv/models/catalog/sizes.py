@@ -9,6 +9,7 @@ from mlxkv import untrusted
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.catalog import known, numbers
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.folder import SMALL
@@ -85,10 +86,11 @@ def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
     return packed + 2 * layer.values(tokens - pages * kv.page) + bases
 
 
-def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
+def need(plan: ModelPlan, kv: CacheConfig | Plan, tokens: int) -> Need:
     """What `tokens` tokens need."""
-    cache = sum(layer_bytes(layer, kv, tokens) for layer in plan.layers)
-    whole = sum(layer_bytes(layer, replace(kv, keep=1.0), tokens) for layer in plan.layers)
+    own = [(layer, kv.at(i)) for i, layer in enumerate(plan.layers)]
+    cache = sum(layer_bytes(layer, one, tokens) for layer, one in own)
+    whole = sum(layer_bytes(layer, replace(one, keep=1.0), tokens) for layer, one in own)
     one_layer = max(
         (2 * (layer.values(tokens) + tokens * layer.expanded) for layer in plan.layers), default=0
     )
@@ -97,7 +99,7 @@ def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
     return Need(plan.weights, int(cache), transient, values, int(whole - cache))
 
 
-def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:
+def longest(plan: ModelPlan, kv: CacheConfig | Plan, usable: int) -> int:
     """The longest context that fits, at most the model's limit; 0 when nothing does."""
     low, high = 0, plan.limit or MOST_TOKENS
     while low < high:
