@@ -58,6 +58,22 @@ class CalibrateOptions:
     steps: Annotated[int | None, Option("--steps", help="With --learn: of Adam. Default: 300.")] = (
         None
     )
+    budget: Annotated[
+        float | None,
+        Option(
+            "--budget",
+            help="Find a plan, a preset for each layer, of so many bits per value: 3.0.",
+        ),
+    ] = None
+    menu: Annotated[
+        str | None,
+        Option(
+            "--menu", help="With --budget: presets to choose from. Default: fp16 and int8 to 2."
+        ),
+    ] = None
+    plan: Annotated[
+        str | None, Option("--plan", help="With --budget: write the plan to this file, too.")
+    ] = None
     out: Annotated[
         str | None, Option("-o", "--out", help="File. Default: where calibrated presets look.")
     ] = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from mlxkv.calibrate import publish
+from mlxkv.calibrate import budget, publish
 from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.console import human_bytes, note, print_json, print_table, say, user_path
 from mlxkv.errors import UserError
@@ -53,7 +53,11 @@ def run(options: CalibrateOptions) -> None:
     """Read text, write the file, print a report."""
     check(options)  # before a model is loaded
     publish.check(options.push_to_hub, options.private)
-    if options.learn is not None:
+    if options.budget is not None:
+        chosen = given(options.calibration) if options.calibration else None
+        loaded = load(options.model, "fp16", dtype=options.dtype)
+        budget.run_budget(options, loaded, _read(loaded, options), chosen)
+    elif options.learn is not None:
         run_learning(options)
     else:
         run_fitting(options)
@@ -145,8 +149,10 @@ def check(options: CalibrateOptions) -> None:
         choices = ", ".join(TARGETS)
         raise UserError(f"[--target] unknown; got {options.target!r}; choose from {choices}")
     _check_learning(options)
+    budget.check(options)
     for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
-        if value is not None and not options.search_clip:
+        fits = options.search_clip or (option == "--calibration" and options.budget is not None)
+        if value is not None and not fits:
             raise UserError(f"[{option}] is for a search of clips; got {value}; add --search-clip")
     for name, config in searched_presets(options).items():
         if reason := clips.why_not(config):

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from mlxkv.models.calibration.sensitivity import divergence
+
 LOWEST = mx.finfo(mx.float32).min  # not -inf, so that differences of masked scores are numbers
-
-
-def divergence(scores: mx.array, others: mx.array) -> mx.array:
-    """Return KL(softmax(scores) || softmax(others)) over the last axis, in nats: [..., T] -> [...].
-
-    Sums q - p - p log(q / p): no term is negative, so a small divergence is not a difference of
-    large sums.
-    """
-    log_p = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-    log_q = others - mx.logsumexp(others, axis=-1, keepdims=True)
-    p, q, gap = mx.exp(log_p), mx.exp(log_q), log_q - log_p
-    near = p * (mx.expm1(mx.minimum(gap, 1)) - gap)
-    return mx.where(gap < 1, near, q - p - p * gap).sum(axis=-1)
 
 
 def masked_scores(q, k, scale: float, mask=None, sinks=None) -> mx.array:
