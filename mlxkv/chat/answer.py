@@ -12,6 +12,8 @@ from mlxkv.codec import encoding
 from mlxkv.console import note, print_json, say, working
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, sampler_for
+from mlxkv.models.loader import Loaded
+from mlxkv.models.speculative.draft import Draft, make
 
 
 def talk(options: ChatOptions, prompt: str | None) -> None:
@@ -31,10 +33,15 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             encode=options.encode,
             progress=progress,
         )
+    draft = with_draft(loaded, options)
     session = Session(
-        loaded, options.system, options.raw, sampler, options.max_tokens, options.template
+        loaded, options.system, options.raw, sampler, options.max_tokens, options.template, draft
     )
     loaded.tell(backend(), options.quiet)
+    if draft is not None and not options.quiet:
+        note(
+            f"  {draft.loaded.name} drafts {draft.count} tokens at once, --kv {draft.loaded.kv_name}"
+        )
     warm_up(loaded)
     if options.load is not None:
         session.load(options.load)
@@ -51,6 +58,15 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
         one_shot(session, prompt, show=True)
         if not options.quiet:
             note(stats_line(session))
+
+
+def with_draft(loaded: Loaded, options: ChatOptions) -> Draft | None:
+    """The model of `--draft`, checked, or None."""
+    if options.draft is None:
+        return None
+    with working(f"reading {options.draft.strip()}") as progress:
+        name, kv, count = options.draft, options.draft_kv, options.draft_tokens
+        return make(loaded, name, kv, count, dtype=options.dtype, progress=progress)
 
 
 def one_shot(session: Session, prompt: str, show: bool) -> None:
@@ -87,6 +103,7 @@ def report(session: Session) -> dict:
         "prefill_seconds": round(stats.prefill_seconds, 4),
         "decode_seconds": round(stats.decode_seconds, 4),
         "tokens_per_second": round(stats.tokens_per_second, 2),
+        **drafts(session),
         **usage.figures,
         "peak_bytes": mx.get_peak_memory(),
         "text": session.messages[-1]["content"] if session.messages else "",
@@ -95,10 +112,26 @@ def report(session: Session) -> dict:
     }
 
 
+def drafts(session: Session) -> dict:
+    """The fields of `--json` about drafts; none without a draft model."""
+    if session.draft is None:
+        return {}
+    stats, found = session.stats, session.stats.acceptance
+    return {
+        "draft_model": session.draft.loaded.name,
+        "draft_tokens": session.draft.count,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance": None if found is None else round(found, 4),
+    }
+
+
 def stats_line(session: Session) -> str:
     """The last reply and the cache in one line."""
-    stats = session.stats
+    stats, said = session.stats, ""
+    if stats.acceptance is not None:
+        said = f"{stats.acceptance:.0%} of drafts accepted · "
     return (
         f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "
-        f"{stats.tokens_per_second:.1f} tokens/s · {session.usage().line()}]"
+        f"{stats.tokens_per_second:.1f} tokens/s · {said}{session.usage().line()}]"
     )

@@ -11,6 +11,7 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.models import prompt_cache
 from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import Stats, new_cache, stream
+from mlxkv.models.speculative.draft import Draft
 from mlxkv.models.taking_back import cut_back
 from mlxkv.models.turns import Turns, cut_front
 from mlxkv.models.usage import Usage, usage
@@ -23,7 +24,7 @@ class Session:
 
     messages: the conversation. tokens: what the cache holds. text: the same as text, as the chat
     template wrote it. stats: of the last reply. raw: no chat template; prompts and replies are joined
-    as plain text. template: what the chat template is given besides messages.
+    as plain text. template: what the chat template is given besides messages. draft: a model that drafts.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Session:
         sampler: Callable[[mx.array], mx.array] | None = None,
         max_tokens: int = 512,
         template: dict | None = None,
+        draft: Draft | None = None,
     ):
         if max_tokens < 1:
             raise UserError(f"[--max-tokens] must be at least 1; got {max_tokens}")
@@ -44,7 +46,7 @@ class Session:
         if raw and system:
             raise UserError("[--system] needs a chat template; it cannot go with --raw")
         self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
-        self.system, self.template = system, template or {}
+        self.system, self.template, self.draft = system, template or {}, draft
         own = str(getattr(loaded.tokenizer, "chat_template", None) or "")
         if THINKING in self.template and THINKING not in own:
             raise UserError(
@@ -98,6 +100,8 @@ class Session:
                         progress=None if earlier else progress,
                         stop=stop,
                         stats=self.stats,
+                        draft=self.draft,
+                        before=tokens[:reused],
                     ):
                         tokens.append(piece.token)
                         new = piece.text
@@ -147,6 +151,8 @@ class Session:
             self.stats.decode_seconds += part.decode_seconds
             self.stats.prefill_seconds += part.prefill_seconds
             self.stats.read_tokens += part.read_tokens
+            self.stats.drafted += part.drafted
+            self.stats.accepted += part.accepted
         self.stats.prompt_tokens = len(tokens) - self.stats.generated_tokens
         if not clean:
             self._forget_cache()  # layers may hold different tokens, or NaN

@@ -16,6 +16,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.models.catalog.asked import check_sampling
+from mlxkv.models.speculative.draft import Draft
+from mlxkv.models.speculative.draft import stream as speculate
 
 # Tokens of a prompt that are read at once. A CPU gains nothing from more, and progress and Ctrl-C are
 # looked at between two chunks.
@@ -32,7 +34,8 @@ class Stats:
     """Counts and times of one reply.
 
     prompt_tokens: the whole prompt. read_tokens: the part that the cache did not hold yet. held:
-    tokens of this call that the cache holds by now.
+    tokens of this call that the cache holds by now. drafted, accepted: tokens of a draft model, and those of
+    them that are part of the reply.
     """
 
     prompt_tokens: int = 0
@@ -42,6 +45,8 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finish_reason: str = ""
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -49,6 +54,11 @@ class Stats:
         if self.generated_tokens < 2 or self.decode_seconds <= 0:
             return 0.0
         return (self.generated_tokens - 1) / self.decode_seconds
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of drafted tokens that are part of the reply; None without a draft model."""
+        return self.accepted / self.drafted if self.drafted else None
 
 
 @dataclass(frozen=True)
@@ -70,19 +80,26 @@ class _CheckedSampler:
 
     A NaN anywhere in the logits makes every log probability NaN, so the one of the drawn token is
     enough. `mx.depends` computes the flag together with the token, so that reading it does not wait
-    for the GPU again. broken: a queue of flags, one per token.
+    for the GPU again. broken: a queue of flags, one per token, or per step of several tokens.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]):
         self.sampler = sampler
         self.broken: deque[mx.array] = deque()
 
-    def __call__(self, logprobs: mx.array) -> mx.array:  # logprobs: [1, vocabulary]
+    def __call__(self, logprobs: mx.array) -> mx.array:  # logprobs: [L, vocabulary]
         token = self.sampler(logprobs)
         drawn = mx.take_along_axis(logprobs, token[..., None].astype(mx.int32), axis=-1)
         broken = mx.logical_not(mx.isfinite(drawn)).any()
         self.broken.append(broken)
         return mx.depends([token], [broken])[0]
+
+    def any_broken(self, every: bool) -> bool:
+        """Whether the oldest flag is set, or any. every: steps have several tokens, or are a draft's."""
+        found = self.broken.popleft().item() if self.broken else False
+        while every and self.broken:
+            found = self.broken.popleft().item() or found
+        return found
 
 
 def stream(
@@ -94,13 +111,16 @@ def stream(
     progress: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] | None = None,
     stats: Stats | None = None,
+    draft: Draft | None = None,
+    before: Sequence[int] = (),
 ) -> Iterator[Piece]:
     """Feed `tokens` to the model and yield the reply token by token.
 
     loaded: from `mlxkv.models.load`. cache: from `new_cache`, empty or holding earlier tokens.
     progress: called with (tokens done, all tokens) during the prefill. stop: called after each token
     and each prefill chunk; true ends the reply and leaves the cache consistent. stats: filled in
-    place; `stats.held` is right whenever this generator is not running.
+    place; `stats.held` is right whenever this generator is not running. draft: a model that drafts, checked
+    before (`speculative.draft.check`); it reads `before`, the tokens that the cache holds, too.
 
     Raises UserError for an empty prompt, MachineError when the logits hold NaN or infinity.
     """
@@ -120,16 +140,19 @@ def stream(
             raise Stopped
 
     start = time.perf_counter()
-    responses = stream_generate(
-        loaded.model,
-        loaded.tokenizer,
-        list(tokens),
-        max_tokens=max_tokens,
-        sampler=checked,
-        prompt_cache=cache,
-        prefill_step_size=prefill_step(),
-        prompt_progress_callback=on_progress,
-    )
+    asked = {"max_tokens": max_tokens, "sampler": checked, "prefill_step_size": prefill_step()}
+    if draft is None:
+        responses = stream_generate(
+            loaded.model,
+            loaded.tokenizer,
+            list(tokens),
+            prompt_cache=cache,
+            prompt_progress_callback=on_progress,
+            **asked,
+        )
+    else:
+        responses = speculate(loaded, draft, tokens, cache, before, progress=on_progress, **asked)
+    earlier = (0, 0) if draft is None else (draft.drafted, draft.accepted)
     try:
         for response in responses:
             now = time.perf_counter()
@@ -138,7 +161,7 @@ def stream(
             stats.decode_seconds = now - start
             stats.generated_tokens += 1
             stats.held = len(tokens) + stats.generated_tokens
-            if checked.broken.popleft().item():
+            if checked.any_broken(every=draft is not None):
                 raise _broken_logits(loaded, stats.generated_tokens)
             stats.finish_reason = response.finish_reason or ""
             yield Piece(response.token, response.text)
@@ -150,6 +173,9 @@ def stream(
         stats.prefill_seconds = time.perf_counter() - start
     finally:
         responses.close()
+        if draft is not None:
+            stats.drafted = draft.drafted - earlier[0]
+            stats.accepted = draft.accepted - earlier[1]
 
 
 def _broken_logits(loaded, step: int) -> Exception:

@@ -18,7 +18,8 @@ class Job:
 
     given_up: the client has left, or its time is over; told by its thread. line: the queue of those
     messages. tenant: whose prompt cache it uses. thinks: whether its reply begins with thinking. tokens,
-    usage: of its caches at the end, told by the generation thread.
+    usage: of its caches at the end, told by the generation thread. drafts: tokens of a draft model, and those
+    that are part of the reply.
     """
 
     given_up: bool = False
@@ -27,6 +28,7 @@ class Job:
     line: Queue = field(default_factory=Queue, repr=False)
     tokens: int = 0
     usage: Usage | None = None
+    drafts: tuple[int, int] | None = None
 
     def measured(self, caches: list, tokens: int) -> None:
         """Note the size of the caches, which hold so many tokens."""

@@ -13,7 +13,7 @@ from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import complete_model
-from mlxkv.models.catalog.asked import check_fold, dtype_name, template_arguments
+from mlxkv.models.catalog.asked import check_draft, check_fold, dtype_name, template_arguments
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -109,6 +109,20 @@ class ServeOptions:
     fold: Annotated[
         bool, Option("--fold", help="Turn values by the weights, for calibrated presets.")
     ] = False
+    draft: Annotated[
+        str | None,
+        Option(
+            "--draft",
+            help="A small model of the same family that drafts tokens; one request at a time.",
+        ),
+    ] = None
+    draft_tokens: Annotated[
+        int | None, Option("--draft-tokens", help="Tokens that it drafts at once. Default: 3.")
+    ] = None
+    draft_kv: Annotated[
+        str,
+        Option("--draft-kv", help="Cache preset of the draft model.", autocompletion=complete_kv),
+    ] = "fp16"
 
     def __post_init__(self):
         if not 0 <= self.port < 1 << 16:
@@ -132,6 +146,8 @@ class ServeOptions:
                 "set one, or choose --host 127.0.0.1"
             )
         check_fold(parse_kv(self.kv), self.kv, self.fold)
+        check_draft(self.draft, self.draft_tokens)
+        parse_kv(self.draft_kv)
         dtype_name(self.dtype)
         _ = self.template  # raises where it is no JSON
         _ = self.body_bytes, self.memory_bytes, self.disk_bytes  # raise where a text is no size

@@ -10,11 +10,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from mlxkv.cache.latent.own import IndexedLatentKVCache
+from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
 from mlxkv.models.catalog.reports import left_out
 from mlxkv.models.generate import prefill_step
 from mlxkv.models.hooks.probe import leaves
 from mlxkv.models.loader import Loaded
+from mlxkv.models.speculative.draft import Draft, make
 from mlxkv.serve.options import ServeOptions
 
 
@@ -25,6 +27,7 @@ class Provider:
         self.options, self.group = options, group
         self.cli_args = _arguments(options)
         self.loaded: Loaded | None = None
+        self.draft: Draft | None = None
         self.model = self.tokenizer = self.processor = self.draft_model = None
         self.model_key = "the model"
         self.is_batchable = False
@@ -35,6 +38,8 @@ class Provider:
         o = self.options
         loaded = load(o.model, o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
+        if o.draft is not None:
+            self.draft = self._draft(loaded)
         warm_up(loaded)
         mixed = any(r.compressed for r in loaded.layers) and (
             left_out(loaded.layers)
@@ -43,8 +48,18 @@ class Provider:
         caches = make_prompt_cache(self.model)
         # Batched caches of two kinds need two masks, and mlx-lm makes one: such a model does not batch.
         alone = any(isinstance(cache, IndexedLatentKVCache) for _, cache in leaves(caches))
+        alone = alone or self.draft is not None  # mlx-lm drafts for one sequence
         self.is_batchable = not (mixed or alone) and all(hasattr(c, "merge") for c in caches)
         return loaded.fingerprint
+
+    def _draft(self, loaded: Loaded) -> Draft:
+        """Load the model of --draft. Raises UserError."""
+        o = self.options
+        if self.group is not None and self.group.size() > 1:
+            raise UserError(
+                f"[--draft] one process drafts and verifies; got {self.group.size()} processes; leave --draft out"
+            )
+        return make(loaded, o.draft, o.draft_kv, o.draft_tokens, dtype=o.dtype)
 
     def load(self, model, adapter=None, draft=None):
         """The model and its tokenizer: names were checked before."""
