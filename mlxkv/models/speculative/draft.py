@@ -18,6 +18,7 @@ from mlx_lm.generate import generation_stream, stream_generate, wired_limit
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.rotating.single import WindowedKVCache
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.asked import DRAFT_TOKENS
 from mlxkv.models.hooks.probe import leaves
@@ -116,6 +117,8 @@ def why_not(loaded: Any) -> str | None:
     if other or len(leaves(caches)) != len(caches):
         name = type(other[0]).__name__ if other else "CacheList"
         return f"a cache of class {name} cannot take tokens back"
+    if any(isinstance(cache, WindowedKVCache) for cache in caches):
+        return "a compressed sliding window does not take tokens back once it is full"
     if any(cache.observes for cache in caches if isinstance(cache, CompressedKVCache)):
         return "its cache has seen the queries of refused tokens, and does not forget them"
     return None
