@@ -16,7 +16,8 @@ from mlxkv.chat.session import Session
 from mlxkv.errors import UserError
 from mlxkv.formats.plans.plan import Part, Plan
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import attach, detach, load, summarise
+from mlxkv.models import LayerReport, attach, detach, load, summarise
+from mlxkv.models.catalog.reports import nothing_compressed
 
 INT4, INT8 = PRESETS["naive-int4"], PRESETS["naive-int8"]
 SMALL = {
@@ -117,9 +118,10 @@ def test_layers_that_a_model_does_not_have_are_refused_and_nothing_is_attached()
 
 
 def test_a_plan_that_only_leaves_exact_what_could_be_compressed_is_told_aloud():
-    refused = random_model("gemma2")  # soft-capped scores: its layers cannot be compressed
-    with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
-        attach(refused, {"default": "int4", "layers": {"0": "fp16"}})
+    asked = LayerReport(0, "full attention", False, "as asked for")
+    refused = LayerReport(1, "full attention", False, "its code needs arrays")
+    assert nothing_compressed([asked, refused]) == "NOTHING IS COMPRESSED: its code needs arrays"
+    assert nothing_compressed([asked]) is None
 
 
 @pytest.fixture
