@@ -125,19 +125,23 @@ def _attend_batch(queries, view, scale, mask, sink_logits, softcap):
             queries, parts, *windows, view.lengths, scale, sink_logits, view.starts, softcap
         )
     new, out = queries.shape[2], []
-    for i, row in enumerate(view.rows):
+    skips, padding = view.skips or (0,) * len(view.rows), view.padding
+    for i, (row, skip) in enumerate(zip(view.rows, skips, strict=True)):
         if row is None:
             out.append(None)
             continue
-        one, n = row[0], new if row[1] is None else row[1]
+        one, n = row[0], new - skip if row[1] is None else row[1]
         part = mask
         if is_array:
-            part = mask[min(i, mask.shape[0] - 1)][None, :, :n, : one.tokens]
+            start = 0 if padding is None else padding[i]
+            columns = slice(start, start + one.tokens)
+            part = mask[min(i, mask.shape[0] - 1)][None, :, skip : skip + n, columns]
         elif n == 1:
             part = None
-        got = attend(queries[i : i + 1, :, :n], one, scale, part, sink_logits, softcap)
-        out.append(got if n == new else mx.pad(got, [(0, 0), (0, 0), (0, new - n), (0, 0)]))
-    dims = next(x.shape[3] for x in out if x is not None)
+        got = attend(queries[i : i + 1, :, skip : skip + n], one, scale, part, sink_logits, softcap)
+        around = (skip, new - skip - n)
+        out.append(mx.pad(got, [(0, 0), (0, 0), around, (0, 0)]) if any(around) else got)
+    dims = next((x.shape[3] for x in out if x is not None), view.live[1].shape[3])
     nothing = mx.zeros((1, queries.shape[1], new, dims), queries.dtype)
     return mx.concatenate([nothing if x is None else x for x in out])
 

@@ -5,14 +5,15 @@ and attends to all in one dispatch (`Ragged`). Where that cannot be, each sequen
 own, and attention goes through them one after the other: while prompts are read, without kernels, for
 caches that observe queries. One sequence never changes the output of another.
 
-mlx-lm pads prompts of one step on the right (`prepare`): padding is not stored, and the output of
-attention for it is zero.
+mlx-lm pads prompts of one step on the right (`prepare`), mlx-vlm on the left (`pad`): padding is not
+stored, and the output of attention for it is zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,25 @@ class BatchedKVCache(Contract):
         self._ragged: Ragged | None = None  # while there is one, `_rows` is empty
         self._left: list[int] | None = None  # tokens to come before padding starts
         self._new: list[int] | None = None  # of the last step, without padding
+        # Padding on the left of each prompt: all of it, where columns of masks count it, and what is to come.
+        self._padding: list[int] | None = None
+        self._ahead: list[int] | None = None
+        self._skips: list[int] | None = None  # of the last step: padding on the left
+
+    def pad(self, left_padding: Sequence[int] | mx.array) -> None:
+        """Expect padding on the left of each sequence, as in mlx-vlm's batches, whose masks have columns for it.
+        Raises UserError where one holds tokens."""
+        wanted = left_padding.tolist() if isinstance(left_padding, mx.array) else list(left_padding)
+        if not any(wanted):
+            return
+        if len(wanted) != len(self.offsets) or any(self.offsets):
+            raise UserError(
+                "[BatchedKVCache] padding on the left comes before all tokens, for each sequence; got "
+                f"left_padding {wanted} for sequences of {self.offsets} tokens; pad on the right instead"
+            )
+        self._ahead = list(wanted)
+        if not any(row.config.sliding for row in self._rows):  # whose masks are of the window's columns
+            self._padding = wanted
 
     @property
     def rows(self) -> list[CompressedKVCache]:
@@ -53,7 +73,7 @@ class BatchedKVCache(Contract):
     @property
     def is_padded(self) -> bool:
         """Whether padding may come with the next tokens."""
-        return self._left is not None
+        return self._left is not None or (self._ahead is not None and any(self._ahead))
 
     @property
     def together(self) -> bool:
@@ -69,8 +89,21 @@ class BatchedKVCache(Contract):
 
     @property
     def offset(self) -> mx.array:
-        """[B] tokens read by each sequence: where the positions of the next ones start."""
+        """[B] tokens read by each sequence: where the positions of the next ones start. Padding to come on
+        the left has positions below 0."""
+        if self._ahead is not None and any(self._ahead):
+            pairs = zip(self.offsets, self._ahead, strict=True)
+            return _offsets(*(tokens - ahead for tokens, ahead in pairs))
         return _offsets(*self.offsets)
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences there are."""
+        return len(self.offsets)
+
+    def is_single_row(self) -> bool:
+        """Whether there is one sequence, which `extract(0)` gives (mlx-vlm's prefix cache)."""
+        return self.batch_size == 1
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         """Append keys, values: [B, G, L, D] without the padding; returns the view twice."""
@@ -79,24 +112,54 @@ class BatchedKVCache(Contract):
                 f"[BatchedKVCache] the cache holds a batch of {len(self.offsets)}; got {keys.shape[0]}"
             )
         self._new = None
-        if self._left is None and keys.shape[2] <= DECODE_TOKENS and self._joins(keys, values):
+        if not self.is_padded and keys.shape[2] <= DECODE_TOKENS and self._joins(keys, values):
             view = self._ragged.append(keys, values)
+            if self._padding is not None:
+                view = replace(view, padding=tuple(self._padding))
             return view, view
-        rows, counts = [], self._unpadded(keys.shape[2])
-        for i, (row, n) in enumerate(zip(self.rows, counts, strict=True)):
-            new = (x[i : i + 1, :, :n] for x in (keys, values))
+        skips, counts = self._arriving(keys.shape[2])
+        rows = []
+        for i, (row, skip, n) in enumerate(zip(self.rows, skips, counts, strict=True)):
+            new = (x[i : i + 1, :, skip : skip + n] for x in (keys, values))
             rows.append((row.update_and_fetch(*new)[0], n) if n else None)
-        view = BatchView(tuple(rows))
+        view = self._batch_view(rows)
+        if not any(counts):
+            view = replace(view, like=(keys[:, :, :0], values[:, :, :0]))
         return view, view
 
-    def _unpadded(self, new: int) -> list[int]:
-        """How many of the next `new` tokens of each sequence are no padding."""
-        counts = [new] * len(self.offsets)
+    def _batch_view(self, rows: Sequence) -> BatchView:
+        skips = self._skips if self._new is not None else None
+        return BatchView(
+            tuple(rows), skips and tuple(skips), self._padding and tuple(self._padding)
+        )
+
+    def _arriving(self, new: int) -> tuple[list[int], list[int]]:
+        """`_parts`, of tokens that come now."""
+        skips, counts = self._parts(new)
         if self._left is not None:
-            counts = [min(new, left) for left in self._left]
             self._left = [left - n for left, n in zip(self._left, counts, strict=True)]
-        self._new = counts
+        if self._ahead is not None:
+            self._ahead = [ahead - n for ahead, n in zip(self._ahead, skips, strict=True)]
+        self._skips, self._new = skips, counts
+        return skips, counts
+
+    def _unpadded(self, new: int) -> list[int]:
+        """How many of the next `new` tokens of each sequence are no padding, which comes behind them."""
+        skips, counts = self._arriving(new)
+        if any(skips):
+            raise UserError(
+                f"[{type(self).__name__}] these caches take no padding on the left; got some; serve such "
+                "prompts one at a time"
+            )
         return counts
+
+    def _parts(self, new: int) -> tuple[list[int], list[int]]:
+        """Of `new` tokens that come to each sequence, how many are padding on the left, and how many its own."""
+        skips = [min(new, ahead) for ahead in self._ahead or [0] * len(self.offsets)]
+        counts = [new - skip for skip in skips]
+        if self._left is not None:
+            counts = [min(n, left) for n, left in zip(counts, self._left, strict=True)]
+        return skips, counts
 
     def _joins(self, keys: mx.array, values: mx.array) -> bool:
         """Whether the sequences are in shared arrays, now if not before."""
@@ -124,25 +187,54 @@ class BatchedKVCache(Contract):
             view = self._ragged.view()
         else:
             counts = self._new or [None] * len(self.offsets)
-            views = (row.keys_and_values()[0] for row in self._rows)
-            view = BatchView(
-                tuple((v, n) if n != 0 else None for v, n in zip(views, counts, strict=True))
-            )
+            each = zip(self._rows, counts, strict=True)
+            rows = [(row.keys_and_values()[0], n) if n != 0 else None for row, n in each]
+            view = self._batch_view(rows)
         return view, view
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """None, "causal" or a boolean [B, 1, N, tokens of the longest + N], where the columns of a
-        sequence are its tokens from the first one on."""
+        sequence are its tokens from the first one on, behind padding on its left."""
         if self._ragged is None and any(row.config.sliding for row in self._rows):
             own = [row.make_mask(N, return_array, window_size) for row in self._rows]
             if not any(isinstance(one, mx.array) for one in own):
                 return own[0]
-            return _stacked([row.seen(N, window_size) for row in self._rows])
+            skips, _ = self._parts(N)
+            counts = [N - skip for skip in skips]
+            masks = [row.seen(n, window_size) for row, n in zip(self._rows, counts, strict=True)]
+            each = zip(masks, skips, strict=True)
+            return _stacked([mx.pad(mask, [(skip, 0), (0, 0)]) for mask, skip in each])
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
+        if self._padding is not None:
+            columns = mx.arange(self._columns + N)
+            rows = columns[self._columns :, None]
+            mask = rows >= columns
+            if window_size is not None:
+                mask = mask & (rows < columns + window_size)
+            return mask & (mx.array(self._padding)[:, None, None, None] <= columns)
         if self._ragged is not None:
             return _masks(self.offset[:, None, None, None], N, self.size() + N, window_size)
         return _stacked([row.make_mask(N, True, window_size) for row in self._rows])
+
+    @property
+    def _columns(self) -> int:
+        """Columns that have come to each sequence of a padded batch, padding included."""
+        each = zip(self.offsets, self._padding, self._ahead, strict=True)
+        return max((tokens + all_ - ahead for tokens, all_, ahead in each), default=0)
+
+    def _keep_padding(self, keep: Sequence[int]) -> None:
+        """Select what is known of padding. Columns that are padding for all that stay are dropped."""
+        if self._left is not None:
+            self._left = [self._left[i] for i in keep]
+        columns = 0 if self._padding is None else self._columns
+        if self._ahead is not None:
+            self._ahead = [self._ahead[i] for i in keep]
+        if self._padding is None:
+            return
+        self._padding = [self._padding[i] for i in keep]
+        spare = min([columns, *self._padding])
+        self._padding = [n - spare for n in self._padding] if keep else None
 
     # -- mlx-lm's contract for batches
 
@@ -166,6 +258,7 @@ class BatchedKVCache(Contract):
             batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
         )
         self._new = None
+        self._keep_padding(keep)
         if self._ragged is not None and len(set(keep)) == len(keep) > 0:
             self._ragged.select(keep)
         else:
@@ -177,7 +270,7 @@ class BatchedKVCache(Contract):
 
     def extend(self, other: BatchedKVCache) -> None:
         """Add the sequences of another batch, which must not be used again."""
-        self._new = None
+        self._new = self._padding = self._ahead = None
         rows, joined = other.rows, False
         if self._ragged is not None and not any(row.observes for row in rows):
             joined = self._ragged.join([row.contents() for row in rows])
@@ -192,8 +285,8 @@ class BatchedKVCache(Contract):
         right_padding: Sequence[int] | None = None,
     ) -> None:
         """Announce the next tokens, up to `finalize`: `lengths` of each sequence, then padding."""
-        if left_padding is not None and any(left_padding):
-            raise UserError("[BatchedKVCache] prompts are padded on the right; got left_padding")
+        if left_padding is not None:
+            self.pad(left_padding)
         if right_padding is not None and any(right_padding):
             if lengths is None:
                 raise UserError("[BatchedKVCache] right_padding needs lengths; got none")
@@ -233,7 +326,10 @@ class BatchedKVCache(Contract):
 
     def __reduce__(self):
         rows = [self.extract(i) for i in range(len(self.offsets))]
-        return type(self), (rows,), {"_left": self._left, "_new": self._new}
+        own = {
+            name: getattr(self, name) for name in ("_left", "_new", "_padding", "_ahead", "_skips")
+        }
+        return type(self), (rows,), own
 
     @property
     def state(self) -> list:

@@ -16,7 +16,7 @@ import numpy as np
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
-from mlxkv.cache.contract import Contract, from_state
+from mlxkv.cache.contract import Contract, Snapshots, from_state
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Contents, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View
@@ -33,7 +33,7 @@ NEW = -1
 STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
 
 
-class CompressedKVCache(GoesBack, Contract):
+class CompressedKVCache(GoesBack, Snapshots, Contract):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`. plan: its kernels, where they have been chosen
@@ -395,6 +395,19 @@ class CompressedKVCache(GoesBack, Contract):
     def merge(cls, caches: list[CompressedKVCache]) -> BatchedKVCache:
         """Sequences as one batch (mlx-lm's BatchGenerator)."""
         return BatchedKVCache.merge(caches)
+
+    def to_batch(self, left_padding: list[int] | mx.array) -> BatchedKVCache:
+        """An empty batch of caches like this one, a sequence for each prompt, which comes with so much padding
+        on its left (mlx-vlm's batches). Raises UserError if this one holds tokens."""
+        if self.offset:
+            raise UserError(
+                f"[CompressedKVCache] to_batch makes an empty batch; got a cache of {self.offset} tokens; "
+                "choose merge for caches that hold some"
+            )
+        made = self.config, self.layer_maps, self._plan, self.way
+        batch = self.merge([type(self)(*made) for _ in left_padding])
+        batch.pad(left_padding)
+        return batch
 
     def __reduce__(self):
         return from_state, (type(self), self.state, self.way)

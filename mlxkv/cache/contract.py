@@ -1,4 +1,5 @@
-"""What mlx-lm and Python ask of a cache beside its tokens: plain attention, `kv_bits`, copies, pickles."""
+"""What mlx-lm, mlx-vlm and Python ask of a cache beside its tokens: plain attention, `kv_bits`, copies, pickles,
+snapshots of a prefix."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from copy import deepcopy
 
 import mlx.core as mx
 
+from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 
 
@@ -43,6 +45,31 @@ class Contract:
         out = memo[id(self)] = object.__new__(type(self))
         vars(out).update(deepcopy(vars(self), memo))
         return out
+
+
+class Snapshots:
+    """A mixin of the cache of one sequence: mlx-vlm's prefix cache keeps it as it is stored, codes and windows
+    (`prefix_cache_snapshot`, `prefix_cache_restore`), and its batches are made of it."""
+
+    def prefix_cache_snapshot(self) -> dict:
+        """A tree of arrays that `prefix_cache_restore` takes; they may be this cache's own."""
+        return {"state": self.state, "meta_state": self.meta_state}
+
+    def prefix_cache_restore(self, snapshot: dict) -> None:
+        """Hold what a snapshot holds. Also for an object made by `__new__`, as mlx-vlm makes them."""
+        if "way" not in vars(self):
+            self.way, self._plan = encoding.KERNEL, None
+        self.state = snapshot["state"]
+
+    def prefix_cache_reserve(self, min_capacity_tokens: int) -> tuple:
+        """No arrays to evaluate: pages grow by a share, and windows have their room."""
+        return ()
+
+    def prefix_cache_merge(self, rows: list, prefix_lens: list[int]):
+        """Caches of one sequence each as a batch; None where they are not all compressed."""
+        if not all(isinstance(row, Snapshots) for row in rows):
+            return None
+        return self.merge(rows)
 
 
 def from_state(cls: type, state: dict, way: str):

@@ -245,6 +245,7 @@ class CacheView:
     """
 
     batched = fixed = False
+    skips = None
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -340,9 +341,17 @@ class FixedView(CacheView):
 
 @dataclass(frozen=True)
 class BatchView(CacheView):
-    """What attention reads of sequences one after the other: `CacheView.rows`."""
+    """What attention reads of sequences one after the other: `CacheView.rows`.
+
+    skips: how many of the new tokens are padding on the left of each sequence. padding: how many columns of a
+    mask are, where prompts were padded on the left. like: (keys, values) of no tokens, where all new ones are
+    padding.
+    """
 
     rows: tuple[tuple[View, int | None] | None, ...]
+    skips: tuple[int, ...] | None = None
+    padding: tuple[int, ...] | None = None
+    like: Pair | None = field(default=None, repr=False)
 
     batched = True
     starts = None
@@ -350,16 +359,16 @@ class BatchView(CacheView):
     @property
     def live(self) -> Pair:
         """Of the first sequence, for its shape and type."""
-        return next(row[0] for row in self.rows if row is not None).live
+        return next((row[0].live for row in self.rows if row is not None), self.like)
 
     @property
     def tokens(self) -> int:
         """Of the longest sequence."""
-        return max(row[0].tokens for row in self.rows if row is not None)
+        return max((row[0].tokens for row in self.rows if row is not None), default=0)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        _, heads, _, dims = next(row[0] for row in self.rows if row is not None).shape
+        _, heads, _, dims = self.live[0].shape
         return len(self.rows), heads, self.tokens, dims
 
 
@@ -368,7 +377,8 @@ class RaggedView(CacheView):
     """What attention reads of all sequences at once.
 
     pages: of all sequences, in one buffer. starts: the first record of each sequence. lengths: of
-    each (records, sink tokens, live tokens). sink, live: (keys, values), [B, G, room, D].
+    each (records, sink tokens, live tokens). sink, live: (keys, values), [B, G, room, D]. padding: as in
+    `BatchView`.
     """
 
     pages: RecordPages
@@ -376,6 +386,7 @@ class RaggedView(CacheView):
     lengths: tuple[tuple[int, int, int], ...]
     sink: Pair | None
     live: Pair
+    padding: tuple[int, ...] | None = None
 
     batched = True
 

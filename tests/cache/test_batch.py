@@ -168,7 +168,7 @@ def test_what_is_refused():
     batch = BatchedKVCache.merge(filled(5, 9))
     with pytest.raises(UserError, match="a batch of 2; got 3"):
         batch.update_and_fetch(mx.zeros((3, 2, 1, 64)), mx.zeros((3, 2, 1, 64)))
-    with pytest.raises(UserError, match="padded on the right"):
+    with pytest.raises(UserError, match="pad on the right instead"):
         batch.prepare(left_padding=[1, 0])
     view, _ = batch.keys_and_values()
     with pytest.raises(UserError, match="uses compressed keys as an array"):
