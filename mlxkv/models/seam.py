@@ -35,7 +35,13 @@ from mlxkv.models.catalog.reports import FOLDED, LayerReport, left_out, nothing_
 from mlxkv.models.decoders import question, with_kernels
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.layers import examine, with_searched
-from mlxkv.models.hooks.mark import mark, own_make_cache, steps_to_come, unmark
+from mlxkv.models.hooks.mark import (
+    cached_part,
+    mark,
+    own_make_cache,
+    steps_to_come,
+    unmark,
+)
 from mlxkv.models.hooks.probe import Place, Shape, leaves
 from mlxkv.models.hooks.rebind import bind, release
 
@@ -50,8 +56,9 @@ def attach(
     encode: str = encoding.KERNEL,
     windows: int | None = None,
 ) -> list[LayerReport]:
-    """Compress the KV cache of `model` (any model of mlx-lm) as `kv` says: a preset's name, a pair, a
-    configuration, or a plan, which has a preset for each layer (its file, or what a file holds).
+    """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair, a
+    configuration, or a plan, which has a preset for each layer (its file, or what a file holds). A vision
+    model of mlx-vlm is attached at its `language_model`, which makes the caches there.
 
     Returns one report per cache; in all of them, whether the model's decode steps can be traced. Attaching
     again replaces what was attached. A configuration that compresses nothing (`fp16`) leaves mlx-lm's own
@@ -83,6 +90,7 @@ def attach(
     `strict`, warns if nothing at all is compressed.
     """
     _check_model(model)
+    model = cached_part(model)
     config, label = read_kv(kv), name_of(kv)
     encoding.check(encode)
     check_fold(config, label, fold)
@@ -194,12 +202,13 @@ def read_kv(kv: str | CacheConfig | Plan | Mapping[str, Any]) -> CacheConfig | P
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raises UserError unless it may be a model of mlx-lm."""
-    if isinstance(model, nn.Module) and (hasattr(model, "layers") or hasattr(model, "make_cache")):
+    """Raises UserError unless it may be a model of mlx-lm, or of mlx-vlm."""
+    one = cached_part(model) if isinstance(model, nn.Module) else None
+    if one is not None and (hasattr(one, "layers") or hasattr(one, "make_cache")):
         return
     raise UserError(
         f"[attach] takes a model of mlx-lm, which has layers; got {type(model).__name__}; choose the "
-        "first of what mlx_lm.load returns, or the .model of what mlxkv.load returns"
+        "first of what mlx_lm.load or mlx_vlm.load returns, or the .model of what mlxkv.load returns"
     )
 
 
@@ -226,7 +235,7 @@ def _detach(model: nn.Module) -> bool:
     """Undo `attach` without a word. Returns whether the model was attached."""
     if not isinstance(model, nn.Module):
         _check_model(model)
-    slots = unmark(model)
+    slots = unmark(cached_part(model))
     release(slots or [])
     return slots is not None
 

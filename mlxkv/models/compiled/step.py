@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from threading import RLock
 
 import mlx.core as mx
@@ -85,7 +86,7 @@ class Steps:
     def __call__(
         self, model, call: Callable, tokens: mx.array, caches: Sequence
     ) -> mx.array | None:
-        """The logits of `call(model, tokens, cache=caches)` by a traced step; None where this step cannot be
+        """What `call(model, tokens, cache=caches)` returns, by a traced step; None where this step cannot be
         one, and nothing has changed. tokens: [B, L]."""
         if self.off or not isinstance(caches, (list, tuple)) or not caches:
             return None
@@ -146,7 +147,7 @@ class Steps:
         for form, new in zip(forms, written, strict=True):
             form.commit(new)
         self.replayed, self.waits_for = self.replayed + 1, None
-        return logits
+        return logits if kind.output is None else kind.output(logits=logits)
 
     def _try(self, call: Callable, model, tokens, caches, error: Assigned) -> mx.array:
         """Take a step as it is, and see whether what the model's code assigns is what was there."""
@@ -168,10 +169,12 @@ class Steps:
 
 
 class Kind:
-    """Steps that differ in shapes and numbers alone. run: the trace, replayed."""
+    """Steps that differ in shapes and numbers alone. run: the trace, replayed. output: the class around logits
+    that the model's code returns (mlx-vlm), or None."""
 
     def __init__(self, weights: Weights, call: Callable, compiles: bool):
         self.weights, self.call, self.compiles, self.traces = weights, call, compiles, 0
+        self.output: type | None = None
         self._now: tuple | None = None
         self._shared: list[int] = []  # numbers of the caches that several layers read
         self._carried: dict[tuple[int, ...], mx.array] = {}
@@ -209,7 +212,7 @@ class Kind:
         own = [_in_place(cache, each) for cache in caches]
         before = mx.random.state[0]
         with _reasons(), self.weights.replaced(weights):
-            logits = self.call(self.weights.model, tokens, cache=own)
+            logits = self._logits(self.call(self.weights.model, tokens, cache=own))
         if mx.random.state[0] is not before:  # a replay would draw the same again
             raise Untraceable("the model's code draws random numbers")
         self._shared = [i for i, one in enumerate(stands) if getattr(one, "shared", False)]
@@ -219,6 +222,17 @@ class Kind:
             for one, by in zip(numbers, advances, strict=True)
         ]
         return logits, [_written(stand) for stand in stands], then
+
+    def _logits(self, out) -> mx.array:
+        """The logits alone. Raises Untraceable where the model's code returns more."""
+        if isinstance(out, mx.array):
+            return out
+        fields = vars(out) if is_dataclass(out) else {}
+        more = [name for name, one in fields.items() if name != "logits" and one is not None]
+        if more or not isinstance(fields.get("logits"), mx.array):
+            raise Untraceable(f"the model's code returns more than logits ({', '.join(more)})")
+        self.output = type(out)
+        return out.logits
 
     def _wait(self, forms: Sequence[Form]) -> None:
         """Raises NotYet where a page is sealed that layers then read without writing to the cache: a trace

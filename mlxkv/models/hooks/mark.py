@@ -90,7 +90,21 @@ def _say_ignored(caller) -> None:
 
 
 def _plain(model: nn.Module) -> Callable[[], list]:
-    return lambda: [KVCache() for _ in model.layers]
+    cls = KVCache
+    if _is_of_mlx_vlm(model):  # whose batches take no other library's caches
+        cls = sys.modules["mlx_vlm.models.cache"].KVCache
+    return lambda: [cls() for _ in model.layers]
+
+
+def _is_of_mlx_vlm(model: nn.Module) -> bool:
+    return type(model).__module__.startswith("mlx_vlm.models.")
+
+
+def cached_part(model: nn.Module) -> nn.Module:
+    """The part of a model that makes and takes the caches: the `language_model` of one of mlx-vlm, in mlx-lm the
+    model."""
+    inner = getattr(model, "language_model", None)
+    return inner if _is_of_mlx_vlm(model) and isinstance(inner, nn.Module) else model
 
 
 def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> None:

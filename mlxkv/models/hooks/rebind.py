@@ -128,19 +128,30 @@ def stepped(original):
     where it can be (`models.compiled`)."""
 
     @wraps(original)
-    def __call__(self, inputs, *args, **kwargs):
+    def __call__(self, *args, **kwargs):
         attachment = vars(self).get(MARK)
         if attachment is None:
-            return original(self, inputs, *args, **kwargs)
+            return original(self, *args, **kwargs)
         with attachment.steps.lock:  # while one thread traces, the weights are its placeholders
-            if len(args) + len(kwargs) == 1:
-                caches = args[0] if args else kwargs.get("cache")
-                out = attachment.steps(self, original, inputs, caches)
+            if (step := _step_of(*args, **kwargs)) is not None:
+                out = attachment.steps(self, original, *step)
                 if out is not None:
                     return out
-            return original(self, inputs, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     return __call__
+
+
+def _step_of(
+    inputs=None, cache=None, *others, inputs_embeds=None, logits_to_keep=None, **more
+) -> tuple | None:
+    """Tokens and caches of a call that gives nothing else; None for other calls. mlx-vlm says that there are
+    no embeddings, and that it wants the logits of one token, of which there is one."""
+    if inputs is None or cache is None or others or more or inputs_embeds is not None:
+        return None
+    if logits_to_keep and inputs.shape[-1] != 1:
+        return None
+    return inputs, cache
 
 
 def through(original):
