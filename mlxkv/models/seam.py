@@ -32,6 +32,7 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.models.calibration.fitting import fit
 from mlxkv.models.catalog.asked import check_fold
 from mlxkv.models.catalog.reports import FOLDED, LayerReport, left_out, nothing_compressed, ranges
+from mlxkv.models.compiled.weights import kept
 from mlxkv.models.decoders import question, with_kernels
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.layers import examine, with_searched
@@ -97,9 +98,10 @@ def attach(
     own = own_make_cache(model)
     slots = bind(model)
     try:
-        if isinstance(config, Plan):
-            config.check(len(own()))
-        reports, places = examine(model, own, config, label, windows)
+        with kept(model):
+            if isinstance(config, Plan):
+                config.check(len(own()))
+            reports, places = examine(model, own, config, label, windows)
         if strict:
             _insist(model, reports, label)
         if any(shape.latent for shape in places.values()):
@@ -134,7 +136,8 @@ def attach(
     kinds = {p: _kind(fitted[p][0], shape) for p, shape in places.items()}
     mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p], encode) for p in places})
     if group is None or group.size() == 1:  # else the model is cut to its share afterwards
-        steps = steps_to_come(model, config.window + config.page + 1)
+        with kept(model):
+            steps = steps_to_come(model, config.window + config.page + 1)
         reports = [replace(report, steps=steps) for report in reports]
     return reports
 

@@ -87,6 +87,18 @@ class Weights:
         self._harmless |= {(id(container), key) for container, key in places}
 
 
+@contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Leave the model as it was, whatever its code assigns as it runs (mlx-vlm's models keep positions of the last
+    prompt)."""
+    before = [(one, _contents(one)) for _, _, one, _ in _walk(model)[1]]
+    try:
+        yield
+    finally:
+        for one, contents in before:
+            _put_back(one, *contents)
+
+
 def held(place: Place) -> mx.array | None:
     """What a place holds; None where there is no such place."""
     container, key = place

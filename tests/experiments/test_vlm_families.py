@@ -1,0 +1,57 @@
+"""The table of mlx-vlm's families: a dozen of them, and the page."""
+
+import pytest
+
+pytest.importorskip("mlx_vlm")
+
+from experiments.families import vlm  # noqa: E402
+from experiments.families.vlm import Found, family, page  # noqa: E402
+from experiments.families.vlm_building import families  # noqa: E402
+from mlxkv.errors import MachineError, UserError  # noqa: E402
+from mlxkv.models.catalog.reports import LayerReport  # noqa: E402
+
+FULL = "qwen2 qwen3 qwen3_moe phi3 glm4 pixtral qwen2_vl qwen2_5_vl qwen3_vl smollm3 hunyuan_v1_dense".split()
+MIXED = "llama gemma3_text gemma4 gpt_oss lfm2 ministral3 mistral3 qwen3_5 falcon_h1".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FULL + MIXED)
+def test_the_text_is_that_of_plain_caches(name):
+    """While nothing is sealed; behind it the divergence of 4 bits is bounded."""
+    found = family(name)
+    assert not found.fault and not found.skipped
+    assert 0 < found.kl < vlm.KL
+    assert len(found.compressed) == len(found.layers) if name in FULL else found.compressed
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mamba2", "deepseek_v3"])
+def test_what_is_not_compressed_runs_with_a_reason(name):
+    found = family(name)
+    assert not found.fault and not found.skipped and found.kl is None
+    assert not found.compressed and found.why
+
+
+def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
+    layer = LayerReport(0, "full", False, "a | reason")
+    bad = Found("llama", "", (layer,), fault="bad")
+    monkeypatch.setattr(vlm, "apart", lambda names: [(bad, 0.1) for _ in names])
+    with pytest.raises(MachineError, match="1 of 1 have a fault: llama"):
+        vlm.main(["llama"])
+    out = capsys.readouterr().out
+    assert "| llama | - | 0 (full: a / reason) | **bad** |  |" in out and "1 with a fault" in out
+
+
+def test_names_are_those_of_mlx_vlm():
+    assert len(families()) > 150
+    with pytest.raises(UserError, match="no family 'lama'"):
+        vlm.main(["lama"])
+
+
+def test_the_page_counts():
+    skipped, plain = Found("a", skipped="no | language model"), Found("b", layers=())
+    text = page([skipped, plain], "command")
+    assert (
+        "2 families: 1 built and compared, 0 of them with compressed layers, 1 run as they are"
+        in text
+    )
+    assert "| a | no / language model |" in text

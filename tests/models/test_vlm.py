@@ -1,0 +1,149 @@
+"""mlx-vlm as a host: its own loops over small random vision models, on compressed caches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+pytest.importorskip("mlx_vlm")
+
+import mlx.core as mx  # noqa: E402
+from mlx_vlm.models import cache as vlm_cache  # noqa: E402
+from vision_models import prompt_with_image, vision_model  # noqa: E402
+from vlm_batches import alone, together  # noqa: E402
+
+from mlxkv.cache.batch import BatchedKVCache  # noqa: E402
+from mlxkv.cache.compressed import CompressedKVCache  # noqa: E402
+from mlxkv.errors import UserError  # noqa: E402
+from mlxkv.models import attach, detach  # noqa: E402
+from mlxkv.models.hooks.mark import steps_of  # noqa: E402
+
+VISION = ["qwen2_vl", "gemma3", "llava"]
+KL = 0.05  # nats, mean
+
+
+def logits(model, prompt, text: list[int]) -> mx.array:
+    """Log probabilities [T, vocabulary] at the tokens of `text`, read one by one behind the prompt."""
+    ids, more = prompt
+    more = dict(more)
+    found = model.get_input_embeddings(
+        ids, more.pop("pixel_values"), mask=mx.ones_like(ids), **more
+    )
+    given = {name: one for name, one in found.to_dict().items() if one is not None} | more
+    lm, out = model.language_model, []
+    caches = lm.make_cache() if hasattr(lm, "make_cache") else vlm_cache.make_prompt_cache(lm)
+    now = lm(ids, cache=caches, **given).logits
+    for token in text:
+        out.append(now[0, -1].astype(mx.float32))
+        now = lm(mx.array([[token]]), cache=caches).logits
+    rows = mx.stack(out)
+    return rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_an_image_in_the_prompt(family):
+    """The text is that of plain caches while nothing is sealed; behind it the divergence is small, and that of
+    8 bits far smaller."""
+    model, short = vision_model(family), prompt_with_image(family, 60)
+    long = prompt_with_image(family, 400)
+    text, before = alone(model, short, 20)
+    more, _ = alone(model, long, 20)
+    assert len(set(more)) > 5  # a text, not one token
+    plain = logits(model, long, more)
+    reports = attach(model, "int4")
+    assert any(report.compressed for report in reports)
+    again, ours = alone(model, short, 20)
+    assert again == text and mx.allclose(ours, before, atol=1e-5)
+    off = {}
+    for kv in ("int4", "int8"):
+        attach(model, kv)
+        sealed = logits(model, long, more)
+        off[kv] = (mx.exp(plain) * (plain - sealed)).sum(-1).mean().item()
+    assert 0 < off["int4"] < KL and off["int8"] < off["int4"] / 10
+    detach(model)
+    assert alone(model, short, 20)[0] == text
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
+def test_each_of_a_batch_gets_what_it_gets_alone(family):
+    """Prompts of unequal lengths are padded on the left, read in chunks; replies end at different times. (With
+    gemma3 mlx-vlm itself cannot: its masks are of unequal sizes.)"""
+    model = vision_model(family)
+    prompts = [prompt_with_image(family, n, seed=n) for n in (150, 40, 290, 7)]
+    counts = [12, 30, 5, 20]
+    attach(model, "int4")
+    expected = [alone(model, *each)[0] for each in zip(prompts, counts, strict=True)]
+    assert together(model, prompts, counts) == expected
+
+
+def test_its_prefix_cache_keeps_codes():
+    from mlx_vlm.apc import APCManager
+
+    model, manager = vision_model("llava"), APCManager()
+    attach(model, "int4")
+    first, other = (
+        prompt_with_image("llava", n, seed=n)[0][:, 6:]  # text alone
+        for n in (306, 106)
+    )
+    (reply,) = together(model, [(first, {})], [5], manager)
+    longer = mx.concatenate([first, mx.array([reply]), other[:, :40]], axis=1)
+    stored = [one for entry in manager._exact_cache.values() for one in entry.prompt_cache]
+    assert stored and all(type(one) is CompressedKVCache for one in stored)
+    assert max(one.offset for one in stored) > 250
+    for (
+        one
+    ) in stored:  # most are in the window, in full precision; without it codes would be a seventh
+        assert one.offset < 250 or one.nbytes < 0.9 * (one.offset * 2 * 64 * 4)
+    replies = together(model, [(longer, {}), (other, {})], [6, 6], manager)
+    assert manager.stats.exact_hits == 1 and manager.stats.restored_tokens > 250
+    assert replies == [alone(model, (ids, {}), 6)[0] for ids in (longer, other)]
+
+
+def test_its_decode_steps_are_replayed(monkeypatch):
+    monkeypatch.setenv("MLXKV_COMPILE", "1")
+    model, prompt = vision_model("llava"), prompt_with_image("llava", 250)
+    monkeypatch.delenv("MLXKV_COMPILE")
+    attach(model, "int4")
+    expected = alone(model, prompt, 12)[0]
+    monkeypatch.setenv("MLXKV_COMPILE", "1")
+    assert attach(model, "int4")[0].steps == "replayed"
+    assert alone(model, prompt, 12)[0] == expected
+    assert steps_of(model.language_model).replayed >= 11
+
+
+def test_positions_of_images_keep_steps_in_python(monkeypatch):
+    """The model's code asks its cache where they are, which a trace cannot say; the report says so."""
+    monkeypatch.setenv("MLXKV_COMPILE", "1")
+    model = vision_model("qwen2_vl")
+    (steps,) = {report.steps for report in attach(model, "int4")}
+    assert steps.startswith("built by Python: the model's code uses ._offset")
+    lm = model.language_model  # a dry run leaves no positions behind
+    assert lm._position_ids is None and lm._rope_deltas is None
+
+
+def test_a_vision_model_is_attached_at_its_language_model():
+    model = vision_model("llava")
+    attach(model, "int4")
+    assert "make_cache" in vars(model.language_model) and "make_cache" not in vars(model)
+    made = vlm_cache.make_prompt_cache(model.language_model)
+    assert {type(one) for one in made} == {CompressedKVCache}
+    other = copy.deepcopy(model)
+    detach(model)
+    made = vlm_cache.make_prompt_cache(model.language_model)
+    assert {type(one) for one in made} == {vlm_cache.KVCache}
+    assert type(other.language_model.make_cache()[0]) is CompressedKVCache
+    with pytest.raises(UserError, match="takes a model of mlx-lm.* mlx_vlm.load"):
+        attach(model.vision_tower, "int4")
+
+
+def test_layers_in_full_precision_keep_its_own_caches():
+    """Its batches take no caches of another library."""
+    from mlx_vlm.generate.ar import _make_cache
+
+    model = vision_model("gemma3")
+    attach(model, "int4")
+    batch = _make_cache(model.language_model, [0, 3])
+    assert [type(one) for one in batch[:2]] == [vlm_cache.BatchRotatingKVCache, BatchedKVCache]
+    with pytest.raises(NotImplementedError, match="CompressedKVCache"):
+        _make_cache(model.language_model, [0, 3], kv_bits=4)

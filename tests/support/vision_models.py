@@ -1,0 +1,172 @@
+"""Small random vision models of mlx-vlm, in memory and as folders in the hub's format."""
+
+from __future__ import annotations
+
+import io
+import json
+from base64 import b64encode
+from importlib import import_module
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+from random_model import write_tokenizer
+
+TEXT = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 264,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # ids 258 ...
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+QWEN2_VL = {
+    "model_type": "qwen2_vl",
+    **TEXT,
+    "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+    "vision_start_token_id": 258,
+    "vision_end_token_id": 259,
+    "image_token_id": 260,
+    "video_token_id": 261,
+    "eos_token_id": 257,
+    "vision_config": {
+        "model_type": "qwen2_vl",
+        "depth": 1,
+        "embed_dim": 32,
+        "hidden_size": TEXT["hidden_size"],
+        "num_heads": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "mlp_ratio": 2,
+    },
+}
+TOWER = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GEMMA3 = {
+    "model_type": "gemma3",
+    "vocab_size": TEXT["vocab_size"],
+    "hidden_size": TEXT["hidden_size"],
+    "image_token_index": 260,
+    "text_config": TEXT
+    | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "sliding_window": 32,
+        "sliding_window_pattern": 2,
+        "mm_tokens_per_image": 4,
+        "query_pre_attn_scalar": 64,
+    },
+    "vision_config": TOWER | {"model_type": "siglip_vision_model"},
+    "mm_tokens_per_image": 4,
+}
+LLAVA = {
+    "model_type": "llava",
+    "image_token_index": 260,
+    "vocab_size": TEXT["vocab_size"],
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+    "text_config": TEXT | {"model_type": "llama"},
+    "vision_config": TOWER
+    | {"model_type": "clip_vision_model", "projection_dim": 32, "vocab_size": 64},
+}
+CONFIGS = {one["model_type"]: one for one in (QWEN2_VL, GEMMA3, LLAVA)}
+
+
+def vision_model(family: str, seed: int = 0):
+    """A small vision model with random float32 weights."""
+    file, config = (
+        import_module(f"mlx_vlm.models.{family}"),
+        json.loads(json.dumps(CONFIGS[family])),
+    )
+    whole = file.ModelConfig.from_dict(config)
+    for part in ("text", "vision"):
+        made = getattr(file, f"{part.title()}Config").from_dict(
+            config.get(f"{part}_config", config)
+        )
+        setattr(whole, f"{part}_config", made)
+    mx.random.seed(seed)
+    model = file.Model(whole)
+    model.update(tree_map(_noise, model.parameters()))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def _noise(x: mx.array) -> mx.array:
+    if x.size == 0 or not mx.issubdtype(x.dtype, mx.floating):
+        return x
+    return x.astype(mx.float32) + 0.02 * mx.random.normal(x.shape)
+
+
+def prompt_with_image(family: str, length: int, seed: int = 1) -> tuple[mx.array, dict]:
+    """Token ids [1, length] with four places for an image in front, and what the image's processor gives."""
+    key = mx.random.key(seed)
+    text = mx.random.randint(0, 256, (length - 6,), key=key).tolist()
+    ids = mx.array([[258, *[260] * 4, 259, *text]])
+    pixels = mx.random.normal((16, 3 * 2 * 14 * 14), key=key)
+    if family == "qwen2_vl":
+        return ids, {"pixel_values": pixels, "image_grid_thw": mx.array([[1, 4, 4]])}
+    return ids, {"pixel_values": mx.random.normal((1, 3, 28, 28), key=key)}
+
+
+def write_vision_model(folder: Path, seed: int = 0, **changes) -> Path:
+    """A qwen2_vl with random weights, its tokenizer, chat template and image processor."""
+    from tokenizers import AddedToken, Tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model = vision_model("qwen2_vl", seed)
+    weights = dict(tree_flatten(model.parameters()))
+    weights = {k: v.astype(mx.float16) for k, v in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(QWEN2_VL | changes))
+    write_tokenizer(folder, TEMPLATE)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in WORDS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": 28 * 28,
+        "max_pixels": 56 * 56,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def picture(width: int = 56, height: int = 56, seed: int = 0, kind: str = "PNG") -> bytes:
+    """An image file of random colours."""
+    import numpy as np
+    from PIL import Image
+
+    colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(colours).save(out, kind)
+    return out.getvalue()
+
+
+def data_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{b64encode(data).decode()}"
