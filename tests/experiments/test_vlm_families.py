@@ -10,8 +10,30 @@ from experiments.families.vlm_building import families  # noqa: E402
 from mlxkv.errors import MachineError, UserError  # noqa: E402
 from mlxkv.models.catalog.reports import LayerReport  # noqa: E402
 
-FULL = "qwen2 qwen3 qwen3_moe phi3 glm4 pixtral qwen2_vl qwen2_5_vl qwen3_vl smollm3 hunyuan_v1_dense".split()
-MIXED = "llama gemma3_text gemma4 gpt_oss lfm2 ministral3 mistral3 qwen3_5 falcon_h1".split()
+FULL = [
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "phi3",
+    "glm4",
+    "pixtral",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "smollm3",
+    "hunyuan_v1_dense",
+]
+MIXED = [
+    "llama",
+    "gemma3_text",
+    "gemma4",
+    "gpt_oss",
+    "lfm2",
+    "ministral3",
+    "mistral3",
+    "qwen3_5",
+    "falcon_h1",
+]
 
 
 @pytest.mark.slow
