@@ -7,6 +7,7 @@ from dataclasses import asdict
 import mlx.core as mx
 
 from mlxkv.chat.options import ChatOptions
+from mlxkv.chat.pictures import PictureSession
 from mlxkv.chat.session import Session
 from mlxkv.codec import encoding
 from mlxkv.console import note, print_json, say, working
@@ -14,12 +15,16 @@ from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, sampler_for
 from mlxkv.models.loader import Loaded
 from mlxkv.models.speculative.draft import Draft, make
+from mlxkv.models.vision.host import check_host
+from mlxkv.models.vision.images import read_source
 
 
 def talk(options: ChatOptions, prompt: str | None) -> None:
     """Answer `prompt`, or talk in the terminal where there is none."""
     encoding.check(options.encode)
     sampler = sampler_for(options.temp, options.top_p)
+    check_host(options.host)
+    images = [read_source(source, "--image") for source in options.image or ()]
     mx.random.seed(options.seed)
     mx.reset_peak_memory()
     with working(f"reading {options.model.strip()}") as progress:
@@ -32,11 +37,15 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             fold=options.fold,
             encode=options.encode,
             progress=progress,
+            host=options.host,
         )
     draft = with_draft(loaded, options)
-    session = Session(
+    kind = Session if loaded.vision is None else PictureSession
+    session = kind(
         loaded, options.system, options.raw, sampler, options.max_tokens, options.template, draft
     )
+    for image in images:
+        session.add(image, "--image")
     loaded.tell(backend(), options.quiet)
     if draft is not None and not options.quiet:
         note(
@@ -64,6 +73,10 @@ def with_draft(loaded: Loaded, options: ChatOptions) -> Draft | None:
     """The model of `--draft`, checked, or None."""
     if options.draft is None:
         return None
+    if loaded.vision is not None:
+        raise UserError(
+            f"[--draft] drafts text only; got {loaded.name}, which sees; leave --draft or --vision out"
+        )
     with working(f"reading {options.draft.strip()}") as progress:
         name, kv, count = options.draft, options.draft_kv, options.draft_tokens
         return make(loaded, name, kv, count, dtype=options.dtype, progress=progress)

@@ -113,6 +113,7 @@ def stream(
     stats: Stats | None = None,
     draft: Draft | None = None,
     before: Sequence[int] = (),
+    embeddings: mx.array | None = None,
 ) -> Iterator[Piece]:
     """Feed `tokens` to the model and yield the reply token by token.
 
@@ -120,7 +121,8 @@ def stream(
     progress: called with (tokens done, all tokens) during the prefill. stop: called after each token
     and each prefill chunk; true ends the reply and leaves the cache consistent. stats: filled in
     place; `stats.held` is right whenever this generator is not running. draft: a model that drafts, checked
-    before (`speculative.draft.check`); it reads `before`, the tokens that the cache holds, too.
+    before (`speculative.draft.check`); it reads `before`, the tokens that the cache holds, too. embeddings:
+    [T, hidden], of `tokens`, where some are places of images; without a draft.
 
     Raises UserError for an empty prompt, MachineError when the logits hold NaN or infinity.
     """
@@ -148,6 +150,7 @@ def stream(
             list(tokens),
             prompt_cache=cache,
             prompt_progress_callback=on_progress,
+            **({} if embeddings is None else {"input_embeddings": embeddings}),
             **asked,
         )
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from mlxkv.models.decoders import not_used
 from mlxkv.models.hooks.mark import steps_of
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach, name_of, read_kv
+from mlxkv.models.vision.host import VisionModel, check_host, load_inner
+from mlxkv.models.vision.prompts import Processor
 
 AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
 
@@ -43,7 +46,7 @@ class Loaded:
     name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache
     stores, and its name. layers: one report per cache. dtype: of the activations. fingerprint: of
     its files. context: the longest context the model was made for, in tokens, or None. notes: lines
-    to show after the layers.
+    to show after the layers. vision: turns images into tokens, for a model that mlx-vlm has loaded.
     """
 
     model: nn.Module
@@ -59,6 +62,7 @@ class Loaded:
     context: int | None = None
     notes: list[str] = field(default_factory=list)
     encode: str = encoding.KERNEL
+    vision: Processor | None = None
     _told: bool = field(default=False, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,6 +124,7 @@ def load(
     encode: str = encoding.KERNEL,
     progress: Callable[[int, int], None] | None = None,
     windows: int | None = None,
+    host: str | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names:
     a preset, or a plan with a preset for each layer (`load("qwen3-4b", "plan.json")`, or what a file holds).
@@ -129,7 +134,9 @@ def load(
     GPU. calibration: as in `attach`; a later `attach` takes it too. fold: apply the map of values in
     the weights, for good; the model knows it, and cannot be calibrated then. group: processes that
     share the model (`model.shard` of mlx-lm): each keeps its part of the weights and of the kv heads.
-    progress: called with (bytes read, all bytes) while weights are read.
+    progress: called with (bytes read, all bytes) while weights are read. host: the library whose code of the
+    model runs, "mlx-lm" or "mlx-vlm"; with the second, which is optional, prompts may hold images. By default
+    mlx-lm; mlx-vlm, where it is installed, for models that mlx-lm does not know.
 
     Raises UserError, before anything heavy is done where that is possible, and MachineError for a
     full disk.
@@ -137,6 +144,7 @@ def load(
     # First, so that a typing mistake does not cost a download.
     config = read_kv(kv)
     check_fold(config, name_of(kv), fold)
+    check_host(host)
     dtype = dtype_name(dtype)
     if calibration is not None:
         calibration = given(calibration)
@@ -152,7 +160,8 @@ def load(
     foreign = source not in EMBEDDED.values()  # whose templates are our own
     if foreign:
         rendering.RENDERER.start()  # it is ready by the time that the weights are
-    model, full_config = _model(folder)
+    host = host or _host(folder)
+    model, full_config = _model(folder) if host == "mlx-lm" else _vision_model(folder)
     size = 1 if group is None else group.size()
     if size > 1:
         _check_shares(model, folder, size)
@@ -164,7 +173,8 @@ def load(
     if size == 1:
         _read(model, progress)
         _try_out(model, folder)
-    tokenizer = _tokenizer(folder, full_config)
+    vision = None if host == "mlx-lm" else _processor(folder, full_config)
+    tokenizer = _tokenizer(folder, full_config, vision and vision.template)
     if foreign:
         rendering.bound(tokenizer._tokenizer, folder.path)
     mark = fingerprint(folder, source.planted)
@@ -187,6 +197,7 @@ def load(
         context=context,
         notes=notes,
         encode=encode,
+        vision=vision,
     )
 
 
@@ -208,6 +219,45 @@ def _model(folder: Folder) -> tuple[nn.Module, dict]:
         raise UserError(
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
             f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
+        ) from error
+
+
+def _host(folder: Folder) -> str:
+    """The library to load a model with where nobody says: mlx-lm, or mlx-vlm where only that knows it."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    kind = folder.config["model_type"]
+
+    def knows(library: str, family: str) -> bool:
+        return family.isidentifier() and find_spec(f"{library}.models.{family}") is not None
+
+    if find_spec("mlx_vlm") is None or knows("mlx_lm", MODEL_REMAPPING.get(kind, kind)):
+        return "mlx-lm"
+    return "mlx-vlm" if knows("mlx_vlm", kind) else "mlx-lm"
+
+
+def _vision_model(folder: Folder) -> tuple[nn.Module, dict]:
+    """As `_model`, by mlx-vlm."""
+    kind = folder.config["model_type"]
+    try:
+        inner = load_inner(folder.path)
+    except Exception as error:  # mlx-vlm raises anything when files are wrong
+        raise UserError(
+            f"[load] mlx-vlm cannot load this model ({type(error).__name__}: {first_line(error)}); got a "
+            f"{kind} in {folder.path}; choose a model that mlx-vlm supports"
+        ) from error
+    inner.eval()
+    return VisionModel(inner), folder.config
+
+
+def _processor(folder: Folder, config: dict) -> Processor:
+    token = config.get("image_token_index", config.get("image_token_id"))
+    try:
+        return Processor(folder.path, config["model_type"], token)
+    except Exception as error:  # of transformers, for files that are missing
+        raise UserError(
+            f"[load] the processor of images cannot be loaded ({type(error).__name__}: {first_line(error)}); "
+            f"got {folder.path}; fetch the model again, or load it without images"
         ) from error
 
 
@@ -301,13 +351,18 @@ def without_gradients(model: nn.Module) -> None:
             module.group = _Single()
 
 
-def _tokenizer(folder: Folder, config: dict):
+def _tokenizer(folder: Folder, config: dict, template: str | None = None):
+    """template: of chats, for a tokenizer that has none."""
     from mlx_lm.utils import load_tokenizer
 
+    extra = {"trust_remote_code": False}
+    eos = config.get("eos_token_id", text_config(config).get("eos_token_id"))
     try:
-        return load_tokenizer(
-            folder.path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
-        )
+        found = load_tokenizer(folder.path, extra, eos_token_ids=eos)
+        if template and not found.has_chat_template:
+            extra["chat_template"] = template
+            found = load_tokenizer(folder.path, extra, eos_token_ids=eos)
+        return found
     except (
         BaseException
     ) as error:  # the tokenizer libraries raise bare Exception, and panics of Rust

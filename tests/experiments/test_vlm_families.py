@@ -10,7 +10,8 @@ from experiments.families.vlm_building import families  # noqa: E402
 from mlxkv.errors import MachineError, UserError  # noqa: E402
 from mlxkv.models.catalog.reports import LayerReport  # noqa: E402
 
-FULL = [
+FULL = ["qwen2", "qwen3", "qwen3_moe", "phi3", "glm4", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+FULL += ["smollm3", "hunyuan_v1_dense"]
     "qwen2",
     "qwen3",
     "qwen3_moe",
@@ -23,7 +24,8 @@ FULL = [
     "smollm3",
     "hunyuan_v1_dense",
 ]
-MIXED = [
+MIXED = ["llama", "gemma3_text", "gemma4", "gpt_oss", "lfm2", "ministral3", "mistral3", "qwen3_5"]
+MIXED += ["falcon_h1"]
     "llama",
     "gemma3_text",
     "gemma4",
