@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from mlxkv import __version__
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "safetensors", "transformers", "huggingface-hub")
-OPTIONAL = ("mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "triton")
+OPTIONAL = ("mlx-vlm", "mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "torch", "triton")
 
 
 def versions() -> dict[str, str | None]:

@@ -10,8 +10,7 @@ from experiments.families.vlm_building import families  # noqa: E402
 from mlxkv.errors import MachineError, UserError  # noqa: E402
 from mlxkv.models.catalog.reports import LayerReport  # noqa: E402
 
-FULL = ["qwen2", "qwen3", "qwen3_moe", "phi3", "glm4", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
-FULL += ["smollm3", "hunyuan_v1_dense"]
+FULL = [
     "qwen2",
     "qwen3",
     "qwen3_moe",
@@ -21,21 +20,10 @@ FULL += ["smollm3", "hunyuan_v1_dense"]
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
-    "smollm3",
-    "hunyuan_v1_dense",
 ]
+FULL += ["smollm3", "hunyuan_v1_dense"]
 MIXED = ["llama", "gemma3_text", "gemma4", "gpt_oss", "lfm2", "ministral3", "mistral3", "qwen3_5"]
 MIXED += ["falcon_h1"]
-    "llama",
-    "gemma3_text",
-    "gemma4",
-    "gpt_oss",
-    "lfm2",
-    "ministral3",
-    "mistral3",
-    "qwen3_5",
-    "falcon_h1",
-]
 
 
 @pytest.mark.slow
