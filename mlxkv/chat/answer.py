@@ -11,6 +11,7 @@ from mlxkv.chat.pictures import PictureSession
 from mlxkv.chat.session import Session
 from mlxkv.codec import encoding
 from mlxkv.console import note, print_json, say, working
+from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, sampler_for
 from mlxkv.models.loader import Loaded

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from queue import Empty, Queue
@@ -29,6 +30,7 @@ from mlxkv.models.turns import Cut, Turns
 from mlxkv.models.usage import Usage, window_of
 from mlxkv.serve import told
 from mlxkv.serve.alone import Alone
+from mlxkv.serve.caches import pictures
 from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
 from mlxkv.serve.caches.sessions import Owned, Sessions
@@ -271,10 +273,16 @@ class Engine(server.ResponseGenerator):
     def _prompt(self, tokenizer, request, args: Arguments):
         """What mlx-lm's `_tokenize` returns, of any length. Raises Refused where a template fails."""
         try:
+            if args.job.images:
+                template = self.cli_args.chat_template_args | (args.chat_template_kwargs or {})
+                loaded = self.model_provider.loaded
+                return pictures.read(loaded, self.turns, request, args, template)
             asked = replace(request, messages=request.messages[:-1]) if args.continues else request
             found = super()._tokenize(*self._with_text(tokenizer, asked, args))
             if args.continues:
                 found = continued(tokenizer, self.turns, found, request.messages[-1])
+        except Refused:
+            raise
         except Exception as error:  # templates raise anything
             raise Refused(
                 400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
@@ -303,8 +311,9 @@ class Engine(server.ResponseGenerator):
         return found
 
     def _is_batchable(self, args) -> bool:
-        """Requests with a seed are, too, unlike in mlx-lm: `Seeded` has a key of its own."""
-        return self.model_provider.is_batchable
+        """Requests with a seed are, too, unlike in mlx-lm: `Seeded` has a key of its own. Those with images are
+        not."""
+        return self.model_provider.is_batchable and not args.job.images
 
     def _serve_single(self, request, *more) -> None:
         line, asked, args = request
@@ -316,7 +325,8 @@ class Engine(server.ResponseGenerator):
             _make_logits_processors=self._processors,
             stream_generate=alone.generate,
         )
-        serve((alone, asked, args), *more)  # after what it raises, `_fail` clears up
+        with self._own_caches(args.job):
+            serve((alone, asked, args), *more)  # after what it raises, `_fail` clears up
         if alone.fault is not None:
             self.metrics.add(faults=1)
             self._step_down(alone.fault)
@@ -324,6 +334,19 @@ class Engine(server.ResponseGenerator):
             mx.random.seed(time.time_ns())  # mlx-lm has seeded the draws of all requests
         self.memory.release(args.job)
         self.sessions.shrink()
+
+    @contextmanager
+    def _own_caches(self, job: Job) -> Iterator[None]:
+        """For a request with images: neither read kept caches nor keep its own."""
+        if not job.images:
+            yield
+            return
+        kept, self.prompt_cache = self.prompt_cache, pictures.NoSessions()
+        try:
+            yield
+        finally:
+            self.prompt_cache = kept
+            self.model_provider.model.forget()
 
     def enter(self, uid: int, job: Job) -> None:
         """Note the number of a job in the batch."""

@@ -96,6 +96,9 @@ class ServeOptions:
     kv_strict: Annotated[
         bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
     ] = False
+    vision: Annotated[
+        bool, Option("--vision", help="Load the model with mlx-vlm: messages may hold images.")
+    ] = False
     dtype: Annotated[
         str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
     ] = None

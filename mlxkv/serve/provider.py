@@ -9,6 +9,7 @@ from mlx_lm import server
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
+from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent.own import IndexedLatentKVCache
 from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
@@ -36,7 +37,12 @@ class Provider:
         """Load the model, build what decoding needs, and return the model's fingerprint. For the generation
         thread, where it runs."""
         o = self.options
-        loaded = load(o.model, o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group)
+        if o.vision and self.group is not None and self.group.size() > 1:
+            raise UserError(
+                f"[--vision] one process serves images; got {self.group.size()}; leave it out"
+            )
+        given = o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group
+        loaded = load(o.model, *given, host="mlx-vlm" if o.vision else None)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
         if o.draft is not None:
             self.draft = self._draft(loaded)
@@ -50,6 +56,8 @@ class Provider:
         alone = any(isinstance(cache, IndexedLatentKVCache) for _, cache in leaves(caches))
         alone = alone or self.draft is not None  # mlx-lm drafts for one sequence
         self.is_batchable = not (mixed or alone) and all(hasattr(c, "merge") for c in caches)
+        if loaded.vision is not None:  # mlx-lm's batches do not know mlx-vlm's own caches
+            self.is_batchable &= all(isinstance(c, CompressedKVCache) for c in caches)
         return loaded.fingerprint
 
     def _draft(self, loaded: Loaded) -> Draft:

@@ -100,8 +100,14 @@ class VisionModel(nn.Module):
         )
         given = {name: one for name, one in found.to_dict().items() if one is not None}
         embeddings = given.pop("inputs_embeds")
+        mx.eval(embeddings, [one for one in given.values() if isinstance(one, mx.array)])
         self.reading.given, self.reading.shift = inputs | given, given.get("rope_deltas")
         return embeddings[0]
+
+    def embed_inputs(self, tokens: mx.array, pixel_values: list[dict[str, Any]]) -> mx.array:
+        """`embed`, as mlx-lm's server asks for it. tokens: [T]. pixel_values: one: of all images."""
+        (inputs,) = pixel_values
+        return self.embed(tokens.tolist(), inputs)
 
     def forget(self) -> None:
         """The sequence with images is over."""

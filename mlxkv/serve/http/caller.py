@@ -35,7 +35,7 @@ class Left(BaseException):
 
 class Caller:
     """continues: whether the last message is the start of the reply. grammar: that it follows, or None.
-    shorten: whether it may be shorter where memory has no room. started: when the request began to
+    shorten: whether it may be shorter where memory has no room. images: of the messages. started: when the request began to
     arrive, by `time.monotonic`. gone: whether the client has hung up. stop: ends the reply; does nothing
     before there is one."""
 
@@ -48,11 +48,12 @@ class Caller:
         continues: bool = False,
         grammar: str | None = None,
         shorten: bool = False,
+        images: list | None = None,
     ):
         self.engine, self.started, self._gone = engine, started, gone
         self.continues, self.grammar, self.shorten = continues, grammar, shorten
         self._last: deque[int] = deque(maxlen=STOP_LENGTH)  # tokens, a byte each at the least
-        self.job = Job(tenant=tenant)
+        self.job = Job(tenant=tenant, images=images or [])
         self.context: server.GenerationContext | None = None
 
     def __getattr__(self, name: str):

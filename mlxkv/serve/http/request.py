@@ -15,6 +15,7 @@ from typing import Any
 from mlxkv.models.catalog.asked import RESERVED
 from mlxkv.serve.grammar import of_format
 from mlxkv.serve.http.fields import IGNORED
+from mlxkv.serve.http.pictures import taken_out
 from mlxkv.serve.refusals import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -55,7 +56,7 @@ class Request:
     be continued. continue_final_message: the last message is the start of the reply, which goes on (as in vLLM
     and transformers). include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user,
     cache_salt: whose caches are used, within an API key. grammar: llguidance's, which the reply follows, or
-    None. shorten: whether the reply may be shorter than `max_tokens` where memory has no room for it.
+    None. images: of the messages, which say how many are theirs. shorten: whether the reply may be shorter than `max_tokens` where memory has no room for it.
     """
 
     chat: bool
@@ -67,6 +68,7 @@ class Request:
     logit_bias: dict[int, float] | None
     prompt: str = ""
     messages: list[dict] = field(default_factory=list)
+    images: list = field(default_factory=list)
     tools: list[dict] | None = None
     chat_template_kwargs: dict | None = None
     continue_final_message: bool = False
@@ -108,13 +110,15 @@ KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 @dataclass(frozen=True)
 class Served:
     """What requests are checked against: the names of the model and of its preset; the longest reply,
-    and the one of a request that names none; the size of the vocabulary. Counts are in tokens."""
+    and the one of a request that names none; the size of the vocabulary; whether messages may hold images. Counts
+    are in tokens."""
 
     model: str
     kv: str
     longest: int
     max_tokens: int
     vocabulary: int
+    images: bool = False
 
 
 def bad(name: str, what: str, got: object = None) -> Refused:
@@ -215,7 +219,7 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
         grammar=of_format(body.get("response_format")),
         shorten=shorten,
         **{name: _name(body, name) for name in ("user", "cache_salt")},
-        **(_chat(body) if chat else _text(body)),
+        **(_chat(body, served.images) if chat else _text(body)),
     )
 
 
@@ -305,11 +309,17 @@ def _text(body: dict) -> dict:
     return {"prompt": prompt}
 
 
-def _chat(body: dict) -> dict:
+def _chat(body: dict, takes_images: bool = False) -> dict:
+    images, counts = [], []
+    if takes_images:
+        body, images, counts = taken_out(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad("messages", "must be a list that is not empty", messages)
     messages = [_message(i, message) for i, message in enumerate(messages)]
+    for message, count in zip(messages, counts, strict=False):
+        if count:
+            message["images"] = count
     tools = body.get("tools", [])
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
@@ -328,6 +338,7 @@ def _chat(body: dict) -> dict:
         )
     return {
         "messages": messages,
+        "images": images,
         "tools": tools or None,
         "chat_template_kwargs": extra or None,
         "continue_final_message": more,

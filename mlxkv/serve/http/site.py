@@ -37,6 +37,7 @@ class Site:
             longest=self.loaded.context or 1 << 20,
             max_tokens=options.max_tokens,
             vocabulary=engine.vocabulary,
+            images=self.loaded.vision is not None,
         )
 
     def kv(self, whole: bool = True) -> dict:
