@@ -69,4 +69,6 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.tested: pyproject.toml | $(BIN)/python
 	@echo "installing mlxkv, pytest, ruff and torch (once, some minutes on a slow line)"
 	@$(PIP) install --editable ".[test,dev]"
+# What tests use of mlx-vlm needs none of the 700 MB that it would bring.
+	@if $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))"; then $(PIP) install --no-deps "mlx-vlm==0.7.10"; fi
 	@touch $@ $(VENV)/.installed
