@@ -54,7 +54,9 @@ class BatchedKVCache(Contract):
                 f"left_padding {wanted} for sequences of {self.offsets} tokens; pad on the right instead"
             )
         self._ahead = list(wanted)
-        if not any(row.config.sliding for row in self._rows):  # whose masks are of the window's columns
+        if not any(
+            row.config.sliding for row in self._rows
+        ):  # whose masks are of the window's columns
             self._padding = wanted
 
     @property

@@ -35,9 +35,9 @@ class Left(BaseException):
 
 class Caller:
     """continues: whether the last message is the start of the reply. grammar: that it follows, or None.
-    shorten: whether it may be shorter where memory has no room. images: of the messages. started: when the request began to
-    arrive, by `time.monotonic`. gone: whether the client has hung up. stop: ends the reply; does nothing
-    before there is one."""
+    shorten: whether it may be shorter where memory has no room. images: of the messages. started: when the
+    request began to arrive, by `time.monotonic`. gone: whether the client has hung up. stop: ends the
+    reply; does nothing before there is one."""
 
     def __init__(
         self,

@@ -56,7 +56,8 @@ class Request:
     be continued. continue_final_message: the last message is the start of the reply, which goes on (as in vLLM
     and transformers). include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user,
     cache_salt: whose caches are used, within an API key. grammar: llguidance's, which the reply follows, or
-    None. images: of the messages, which say how many are theirs. shorten: whether the reply may be shorter than `max_tokens` where memory has no room for it.
+    None. images: of the messages, which say how many are theirs.
+    shorten: whether the reply may be shorter than `max_tokens` where memory has no room for it.
     """
 
     chat: bool
