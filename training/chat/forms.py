@@ -1,0 +1,130 @@
+"""The 300 question forms: read, judge a reply, and check that the kept back ones are in no training text.
+
+PYTHONPATH=.:training python -m chat.forms        # how many, and whether any kept back wording is generated
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from chat import vocabulary as v
+
+FILE = Path(__file__).parent / "forms.txt"
+BACK = "kept back"
+
+
+@dataclass(frozen=True)
+class Form:
+    """turns: what a user types. accepted: what the last reply may contain; exact: it has these items and no others."""
+
+    kind: str
+    kept_back: bool
+    turns: tuple[str, ...]
+    accepted: tuple[str, ...]
+    exact: bool = False
+    wrong: tuple[str, ...] = ()
+
+    def right(self, reply: str) -> bool:
+        """Whether the reply to the last turn is right."""
+        if self.exact:
+            items = re.findall(r"\d+|\b[A-Z]\b", reply)
+            return items == self.accepted[0].split()
+        if self.kind == "yes or no" or self.accepted in (("yes",), ("no",)):
+            return reply.lower().startswith(self.accepted)
+        return _has(reply, self.accepted) and not _has(reply, self.wrong)
+
+
+def _has(text: str, words: tuple[str, ...]) -> bool:
+    return any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.I) for word in words)
+
+
+def read(file: Path = FILE) -> list[Form]:
+    """Read the forms."""
+    out: list[Form] = []
+    kind, back = "", False
+    for line in file.read_text().splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        if line.startswith("["):
+            kind, _, part = line.strip("[]").partition(", ")
+            back = part == BACK
+            continue
+        asked, _, answer = line.rpartition(" => ")
+        answer, _, wrong = answer.partition(" ! ")
+        exact = answer.startswith("=")
+        accepted = (answer[1:],) if exact else tuple(answer.split("|"))
+        out.append(
+            Form(
+                kind,
+                back,
+                tuple(asked.split(" >> ")),
+                accepted,
+                exact,
+                tuple(wrong.split("|")) if wrong else (),
+            )
+        )
+    return out
+
+
+def skeleton(text: str) -> str:
+    """Return a text with every word of the vocabulary, every name and number as its kind, and no punctuation."""
+    return " ".join(
+        _SLOT.get(word, "#" if word[0].isdigit() else word)
+        for word in re.findall(r"[a-z]+|\d+", text.lower().replace("'s", " s"))
+    )
+
+
+def _slots() -> dict[str, str]:
+    lists = {
+        "NAME": v.NAMES + v.PET_NAMES,
+        "COLOUR": v.COLOURS + v.MORE_COLOURS + ["gray"],
+        "PLACE": list(v.SPOTS),
+        "TOWN": v.TOWNS,
+        "LAND": list(v.COUNTRIES),
+        "JOB": v.JOBS,
+        "DAY": v.DAYS,
+        "MONTH": v.MONTHS,
+        "THING": v.THINGS + v.PLURAL_THINGS + list(v.COUNTABLE),
+        "FOOD": v.FOODS,
+        "PET": v.PETS,
+        "#": v.NUMBER_WORDS,
+        "KIN": v.RELATIVES,
+        "EVENT": v.EVENTS,
+    }
+    return {word.lower(): slot for slot, words in reversed(lists.items()) for word in words}
+
+
+_SLOT = _slots()
+
+
+def generated(seed: str, dialogues: int) -> set[str]:
+    """Return the skeletons of all turns in so many training dialogues."""
+    from chat.dialogues import dialogue
+
+    rng = Random(seed)
+    return {skeleton(user) for _ in range(dialogues) for user, _ in dialogue(rng)}
+
+
+def main(dialogues: str = "300000") -> None:
+    forms = read()
+    back = [form for form in forms if form.kept_back]
+    print(
+        f"{len(forms)} forms, {len(back)} of them kept back, {len({form.kind for form in forms})} kinds"
+    )
+    seen = generated("overlap", int(dialogues))
+    # The question is the last turn; a talk of many turns repeats short questions in its middle.
+    found = [form for form in back if skeleton(form.turns[-1]) in seen]
+    for form in found:
+        print("generated:", " >> ".join(form.turns))
+    own = sum(skeleton(form.turns[-1]) in seen for form in forms if not form.kept_back)
+    print(
+        f"skeletons of {len(seen):,} generated turns: {len(found)} kept back forms "
+        f"and {own} of the others are among them"
+    )
+    raise SystemExit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,146 @@
+# ruff: noqa: E501 - forms of one meaning a line read better than wrapped ones
+"""How people type: no capitals, no punctuation, capitals only, slips, American spelling, polite words."""
+
+import re
+from random import Random
+
+Pair = tuple[str, str]
+AMERICAN = (
+    ("colour", "color"),
+    ("favourite", "favorite"),
+    ("grey", "gray"),
+    ("neighbour", "neighbor"),
+    ("harbour", "harbor"),
+    ("theatre", "theater"),
+)
+SHORT = (
+    ("What is ", "What's "),
+    ("Where is ", "Where's "),
+    ("Who is ", "Who's "),
+    ("I am ", "I'm "),
+    ("do not", "don't"),
+    ("When is ", "When's "),
+    ("what is ", "what's "),
+    ("It is ", "It's "),
+)
+BEFORE = (
+    "Please tell me: ",
+    "Question: ",
+    "So, ",
+    "Hey, ",
+    "Now tell me: ",
+    "OK, ",
+    "And ",
+    "Quick question: ",
+    "I have a question: ",
+    "Hi, ",
+    "Well, ",
+    "Let me ask: ",
+    "Next question: ",
+    "Tell me: ",
+    "Hello! ",
+    "Hmm, ",
+    "Then ",
+    "I wonder, ",
+    "Listen, ",
+    "Say, ",
+    "Hey you, ",
+    "Good. ",
+    "Dear model, ",
+    "Could you tell me: ",
+    "My question: ",
+    "Help me: ",
+    "One more thing: ",
+    "Answer me: ",
+    "Just asking: ",
+)
+AFTER = (
+    " Please.",
+    " please",
+    " Thanks.",
+    " Thank you!",
+    " pls",
+    " :)",
+    "?",
+    "??",
+    "!",
+    " Can you tell me?",
+    " Do you know?",
+    " please?",
+    " thanks",
+)
+
+SLIPS = re.compile(
+    r"\b(what|where|who|which|colour|color|many|does|have|much|name|count|opposite|capital|remember|hello|plus|minus|times"
+    r"|called|live|comes|after|before|please|number|bigger)\b",
+    re.I,
+)
+
+
+def american(text: str) -> str:
+    for british, other in AMERICAN:
+        text = text.replace(british, other).replace(british.capitalize(), other.capitalize())
+    return text
+
+
+def slip(rng: Random, text: str) -> str:
+    """Return the text with a letter doubled, dropped or swapped in a small word that is no name."""
+    spots = list(SLIPS.finditer(text))
+    if not spots:
+        return text
+    m = rng.choice(spots)
+    word, i = m.group(), rng.randrange(1, len(m.group()) - 1)
+    new = rng.choice(
+        (
+            word[:i] + word[i + 1 :],
+            word[:i] + word[i] + word[i:],
+            word[:i] + word[i + 1] + word[i] + word[i + 2 :],
+        )
+    )
+    return text[: m.start()] + new + text[m.end() :]
+
+
+def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
+    """Return the dialogue as one person types it."""
+    us = rng.random() < 0.45
+    roll = rng.random()
+    short = rng.random() < 0.2
+    out = []
+    for user, answer in pairs:
+        text = user
+        if us:
+            text, answer = american(text), american(answer)
+        if short and rng.random() < 0.8:
+            for long, brief in SHORT:
+                text = text.replace(long, brief)
+        question = text.endswith("?") and "." not in text
+        if question and rng.random() < 0.12:
+            lead = rng.choice(BEFORE)
+            text = lead + (
+                text[0].lower() + text[1:]
+                if lead[-2] in ",:d" and not text.startswith("I ")
+                else text
+            )
+        if rng.random() < 0.06 and text[-1] in ".?":
+            after = rng.choice(AFTER)
+            text = (
+                text if after[0] in "?!" or after[1].isupper() or after == " :)" else text[:-1]
+            ) + after
+        if rng.random() < 0.06:
+            text = slip(rng, text)
+        if roll < 0.10:
+            text = text.lower()
+        elif roll < 0.24:
+            text = re.sub(r"[?!,;]|\.(?=\s|$)", "", text.lower()) or text
+        elif roll < 0.30:
+            text = text.rstrip("?.!") or text
+        elif roll < 0.34:
+            text = re.sub(r"[?!]|\.(?=\s|$)", "", text) or text
+        elif roll < 0.38:
+            text = text.upper()
+        elif roll < 0.40:
+            text = text.lower().replace("'", "").replace("you ", "u ").replace("please", "pls")
+        elif roll < 0.43:
+            text = text.replace(". ", ".\n")
+        out.append((text, answer))
+    return out
