@@ -9,7 +9,7 @@ from chat import vocabulary as v
 from chat.events import event, listed_keys, state
 from chat.facts import Fact, pick
 from chat.facts import fact as basic
-from chat.style import styled
+from chat.style import reworded, styled
 from chat.vocabulary import a
 
 Pair = tuple[str, str]
@@ -66,13 +66,13 @@ def asked(rng: Random, told: Fact, first: float = 0.65) -> Pair:
             form = form.replace(" a " + said, " an " + said)
         if rng.random() < 0.12:
             form += pick(rng, " Yes or no?| Answer yes or no.| Is that right?")
-        return form, f"{'Yes' if yes else 'No'}, {true}."
+        return reworded(rng, form), f"{'Yes' if yes else 'No'}, {true}."
     forms, answer = told.asked[0] if rng.random() < first else rng.choice(told.asked)
     form = pick(rng, forms)
     if forms is told.asked[0][0] and roll > 0.95 and told.kind not in LOOSE:
         short = told.value[0].upper() + told.value[1:] + "."
         return form + pick(rng, " Answer with one word.| One word.| Just one word."), short
-    return form, answer
+    return reworded(rng, form), answer
 
 
 def specific(told: Fact) -> Fact:
@@ -221,7 +221,7 @@ def about_user(rng: Random) -> list[Pair]:
         pairs += one(rng)
     for _, question, answer, _ in rng.sample(chosen, len(chosen)):
         if " is " in answer or "You" in answer:
-            pairs.append((pick(rng, question), answer))
+            pairs.append((reworded(rng, pick(rng, question)), answer))
     if rng.random() < 0.1:
         new = rng.choice(v.NAMES)
         pairs += [
@@ -315,7 +315,8 @@ def one(rng: Random) -> list[Pair]:
     if roll < 0.36:
         return [sums.ask(rng)]
     if roll < 0.62:
-        return [talk.knowledge(rng)]
+        question, answer = talk.knowledge(rng)
+        return [(reworded(rng, question), answer)]
     if roll < 0.75:
         return [talk.about_self(rng)]
     if roll < 0.84:

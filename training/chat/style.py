@@ -1,4 +1,4 @@
-# ruff: noqa: E501 - forms of one meaning a line read better than wrapped ones
+# ruff: noqa: E501, SIM905 - forms of one meaning a line read better than wrapped ones
 """How people type: no capitals, no punctuation, capitals only, slips, American spelling, polite words."""
 
 import re
@@ -75,6 +75,36 @@ SLIPS = re.compile(
     r"|called|live|comes|after|before|please|number|bigger)\b",
     re.I,
 )
+
+
+NOUN = re.compile(
+    r"^(?:What|Who|Which|what|who) (?:is|are) ((?:the|my|[A-Z][a-z]+'s) (?![^?]*called)[^?]+)\?$"
+)
+WHERE = re.compile(r"^(Where|When) (is|are) ((?:the|my) [^?]+)\?$")
+NOUN_FORMS = (
+    "Give me {}.|Tell me {}.|{}?|{}?|{}, please.|I need {}.|Name {}.|{} is?|And {}?|What about {}?|I want to know {}.|Can you give me {}?"
+    "|Do you know {}?|I forgot {}.|I need to know {}.|Please give me {}.|Please tell me {}.|Could you tell me {}?|Say {}.|I would like to know {}."
+    "|Do you remember {}?|What was {} again?|What might {} be?|So {} is what?|Let me know {}."
+).split("|")
+
+
+def reworded(rng: Random, question: str) -> str:
+    """Return the question as an order, as a noun, or with its parts turned round, where that is easy."""
+    if rng.random() > 0.16:
+        return question
+    if m := NOUN.match(question):
+        text = rng.choice(NOUN_FORMS).format(m.group(1))
+        return text[0].upper() + text[1:]
+    if m := WHERE.match(question):
+        where, be, what = m.group(1).lower(), m.group(2), m.group(3)
+        new = rng.choice((f"{what} {be} {where}?", f"{what} {be} {where} exactly?", f"I want to know {where} {what} {be}.", f"I forgot {where} {what} {be}.", f"Say {where} {what} {be}.", f"{what}: {where}?", f"Do you remember {where} {what} {be}?", f"{where} exactly {be} {what}?", f"Please say {where} {what} {be}.", f"Please find {what}.", f"And {what}?"))  # fmt: skip
+        return new[0].upper() + new[1:]
+    if question.endswith("?") and "." not in question:
+        small = question[0].lower() + question[1:-1]
+        new = rng.choice((f"{small}, please?", f"I ask: {small}?", f"Can you say {small}?" if not small.startswith(("is", "are", "does", "do", "can", "has")) else f"{small}, or not?",
+                          f"{small} then?", f"So, {small}?", f"Now {small}?", f"{small}, do you know?", f"Do you know: {small}?", f"OK, {small}?", f"By the way, {small}?", f"I am asking you: {small}?"))  # fmt: skip
+        return new[0].upper() + new[1:]
+    return question
 
 
 def american(text: str) -> str:

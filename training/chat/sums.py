@@ -16,7 +16,7 @@ def sum_of(rng: Random) -> Pair:
     roll = rng.random()
     if roll < 0.52:
         word, sign, z = "plus", "+", x + y
-        more = f"What do you get if you add {x} and {y}?|Add {x} and {y}.|Add {y} to {x}.|What is the sum of {x} and {y}?|{x} and {y} makes?|How much is {x} and {y}?"
+        more = f"What do you get if you add {x} and {y}?|Add {x} and {y}.|Add {y} to {x}.|What is the sum of {x} and {y}?|{x} and {y} makes?|How much is {x} and {y}?|{x} and {y} together?|What is {x} and {y}?|Can you add {x} and {y}?|Add up {x} and {y}.|{y} more than {x} is?|What is {y} more than {x}?|Let us add {x} and {y}.|I add {y} to {x}. What do I get?"
     elif roll < 0.85:
         x, y = max(x, y), min(x, y)
         word, sign, z = "minus", "-", x - y
@@ -31,7 +31,8 @@ def sum_of(rng: Random) -> Pair:
         f"What is {s} {word} {t}?|What is {s} {word} {t}?|How much is {s} {word} {t}?|{s} {word} {t}|{s} {word} {t}?|What's {s} {word} {t}?"
         f"|Calculate {s} {word} {t}.|Can you tell me what {s} {word} {t} is?|Tell me what {s} {word} {t} is.|{s} {word} {t} is what?"
         f"|How much does {s} {word} {t} make?|What does {s} {word} {t} equal?|Please work out {s} {word} {t}.|{s} {word} {t} equals?"
-        f"|Solve {s} {word} {t}.|Do you know what {s} {word} {t} is?|I want to know {s} {word} {t}."
+        f"|Solve {s} {word} {t}.|Do you know what {s} {word} {t} is?|I want to know {s} {word} {t}.|Work out {s} {word} {t}.|Compute {s} {word} {t}.|{s} {word} {t}, please.|Please calculate {s} {word} {t}.|What will {s} {word} {t} be?|The answer of {s} {word} {t}?"
+        f"|{s} {word} {t} gives?|And {s} {word} {t}?|Now {s} {word} {t}.|What number is {s} {word} {t}?|What makes {s} {word} {t}?|Can you do {s} {word} {t}?|How many are {s} {word} {t}?"
     )
     if s is x:
         forms += (
@@ -201,7 +202,7 @@ MAKERS = (
     (sum_of, 10),
     (story_sum, 3),
     (halves, 1),
-    (counting, 5),
+    (counting, 7),
     (order, 4),
     (compare, 3),
     (true_sum, 1),
