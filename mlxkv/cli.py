@@ -18,7 +18,7 @@ from mlxkv.console import forgive, let_go, note, one_line, parse_tokens, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
-from mlxkv.models.catalog.aliases import complete_model, resolve
+from mlxkv.models.catalog.aliases import CHAT, complete_model, resolve
 from mlxkv.run.command import run
 from mlxkv.serve.command import serve
 from mlxkv.serve.launch.command import launch
@@ -41,7 +41,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Local LLMs with a compressed KV cache, on MLX. No --model means the embedded tiny one.",
+    help="Local LLMs with a compressed KV cache, on MLX. No --model means an embedded one.",
     add_completion=True,  # --install-completion, --show-completion
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -79,7 +79,7 @@ app.command("chat")(chat)
 
 @app.command()
 def demo(
-    model: Model = "tiny-qwen",
+    model: Model = CHAT,
     kv: Annotated[
         str, typer.Option("--kv", help="The compressed one.", autocompletion=complete_kv)
     ] = "int4",

@@ -67,6 +67,10 @@ def load(
     if source.folder is not None:
         checked = folder.check(source.folder)
         mark = fingerprint(checked, source.planted)
+        if "quantization" in checked.config:
+            raise UserError(
+                f"[load] {name} is stored in 8 bits as MLX packs them, which transformers cannot read; choose tiny"
+            )
         if source.planted:
             check_plant(checked.config, source.planted)
     where = source.folder or source.repo

@@ -6,18 +6,18 @@ from __future__ import annotations
 import pytest
 
 from mlxkv.chat.session import Session
-from mlxkv.chat.welcome import ANSWERS, REAL, welcome
+from mlxkv.chat.welcome import REAL, answers, welcome
 from mlxkv.models import load
-from mlxkv.models.catalog.aliases import EMBEDDED, HUB
+from mlxkv.models.catalog.aliases import CHAT, EMBEDDED, HUB
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int4"])
 @pytest.mark.parametrize("name", [n for n, source in EMBEDDED.items() if not source.planted])
 def test_the_prompts_work(name, kv):
     loaded = load(name, kv)
-    assert len(ANSWERS) == 5
+    assert len(answers(name)) == 5
     talk = Session(loaded, max_tokens=60)
-    for prompt, answer in ANSWERS.items():
+    for prompt, answer in answers(name).items():
         alone = Session(loaded, max_tokens=60)
         assert answer in "".join(alone.ask(prompt)), prompt
         assert alone.stats.finish_reason == "stop"
@@ -25,6 +25,8 @@ def test_the_prompts_work(name, kv):
 
 
 def test_two_lines():
-    what, prompts = welcome(load("tiny"))
-    assert what.startswith("tiny has 8 million parameters") and f"mlxkv chat -m {REAL}" in what
-    assert REAL in HUB and all(prompt in prompts for prompt in ANSWERS)
+    for name in (CHAT, "tiny"):
+        what, prompts = welcome(load(name))
+        assert what.startswith(f"{name} has 8 million parameters")
+        assert f"mlxkv chat -m {REAL}" in what and REAL in HUB
+        assert all(prompt in prompts for prompt in answers(name))

@@ -16,6 +16,7 @@ from mlxkv.models.catalog.plant import KINDS
 
 HERE = Path(__file__).parents[1] / "embedded"
 DEFAULT, KV = "tiny", "int4"  # of commands and of `load`
+CHAT = "tiny-chat"  # of commands with which people talk: chat, demo
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Source:
 
 EMBEDDED: dict[str, Source] = {
     "tiny": Source("tiny", folder=HERE / "tiny"),
+    "tiny-chat": Source("tiny-chat", folder=HERE / "tiny-chat"),
     "tiny-hard": Source("tiny-hard", folder=HERE / "tiny", planted="reciprocal"),
     "tiny-keys": Source("tiny-keys", folder=HERE / "tiny", planted="keys"),
     "tiny-massive": Source("tiny-massive", folder=HERE / "tiny", planted="massive"),
