@@ -17,6 +17,7 @@ mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed"
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("tiny", "tiny-qwen")
+EVERY = (*MODELS, "tiny-chat")
 FILES = (
     "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     "tokenizer_config.json",
@@ -44,18 +45,31 @@ def ids_of(tokenizer, length: int) -> list[int]:
     return tokenizer.encode(text)[:length]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_folder_is_complete_and_small(name):
     for file in FILES:
         assert (folder(name) / file).stat().st_size > 50, file
     assert (folder(name) / "model.safetensors").stat().st_size <= 16_000_000
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_card_tells_what_matters(name):
     card = (folder(name) / "README.md").read_text()
     for word in ("license:", "PSF", "held out", "8192", "fp16", "training/README.md", "not"):
         assert word in card, word
+
+
+def test_the_chat_model_is_tiny_in_shape_stored_in_8_bits():
+    small, chat = config("tiny"), config("tiny-chat")
+    assert chat.pop("quantization") == {"group_size": 32, "bits": 8, "mode": "affine"}
+    assert chat == small
+    weights = mx.load(str(folder("tiny-chat") / "model.safetensors"))
+    assert {w.dtype for name, w in weights.items() if name.endswith("norm.weight")} == {mx.float16}
+    packed = {name for name, w in weights.items() if w.dtype == mx.uint32}
+    assert len(packed) == 1 + 7 * small["num_hidden_layers"]  # all matrices, embeddings as well
+    assert (folder("tiny-chat") / "model.safetensors").stat().st_size < 9_200_000
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (folder("tiny-chat") / file).read_bytes() == (folder("tiny") / file).read_bytes()
 
 
 def test_shapes_are_those_the_methods_need():

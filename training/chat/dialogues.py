@@ -120,6 +120,35 @@ def say(rng: Random, told: Fact) -> str:
     return pick(rng, told.said)
 
 
+def joined(rng: Random, said: list[str]) -> str:
+    """Join sentences to a text; sometimes two of them to one."""
+    out = said[:1]
+    for sentence in said[1:]:
+        if rng.random() < 0.15 and out[-1].endswith("."):
+            word = rng.choice((" and ", ", and ", ", but ", " while ", "; ", ", "))
+            starts = sentence.split()[0]
+            small = starts in (
+                "The",
+                "My",
+                "There",
+                "We",
+                "Our",
+                "It",
+                "You",
+                "This",
+                "Please",
+                "Remember:",
+                "Now",
+                "Right",
+            )
+            out[-1] = (
+                out[-1][:-1] + word + (sentence[0].lower() + sentence[1:] if small else sentence)
+            )
+        else:
+            out.append(sentence)
+    return " ".join(out)
+
+
 def in_prompt(rng: Random) -> list[Pair]:
     """Some facts and a question in one turn, then perhaps more questions."""
     n = rng.choices((1, 2, 3, 4, 6), (0.4, 0.25, 0.2, 0.1, 0.05))[0]
@@ -127,7 +156,7 @@ def in_prompt(rng: Random) -> list[Pair]:
     said = [say(rng, f) for f in facts]
     if rng.random() < 0.15:
         said.insert(rng.randrange(len(said) + 1), rng.choice(FLUFF))
-    text = " ".join(said)
+    text = joined(rng, said)
     if rng.random() < 0.08:
         other = fact(rng)
         question, answer = pick(rng, other.asked[0][0]), NOT_TOLD
@@ -168,7 +197,7 @@ def remembered(rng: Random) -> list[Pair]:
     if rng.random() < 0.35:
         pairs += one(rng)
     at = rng.randrange(len(facts))
-    if facts[at].changed and rng.random() < 0.45:
+    if facts[at].changed and rng.random() < 0.6:
         if rng.random() < 0.3:
             pairs.append(asked(rng, facts[at], 1.0))
         pairs.append((say(rng, facts[at].changed), ACKS))
@@ -222,7 +251,7 @@ def about_user(rng: Random) -> list[Pair]:
     for _, question, answer, _ in rng.sample(chosen, len(chosen)):
         if " is " in answer or "You" in answer:
             pairs.append((reworded(rng, pick(rng, question)), answer))
-    if rng.random() < 0.1:
+    if rng.random() < 0.16:
         new = rng.choice(v.NAMES)
         pairs += [
             (
@@ -312,14 +341,14 @@ def given(rng: Random) -> list[Pair]:
 def one(rng: Random) -> list[Pair]:
     """One question that needs no fact of the dialogue."""
     roll = rng.random()
-    if roll < 0.36:
+    if roll < 0.42:
         return [sums.ask(rng)]
-    if roll < 0.62:
+    if roll < 0.66:
         question, answer = talk.knowledge(rng)
         return [(reworded(rng, question), answer)]
-    if roll < 0.75:
+    if roll < 0.77:
         return [talk.about_self(rng)]
-    if roll < 0.84:
+    if roll < 0.85:
         return [talk.small_talk(rng)]
     if roll < 0.93:
         return [talk.beyond(rng)]

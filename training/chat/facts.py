@@ -50,7 +50,7 @@ def owned(rng: Random, who: str, thing: str, colour: str, deep: bool = True) -> 
         "colour",
         f"{who} has {a(colour)} {thing}.|{who}'s {thing} is {colour}.|{who} owns {a(colour)} {thing}.|{who} bought {a(colour)} {thing}."
         f"|{who} has {a(colour)} {thing}.|{who} got {a(colour)} {thing}.|{who} found {a(colour)} {thing}.|The {thing} of {who} is {colour}."
-        f"|There is {a(colour)} {thing} that belongs to {who}.|My friend {who} has {a(colour)} {thing}.",
+        f"|There is {a(colour)} {thing} that belongs to {who}.|My friend {who} has {a(colour)} {thing}.|The {thing} that {who} has is {colour}.|{who} likes the {colour} {thing} very much.|The {colour} {thing} is {who}'s.|Look at {who}'s {colour} {thing}.|{who} came with {a(colour)} {thing}.|This is {who}'s {thing}, it is {colour}.",
         (
             (f"What colour is the {thing}?|What colour is {who}'s {thing}?|Which colour is the {thing}?|What is the colour of the {thing}?"
              f"|What is the colour of {who}'s {thing}?|What colour is the {thing} of {who}?|What colour does the {thing} have?"
@@ -99,7 +99,7 @@ def place(rng: Random, deep: bool = True) -> Fact:
         "place",
         f"The {thing} {be} {at}.|{who} put the {thing} {at}.|I put the {thing} {at}.|I left the {thing} {at}.|{who} left the {thing} {at}."
         f"|{who} hid the {thing} {at}.|We keep the {thing} {at}.|My {thing} {be} {at}.|You can find the {thing} {at}."
-        f"|{who} keeps the {thing} {at}.|{who} placed the {thing} {at}.|The {thing} {was} {at}.",
+        f"|{who} keeps the {thing} {at}.|{who} placed the {thing} {at}.|The {thing} {was} {at}.|The {thing} {be} always {at}.|You will see the {thing} {at}.|I saw the {thing} {at}.|The {thing} that {who} bought {be} {at}.|The {thing} should be {at}.|{at.capitalize()} {be} the {thing}.",
         (
             (f"Where {be} the {thing}?|Where {be} the {thing} now?|Where can I find the {thing}?|Where did {who} put the {thing}?"
              f"|Where did I put the {thing}?|Where did I leave the {thing}?|Where {be} my {thing}?|Tell me where the {thing} {be}."
@@ -127,7 +127,7 @@ def person(rng: Random, deep: bool = True) -> Fact:
              f"|Where can I find {who}?", f"{who} lives in {x}."),
             (f"Who lives in {x}?|Who has a home in {x}?|Tell me who lives in {x}.", f"{who} lives in {x}."),
         )  # fmt: skip
-        said = f"{who} lives in {x}.|{who} has a house in {x}.|{who}'s home is in {x}.|{who} lives in the city of {x}."
+        said = f"{who} lives in {x}.|{who} has a house in {x}.|{who}'s home is in {x}.|{who} lives in the city of {x}.|{who} stays in {x}.|{who} is at home in {x}.|{who} has a flat in {x}."
         check = (
             f"Does {who} live in {{}}?|Is {who}'s home in {{}}?",
             f"{who} lives in {x}",
@@ -146,15 +146,15 @@ def person(rng: Random, deep: bool = True) -> Fact:
     if kind == "job":
         x = rng.choice(v.JOBS)
         asked = ((f"What is {who}'s job?|What does {who} do?|What is {who}?|What does {who} work as?|What does {who} do for a living?"
-                  f"|What is the job of {who}?|Which job does {who} have?|What is {who}'s profession?", f"{who} is {a(x)}."),
+                  f"|What is the job of {who}?|Which job does {who} have?|What is {who}'s profession?|What is {who}'s occupation?|What line of work is {who} in?|How does {who} earn money?|What kind of work does {who} do?", f"{who} is {a(x)}."),
                  (f"Who is the {x}?|Who is {a(x)}?|Who works as {a(x)}?|Which person is {a(x)}?", f"{who} is {a(x)}."))  # fmt: skip
-        return Fact(kind, f"{who} is {a(x)}.|{who} works as {a(x)}.|{who}'s job is {x}.|{who} has a job as {a(x)}.", asked, x,
+        return Fact(kind, f"{who} is {a(x)}.|{who} works as {a(x)}.|{who}'s job is {x}.|{who} has a job as {a(x)}.|{who} earns money as {a(x)}.|{who} became {a(x)}.|As {a(x)}, {who} works a lot.", asked, x,
                     (f"Is {who} a {{}}?|Does {who} work as a {{}}?", f"{who} is {a(x)}", x, others(rng, v.JOBS, x)))  # fmt: skip
     if kind == "age":
         x = str(rng.randrange(2, 99))
         asked = ((f"How old is {who}?|What is {who}'s age?|What age is {who}?|Tell me how old {who} is.|What is the age of {who}?",
                   f"{who} is {x} years old."), (f"Who is {x}?|Who is {x} years old?", f"{who} is {x} years old."))  # fmt: skip
-        return Fact(kind, f"{who} is {x} years old.|{who} is {x}.|{who} just turned {x}.|{who}'s age is {x}.", asked, x,
+        return Fact(kind, f"{who} is {x} years old.|{who} is {x}.|{who} just turned {x}.|{who} will soon be older, but now {who} is {x}.|{who}, who is {x} years old, is here.|{who}'s age is {x}.", asked, x,
                     (f"Is {who} {{}}?|Is {who} {{}} years old?", f"{who} is {x} years old", x,
                      tuple(str(int(x) + d) for d in (1, 2, 10))))  # fmt: skip
     if kind == "favourite":
@@ -241,7 +241,7 @@ def number(rng: Random, deep: bool = True) -> Fact:
         x = f"{n} {rng.choice(('pounds', 'dollars', 'euros'))}"
         return Fact(
             kind,
-            f"The {thing} costs {x}.|The {thing} is {x}.|The price of the {thing} is {x}.|I paid {x} for the {thing}.|I bought the {thing} for {x}.",
+            f"The {thing} costs {x}.|The {thing} is {x}.|The price of the {thing} is {x}.|I paid {x} for the {thing}.|I bought the {thing} for {x}.|You can have the {thing} for {x}.|They want {x} for the {thing}.",
             ((f"How much is the {thing}?|How much does the {thing} cost?|What does the {thing} cost?|What is the price of the {thing}?"
               f"|How much did I pay for the {thing}?|How much did the {thing} cost?|How much money is the {thing}?", f"The {thing} costs {x}."),),
             str(n), (f"Does the {thing} cost {{}}?", f"the {thing} costs {x}", x, (f"{n + 1} {x.split()[1]}", f"{n + 5} {x.split()[1]}")),

@@ -166,11 +166,11 @@ def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
             text = text.rstrip("?.!") or text
         elif roll < 0.34:
             text = re.sub(r"[?!]|\.(?=\s|$)", "", text) or text
-        elif roll < 0.38:
+        elif roll < 0.405:
             text = text.upper()
-        elif roll < 0.40:
+        elif roll < 0.425:
             text = text.lower().replace("'", "").replace("you ", "u ").replace("please", "pls")
-        elif roll < 0.43:
+        elif roll < 0.455:
             text = text.replace(". ", ".\n")
         out.append((text, answer))
     return out

@@ -11,7 +11,7 @@ Pair = tuple[str, str]
 
 def sum_of(rng: Random) -> Pair:
     """Plus, minus and times, in digits, signs or words."""
-    top = rng.choices((10, 20, 50), (0.5, 0.4, 0.1))[0]
+    top = rng.choices((10, 20, 50), (0.42, 0.43, 0.15))[0]
     x, y = rng.randrange(0, top + 1), rng.randrange(0, top + 1)
     roll = rng.random()
     if roll < 0.52:
@@ -199,8 +199,8 @@ def prime(rng: Random) -> Pair:
 
 
 MAKERS = (
-    (sum_of, 10),
-    (story_sum, 3),
+    (sum_of, 17),
+    (story_sum, 5),
     (halves, 1),
     (counting, 7),
     (order, 4),
