@@ -47,7 +47,7 @@ def begins(*args, stdin: str = "") -> tuple[list[str], str]:
 
 def test_the_first_line_comes_before_heavy_imports():
     found, err = begins("chat", "hello", "--kv", "int2")
-    assert found == ["77"] and err == "tiny · --kv int2\n"
+    assert found == ["77"] and err == "tiny-chat · --kv int2\n"
     assert begins("chat", "hello", "-q") == (["77"], "")
 
 

@@ -151,8 +151,8 @@ def joined(rng: Random, said: list[str]) -> str:
 
 def in_prompt(rng: Random) -> list[Pair]:
     """Some facts and a question in one turn, then perhaps more questions."""
-    n = rng.choices((1, 2, 3, 4, 6), (0.4, 0.25, 0.2, 0.1, 0.05))[0]
-    facts = distinct(rng, n) if n == 1 or rng.random() < 0.6 else same_kind(rng, n)
+    n = rng.choices((1, 2, 3, 4, 6), (0.3, 0.28, 0.24, 0.12, 0.06))[0]
+    facts = distinct(rng, n) if n == 1 or rng.random() < 0.45 else same_kind(rng, n)
     said = [say(rng, f) for f in facts]
     if rng.random() < 0.15:
         said.insert(rng.randrange(len(said) + 1), rng.choice(FLUFF))
@@ -360,13 +360,13 @@ def dialogue(rng: Random) -> list[Pair]:
     pairs: list[Pair] = [talk.small_talk(rng)] if rng.random() < 0.1 else []
     for _ in range(rng.choices((1, 2, 3), (0.6, 0.27, 0.13))[0]):
         roll = rng.random()
-        if roll < 0.24:
+        if roll < 0.3:
             pairs += in_prompt(rng)
-        elif roll < 0.38:
+        elif roll < 0.44:
             pairs += remembered(rng)
-        elif roll < 0.46:
+        elif roll < 0.53:
             pairs += about_user(rng)
-        elif roll < 0.51:
+        elif roll < 0.57:
             pairs += given(rng)
         else:
             pairs += one(rng)

@@ -135,6 +135,7 @@ def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
     us = rng.random() < 0.45
     roll = rng.random()
     short = rng.random() < 0.2
+    bare = rng.random() < 0.5
     out = []
     for user, answer in pairs:
         text = user
@@ -162,6 +163,7 @@ def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
             text = text.lower()
         elif roll < 0.24:
             text = re.sub(r"[?!,;]|\.(?=\s|$)", "", text.lower()) or text
+            text = text.replace("'", "") if bare else text
         elif roll < 0.30:
             text = text.rstrip("?.!") or text
         elif roll < 0.34:
@@ -170,6 +172,8 @@ def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
             text = text.upper()
         elif roll < 0.425:
             text = text.lower().replace("'", "").replace("you ", "u ").replace("please", "pls")
+            text = text.replace("your ", "ur ").replace("are ", "r ") if bare else text
+            text = text.replace("what is", "whats").replace("?", "")
         elif roll < 0.455:
             text = text.replace(". ", ".\n")
         out.append((text, answer))
