@@ -10,6 +10,7 @@ from chat.events import event, listed_keys, state
 from chat.facts import Fact, pick
 from chat.facts import fact as basic
 from chat.style import reworded, styled
+from chat.twins import twins
 from chat.vocabulary import a
 
 Pair = tuple[str, str]
@@ -69,7 +70,7 @@ def asked(rng: Random, told: Fact, first: float = 0.65) -> Pair:
         return reworded(rng, form), f"{'Yes' if yes else 'No'}, {true}."
     forms, answer = told.asked[0] if rng.random() < first else rng.choice(told.asked)
     form = pick(rng, forms)
-    if forms is told.asked[0][0] and roll > 0.95 and told.kind not in LOOSE:
+    if forms is told.asked[0][0] and roll > 0.92 and told.kind not in LOOSE:
         short = told.value[0].upper() + told.value[1:] + "."
         return form + pick(rng, " Answer with one word.| One word.| Just one word."), short
     return reworded(rng, form), answer
@@ -180,6 +181,22 @@ def in_prompt(rng: Random) -> list[Pair]:
         else [(f"{question} {text}", answer)]
     )
     for _ in range(rng.choices((0, 1, 2), (0.5, 0.35, 0.15))[0]):
+        pairs.append(asked(rng, rng.choice(facts)))
+    return pairs
+
+
+def told_apart(rng: Random) -> list[Pair]:
+    """Facts that differ in one thing, in one turn or in several, and questions about some of them."""
+    facts, said = twins(rng)
+    pairs: list[Pair] = []
+    if rng.random() < 0.3:
+        pairs = [(text, ACKS) for text in said]
+        pairs += one(rng) if rng.random() < 0.2 else []
+        pairs.append(asked(rng, rng.choice(facts)))
+    else:
+        question, answer = asked(rng, rng.choice(facts))
+        pairs.append((f"{joined(rng, said)} {question}", answer))
+    for _ in range(rng.choice((0, 1, 1, 2))):
         pairs.append(asked(rng, rng.choice(facts)))
     return pairs
 
@@ -360,9 +377,11 @@ def dialogue(rng: Random) -> list[Pair]:
     pairs: list[Pair] = [talk.small_talk(rng)] if rng.random() < 0.1 else []
     for _ in range(rng.choices((1, 2, 3), (0.6, 0.27, 0.13))[0]):
         roll = rng.random()
-        if roll < 0.3:
+        if roll < 0.16:
+            pairs += told_apart(rng)
+        elif roll < 0.33:
             pairs += in_prompt(rng)
-        elif roll < 0.44:
+        elif roll < 0.45:
             pairs += remembered(rng)
         elif roll < 0.53:
             pairs += about_user(rng)
