@@ -371,6 +371,6 @@ def test_presets_without_calibrated_values_are_refused(capsys):
 
 
 def test_the_command_reports_it(capsys):
-    run(ChatOptions(kv="oscar-int2", fold=True, prompt="hi", max_tokens=2))
+    run(ChatOptions(model="tiny", kv="oscar-int2", fold=True, prompt="hi", max_tokens=2))
     said = capsys.readouterr().err
     assert "values turned by the weights" in said
