@@ -30,3 +30,8 @@ def test_planted_models_agree(name):
 def test_what_cannot_be_planted_is_refused_in_one_line():
     with pytest.raises(UserError, match="offset needs a bias of k_proj"):
         load(f"{EMBEDDED['tiny'].folder}+offset", "fp16", "float32")
+
+
+def test_eight_bits_of_mlx_are_refused_in_one_line():
+    with pytest.raises(UserError, match="tiny-chat is stored in 8 bits as MLX packs them"):
+        load("tiny-chat", "fp16")

@@ -38,6 +38,16 @@ def test_each_has_a_small_file_of_its_own(name, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "" and not list(tmp_path.iterdir())
 
 
+def test_the_chat_model_has_one_made_of_dialogues(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
+    loaded = load("tiny-chat", "int2")
+    assert capsys.readouterr().err == "" and not list(tmp_path.iterdir())  # nothing was made anew
+    made = artifact.find(loaded.fingerprint, loaded.path)
+    assert (made.model, made.text, made.tokens) == ("tiny-chat", "dialogues.txt", 8900)
+    attach(loaded.model, "int3")
+    detach(loaded.model)
+
+
 def test_calibration_beats_hadamard_where_channels_stick_out(tmp_path, monkeypatch):
     """tiny-qwen-hard: mean divergence of decoded tokens at most a third of Hadamard's, with the same
     codes, groups and windows (measured: far less). Balanced: at most a third of OSCAR's with one scale
