@@ -76,8 +76,12 @@ def test_sealed_pages_are_read(family):
     model, text = random_model(family), tokens(150)
     plain = logits(model, text)
     attach(model, EAGER8)
-    error = logits(model, text) - plain
+    found = logits(model, text)
     detach(model)
+    # phi3small says minus infinity for tokens that nobody may write.
+    seen = mx.isfinite(plain)
+    error, plain = mx.where(seen, found - plain, 0), mx.where(seen, plain, 0)
+    assert mx.array_equal(mx.isfinite(found), seen)
     assert 0 < mx.sqrt(mx.mean(error[-3:] ** 2) / mx.mean(plain[-3:] ** 2)).item() < 0.03
 
 
@@ -150,7 +154,7 @@ def test_strict_refuses_and_leaves_no_trace():
     before = dict(vars(model))
     with pytest.raises(
         UserError,
-        match=r"layers 0-1 of llama stay in full precision; got hadamard-int4; hadamard needs",
+        match=r"layers 0-1 of llama stay in full precision; got hadamard-int4; keys: hadamard needs",
     ):
         attach(model, "hadamard-int4", strict=True)
     assert dict(vars(model)) == before
