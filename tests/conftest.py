@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("MLXKV_COMPILE", "1")
 # The workers of a run share the cores: one thread each for OpenBLAS and torch, read as they load.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell has what it starts in the background ignore Ctrl-C, which the commands that tests start would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BLAS, BLAS_SAID = fast_blas.put_in_front()  # before anything imports MLX
 

@@ -45,7 +45,7 @@ EMBEDDED: dict[str, Source] = {
     "tiny-qwen-offset": Source("tiny-qwen-offset", folder=HERE / "tiny-qwen", planted="offset"),
     "tiny-qwen-massive": Source("tiny-qwen-massive", folder=HERE / "tiny-qwen", planted="massive"),
 }
-# Measured in docs, with a calibration in the package; tiny-chat has one, too. The others' are made on the spot and kept.
+# Measured in docs, with a calibration in the package, as tiny-chat has. The others' are made on the spot and kept.
 SHIPPED = ("tiny", "tiny-hard", "tiny-qwen", "tiny-qwen-hard")
 
 HUB: dict[str, str] = {
