@@ -14,8 +14,8 @@ from cuda_track.cache.view import View
 from cuda_track.models import attending, dryrun, prompt_cache, seam
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import Loaded
-from experiments.families.building import build, config_of
-from experiments.families.checking import EXACT, INT4, PROMPT, VOCABULARY, WINDOWS
+from experiments.families.building import VOCABULARY, build, config_of
+from experiments.families.found import EXACT, INT4, PROMPT, WINDOWS
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.reports import summarise
 

@@ -14,7 +14,7 @@ from cuda_track.cache import choose
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.models import seam
 from experiments.families.building import VOCABULARY, build
-from experiments.families.checking import EXACT, INT4
+from experiments.families.found import EXACT, INT4
 from mlxkv.cache.compressed import CompressedKVCache as MLXCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
