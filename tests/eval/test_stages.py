@@ -29,7 +29,8 @@ from mlxkv.texts.sources import story_tokens
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 LEFT_OUT = {"deepseek_v3", "mamba2"}
 LEFT_OUT |= {"gemma3n", "afm7"} if OLD else set()
-GATED = {"qwen3_next", "iquestloopcoder"}  # something stands between attention and W_o
+# Something stands between attention and W_o, or attention is the family's own code (plamo).
+GATED = {"qwen3_next", "iquestloopcoder", "plamo"}
 PARTLY = {"iquestloopcoder"}  # does not call its layers as a whole
 OWN = ("keys", "values", "scores_kl", "attention")
 WIDE = {"hidden_size": 64, "intermediate_size": 64}  # whole groups of quantised weights

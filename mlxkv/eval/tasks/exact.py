@@ -9,13 +9,15 @@ from mlxkv.models.calibration.sensitivity import divergence
 LOWEST = mx.finfo(mx.float32).min  # not -inf, so that differences of masked scores are numbers
 
 
-def masked_scores(q, k, scale: float, mask=None, sinks=None) -> mx.array:
+def masked_scores(q, k, scale: float, mask=None, sinks=None, softcap=None) -> mx.array:
     """Return logits [B, N, L, T] float32 of q [B, N, L, D] and k [B, 1, T, D].
 
-    mask: as in `attend`, for these heads. sinks: sink logits [N], which add a column.
+    mask, softcap: as in `attend`, for these heads. sinks: sink logits [N], which add a column.
     """
     q, k = q.astype(mx.float32), k.astype(mx.float32)
     scores = (q * scale) @ k.swapaxes(-1, -2)
+    if softcap is not None:
+        scores = softcap * mx.tanh(scores / softcap)
     new, total = scores.shape[2:]
     if isinstance(mask, str):
         mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None]
@@ -29,12 +31,14 @@ def masked_scores(q, k, scale: float, mask=None, sinks=None) -> mx.array:
     return mx.concatenate([scores, column], axis=-1)
 
 
-def compare(q, exact, keys, scale: float, mask=None, sinks=None) -> tuple[mx.array, mx.array]:
+def compare(
+    q, exact, keys, scale: float, mask=None, sinks=None, softcap=None
+) -> tuple[mx.array, mx.array]:
     """Return exact attention, [B, H, L, Dv] float32, and how far other keys move its distribution:
     the divergence of each query, [B, H, L] in nats.
 
     q: [B, H, L, D]. exact: keys and values, [B, G, T, D]. keys: the other keys, [B, G, T, D].
-    mask, sinks: as in `attend`.
+    mask, sinks, softcap: as in `attend`.
     """
     heads, kv_heads, total = q.shape[1], keys.shape[1], keys.shape[2]
     ratio = heads // kv_heads
@@ -46,6 +50,7 @@ def compare(q, exact, keys, scale: float, mask=None, sinks=None) -> tuple[mx.arr
             scale,
             mask[:, mine] if per_head else mask,
             None if sinks is None else sinks[mine],
+            softcap,
         )
         scores = masked_scores(q[:, mine], exact[0][:, g : g + 1], *rest)
         p = mx.softmax(scores, axis=-1, precise=True)[..., :total]

@@ -140,7 +140,7 @@ class _Layer:
             self.taps.append(call.view.cache)
         keys = _keys_read(call)
         exact, nats = compare(
-            call.queries, call.exact, keys, call.scale, mask=call.mask, sinks=call.sinks
+            call.queries, call.exact, keys, call.scale, call.mask, call.sinks, call.softcap
         )
         self.nats += nats.sum().item()
         self.queries += nats.size

@@ -43,7 +43,9 @@ def divergence(scores: mx.array, others: mx.array) -> mx.array:
     log_q = others - mx.logsumexp(others, axis=-1, keepdims=True)
     p, q, gap = mx.exp(log_p), mx.exp(log_q), log_q - log_p
     near = p * (mx.expm1(mx.minimum(gap, 1)) - gap)
-    return mx.where(gap < 1, near, q - p - p * gap).sum(axis=-1)
+    terms = mx.where(gap < 1, near, q - p - p * gap)
+    # Of tokens that have no chance at all (logits of minus infinity) the gap is no number.
+    return mx.where(p > 0, terms, q).sum(axis=-1)
 
 
 @dataclass(eq=False)

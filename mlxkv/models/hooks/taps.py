@@ -130,7 +130,8 @@ class ObservedView(View):
         out = attend(queries, self, scale, mask, sinks, softcap)
         if self.cache.on_attention is not None:
             exact = self.cache.exact
-            self.cache.on_attention(AttentionCall(self, exact, queries, scale, mask, sinks, out))
+            call = AttentionCall(self, exact, queries, scale, mask, sinks, out, softcap)
+            self.cache.on_attention(call)
         return out
 
 
@@ -139,7 +140,7 @@ class AttentionCall:
     """One call of attention over an observer.
 
     view: what was read. exact: keys and values [B, G, T, D] that it stands for. queries:
-    [B, H, L, D]. scale, mask, sinks: as in `attend`. out: [B, H, L, Dv].
+    [B, H, L, D]. scale, mask, sinks, softcap: as in `attend`. out: [B, H, L, Dv].
     """
 
     view: ObservedView
@@ -149,6 +150,7 @@ class AttentionCall:
     mask: mx.array | str | None
     sinks: mx.array | None
     out: mx.array
+    softcap: float | None = None
 
 
 @dataclass
