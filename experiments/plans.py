@@ -141,7 +141,7 @@ def markdown(data: dict) -> str:
     return "\n".join(out)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = Parser("plans", __doc__)
     parser.add_argument("--models", type=words, default=("tiny", "tiny-qwen"))
     parser.add_argument("--budgets", default=BUDGETS)
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write the numbers to this file")
     parser.add_argument("--show", nargs="*", type=Path, help="files of earlier runs")
     parser.add_argument("--page", type=Path, help="with --show: the page whose tables to replace")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.budgets = [float(text) for text in args.budgets.split(",")]
     if args.show:
         runs = [json.loads(path.read_text()) for path in args.show]

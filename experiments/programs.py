@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.options import Parser, words
-from mlxkv.console import run_tool
+from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import EMBEDDED
 
@@ -251,12 +251,12 @@ HEAD = ["program", "package", "models by", "alone = fp16", "int4: layers"]
 HEAD += ["int4: longest cache", "exit code"]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = Parser("programs", __doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for environments and texts")
     parser.add_argument("--only", type=words, help="these programs, by commas")
     parser.add_argument("--python", default=sys.executable, help="of new environments")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     known = [one.name for one in programs(Path())]
     if unknown := set(options.only or ()) - set(known):
         raise UserError(
@@ -280,4 +280,4 @@ def show(cells: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    console.run_tool(main)

@@ -58,7 +58,7 @@ def measure(args, kv: str) -> dict:
     }
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = Parser("speculative", __doc__)
     parser.add_argument("--model", default="tiny-qwen")
     parser.add_argument("--draft", default="tiny-qwen")
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of a reply")
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     check_out(args.out)
     start = time.perf_counter()
     rows = [measure(args, kv) for kv in args.kv]
