@@ -14,9 +14,6 @@ from experiments.families.checking import Family, apart
 from experiments.options import Parser, check_out
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
-from mlxkv.machine import machine
-from mlxkv.models.catalog.reports import ranges
-from mlxkv.versions import versions
 
 # One of each sort, for CI.
 SHORT = (
@@ -44,7 +41,7 @@ those of the plain model, and logits within {near:g} of their norm. *int4*: the 
 
 def page(found: list[Family], command: str) -> str:
     """The table, below counts."""
-    from experiments.families.found import NEAR, NEW, PROMPT
+    from experiments.families.found import NEAR, NEW, PROMPT, ending, row
 
     built = [one for one in found if not one.skipped]
     some = [one for one in built if one.compressed]
@@ -59,15 +56,8 @@ def page(found: list[Family], command: str) -> str:
         "|---|---|---|---|---|---|",
     ]
     for one in sorted(built, key=lambda one: one.name):
-        where = f"{ranges(one.compressed)} of {len(one.layers)}" if one.compressed else "-"
-        cells = [one.name, one.built, where, one.why or "-"]
-        cells += [f"**{one.fault}**", ""] if one.fault else ["yes", "yes" if one.int4 else "-"]
-        out.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    out += ["\n## Not compared\n", "| family | why |", "|---|---|"]
-    out += [f"| {one.name} | {one.skipped.replace('|', '/')} |" for one in skipped]
-    used = ", ".join(f"{name} {number}" for name, number in versions().items())
-    out.append(f"\nMade by `{command}` on {machine()['chip']}; {used}.\n")
-    return "\n".join(out)
+        out.append(row(one, "yes" if one.int4 else "-", one.built))
+    return "\n".join([*out, *ending(skipped, command)])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
+from mlxkv.machine import machine
 from mlxkv.models.catalog.reports import LayerReport, ranges
+from mlxkv.versions import versions
 
 PROMPT, NEW = 45, 20  # tokens; pages are sealed while reading and while writing
 WINDOWS = {"sink": 4, "recent": 16, "page": 16}
@@ -55,3 +57,19 @@ def line(error: Exception) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:160]
+
+
+def row(one, last: str, *more: str) -> str:
+    """Return a family's line of a table. last: its last cell where nothing is wrong. more: behind its name."""
+    where = f"{ranges(one.compressed)} of {len(one.layers)}" if one.compressed else "-"
+    cells = [one.name, *more, where, one.why or "-"]
+    cells += [f"**{one.fault}**", ""] if one.fault else ["yes", last]
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def ending(skipped: list, command: str, what: str = "family") -> list[str]:
+    """Return the end of a page: what was not compared, and what made the page."""
+    out = ["\n## Not compared\n", f"| {what} | why |", "|---|---|"]
+    out += [f"| {one.name} | {one.skipped.replace('|', '/')} |" for one in skipped]
+    used = ", ".join(f"{name} {number}" for name, number in versions().items())
+    return [*out, f"\nMade by `{command}` on {machine()['chip']}; {used}.\n"]

@@ -9,15 +9,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from experiments.families.found import NEAR, NEW, PROMPT, Family
+from experiments.families.found import NEAR, NEW, PROMPT, Family, ending, row
 from experiments.families.mlx_building import families
 from experiments.families.mlx_checking import family
 from experiments.options import Parser, check_out
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
-from mlxkv.machine import machine
-from mlxkv.models.catalog.reports import ranges
-from mlxkv.versions import versions
 
 # One of each sort, for CI.
 SHORT = (
@@ -56,15 +53,8 @@ def page(found: list[Family], command: str) -> str:
         "|---|---|---|---|---|",
     ]
     for one in built:
-        where = f"{ranges(one.compressed)} of {len(one.layers)}" if one.compressed else "-"
-        cells = [one.name, where, one.why or "-"]
-        cells += [f"**{one.fault}**", ""] if one.fault else ["yes", "yes" if one.int4 else "-"]
-        out.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    out += ["\n## Not compared\n", "| file | why |", "|---|---|"]
-    out += [f"| {one.name} | {one.skipped.replace('|', '/')} |" for one in skipped]
-    used = ", ".join(f"{name} {number}" for name, number in versions().items())
-    out.append(f"\nMade by `{command}` on {machine()['chip']}; {used}.\n")
-    return "\n".join(out)
+        out.append(row(one, "yes" if one.int4 else "-"))
+    return "\n".join([*out, *ending(skipped, command, "file")])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -20,16 +20,15 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from experiments.families.found import ending, row
 from experiments.families.vlm_building import VOCABULARY, NotBuilt, build, families
 from experiments.options import Parser, check_out
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.machine import machine
 from mlxkv.models import attach, detach
 from mlxkv.models.catalog.reports import LayerReport, ranges
 from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.versions import versions
 
 PROMPT, NEW = 45, 20  # tokens
 INT4 = parse_kv("int4")  # whose window holds all of them
@@ -183,16 +182,8 @@ def page(found: list[Found], command: str) -> str:
         "|---|---|---|---|---|",
     ]
     for one in built:
-        where = f"{ranges(one.compressed)} of {len(one.layers)}" if one.compressed else "-"
-        cells = [one.name, where, one.why or "-"]
-        kl = "-" if one.kl is None else f"{one.kl:.1e}"
-        cells += [f"**{one.fault}**", ""] if one.fault else ["yes", kl]
-        out.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    out += ["\n## Not compared\n", "| family | why |", "|---|---|"]
-    out += [f"| {one.name} | {one.skipped.replace('|', '/')} |" for one in skipped]
-    used = ", ".join(f"{name} {number}" for name, number in versions().items())
-    out.append(f"\nMade by `{command}` on {machine()['chip']}; {used}.\n")
-    return "\n".join(out)
+        out.append(row(one, "-" if one.kl is None else f"{one.kl:.1e}"))
+    return "\n".join([*out, *ending(skipped, command)])
 
 
 def main(arguments: list[str] | None = None) -> None:
