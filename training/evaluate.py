@@ -12,6 +12,7 @@ from torch import Tensor
 from mlxkv.texts.worlds import Needle
 
 SINK, PAGE, RECENT = 64, 64, 64
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,18 +55,15 @@ def hadamard(n: int, device: torch.device) -> Tensor:
     return h / n**0.5
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, scheme: Scheme
-) -> Tensor:
-    """Attend causally from q [B, H, L, D], at positions from `start` on, to k and v [B, G, T, D].
+def attend(q: Tensor, exact: Pair, rounded: Pair | None, start: int, window: int | None) -> Tensor:
+    """Attend causally from q [B, H, L, D], at positions from `start` on, to keys and values [B, G, T, D].
 
-    Keys and values outside the sink whose page ends RECENT tokens before the query are rounded, as in a cache
-    with sealed pages, also while the prompt is being read.
+    Where there are `rounded` ones, those outside the sink whose page ends RECENT tokens before the query take their
+    place, as in a cache with sealed pages, also while the prompt is being read.
     """
     B, H, L, D = q.shape
+    (k, v), (k_hat, v_hat) = exact, rounded or exact
     G, T = k.shape[1:3]
-    rounded = scheme.bits < 16 and window is None
-    k_hat, v_hat = (scheme.round(k), scheme.round(v)) if rounded else (k, v)
     at = torch.arange(T, device=q.device)
     page_end = torch.where(at < SINK, T + RECENT, SINK + ((at - SINK) // PAGE + 1) * PAGE)
     outs = []
@@ -90,28 +88,35 @@ def attend(
     return torch.cat(outs, dim=3).flatten(1, 2)  # [B, H, L, D]
 
 
-Past = list[tuple[Tensor, Tensor]]
+Past = list[Pair]
 
 
 @torch.no_grad()
 def forward(
     model: Model, ids: Tensor, past: Past | None = None, scheme: Scheme = EXACT
 ) -> tuple[Tensor, Past]:
-    """Return hidden states of ids [B, L] after a past [1, G, T, D] per layer, and the new past."""
+    """Return hidden states of ids [B, L] after a past, keys and values [1, G, T, D] of each layer or its latents
+    and rotary keys, and the new past. Rotary keys are never rounded."""
     x, c = model.embed(ids), model.config
     start = past[0][0].shape[2] if past else 0
     new: Past = []
     for n, block in enumerate(model.model.layers):
         attention = block.self_attn
-        cos, sin = rotary(start + ids.shape[1], c.head_dim, attention.theta, str(ids.device))
-        q, k, v = attention.project(block.input_layernorm(x), (cos[start:], sin[start:]))
+        cos, sin = rotary(start + ids.shape[1], c.turned, attention.theta, str(ids.device))
+        q, *cached = attention.project(block.input_layernorm(x), (cos[start:], sin[start:]))
         if past:
-            k, v = (
+            cached = [
                 torch.cat([old.expand(len(ids), -1, -1, -1), fresh], dim=2)
-                for old, fresh in zip(past[n], (k, v), strict=True)
+                for old, fresh in zip(past[n], cached, strict=True)
+            ]
+        new.append(tuple(cached))
+        rounded = None
+        if scheme.bits < 16 and attention.window is None:
+            first, second = cached
+            rounded = attention.expand(
+                scheme.round(first), second if c.latent else scheme.round(second)
             )
-        new.append((k, v))
-        out = attend(q, k, v, start, attention.window, scheme)
+        out = attend(q, attention.expand(*cached), rounded, start, attention.window)
         x = block.add(x, attention.o_proj(out.transpose(1, 2).flatten(2)))
     return model.model.norm(x), new
 

@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import torch
-from model import Config, Model
+from configs import Config
+from model import Model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mlxkv.models.catalog.weights import stored
+
+OUTPUT = "lm_head.weight"
 GENERATION = {"bos_token_id": 1, "eos_token_id": [4, 2], "pad_token_id": 0, "do_sample": False}
 
 
@@ -21,7 +25,7 @@ def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
     The gains of q_norm and k_norm, stored as gain - 1, become multiples of 1/128, so that a gain
     times or divided by a power of two up to 16, less 1, is a float16 again, and the planted form of
-    the model (mlxkv/models/catalog/plant.py) computes exactly the same function.
+    the model (mlxkv/models/catalog/weights/plant.py) computes exactly the same function.
     """
     out = {}
     for name, w in weights.items():
@@ -45,6 +49,8 @@ def write_weights(config: Config, weights: dict[str, Tensor], tokenizer: Path, o
     else:
         dtype = getattr(torch, config.dtype)
         stored = {name: w.detach().cpu().to(dtype).contiguous() for name, w in weights.items()}
+    if config.latent:  # mlx-lm's class reads an output matrix of its own
+        stored[OUTPUT] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config.hub(), indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
@@ -54,9 +60,14 @@ def write_weights(config: Config, weights: dict[str, Tensor], tokenizer: Path, o
 
 
 def read(folder: Path, device: str = "cpu") -> Model:
-    """Read the model of a hub folder, in float32."""
-    model = Model(Config.from_hub(json.loads((folder / "config.json").read_text())))
-    weights = load_file(folder / "model.safetensors")
+    """Read the model of a hub folder, in float32; the embedded ones are stored in fewer bits."""
+    config = json.loads((folder / "config.json").read_text())
+    model = Model(Config.from_hub(config))
+    if "quantization" in config:
+        weights = {name: torch.from_numpy(w) for name, w in stored.decode(folder).items()}
+    else:
+        weights = load_file(folder / "model.safetensors")
+    weights.pop(OUTPUT, None)  # the input's
     model.load_state_dict({name: w.float() for name, w in weights.items()})
     return model.to(device).eval()
 

@@ -18,7 +18,7 @@ from evaluate import EXACT, Asker, Scheme, forward, peaks
 from model import Model
 from tokenizers import Tokenizer
 
-from mlxkv.models.catalog.plant import plant
+from mlxkv.models.catalog.weights.plant import plant
 from mlxkv.texts.worlds import chat_questions, haystack, stories
 
 # (kind, thousands of tokens, least share of right values, or None where it is only reported)
@@ -156,15 +156,16 @@ def run(folder: Path, questions: int, only: list[str] | None, show: bool) -> dic
         if not only or name in only:
             note(name, cell(asker, kind, thousands, questions))
     if not only or "hard" in only:
-        hard = Asker(hard_form(folder, device), asker.tokenizer)
-        report["keys"] = {"plain": key_statistics(model, asker)}
-        report["keys"]["hard"] = key_statistics(hard.model, hard)
-        for name, each in (("plain", asker), ("hard", hard)):
+        forms = {"plain": asker}
+        if not model.config.latent:  # plants scale pairs of keys, which latents are not
+            forms["hard"] = Asker(hard_form(folder, device), asker.tokenizer)
+            report["keys"] = {name: key_statistics(x.model, x) for name, x in forms.items()}
+        for name, each in forms.items():
             report[name] = sensitivity(each, questions)
             for scheme, result in report[name].items():
                 print(f"{name:6} {scheme:30} {result}", flush=True)
-        text = " ".join(islice(stories(Random("peaks")), 60))
-        report["peak_activation"] = round(peaks(hard.model, lambda: hard.loss([text], EXACT)), 1)
+        text, last = " ".join(islice(stories(Random("peaks")), 60)), list(forms.values())[-1]
+        report["peak_activation"] = round(peaks(last.model, lambda: last.loss([text], EXACT)), 1)
     report["gates"] = verdicts(report)
     return report
 

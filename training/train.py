@@ -1,4 +1,4 @@
-"""Train one of the two models within a budget of minutes.
+"""Train one of the models within a budget of minutes.
 
     python training/train.py tiny --minutes 20 --tokenizer mlxkv/models/embedded/tiny --out runs/tiny
 
@@ -15,8 +15,9 @@ from pathlib import Path
 import export
 import torch
 import torch.nn.functional as F
+from configs import CONFIGS, Config
 from data import Batches
-from model import CONFIGS, Config, Model
+from model import Model
 from optim import optimizers
 from torch import Tensor
 

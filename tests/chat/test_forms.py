@@ -73,12 +73,12 @@ def test_some_forms(kv):
 
 @pytest.mark.slow
 def test_all_forms_with_both_caches():
-    """Nine in ten of those that are worded as in training, and half of the others. The goal is nine in ten of
-    all, which is missed (measured: 94.1 %, 53.0 %, and 78.3 % of all)."""
+    """Nine in ten of those that are worded as in training, and seven of the others. The goal is nine in ten of
+    all, which is missed (measured: 94.7 %, 74.8 %, and 87.3 % of all)."""
     rows = evaluate.ask(load(CHAT, "int4"), FORMS)
     shares = {name: right / n for name, (right, n, _, _) in evaluate.shares(rows).items()}
     assert shares["worded as in training"] >= 0.9
-    assert shares["kept back"] >= 0.45 and shares["all"] >= 0.75
+    assert shares["kept back"] >= 0.7 and shares["all"] >= 0.85
     assert any(row["tokens"] > 256 for row in rows)  # long enough to be compressed
     exact = evaluate.ask(load(CHAT, "fp16"), FORMS[::6])
     right = [sum(row["right"] for row in some) for some in (rows[::6], exact)]

@@ -8,7 +8,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from mlxkv.models.catalog.plant import channel_scales, outliers, plant
+from mlxkv.models import detach, load
+from mlxkv.models.catalog.aliases import resolve
+from mlxkv.models.catalog.weights import stored
+from mlxkv.models.catalog.weights.plant import channel_scales, outliers, plant
 from mlxkv.texts.worlds import chat_questions, haystack
 from mlxkv.texts.worlds.documents import render
 
@@ -29,15 +32,19 @@ def folder(name: str) -> Path:
 
 
 def config(name: str) -> dict:
-    return json.loads((folder(name) / "config.json").read_text())
+    return stored.plain(json.loads((folder(name) / "config.json").read_text()))
+
+
+def decoded(name: str) -> dict:
+    return {key: mx.array(w) for key, w in stored.decode(folder(name)).items()}
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def loaded(request):
-    """(name, model in float32, tokenizer); float16 is slow on a CPU."""
-    model, tokenizer = mlx_utils.load(str(folder(request.param)))
-    model.set_dtype(mx.float32)
-    return request.param, model, tokenizer
+    """(name, model in float32, tokenizer)."""
+    made = load(request.param, "fp16", dtype="float32")
+    detach(made.model)
+    return request.param, made.model, made.tokenizer
 
 
 def ids_of(tokenizer, length: int) -> list[int]:
@@ -49,7 +56,7 @@ def ids_of(tokenizer, length: int) -> list[int]:
 def test_a_folder_is_complete_and_small(name):
     for file in FILES:
         assert (folder(name) / file).stat().st_size > 50, file
-    assert (folder(name) / "model.safetensors").stat().st_size <= 16_000_000
+    assert (folder(name) / "model.safetensors").stat().st_size <= 9_000_000
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -59,15 +66,52 @@ def test_the_card_tells_what_matters(name):
         assert word in card, word
 
 
-def test_the_chat_model_is_tiny_in_shape_stored_in_8_bits():
-    small, chat = config("tiny"), config("tiny-chat")
-    assert chat.pop("quantization") == {"group_size": 32, "bits": 8, "mode": "affine"}
-    assert chat == small
-    weights = mx.load(str(folder("tiny-chat") / "model.safetensors"))
-    assert {w.dtype for name, w in weights.items() if name.endswith("norm.weight")} == {mx.float16}
-    packed = {name for name, w in weights.items() if w.dtype == mx.uint32}
-    assert len(packed) == 1 + 7 * small["num_hidden_layers"]  # all matrices, embeddings as well
-    assert (folder("tiny-chat") / "model.safetensors").stat().st_size < 9_200_000
+@pytest.mark.parametrize("name", EVERY)
+def test_matrices_are_stored_in_few_bits(name):
+    how = json.loads((folder(name) / "config.json").read_text())["quantization"]
+    assert (how["group_size"], how["bits"], how["mode"]) == (64, 8, "affine")
+    weights = mx.load(str(folder(name) / "model.safetensors"))
+    assert {w.dtype for key, w in weights.items() if key.endswith("norm.weight")} == {mx.float16}
+    packed = {key.removesuffix(".weight") for key, w in weights.items() if w.dtype == mx.uint32}
+    assert len(packed) == 1 + 7 * config(name)["num_hidden_layers"]  # embeddings as well
+    assert {key for key in packed if how.get(key, how)["bits"] == 6} == {
+        key for key in packed if ".mlp." in key
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_decoded_as_mlx_decodes_them(name):
+    how = json.loads((folder(name) / "config.json").read_text())["quantization"]
+    packed = mx.load(str(folder(name) / "model.safetensors"))
+    for key, w in stored.decode(folder(name)).items():
+        assert w.dtype == np.float16
+        stem = key.removesuffix(".weight")
+        if packed[key].dtype != mx.uint32:
+            np.testing.assert_array_equal(w, np.array(packed[key]))
+            continue
+        pair = (packed[f"{stem}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
+        own = how.get(stem, how)
+        theirs = mx.dequantize(packed[key], *pair, own["group_size"], own["bits"])
+        np.testing.assert_array_equal(w, np.array(theirs.astype(mx.float16)))
+
+
+def test_other_codes_are_not_decoded(tmp_path):
+    other = json.loads((folder("tiny") / "config.json").read_text())
+    other["quantization"]["mode"] = "mxfp8"
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    (tmp_path / "model.safetensors").symlink_to(folder("tiny") / "model.safetensors")
+    with pytest.raises(ValueError, match="only affine codes"):
+        stored.decode(tmp_path)
+
+
+def test_a_folder_is_decoded_under_any_name(tmp_path):
+    assert resolve(str(folder("tiny"))).decoded and resolve("tiny-qwen-hard").decoded
+    (tmp_path / "link").symlink_to(folder("tiny"))
+    assert resolve(str(tmp_path / "link")).decoded and not resolve("tiny-chat").decoded
+
+
+def test_the_chat_model_is_tiny_in_shape():
+    assert config("tiny-chat") == config("tiny")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (folder("tiny-chat") / file).read_bytes() == (folder("tiny") / file).read_bytes()
 
@@ -84,7 +128,7 @@ def test_shapes_are_those_the_methods_need():
 
 
 def test_qwen_has_large_constant_key_channels():
-    weights = mx.load(str(folder("tiny-qwen") / "model.safetensors"))
+    weights = stored.decode(folder("tiny-qwen"))
     for layer in range(config("tiny-qwen")["num_hidden_layers"]):
         bias = np.abs(np.array(weights[f"model.layers.{layer}.self_attn.k_proj.bias"], np.float32))
         assert np.sort(bias)[-6:].min() > 5 * np.median(bias)
@@ -95,7 +139,12 @@ def test_huggingface_and_mlx_agree(loaded):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     name, model, tokenizer = loaded
     ids = ids_of(tokenizer, 700)  # longer than the sliding window
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(folder(name)), dtype=torch.float32
+    )
+    given = {key: torch.tensor(w).float() for key, w in stored.decode(folder(name)).items()}
+    assert theirs.load_state_dict(given, strict=False).missing_keys == ["lm_head.weight"]  # tied
+    theirs.eval()
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits.numpy()
     error = np.array(model(mx.array([ids]))) - expected
@@ -137,7 +186,7 @@ def logits_after(model, weights: dict, ids: list[int]) -> np.ndarray:
 def test_the_hard_form_computes_the_same_function(loaded):
     name, model, tokenizer = loaded
     ids = ids_of(tokenizer, 256)
-    weights = mx.load(str(folder(name) / "model.safetensors"))
+    weights = decoded(name)
     plain = {key: w.astype(mx.float32) for key, w in weights.items()}
     hard = plant(plain, config(name))
     assert any(not mx.array_equal(hard[key], plain[key]).item() for key in plain)
@@ -148,7 +197,7 @@ def test_the_hard_form_computes_the_same_function(loaded):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_planting_in_fp16_rounds_nothing_that_counts(name):
-    weights = mx.load(str(folder(name) / "model.safetensors"))
+    weights = decoded(name)
     half = plant(weights, config(name))
     full = plant({key: w.astype(mx.float32) for key, w in weights.items()}, config(name))
     for key, w in half.items():
@@ -160,7 +209,7 @@ def test_planting_in_fp16_rounds_nothing_that_counts(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_planting_is_the_same_in_every_library(name):
-    weights = mx.load(str(folder(name) / "model.safetensors"))
+    weights = decoded(name)
     plain = {key: np.array(w.astype(mx.float32)) for key, w in weights.items()}
     hard = plant(plain, config(name))
     mlx = plant({key: mx.array(w) for key, w in plain.items()}, config(name))
@@ -230,7 +279,8 @@ def test_the_training_code_and_huggingface_agree(name, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "training"))
     import export
-    from model import CONFIGS, Model
+    from configs import CONFIGS
+    from model import Model
 
     torch.manual_seed(0)
     model = Model(CONFIGS[name])

@@ -9,11 +9,14 @@ from chat import vocabulary as v
 from chat.events import event, listed_keys, state
 from chat.facts import Fact, pick
 from chat.facts import fact as basic
+from chat.grammar import turns
 from chat.style import reworded, styled
 from chat.twins import twins
 from chat.vocabulary import a
 
 Pair = tuple[str, str]
+HARD = 0.25  # the share of topics that are learnt last: 0 until step 1,230 of the run that made the shipped weights
+WIDE = 0.6  # the share of the others that the grammar writes
 LOOSE = ("event", "doing", "being", "note")
 # Questions that fit any event, and those with a pronoun: asked where there is one fact only.
 GENERAL = frozenset(
@@ -376,6 +379,12 @@ def dialogue(rng: Random) -> list[Pair]:
     """Return a dialogue of the training: one topic or several."""
     pairs: list[Pair] = [talk.small_talk(rng)] if rng.random() < 0.1 else []
     for _ in range(rng.choices((1, 2, 3), (0.6, 0.27, 0.13))[0]):
+        if rng.random() < HARD:
+            pairs += turns.hard(rng)
+            continue
+        if rng.random() < WIDE:
+            pairs += turns.dialogue(rng)
+            continue
         roll = rng.random()
         if roll < 0.16:
             pairs += told_apart(rng)

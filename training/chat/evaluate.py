@@ -99,7 +99,7 @@ def main() -> None:
     print(f"{same} of {len(forms)} last replies are the same under {kinds[0]} and {kinds[-1]}")
     if args.out:
         data = {"model": args.model, "shares": found, "same": same, "rows": rows}
-        Path(args.out).write_text(json.dumps(data, indent=1) + "\n")
+        Path(args.out).write_text(json.dumps(data) + "\n")
 
 
 if __name__ == "__main__":

@@ -70,11 +70,19 @@ AFTER = (
     " thanks",
 )
 
-SLIPS = re.compile(
-    r"\b(what|where|who|which|colour|color|many|does|have|much|name|count|opposite|capital|remember|hello|plus|minus|times"
-    r"|called|live|comes|after|before|please|number|bigger)\b",
-    re.I,
-)
+WORD = re.compile(r"\b[a-z]{4,}\b")  # no name, no number
+# How words sound, for those who write them so.
+SOUND = (
+    ("what", "wat|wot|whut|waht"), ("where", "were|wher|whare"), ("who", "hoo|woh"), ("which", "wich|witch"), ("there", "thare|ther"),
+    ("friend", "frend|freind"), ("hello", "helo|hallo|hellow"), ("thanks", "thx|thanx|thank"), ("please", "pls|plz|pleas"), ("you", "u|yu|yuo"),
+    ("are", "r|ar"), ("your", "ur|yor|youre"), ("have", "hav"), ("live", "liv"), ("colour", "culor|color|coler"), ("favourite", "favorit|favrite"),
+    ("because", "cuz|becos"), ("know", "no|kno"), ("people", "peple"), ("capital", "capitol|captial|kapital"), ("before", "befor|b4"), ("after", "aftr"),
+    ("does", "dose|dos"), ("day", "dey"), ("name", "naem|nam"), ("number", "numbr|nummer"), ("tomorrow", "tomorow"), ("birthday", "brithday"),
+    ("two", "tow|tu"), ("three", "tree|thre"), ("four", "for|fore"), ("five", "fiv"), ("seven", "sevn"), ("eight", "ate|eigt"), ("nine", "nin"),
+    ("plus", "pluss|plas"), ("minus", "mines|minnus"), ("times", "timse"), ("count", "cuont|kount"), ("animal", "animl"), ("called", "caled|cald"),
+    ("remember", "rember|remeber"), ("tell", "tel"), ("me", "mee"), ("is", "iz|si"), ("the", "teh|th|da"), ("and", "adn|n|an"), ("how", "hwo|hau"),
+    ("many", "meny|mny"), ("good", "gud|goood"), ("morning", "mornin|moring"),
+)  # fmt: skip
 
 
 NOUN = re.compile(
@@ -115,7 +123,7 @@ def american(text: str) -> str:
 
 def slip(rng: Random, text: str) -> str:
     """Return the text with a letter doubled, dropped or swapped in a small word that is no name."""
-    spots = list(SLIPS.finditer(text))
+    spots = list(WORD.finditer(text))
     if not spots:
         return text
     m = rng.choice(spots)
@@ -130,12 +138,21 @@ def slip(rng: Random, text: str) -> str:
     return text[: m.start()] + new + text[m.end() :]
 
 
+def by_ear(rng: Random, text: str, share: float) -> str:
+    """Return the text with small words written as they sound."""
+    for word, ways in SOUND:
+        if rng.random() < share and re.search(rf"\b{word}\b", text, re.I):
+            text = re.sub(rf"\b{word}\b", rng.choice(ways.split("|")), text, flags=re.I)
+    return text
+
+
 def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
     """Return the dialogue as one person types it."""
     us = rng.random() < 0.45
     roll = rng.random()
     short = rng.random() < 0.2
     bare = rng.random() < 0.5
+    ear, loud = rng.random() < 0.06, rng.random() < 0.04
     out = []
     for user, answer in pairs:
         text = user
@@ -157,8 +174,11 @@ def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
             text = (
                 text if after[0] in "?!" or after[1].isupper() or after == " :)" else text[:-1]
             ) + after
-        if rng.random() < 0.06:
+        if rng.random() < 0.07:
             text = slip(rng, text)
+            text = slip(rng, text) if rng.random() < 0.3 else text
+        if ear:
+            text = by_ear(rng, text, 0.6)
         if roll < 0.10:
             text = text.lower()
         elif roll < 0.24:
@@ -168,13 +188,13 @@ def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
             text = text.rstrip("?.!") or text
         elif roll < 0.34:
             text = re.sub(r"[?!]|\.(?=\s|$)", "", text) or text
-        elif roll < 0.405:
+        elif roll < 0.42 or (loud and len(text) < 70):
             text = text.upper()
-        elif roll < 0.425:
+        elif roll < 0.44:
             text = text.lower().replace("'", "").replace("you ", "u ").replace("please", "pls")
             text = text.replace("your ", "ur ").replace("are ", "r ") if bare else text
             text = text.replace("what is", "whats").replace("?", "")
-        elif roll < 0.455:
+        elif roll < 0.465:
             text = text.replace(". ", ".\n")
         out.append((text, answer))
     return out

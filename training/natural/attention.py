@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from model import Config, Model, attend, window_mask
+from configs import Config
+from model import Model, attend, window_mask
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 

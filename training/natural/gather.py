@@ -72,6 +72,7 @@ def package(name: str, cache: Path) -> Path:
         debs.mkdir(parents=True, exist_ok=True)
         if not list(debs.glob(f"{name}_*.deb")):
             subprocess.run(["apt-get", "download", "-qq", name], cwd=debs, check=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["dpkg", "-x", next(debs.glob(f"{name}_*.deb")), folder], check=True)
     return folder
 

@@ -1,6 +1,6 @@
 """Shapes of the two models, the schedule of lengths, and what a token costs."""
 
-from model import Config
+from configs import Config
 
 # Qwen2's shape has heads * head_dim = width: mlx-lm and transformers both divide the width by the heads.
 SHAPES = {

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from configs import Config
 from data import Batches
-from model import Config, Model
+from model import Model
 from optim import optimizers
 from tokenizers import Tokenizer
 from torch import Tensor

@@ -1,0 +1,103 @@
+"""Build a model by mlx-lm, read its weights, and choose their type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxkv.errors import UserError
+from mlxkv.models.catalog.folder import Folder
+from mlxkv.models.catalog.hub import first_line
+from mlxkv.models.catalog.weights import stored
+
+AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
+
+
+def build(folder: Folder, decoded: bool = False) -> tuple[nn.Module, dict]:
+    """Return the model, its weights not evaluated yet, and the configuration as mlx-lm completes it.
+
+    decoded: with what `catalog.weights.stored` decodes; `folder.config` says nothing of codes then. Raises UserError.
+    """
+    from mlx_lm.utils import _get_classes, load_model
+
+    kind = folder.config["model_type"]
+    try:
+        classes = _get_classes(folder.config)
+    except (ValueError, AttributeError, TypeError):  # no such file in mlx-lm, or none with a model
+        raise UserError(
+            f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in "
+            f"{folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
+        ) from None
+    try:
+        if not decoded:
+            return load_model(folder.path, lazy=True)
+        model, config = classes[0](classes[1].from_dict(folder.config)), folder.config
+        given = {name: mx.array(x) for name, x in stored.decode(folder.path).items()}
+        model.load_weights(list(model.sanitize(given).items()))
+        model.eval()
+        return model, dict(config)
+    except Exception as error:  # mlx-lm raises anything when files are wrong
+        raise UserError(
+            f"[load] configuration and weights do not fit together ({type(error).__name__}: "
+            f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
+        ) from error
+
+
+def read(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
+    """Read the weights, some at a time where somebody looks on."""
+    weights = [x for _, x in tree_flatten(model.parameters())]
+    if progress is None:
+        mx.eval(weights)
+        return
+    total, done, some = sum(x.nbytes for x in weights), 0, []
+    progress(0, total)
+    for x in weights:
+        some.append(x)
+        if sum(one.nbytes for one in some) >= AT_ONCE or x is weights[-1]:
+            mx.eval(some)
+            done += sum(one.nbytes for one in some)
+            progress(done, total)
+            some = []
+
+
+def try_out(model: nn.Module, folder: Folder) -> None:
+    """Raise UserError for a model whose code fails on two tokens and on a third. Nothing is computed: MLX
+    is lazy."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    try:
+        caches = make_prompt_cache(model)
+        for tokens in (2, 1):
+            model(mx.zeros((1, tokens), mx.int32), cache=caches)
+    except Exception as error:
+        raise UserError(
+            f"[load] config.json describes a model that cannot run ({type(error).__name__}: "
+            f"{first_line(error)}); got a {folder.config['model_type']} in {folder.path}; fetch the "
+            "model again"
+        ) from error
+
+
+def set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
+    """Convert the weights if asked, or if 16 bits are slow here. Returns notes for the user."""
+    have = dtype_of(model)
+    if wanted is not None:
+        model.set_dtype(getattr(mx, wanted))
+        return []
+    if have == mx.float32 or mx.default_device() != mx.Device(mx.cpu):
+        return []
+    model.set_dtype(mx.float32)
+    return [
+        f"no GPU: {str(have).split('.')[-1]} weights run as float32, which is faster here (--dtype "
+        "overrides)"
+    ]
+
+
+def dtype_of(model: nn.Module) -> mx.Dtype:
+    """The floating type of most arrays; quantised weights count by their scales."""
+    kinds = [
+        x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)
+    ]
+    return max(set(kinds), key=kinds.count, default=mx.float32)
