@@ -3,8 +3,18 @@
 Codes, transforms and calibrated maps of both tracks are described in `mlxkv.formats`.
 """
 
-from cuda_track.codec import affine, codebook, dual_scale, kitty, polar, polar_tree, raw
-from mlxkv.formats.config import Affine, Codebook, DualScale, Full, Half, Kitty, Polar, PolarTree
+from cuda_track.codec import affine, codebook, dual_scale, fill, kitty, polar, polar_tree, raw
+from mlxkv.formats.config import (
+    Affine,
+    Codebook,
+    DualScale,
+    Fill,
+    Full,
+    Half,
+    Kitty,
+    Polar,
+    PolarTree,
+)
 
 METHODS = {
     Full: raw,
@@ -15,4 +25,5 @@ METHODS = {
     DualScale: dual_scale,
     Polar: polar,
     Kitty: kitty,
+    Fill: fill,
 }

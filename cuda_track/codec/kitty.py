@@ -1,5 +1,5 @@
 """Kitty by torch ops: min-max codes per channel of a page, wider for the largest channels. Spec:
-`mlxkv.spec.kitty`; stored: `Kitty.tensors`."""
+`mlxkv.spec.mixed.kitty`; stored: `Kitty.tensors`."""
 
 from __future__ import annotations
 

@@ -11,17 +11,18 @@ from mlxkv.codec import (
     codebook,
     dual_scale,
     encoding,
-    kitty,
     polar,
     polar_tree,
     raw,
     transform,
 )
+from mlxkv.codec.mixed import fill, kitty
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import (
     Affine,
     Codebook,
     DualScale,
+    Fill,
     Full,
     Half,
     Kitty,
@@ -39,6 +40,7 @@ METHODS = {
     DualScale: dual_scale,
     Polar: polar,
     Kitty: kitty,
+    Fill: fill,
 }
 Stored = dict[str, mx.array]
 

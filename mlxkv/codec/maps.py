@@ -17,8 +17,8 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.layers import Kinds
-from mlxkv.formats.config import CALIBRATED, CENTRED, PCA, SCALED, SHARED
-from mlxkv.formats.lowrank import LowRank
+from mlxkv.formats.config import CALIBRATED, CENTRED, FILLED, PCA, SCALED, SHARED
+from mlxkv.formats.lowrank import DIMS, LowRank
 
 ROTATED: Kinds = (CALIBRATED, CALIBRATED)
 
@@ -163,7 +163,7 @@ def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -
             f"[CompressedKVCache] this cache needs the calibration it was stored with; got none "
             f"with digest {digest}; load its model with that file (--calibration FILE) first"
         )
-    return folded(of(calibration, kinds)[layer], folds)
+    return folded(of(calibration, kinds, [layer])[layer], folds)
 
 
 @lru_cache(maxsize=8)
@@ -171,7 +171,9 @@ def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> LayerMa
     """Random maps for heads of (key, value) dims, to try or time kernels with."""
     sides = map(_random, kinds, (heads, heads), dims)
     mean = np.cos(np.arange(heads * dims[0])).reshape(heads, dims[0])
-    return LayerMaps(*sides, kinds=kinds, centre=_centre(mean) if kinds[0] in CENTRED else None)
+    return LayerMaps(
+        *sides, kinds=kinds, centre=_centre(mean) if layers.is_centred(kinds[0]) else None
+    )
 
 
 def _centre(mean: np.ndarray) -> Centre:
@@ -180,12 +182,19 @@ def _centre(mean: np.ndarray) -> Centre:
 
 
 def _random(kind: str, heads: int, dims: int) -> Transform:
-    kind = CENTRED.get(kind, kind)
+    name, _, size = kind.partition(" ")
+    kind = CENTRED.get(name, kind)
     turn = matrices.random_basis(heads, dims, dims)
     if kind.startswith(PCA):
         size = kind.split()[1]
         rank = int(size) if size.isdigit() else LowRank(float(size)).dims(dims)
         return _turn(turn[..., :rank])
+    if CENTRED.get(name, name) == FILLED:
+        if not size:
+            raise UserError(
+                "[--kv] random maps have no bits by direction; got fill-NUMBER; choose centred-int2 or another"
+            )
+        return _turn(turn[..., : DIMS * len(size.split(","))])
     if kind in (CALIBRATED, SHARED):
         return _turn(turn if kind == CALIBRATED else turn[:1])
     if kind == SCALED:

@@ -13,14 +13,19 @@ from typing import get_args
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine, Full
 from mlxkv.formats.codebook import Codebook, PolarTree
-from mlxkv.formats.lowrank import Half, LowRank
+from mlxkv.formats.lowrank import Fill, Half, LowRank
 from mlxkv.formats.tile import DualScale, Kitty, Polar
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
 SHARED = "oscar-layer"  # one rotation for all kv heads of a layer
 SCALED = "srft-scaled"  # SRFT, then a calibrated scale per channel
 PAIRED = (BALANCED, LEARNED)  # calibrated maps that are not rotations
-CENTRED = {"oscar-centred": CALIBRATED, "balanced-centred": BALANCED}  # behind the mean of keys
+FILLED = "fill"  # balanced directions, scaled by the bits of their blocks
+CENTRED = {  # behind the mean of keys
+    "oscar-centred": CALIBRATED,
+    "balanced-centred": BALANCED,
+    "fill-centred": FILLED,
+}
 PCA = "pca"  # fewer dims, from a calibration
 BLOCKS = ("hadamard-16", "hadamard-128")  # of at most so many dims
 SPREAD = "hadamard-srft"  # Hadamard, or srft for head dims that are not a power of two
@@ -37,10 +42,11 @@ TRANSFORMS = (
     *CENTRED,
     SCALED,
     PCA,
+    FILLED,
 )
 
 
-Quantizer = Full | Half | Affine | Codebook | PolarTree | DualScale | Polar | Kitty
+Quantizer = Full | Half | Affine | Codebook | PolarTree | DualScale | Polar | Kitty | Fill
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,10 @@ class Side:
         "hadamard-128" (without signs, in blocks of so many dims, or of fewer that divide the head dim),
         "srft" (every even head dim), "hadamard-srft" (hadamard where it exists, else srft), "random" (a dense random
         rotation, every head dim); or, per kv head from `mlxkv calibrate`, "oscar" (a rotation),
-        "balanced" (an invertible map), "pca" (fewer dims, by `low`) and, with --learn, "learned" (SRFT,
-        then a map trained with Adam); "oscar-centred" and "balanced-centred" (of keys alone) take a calibrated
-        mean from every key first; or, per layer, "oscar-layer" (a rotation) and "srft-scaled" (SRFT,
-        then a scale per channel).
+        "balanced" (an invertible map), "pca" (fewer dims, by `low`), "fill" (fewer dims, with bits of their own, by
+        `Fill`) and, with --learn, "learned" (SRFT, then a map trained with Adam); "oscar-centred",
+        "balanced-centred" and "fill-centred" (of keys alone) take a calibrated mean from every key first; or, per
+        layer, "oscar-layer" (a rotation) and "srft-scaled" (SRFT, then a scale per channel).
     seed: seed of the transform's random signs or matrix; 0 for "srft-scaled", whose scales belong to it.
     own_clip: keep this clip, even where one was searched for the model.
     low: the rank, for "pca" alone.
@@ -74,13 +80,25 @@ class Side:
             )
         if (self.transform == PCA) != (self.low is not None):
             raise UserError(f'[Side] "{PCA}" and low go together; got {self.transform!r}')
+        if self.filled and not isinstance(self.quantizer, Fill):
+            raise UserError(f'[Side] "{self.transform}" is for Fill; got {self.quantizer.label}')
         if self.transform == SCALED and self.seed:
             raise UserError(f"[Side] scales are calibrated for seed 0; got {self.seed}")
 
     @property
     def calibrated(self) -> bool:
         """Whether its transform comes from a calibration of the model."""
-        return self.transform in (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA)
+        return self.transform in (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA, FILLED)
+
+    @property
+    def filled(self) -> bool:
+        """Whether a calibration chooses its stored dims and their bits."""
+        return CENTRED.get(self.transform, self.transform) == FILLED
+
+    @property
+    def cut(self) -> bool:
+        """Whether it may store fewer dims than a head has."""
+        return self.low is not None or self.filled
 
     @property
     def centred(self) -> bool:
@@ -90,7 +108,10 @@ class Side:
     @property
     def kind(self) -> str:
         """Name of the calibrated transform: the transform, or for low rank "pca 96" (rank), "pca 0.75"
-        (share; 1.0 until a calibration has turned an energy into a rank), then " mixed" where it is."""
+        (share; 1.0 until a calibration has turned an energy into a rank), then " mixed" where it is; for `Fill`
+        with its widths, "fill 4,4,2"."""
+        if self.filled:
+            return f"{self.transform} {','.join(map(str, self.quantizer.widths))}"
         if self.low is None:
             return self.transform
         size = self.low.rank or self.low.share or 1.0
@@ -102,7 +123,9 @@ class Side:
         return self.low is not None and self.low.follows
 
     def dims(self, head_dim: int) -> int:
-        """Stored dims R."""
+        """Stored dims R; the head dim for `Fill` that a calibration has not given its widths."""
+        if self.filled:
+            return self.quantizer.dims or head_dim
         return head_dim if self.low is None else self.low.dims(head_dim)
 
     @property
@@ -144,6 +167,8 @@ class Side:
             return f"polar takes the pairs of RoPE, which {self.transform} mixes"
         if self.low is not None and (reason := self.low.why_not(head_dim)):
             return reason
+        if self.dims(head_dim) > head_dim:
+            return f"{self.dims(head_dim)} directions are more than the {head_dim} dims of a head"
         return self.quantizer.why_not(self.dims(head_dim), page)
 
     def bits_per_value(self, head_dim: int, page: int) -> float:
@@ -152,6 +177,9 @@ class Side:
         if not head_dim:  # such as latents without rotary keys
             return 0.0
         return self.quantizer.bits_per_value(stored, page) * stored / head_dim
+
+
+ROTARY = Side(Affine(8, 0, symmetric=True))  # rotary keys beside latents with 8 bits
 
 
 @dataclass(frozen=True)
@@ -165,6 +193,7 @@ class CacheConfig:
         queries (SnapKV).
     whole_pages: select pages, for all kv heads alike, in place of tokens for each head.
     sliding: tokens that a layer with a sliding window sees; 0: all.
+    rotary: bits of the rotary keys beside latents (MLA): 16, as the model makes them, or 8.
     """
 
     keys: Side
@@ -175,6 +204,7 @@ class CacheConfig:
     keep: float = 1.0
     whole_pages: bool = False
     sliding: int = 0
+    rotary: int = 16
 
     def __post_init__(self):
         if self.page < 16 or self.page % 16:
@@ -202,6 +232,8 @@ class CacheConfig:
                 "[CacheConfig] caches of sliding windows take no calibration and observe no queries; got "
                 f"{self.keys.transform} / {self.values.transform}"
             )
+        if self.rotary not in (8, 16):
+            raise UserError(f"[CacheConfig] rotary must be 8 or 16 bits; got {self.rotary}")
         if not 0 < self.keep <= 1:
             raise UserError(f"[CacheConfig] keep must be above 0 and at most 1; got {self.keep}")
 
@@ -251,7 +283,7 @@ class CacheConfig:
     def balanced(self) -> bool:
         """Whether a side needs the balanced transforms of a calibration."""
         sides = (self.keys.transform, self.values.transform)
-        return BALANCED in map(CENTRED.get, sides, sides)
+        return bool({BALANCED, FILLED} & set(map(CENTRED.get, sides, sides)))
 
     @property
     def centred(self) -> bool:
@@ -262,6 +294,11 @@ class CacheConfig:
     def low(self) -> bool:
         """Whether a side stores fewer dims."""
         return PCA in (self.keys.transform, self.values.transform)
+
+    @property
+    def filled(self) -> bool:
+        """Whether a calibration gives a side bits by direction."""
+        return self.keys.filled or self.values.filled
 
     @property
     def learned(self) -> bool:
@@ -287,8 +324,8 @@ class CacheConfig:
     @property
     def of_latents(self) -> CacheConfig:
         """The config of a cache of latents (MLA), one record a token: stored as keys are, which are the sensitive
-        half; its other part, the rotary keys, stays exact."""
-        return replace(self, values=Side(Full()))
+        half; its other part, the rotary keys, stays exact, or is stored with 8 bits and a scale per token."""
+        return replace(self, values=Side(Full()) if self.rotary == 16 else ROTARY)
 
     @property
     def why_no_latents(self) -> str | None:
@@ -379,6 +416,8 @@ class CacheConfig:
             del data["keep"], data["whole_pages"]
         if not self.sliding:  # as in files from before it
             del data["sliding"]
+        if self.rotary == 16:
+            del data["rotary"]
         return data
 
     @staticmethod
@@ -392,7 +431,7 @@ class CacheConfig:
                 quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
                 side["low"] = LowRank(**low) if low else None
                 sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
-            more = ("keep", "whole_pages", "sliding")
+            more = ("keep", "whole_pages", "sliding", "rotary")
             kept = {name: data[name] for name in more if name in data}
             windows = {name: data[name] for name in ("sink", "recent", "page")}
             return CacheConfig(**sides, **windows, **kept)

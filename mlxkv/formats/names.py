@@ -1,11 +1,14 @@
 """Parse what `--kv` takes: presets, pairs, and names with numbers in them.
 
+    fill-NUMBER              bits by direction, so many a value with scales: fill-2.25; of a pair of equal numbers
+                             (fill-3) one budget, of others (fill-3/fill-2) one each
     KEYS/VALUES              int8/int4: keys and windows of the first, values of the second
     static-NUMBER[+EXTRA]    low rank (StaticPCA); +windows keeps the first and the last 32 tokens
     oja-NUMBER[+EXTRA]       low rank that follows the text (OjaKV), with the same windows
     PRESET+SETTING...        a preset with other numbers: +g32 (values that share a scale), +clip.96 (OSCAR's
                              clip), both also of keys or values alone (+kg32, +vclip.94), +page128, and the
                              exact tokens +sink32 and +recent96
+    PRESET+rope8             the rotary keys beside latents (MLA) with 8 bits
     NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
     FILE.json                a plan: a preset for each layer (`plans.files`); FILE.safetensors: a calibration's
 
@@ -25,12 +28,13 @@ from difflib import get_close_matches
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine, Full
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import SEGMENTS, STORED, Half, LowRank
+from mlxkv.formats.lowrank import RATES, SEGMENTS, STORED, Half, LowRank
 from mlxkv.formats.plans import files
 from mlxkv.formats.plans.plan import Plan
-from mlxkv.formats.presets import PRESETS, low_rank
+from mlxkv.formats.presets import PRESETS, filled, low_rank
 
 METHODS = ("static", "oja")
+FILL = "fill"
 # As measured in docs/results/oja.md.
 PLAIN = {
     "int8": Affine(8, 64),
@@ -47,6 +51,7 @@ SIZES = {"": "share", "r": "rank", "e": "energy"}
 KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
 WAY = re.compile(rf"{'|'.join(STORED)}|{SEGMENTS}\d+")
 TUNED = re.compile(r"\+(?P<sides>[kv]?)(?P<what>g|clip|page|sink|recent)(?P<number>\d*\.?\d+)$")
+ROPE8 = "+rope8"
 SETTINGS = {
     "raw": {"raw": True},
     "fast": {"prefill_rate": 1.0, "decode_rate": 0.5},
@@ -103,7 +108,8 @@ def parse_preset(text: str) -> CacheConfig:
         raise UserError(
             f"[--kv] unknown preset; got {text!r}; {_hint(names, sides)}choose from "
             f"{', '.join(PICKS)}, others that `mlxkv presets --all` lists, KEYS/VALUES such as int8/int4, "
-            "static-NUMBER and oja-NUMBER such as oja-r96+int4, any of them with +keep0.5"
+            "fill-NUMBER such as fill-2.25, static-NUMBER and oja-NUMBER such as oja-r96+int4, any of them "
+            "with +keep0.5"
         )
     keys, values = sides[0], sides[-1]
     windows = keys if keys.compresses else values
@@ -114,6 +120,12 @@ def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     wrong = [name for name, side in zip(names, sides, strict=True) if side is None]
     close = get_close_matches(wrong[0], PRESETS, n=2) if wrong else []
     return f"did you mean {' or '.join(close)}? " if close else ""
+
+
+def check_windows(tokens: int | None) -> None:
+    """Raise UserError unless sliding windows can be of at least so many tokens."""
+    if tokens is not None and tokens < 1:
+        raise UserError(f"[--kv-windows] must be at least 1 token; got {tokens}; choose 1024")
 
 
 def with_keep(names: str, keep: float | None) -> str:
@@ -135,10 +147,15 @@ def with_keep(names: str, keep: float | None) -> str:
 def _one(name: str) -> CacheConfig | None:
     if name in PRESETS:
         return PRESETS[name]
+    if name.endswith(ROPE8):
+        base = _one(name.removesuffix(ROPE8))
+        return base and replace(base, rotary=8)
     if found := TUNED.search(name):
         base = _one(name[: found.start()])
         return base and _tuned(base, found, name)
     method, dash, rest = name.partition("-")
+    if method == FILL and dash:
+        return _filled(rest, name)
     if method not in METHODS or not dash:
         return None
     number, *extras = rest.split("+")
@@ -165,6 +182,17 @@ def _one(name: str) -> CacheConfig | None:
         return low_rank(low, plain, plain, windows)
     both = PRESETS[codes[0]]
     return low_rank(low, both.keys.quantizer, both.values.quantizer, windows, both.page)
+
+
+def _filled(number: str, name: str) -> CacheConfig:
+    """Return bits by direction. Raises UserError for what is no number of bits."""
+    found = NUMBER.fullmatch(number)
+    if found is None or found["kind"] or not RATES[0] <= float(number) <= RATES[1]:
+        raise UserError(
+            f"[--kv] no bits by direction of this name; got {name!r}; write fill-NUMBER, bits a value from "
+            f"{RATES[0]:g} to {RATES[1]:g} with scales, such as fill-2.25"
+        )
+    return filled(float(number))
 
 
 def _tuned(base: CacheConfig, found: re.Match, name: str) -> CacheConfig:

@@ -9,6 +9,7 @@ from mlxkv.formats.codebook import Codebook, PolarTree
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
+    FILLED,
     LEARNED,
     PCA,
     SCALED,
@@ -18,7 +19,7 @@ from mlxkv.formats.config import (
     Quantizer,
     Side,
 )
-from mlxkv.formats.lowrank import Half, LowRank
+from mlxkv.formats.lowrank import Fill, Half, LowRank
 from mlxkv.formats.tile import DualScale, Kitty, Polar
 
 FULL = Side(Full())
@@ -119,6 +120,12 @@ def low_rank(
 
 def _oja(share: float, quantizer: Quantizer | None = None) -> CacheConfig:
     return low_rank(LowRank(share, follows=True), quantizer or Half(), quantizer or Half())
+
+
+def filled(rate: float) -> CacheConfig:
+    """Bits by direction, `rate` a value: keys without their mean, windows as balanced maps have them."""
+    sides = (Side(Fill(rate), name) for name in (f"{FILLED}-centred", FILLED))
+    return CacheConfig(*sides)
 
 
 def _centred(config: CacheConfig) -> CacheConfig:

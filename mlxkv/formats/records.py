@@ -16,7 +16,7 @@ import numpy as np
 from mlxkv.formats import levels
 from mlxkv.formats.codebook import TREE, TREE_BITS
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, DualScale, Full, Polar, PolarTree
-from mlxkv.formats.lowrank import Half
+from mlxkv.formats.lowrank import Fill, Half
 
 TOKENS = 16  # in a record
 BLOCK = 32  # dims in a block
@@ -196,6 +196,8 @@ def why_no_record(spec, dims: int, page: int, keys: bool = True) -> str | None:
         return _why_no_levels(spec, dims, keys)
     if isinstance(spec, Full):
         return "full-precision pages have no record"
+    if isinstance(spec, Fill):
+        return "bits by direction have no record yet"
     if isinstance(spec, Polar):
         return _why_no_pairs(spec, dims, page, keys)
     if not isinstance(spec, Affine | DualScale):

@@ -5,6 +5,7 @@ No framework is imported here. `mlxkv.spec.rows` feeds the golden tensors to a b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import numpy as np
 from safetensors import safe_open
 
 from mlxkv.formats.affine import Affine
+from mlxkv.formats.matrices import gaussian
 
+Arrays = dict[str, np.ndarray]
 FOLDER = Path(__file__).parent / "golden"
 BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6, "moments": 5e-6, "learned": 2e-5}
 # Of codebooks: an angle that changes sides moves a fitted one a little.
@@ -94,3 +97,44 @@ def mask_at(places: np.ndarray, size: int) -> np.ndarray:
     mask = np.zeros(size, bool)
     mask[places] = True
     return np.packbits(mask)
+
+
+def keys(tensors: Arrays, ending: str = ".codes") -> list[str]:
+    return [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
+
+
+def under(tensors: Arrays, name: str) -> Arrays:
+    """The tensors called `name.*`, without it."""
+    return {n.removeprefix(f"{name}."): x for n, x in tensors.items() if n.startswith(f"{name}.")}
+
+
+def by_dims(table: str) -> Iterator[tuple[int, Arrays]]:
+    """(head dim, its tensors) of each case that has an output."""
+    tensors, _ = read(table)
+    for dims in keys(tensors, ".out"):
+        yield int(dims), under(tensors, dims)
+
+
+def tile_cases(table: str) -> Iterator[tuple[str, int, Arrays]]:
+    """(key, head dim, the tensors of the case and those shared by its head dim)."""
+    tensors, _ = read(table)
+    for key in keys(tensors):
+        dims = key.split(".")[0]
+        shared = {name: tensors[f"{dims}.{name}"] for name in ("x", "q", "p")}
+        yield key, int(dims), shared | under(tensors, key)
+
+
+# Of bits by direction: moments are too large to be stored.
+
+
+def filled_moments(dims: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return two second moments [2, D, D] float64 of heads whose directions differ by much."""
+    rows = gaussian((2, 2, 4 * dims, dims), seed)
+    rows = rows * np.exp(gaussian((2, 1, 1, dims), seed + 50))
+    return tuple(x.swapaxes(-1, -2) @ x / x.shape[1] for x in rows)
+
+
+def filled_sample(down: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Return some numbers of maps [G, D, R] and [G, R, D], float32 [32]."""
+    both = (x.ravel()[np.linspace(0, x.size - 1, 16).astype(int)] for x in (down, up))
+    return np.concatenate(list(both)).astype(np.float32)

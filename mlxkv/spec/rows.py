@@ -29,7 +29,6 @@ from mlxkv.formats.config import (
     CacheConfig,
     Codebook,
     DualScale,
-    Kitty,
     Polar,
     PolarTree,
     Side,
@@ -46,17 +45,21 @@ from mlxkv.spec.bounds import (
     PAGE_SIDES,
     PRODUCT_BOUND,
     SCALED_SIDES,
+    Arrays,
     Row,
+    by_dims,
     compare_codes,
+    keys,
     mask_at,
     read,
     rms,
     steps_off,
-    wide_codes,
+    tile_cases,
+    under,
 )
+from mlxkv.spec.mixed.rows import Mixed, fill_map_rows
 
 Tensor = Any  # of the backend
-Arrays = dict[str, np.ndarray]
 Stored = dict[str, Tensor]
 Rows = Iterator[Row]
 OJA_PAGE, OJA_WINDOW = 32, 8
@@ -92,7 +95,7 @@ class Attention:
         return self.dims**-0.5
 
 
-class Table:
+class Table(Mixed):
     """The golden table as one backend computes it. Each `*_rows` reads the set that it is named after.
 
     following, runs, salience, dual_scale, polar_tree: the backend's modules of these names.
@@ -188,7 +191,7 @@ class Table:
             *(self.oscar_rows, self.balanced_rows),
             *(self.scaled_rows, self.centred_rows),
             *(self.codebook_rows, self.polar_tree_rows, self.dual_scale_rows, self.polar_rows),
-            *(self.kitty_rows, self.latent_rows, self.oja_rows),
+            *(self.kitty_rows, self.fill_rows, self.latent_rows, self.oja_rows),
         )
 
     def by_set(self) -> Iterator[tuple[str, Row]]:
@@ -484,23 +487,6 @@ class Table:
                 yield compare_codes("encode", f"{key}.{name}", codes, right, near)
             yield from self._read_rows(spec, key, dims, case)
 
-    def kitty_rows(self) -> Rows:
-        """The channels that Kitty boosts, codes of all, and what the spec's codes stand for."""
-        for key, dims, case in tile_cases("kitty"):
-            spec, page = Kitty(int(key.split(".")[1]) / 1000), case["x"].shape[2]
-            key, few = f"kitty.{key}", spec.count(dims)
-            made = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
-            parts = (("codes", 2, dims), ("more", 2, few), ("channels", 1, dims))
-            found, right = (
-                [self.unpack(x[n], bits, count).astype(np.int64) for n, bits, count in parts]
-                for x in (made, {n: self.tensor(case[n]) for n, _, _ in parts})
-            )
-            yield Row("encode", f"{key}.channels", dims, wrong=int((found[2] != right[2]).sum()))
-            wide = right[2][0, 0, 0].astype(bool)
-            ours, theirs = (wide_codes(high, low, wide) for high, low, _ in (found, right))
-            yield compare_codes("encode", key, ours, theirs, mask_at(case["near"], ours.size))
-            yield from self._read_rows(spec, key, dims, case)
-
     def _read_rows(self, spec, key: str, dims: int, case: Arrays) -> Rows:
         """Values of the spec's codes, and products with them."""
         code = self.codec(Side(spec), dims, case["x"].shape[2])
@@ -622,7 +608,7 @@ class Table:
 
 
 def shared_rows() -> Rows:
-    """Rotations, balanced transforms, scales per channel and codebooks that are computed."""
+    """Rotations, balanced transforms, bits by direction, scales per channel and codebooks that are computed."""
     for dims, given in by_dims("oscar"):
         for letter in "kv":
             sigma, r = given[f"{letter}.sigma"], given[f"{letter}.r"]
@@ -645,6 +631,7 @@ def shared_rows() -> Rows:
         pair = given["k.down"], given["k.up"]
         error, name = max(map(rms, balance.mixed(down, matrices.PARTS), pair)), f"centred.{dims}.k"
         yield Row("balances", name, down.size, rms=error, bound=BOUNDS["transforms"])
+    yield from fill_map_rows()
     for dims, given in by_dims("scaled"):
         for letter in "kv":
             made = layers.scaled(layers.channel_scale(given[f"{letter}.peaks"]))
@@ -671,28 +658,3 @@ def encode_cases(tensors: Arrays, header: dict[str, str]) -> Iterator[tuple[str,
         kind, *numbers = sides[name]
         bits, group, symmetric, axis, clip = numbers
         yield key, Side(Affine(bits, group, symmetric, axis, clip), kind), int(dims)
-
-
-def keys(tensors: Arrays, ending: str = ".codes") -> list[str]:
-    return [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
-
-
-def under(tensors: Arrays, name: str) -> Arrays:
-    """The tensors called `name.*`, without it."""
-    return {n.removeprefix(f"{name}."): x for n, x in tensors.items() if n.startswith(f"{name}.")}
-
-
-def by_dims(table: str) -> Iterator[tuple[int, Arrays]]:
-    """(head dim, its tensors) of each case that has an output."""
-    tensors, _ = read(table)
-    for dims in keys(tensors, ".out"):
-        yield int(dims), under(tensors, dims)
-
-
-def tile_cases(table: str) -> Iterator[tuple[str, int, Arrays]]:
-    """(key, head dim, the tensors of the case and those shared by its head dim)."""
-    tensors, _ = read(table)
-    for key in keys(tensors):
-        dims = key.split(".")[0]
-        shared = {name: tensors[f"{dims}.{name}"] for name in ("x", "q", "p")}
-        yield key, int(dims), shared | under(tensors, key)

@@ -22,7 +22,7 @@ from mlxkv.formats.config import BALANCED, Affine, CacheConfig, Full, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
-from mlxkv.models.calibration import clips, measure
+from mlxkv.models.calibration import clips, measure, moments
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
 
@@ -89,7 +89,7 @@ def test_streamed_balances_equal_those_of_the_spec(model, window, chunk, monkeyp
     found = measure.calibrate(model, TEXT, window=window)
     for index, windows in enumerate(seen_by(model, window)):
         q, k, v = (np.concatenate(parts, axis=2) for parts in zip(*windows, strict=True))
-        late = np.arange(len(TEXT)) % window >= measure.SINK
+        late = np.arange(len(TEXT)) % window >= moments.SINK
         heads, dims = q.shape[1], q.shape[3]
         w = np.array(model.layers[index].self_attn.o_proj.weight, np.float64)
         w = w.T.reshape(heads, dims, -1)

@@ -17,7 +17,7 @@ from mlxkv.formats.calibration import artifact
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration import measure
-from mlxkv.models.calibration.measure import Moments, second_moment
+from mlxkv.models.calibration.moments import Moments, second_moment
 from mlxkv.models.hooks.probe import Shape
 from mlxkv.spec import affine as ref
 from mlxkv.spec import oscar as spec

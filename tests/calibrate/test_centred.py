@@ -33,7 +33,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
-from mlxkv.models.calibration import clips, measure
+from mlxkv.models.calibration import clips, measure, moments
 from mlxkv.models.hooks.taps import put_observers
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
@@ -89,7 +89,7 @@ def keys_of(model, window):
         cache = make_prompt_cache(model)
         mx.eval(model(mx.array(TEXT[start : start + window])[None], cache=cache))
         for one, parts in zip(cache, out, strict=True):
-            parts.append(np.array(one.state[0][0, :, measure.SINK : one.offset], np.float64))
+            parts.append(np.array(one.state[0][0, :, moments.SINK : one.offset], np.float64))
     return [np.concatenate(parts, 1) for parts in out]
 
 

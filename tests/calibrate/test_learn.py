@@ -10,8 +10,8 @@ from mlxkv.codec.transform import Transform
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration.learned import BASES, VARIANTS, Learned
 from mlxkv.formats.config import LEARNED, Affine
-from mlxkv.models.calibration import learn, measure, parametrization
-from mlxkv.models.calibration.measure import Sample
+from mlxkv.models.calibration import learn, measure, moments, parametrization
+from mlxkv.models.calibration.moments import Sample
 from mlxkv.spec import affine as ref
 from mlxkv.spec import learned as spec
 
@@ -216,7 +216,7 @@ def test_a_sample_is_evenly_spaced_and_skips_the_sink(monkeypatch):
     for name, one in whole.items():
         for side in ("keys", "values"):
             rows = one.rows(side)
-            assert rows.shape == (2, parts[0] - measure.SINK, 64)
+            assert rows.shape == (2, parts[0] - moments.SINK, 64)
             assert mx.array_equal(thin[name].rows(side), rows[:, ::3])
             assert mx.allclose(cut[name].rows(side), rows, atol=1e-4)
 

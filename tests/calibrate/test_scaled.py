@@ -19,7 +19,7 @@ from mlxkv.formats.config import SCALED, Affine, CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import seal
 from mlxkv.models import attach, detach, load
-from mlxkv.models.calibration import measure
+from mlxkv.models.calibration import measure, moments
 from mlxkv.spec import affine as ref
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
@@ -44,7 +44,7 @@ def stored_by(model, window):
         mx.eval(model(mx.array(TEXT[start : start + window])[None], cache=cache))
         for layer, pair in zip(cache, out, strict=True):
             for x, parts in zip(layer.state[:2], pair, strict=True):
-                parts.append(np.array(x[0, :, measure.SINK :], np.float64))
+                parts.append(np.array(x[0, :, moments.SINK :], np.float64))
     return [tuple(np.concatenate(parts, 1) for parts in pair) for pair in out]
 
 
@@ -236,7 +236,7 @@ def test_torch_finds_the_same_peaks():
     import torch
 
     x = np.random.default_rng(0).standard_normal((1, 2, 40, 96)).astype(np.float32)
-    ours = np.array(measure.peaks(mx.array(x)))
+    ours = np.array(moments.peaks(mx.array(x)))
     theirs = cuda_track.calibrate.peaks(torch.from_numpy(x)).numpy()
     np.testing.assert_allclose(ours, np.abs(ref.srft(x.astype(np.float64))).max((0, 2)), rtol=1e-5)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)

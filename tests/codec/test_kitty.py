@@ -8,7 +8,8 @@ from mlxkv.codec.codec import Codec
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Kitty, Side
 from mlxkv.formats.presets import PRESETS
-from mlxkv.spec import affine, kitty
+from mlxkv.spec import affine
+from mlxkv.spec.mixed import kitty
 
 
 def keys(tokens=128, dims=128):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import golden_affine
 import golden_calibrated
 import golden_codebook
+import golden_fill
 import golden_latent
 import golden_oja
 import golden_tile
@@ -21,12 +22,13 @@ TABLES = {
     **golden_affine.TABLES,
     **golden_calibrated.TABLES,
     **golden_codebook.TABLES,
+    **golden_fill.TABLES,
     **golden_latent.TABLES,
     **golden_oja.TABLES,
     **golden_tile.TABLES,
 }
 # BLAS decides the last bits of eigenvectors, and through them codes and scales at rounding boundaries.
-EIGEN = ("oscar", "balanced")
+EIGEN = ("oscar", "balanced", "fill_maps")
 FLIPPED = 0.01  # share of the bits of their `near` masks that may differ
 
 

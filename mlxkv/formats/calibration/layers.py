@@ -5,18 +5,20 @@ Letters: `G` kv heads, `D` head dim, `R` stored dims.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import balance, subspace
+from mlxkv.formats.calibration import balance, fill, subspace
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
     CENTRED,
+    FILLED,
     LEARNED,
     PCA,
     SCALED,
@@ -31,15 +33,20 @@ Pair = tuple[np.ndarray, np.ndarray]  # down and up: [G or 1, D, R] and [G or 1,
 
 def check_kinds(calibration: Calibration, kinds: Kinds) -> None:
     """Raise UserError if the calibration lacks the maps of these kinds."""
-    if kinds[0] in CENTRED:
+    if is_centred(kinds[0]):
         calibration.check_centred()
-        kinds = CENTRED[kinds[0]], kinds[1]
-    if BALANCED in kinds or any(kind.startswith(PCA) for kind in kinds):
+    kinds = tuple(CENTRED.get(name, name) for name in (kind.split()[0] for kind in kinds))
+    if {BALANCED, PCA, FILLED} & set(kinds):
         calibration.check_balanced()
     if SCALED in kinds:
         calibration.check_scaled()
     if LEARNED in kinds:
         calibration.check_learned()
+
+
+def is_centred(kind: str) -> bool:
+    """Whether a mean is taken from what is stored."""
+    return kind.split()[0] in CENTRED
 
 
 def pairs(calibration: Calibration, kinds: Kinds, name: str) -> tuple[Pair, Pair]:
@@ -53,8 +60,12 @@ def pairs(calibration: Calibration, kinds: Kinds, name: str) -> tuple[Pair, Pair
 
 def _mapped(kind: str, layer: Layer, side: str, parts: str) -> Pair:
     basis = getattr(layer, side)
+    name, _, size = kind.partition(" ")
+    if CENTRED.get(name, name) == FILLED:
+        widths = tuple(int(bits) for bits in size.split(","))
+        return fill.pair(*directions(basis, is_centred(kind)), widths)
     if CENTRED.get(kind) == BALANCED:
-        return _balanced_about_mean(basis, parts)
+        return balance.mixed(directions(basis, True)[0], parts)
     if (
         CENTRED.get(kind, kind) == CALIBRATED
     ):  # made of queries alone: a mean of keys changes nothing
@@ -67,16 +78,19 @@ def _mapped(kind: str, layer: Layer, side: str, parts: str) -> Pair:
     return basis.balance.pair(parts if kind == BALANCED else "u")
 
 
-def _balanced_about_mean(basis: Basis, parts: str) -> Pair:
-    """The balanced maps of keys without their mean, from the moments that a calibration holds."""
+def directions(basis: Basis, centred: bool) -> Pair:
+    """The balanced map [G or 1, D, D] and sigma [G or 1, D], falling; centred: of keys without their mean, from the
+    moments that a calibration holds."""
+    if not centred:
+        return basis.balance.down, basis.balance.sigma
     noise = balance.about_mean(subspace.stored_moment(basis.balance), basis.mean.astype(np.float64))
     reads = subspace.read_moment(basis.values, basis.vectors)
-    return balance.mixed(balance.balance(noise, reads)[0], parts)
+    return balance.balance(noise, reads)[:2]
 
 
 def key_mean(calibration: Calibration, kinds: Kinds, name: str) -> np.ndarray | None:
     """The mean [G, D] float32 that is taken from the keys of the layer `name`; None for none."""
-    return calibration.layers[name].keys.mean if kinds[0] in CENTRED else None
+    return calibration.layers[name].keys.mean if is_centred(kinds[0]) else None
 
 
 def shared_vectors(basis: Basis) -> np.ndarray:
@@ -127,6 +141,50 @@ def moment(layer: Layer, side: str) -> np.ndarray:
     if side == "values":
         return stored
     return stored + subspace.read_moment(basis.values, basis.vectors)
+
+
+def fitted(configs: Mapping[str, CacheConfig], calibration: Calibration) -> dict[str, CacheConfig]:
+    """What each layer stores, by name, with what the calibration decides: ranks, the bits of directions, clips.
+
+    Raises UserError where too few bits are asked for, or something is missing in the calibration.
+    """
+    layers = calibration.layers
+    ranked = {name: with_ranks(config, layers[name]) for name, config in configs.items()}
+    filled = with_widths(ranked, calibration)
+    return {name: with_clips(config, layers[name]) for name, config in filled.items()}
+
+
+def with_widths(
+    configs: Mapping[str, CacheConfig], calibration: Calibration
+) -> dict[str, CacheConfig]:
+    """`configs` by layer with the bits of their directions, where they are not allotted yet. Sides of one rate share
+    a budget, over all layers; where keys and values have other rates, each their own."""
+    asked: dict[tuple, list[tuple[str, str]]] = {}
+    for name, config in configs.items():
+        rates = [
+            getattr(config, side).quantizer.rate if getattr(config, side).filled else None
+            for side in SIDES
+        ]
+        for side in SIDES:
+            own = getattr(config, side)
+            if own.filled and not own.quantizer.widths:
+                check_kinds(calibration, config.fitted)
+                group = (rates[0],) if rates[0] == rates[1] else (own.quantizer.rate, side)
+                asked.setdefault(group, []).append((name, side))
+    out = dict(configs)
+    for (rate, *_), places in asked.items():
+        sides = []
+        for name, side in places:
+            basis, centred = (
+                getattr(calibration.layers[name], side),
+                getattr(out[name], side).centred,
+            )
+            sides.append((side, directions(basis, centred)[1].astype(np.float64)))
+        for (name, side), widths in zip(places, fill.allot(sides, rate), strict=True):
+            old = getattr(out[name], side)
+            made = replace(old, quantizer=replace(old.quantizer, widths=widths))
+            out[name] = replace(out[name], **{side: made})
+    return out
 
 
 def with_ranks(config: CacheConfig, layer: Layer) -> CacheConfig:

@@ -92,10 +92,10 @@ def fit(
     calibration.check(sizes(needed), origin and origin.fingerprint)
     out: dict = {place: (own, None) for place, own in owns.items()}
     by_kinds: dict = {}
-    for place in needed:
-        name = layer_name(place)
-        layer = calibration.layers[name]
-        own = layers.with_clips(layers.with_ranks(owns[place], layer), layer)
+    names = {layer_name(place): place for place in needed}
+    made_of = layers.fitted({name: owns[place] for name, place in names.items()}, calibration)
+    for name, own in made_of.items():
+        place = names[name]
         by_kinds.setdefault(own.fitted, {})[name] = place, own
     for kinds, found in by_kinds.items():
         made = maps.of(calibration, kinds, found)

@@ -26,7 +26,8 @@ from mlxkv.formats.calibration.balance import Balance, fault
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import LEARNED, Affine, Side
 from mlxkv.models.calibration import parametrization
-from mlxkv.models.calibration.measure import Progress, Sample
+from mlxkv.models.calibration.measure import Progress
+from mlxkv.models.calibration.moments import Sample
 
 RATE = {"scale": 0.02, "rotation": 0.01, "householder": 0.01}  # of Adam at the start; falls to 0
 HELD = 8  # one row in so many, the last of the text, is held out

@@ -1,5 +1,5 @@
 """Kitty by plain MLX ops: min-max codes per channel of a page, wider for the largest channels. Spec:
-`spec.kitty`. Stored: `Kitty.tensors`."""
+`spec.mixed.kitty`. Stored: `Kitty.tensors`."""
 
 from __future__ import annotations
 

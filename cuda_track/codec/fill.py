@@ -1,0 +1,54 @@
+"""Bits by direction in torch ops: x ~ scale * (code - (2^b - 1) / 2), b by block of 16 stored dims. Spec:
+`mlxkv.spec.mixed.fill`; stored: `Fill.tensors`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch.nn.functional import pad
+
+from cuda_track.codec import packing
+from cuda_track.codec.affine import half, in_range
+from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, Fill
+
+
+@cache
+def _tables(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The distance of levels for variance 1, the gain and half of the largest code of every stored dim, [R] float32
+    each."""
+    steps = [GAINS[bits] * STEPS[bits] for bits in widths]
+    lists = steps, [GAINS[bits] for bits in widths], [(2**bits - 1) / 2 for bits in widths]
+    return tuple(torch.tensor(x, device=device).repeat_interleave(DIMS) for x in lists)
+
+
+def encode(spec: Fill, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
+    """x: [B, G, T, R], T a whole number of pages."""
+    steps, gains, middle = _tables(spec.widths, x.device)
+    x = x.float()
+    scale = half((x * steps).square().mean(-1, keepdim=True).sqrt())
+    step = scale.float()
+    codes = (x * gains / step.where(step > 0, 1.0) + middle).round()
+    codes = codes.clamp(min=0.0).minimum(2 * middle).int()
+    parts, start = [], 0
+    for bits, count in spec.runs:
+        words = packing.pack(codes[..., start : start + count], bits)
+        parts.append(words.contiguous().view(torch.int16)[..., : count * bits // 16])
+        start += count
+    halves = torch.cat(parts, -1)
+    halves = pad(halves, (0, halves.shape[-1] % 2))
+    return {"codes": halves.contiguous().view(torch.int32), "scale": scale}
+
+
+def decode(
+    spec: Fill, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[B, G, T, R] in `dtype`."""
+    halves, parts, start = stored["codes"].contiguous().view(torch.int16), [], 0
+    for bits, count in spec.runs:
+        size = count * bits // 16
+        part = pad(halves[..., start : start + size], (0, size % 2))
+        parts.append(packing.unpack(part.contiguous().view(torch.int32), bits, count))
+        start += size
+    middle = _tables(spec.widths, halves.device)[2]
+    return in_range((torch.cat(parts, -1) - middle) * stored["scale"].float(), dtype)

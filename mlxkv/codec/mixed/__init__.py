@@ -1,0 +1,1 @@
+"""Codes whose bits differ by channel or direction, in plain MLX ops."""

@@ -1,0 +1,86 @@
+"""Bits by direction in plain MLX ops: x ~ scale * (code - (2^b - 1) / 2), b by block of 16 stored dims. Spec:
+`spec.mixed.fill`. Stored: `Fill.tensors`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.codec import packing
+from mlxkv.codec.affine import half
+from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, Fill
+
+
+@lru_cache(maxsize=256)
+def _tables(widths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The distance of levels for variance 1, the gain and half of the largest code of every stored dim, [R] float32
+    each."""
+    gains = np.array([GAINS[bits] for bits in widths])
+    steps = gains * np.array([STEPS[bits] for bits in widths])
+    middle = (2.0 ** np.array(widths) - 1) / 2
+    return tuple(x.astype(np.float32).repeat(DIMS) for x in (steps, gains, middle))
+
+
+def encode(spec: Fill, x: mx.array, page: int) -> dict[str, mx.array]:
+    """x: [B, G, T, R], T a whole number of pages."""
+    steps, gains, middle = map(mx.array, _tables(spec.widths))
+    x = x.astype(mx.float32)
+    scale = half(mx.sqrt(mx.square(x * steps).mean(-1, keepdims=True)))
+    step = scale.astype(mx.float32)
+    codes = mx.round(x * gains / mx.where(step > 0, step, 1.0) + middle)
+    codes = mx.minimum(mx.maximum(codes, 0), 2 * middle).astype(mx.uint32)
+    return {"codes": _packed(spec, codes), "scale": scale}
+
+
+def _packed(spec: Fill, codes: mx.array) -> mx.array:
+    """codes: [..., R] -> [..., W] words: the runs of one width one behind the other. A run is a whole number of
+    half words."""
+    parts, start = [], 0
+    for bits, count in spec.runs:
+        words = packing.pack(codes[..., start : start + count], bits)
+        parts.append(mx.contiguous(words).view(mx.uint16)[..., : count * bits // 16])
+        start += count
+    halves = mx.concatenate(parts, -1)
+    if halves.shape[-1] % 2:
+        halves = mx.pad(halves, [(0, 0)] * (halves.ndim - 1) + [(0, 1)])
+    return mx.contiguous(halves).view(mx.uint32)
+
+
+def _unpacked(spec: Fill, words: mx.array) -> mx.array:
+    """Invert `_packed`: [..., R] uint32."""
+    halves, parts, start = mx.contiguous(words).view(mx.uint16), [], 0
+    for bits, count in spec.runs:
+        size = count * bits // 16
+        part = halves[..., start : start + size]
+        if size % 2:
+            part = mx.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, 1)])
+        parts.append(packing.unpack(mx.contiguous(part).view(mx.uint32), bits, count))
+        start += size
+    return mx.concatenate(parts, -1)
+
+
+def _levels(spec: Fill, stored: dict[str, mx.array]) -> mx.array:
+    """Values over the scale of their token, [B, G, T, R] float32."""
+    middle = mx.array(_tables(spec.widths)[2])
+    return _unpacked(spec, stored["codes"]).astype(mx.float32) - middle
+
+
+def decode(
+    spec: Fill, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+) -> mx.array:
+    """[B, G, T, R] in `dtype`."""
+    return (_levels(spec, stored) * stored["scale"].astype(mx.float32)).astype(dtype)
+
+
+def scores(spec: Fill, q: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
+    scale = stored["scale"].astype(q.dtype).swapaxes(-1, -2)
+    return q @ _levels(spec, stored).swapaxes(-1, -2) * scale
+
+
+def mix(spec: Fill, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
+    scale = stored["scale"].astype(p.dtype).swapaxes(-1, -2)
+    return (p * scale) @ _levels(spec, stored)

@@ -1,0 +1,106 @@
+"""Give blocks of directions their bits, and make the maps that go with them. NumPy float64.
+
+Spec: `mlxkv.spec.mixed.fill`. A calibration file stores none of this: it follows from the moments in it. Letters: `G`
+kv heads, `D` head dim, `R` stored dims.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mlxkv.errors import UserError
+from mlxkv.formats import matrices
+from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, WIDTHS, Fill
+
+Widths = tuple[int, ...]
+Choice = tuple[float, Widths]  # what widths cost
+WORD, SCALE = 32, 16  # bits
+
+
+def curve(sigma: np.ndarray) -> list[Choice]:
+    """Return the widths of least cost, summed over heads, of sigma [G, D] for each sum of widths that there is.
+
+    Exact: the cost of a run of blocks depends on nothing but where it begins, how long it is and its width, so
+    the best runs of wider codes are extended by the next narrower width.
+    """
+    blocks = sigma.shape[1] // DIMS
+    sums = np.zeros((len(sigma), blocks + 1))
+    sums[:, 1:] = np.cumsum(sigma.reshape(len(sigma), blocks, DIMS).sum(-1), -1)
+    squares = (sigma**2).sum(0).reshape(blocks, DIMS).sum(-1)
+    best: dict[tuple[int, int], Choice] = {(0, 0): (0.0, ())}  # by blocks and sum of widths
+    for bits in WIDTHS:
+        before = dict(best)
+        for (start, total), (cost, widths) in before.items():
+            for count in range(1, blocks - start + 1):
+                own = (sums[:, start + count] - sums[:, start]) ** 2
+                more = cost + ERRORS[bits] * float(own.sum()) / (DIMS * count)
+                at = start + count, total + bits * count
+                if at not in best or more < best[at][0]:
+                    best[at] = more, widths + (bits,) * count
+    del best[0, 0]  # a side has one block at least
+    out: dict[int, Choice] = {}
+    for (stop, total), (cost, widths) in best.items():
+        cost += float(squares[stop:].sum())
+        if total not in out or cost < out[total][0]:
+            out[total] = cost, widths
+    return [out[total] for total in sorted(out)]
+
+
+def weight(side: str, sigma: np.ndarray) -> float:
+    """Return what a cost of "keys" or "values" with sigma [G, D] counts: the error of a layer's output, over the
+    output."""
+    return 1 / sigma.size if side == "keys" else 1 / float((sigma**2).sum())
+
+
+def allot(sides: list[tuple[str, np.ndarray]], rate: float) -> list[Widths]:
+    """Return the widths of least cost for all `sides`, "keys" or "values" with sigma [G, D], that share `rate` bits a
+    value of one kv head. Exact, as in `curve`: words are handed out side by side.
+
+    Raises UserError where the rate is not even one bit for the first block of each.
+    """
+    dims = sum(sigma.shape[1] for _, sigma in sides)
+    room = int((rate * dims - SCALE * len(sides) + 1e-9) // WORD)
+    best, taken = np.zeros(max(room, 0) + 1), []  # least cost by words at most
+    curves = [
+        [(weight(name, sigma) * cost, Fill(1.0, own).words, own) for cost, own in curve(sigma)]
+        for name, sigma in sides
+    ]
+    for own in curves:
+        now, choice = np.full_like(best, np.inf), np.zeros(len(best), int)
+        for i, (cost, words, _) in enumerate(own):
+            if words <= room:
+                more = np.full_like(best, np.inf)
+                more[words:] = best[: len(best) - words] + cost
+                better = more < now
+                now[better], choice[better] = more[better], i
+        best = now
+        taken.append(choice)
+    if room < 0 or not np.isfinite(best[-1]):
+        heads = ", ".join(map(str, sorted({sigma.shape[1] for _, sigma in sides})))
+        raise UserError(
+            f"[--kv] fill-{rate:g} leaves no bits for codes of heads of {heads} dims; choose more, such as fill-2.25"
+        )
+    at, out = int(np.flatnonzero(best <= best[-1])[0]), []
+    for own, choice in zip(curves[::-1], taken[::-1], strict=True):
+        _, words, widths = own[choice[at]]
+        at -= words
+        out.append(widths)
+    return out[::-1]
+
+
+def pair(whole: np.ndarray, sigma: np.ndarray, widths: Widths) -> tuple[np.ndarray, np.ndarray]:
+    """Return (down [G, D, R], up [G, R, D]) of a balanced map `whole` [G, D, D] with sigma [G, D]: runs of one
+    width mixed, and scaled so that the levels of a usual token are 1 apart in every width."""
+    whole, back = whole.astype(np.float64), np.linalg.inv(whole.astype(np.float64))
+    down, up, start = [], [], 0
+    for bits, count in Fill(1.0, widths).runs:
+        part, mix = slice(start, start + count), matrices.ordered(count)
+        size = (
+            GAINS[bits]
+            * STEPS[bits]
+            * np.sqrt(sigma[:, part].astype(np.float64).mean(-1))[:, None, None]
+        )
+        down.append(whole[..., part] @ mix / size)
+        up.append(mix.T @ back[:, part] * size)
+        start += count
+    return np.concatenate(down, -1), np.concatenate(up, -2)

@@ -1,0 +1,202 @@
+"""THE SPEC of bits by direction, in NumPy float64. Rules as in `affine.py`.
+
+Reverse water-filling (Cover and Thomas, Elements of Information Theory, theorem 10.3.3) over the directions
+of balanced maps (`balanced.py`), in whole bits and in blocks of 16: a block has 8, 4, 3, 2, 1 or 0 bits. Its
+own work, not a paper's; AATC (arXiv 2608.14191) and NOVA-KV (2608.04074) spend bits by direction, too
+(`transform_coding.py`).
+
+Keys lose their mean first, as in `balanced.py`; values keep theirs. In balanced coordinates direction i of a
+head has the second moment sigma_i of what is stored and sigma_i of what reads it, falling. The n directions
+of one width b are mixed by an orthogonal matrix, so each has the mean of sigma in both.
+
+A uniform quantizer has the step that is best for Gaussian numbers. Its decoded numbers are too small, since each
+is the mean of its cell: scores of coded keys would be flatter than those of the exact keys in the windows beside
+them, and outputs short of what values add up to. So levels are further apart than cells, by the gain that gives decoded
+numbers the second moment of what was stored. The share f(b) of it is lost then, f(0) = 1, and the error costs
+
+    C = f(b) (sum of sigma)^2 / n,  and for 0 bits, where nothing is mixed, C = sum of sigma^2.
+
+For keys C is the variance of q . e, and the softmax sees q . e / sqrt(D) (models with another scale are
+treated as if they had this one). For values it is |e W_o|^2. With attention weights p, a key's error changes
+the output by p (v - o) W_o times the score's error, a value's by p e W_o: over the same sum of p^2, a layer's
+cost is
+
+    J = mean over kv heads of C_keys / D
+      + sum over kv heads of C_values / sum over kv heads and directions of sigma_values^2,
+
+where the spread of values around the output is taken for their second moment: the squared error of a layer's
+output over its square. Widths are those of least sum of J over all layers whose bytes fit the budget of the
+model; all kv heads of a layer share them. Of equal sums those with fewer bits.
+
+Each stored direction is scaled by 1 / (gain step_b sqrt(mean of sigma)), step_b for variance 1, so levels of a token
+of usual size are 1 apart in every width. Its scale r is the root mean square of gain step_b x over stored dims,
+cells are r / gain wide, and x ~ r (code - (2^b - 1) / 2).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import combinations_with_replacement
+
+import numpy as np
+
+from mlxkv.spec.affine import _half
+from mlxkv.spec.balanced import balanced
+from mlxkv.spec.oscar import mixing
+
+DIMS = 16
+WIDTHS = (8, 4, 3, 2, 1)
+Widths = tuple[int, ...]
+
+
+def moments(bits: int, step: float) -> tuple[float, float]:
+    """Return E x^2 and E x x^ of decoded x^, for a Gaussian x of variance 1 and 2^bits levels, `step` apart, half of
+    them negative."""
+    half, square, product = 2 ** (bits - 1), 0.0, 0.0
+    for i in range(half):
+        low, high = i * step, (i + 1) * step if i < half - 1 else math.inf
+        level = (i + 0.5) * step
+        square += level**2 * (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2)))
+        product += 2 * level * (_density(low) - _density(high))
+    return square, product
+
+
+def _density(x: float) -> float:
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def uniform_error(bits: int, step: float) -> float:
+    """Return E (x - x^)^2."""
+    square, product = moments(bits, step)
+    return 1 - 2 * product + square
+
+
+@lru_cache(maxsize=8)
+def best_step(bits: int) -> float:
+    """Return the step of least `uniform_error`, by golden section."""
+    low, high, ratio = 2.0**-bits, 4.0 * 2 ** (1 - bits) + 2.0**-bits, (math.sqrt(5) - 1) / 2
+    for _ in range(200):
+        a, b = high - ratio * (high - low), low + ratio * (high - low)
+        if uniform_error(bits, a) < uniform_error(bits, b):
+            high = b
+        else:
+            low = a
+    return (low + high) / 2
+
+
+@lru_cache(maxsize=8)
+def gain(bits: int) -> float:
+    """Return by how much levels are further apart than cells, so that E x^^2 = 1."""
+    return 1 / math.sqrt(moments(bits, best_step(bits))[0])
+
+
+@lru_cache(maxsize=8)
+def error(bits: int) -> float:
+    """Return f(b) = E (x - gain x^)^2; 1 for 0 bits."""
+    if not bits:
+        return 1.0
+    return 2 - 2 * gain(bits) * moments(bits, best_step(bits))[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Bits.
+
+
+def patterns(blocks: int) -> list[Widths]:
+    """Return the bits of `blocks` blocks, never rising, the first at least 1 bit; blocks of 0 bits are left out."""
+    found = combinations_with_replacement((*WIDTHS, 0), blocks)
+    return [tuple(b for b in one if b) for one in found if one[0]]
+
+
+def cost(sigma: np.ndarray, widths: Widths) -> float:
+    """Return the sum over heads of C, for sigma [G, D]."""
+    total, start = 0.0, 0
+    for bits in dict.fromkeys(widths):
+        count = DIMS * widths.count(bits)
+        part = sigma[:, start : start + count]
+        total += error(bits) * (part.sum(-1) ** 2).sum() / count
+        start += count
+    return float(total + (sigma[:, start:] ** 2).sum())
+
+
+def stored_bits(widths: Widths) -> int:
+    """Return the bits that a token of a head takes: codes in whole 32-bit words, and a scale of 16."""
+    return 32 * -(-DIMS * sum(widths) // 32) + 16
+
+
+def weights(keys: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Return what the costs of keys and of values count in J, for sigma [G, D] of both."""
+    return 1 / keys.size, 1 / float((values**2).sum())
+
+
+def allotted(
+    layers: list[tuple[np.ndarray, np.ndarray]], rate: float
+) -> list[tuple[Widths, Widths]]:
+    """Return the widths of keys and of values of each layer for sigma [G, D] of both and `rate` bits a value. All
+    that could be best are tried: for a few layers of few blocks."""
+    room = rate * sum(keys.shape[1] + values.shape[1] for keys, values in layers) + 1e-9
+    best = [(0.0, 0, [])]
+    for sides in layers:
+        own = {}
+        for k in patterns(sides[0].shape[1] // DIMS):
+            for v in patterns(sides[1].shape[1] // DIMS):
+                bits, (to_k, to_v) = stored_bits(k) + stored_bits(v), weights(*sides)
+                j = to_k * cost(sides[0], k) + to_v * cost(sides[1], v)
+                own[bits] = min(own.get(bits, (np.inf,)), (j, bits, (k, v)), key=lambda x: x[0])
+        best = [(c + j, b + bits, [*w, both]) for c, b, w in best for j, bits, both in own.values()]
+    return min((one for one in best if one[1] <= room), key=lambda one: one[:2])[2]
+
+
+# --------------------------------------------------------------------------------------------------
+# Maps and codes.
+
+
+def pair(
+    noise: np.ndarray, sensitivity: np.ndarray, widths: Widths
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return down [D, R] and up [R, D] of one head: stored = x @ down, x ~ stored @ up."""
+    whole, sigma = balanced(noise, sensitivity)
+    back, down, up, start = np.linalg.inv(whole), [], [], 0
+    for bits in dict.fromkeys(widths):
+        part = slice(start, start + DIMS * widths.count(bits))
+        mix = mixing(part.stop - part.start)
+        size = gain(bits) * best_step(bits) * np.sqrt(sigma[part].mean())
+        down.append(whole[:, part] @ mix / size)
+        up.append(mix.T @ back[part] * size)
+        start = part.stop
+    return np.concatenate(down, 1), np.concatenate(up)
+
+
+def tables(widths: Widths) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the distance of levels for variance 1, the gain and the largest code of every stored dim, [R] each."""
+    gains = np.array([gain(b) for b in widths])
+    steps = gains * np.array([best_step(b) for b in widths])
+    return steps.repeat(DIMS), gains.repeat(DIMS), (2.0 ** np.array(widths) - 1).repeat(DIMS)
+
+
+def scale(x: np.ndarray, widths: Widths) -> np.ndarray:
+    """Return r [..., 1] of stored x [..., R], before it is rounded to float16."""
+    return np.sqrt(((x * tables(widths)[0]) ** 2).mean(-1, keepdims=True))
+
+
+def encode(x: np.ndarray, widths: Widths) -> tuple[np.ndarray, np.ndarray]:
+    """Return codes (uint8 [..., R]) and scale (float64 holding float16 values, [..., 1]) of stored x [..., R]."""
+    x, (_, gains, top) = np.asarray(x, np.float64), tables(widths)
+    r = _half(scale(x, widths))
+    codes = np.clip(np.rint(x * gains / np.where(r > 0, r, 1.0) + top / 2), 0, top)
+    return codes.astype(np.uint8), r
+
+
+def decode(codes: np.ndarray, r: np.ndarray, widths: Widths) -> np.ndarray:
+    """Return r (code - (2^b - 1) / 2): [..., R]."""
+    return r * (codes - tables(widths)[2] / 2)
+
+
+def pack(codes: np.ndarray, widths: Widths) -> np.ndarray:
+    """Return codes [..., R] as one little-endian bit stream per token in whole 32-bit words, uint32 [..., W]."""
+    bits = np.repeat(widths, DIMS)
+    stream = [(codes[..., i] >> n) & 1 for i, b in enumerate(bits) for n in range(b)]
+    stream += [np.zeros_like(stream[0])] * (-len(stream) % 32)
+    words = np.stack(stream, -1).reshape(*codes.shape[:-1], -1, 32).astype(np.uint64)
+    return (words << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32)

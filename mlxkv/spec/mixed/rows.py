@@ -1,0 +1,92 @@
+"""Rows of the golden table for codes whose bits differ by channel or direction: a part of `mlxkv.spec.rows.Table`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mlxkv.formats.calibration import balance, fill
+from mlxkv.formats.config import Fill, Kitty, Side
+from mlxkv.spec.bounds import (
+    BOUNDS,
+    Row,
+    compare_codes,
+    filled_moments,
+    filled_sample,
+    mask_at,
+    read,
+    rms,
+    tile_cases,
+    under,
+    wide_codes,
+)
+
+Rows = Iterator[Row]
+
+
+class Mixed:
+    """What `Table` inherits: `codec`, `floats`, `tensor`, `array`, `unpack` and `_read_rows` are its own."""
+
+    def kitty_rows(self) -> Rows:
+        """The channels that Kitty boosts, codes of all, and what the spec's codes stand for."""
+        for key, dims, case in tile_cases("kitty"):
+            spec, page = Kitty(int(key.split(".")[1]) / 1000), case["x"].shape[2]
+            key, few = f"kitty.{key}", spec.count(dims)
+            made = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
+            parts = (("codes", 2, dims), ("more", 2, few), ("channels", 1, dims))
+            found, right = (
+                [self.unpack(x[n], bits, count).astype(np.int64) for n, bits, count in parts]
+                for x in (made, {n: self.tensor(case[n]) for n, _, _ in parts})
+            )
+            yield Row("encode", f"{key}.channels", dims, wrong=int((found[2] != right[2]).sum()))
+            wide = right[2][0, 0, 0].astype(bool)
+            ours, theirs = (wide_codes(high, low, wide) for high, low, _ in (found, right))
+            yield compare_codes("encode", key, ours, theirs, mask_at(case["near"], ours.size))
+            yield from self._read_rows(spec, key, dims, case)
+
+    def fill_rows(self) -> Rows:
+        """Words and scales of bits by direction, and what the spec's codes stand for."""
+        for key, dims, case in tile_cases("fill"):
+            spec, page = Fill(2.0, tuple(int(b) for b in case["widths"])), case["x"].shape[2]
+            key, bits = f"fill.{key}", np.repeat(case["widths"], dims // len(case["widths"]))
+            made = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
+            ours, theirs = (
+                spread(np.asarray(self.array(words), np.int64), bits)
+                for words in (made["codes"], self.tensor(case["codes"]))
+            )
+            yield compare_codes("encode", key, ours, theirs, mask_at(case["near"], ours.size))
+            off = self._off(made["scale"], case["scale"])
+            yield Row("encode", f"{key}.scale", case["scale"].size, wrong=off)
+            yield from self._read_rows(spec, key, dims, case)
+
+
+def spread(words: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """Return the codes [..., R] of bits [R] in a stream of 32-bit words [..., W], signed or not."""
+    stream = (words[..., None] >> np.arange(32)) & 1
+    stream = stream.reshape(*words.shape[:-1], -1)
+    ends = np.cumsum(bits)
+    parts = [
+        stream[..., end - b : end] @ (1 << np.arange(b)) for b, end in zip(bits, ends, strict=True)
+    ]
+    return np.stack(parts, -1)
+
+
+def fill_map_rows() -> Rows:
+    """The bits that directions are given, and their maps: NumPy code that all backends share."""
+    tensors, _ = read("fill_maps")
+    for name in sorted({key.split(".")[0] for key in tensors}):
+        given = under(tensors, name)
+        dims, layers, rate = given["asked"]
+        sides = []
+        for side in range(2 * int(layers)):
+            moments = filled_moments(int(dims), 100 * int(name) + side)
+            sides.append(balance.balance(*moments)[:2])
+        kinds = ("keys", "values") * int(layers)
+        asked = [(kind, sigma) for kind, (_, sigma) in zip(kinds, sides, strict=True)]
+        for side, widths in enumerate(fill.allot(asked, float(rate))):
+            case, right = f"fill.{name}.{side}", tuple(int(b) for b in given[f"{side}.widths"])
+            yield Row("widths", case, len(right), wrong=int(widths != right))
+            some = given[f"{side}.some"]
+            error = rms(filled_sample(*fill.pair(*sides[side], right)), some)
+            yield Row("balances", case, some.size, rms=error, bound=BOUNDS["transforms"])

@@ -1,0 +1,294 @@
+"""Bits by direction: the law, the budget, names, and caches whose layers differ in widths."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from random_models import random_model
+
+from cuda_track.cache import attention as torch_attention
+from cuda_track.cache.compressed import CompressedKVCache as TorchCache
+from cuda_track.codec import maps as torch_maps
+from mlxkv.cache import attention
+from mlxkv.codec import maps
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration import artifact, fill, layers
+from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, Fill
+from mlxkv.formats.names import parse_kv
+from mlxkv.models import attach, detach
+from mlxkv.models.calibration import measure, moments
+from mlxkv.spec.mixed import fill as spec
+
+TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
+WINDOWS = "+sink16+recent16+page16"
+
+
+def falling(heads, dims, spread, seed=0):
+    x = np.exp(spread * np.random.default_rng(seed).standard_normal((heads, dims)))
+    return np.sort(x)[:, ::-1]
+
+
+def data(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def rms(x, exact):
+    return np.sqrt(np.mean((np.array(x) - exact) ** 2) / np.mean(np.array(exact) ** 2))
+
+
+# -- the law
+
+
+@pytest.mark.parametrize("bits", STEPS)
+def test_steps_are_the_best_for_gaussian_numbers_and_keep_their_size(bits):
+    step, gain = spec.best_step(bits), spec.gain(bits)
+    assert STEPS[bits] == pytest.approx(step, rel=1e-7)
+    assert GAINS[bits] == pytest.approx(gain, rel=1e-7)
+    assert ERRORS[bits] == pytest.approx(spec.error(bits), abs=1e-9)
+    for other in (0.99, 1.01):
+        assert spec.uniform_error(bits, other * step) > spec.uniform_error(bits, step)
+    x = np.random.default_rng(bits).standard_normal(200_000)
+    levels = np.clip(np.floor(x / step), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5
+    back = gain * step * levels
+    assert np.mean(back**2) == pytest.approx(1, rel=0.01)
+    assert np.mean((back - x) ** 2) == pytest.approx(ERRORS[bits], rel=0.05)
+
+
+def test_a_token_of_any_size_loses_the_share_of_its_widths():
+    widths = (8, 4, 3, 2, 1)
+    x = np.random.default_rng(0).standard_normal((4000, 80)) / spec.tables(widths)[0]
+    x *= np.exp(np.random.default_rng(1).standard_normal((4000, 1)))
+    back = spec.decode(*spec.encode(x, widths), widths)
+    for i, bits in enumerate(widths):
+        part = slice(DIMS * i, DIMS * (i + 1))
+        lost = ((back - x)[:, part] ** 2).sum() / (x[:, part] ** 2).sum()
+        assert lost == pytest.approx(ERRORS[bits], rel=0.25)
+
+
+def test_zeros_stay_near_zero():
+    codes, scale = spec.encode(np.zeros((2, 32)), (4, 2))
+    assert not scale.any() and not spec.decode(codes, scale, (4, 2)).any()
+
+
+# -- the budget
+
+
+@pytest.mark.parametrize("rate", [1.0, 1.6, 2.25, 3.0, 5.0])
+def test_the_budget_is_kept_and_used(rate):
+    sides = [(side, falling(2, 128, 1.5, seed)) for seed in (0, 2) for side in artifact.SIDES]
+    found = fill.allot(sides, rate)
+    bits = sum(spec.stored_bits(widths) for widths in found)
+    assert rate * 512 - 64 < bits <= rate * 512
+    for (_, sigma), widths in zip(sides, found, strict=True):
+        assert Fill(rate, widths).why_not(len(widths) * DIMS, 64) is None
+        assert len(widths) * DIMS <= sigma.shape[1]
+
+
+def test_more_bits_never_cost_more_and_no_pattern_is_better():
+    sigma = falling(2, 64, 1.2)
+    known = {}
+    for widths in spec.patterns(4):
+        total = sum(widths)
+        known[total] = min(known.get(total, np.inf), spec.cost(sigma, widths))
+    found = {sum(widths): cost for cost, widths in fill.curve(sigma)}
+    assert known.keys() == found.keys()
+    for total, cost in known.items():
+        assert found[total] == pytest.approx(cost, rel=1e-5)
+
+
+def test_directions_alike_take_one_width_and_faint_ones_none():
+    even = np.ones((2, 64))
+    assert fill.allot([("keys", even), ("values", even)], 2.25)[1] == (2, 2, 2, 2)
+    faint = np.concatenate([even, np.full((2, 64), 1e-3)], 1)
+    keys, values = fill.allot([("keys", faint), ("values", faint)], 2.25)
+    for widths in (keys, values):  # bits that nothing better can use go to faint ones
+        assert min(widths[:4]) >= 3 and sum(widths[4:]) <= 2
+
+
+def test_a_layer_whose_errors_cost_more_takes_bits_from_others():
+    loud, quiet = 3 * falling(2, 64, 1.0), falling(2, 64, 1.0)
+    first, second = fill.allot([("keys", loud), ("keys", quiet)], 3.0)
+    assert sum(first) > sum(second)
+
+
+def test_too_few_bits_are_refused():
+    sigma = falling(2, 16, 1.0)
+    with pytest.raises(UserError, match=r"\[--kv\] fill-0.5 leaves no bits.*16 dims.*fill-2.25"):
+        fill.allot([("keys", sigma), ("values", sigma)], 0.5)
+
+
+# -- names and data
+
+
+def test_any_number_is_a_name():
+    config = parse_kv("fill-2.6")
+    assert config.keys.quantizer == Fill(2.6) == config.values.quantizer
+    assert config.keys.centred and not config.values.centred
+    assert config.calibrated and config.balanced and config.centred and config.filled
+    assert config.bits_per_value(128, 128) == 2.6
+    assert parse_kv("fill-3/fill-2").values.quantizer.rate == 2
+    assert isinstance(parse_kv("fill-3/int4").values.quantizer, Affine)
+    own = CacheConfig(Side(Fill(2.6, (4, 2)), "fill-centred"), Side(Fill(2.6, (3, 1, 1)), "fill"))
+    assert CacheConfig.from_dict(own.as_dict()) == own
+    assert own.fitted == ("fill-centred 4,2", "fill 3,1,1") and own.dims(64, 64) == (32, 48)
+    assert own.keys.bits_per_value(64, 64) == (6 * 16 + 16) / 64
+    assert own.values.bits_per_value(64, 64) == (5 * 16 + 16 + 16) / 64  # half a word is empty
+
+
+@pytest.mark.parametrize(
+    "name", ["fill-", "fill-x", "fill-0.1", "fill-9", "fill-r4", "fill-2+int4"]
+)
+def test_what_is_no_number_of_bits_is_one_line(name):
+    with pytest.raises(UserError, match=r"\[--kv\] no bits by direction.*write fill-NUMBER"):
+        parse_kv(name)
+
+
+def test_wrong_data_is_one_line():
+    for widths in ((2, 3), (5,), (4, 0)):
+        with pytest.raises(UserError, match=r"\[Fill\] widths must"):
+            Fill(2.0, widths)
+    with pytest.raises(UserError, match=r"\[Fill\] bits a value"):
+        Fill(0.1)
+    with pytest.raises(UserError, match=r"\[Side\] .*is for Fill"):
+        Side(Affine(4), "fill")
+    assert "do not divide 72" in Side(Fill(2.0), "fill").why_not(72, 64)
+    assert "more than the 32" in Side(Fill(2.0, (2, 2, 2)), "fill").why_not(32, 64)
+
+
+# -- caches
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = random_model("llama", attention_bias=True)
+    for layer in model.layers:  # keys with an offset, which loses itself in the mean
+        projection = layer.self_attn.k_proj
+        projection.bias = 3 * mx.abs(projection.bias) + 0.5
+    return model
+
+
+@pytest.fixture(scope="module")
+def made(model):
+    return measure.calibrate(model, TEXT)
+
+
+@pytest.fixture(autouse=True)
+def detached(model):
+    yield
+    detach(model)
+
+
+def logits(model, cache=None, prompt=90, end=100):
+    cache = cache or make_prompt_cache(model)
+    text = mx.array(TEXT[:end])[None]
+    parts = [model(text[:, :prompt], cache=cache)]
+    parts += [model(text[:, i : i + 1], cache=cache) for i in range(prompt, end)]
+    return np.array(mx.concatenate(parts, axis=1)[0])
+
+
+def test_layers_share_a_budget_and_the_error_falls_with_it(model, made):
+    exact = logits(model)
+    errors, shapes = [], [one.keys.values.shape[1] for one in made.layers.values()]
+    for rate in (1.5, 2.5, 4, 8):
+        reports = attach(model, f"fill-{rate}{WINDOWS}", calibration=made)
+        bits = [report.bits_per_value for report in reports]
+        assert np.average(bits, weights=shapes) <= rate + 1e-9
+        caches = make_prompt_cache(model)
+        assert all(one.config.keys.quantizer.widths for one in caches)
+        errors.append(rms(logits(model, caches), exact))
+        detach(model)
+    assert errors == sorted(errors)[::-1] and errors[-1] < 0.01 < errors[0]
+
+
+def test_what_moments_foretell_is_what_is_lost(model, made):
+    """Keys and values of the text itself, coded and decoded, lose what the allotment counted on."""
+    config = layers.fitted({"0": parse_kv("fill-2.5")}, made)["0"]
+    turns = maps.of(made, config.fitted, ["0"])["0"]
+    plain = make_prompt_cache(model)
+    mx.eval(model(mx.array(TEXT)[None], cache=plain))
+    sink = moments.SINK
+    for i, side in enumerate(artifact.SIDES):
+        x = np.array(plain[0].state[i][0, :, sink : len(TEXT)], np.float64)
+        own, basis = getattr(config, side), getattr(made.layers["0"], side)
+        turn = getattr(turns, side)
+        mean = basis.mean[:, None] if own.centred else 0
+        widths = own.quantizer.widths
+        codes, scale = spec.encode((x - mean) @ np.array(turn.down, np.float64), widths)
+        back = spec.decode(codes, scale, widths) @ np.array(turn.up, np.float64) + mean
+        down, sigma = layers.directions(basis, own.centred)
+        up = np.linalg.inv(down.astype(np.float64))
+        reads = np.linalg.inv(up) * sigma[:, None] @ np.linalg.inv(up).swapaxes(-1, -2)
+        error = np.einsum("gtd,gde,gte->", back - x, reads, back - x) / x.shape[1]
+        assert error == pytest.approx(spec.cost(sigma.astype(np.float64), widths), rel=0.5)
+
+
+def test_keys_and_values_of_other_rates_have_budgets_of_their_own(model, made):
+    attach(model, f"fill-4{WINDOWS}/fill-2", calibration=made)
+    for cache in make_prompt_cache(model):
+        dims = cache.config.dims(64, 64)
+        assert dims[0] % DIMS == 0 == dims[1] % DIMS
+    configs = [cache.config for cache in make_prompt_cache(model)]
+    for side, rate in (("keys", 4), ("values", 2)):
+        bits = [getattr(one, side).bits_per_value(64, 16) for one in configs]
+        assert np.mean(bits) <= rate and np.mean(bits) > rate - 1
+
+
+def test_a_calibration_is_needed_and_has_to_hold_the_means(model, made, tmp_path):
+    with pytest.raises(UserError, match="fill-2.25 needs a calibration"):
+        attach(model, "fill-2.25")
+    detach(model)
+    bare = copy.copy(made)
+    object.__setattr__(
+        bare,
+        "layers",
+        {
+            name: layers.Layer(one.kv_heads, copy.copy(one.keys), one.values)
+            for name, one in made.layers.items()
+        },
+    )
+    for one in bare.layers.values():
+        object.__setattr__(one.keys, "mean", None)
+    assert not bare.serves(parse_kv("fill-2.25")) and made.serves(parse_kv("fill-2.25"))
+    with pytest.raises(UserError, match="no means of keys"):
+        attach(model, "fill-2.25", calibration=bare)
+
+
+def test_a_saved_cache_reads_on(model, made, tmp_path, monkeypatch):
+    attach(model, f"fill-2.5{WINDOWS}", calibration=made)
+    caches = make_prompt_cache(model)
+    logits(model, caches)
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, caches)
+    want = logits(model, [copy.copy(c) for c in caches])
+    monkeypatch.setattr(maps, "_at_hand", {})  # another process
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
+    artifact.write(artifact.kept_path("some"), made)
+    back = load_prompt_cache(file)
+    assert [one.config for one in back] == [one.config for one in caches]
+    np.testing.assert_array_equal(logits(model, back), want)
+
+
+def test_the_other_track_reads_on_from_a_state(model, made):
+    attach(model, f"fill-2.5{WINDOWS}", calibration=made)
+    caches = make_prompt_cache(model)
+    logits(model, caches)
+    own = caches[0]
+    turns = torch_maps.of(made, own.config.fitted, ["0"])["0"]
+
+    def as_torch(tree):
+        if isinstance(tree, dict):
+            return {k: as_torch(x) for k, x in tree.items()}
+        x = np.array(tree)
+        return torch.from_numpy(x.view(np.int32) if x.dtype == np.uint32 else x)
+
+    theirs = TorchCache.from_state(as_torch(own.state), lambda *_: turns)
+    keys, values, q = data(1, 2, 1, 64), data(1, 2, 1, 64, seed=1), data(1, 4, 1, 64, seed=2)
+    ours = attention.attend(
+        mx.array(q), own.update_and_fetch(mx.array(keys), mx.array(values))[0], 0.125
+    )
+    view = theirs.update_and_fetch(torch.from_numpy(keys), torch.from_numpy(values))
+    assert rms(torch_attention.attend(torch.from_numpy(q), view, 0.125).numpy(), ours) < 1e-5
