@@ -100,6 +100,7 @@ def calibrate(
     bos: int | None = None,
 ) -> Calibration:
     """Compute the maps of all layers that grow with the context. Raises UserError, MachineError."""
+    from cuda_track.models.latent import modules_of
     from cuda_track.models.layers import plain_layers, replaceable
     from cuda_track.models.parallel import insist_on_one
     from cuda_track.models.taps import observing
@@ -110,6 +111,11 @@ def calibrate(
         )
     model = loaded.model
     insist_on_one(model, "calibrate", "moments are taken")
+    if modules_of(model):
+        raise UserError(
+            "[calibrate] moments of latents (MLA) are taken by mlxkv calibrate; got a model with latents; make "
+            "the file there, and name it by --calibration FILE"
+        )
     growing = {i for i, layer in enumerate(plain_layers(model)) if replaceable(layer)}
     moments: dict[int, Moments] = {}
 

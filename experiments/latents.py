@@ -8,7 +8,6 @@ nothing about a trained model. The table of docs/internals/mla.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from importlib import import_module
@@ -17,12 +16,24 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
+from experiments.options import Parser
+from mlxkv import console
 from mlxkv.console import print_table
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
 
-PRESETS = ("int8", "int4", "int3", "int2", "hadamard-int4", "srft-int4", "kvarn-int4", "turbo-int4")
+PRESETS = (
+    "int8",
+    "int4",
+    "int4+rope8",
+    "int3",
+    "int2",
+    "hadamard-int4",
+    "srft-int4",
+    "kvarn-int4",
+    "turbo-int4",
+)
 PRESETS += ("oscar-int2", "naive-int2")
 RANK, ROTARY, VOCABULARY = 512, 64, 512
 CONTEXT, STEPS, SEEDS = 640, 24, (0, 1)
@@ -93,8 +104,8 @@ def measured(seed: int) -> dict[str, tuple[float, float]]:
     return out
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="experiments.latents")
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("latents", __doc__)
     parser.add_argument("--out", help="a JSON file for the figures")
     chosen = parser.parse_args(arguments)
     found, rows = [measured(seed) for seed in SEEDS], []
@@ -143,4 +154,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    console.run_tool(main)

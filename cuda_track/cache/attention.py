@@ -36,8 +36,8 @@ def attend(
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
     sink_logits: [H], of attention sinks (gpt-oss). softcap: scores are bent to stay below it (Gemma 2).
     """
-    if softcap is None:
-        out = _attend(queries, view, scale, mask, sink_logits)
+    if softcap is None or why_not(queries, view, mask) is None:
+        out = _attend(queries, view, scale, mask, sink_logits, softcap)
     elif view.pages is None or queries.shape[2] > DECODE_TOKENS:
         both = view.whole(queries.dtype)
         out = _exact(queries, *both, scale, mask, sink_logits, softcap)
@@ -48,11 +48,15 @@ def attend(
     return out
 
 
-def _attend(queries, view: View, scale, mask: Mask, sink_logits):
+def _attend(queries, view: View, scale, mask: Mask, sink_logits, softcap=None):
+    """softcap: for the Triton kernel alone."""
     if why_not(queries, view, mask) is None:
         tensor = isinstance(mask, torch.Tensor)
         seen = causal_row(mask, queries.shape[2]) if tensor else None
-        return launch.attend(queries, view.pages, view.sink, view.live, scale, seen, sink_logits)
+        windows = view.sink, view.live
+        return launch.attend(
+            queries, view.pages, *windows, scale, seen, sink_logits, softcap=softcap
+        )
     if type(view.pages) is RecordPages and metal.why_not(queries, mask, DECODE_TOKENS) is None:
         return metal.attend(queries, view.pages, view.sink, view.live, scale, sink_logits)
     if view.pages is None or queries.shape[2] > DECODE_TOKENS:

@@ -10,7 +10,7 @@ import torch
 
 from cuda_track.cache.stores import Codes, Paged, Records, codecs_of
 from cuda_track.codec.maps import LayerMaps
-from cuda_track.kernels import launch
+from cuda_track.kernels import launch, layout
 from cuda_track.mps import pages as metal
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
@@ -46,6 +46,18 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
     if config.low:
         return "low rank has no Triton kernel"
     return launch.why_not(config, dims, device)
+
+
+def why_no_latents(
+    spec, rotary, dims: tuple[int, int], page: int, device: torch.device
+) -> str | None:
+    """Why no kernel reads latents in a decode step, or None. spec, rotary: the formats of latents and of their rotary
+    keys. dims: of both."""
+    if way(device) != TRITON:
+        return "plain ops were asked for" if way(device) == OPS else f"no kernel on {device.type}"
+    if device.type != "cuda" and (_asked[-1] != TRITON or not launch.interpreted()):
+        return f"no Triton kernels on {device.type}"
+    return launch.absent() or layout.why_no_latents(spec, rotary, dims, page)
 
 
 def store(

@@ -9,7 +9,7 @@ import torch
 
 from cuda_track.cache.attention import DECODE_TOKENS, attend, why_not
 from cuda_track.cache.stores import Paged, Records
-from cuda_track.cache.view import View
+from cuda_track.cache.view import CodePages, View
 from cuda_track.codec import packing
 from cuda_track.codec.codec import Codec
 from cuda_track.golden.table import TABLE
@@ -17,10 +17,10 @@ from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool
 from cuda_track.mps import attend as metal_kernel
 from cuda_track.mps import pages as metal
-from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Full, Side
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import Row, compare_codes, read, rms
-from mlxkv.spec.rows import encode_cases
+from mlxkv.spec.rows import encode_cases, under
 
 WEIGHTS_BOUND = 2e-3  # queries and weights are float16 in the kernel of Triton
 METAL_BOUND = 1e-4  # float32; exponentials are those of the machine
@@ -45,8 +45,8 @@ def seal_rows() -> Iterator[Row]:
             yield compare_codes("seal", case, *pair, tensors[f"{key}.near"])
 
 
-def attention_rows() -> Iterator[Row]:
-    for case, it, spec in TABLE.attention_cases():
+def attention_rows(table: str = "attention") -> Iterator[Row]:
+    for case, it, spec in TABLE.attention_cases(table):
         mask = "causal" if it.mask is None else it.mask
         config = CacheConfig(*(Side(side.quantizer) for side in it.sides), page=it.page)
         if launch.why_not(config, (it.dims, it.dims), it.q.device):
@@ -55,8 +55,33 @@ def attention_rows() -> Iterator[Row]:
         store.restore(dict(zip(NAMES, it.stored, strict=True)), it.pages)
         view = View(it.live, it.sink, store.read(0, store.count))
         if why_not(it.q, view, mask) is None:
-            out = attend(it.q, view, it.scale, mask, it.sink_logits)
-            yield _row(case, out, spec, WEIGHTS_BOUND)
+            out = attend(it.q, view, it.scale, mask, it.sink_logits, it.softcap)
+            yield _row(case, out, spec, WEIGHTS_BOUND, table)
+
+
+def latent_rows() -> Iterator[Row]:
+    """Attention over one page of latents. With a unit matrix of rotary keys, queries are the scores to add."""
+    from cuda_track.kernels import latents  # needs Triton
+
+    tensors, header = read("latent")
+    for key, side, dims in encode_cases(tensors, header):
+        given, page = under(tensors, key), tensors[f"x.{dims}"].shape[2]
+        q, added = (TABLE.floats(given[name]) for name in ("q", "mask"))
+        if page not in layout.ROTARY or layout.why_no_latents(
+            side.quantizer, Full(), (dims, page), page
+        ):
+            continue
+        stored = TABLE._stored(given, "", side.quantizer.bits)
+        unit = torch.eye(page, device=q.device)[None, None]
+        codecs = TABLE.codec(side, dims, page), TABLE.codec(Side(Full()), page, page)
+        pages = CodePages(codecs, (stored, {"values": unit}), page)
+        live = q.new_zeros(1, 1, 0, dims), unit[:, :, :0]
+        out = latents.attend(q, added / dims**-0.5, pages, None, live, dims**-0.5)
+        yield _row(key, out, given["out"], WEIGHTS_BOUND, "latent")
+
+
+def softcap_rows() -> Iterator[Row]:
+    return attention_rows("softcap")
 
 
 def metal_rows(device: torch.device) -> Iterator[Row]:
@@ -79,8 +104,8 @@ def metal_rows(device: torch.device) -> Iterator[Row]:
         yield _row(case, out, spec, METAL_BOUND)
 
 
-def _row(case: str, out: torch.Tensor, spec, bound: float) -> Row:
-    return Row("attention", case, spec.size, rms=rms(TABLE.array(out), spec), bound=bound)
+def _row(case: str, out: torch.Tensor, spec, bound: float, table: str = "attention") -> Row:
+    return Row(table, case, spec.size, rms=rms(TABLE.array(out), spec), bound=bound)
 
 
 def _moved(x, device: torch.device):
@@ -92,4 +117,4 @@ def _moved(x, device: torch.device):
     return tuple(_moved(y, device) for y in x) if isinstance(x, tuple) else x
 
 
-TABLES = (seal_rows, attention_rows)
+TABLES = (seal_rows, attention_rows, latent_rows, softcap_rows)

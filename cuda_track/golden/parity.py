@@ -34,6 +34,7 @@ METHODS = {
     "centred": "balanced, keys centred",
     "scaled": "SRFT with scales",
     "kitty": "Kitty",
+    "fill": "bits by direction",
     "latent": "latents (MLA)",
     "learned": "learning",
 }
@@ -41,6 +42,8 @@ Key = tuple[str, str]  # table, case
 Line = tuple[str, str]  # golden set, method
 Rows = list[dict] | None  # of `Row.as_dict`, torch's with their set; None: not run
 HEAD = """# Parity
+
+For whoever asks whether Metal, CUDA, Triton and plain ops store the same codes.
 
 How every backend reproduces the golden tensors, which the specification in NumPy float64
 (`mlxkv/spec/`) wrote.

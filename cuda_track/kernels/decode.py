@@ -115,6 +115,12 @@ def _finish(out, there, o, i: tl.constexpr, total, biases, BITS: tl.constexpr):
     tl.store(out, o, mask=there[None, :])
 
 
+@triton.jit
+def _capped(s, cap):
+    """cap tanh(s / cap), of scores and a cap in base-2 exponents (Gemma 2)."""
+    return cap - 2.0 * cap / (tl.exp2(s * (2.8853900817779268 / cap)) + 1.0)
+
+
 # Sizes that grow with the context must not cause another compilation.
 COUNTS = ["sink_tokens", "live_tokens", "mask_row", "most", "splits", "rows", "new"]
 
@@ -128,16 +134,17 @@ def attend_kernel(
     sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
     mask, mask_row,  # uint8 [B, tokens], or nothing
     part_out, part_top, part_sum,  # [B, G, S, N, R], [B, G, S, N] twice, S of splits and windows
-    most, splits, rows, new, plain_scale,
+    most, splits, rows, new, plain_scale, cap,
     R: tl.constexpr, N: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, CHANNEL: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
-    MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
     CHAINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits + programs of windows, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of a
-    turn. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token."""
+    turn. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token. CAPPED: scores are
+    bent to stay below `cap`."""
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     at = (head * tl.num_programs(0) + split) * N
@@ -150,16 +157,16 @@ def attend_kernel(
             sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
             mask + b * mask_row, tl.load(pages + b) * PAGE,
             part_out + at * R, part_top + at, part_sum + at,
-            rows, new, plain_scale, R, N, WINDOW, MASKED,
+            rows, new, plain_scale, cap, R, N, WINDOW, MASKED, CAPPED,
         )  # fmt: skip
     else:
         _pages(
             q + head * N * R, sums + head * 2 * K_GROUPS * N, factors + head * N,
             k_words, k_high, k_numbers, v_words, v_high, v_numbers,
             table + b * most, tl.load(pages + b), split, splits, g, tl.num_programs(1),
-            mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at, rows,
+            mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at, rows, cap,
             R, N, T, PAGE, CHANNEL, K_BITS, K_PLANES, K_GROUPS, V_BITS, V_PLANES, V_GROUPS,
-            MASKED, ASM, STAGES,
+            MASKED, CAPPED, ASM, STAGES,
         )  # fmt: skip
     before(CHAINED and not EARLY)
 
@@ -167,12 +174,12 @@ def attend_kernel(
 @triton.jit
 def _pages(
     q, sums, factors, k_words, k_high, k_numbers, v_words, v_high, v_numbers,
-    table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum, rows,
+    table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum, rows, cap,
     R: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
     PAGE: tl.constexpr, CHANNEL: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
-    MASKED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     KJ: tl.constexpr = R // K_PLANES
     VJ: tl.constexpr = R // V_PLANES
@@ -268,12 +275,16 @@ def _pages(
                         m = tl.load(kn + 7 // KE * PAGE)
                         u, w = tl.load(sums + 7 // KE * N + n), tl.load(shifts + 7 // KE * N + n)
                     s, part = _score(s, q7, k7, 7, m, w, u, KE, part)
+            by, more = scaled, extra
+            if CAPPED:
+                s = _capped(s * scaled[None, :] + extra[None, :], cap)
+                by, more = tl.full([N], 1.0, tl.float32), tl.zeros([N], tl.float32)
             if MASKED:
                 seen = tl.load(mask + page * PAGE + t) != 0
                 s = tl.where(seen[:, None], s, -1e30)
 
-            higher = tl.maximum(top, tl.max(s, 0) * scaled + extra)
-            p = tl.exp2(s * scaled[None, :] + (extra - higher)[None, :])
+            higher = tl.maximum(top, tl.max(s, 0) * by + more)
+            p = tl.exp2(s * by[None, :] + (more - higher)[None, :])
             decay = tl.exp2(top - higher)
             top = higher
             total = total * decay[None, :] + _some(p)
@@ -331,8 +342,8 @@ def _pages(
 def _windows(
     part, parts, q, sink_k, sink_v, live_k, live_v, b, g,
     sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row, mask, paged,
-    part_out, part_top, part_sum, rows, new, scale,
-    D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr,
+    part_out, part_top, part_sum, rows, new, scale, cap,
+    D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Sink and live tokens, in the model's domain; every `parts`-th T of them. *_stride: of a head,
     *_row: of a batch row."""
@@ -360,6 +371,8 @@ def _windows(
         there = place < count
         k = tl.load(keys + place[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
         s = tl.dot(k, turned, input_precision="ieee") * scale
+        if CAPPED:
+            s = _capped(s, cap)
         allowed = there[:, None] & ((place[:, None] < seen_by[None, :]) | (not live))
         if MASKED:
             shift = tl.where(live, sink_tokens + paged, 0)

@@ -137,11 +137,12 @@ def attend(
     mask: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
     how: Launch | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attend with queries [B, H, L, D], causal among the new tokens. Returns [B, H, L, D].
 
     live, sink: (keys, values) [B, G, T, D]; live holds the new tokens. mask: boolean [B, T], tokens that may
-    be seen at all. sink_logits: [H].
+    be seen at all. sink_logits: [H]. softcap: scores are bent to stay below it (Gemma 2).
     """
     from cuda_track.kernels.decode import attend_kernel
     from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
@@ -196,12 +197,14 @@ def attend(
         *(sink[0].stride(1), live[0].stride(1), sink[0].stride(0), live[0].stride(0)),
         *(_or(seen, pages.table), 0 if seen is None else seen.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
+        0.0 if softcap is None else softcap * LOG2E,
         **{"R": dims, "N": padded, "T": key_side.turn, "PAGE": key_side.page, "WINDOW": 32},
         **{"K_BITS": key_side.spec.bits, "K_PLANES": key_side.planes, "K_GROUPS": key_groups},
         CHANNEL=key_side.group if key_side.channel else 0,
         **{"V_BITS": value_side.spec.bits, "V_PLANES": value_side.planes},
         V_GROUPS=value_side.groups,
         MASKED=seen is not None,
+        CAPPED=softcap is not None,
         ASM=how.asm and not interpreted() and torch.version.hip is None,
         STAGES=how.stages,
         EARLY=how.early,

@@ -15,7 +15,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from cuda_track.cache import latent
 from cuda_track.cache.attention import Mask, attend, weights
+from cuda_track.cache.latent import LatentView
 from cuda_track.cache.view import View
 from cuda_track.models.dryrun import Handle, matrix, probed
 
@@ -54,6 +56,8 @@ def attend_or_pass(
     if isinstance(key, Handle):
 
         def ours(q, k, v, mask):
+            if (seen := key.probe.latents) is not None:
+                return latent.attend(q, seen.to(q.dtype), scale, _biased(mask, bias, q, k))
             return attend(q, View((k, v)), scale, _biased(mask, bias, q, k), sinks, softcap)
 
         out = probed(query, key, value, mask, own, ours, softcap is not None, sinks is not None)
@@ -68,6 +72,11 @@ def attend_or_pass(
             )
         key = View((key, value))
     mask = _biased(mask, bias, query, key.live[0], key.tokens)
+    if isinstance(key, LatentView):
+        out, p = latent.attend(query, key, scale, mask), None
+        if _weights_asked(module, kwargs):
+            p = weights(query, latent.expanded(key, query.dtype), scale, mask)
+        return out.transpose(1, 2).contiguous(), p
     out = attend(query, key, scale, mask, sinks, softcap)
     asked = _weights_asked(module, kwargs)
     p = weights(query, key, scale, mask, sinks, softcap) if asked else None

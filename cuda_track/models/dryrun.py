@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from cuda_track.cache.attention import causal
 from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.cache.latent import LatentView
 from cuda_track.models.layers import CompressedCache, CompressedLayer
 from mlxkv.formats.names import parse_preset
 
@@ -29,7 +30,8 @@ class Probe(CompressedLayer):
     """A layer that holds the few tokens of a dry run.
 
     sizes: kv heads, key dim, value dim, once something was stored. capped: whether scores are
-    (softcap). sinks: whether a logit stands beside them. refused: why a compressed layer cannot stand here.
+    (softcap). sinks: whether a logit stands beside them. latents: a view of latents and rotary keys, where keys and
+    values are made of these (MLA). refused: why a compressed layer cannot stand here.
     """
 
     def __init__(self):
@@ -37,6 +39,7 @@ class Probe(CompressedLayer):
         self.sizes: tuple[int, int, int] | None = None
         self.calls: list[int] = []
         self.waiting = self.capped = self.sinks = False
+        self.latents: LatentView | None = None
         self.refused: str | None = None
 
     def update(self, key_states, value_states, *args, **kwargs):

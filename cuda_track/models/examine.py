@@ -10,13 +10,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from cuda_track.cache import choose
-from cuda_track.models import dryrun
+from cuda_track.models import dryrun, latent
 from cuda_track.models.attending import name_for
 from cuda_track.models.layers import has_class, holds_state, plain_layers, replaceable
 from cuda_track.models.parallel import share_of
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.models.catalog.reports import ASKED_FOR, CAPPED, SINKS, LayerReport, compressed
+from mlxkv.models.catalog.reports import (
+    ASKED_FOR,
+    CAPPED,
+    LATENT,
+    SINKS,
+    LayerReport,
+    compressed,
+    of_latents,
+)
 from mlxkv.models.catalog.shapes import layers_of, text_config
 
 
@@ -24,7 +32,8 @@ from mlxkv.models.catalog.shapes import layers_of, text_config
 class Found:
     """One cache of a model. kind: of its layer. sizes: kv heads in this process, key dim, value dim.
 
-    capped: scores are (softcap). sinks: a logit stands beside them. reason: why it cannot be replaced, or None.
+    latent: it holds latents and rotary keys (MLA). capped: scores are (softcap). sinks: a logit stands beside
+    them. reason: why it cannot be replaced, or None.
     """
 
     kind: str
@@ -33,6 +42,11 @@ class Found:
     sizes: tuple[int, int, int] = (0, 0, 0)
     capped: bool = False
     sinks: bool = False
+    latent: bool = False
+
+    def fitting(self, config: CacheConfig) -> CacheConfig:
+        """What `config` is for this cache."""
+        return config.of_latents if self.latent else config
 
     def report(
         self, index: int, config: CacheConfig, label: str, device: torch.device
@@ -42,13 +56,26 @@ class Found:
             reason = reason or "queries of capped scores cannot be observed"
         if config.centred and (self.capped or self.sinks):
             reason = reason or (CAPPED if self.capped else SINKS)
+        if self.latent:
+            reason = reason or config.why_no_latents
         if reason:
             return LayerReport(index, self.kind, False, reason, kernel="sdpa", grows=self.grows)
+        if self.latent:
+            return self._of_latents(index, config, label, device)
         why = choose.why_not(config, self.sizes[1:], device)
         if self.capped:
             why = "capped scores have no kernel"
         kernel = f"torch ops ({why})" if why else choose.way(device).capitalize()
         return compressed(index, self.kind, config, label, self.sizes, kernel)
+
+    def _of_latents(
+        self, index: int, config: CacheConfig, label: str, device: torch.device
+    ) -> LayerReport:
+        own, name = config.of_latents, of_latents(config, label)
+        codes = (side.quantizer for side in (own.keys, own.values))
+        why = choose.why_no_latents(*codes, self.sizes[1:], config.page, device)
+        kernel = f"torch ops ({why})" if why else choose.way(device).capitalize()
+        return compressed(index, self.kind, own, name, self.sizes, kernel)
 
 
 def examine(model: PreTrainedModel, config: CacheConfig) -> list[Found]:
@@ -71,20 +98,28 @@ def examine(model: PreTrainedModel, config: CacheConfig) -> list[Found]:
     if growing:
         if model._can_set_attn_implementation():
             model.set_attn_implementation(name_for(model.config._attn_implementation))
+        latent.bind(model)
         probes = dryrun.run(model, layers, growing)
-    latent = bool(text_config(model.config.to_dict()).get("kv_lora_rank"))
+    ranks = bool(text_config(model.config.to_dict()).get("kv_lora_rank"))
     return [
-        _of_probe(probes[i], latent) if i in probes else _of_class(layer)
+        _of_probe(probes[i], ranks, share_of(model).size > 1) if i in probes else _of_class(layer)
         for i, layer in enumerate(layers)
     ]
 
 
-def _of_probe(probe: dryrun.Probe, latent: bool) -> Found:
+def _of_probe(probe: dryrun.Probe, ranks: bool, shared: bool) -> Found:
+    """ranks: whether the model's configuration speaks of latents. shared: whether several processes have the model."""
     reason = probe.verdict
     if not probe.calls and not probe.refused:
         return Found("not used", False, "the model uses no cache of transformers")
-    if reason and latent and probe.refused:
-        return Found("latent", True, "latent cache that grows: not supported")
+    if probe.latents is not None:
+        sizes = probe.sizes or (0, 0, 0)
+        more = "more than softmax over latents" if probe.capped or probe.sinks else None
+        if shared:
+            more = "latents of a model in several processes: not supported"
+        return Found(LATENT, True, reason or more, sizes, latent=True)
+    if reason and ranks and probe.refused:
+        return Found(LATENT, True, f"latent cache that grows: not supported ({reason})")
     return Found("full", True, reason, probe.sizes or (0, 0, 0), probe.capped, probe.sinks)
 
 
@@ -138,7 +173,8 @@ def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str 
     return [(config, config._attn_implementation_internal) for config in found.values()]
 
 
-def put_back(before: list[tuple[PreTrainedConfig, str | None]]) -> None:
-    """Undo `set_attn_implementation`."""
+def put_back(model: PreTrainedModel, before: list[tuple[PreTrainedConfig, str | None]]) -> None:
+    """Undo what `examine` did to attention."""
+    latent.release(model)
     for config, name in before:
         config._attn_implementation_internal = name

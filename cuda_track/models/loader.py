@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from cuda_track.models.seam import attach
@@ -18,10 +24,11 @@ from mlxkv.formats.names import parse_preset
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import HUB, Source, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.plant import check as check_plant
-from mlxkv.models.catalog.plant import plant_folder
 from mlxkv.models.catalog.rendering import bound
 from mlxkv.models.catalog.reports import LayerReport
+from mlxkv.models.catalog.weights import stored
+from mlxkv.models.catalog.weights.plant import check as check_plant
+from mlxkv.models.catalog.weights.plant import plant_folder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -67,17 +74,17 @@ def load(
     if source.folder is not None:
         checked = folder.check(source.folder)
         mark = fingerprint(checked, source.planted)
-        if "quantization" in checked.config:
+        if "quantization" in checked.config and not source.decoded:
             raise UserError(
                 f"[load] {name} is stored in 8 bits as MLX packs them, which transformers cannot read; choose tiny"
             )
         if source.planted:
-            check_plant(checked.config, source.planted)
+            check_plant(stored.plain(checked.config), source.planted)
     where = source.folder or source.repo
     logging.disable_progress_bar()
     kind = DTYPES[dtype] if dtype else torch.float32 if device.type == "cpu" else "auto"
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=kind)
+        model = _decoded(source.folder, kind) if source.decoded else _model(where, kind)
         tokenizer = AutoTokenizer.from_pretrained(where)
         bound(tokenizer, Path(where))
     except UserError:
@@ -100,7 +107,25 @@ def load(
     )
 
 
+def _model(where: Path | str, kind: torch.dtype | str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(where, dtype=kind)
+
+
+def _decoded(where: Path, kind: torch.dtype | str) -> PreTrainedModel:
+    """Load what `mlxkv.models.catalog.weights.stored` decodes: float16, or `kind` if that is a type."""
+    config = AutoConfig.from_pretrained(where)
+    config.quantization = None
+    dtype = kind if isinstance(kind, torch.dtype) else torch.float16
+    weights = {name: torch.from_numpy(x).to(dtype) for name, x in stored.decode(where).items()}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    if missing != ["lm_head.weight"]:  # which is the embedding
+        raise ValueError(f"weights are missing: {', '.join(missing)}")
+    model.generation_config = GenerationConfig.from_pretrained(where)
+    return model
+
+
 def _plant(model: PreTrainedModel, source: Source) -> None:
-    config = folder.check(source.folder).config
+    config = stored.plain(folder.check(source.folder).config)
     weights = plant_folder(dict(model.state_dict()), config, source.planted, source.folder)
     model.load_state_dict(weights)

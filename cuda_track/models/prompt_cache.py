@@ -16,10 +16,11 @@ from transformers.cache_utils import DynamicLayer
 
 from cuda_track.cache.adaptive import AdaptiveKVCache
 from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.cache.latent import LatentKVCache
 from cuda_track.codec import maps
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.packing import as_file, from_file
-from cuda_track.models import restored
+from cuda_track.models import latent, restored
 from cuda_track.models.layers import CompressedCache, CompressedLayer, holds_state, plain_layers
 from cuda_track.models.loader import Loaded
 from cuda_track.models.parallel import insist_on_one
@@ -34,7 +35,7 @@ from mlxkv.models.catalog.shapes import layers_of, text_config
 
 MLX_LM = "0.32"  # whose format of prompt caches this is
 PLAIN, ROTATING = "KVCache", "RotatingKVCache"
-OURS = {kind.__name__: kind for kind in (CompressedKVCache, AdaptiveKVCache)}
+OURS = {kind.__name__: kind for kind in (CompressedKVCache, AdaptiveKVCache, LatentKVCache)}
 
 
 def save(path: Path, saved: Saved, loaded: Loaded) -> None:
@@ -52,6 +53,8 @@ def save(path: Path, saved: Saved, loaded: Loaded) -> None:
     tensors, scalars = {}, []
     for i, layer in enumerate(saved.cache.layers):
         kind, state = _state_of(layer)
+        if kind == LatentKVCache.__name__ and latent.interleaves(loaded.model):
+            state = latent.paired(state, pairs=True)
         entries[f"1.{i}"] = kind
         for name, x in _flat(state, str(i)):
             if isinstance(x, int):
@@ -101,8 +104,10 @@ def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> Comp
             restored.check_plain(tree, shape, window, tokens)
             _fill(plain, tree, loaded.model.device)
             continue
-        _insist(kind, (AdaptiveKVCache if fit[0].listens else CompressedKVCache).__name__)
+        _insist(kind, made.kinds[i].__name__)
         restored.check_compressed(tree, shape, *fit, tokens)
+        if made.kinds[i] is LatentKVCache and latent.interleaves(loaded.model):
+            tree = latent.paired(tree, pairs=False)
         cache = OURS[kind].from_state(tree, find, loaded.model.device)
         layers[i] = CompressedLayer(cache)
         layers[i].is_initialized = True

@@ -14,7 +14,14 @@ from mlxkv.formats.records import NAMES
 from mlxkv.formats.saved import state
 from mlxkv.models.catalog.shapes import LayerShape
 
-WINDOWS = ("live", "sink", "last", "basis", "asked")  # of a state, in floating-point numbers
+WINDOWS = (
+    "live",
+    "sink",
+    "last",
+    "basis",
+    "asked",
+    "rotary",
+)  # of a state, in floating-point numbers
 CPU = torch.device("cpu")
 
 
@@ -32,18 +39,21 @@ def check_compressed(
     codecs = codecs_of(config, dims, maps, CPU)
     pages, bases, one = dict(tree.get("pages", {})), {}, Codes(config, codecs)
     one.append(tuple(torch.zeros(1, heads, config.page, dim) for dim in dims), 1)
+    page = one.state
+    if shape.kind == "latent" and config.rotary == 16:  # beside the pages
+        del page[NAMES[1]]
     counts = [header["pages"]]
     if "counts" in pages:
         counts = pages["counts"].tolist()
         runs = [name for name in pages if name.startswith("run")]
         pages |= {name: as_codes(pages[name], codecs) for name in runs}
-    elif pages:
+    elif pages and len(page) == len(NAMES):
         pages = as_codes(pages, codecs)
     if maps is not None:
         bases = {name: (1, heads, *getattr(maps, name).down.shape[-2:]) for name in NAMES}
     token = tuple((1, heads, 1, dim) for dim in dims)
     tree = tree | {"pages": pages}
-    state.check_shapes(tree, config, token, one.state, counts, bases)
+    state.check_shapes(tree, config, token, page, counts, bases)
     rest = {name: x for name, x in pages.items() if name.startswith("basis")}
     _check_floats(rest | {name: tree.get(name, {}) for name in WINDOWS})
     check_finite(tree)

@@ -17,8 +17,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cuda_track.cache.adaptive import AdaptiveKVCache
 from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.cache.latent import LatentKVCache
 from cuda_track.codec import maps
 from cuda_track.codec.maps import LayerMaps
+from cuda_track.models import latent
 from cuda_track.models.attending import EAGER, NAME
 from cuda_track.models.examine import Found, examine, implementations, put_back
 from cuda_track.models.layers import CompressedCache, CompressedLayer, filled
@@ -39,12 +41,13 @@ _ATTACHED = "_mlxkv_attached"
 class Attached:
     """What `attach` did to a model.
 
-    kv: as given. fits: configuration and maps of each compressed layer. before: the names of the model's
-    own attention functions, by part.
+    kv: as given. fits: configuration and maps of each compressed layer. kinds: classes of their caches.
+    before: the names of the model's own attention functions, by part.
     """
 
     kv: str | CacheConfig
     fits: dict[int, tuple[CacheConfig, LayerMaps | None]]
+    kinds: dict[int, type[CompressedKVCache]]
     layers: list[LayerReport]
     before: list
     calibration: Calibration | None = None
@@ -78,17 +81,25 @@ def attach(
         found = examine(model, config)
         reports = [one.report(i, config, label, model.device) for i, one in enumerate(found)]
         chosen = {r.index: found[r.index] for r in reports if r.compressed}
+        if config.rotary < 16 and chosen and not any(one.latent for one in chosen.values()):
+            raise UserError(
+                "[attach] +rope8 is for rotary keys beside latents (MLA), which this model has none of; "
+                f"got {label!r}; choose {label.replace('+rope8', '')}"
+            )
         fits, used = _fit(model, config, chosen, label, calibration)
     except BaseException:
-        put_back(before)
+        put_back(model, before)
         raise
-    reports = [with_own(r, config, fits[r.index][0]) if r.compressed else r for r in reports]
-    made = Attached(kv, fits, reports, before, used)
+    reports = [
+        with_own(r, chosen[r.index].fitting(config), fits[r.index][0]) if r.compressed else r
+        for r in reports
+    ]
+    made = Attached(kv, fits, _kinds(chosen, config), reports, before, used)
     if chosen:
         vars(model)["generate"] = Generate(model, vars(model).get("generate"))
         model.init_continuous_batching = _no_batches
     else:
-        put_back(before)
+        put_back(model, before)
         if message := nothing_compressed(reports):
             warnings.warn(f"[attach] {message}", stacklevel=2)
     setattr(model, _ATTACHED, made)
@@ -107,7 +118,9 @@ def detach(model: PreTrainedModel) -> None:
         vars(model)["generate"] = own
     vars(model).pop("init_continuous_batching", None)
     if model.config._attn_implementation in (NAME, EAGER):  # else somebody has chosen another since
-        put_back(made.before)
+        put_back(model, made.before)
+    else:
+        latent.release(model)
 
 
 def attached(model: PreTrainedModel) -> Attached:
@@ -119,12 +132,13 @@ def attached(model: PreTrainedModel) -> Attached:
 
 def new_cache(model: PreTrainedModel) -> CompressedCache:
     """An empty cache for `past_key_values`."""
-    fits = attached(model).fits
-    made = {
-        i: (AdaptiveKVCache if config.listens else CompressedKVCache)(config, turns)
-        for i, (config, turns) in fits.items()
-    }
-    return filled(model, made)
+    made = attached(model)
+    return filled(model, {i: made.kinds[i](*fit) for i, fit in made.fits.items()})
+
+
+def _kinds(chosen: dict[int, Found], config: CacheConfig) -> dict[int, type[CompressedKVCache]]:
+    plain = AdaptiveKVCache if config.listens else CompressedKVCache
+    return {i: LatentKVCache if one.latent else plain for i, one in chosen.items()}
 
 
 def _fit(
@@ -137,7 +151,7 @@ def _fit(
     """The configuration and the maps of each layer, for the kv heads in this process."""
     share = share_of(model)
     if not config.calibrated or not chosen:
-        return dict.fromkeys(chosen, (config, None)), None
+        return {i: (one.fitting(config), None) for i, one in chosen.items()}, None
     sizes = {  # of the whole model
         str(i): (heads * share.size, *dims)
         for i, (heads, *dims) in ((i, one.sizes) for i, one in chosen.items())
@@ -149,10 +163,10 @@ def _fit(
             "cuda_track.calibrate --model MODEL -o FILE, and name it by --calibration FILE"
         )
     found.check(sizes, mark)
-    fits = {}
+    wanted = {str(i): one.fitting(config) for i, one in chosen.items()}
+    fits, owns = {}, layers.fitted(wanted, found)
     for i in chosen:
-        name, layer = str(i), found.layers[str(i)]
-        own = layers.with_clips(layers.with_ranks(config, layer), layer)
+        name, own = str(i), owns[str(i)]
         turns = maps.of(found, own.fitted, [name])[name]
         if share.size > 1:
             turns = maps.cut(turns, share.rank, share.size)

@@ -73,10 +73,10 @@ def new_cache(
     """
     if not config.compresses:
         return CompressedCache(layers=[StaticLayer(tokens) for _ in range(shape.layers)])
-    if config.low or config.listens:
+    if config.low or config.filled or config.listens:
         raise UserError(
-            "[--model-shape] low rank and token selection are not timed here; got a preset with one of "
-            "them; choose int4, int3 or int2"
+            "[--model-shape] low rank, bits by direction and token selection are not timed here; got a preset "
+            "with one of them; choose int4, int3 or int2"
         )
     caches = {}
     for i in range(shape.layers):

@@ -14,6 +14,7 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
+from mlxkv.cache.latent.pages import FixedLatents, LatentPages
 from mlxkv.cache.view import OPS, TILES, CacheView, RecordPages, View
 from mlxkv.errors import UserError
 from mlxkv.metal import attend as kernels
@@ -61,7 +62,9 @@ def attend(
     pages = view.pages
     if pages is None or queries.shape[2] > DECODE_TOKENS:
         out = _prefill(queries, view, scale, mask, sink_logits, softcap)
-    elif pages.plan.body == OPS:
+    elif isinstance(pages, LatentPages) and pages.reads(queries, mask, sink_logits, softcap):
+        out = pages.attended(queries, view, scale, mask)
+    elif isinstance(pages, LatentPages) or pages.plan.body == OPS:
         out = _decode_codes(queries, view, scale, mask, sink_logits, softcap)
     elif isinstance(mask, mx.array) or len(pages.parts) > RUNS:  # which no kernel takes
         out = _prefill(queries, view, scale, mask, sink_logits, softcap)
@@ -93,6 +96,12 @@ def _window(view: View) -> tuple[mx.array | None, int]:
 def _attend_fixed(queries, view, scale, mask, sink_logits, softcap):
     """As `attend`, in a step of fixed shapes. Raises UserError for a mask that is an array: what the
     columns of buffers hold is not what a model's code thinks."""
+    if isinstance(view, FixedLatents):
+        if not isinstance(mask, mx.array) or mask.shape[-2:] != (1, view.columns):
+            raise UserError("[attend] this model's code adds no rotary scores to those of latents")
+        if view.pages.reads(queries, mask, sink_logits, softcap):
+            return view.pages.attended(queries, view, scale, mask)
+        return _decode_codes(queries, view, scale, view.added(mask), sink_logits, softcap)
     if isinstance(mask, mx.array):
         raise UserError("[attend] this model's code makes a mask of its own for compressed layers")
     if view.pages is None:
@@ -134,7 +143,7 @@ def _attend_batch(queries, view, scale, mask, sink_logits, softcap):
         part = mask
         if is_array:
             start = 0 if padding is None else padding[i]
-            columns = slice(start, start + one.tokens)
+            columns = slice(start, start + one.columns)
             part = mask[min(i, mask.shape[0] - 1)][None, :, skip : skip + n, columns]
         elif n == 1:
             part = None

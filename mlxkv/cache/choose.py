@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxkv.cache import selftest
+from mlxkv.cache.latent import trial
 from mlxkv.cache.selftest import Case
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, PORTABLE, TILES, KernelPlan
@@ -21,26 +22,33 @@ from mlxkv.codec import encoding
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import RecordLayout, record_layout, side_layout, why_no_record
-from mlxkv.metal import launch, tiles, trust
+from mlxkv.metal import latents, launch, tiles, trust
 
-NO_LATENTS = "no kernel reads latents yet"
+PICKED = "this model's code picks single latents"
 FAILED = "its kernels failed their test here"  # or were switched off: what should run and does not
 
 
 @dataclass(frozen=True)
 class Question:
     """Which kernels? config: as a cache stores. dims: of key and value heads. dtype: of the windows.
-    case: how the model attends, where that is known. latent: whether keys are latents."""
+    case: how the model attends, where that is known. latent: whether keys are latents. picked: whether the model's
+    code takes single ones."""
 
     config: CacheConfig
     dims: tuple[int, int]
     dtype: mx.Dtype
     case: Case | None = None
     latent: bool = False
+    picked: bool = False
 
     @property
     def layout(self) -> RecordLayout:
         return record_layout(self.config, *self.config.dims(*self.dims))
+
+    @property
+    def heads(self) -> int:
+        """Query heads that a kernel for latents is tried with."""
+        return trial.HEADS if self.case is None else self.case.heads
 
     @property
     def has_kernels(self) -> bool:
@@ -53,6 +61,10 @@ class Question:
         make = launch.factory()
         if make is None or not self.has_kernels:
             return True
+        if self.latent:
+            if _tiles_off() or latents.why_not_here(make):
+                return True
+            return trial.is_known(self.config, self.dims[0], self.dtype, make, self.heads)
         return selftest.is_known(self.config, self.dims[0], self.dtype, make, self.case)
 
 
@@ -62,14 +74,22 @@ def plan(
     dtype: mx.Dtype,
     case: Case | None = None,
     latent: bool = False,
+    picked: bool = False,
 ) -> KernelPlan:
     """The fastest kernels that run here. The first question for a format builds them and tries them;
     the portable ones only where tiles do not run."""
-    question = Question(config, dims, dtype, case, latent)
+    question = Question(config, dims, dtype, case, latent, picked)
     asked = (config, dims, dtype, launch.state())
     if reason := _no_machine(question) or _no_records(question):
         return KernelPlan(OPS, reason, asked=asked)
-    layout, make = question.layout, launch.factory()
+    make = launch.factory()
+    if latent:
+        if reason := _tiles_off() or latents.why_not_here(make):
+            return KernelPlan(OPS, reason, asked=asked)
+        if reason := trial.fault(config, dims[0], dtype, make, question.heads):
+            return KernelPlan(OPS, f"{FAILED}: {reason}", asked=asked)
+        return KernelPlan(TILES, None, None, make, asked)
+    layout = question.layout
     slower = _no_tiles(question)
     if slower is None:
         return KernelPlan(TILES, None, layout, make, asked)
@@ -79,12 +99,16 @@ def plan(
 
 
 def current(
-    before: KernelPlan | None, config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype
+    before: KernelPlan | None,
+    config: CacheConfig,
+    dims: tuple[int, int],
+    dtype: mx.Dtype,
+    latent: bool = False,
 ) -> KernelPlan:
     """`before` where it still answers this question, else a new plan."""
     if before is not None and before.asked == (config, dims, dtype, launch.state()):
         return before
-    return plan(config, dims, dtype)
+    return plan(config, dims, dtype, latent=latent)
 
 
 def store(
@@ -106,9 +130,12 @@ def _no_machine(question: Question) -> str | None:
 
 def _no_records(question: Question) -> str | None:
     """For any machine."""
-    if question.latent:
-        return NO_LATENTS
     config, dims = question.config, question.dims
+    if question.picked:
+        return PICKED
+    if question.latent:
+        side = config.keys
+        return latents.why_not(side.quantizer, side.dims(dims[0]), config.page, question.dtype)
     for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
         stored = side.dims(dim)
         if reason := why_no_record(side.quantizer, stored, config.page, keys=i == 0):
@@ -121,10 +148,14 @@ def _no_records(question: Question) -> str | None:
     return None
 
 
-def _no_tiles(question: Question) -> str | None:
+def _tiles_off() -> str | None:
     if os.environ.get(launch.TILES_SWITCH) == "0":
         return f"{launch.TILES_SWITCH}=0"
-    if off := launch.switched_off(launch.TILES):
+    return launch.switched_off(launch.TILES)
+
+
+def _no_tiles(question: Question) -> str | None:
+    if off := _tiles_off():
         return off
     return _untrusted(question, tiled=True) or _fault(question, tiled=True)
 

@@ -14,8 +14,9 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
+from mlxkv.cache.latent.pages import LatentPages
 from mlxkv.cache.pages import Pages
-from mlxkv.cache.view import PORTABLE, TILES, CodePages, KernelPlan, Pair, RecordPages
+from mlxkv.cache.view import BY_OPS, PORTABLE, TILES, CodePages, KernelPlan, Pair, RecordPages
 from mlxkv.codec import encoding, records
 from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
@@ -165,14 +166,42 @@ class Codes(_Store):
 
 
 class LatentCodes(Codes):
-    """Sealed pages of latents for plain ops: one record, the keys', which is read as keys and as values."""
+    """Sealed pages of latents: one record, the keys', which is read as keys and as values; the values' side are rotary
+    keys, if the config stores them with codes. plan: whether a kernel reads it."""
 
-    sides = NAMES[:1]
+    def __init__(
+        self,
+        config: CacheConfig,
+        dims: tuple[int, int],
+        layer_maps: LayerMaps | None = None,
+        way: str = encoding.KERNEL,
+        plan: KernelPlan = BY_OPS,
+    ):
+        super().__init__(config, dims, layer_maps, way)
+        self.plan = plan
+        self.emulated = plan.make not in (None, mx.fast.metal_kernel, mx.fast.cuda_kernel)
+        self.sides = NAMES[: 2 if config.rotary < 16 else 1]
 
-    def read(self, start: int, stop: int) -> CodePages:
-        stored = self._sides(start, stop)[NAMES[0]]
-        tokens = (stop - start) * self.config.page
-        return CodePages(self.codecs[:1] * 2, (stored, stored), tokens)
+    def read(self, start: int, stop: int) -> LatentPages:
+        latents, *rotary = self._sides(start, stop).values()
+        tokens, beside = (stop - start) * self.config.page, None
+        if rotary:
+            beside = self.codecs[1], rotary[0]
+        return LatentPages(self.codecs[:1] * 2, (latents, latents), tokens, self.plan, beside)
+
+    def room(self, arrays: Sequence[mx.array]) -> LatentPages:
+        """As `Codes.room`."""
+        sides: dict[str, Stored] = {name: {} for name in self.sides}
+        for (side, name), x in zip(self.pages.arrays, arrays, strict=True):
+            sides[side][name] = x
+        latents, *rotary = sides.values()
+        tokens = self.pages.capacity * self.config.page
+        beside = (self.codecs[1], rotary[0]) if rotary else None
+        return LatentPages(self.codecs[:1] * 2, (latents, latents), tokens, self.plan, beside)
+
+    @property
+    def _read_by(self) -> tuple:
+        return *super()._read_by, self.plan.body, self.plan.make
 
 
 class Records(_Store):

@@ -258,6 +258,11 @@ class CacheView:
         batch, heads, _, dims = self.live[0].shape
         return batch, heads, self.tokens, dims
 
+    @property
+    def columns(self) -> int:
+        """Of a mask that is an array."""
+        return self.tokens
+
     def astype(self, dtype: mx.Dtype) -> CacheView:
         """Itself: attention casts what it reads."""
         return self

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -15,7 +15,7 @@ from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.lengths import Known, Later, division, five, own_starts
-from mlxkv.metal.template import LOG2E, Pair, cap_bits, ints, nothing, sides_template
+from mlxkv.metal.template import Pair, cap_bits, exponents, ints, nothing, sides_template
 
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
@@ -131,11 +131,6 @@ def _attend_template(layout: RecordLayout, dims: int) -> dict[str, object]:
     }
 
 
-@cache
-def _scales(scale: float) -> mx.array:
-    return mx.array([scale * LOG2E, LOG2E] + [0.0] * 6, mx.float32)
-
-
 @dataclass(frozen=True)
 class Run:
     """A second run of pages, behind the first, with a stored domain of its own. records: how many. The
@@ -206,7 +201,7 @@ def attend(
     splits = page_splits + window_splits
     width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
     tokens = (sink[0].shape[2], live[0].shape[2])
-    numbers = _scales(scale)
+    numbers = exponents(scale)
     out, stats = launch(
         "attend",
         [

@@ -36,6 +36,13 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         ("out", "partial_out"),
     ),
+    "attend_latent": (
+        (
+            *("q_pages", "q_window", "codes", "scales", "biases", "sink", "live", "rotary"),
+            *("scale", "size"),
+        ),
+        ("partial_out", "partial_stats"),
+    ),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
 HEADERS = {  # files before a body; before tile.h comes the machine's own tile file
@@ -47,6 +54,7 @@ HEADERS = {  # files before a body; before tile.h comes the machine's own tile f
     "attend": ("codes.h", "loads.h", "tree.h", "attend.h"),
     "unseal": ("codes.h", "loads.h", "tree.h", "unseal.h"),
     "attend_tile": ("codes.h", "tree.h", "tile.h", "tile_codes.h"),
+    "attend_latent": ("codes.h", "loads.h", "tile.h", "latent.h"),
     "balance": (),
     "whiten": (),
     "merge": (),

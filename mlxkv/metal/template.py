@@ -70,6 +70,12 @@ def ints(*values: int) -> mx.array:
 
 
 @cache
+def exponents(scale: float) -> mx.array:
+    """[scale of scores in base-2 exponents, log2(e), zeros]."""
+    return mx.array([scale * LOG2E, LOG2E] + [0.0] * 6, mx.float32)
+
+
+@cache
 def nothing(dtype: mx.Dtype = mx.float32) -> mx.array:
     """Stands for an input that a kernel does not read."""
     return mx.zeros(8, dtype)

@@ -38,7 +38,8 @@ def with_kernels(
         for one in asked:
             if one in new:
                 step()
-            answers[one] = choose.plan(one.config, one.dims, one.dtype, one.case, one.latent)
+            given = one.config, one.dims, one.dtype, one.case, one.latent, one.picked
+            answers[one] = choose.plan(*given)
     plans, out = {place: answers[one] for place, one in questions.items()}, []
     for report in reports:
         kernels = [_label(plan) for place, plan in plans.items() if place[0] == report.index]
@@ -58,7 +59,7 @@ def question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Ques
             *(shape.queries, shape.heads, shape.sinks, shape.softcap), config.sliding > 0
         )
     dims = shape.key_dim, shape.value_dim
-    return Question(stored, dims, shape.dtype, case, shape.latent)
+    return Question(stored, dims, shape.dtype, case, shape.latent, shape.selects)
 
 
 def _label(plan: KernelPlan) -> str:

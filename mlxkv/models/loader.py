@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 from mlx.utils import tree_flatten
 
 from mlxkv import console, versions
@@ -21,22 +20,22 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.calibration.fitting import given
-from mlxkv.models.catalog import plant, rendering
-from mlxkv.models.catalog.aliases import DEFAULT, EMBEDDED, KV, resolve
+from mlxkv.models.catalog import rendering
+from mlxkv.models.catalog.aliases import CHAT, EMBEDDED, KV, resolve
 from mlxkv.models.catalog.asked import check_fold, dtype_name
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
 from mlxkv.models.catalog.hub import fetch, first_line
 from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
+from mlxkv.models.catalog.weights import plant, stored
 from mlxkv.models.decoders import not_used
 from mlxkv.models.hooks.mark import steps_of
+from mlxkv.models.loading import shares, weights
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach, name_of, read_kv
 from mlxkv.models.vision.host import VisionModel, check_host, load_inner
 from mlxkv.models.vision.prompts import Processor
-
-AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
 
 
 @dataclass(repr=False)
@@ -114,7 +113,7 @@ class Loaded:
 
 
 def load(
-    name: str = DEFAULT,
+    name: str = CHAT,
     kv: str | CacheConfig | Plan | Mapping[str, Any] = KV,
     strict: bool = False,
     dtype: str | None = None,
@@ -153,7 +152,8 @@ def load(
         raise UserError(
             f"[load] the embedded model is not installed; got {source.folder}; reinstall mlxkv"
         )
-    folder = check(source.folder or fetch(source.repo))
+    files = check(source.folder or fetch(source.repo))
+    folder = replace(files, config=stored.plain(files.config)) if source.decoded else files
     if source.planted:
         plant.check(folder.config, source.planted)
     _check_temp()
@@ -161,28 +161,30 @@ def load(
     if foreign:
         rendering.RENDERER.start()  # it is ready by the time that the weights are
     host = host or _host(folder)
-    model, full_config = _model(folder) if host == "mlx-lm" else _vision_model(folder)
+    model, full_config = (
+        weights.build(folder, source.decoded) if host == "mlx-lm" else _vision_model(folder)
+    )
     size = 1 if group is None else group.size()
     if size > 1:
-        _check_shares(model, folder, size)
-    notes = _set_dtype(model, dtype)
+        shares.check(model, folder, size)
+    notes = weights.set_dtype(model, dtype)
     if source.planted:
-        weights = dict(tree_flatten(model.parameters()))
-        weights = plant.plant_folder(weights, full_config, source.planted, folder.path)
-        model.load_weights(list(weights.items()))
+        plain = dict(tree_flatten(model.parameters()))
+        planted = plant.plant_folder(plain, full_config, source.planted, folder.path)
+        model.load_weights(list(planted.items()))
     if size == 1:
-        _read(model, progress)
-        _try_out(model, folder)
+        weights.read(model, progress)
+        weights.try_out(model, folder)
     vision = None if host == "mlx-lm" else _processor(folder, full_config)
     tokenizer = _tokenizer(folder, full_config, vision and vision.template)
     if foreign:
         rendering.bound(tokenizer._tokenizer, folder.path)
-    mark = fingerprint(folder, source.planted)
+    mark = fingerprint(files, source.planted)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
     layers = attach(model, kv, strict, fold=fold, group=group, encode=encode, windows=windows)
     if size > 1:  # before weights are read, so that no process holds all of them
-        _shard(model, folder, group)
+        shares.take(model, folder, group)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
@@ -192,34 +194,13 @@ def load(
         kv=config,
         kv_name=name_of(kv),
         layers=layers,
-        dtype=_dtype(model),
+        dtype=weights.dtype_of(model),
         fingerprint=mark,
         context=context,
         notes=notes,
         encode=encode,
         vision=vision,
     )
-
-
-def _model(folder: Folder) -> tuple[nn.Module, dict]:
-    """Return the model, its weights not evaluated yet, and the configuration as mlx-lm completes it."""
-    from mlx_lm.utils import _get_classes, load_model
-
-    kind = folder.config["model_type"]
-    try:
-        _get_classes(folder.config)
-    except (ValueError, AttributeError, TypeError):  # no such file in mlx-lm, or none with a model
-        raise UserError(
-            f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in "
-            f"{folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
-        ) from None
-    try:
-        return load_model(folder.path, lazy=True)
-    except Exception as error:  # mlx-lm raises anything when files are wrong
-        raise UserError(
-            f"[load] configuration and weights do not fit together ({type(error).__name__}: "
-            f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
-        ) from error
 
 
 def _host(folder: Folder) -> str:
@@ -261,40 +242,6 @@ def _processor(folder: Folder, config: dict) -> Processor:
         ) from error
 
 
-def _read(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
-    """Read the weights, some at a time where somebody looks on."""
-    weights = [x for _, x in tree_flatten(model.parameters())]
-    if progress is None:
-        mx.eval(weights)
-        return
-    total, done, some = sum(x.nbytes for x in weights), 0, []
-    progress(0, total)
-    for x in weights:
-        some.append(x)
-        if sum(one.nbytes for one in some) >= AT_ONCE or x is weights[-1]:
-            mx.eval(some)
-            done += sum(one.nbytes for one in some)
-            progress(done, total)
-            some = []
-
-
-def _try_out(model: nn.Module, folder: Folder) -> None:
-    """Raise UserError for a model whose code fails on two tokens and on a third. Nothing is computed: MLX
-    is lazy."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    try:
-        caches = make_prompt_cache(model)
-        for tokens in (2, 1):
-            model(mx.zeros((1, tokens), mx.int32), cache=caches)
-    except Exception as error:
-        raise UserError(
-            f"[load] config.json describes a model that cannot run ({type(error).__name__}: "
-            f"{first_line(error)}); got a {folder.config['model_type']} in {folder.path}; fetch the "
-            "model again"
-        ) from error
-
-
 def _check_temp() -> None:
     """Raise UserError where MLX has no folder for what it compiles: on a CPU its compiler reads files."""
     names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order of std::filesystem
@@ -305,50 +252,6 @@ def _check_temp() -> None:
             f"[{name or 'TMPDIR'}] no folder for temporary files, which MLX needs; got {folder!r}; set "
             "TMPDIR to a folder that can be written"
         )
-
-
-def _check_shares(model: nn.Module, folder: Folder, size: int) -> None:
-    """Raises UserError for a model that cannot be spread over `size` processes."""
-    kind, text = folder.config["model_type"], text_config(folder.config)
-    if not hasattr(model, "shard"):
-        raise UserError(
-            f"[load] mlx-lm cannot spread this kind of model over processes; got a {kind} for {size} "
-            "processes; choose a llama, qwen2, qwen3 or another that has `shard`, or one process"
-        )
-    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or size
-    if heads % size:
-        raise UserError(
-            f"[load] kv heads cannot be shared evenly; got {heads} of them in {folder.path} for {size} "
-            "processes; choose a number that divides them"
-        )
-
-
-def _shard(model: nn.Module, folder: Folder, group: mx.distributed.Group) -> None:
-    """Keep this process's share of the weights, and read them. Raises UserError."""
-    try:
-        model.shard(group)
-    except ValueError as error:  # widths that do not divide, or groups of quantised weights
-        raise UserError(
-            f"[load] weights cannot be shared evenly ({first_line(error)}); got {folder.path} for "
-            f"{group.size()} processes; choose another number of them"
-        ) from None
-    without_gradients(model)
-    mx.eval(model.parameters())
-
-
-class _Single:
-    """A group of one process, for layers that sum nothing but gradients."""
-
-    def size(self) -> int:
-        return 1
-
-
-def without_gradients(model: nn.Module) -> None:
-    """Let layers that MLX spread over processes leave out what only their gradients need: a Python function
-    for each of them in each step, five a layer of a llama, of 20 us on the host each."""
-    for module in model.modules():
-        if isinstance(module, (AllToShardedLinear, QuantizedAllToShardedLinear)):
-            module.group = _Single()
 
 
 def _tokenizer(folder: Folder, config: dict, template: str | None = None):
@@ -374,26 +277,3 @@ def _tokenizer(folder: Folder, config: dict, template: str | None = None):
             f"[load] {what} cannot be loaded ({kind}: "
             f"{first_line(error)}); got {folder.path}; fetch the model again"
         ) from error
-
-
-def _set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
-    """Convert the weights if asked, or if 16 bits are slow here. Returns notes for the user."""
-    have = _dtype(model)
-    if wanted is not None:
-        model.set_dtype(getattr(mx, wanted))
-        return []
-    if have == mx.float32 or mx.default_device() != mx.Device(mx.cpu):
-        return []
-    model.set_dtype(mx.float32)
-    return [
-        f"no GPU: {str(have).split('.')[-1]} weights run as float32, which is faster here (--dtype "
-        "overrides)"
-    ]
-
-
-def _dtype(model: nn.Module) -> mx.Dtype:
-    """The floating type of most arrays; quantised weights count by their scales."""
-    kinds = [
-        x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)
-    ]
-    return max(set(kinds), key=kinds.count, default=mx.float32)

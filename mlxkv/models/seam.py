@@ -107,6 +107,11 @@ def attach(
         if any(shape.latent for shape in places.values()):
             config = config.of_latents
             check_fold(config, f"{label} for latents", fold)
+        elif getattr(config, "rotary", 16) < 16:
+            raise UserError(
+                f"[--kv] +rope8 is for rotary keys beside latents (MLA), which this model has none of; got {label!r}; "
+                "choose the preset without it"
+            )
         fitted = _shares(fit(model, config, places, label, calibration), places, group, fold)
         fitted |= _rings(own, fitted)
         check_maps(model, fitted)

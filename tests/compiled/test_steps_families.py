@@ -15,7 +15,6 @@ OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 NOT_ATTACHED = {"mamba2"}
 LENGTH = "[attend] this model's code reads how many tokens a cache holds"
 MASK = "the model's code asks compressed layers for a mask as an array"
-LATENT = "no fixed form of LatentKVCache"
 NUMBERS = "the model's code looks at numbers that only the device has"
 ASSIGNS = "known from the first tokens on: the model's code changes its weights as it runs"
 ABSOLUTE = {"n_embd": 256, "n_head": 4, "n_layer": 2, "n_positions": 512}
@@ -26,7 +25,7 @@ MORE = {
     "plamo3": {"num_hidden_layers": 4, "window_size": 64, "sliding_window_pattern": 2},
 }
 # Families that are not traced, and why. All others of FAMILIES and MORE are.
-REFUSED = {"afm7": LENGTH, "gpt_bigcode": NUMBERS, "gemma2": MASK, "deepseek_v3": LATENT}
+REFUSED = {"afm7": LENGTH, "gpt_bigcode": NUMBERS, "gemma2": MASK}
 REFUSED |= {"gemma3n": LENGTH} if OLD else {}
 KINDS = {
     "gemma3_text": {"RotatingKVCache", "CompressedKVCache"},

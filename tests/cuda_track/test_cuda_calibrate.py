@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from mlx_lm.models.cache import make_prompt_cache
 from transformers import DynamicCache
 
 from cuda_track import calibrate, eval
@@ -86,6 +87,24 @@ def test_keys_without_their_mean(made, loaded, tokens):
     back = DynamicCache(cache)
     assert torch.allclose(back.layers[1].keys, plain.keys, atol=1e-4)
     assert torch.equal(back.layers[1].values, plain.values)
+    seam.attach(loaded.model, "fp16")
+
+
+def test_bits_by_direction_are_those_of_mlx(made, loaded, tokens):
+    ids, errors = torch.tensor([tokens[:300]]), []
+    theirs = models.load("tiny", "fill-2.25", dtype="float32", calibration=made)
+    right = [one.config for one in make_prompt_cache(theirs.model) if hasattr(one, "config")]
+    with torch.no_grad():
+        exact = loaded.model(ids, past_key_values=DynamicCache(config=loaded.model.config)).logits
+        for rate in ("fill-1.5", "fill-6", "fill-2.25"):
+            seam.attach(loaded.model, rate, made)
+            cache = seam.new_cache(loaded.model)
+            loaded.model(ids[:, :-1], past_key_values=cache)
+            last = loaded.model(ids[:, -1:], past_key_values=cache).logits[0, -1]
+            errors.append(float((last - exact[0, -1]).norm() / exact[0, -1].norm()))
+    own = [layer.cache.config for layer in cache.layers[1::2]]
+    assert own == right and all(one.keys.quantizer.widths for one in own)
+    assert 0 < errors[1] < min(errors[0], errors[2]) and max(errors) < 0.1
     seam.attach(loaded.model, "fp16")
 
 

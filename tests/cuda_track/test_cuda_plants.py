@@ -9,7 +9,7 @@ from cuda_track.models.loader import load
 from mlxkv import models
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import EMBEDDED
-from mlxkv.models.catalog.plant import RECIPROCAL
+from mlxkv.models.catalog.weights.plant import RECIPROCAL
 
 TEXT = "Mia went to the market.\n\nShe bought a blue crown.\n\nIt was nice."
 

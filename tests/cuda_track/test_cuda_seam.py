@@ -67,7 +67,7 @@ def filled(attached):
         "openai-gpt": "uses no cache of transformers",
         "xlnet": "uses no cache of transformers",
         "rwkv": "uses no cache of transformers",
-        "deepseek_v3": "(latent): full precision, latent cache that grows: not supported",
+        "deepseek_v32": "(indexed): full precision, indexed cache that grows: not supported",
         "mistral": "layers 0-3 (sliding window 512): full precision, small by nature",
         "falcon_h1": "(full beside a state): full precision, a cache that grows beside a state: not supp",
         "mamba": "layers 0-3 (state): full precision, constant size",

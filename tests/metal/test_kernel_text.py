@@ -43,9 +43,10 @@ FLOATS = dict.fromkeys(
     )
 )
 HALVES = dict.fromkeys(("keys", "values", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v"))
+HALVES |= dict.fromkeys(("scales", "biases", "sink", "live", "rotary"))
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
 WORDS = ("records", "headers", "map_k", "map_v")
-TYPES |= dict.fromkeys((*WORDS, *(f"{name}_2" for name in WORDS), "counter"), np.uint32)
+TYPES |= dict.fromkeys((*WORDS, *(f"{name}_2" for name in WORDS), "counter", "codes"), np.uint32)
 
 
 # name: template values, dtypes of the outputs
@@ -103,6 +104,13 @@ KERNELS = {
         },
         [np.float16, np.float32],
     ),
+    "attend_latent": (
+        {
+            **{"T": np.float16, "R": 512, "QT": 3, "DH": 2, "M": 1, "BITS": 3, "GROUP": 64},
+            **{"CHANNEL": 0, "SYMMETRIC": 0},
+        },
+        [np.float32, np.float32],
+    ),
     "balance": (
         {"TOKENS": 128, "DIMS": 128, "S": 8, "CHANNEL": 1, "UNIT": 1, "ROUNDS": 16},
         [np.float32, np.float32],
@@ -128,6 +136,7 @@ RAW = {  # values of templates besides, for records of float16 numbers
         **{"BITS_K": 16, "BITS_V": 16, "CODEBOOK_K": 0, "SYMMETRIC_K": 1, "SYMMETRIC_V": 1},
         **{"RECORD": 2048, "RUNS": 2},
     },
+    "attend_latent": {"M": 2, "QT": 4, "BITS": 4, "GROUP": 64, "CHANNEL": 1},
 }
 CASES = [(name, {}) for name in KERNELS] + list(RAW.items())
 

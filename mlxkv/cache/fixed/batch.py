@@ -23,13 +23,18 @@ def of_batch(cache: BatchedKVCache, new: int) -> Form:
     if cache.ragged is not None:
         return Together(cache, new)
     rows = cache.rows
-    if any(type(row) is not CompressedKVCache for row in rows):
-        raise Untraceable(f"no fixed form of {type(rows[0]).__name__} in a batch")
-    if not all(row.store is not None and row.store.count for row in rows):
-        raise NotYet("nothing is sealed yet")
+    check_rows(rows, CompressedKVCache)
     if len(rows) > 1 and all(row.joins for row in rows):
         raise NotYet("the sequences are about to join")
     return Rows(cache, new)
+
+
+def check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache]) -> None:
+    """Raises Untraceable for sequences in caches of another class, NotYet where one has no pages."""
+    if any(type(row) is not kind for row in rows):
+        raise Untraceable(f"no fixed form of {type(rows[0]).__name__} in a batch")
+    if not all(row.store is not None and row.store.count for row in rows):
+        raise NotYet("nothing is sealed yet")
 
 
 class Together(Form):
@@ -114,12 +119,14 @@ def _not_by_kernels(new: int) -> mx.array:
 class Rows(Form):
     """Of sequences that are caches of their own, all with sealed pages: of each what `Own` has."""
 
+    own: type[Own] = Own
+
     def __init__(self, cache: BatchedKVCache, new: int):
-        self.cache, self.forms = cache, [Own(row, new) for row in cache.rows]
+        self.cache, self.forms = cache, [self.own(row, new) for row in cache.rows]
         self.emulated = any(form.emulated for form in self.forms)
         self.seals = any(form.seals for form in self.forms)
-        self.key = Rows, *(form.key for form in self.forms)
-        self.lockstep = Rows, *(form.lockstep for form in self.forms)
+        self.key = type(self), *(form.key for form in self.forms)
+        self.lockstep = type(self), *(form.lockstep for form in self.forms)
         self.state = tuple(form.state for form in self.forms)
         self.arrays = [x for form in self.forms for x in form.arrays]
 
@@ -132,15 +139,16 @@ class Rows(Form):
         return tuple(n for form in self.forms for n in form.advance)
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return _RowsStandIn(self.forms, arrays, numbers)
+        return RowsStandIn(self.forms, arrays, numbers)
 
     def commit(self, written: Sequence[mx.array]) -> None:
-        for i, form in enumerate(self.forms):
-            form.commit(written[2 * i : 2 * i + 2])
+        each = _parts([form.writes for form in self.forms])
+        for form, part in zip(self.forms, each, strict=True):
+            form.commit(written[part])
         self.cache.finalize()
 
 
-class _RowsStandIn(_BatchStandIn):
+class RowsStandIn(_BatchStandIn):
     def __init__(self, forms: Sequence[Own], arrays: Sequence[mx.array], numbers: Numbers):
         def split() -> list[Numbers]:
             each = _parts([len(form.numbers) for form in forms])
@@ -157,12 +165,17 @@ class _RowsStandIn(_BatchStandIn):
         return self._numbers.once("offset", lambda: mx.stack([row.offset for row in self._rows]))
 
     def _append(self, keys: mx.array, values: mx.array) -> BatchView:
-        views = [
-            row.update_and_fetch(keys[i : i + 1], values[i : i + 1])[0]
+        views = [view for view, _ in self.each(keys, values)]
+        return BatchView(tuple((view, None) for view in views))
+
+    def each(self, keys: mx.array, values: mx.array) -> list[tuple]:
+        """Set `written`; what the stand-in of each sequence returns."""
+        out = [
+            row.update_and_fetch(keys[i : i + 1], values[i : i + 1])
             for i, row in enumerate(self._rows)
         ]
         self.written = [x for row in self._rows for x in row.written]
-        return BatchView(tuple((view, None) for view in views))
+        return out
 
 
 def _parts(counts: Sequence[int]) -> list[slice]:

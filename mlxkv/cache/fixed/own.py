@@ -17,7 +17,12 @@ from mlxkv.metal.lengths import Division, Later
 
 class Own(Form):
     """Numbers: offset, live tokens before, then, of each sequence, records, sink tokens, live tokens
-    after, first record; in place of the records of plain ops, their tokens."""
+    after, first record; in place of the records of plain ops, their tokens.
+
+    writes: how many of its arrays, from the first on, a step writes.
+    """
+
+    writes = 2
 
     def __init__(self, cache: CompressedKVCache, new: int):
         if (live := cache.windows) is None:
@@ -51,13 +56,13 @@ class Own(Form):
         return new, new, *(0, 0, new, 0) * rows
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return _OwnStandIn(self, arrays, numbers)
+        return OwnStandIn(self, arrays, numbers)
 
     def commit(self, written: Sequence[mx.array]) -> None:
         self.cache.written(tuple(written), self.new)
 
 
-class _OwnStandIn(StandIn):
+class OwnStandIn(StandIn):
     def __init__(self, form: Own, arrays: Sequence[mx.array], numbers: Numbers):
         self._numbers, self._live, self._centre = numbers, tuple(arrays[:2]), form.centre
         rest = 4 if form.n_sink else 2

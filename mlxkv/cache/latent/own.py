@@ -2,7 +2,8 @@
 
 mlx-lm's code hands a cache the latents [B, 1, L, R] in place of keys, and in place of values the rotary keys
 [B, 1, L, N] that all heads share. A latent is key and value at once, so one record of it is stored. The rotary
-keys stay an array in full precision: the model's code multiplies them itself, and adds the product to the scores.
+keys stay an array in full precision, or those in pages are stored with 8 bits (`CacheConfig.rotary`) and come back
+as an array: the model's code multiplies them itself, and adds the product to the scores.
 Spec: `spec.affine`.
 """
 
@@ -18,7 +19,7 @@ from mlxkv.cache.compressed import STEP, CompressedKVCache
 from mlxkv.cache.latent.batch import BatchedLatentCache
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import LatentCodes
-from mlxkv.cache.view import OPS, KernelPlan, View
+from mlxkv.cache.view import BY_OPS, KernelPlan, View
 from mlxkv.metal.launch import ahead, backend
 
 
@@ -49,12 +50,17 @@ class LatentKVCache(CompressedKVCache):
 
     def append(self, latents: mx.array, rotary: mx.array, whole: bool):
         """As `update_and_fetch`; whole: latents come back as an array."""
-        if self.empty() or rotary.shape[:2] == self._live[1].shape[:2]:  # else `_update` refuses
+        exact = self.config.rotary == 16
+        # Otherwise `_update` refuses.
+        if exact and (self.empty() or rotary.shape[:2] == self._live[1].shape[:2]):
             self._write(rotary)
-        view = _as_latents(self._update(latents, rotary)[0])
+        view, turned = self._update(latents, rotary)
+        if isinstance(turned, View):  # pages were sealed
+            turned = self.rotary if exact else _rotary_of(turned)
+        view = _as_latents(view)
         if latents.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
             ahead(self.arrays())
-        return (decoded(view) if whole or self.selects else view), self.rotary
+        return (decoded(view) if whole or self.selects else view), turned
 
     def keys_and_values(self) -> tuple[View, mx.array | None]:
         """The view and the rotary keys, without appending anything."""
@@ -63,6 +69,8 @@ class LatentKVCache(CompressedKVCache):
     @property
     def rotary(self) -> mx.array | None:
         """The rotary keys of all tokens [B, 1, T, N], or None before there are some."""
+        if self.config.rotary < 16:
+            return None if self.empty() else _rotary_of(super().keys_and_values()[0])
         return None if self._rotary is None else self._rotary[:, :, : self.offset]
 
     def _write(self, rotary: mx.array) -> None:
@@ -75,11 +83,34 @@ class LatentKVCache(CompressedKVCache):
                 self._rotary[:, :, : self.offset] = old[:, :, : self.offset]
         self._rotary[:, :, self.offset : end] = rotary
 
+    # -- a step of fixed shapes (`cache.fixed.latent`)
+
+    @property
+    def whole_rotary(self) -> mx.array | None:
+        """The buffer of exact rotary keys, with room for all that `windows` and the pages have room for; None where
+        they are stored with 8 bits. To be asked for behind `windows`."""
+        if self.config.rotary < 16:
+            return None
+        room = self._sunk + self._store.pages.capacity * self.config.page + self._live[0].shape[2]
+        if self._rotary.shape[2] != room:
+            held = self._rotary[:, :, : self.offset]
+            spare = [(0, 0), (0, 0), (0, room - self.offset), (0, 0)]
+            self._rotary = mx.pad(held, spare)
+        return self._rotary
+
+    def written(self, arrays: tuple[mx.array, ...], new: int) -> None:
+        """As of CompressedKVCache; a third array is the buffer of rotary keys."""
+        if len(arrays) > 2:
+            self._rotary = arrays[2]
+        super().written(arrays[:2], new)
+
     def plan(self, dims: tuple[int, int], dtype: mx.Dtype) -> KernelPlan:
-        return KernelPlan(OPS, choose.NO_LATENTS)
+        self._plan = choose.current(self._plan, self._stored, dims, dtype, latent=True)
+        return self._plan
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> LatentCodes:
-        return LatentCodes(self._stored, dims, self.layer_maps, self.way)
+        plan = BY_OPS if self.selects else self.plan(dims, dtype)
+        return LatentCodes(self._stored, dims, self.layer_maps, self.way, plan)
 
     # -- the rest of mlx-lm's contract
 
@@ -96,12 +127,14 @@ class LatentKVCache(CompressedKVCache):
 
     def _extra(self) -> tuple[dict, dict]:
         """The rotary keys of the tokens in pages; windows have their own."""
-        if not self._paged:
+        if not self._paged or self.config.rotary < 16:
             return {}, {}
         return {}, {"rotary": self._rotary[:, :, self._sunk : self._sunk + self._paged]}
 
     def _restore(self, header: dict, tree: dict) -> None:
         super()._restore(header, tree)
+        if self.config.rotary < 16:
+            return
         parts = [self._sink and self._sink[1], self._paged and tree["rotary"]]
         parts = [x for x in parts if isinstance(x, mx.array)]
         if self._live is not None:
@@ -136,6 +169,15 @@ def _as_latents(view: View) -> View:
     """The view whose windows are latents alone, as keys and as values."""
     sink = view.sink and (view.sink[0],) * 2
     return replace(view, live=(view.live[0],) * 2, sink=sink, buffers=None)
+
+
+def _rotary_of(view: View) -> mx.array:
+    """The rotary keys of all tokens [B, 1, T, N] where those in pages have codes. view: of latents and rotary keys."""
+    live = view.live[1]
+    parts = [view.sink[1]] if view.sink is not None else []
+    if view.pages is not None:
+        parts.append(view.pages.decode_rotary(live.dtype))
+    return mx.concatenate([*parts, live], axis=2) if parts else live
 
 
 def decoded(view: View) -> mx.array:

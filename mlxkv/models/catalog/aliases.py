@@ -12,11 +12,11 @@ from pathlib import Path
 
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
-from mlxkv.models.catalog.plant import KINDS
+from mlxkv.models.catalog.weights.plant import KINDS
 
-HERE = Path(__file__).parents[1] / "embedded"
-DEFAULT, KV = "tiny", "int4"  # of commands and of `load`
-CHAT = "tiny-chat"  # of commands with which people talk: chat, demo
+HERE = Path(__file__).resolve().parents[1] / "embedded"
+# What people talk to where they name none, in chat, demo, serve and `load`; commands that measure take tiny.
+CHAT, KV = "tiny-chat", "int4"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Source:
     """Where a model comes from: a folder on this machine, or `owner/name` on the Hugging Face hub.
 
     planted: what is planted in the weights while loading, to make caches harder to compress: a kind of
-        `catalog.plant`, "" for nothing.
+        `catalog.weights.plant`, "" for nothing.
     """
 
     name: str
@@ -32,7 +32,13 @@ class Source:
     repo: str | None = None
     planted: str = ""
 
+    @property
+    def decoded(self) -> bool:
+        """Whether its weights are stored in few bits and computed with in 16 (`catalog.weights.stored`)."""
+        return self.folder is not None and self.folder.resolve() in DECODED
 
+
+DECODED = (HERE / "tiny", HERE / "tiny-qwen")
 EMBEDDED: dict[str, Source] = {
     "tiny": Source("tiny", folder=HERE / "tiny"),
     "tiny-chat": Source("tiny-chat", folder=HERE / "tiny-chat"),
@@ -79,7 +85,7 @@ def resolve(name: str) -> Source:
     """Find the source of `name`: an alias, a folder on this machine, or `owner/name` on the hub.
 
     An alias wins over a folder of the same name; write `./tiny` for the folder. FOLDER+KIND plants what
-    `catalog.plant` calls KIND. Raises UserError for anything else.
+    `catalog.weights.plant` calls KIND. Raises UserError for anything else.
     """
     text = name.strip()
     if text in EMBEDDED:

@@ -53,9 +53,9 @@ def check_fold(config: CacheConfig | Plan, label: str, fold: bool) -> None:
         raise UserError(
             f"[--fold] folds the maps of one preset into the weights; got the plan {label}; leave it out"
         )
-    if fold and (not config.values.calibrated or config.values.low):
+    if fold and (not config.values.calibrated or config.values.cut):
         found = ((name, one.values) for name, one in PRESETS.items())
-        choices = ", ".join(name for name, side in found if side.calibrated and not side.low)
+        choices = ", ".join(name for name, side in found if side.calibrated and not side.cut)
         raise UserError(
             f"[--fold] folds calibrated maps of values into the weights; got {label}, which has "
             f"none; choose from {choices}"

@@ -27,7 +27,10 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.batch import of_batch
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, Unused
+from mlxkv.cache.fixed.latent import OwnLatents, of_latent_batch
 from mlxkv.cache.fixed.own import Own
+from mlxkv.cache.latent.batch import BatchedLatentCache
+from mlxkv.cache.latent.own import LatentKVCache
 from mlxkv.errors import UserError
 from mlxkv.metal import launch, tiles
 from mlxkv.models.compiled.batched import PaddedPlain, PaddedRing
@@ -39,10 +42,12 @@ MOST_TRACES = 64  # of one kind of step: beyond, all are dropped and made anew a
 MOST_KINDS = 256  # beyond, too: how work is shared out among kernels changes as a batch grows
 FORMS = {
     CompressedKVCache: Own,
+    LatentKVCache: OwnLatents,
     RotatingKVCache: Ring,
     KVCache: Plain,
     ArraysCache: Arrays,
     BatchedKVCache: of_batch,
+    BatchedLatentCache: of_latent_batch,
     BatchRotatingKVCache: PaddedRing,
     BatchKVCache: PaddedPlain,
 }

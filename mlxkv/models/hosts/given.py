@@ -19,6 +19,7 @@ from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.models.decoders import not_used
+from mlxkv.models.hosts import watch
 from mlxkv.models.hosts.ledger import LEDGER
 from mlxkv.models.hosts.voice import is_quiet, say
 from mlxkv.models.origin import Origin, introduce
@@ -52,7 +53,7 @@ def give(
             introduce(target, _origin(name, folder, tokenizer))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the report says it
-            reports = attach(target, kv, strict=strict, group=group)
+            reports = attach(target, kv, strict=strict, group=group, windows=_windows())
     except UserError as error:
         return _refused(str(error), strict)
     except Exception as error:  # a model of others may raise anything
@@ -60,6 +61,16 @@ def give(
     LEDGER.open(target, canonical(kv), config, reports)
     _tell(name, canonical(kv), reports)
     return reports
+
+
+def _windows() -> int | None:
+    """Tokens of the smallest sliding window that MLXKV_WINDOWS has compressed, or None."""
+    text = os.environ.get(watch.WINDOWS, "").strip()
+    if text.lower() in watch.OFF:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"[{watch.WINDOWS}] must be a number of tokens; got {text!r}; choose 1024")
+    return int(text)
 
 
 def language_model(model: nn.Module) -> nn.Module:

@@ -13,8 +13,9 @@ from importlib import import_module
 from types import ModuleType
 
 HOSTS = ("mlx_lm.utils", "mlx_vlm.utils")
-# Environment variables: a preset; 1: refuse rather than go on; 1: no reports, only what is wrong.
-KV, STRICT, QUIET = "MLXKV", "MLXKV_STRICT", "MLXKV_QUIET"
+# Environment variables: a preset; 1: refuse rather than go on; 1: no reports, only what is wrong; tokens of the
+# smallest sliding window that is compressed.
+KV, STRICT, QUIET, WINDOWS = "MLXKV", "MLXKV_STRICT", "MLXKV_QUIET", "MLXKV_WINDOWS"
 OFF = ("", "0", "off")
 
 

@@ -1,0 +1,139 @@
+"""`LatentKVCache`: the compressed cache of a layer with multi-head latent attention (MLA), and attention over it.
+
+transformers hands a cache the latents [B, 1, L, R] in place of keys, and the rotary keys [B, 1, L, N], which all heads
+share, in place of values. A latent is key and value at once, so one record of it is stored; rotary keys stay exact, or
+those in pages take 8 bits (`CacheConfig.rotary`). One new token, or a few, meet the latents as they are, with absorbed
+queries (DeepSeek-V2, arXiv 2405.04434, section 2.1.2); for many the model's code makes keys and values of every head.
+Spec: `mlxkv.spec.affine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from cuda_track.cache import attention, choose
+from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.cache.stores import Codes, codecs_of
+from cuda_track.cache.view import CodePages, Pair, View
+from mlxkv.formats.records import NAMES
+
+Expand = Callable[[torch.Tensor, torch.Tensor], Pair]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the heads of a layer make of a latent.
+
+    keys: [H, D, R], values: [H, Dv, R], maps from latents to keys without their rotary part and to values. expand: the
+    model's own code, (latents, rotary keys) -> keys and values of every head.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    expand: Expand
+
+    def to(self, dtype: torch.dtype) -> Heads:
+        return replace(self, keys=self.keys.to(dtype), values=self.values.to(dtype))
+
+
+@dataclass(frozen=True)
+class LatentView(View):
+    """A view whose keys are latents and whose values are rotary keys. heads: of the layer that attends."""
+
+    heads: Heads | None = None
+
+    @property
+    def latents(self) -> View:
+        """The view whose keys and values are the latents, of one kv head."""
+        sink = self.sink and (self.sink[0],) * 2
+        pages = self.pages
+        if pages is not None:
+            pages = CodePages(pages.codecs[:1] * 2, pages.stored[:1] * 2, pages.tokens)
+        return View((self.live[0],) * 2, sink, pages)
+
+    def to(self, dtype: torch.dtype) -> LatentView:
+        """The same in another type; of a view without pages."""
+        return replace(self, live=tuple(x.to(dtype) for x in self.live), heads=self.heads.to(dtype))
+
+    def rotary(self, dtype: torch.dtype) -> torch.Tensor:
+        """The rotary keys of all tokens, [B, 1, T, N]."""
+        parts = [pair[1].to(dtype) for pair in self.windows]
+        if self.pages is not None:
+            parts.insert(-1, self.pages.decode(1, dtype))
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+class LatentKVCache(CompressedKVCache):
+    """As CompressedKVCache, for a `config` of `CacheConfig.of_latents`: keys are latents, values rotary keys."""
+
+    def _view(self, live: Pair) -> LatentView:
+        pages = self._store.read(0, self._store.count) if self._count_pages else None
+        return LatentView(live, self._sink, pages)
+
+    def _new_store(self, live: Pair) -> Codes:
+        dims = tuple(x.shape[3] for x in live)
+        return Codes(self.config, codecs_of(self.config, dims, self.layer_maps, live[0].device))
+
+    @property
+    def state(self) -> dict:
+        """As mlxkv saves it: exact rotary keys of the tokens in pages stand beside the pages."""
+        tree = super().state
+        if "pages" not in tree or self.config.rotary < 16:
+            return tree
+        keys, values = (tree["pages"][name] for name in NAMES)
+        return tree | {"pages": {NAMES[0]: keys}, "rotary": values["values"]}
+
+    def _restore(self, header: dict, tree: dict) -> None:
+        if header["pages"] and self.config.rotary == 16:
+            held = {NAMES[0]: tree["pages"][NAMES[0]], NAMES[1]: {"values": tree["rotary"]}}
+            tree = tree | {"pages": held}
+        super()._restore(header, tree)
+
+
+def attend(
+    queries: torch.Tensor, view: LatentView, scale: float, mask: attention.Mask = None
+) -> torch.Tensor:
+    """queries: [B, H, L, D + N], with their rotary part behind -> [B, H, L, Dv]. mask: as in `attention.attend`.
+
+    The kernel reads one token's latents where it can (`why_not`), else products with codes do; many new tokens
+    decode the latents of this layer.
+    """
+    if queries.shape[2] > attention.DECODE_TOKENS:
+        return attention.attend(queries, expanded(view, queries.dtype), scale, mask)
+    heads, (plain, turned) = view.heads, _split(queries, view.heads)
+    absorbed = plain @ heads.keys
+    if why_not(queries, view, mask) is None:
+        from cuda_track.kernels import latents
+
+        seen = None if mask is None else mask[:, 0, 0]
+        out = latents.attend(absorbed, turned, view.pages, view.sink, view.live, scale, seen)
+    else:
+        added = (turned.float() @ view.rotary(torch.float32).mT) * scale
+        added = attention.masked(added, mask)
+        out = attention._decode_codes(absorbed, view.latents, scale, added, None)
+    return out @ heads.values.mT
+
+
+def _split(queries: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+    return queries[..., : heads.keys.shape[1]], queries[..., heads.keys.shape[1] :]
+
+
+def expanded(view: LatentView, dtype: torch.dtype) -> View:
+    """The keys and values of every head."""
+    return View(view.heads.expand(*view.whole(dtype)))
+
+
+def why_not(queries: torch.Tensor, view: LatentView, mask: attention.Mask) -> str | None:
+    """Why the kernel does not compute this attention, or None."""
+    if view.pages is None:
+        return "nothing is sealed yet"
+    if queries.shape[2] != 1:
+        return "the kernel takes one new token"
+    if isinstance(mask, torch.Tensor) and (mask.dtype != torch.bool or mask.shape[1] != 1):
+        return "the kernel takes one boolean row of a mask"
+    code, beside = view.pages.codecs
+    dims = view.live[0].shape[3], view.live[1].shape[3]
+    return choose.why_no_latents(code.spec, beside.spec, dims, code.page, queries.device)

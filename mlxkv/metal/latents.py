@@ -1,0 +1,177 @@
+"""Decode attention over latents (MLA): a record is key and value of all heads, and is decoded once for 8 to 32 of them.
+
+The body is text/tile/attend_latent.metal; `merge` joins its splits. Plain-ops twin: `cache.attention` over
+`CodePages`, whose arrays it reads as they are. `make` is the factory that builds them (`launch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import mlx.core as mx
+
+from mlxkv.formats.affine import Affine
+from mlxkv.metal import gpu
+from mlxkv.metal.launch import Factory, launch
+from mlxkv.metal.lengths import grown
+from mlxkv.metal.template import exponents, ints, nothing
+
+ROWS = 8  # query rows of a tile
+MOST_TILES = 4  # of a threadgroup
+HALVES = 2  # simdgroups that share the dims of a tile
+DIMS = (64, 128, 256, 512)  # threads divide these evenly
+TYPES = (mx.float16, mx.bfloat16, mx.float32)
+WANTED_CUDA, PER_CORE, MAX_SPLITS = (
+    256,
+    2.5,
+    128,
+)  # threadgroups: in all, of a core, along the tokens
+WINDOW = 256  # tokens in which live ones are counted
+LEAST_BLOCKS = 2  # of a split, so that merging stays small
+CAPABILITY = 8  # of CUDA: its matrix products
+
+
+def why_not(spec, dims: int, page: int, dtype: mx.Dtype) -> str | None:
+    """Why the kernel does not read such latents on any machine, or None. spec: their quantizer. dims: stored ones."""
+    if type(spec) is not Affine:
+        return f"the kernel for latents reads affine codes, not {spec.label}"
+    if dims not in DIMS:
+        return f"the kernel for latents is for {', '.join(map(str, DIMS))} dims, not {dims}"
+    if dtype not in TYPES:
+        return f"the kernel for latents has no {str(dtype).removeprefix('mlx.core.')}"
+    group = spec.group_size(dims, page)
+    if group % 16 or (spec.axis == "token" and dims % group):
+        return f"the kernel for latents reads whole groups of 16, not of {group}"
+    return None
+
+
+def why_not_here(make: Factory) -> str | None:
+    """Why it does not run on this machine, or None."""
+    if make is mx.fast.cuda_kernel:
+        found = mx.device_info().get("compute_capability_major", 0)
+        return (
+            None
+            if found >= CAPABILITY
+            else "the kernel for latents needs an A100 or its successors"
+        )
+    if make is mx.fast.metal_kernel:
+        return gpu.why_no_tiles()
+    return None if getattr(make, "tiles", False) else "this backend has no tiles"
+
+
+def attend(
+    q_pages: mx.array,
+    q_window: mx.array,
+    stored: Mapping[str, mx.array],
+    spec: Affine,
+    page: int,
+    tokens: int,
+    sink: mx.array | None,
+    live: mx.array,
+    rotary: mx.array,
+    scale: float,
+    make: Factory,
+    up: mx.array | None = None,
+    sizes: Callable[..., mx.array] | None = None,
+) -> mx.array:
+    """Attention of one new token a sequence over latents.
+
+    q_pages: [B, H, R] float32, absorbed queries in the stored domain. q_window: [B, H, R], in the model's.
+    stored: codes [B, 1, T, W], and scale and bias, of at least `tokens` tokens (`Affine.tensors`). page: its tokens.
+    sink, live: latents [B, 1, n, R] in full precision; no sink: None.
+    rotary: [B, H, all tokens], added to the scores. scale: of the products with latents.
+    up: [R, R] or [1, R, R] float32, from the stored domain to the model's, or None.
+    sizes: in a step of fixed shapes, where `tokens`, live and rotary have spare room: makes the kernel's sizes of
+        (rows, splits of pages, room of codes, columns of rotary, room of live), with the lengths that only the
+        device knows.
+    Returns [B, H, R] in the dtype of live.
+    """
+    batch, rows, dims = q_window.shape
+    dtype, on_cuda = live.dtype, make is mx.fast.cuda_kernel
+    group = spec.group_size(dims, page)
+    by_channel = spec.axis == "channel"
+    several = (on_cuda or getattr(make, "wide", False)) and not (by_channel and group % 32)
+    per = 2 if several else 1  # times 16 tokens of a block: CUDA has threadgroup memory for 32
+    block = 16 * per
+    need = -(-rows // ROWS)
+    groups = -(-need // MOST_TILES)
+    tiles = -(-need // groups)
+    n_sink = 0 if sink is None else sink.shape[2]
+    n_live = live.shape[2]
+    # By the room of steps of fixed shapes, in all steps, so that both share work out alike.
+    page_blocks = (
+        -(-page * grown(tokens // page) // block) if sizes is None else -(-tokens // block)
+    )
+    window_blocks = -(-n_sink // block) + -(-WINDOW * -(-n_live // WINDOW) // block)
+    page_splits = _splits(page_blocks, groups * batch, make)
+    each = -(-page_blocks // page_splits)
+    splits = page_splits + min(MAX_SPLITS, -(-window_blocks // each))
+    rooms = stored["codes"].shape[2], rotary.shape[2], n_live
+    if sizes is None:
+        lengths = ints(rows, page_splits, tokens, n_sink, n_live, *rooms, n_sink + tokens)
+    else:
+        lengths = sizes(rows, page_splits, *rooms)
+    threads = 32 * tiles * HALVES
+    out, stats = launch(
+        "attend_latent",
+        [
+            q_pages,
+            q_window.astype(dtype),
+            stored["codes"],
+            stored["scale"],
+            stored.get("bias", nothing(mx.float16)),
+            live if sink is None else sink,
+            live,
+            rotary.astype(dtype),
+            exponents(scale),
+            lengths,
+        ],
+        {
+            "T": dtype,
+            "R": dims,
+            "QT": tiles,
+            "DH": HALVES,
+            "M": per,
+            "BITS": spec.bits,
+            "GROUP": group,
+            "CHANNEL": int(by_channel),
+            "SYMMETRIC": int(spec.symmetric),
+        },
+        (threads * groups, splits, batch),
+        (threads, 1, 1),
+        [((batch * rows, splits, dims), mx.float32), ((batch * rows, splits, 2), mx.float32)],
+        make,
+        f"{threads}, 2",
+    )
+    threads = 32 * min(8, dims // 32)
+    (merged,) = launch(
+        "merge",
+        [
+            out,
+            stats,
+            nothing() if up is None else up,
+            nothing(),
+            exponents(scale),
+            ints(splits, page_splits, rows, 1, 1, 1, page_splits, 1),
+        ],
+        {
+            "T": dtype,
+            "WIDTH": dims,
+            "RV": dims,
+            "D": dims,
+            "HAS_UP": int(up is not None),
+            "HAS_SINKS": 0,
+        },
+        (threads * batch * rows, 1, 1),
+        (threads, 1, 1),
+        [((batch, rows, dims), dtype)],
+        make,
+    )
+    return merged
+
+
+def _splits(blocks: int, others: int, make: Factory) -> int:
+    """How many threadgroups share the blocks of the pages. others: threadgroups that read the same."""
+    cores = gpu.cores(make)
+    wanted = WANTED_CUDA if cores is None else PER_CORE * cores
+    return max(1, min(MAX_SPLITS, round(wanted / others), -(-blocks // LEAST_BLOCKS)))

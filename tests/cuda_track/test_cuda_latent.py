@@ -1,0 +1,341 @@
+"""Latents (MLA) on torch and Triton: the cache, its attention, the kernel in Triton's interpreter, and whole models."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cuda_track.cache import choose
+from cuda_track.cache import latent as cache_latent
+from cuda_track.cache.latent import Heads, LatentKVCache, attend
+from cuda_track.codec import affine as codes
+from mlxkv.errors import UserError
+from mlxkv.formats.affine import Affine
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.names import parse_kv
+from mlxkv.spec import affine as spec
+
+pytest.importorskip(
+    "cuda_track.kernels.interpreter"
+)  # which says how kernels are built; no Triton on a Mac
+
+torch.set_num_threads(1)
+H, D, V, R, N = 5, 24, 20, 64, 16
+
+
+def rms(x, y) -> float:
+    x, y = (np.asarray(z, np.float64) for z in (x, y))
+    return float(np.sqrt(((x - y) ** 2).mean() / (y**2).mean()))
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def heads(h=H, d=D, v=V, r=R) -> Heads:
+    keys, values = random(h, d, r, seed=1) / r**0.5, random(h, v, r, seed=2) / r**0.5
+
+    def expand(latents, rotary):
+        plain = torch.einsum("bgtr,hdr->bhtd", latents, keys.to(latents.dtype))
+        turned = rotary.expand(-1, h, -1, -1)
+        seen = torch.einsum("bgtr,hvr->bhtv", latents, values.to(latents.dtype))
+        return torch.cat([plain, turned], -1), seen
+
+    return Heads(keys, values, expand)
+
+
+def filled(config, tokens, batch=1, r=R, n=N, dtype=torch.float32, seed=3):
+    cache = LatentKVCache(config.of_latents)
+    given = (
+        random(batch, 1, tokens, r, seed=seed, dtype=dtype),
+        random(batch, 1, tokens, n, seed=seed + 1, dtype=dtype),
+    )
+    cache.update_and_fetch(*given)
+    return cache, given
+
+
+SMALL = {"sink": 4, "recent": 16, "page": 32}
+
+
+def config_of(code: Affine, transform: str = "none", **more) -> CacheConfig:
+    return CacheConfig(Side(code, transform), Side(code), **(SMALL | more))
+
+
+def expected(view, of: Heads, queries, scale, mask=None):
+    """The spec over what is stored: expanded keys and values in float64."""
+    latents, rotary = (x.double().numpy() for x in view.whole(torch.float32))
+    d = of.keys.shape[1]
+    q, q_pe = (x.double().numpy() for x in (queries[..., :d], queries[..., d:]))
+    bias = spec.rotary_scores(q_pe, rotary, scale)
+    if mask is not None:
+        bias = np.where(mask, bias, -1e30)
+    return spec.absorbed(
+        q, latents, of.keys.double().numpy(), of.values.double().numpy(), scale, bias
+    )
+
+
+CODES = [
+    (Affine(4, 16, axis="channel"), "none"),
+    (Affine(4, 32, True), "srft"),
+    (Affine(3, 64), "hadamard"),
+    (Affine(2, 32), "none"),
+    (Affine(8, 64), "none"),
+]
+
+
+@pytest.mark.parametrize("rotary", (16, 8))
+@pytest.mark.parametrize(("code", "transform"), CODES)
+def test_attention_is_the_spec_s_over_what_is_stored(code, transform, rotary):
+    config = replace(config_of(code, transform), rotary=rotary)
+    cache, _ = filled(config, 90, batch=2)
+    of, scale = heads(), (D + N) ** -0.5
+    view = replace(cache.view(), heads=of)
+    for new in (1, 3):
+        q = random(2, H, new, D + N, seed=9)
+        mask = "causal" if new > 1 else None
+        right = expected(
+            view, of, q, scale, spec.causal_mask(new, view.tokens) if new > 1 else None
+        )
+        assert rms(attend(q, view, scale, mask), right) < 1e-5
+    many = random(2, H, 20, D + N, seed=10)
+    right = expected(view, of, many, scale, spec.causal_mask(20, view.tokens))
+    assert rms(attend(many, view, scale, "causal"), right) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("code", "transform", "rank", "rotary", "batch", "count", "dtype"),
+    [
+        (Affine(4, 16, axis="channel"), "none", 64, 16, 1, 5, torch.float32),
+        (Affine(4, 64, axis="channel"), "none", 512, 16, 1, 20, torch.float16),
+        (Affine(2, 32, True, "channel"), "none", 64, 8, 2, 5, torch.float32),
+        (Affine(4, 32, True), "srft", 128, 16, 2, 8, torch.float32),
+        (Affine(3, 64), "hadamard", 64, 16, 1, 33, torch.float32),
+        (Affine(3, 32, True), "none", 256, 8, 1, 9, torch.float32),
+        (Affine(8, 64), "none", 128, 8, 1, 70, torch.bfloat16),
+        (Affine(2, 0), "hadamard", 128, 16, 1, 3, torch.float16),
+    ],
+)
+def test_the_kernel_is_attention_over_what_is_stored(
+    code, transform, rank, rotary, batch, count, dtype
+):
+    page = 64 if code.group == 64 else 32
+    config = replace(config_of(code, transform, page=page), rotary=rotary)
+    turned = 64 if rank == 512 else 32
+    cache, _ = filled(config, 170, batch=batch, r=rank, n=turned, dtype=dtype)
+    of = heads(count, 32, 16, rank).to(dtype)
+    view = replace(cache.view(), heads=of)
+    q, scale = random(batch, count, 1, 32 + turned, seed=9, dtype=dtype), (32 + turned) ** -0.5
+    mask = torch.ones(batch, 1, 1, view.tokens, dtype=torch.bool)
+    mask[-1, ..., :7] = False  # padded on the left
+    bound = 2e-2 if dtype == torch.bfloat16 else 3e-3
+    with choose.using(choose.TRITON):
+        for seen in (None, mask):
+            assert cache_latent.why_not(q, view, seen) is None
+            right = expected(view, of, q, scale, None if seen is None else seen.numpy())
+            assert rms(attend(q, view, scale, seen).float(), right) < bound
+    with choose.using(choose.OPS):
+        assert "plain ops" in cache_latent.why_not(q, view, None)
+
+
+# -- the cache
+
+
+def test_windows_are_exact_and_latents_are_stored_as_keys():
+    config = config_of(Affine(4, 32))
+    cache, (latents, rotary) = filled(config, 90)
+    view = cache.view()
+    assert view.tokens == 90 and cache.offset == 90
+    seen, turned = view.whole(torch.float32)
+    live = view.live[0].shape[2]
+    torch.testing.assert_close(turned, rotary, rtol=0, atol=0)
+    torch.testing.assert_close(seen[:, :, :4], latents[:, :, :4], rtol=0, atol=0)
+    torch.testing.assert_close(seen[:, :, -live:], latents[:, :, -live:], rtol=0, atol=0)
+    pages = latents[:, :, 4:-live]
+    stored = codes.encode(Affine(4, 32), pages, 32)
+    right = codes.decode(Affine(4, 32), stored, R, 32, torch.float32)
+    torch.testing.assert_close(seen[:, :, 4:-live], right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rotary", (16, 8))
+def test_a_state_goes_on_and_trims(rotary):
+    config = replace(config_of(Affine(4, 32)), rotary=rotary)
+    cache, _ = filled(config, 90)
+    other = LatentKVCache.from_state(cache.state)
+    more = random(1, 1, 40, R, seed=20), random(1, 1, 40, N, seed=21)
+    for one in (cache, other):
+        one.update_and_fetch(*more)
+    for a, b in zip(
+        cache.view().whole(torch.float32), other.view().whole(torch.float32), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    held, copied = cache.view().whole(torch.float32), copy.deepcopy(cache)
+    assert copied.trim(5) == 5 and copied.offset == 125 and cache.offset == 130
+    for a, b in zip(held, copied.view().whole(torch.float32), strict=True):
+        torch.testing.assert_close(a[:, :, :125], b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kv", ("int4", "int8+rope8", "hadamard-int3", "turbo-int4", "kvarn-int4"))
+def test_mlx_and_torch_read_each_other_s_states(kv):
+    mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
+    from mlxkv.cache.latent.own import LatentKVCache as Other
+
+    config = replace(parse_kv(kv), sink=4, recent=32, page=64).of_latents
+    given = random(1, 1, 300, 128, seed=5).half(), random(1, 1, 300, 32, seed=6).half()
+    ours, theirs = LatentKVCache(config), Other(config)
+    ours.update_and_fetch(*given)
+    theirs.update_and_fetch(*(mx.array(x.numpy()) for x in given))
+
+    def to_torch(x):
+        if isinstance(x, dict):
+            return {name: to_torch(y) for name, y in x.items()}
+        x = torch.from_numpy(np.array(x))
+        return x.view(torch.int32) if x.dtype == torch.uint32 else x
+
+    def to_mlx(x):
+        if isinstance(x, dict):
+            return {name: to_mlx(y) for name, y in x.items()}
+        return mx.array(x.view(torch.uint32).numpy() if x.dtype == torch.int32 else x.numpy())
+
+    from_them = LatentKVCache.from_state(to_torch(theirs.state))
+    from_us = Other.from_state(to_mlx(ours.state))
+    seen = [x.float().numpy() for x in from_them.view().whole(torch.float32)]
+    latents = cache_of_mlx(from_us)
+    assert rms(seen[0], np.array(latents[0])) < 1e-3
+    assert rms(seen[1], np.array(latents[1])) < 1e-3
+    mine = ours.view().whole(torch.float32)
+    assert rms(mine[0].numpy(), seen[0]) < 2e-2  # a tie may fall to the other code
+
+
+def cache_of_mlx(cache) -> tuple:
+    import mlx.core as mx
+
+    from mlxkv.cache.latent.own import decoded
+
+    view, rotary = cache.keys_and_values()
+    return decoded(view).astype(mx.float32), rotary.astype(mx.float32)
+
+
+# -- models of transformers
+
+FAMILIES = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2", "longcat_flash", "minicpm3", "youtu")
+PROMPT, NEW = 45, 20
+
+
+def written(model, ids=None, **more):
+    ids = IDS if ids is None else ids
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    return model.generate(ids, **({"attention_mask": torch.ones_like(ids)} | options | more))
+
+
+IDS = torch.randint(3, 100, (1, PROMPT), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def tools():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from types import SimpleNamespace
+
+    from cuda_track.models import latent, seam
+    from experiments.families.building import build
+    from experiments.families.found import EXACT, INT4
+
+    return SimpleNamespace(seam=seam, build=build, exact=EXACT, int4=INT4, latent=latent)
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, "kimi_linear", "bailing_hybrid"))
+def test_lossless_pages_give_the_plain_logits(tools, family):
+    from experiments.families.building import not_built
+
+    if reason := not_built(family):
+        pytest.skip(f"{family}: {reason}")
+    model = tools.build(family)
+    right = written(model)
+    reports = tools.seam.attach(model, tools.exact)
+    ours = [r for r in reports if r.compressed]
+    assert ours and {r.kind for r in ours} == {"latent attention"}
+    assert {r.kv_heads for r in ours} == {1}
+    got = written(model)
+    for a, b in zip(right.logits, got.logits, strict=True):
+        assert (a - b).norm() < 1e-4 * a.norm()
+    with torch.no_grad():  # and without any cache
+        assert model(IDS, use_cache=False).logits.isfinite().all()
+    tools.seam.detach(model)
+    assert all(tools.latent.EXPAND not in vars(m) for m in tools.latent.modules_of(model))
+    assert torch.equal(written(model).sequences, right.sequences)
+
+
+@pytest.mark.parametrize("kv", ("int8", "int8+rope8"))
+def test_int8_is_close_and_small(tools, kv):
+    model = tools.build("glm4_moe_lite")
+    ids = torch.randint(3, 100, (1, 300), generator=torch.Generator().manual_seed(4))
+    right = written(model, ids, max_new_tokens=4, min_new_tokens=4)
+    (report, *_) = tools.seam.attach(model, kv)
+    assert report.reason.startswith(f"latent {kv}") and report.bits_per_value < 16
+    got = written(model, ids, max_new_tokens=4, min_new_tokens=4)
+    for a, b in zip(right.logits, got.logits, strict=True):
+        assert (a - b).norm() < 0.05 * a.norm()
+    caches = [layer.cache for layer in got.past_key_values.layers]
+    assert all(type(cache) is LatentKVCache for cache in caches)
+
+
+def test_batches_beams_drafts_and_copies(tools):
+    model = tools.build("deepseek_v3")
+    two, mask = IDS.repeat(2, 1), torch.ones(2, PROMPT, dtype=torch.long)
+    mask[1, :7] = 0  # padded on the left
+    padded = {"ids": two, "attention_mask": mask}
+    right = [written(model, **padded), written(model, num_beams=3)]
+    tools.seam.attach(model, tools.exact)
+    got = [written(model, **padded), written(model, num_beams=3)]
+    for a, b in zip(right, got, strict=True):
+        assert torch.equal(a.sequences, b.sequences)
+    one = written(model).sequences
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        modules = tools.latent.modules_of(other)
+        assert all(vars(m)[tools.latent.EXPAND].module is m for m in modules)
+        assert torch.equal(written(other).sequences, one)
+        tools.seam.detach(other)
+    cache = tools.seam.new_cache(model)
+    with torch.no_grad():
+        whole = model(IDS, past_key_values=cache).logits
+        cache.crop(-5)
+        again = model(IDS[:, -5:], past_key_values=cache).logits
+        weights = model(IDS[:, :1], past_key_values=cache, output_attentions=True).attentions
+    torch.testing.assert_close(again, whole[:, -5:], rtol=0, atol=1e-4)
+    assert weights is None or weights[0].shape[-1] == PROMPT + 1
+
+
+def test_caches_convert_both_ways(tools):
+    from transformers import DynamicCache
+
+    model = tools.build("glm4_moe_lite")
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS, past_key_values=plain)
+        right = model(IDS[:, :1], past_key_values=copy.deepcopy(plain)).logits
+        tools.seam.attach(model, tools.exact)
+        mine = tools.seam.compressed_from(model, plain)
+        back = DynamicCache(mine)
+        got = model(IDS[:, :1], past_key_values=mine).logits
+    torch.testing.assert_close(got, right, rtol=0, atol=1e-4)
+    torch.testing.assert_close(back.layers[0].keys, plain.layers[0].keys)
+
+
+def test_what_cannot_be_done_is_said_in_one_line(tools):
+    model = tools.build("deepseek_v3")
+    for kv, line in (("turbo-int4+qjl", "scores alone"), ("int4+keep0.5", "are not selected")):
+        with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
+            reports = tools.seam.attach(model, kv)
+        assert all(line in r.reason for r in reports)
+    with pytest.raises(UserError, match="none of"):
+        tools.seam.attach(tools.build("llama"), "int4+rope8")
+    made = model.model.layers[0].self_attn
+    made.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(made.kv_b_proj.out_features))
+    with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED|cannot be absorbed"):
+        reports = tools.seam.attach(model, "int4")
+    assert any("cannot be absorbed" in r.reason for r in reports)
+    tools.seam.detach(model)
+    assert all(tools.latent.EXPAND not in vars(m) for m in tools.latent.modules_of(model))

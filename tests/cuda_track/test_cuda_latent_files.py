@@ -1,0 +1,122 @@
+"""A folder of a model with latents (MLA), random weights, in transformers and in MLX: logits, maps, sessions."""
+
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+
+from cuda_track.cache.latent import LatentKVCache
+from cuda_track.calibrate import calibrate
+from cuda_track.models import prompt_cache, seam
+from cuda_track.models.loader import load
+from mlxkv import models
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration import artifact
+from mlxkv.models import generate as mlx_generate
+from mlxkv.models import prompt_cache as mlx_prompt_cache
+from mlxkv.models.calibration import measure
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).parents[2]
+IDS = np.random.default_rng(0).integers(5, 3000, 460).tolist()
+KV = ("int8", "int4+rope8", "hadamard-int3", "balanced-int3")
+NEW = [5, 77, 300]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Path:
+    """tiny-mla with two narrow layers and random weights, as training/ exports it."""
+    sys.path.insert(0, str(ROOT / "training"))
+    try:
+        import configs
+        import export
+        import model
+    finally:
+        sys.path.remove(str(ROOT / "training"))
+    torch.manual_seed(0)
+    made = model.Model(replace(configs.CONFIGS["tiny-mla"], layers=2, width=128, ff=128))
+    for name, p in made.named_parameters():
+        p.data += (0.1 if "norm" in name else 0.05) * torch.randn_like(p)
+    out = tmp_path_factory.mktemp("mla") / "hub"
+    export.write(made, ROOT / "mlxkv" / "models" / "embedded" / "tiny", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def calibration(hub, tmp_path_factory) -> Path:
+    """Made by MLX, for both."""
+    path = tmp_path_factory.mktemp("calibration") / "file.safetensors"
+    tokens = np.random.default_rng(1).integers(5, 3000, 1024).tolist()
+    artifact.write(
+        path, measure.calibrate(models.load(str(hub), "fp16", dtype="float32").model, tokens)
+    )
+    return path
+
+
+@pytest.fixture(scope="module", params=KV)
+def pair(request, hub, calibration):
+    """The same model with the same preset on both sides, in float32."""
+    more = {"calibration": str(calibration)} if request.param.startswith("balanced") else {}
+    ours = load(str(hub), request.param, "float32", **more)
+    return ours, models.load(str(hub), request.param, dtype="float32", **more)
+
+
+def ours_read(made, cache, ids) -> np.ndarray:
+    with torch.no_grad():
+        return made.model(torch.tensor([ids]), past_key_values=cache).logits[0].numpy()
+
+
+def theirs_read(made, cache, ids) -> np.ndarray:
+    return np.array(made.model(mx.array([ids]), cache=cache)[0])
+
+
+def filled(pair):
+    ours, theirs = pair
+    mine, other = seam.new_cache(ours.model), mlx_generate.new_cache(theirs)
+    ours_read(ours, mine, IDS)
+    theirs_read(theirs, other, IDS)
+    return mine, other
+
+
+def test_both_say_the_same_step_by_step(pair):
+    ours, theirs = pair
+    mine, other = filled(pair)
+    assert all(type(layer.cache) is LatentKVCache and layer.cache._store for layer in mine.layers)
+    reports = [(r.reason, r.bits_per_value) for r in ours.layers]
+    assert reports == [(r.reason, r.bits_per_value) for r in theirs.layers]
+    for token in NEW:
+        one, right = ours_read(ours, mine, [token]), theirs_read(theirs, other, [token])
+        # A value at a boundary may take the other code.
+        assert np.linalg.norm(one - right) < 0.02 * np.linalg.norm(right)
+
+
+@pytest.mark.skipif(version("mlx-lm") < "0.32", reason="the files of mlx-lm 0.32")
+def test_sessions_are_read_on_the_other_side(pair, tmp_path):
+    ours, theirs = pair
+    mine, other = filled(pair)
+    path = tmp_path / "torch.safetensors"
+    prompt_cache.save(path, prompt_cache.Saved(mine, IDS), ours)
+    back = mlx_prompt_cache.load(str(path), theirs)
+    again = prompt_cache.load(path, ours)
+    right = ours_read(ours, mine, NEW)
+    near = 1e-3 * np.abs(right).max()
+    assert back.tokens == IDS
+    assert np.abs(theirs_read(theirs, back.cache, NEW) - right).max() < near
+    assert np.abs(ours_read(ours, again.cache, NEW) - right).max() < near
+
+    saved = mlx_prompt_cache.Saved(other, IDS, [], "")
+    path = mlx_prompt_cache.save(str(tmp_path / "mlx"), saved, theirs)
+    got = ours_read(ours, prompt_cache.load(path, ours).cache, NEW)
+    right = theirs_read(theirs, other, NEW)
+    assert np.abs(got - right).max() < 1e-3 * np.abs(right).max()
+
+
+def test_calibrating_here_is_refused_in_one_line(hub):
+    made = load(str(hub), "int8", "float32")
+    with pytest.raises(UserError, match="by mlxkv calibrate; got a model with latents"):
+        calibrate(made, IDS * 2)
