@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -79,6 +80,76 @@ def of_format(asked: Any) -> str | None:
         f"got {json.dumps(asked, default=str)[:80]}",
         "invalid_value",
     )
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What stands before and behind a tool call that is JSON, {"name": ..., "arguments": {...}}, as grammar."""
+
+    start: str
+    end: str
+
+
+def calls_of(tokenizer: Any) -> Calls | None:
+    """How the model writes tool calls. None without tools, or in a form that is not JSON."""
+    parser = getattr(tokenizer, "tool_parser", None)
+    if parser is None or not parser.__module__.endswith(".json_tools"):
+        return None
+    marks = [
+        (tokenizer.tool_call_start_tokens, tokenizer.tool_call_start),
+        (tokenizer.tool_call_end_tokens, tokenizer.tool_call_end),
+    ]
+    # llguidance knows a mark of one token by its number alone; one of several is text like any other
+    return Calls(*(f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text) for ids, text in marks))
+
+
+def of_choice(choice: Any, tools: list[dict] | None, calls: Calls | None) -> str | None:
+    """The grammar for OpenAI's `tool_choice`: of one call of any tool ("required") or of a named one
+    ({"type": "function", "function": {"name": ...}}). None for "auto" and "none". Raises Refused."""
+    if choice in ("auto", "none"):
+        return None
+    inner = choice.get("function") if isinstance(choice, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        raise _wrong_choice('must be auto, none, required, or {"type": "function", ...}', choice)
+    named = [tool["function"] for tool in tools or []]
+    wanted = [one for one in named if name is None or one.get("name") == name]
+    if not wanted:
+        raise _wrong_choice("names a tool that is not among the request's tools", choice)
+    if calls is None:
+        raise _wrong_choice("this model's tool calls are not JSON in marks; choose auto", choice)
+    definitions: dict[str, Any] = {}
+    schema = {"anyOf": [_call_schema(one, definitions) for one in wanted]} | definitions
+    of_schema("tools", schema)  # says in one line what cannot be followed
+    spaces = {"whitespace_flexible": True, "whitespace_pattern": SPACES}
+    body = json.dumps(schema | {"x-guidance": spaces})
+    text = f'start: {calls.start} line body line {calls.end}\nline: "\\n"?\nbody: %json {body}'
+    return _library().LLMatcher.grammar_from_lark(text)
+
+
+def _wrong_choice(what: str, got: Any) -> Refused:
+    shown = json.dumps(got, default=str)[:80]
+    return Refused(400, f"[tool_choice] {what}; got {shown}", "invalid_value")
+
+
+def _call_schema(function: dict, definitions: dict[str, Any]) -> dict:
+    """The schema of a call; what its parameters define goes to `definitions`, where references find it."""
+    parameters = function.get("parameters")
+    parameters = dict(parameters) if isinstance(parameters, dict) else {}
+    for key in ("$defs", "definitions"):
+        found, known = parameters.pop(key, None) or {}, definitions.setdefault(key, {})
+        if any(known.get(name, one) != one for name, one in found.items()):
+            raise Refused(400, f"[tools] two tools define {key} of one name", "invalid_value")
+        known.update(found)
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": function.get("name")},
+            "arguments": {"type": "object"} | parameters,
+        },
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
 
 
 class Grammars:

@@ -11,8 +11,8 @@ from typer import Option
 
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
-from mlxkv.formats.names import complete_kv, parse_kv
-from mlxkv.models.catalog.aliases import complete_model
+from mlxkv.formats.names import check_windows, complete_kv, parse_kv
+from mlxkv.models.catalog.aliases import CHAT, complete_model
 from mlxkv.models.catalog.asked import check_draft, check_fold, dtype_name, template_arguments
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -31,7 +31,7 @@ class ServeOptions:
             help="An alias (mlxkv models), a hub name or a local folder.",
             autocompletion=complete_model,
         ),
-    ] = "tiny"
+    ] = CHAT
     kv: Annotated[
         str,
         Option(
@@ -96,6 +96,13 @@ class ServeOptions:
     kv_strict: Annotated[
         bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
     ] = False
+    kv_windows: Annotated[
+        int | None,
+        Option(
+            "--kv-windows",
+            help="Compress sliding windows of at least so many tokens, too. Default: none.",
+        ),
+    ] = None
     vision: Annotated[
         bool, Option("--vision", help="Load the model with mlx-vlm: messages may hold images.")
     ] = False
@@ -149,6 +156,7 @@ class ServeOptions:
                 "set one, or choose --host 127.0.0.1"
             )
         check_fold(parse_kv(self.kv), self.kv, self.fold)
+        check_windows(self.kv_windows)
         check_draft(self.draft, self.draft_tokens)
         parse_kv(self.draft_kv)
         dtype_name(self.dtype)

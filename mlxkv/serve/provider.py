@@ -42,7 +42,8 @@ class Provider:
                 f"[--vision] one process serves images; got {self.group.size()}; leave it out"
             )
         given = o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group
-        loaded = load(o.model, *given, host="mlx-vlm" if o.vision else None)
+        host = "mlx-vlm" if o.vision else None
+        loaded = load(o.model, *given, host=host, windows=o.kv_windows)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
         if o.draft is not None:
             self.draft = self._draft(loaded)

@@ -189,7 +189,7 @@ def test_errors_in_its_shape(client, running, ask):
     with pytest.raises(anthropic.BadRequestError, match="web_search_20250305 runs on Anthropic"):
         ask(tools=[{"type": "web_search_20250305", "name": "web_search"}])
     with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
-        ask(tools=[TOOL], tool_choice={"type": "any"})
+        ask(tools=[TOOL], tool_choice={"type": "some"})
     with pytest.raises(anthropic.BadRequestError, match="context"):
         ask([{"role": "user", "content": "a" * 5000}])
     status, _, data = send(running, "GET", "/v1/messages")

@@ -12,17 +12,10 @@ import pytest
 from mlx_lm import server as lm_server
 from random_model import write_model
 from serving import get, serving
+from tool_calls import ASK, TEMPLATE
 
 openai = pytest.importorskip("openai")
 
-# mlx-lm finds its parser by the words of the template.
-TEMPLATE = (
-    "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
-    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{% set tool_call = c.function %}"
-    "<tool_call>{{ tool_call.name }} {{ tool_call.arguments | tojson }}</tool_call>{% endfor %}"
-    "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 TOOL = {
     "type": "function",
@@ -32,7 +25,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
 def call(*functions) -> str:

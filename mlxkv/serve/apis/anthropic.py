@@ -36,7 +36,7 @@ KNOWN = frozenset(
 # Claude Code begins its system prompt with a line for Anthropic's accounting, another one for each
 # request: no prompt would ever be found in a cache.
 BILLING = "x-anthropic-billing-header:"
-CHOICES = ("auto", "none")
+CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # in OpenAI's words
 
 
 def read(raw: bytes, served: Served) -> MessagesReply:
@@ -57,10 +57,7 @@ def request_of(body: dict, served: Served) -> Request:
     for where, message in asked:
         messages += _message(where, message)
     messages = joined(messages)
-    if _choice(body) == "none":
-        tools = []
-    else:
-        tools = [_tool(where, one) for where, one in objects("tools", body.get("tools") or [])]
+    tools = [_tool(where, one) for where, one in objects("tools", body.get("tools") or [])]
     plain = {name: body[name] for name in SAME if name in body}
     thinking = field("", body, "thinking", dict, {}).get("type")
     if thinking is not None:
@@ -72,17 +69,19 @@ def request_of(body: dict, served: Served) -> Request:
     more = len(messages) > 1 and messages[-1]["role"] == "assistant"
     more = more and not messages[-1].get("tool_calls")
     found = {"messages": messages, "tools": tools, "continue_final_message": more}
-    found |= {"stop": _stops(body), "response_format": _format(body)}
+    found |= {"stop": _stops(body), "response_format": _format(body), "tool_choice": _choice(body)}
     return check(plain | found, True, served, shorten=True)
 
 
-def _choice(body: dict) -> str:
-    choice = field("", body, "tool_choice", dict, {}).get("type", "auto")
-    if choice not in CHOICES:
-        raise bad(
-            "tool_choice.type", "this server cannot make a model call a tool; choose auto", choice
-        )
-    return choice
+def _choice(body: dict) -> str | dict:
+    """`tool_choice` in OpenAI's words."""
+    choice = field("", body, "tool_choice", dict, {})
+    kind = choice.get("type", "auto")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in CHOICES:
+        raise bad("tool_choice.type", "choose from auto, any, tool, none", kind)
+    return CHOICES[kind]
 
 
 def _stops(body: dict) -> list[str]:

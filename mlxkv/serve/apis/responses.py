@@ -65,13 +65,14 @@ def request_of(body: dict, served: Served) -> tuple[Request, set[str]]:
     else:
         messages += _messages(objects("input", given))
     tools, customs = _tools(objects("tools", body.get("tools") or []))
-    choice = body.get("tool_choice", "auto")
-    if choice not in ("auto", "none", None):
-        raise bad("tool_choice", "this server cannot make a model call a tool; choose auto", choice)
+    choice = body.get("tool_choice") or "auto"
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
     plain = {name: body[name] for name in SAME if name in body}
     found = {
         "messages": joined(messages),
-        "tools": tools if choice != "none" else [],
+        "tools": tools,
+        "tool_choice": choice,
         "response_format": _format(field("", body, "text", dict, {}).get("format")),
     }
     if body.get("max_output_tokens") is not None:

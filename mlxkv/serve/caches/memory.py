@@ -109,7 +109,9 @@ def _shape(cache) -> CacheShape:
         packed = config.page * values * replace(config, keep=1.0).bits_per_value(*dims) / 8
         each, together = pair[0].dtype.size, cache.joins
         bases, room = config.basis_bytes(pair[0].shape[1], *dims), 0
-        if isinstance(cache, LatentKVCache):  # rotary keys are as the model makes them
+        if (
+            isinstance(cache, LatentKVCache) and config.rotary == 16
+        ):  # rotary keys are as the model makes them
             packed = config.page * dims[0] * config.keys.bits_per_value(dims[0], config.page) / 8
             packed, room = (
                 packed + config.page * each * dims[1],

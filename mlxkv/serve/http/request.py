@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Any
 
 from mlxkv.models.catalog.asked import RESERVED
-from mlxkv.serve.grammar import of_format
+from mlxkv.serve.grammar import Calls, of_choice, of_format
 from mlxkv.serve.http.fields import IGNORED
 from mlxkv.serve.http.pictures import taken_out
 from mlxkv.serve.refusals import Refused
@@ -32,7 +32,6 @@ ONLY: dict[str, tuple] = {
     "draft_model": (),
     "role_mapping": (),
     "functions": ([],),
-    "tool_choice": ("auto",),
     "modalities": (["text"],),
 }
 DEPTH = 64  # lists and objects inside one another
@@ -103,7 +102,7 @@ TAKEN = (
     *NUMBERS,
     *("model", "kv", "stream", "stream_options", "stop", "logprobs", "top_logprobs", "logit_bias"),
     *("prompt", "messages", "tools", "chat_template_kwargs", "continue_final_message"),
-    *("user", "cache_salt", "response_format"),
+    *("user", "cache_salt", "response_format", "tool_choice"),
 )
 KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 
@@ -111,8 +110,8 @@ KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 @dataclass(frozen=True)
 class Served:
     """What requests are checked against: the names of the model and of its preset; the longest reply,
-    and the one of a request that names none; the size of the vocabulary; whether messages may hold images. Counts
-    are in tokens."""
+    and the one of a request that names none; the size of the vocabulary; whether messages may hold images; how
+    the model's tool calls begin and end. Counts are in tokens."""
 
     model: str
     kv: str
@@ -120,6 +119,7 @@ class Served:
     max_tokens: int
     vocabulary: int
     images: bool = False
+    calls: Calls | None = None
 
 
 def bad(name: str, what: str, got: object = None) -> Refused:
@@ -209,6 +209,7 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
     if 0 < penalty < LEAST_PENALTY:
         what = f"must be 0 for none, or from {LEAST_PENALTY:g} to 100"
         raise bad("repetition_penalty", what, penalty)
+    said = _chat(body, served.images) if chat else _text(body)
     return Request(
         chat=chat,
         stream=stream,
@@ -217,11 +218,22 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
         stop=_stop(body),
         **_logprobs(body, chat),
         logit_bias=_logit_bias(body, served.vocabulary),
-        grammar=of_format(body.get("response_format")),
+        grammar=_grammar(body, said, served.calls),
         shorten=shorten,
         **{name: _name(body, name) for name in ("user", "cache_salt")},
-        **(_chat(body, served.images) if chat else _text(body)),
+        **said,
     )
+
+
+def _grammar(body: dict, said: dict, calls: Calls | None) -> str | None:
+    """What the reply follows: a format, or a call of a tool. Takes the tools out of `said` for "none"."""
+    choice = body.get("tool_choice") or "auto"  # null is no choice
+    if choice == "none" and "tools" in said:
+        said["tools"] = None
+    call, form = of_choice(choice, said.get("tools"), calls), of_format(body.get("response_format"))
+    if call and form:
+        raise bad("tool_choice", "a call follows no response_format; leave one of them out", choice)
+    return call or form
 
 
 def _same(a: object, b: object) -> bool:

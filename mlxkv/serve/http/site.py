@@ -14,6 +14,7 @@ from mlxkv import __version__
 from mlxkv.metal.launch import backend
 from mlxkv.models.usage import window_of
 from mlxkv.serve.engine import Engine
+from mlxkv.serve.grammar import calls_of
 from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.request import Served
 from mlxkv.serve.metrics import Metrics
@@ -38,6 +39,7 @@ class Site:
             max_tokens=options.max_tokens,
             vocabulary=engine.vocabulary,
             images=self.loaded.vision is not None,
+            calls=calls_of(self.loaded.tokenizer),
         )
 
     def kv(self, whole: bool = True) -> dict:
