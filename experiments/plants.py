@@ -3,8 +3,8 @@
 Every model reads the same texts, four of stories, which the embedded models know, and four kinds of the
 evaluation corpus, which they do not. Windows are the same, and all are calibrated on one text that shares nothing
 with these. A cell is the KL divergence from the model's own full precision, the mean over texts of stories and of
-the corpus; the last tables divide by the plain model. `mlxkv.models.catalog.plant` says what each plant does and
-which methods are invariant under it. `--read FILE...` shows runs of single models as one table.
+the corpus; the last tables divide by the plain model. `mlxkv.models.catalog.weights.plant` says what each plant does
+and which methods are invariant under it. `--read FILE...` shows runs of single models as one table.
 """
 
 from __future__ import annotations
@@ -173,13 +173,13 @@ def _plain(model: str) -> str:
     return next(same, model.rpartition("+")[0] if source.planted else model)
 
 
-def show(found: dict[str, dict], title: str) -> None:
+def show(found: dict[str, dict], title: str, reference: str = REFERENCE) -> None:
     for leg in LEGS:
         lines = markdown(["preset", *found], table(found, leg))
         print(f"KL of the {leg}, stories / corpus, {title}\n\n{lines}\n")
-    for leg in LEGS if REFERENCE in _presets(found) else ():
-        lines = markdown(["preset", *found], shares(found, leg))
-        print(f"KL of the {leg} over {REFERENCE}'s, eight texts, {title}\n\n{lines}\n")
+    for leg in LEGS if reference in _presets(found) else ():
+        lines = markdown(["preset", *found], shares(found, leg, reference))
+        print(f"KL of the {leg} over {reference}'s, eight texts, {title}\n\n{lines}\n")
     for leg in LEGS:
         planted, rows = factors(found, leg)
         if planted:
@@ -210,6 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--decode", type=int, default=32, help="tokens decoded one by one after the context")
     add("--out", type=Path, help="write the document to this file")
     add("--read", type=Path, nargs="+", help="show the documents of earlier runs, measure nothing")
+    add("--over", default=REFERENCE, help="the preset that others are compared with")
     add("--function", action="store_true", help="show what each plant does in full precision")
     args = parser.parse_args(arguments)
     if args.function:
@@ -218,7 +219,11 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if args.read:
         document = read(args.read)
-        show(document["kl"], f"{document['context']} tokens and {document['decode']} decoded")
+        show(
+            document["kl"],
+            f"{document['context']} tokens and {document['decode']} decoded",
+            args.over,
+        )
         return
     context = console.parse_tokens(args.context, "--context")
     at_least("--context", context, 2)
@@ -234,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
             found[model] = judge(
                 model, tuple(names), context, args.decode, lambda n, bar=bar: bars.advance(bar, n)
             )
-    show(found, f"{context} tokens and {args.decode} decoded")
+    show(found, f"{context} tokens and {args.decode} decoded", args.over)
     document = {"context": context, "decode": args.decode, "windows": [64, 64], "kl": found}
     write(document | made_on(start), args.out)
 

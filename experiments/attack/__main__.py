@@ -20,6 +20,8 @@ from mlxkv.versions import versions
 
 HEAD = """# Attacks
 
+For whoever lets others reach a server, and for whoever reviews one.
+
 What `mlxkv serve` and the commands do when somebody means harm, or a file is broken: each attempt is
 judged by what a careful operator would expect. Servers run on loopback; nothing leaves the machine.
 

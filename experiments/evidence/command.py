@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from experiments.evidence import corpus, measure, work
@@ -18,6 +19,9 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog.aliases import EMBEDDED
 
 ROWS = "rows.jsonl"
+RESTARTS = 3
+MISTAKE = 2  # exit code where options are wrong, which no second start mends
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 Presets = dict[str, list[str]]  # by model
 
 
@@ -94,23 +98,46 @@ def planned(args: argparse.Namespace, presets: Presets, splits: tuple) -> tuple[
 
 
 def _side_by_side(args: argparse.Namespace, given: list[str], name: str) -> None:
-    """Start the processes and wait for them. Raises MachineError if one ends with an error."""
-    running: list[subprocess.Popen] = []
+    """Start the processes and wait for them. One that ends with an error is started again, RESTARTS times
+    at most, since what is measured stays. Raises MachineError if an error remains."""
+    started: dict[
+        int, tuple[subprocess.Popen, int]
+    ] = {}  # by share: the process, and which start it is
+    ended: dict[int, int] = {}
     try:
-        for i in range(args.processes):
-            extra = ["--processes", "1", "--shares", f"{i + 1}/{args.processes}"]
-            env = dict(os.environ)
-            if args.gpus:
-                env["CUDA_VISIBLE_DEVICES"] = str(i % args.gpus)
-            command = [sys.executable, "-m", f"experiments.evidence.{name}", *given, *extra]
-            running.append(subprocess.Popen(command, env=env))
-        codes = [process.wait() for process in running]
+        for which in range(args.processes):
+            started[which] = _start(args, given, name, which), 0
+        while started:
+            for which, (process, again) in list(started.items()):
+                code = process.poll()
+                if code is None:
+                    continue
+                if code in (0, MISTAKE) or again == RESTARTS:
+                    ended[which] = code
+                    del started[which]
+                else:
+                    console.note(f"share {which + 1}/{args.processes} ended with {code}; goes on")
+                    started[which] = _start(args, given, name, which), again + 1
+            time.sleep(0.1)
     finally:
-        for process in running:
-            if process.poll() is None:
-                process.terminate()
-    if any(codes):
+        for process, _ in started.values():
+            process.terminate()
+    if failed := sum(map(bool, ended.values())):
         raise MachineError(
-            f"[{name}] {sum(map(bool, codes))} of {len(codes)} processes ended with an error; what "
+            f"[{name}] {failed} of {len(ended)} processes ended with an error; what "
             "the others measured is kept, and the same command goes on"
         )
+
+
+def _start(args: argparse.Namespace, given: list[str], name: str, which: int) -> subprocess.Popen:
+    extra = ["--processes", "1", "--shares", f"{which + 1}/{args.processes}"]
+    env = dict(os.environ)
+    for (
+        library
+    ) in THREADS:  # each takes all cores otherwise: calibrating on 32 of them took 150 s, not 35
+        env.setdefault(library, "2")
+    if args.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = str(which % args.gpus)
+    return subprocess.Popen(
+        [sys.executable, "-m", f"experiments.evidence.{name}", *given, *extra], env=env
+    )

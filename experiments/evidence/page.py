@@ -2,8 +2,10 @@
 
 Per model: presets with bits, mean KL over texts with its interval, the ratio to `--against` on the same
 texts, letters of what is not told apart, and answers with Wilson's interval or the wider one of
-resampled documents. A picture of KL against bits stands beside the page, and all rows in PAGE.jsonl.
-What stands above the line "<!-- figures -->" of a page that is there stays.
+resampled documents. A picture of KL against bits stands beside the page, and all rows in PAGE.jsonl, unless
+a folder PAGE has them.
+--across puts models, contexts or windows side by side instead: two tables, KL and its ratio. What stands
+above the line "<!-- figures -->" of a page that is there stays.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from pathlib import Path
 
 from experiments.evidence import picture, rows, table
 from experiments.evidence.corpus import QUESTIONS, SPLITS, TEST
+from experiments.evidence.measure import KL
 from experiments.evidence.table import Block, Entry
-from experiments.options import Parser
+from experiments.options import Parser, words
 from mlxkv import console, plots
 from mlxkv.errors import UserError
 from mlxkv.eval import intervals
@@ -43,9 +46,41 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--split", default=TEST, choices=SPLITS)
     parser.add_argument("--against", default="int2", help="the preset of the ratios")
     parser.add_argument("--title", default="Evidence on many texts")
+    parser.add_argument("--models", type=words, help="these alone, by commas")
+    parser.add_argument("--contexts", help="these alone, by commas: 2k,4k")
+    parser.add_argument("--windows", help="these alone: SINK,RECENT or own")
+    parser.add_argument("--across", action="store_true", help="one table, a column for each")
     args = parser.parse_args(arguments)
-    found = rows.current(rows.read(args.files))
+    found = picked(rows.current(rows.read(args.files)), args)
+    if args.across:
+        blocks = table.blocks(found, args.split)
+        tables = "\n".join(["", *table.across(blocks, args.against), ""])
+        _replace_figures(args.out, tables, args.title)
+        return
     write(found, args.out, args.split, args.against, [f"# {args.title}"])
+
+
+def picked(found: Sequence[rows.Row], args) -> list[rows.Row]:
+    """Return the rows of the models, contexts and windows that were asked for. Questions have a context of
+    their own and are not left out for it."""
+    contexts = {console.parse_tokens(text, "--contexts") for text in words(args.contexts or "")}
+    return [
+        row
+        for row in found
+        if (not args.models or row["model"] in args.models)
+        and (not contexts or row["task"] != KL or row["context"] in contexts)
+        and (not args.windows or row["windows"] == args.windows)
+    ]
+
+
+def _replace_figures(out: Path, tables: str, title: str) -> None:
+    """Write the tables below the mark of a page, whose text above it stays."""
+    try:
+        old = out.read_text(encoding="utf-8") if out.exists() else f"# {title}\n\n{FIGURES}"
+        out.write_text(f"{old.split(FIGURES)[0]}{FIGURES}\n{tables}", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"[--out] cannot write; got {out}: {error.strerror}") from None
+    console.note(str(out))
 
 
 def write(
@@ -65,8 +100,11 @@ def write(
             lines += [f"![Mean KL against bits]({svg.name})", ""]
         text = "\n".join([*head, "", *lines, *markdown(blocks, against)])
         out.write_text(text + "\n", encoding="utf-8")
-        raw = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
-        out.with_suffix(".jsonl").write_text(raw, encoding="utf-8")
+        if not any(
+            out.with_suffix("").glob("*.jsonl")
+        ):  # the rows are kept in a folder of that name
+            raw = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+            out.with_suffix(".jsonl").write_text(raw, encoding="utf-8")
     except OSError as error:
         raise UserError(f"[--out] cannot write; got {out}: {error.strerror}") from None
     console.note(str(out))
@@ -76,11 +114,11 @@ def write(
 def markdown(blocks: Sequence[Block], against: str) -> list[str]:
     lines: list[str] = []
     for block in blocks:
-        lines += [f"## {block.model}, {block.context} tokens, {_windows(block.windows)}", ""]
+        lines += [f"## {block.model}, {block.context} tokens, {table.windows(block.windows)}", ""]
         lines += [*answer(block), ""]
         whole = block.whole()
         for title, entries in table.tiers(whole).items():
-            other = against if _has(block, against) else entries[0].name
+            other = against if table.has(block, against) else entries[0].name
             lines += [f"### At most {title.replace(' bits', '.5 bits')}", ""]
             lines += [*_table(block, entries, other), ""]
         lines += [*by_kind(block, whole), ""]
@@ -101,8 +139,8 @@ def answer(block: Block) -> list[str]:
         gap = block.ratio(best.name, second.name)
         told = "not told apart" if gap.holds(1.0) else "told apart"
         lines.append(
-            f"- {title}: `{best.name}` has the least mean KL, {number(_mean(block, best))}; "
-            f"{ratio(gap)} of the next, `{second.name}` ({told}; lower on "
+            f"- {title}: `{best.name}` has the least mean KL, {table.number(table.mean(block, best))}; "
+            f"{table.ratio(gap)} of the next, `{second.name}` ({told}; lower on "
             f"{block.lower(best.name, second.name)} of {len(block.texts)} texts)."
         )
     return lines
@@ -110,24 +148,27 @@ def answer(block: Block) -> list[str]:
 
 def _table(block: Block, entries: Sequence[Entry], against: str) -> list[str]:
     letters = block.letters([one.name for one in entries])
-    lines = [_line(head.format(f"`{against}`") for head in HEADS), _line(["---"] * len(HEADS))]
+    lines = [
+        table.line(head.format(f"`{against}`") for head in HEADS),
+        table.line(["---"] * len(HEADS)),
+    ]
     for one in entries:
         found = block.ratio(one.name, against)
-        text = "1" if one.name == against else ratio(found)
+        text = "1" if one.name == against else table.ratio(found)
         bold = one.name != against and not found.holds(1.0)
         lower = "" if one.name == against else f"{block.lower(one.name, against)}"
         cells = [
             f"`{one.name}`",
             f"{one.bits:.2f}",
             f"{one.in_all:.2f}",
-            with_limits(_mean(block, one)),
+            table.with_limits(table.mean(block, one)),
             letters[one.name],
             f"**{text}**" if bold else text,
             lower and f"{lower} of {len(block.texts)}",
             f"{100 * sum(one.top1.values()) / len(one.top1):.1f}",
             _right(block, one),
         ]
-        lines.append(_line(cells))
+        lines.append(table.line(cells))
     return lines
 
 
@@ -137,10 +178,15 @@ def by_kind(block: Block, entries: Sequence[Entry]) -> list[str]:
     if len(kinds) < 2:
         return []
     heads = ["preset", *(f"{kind} ({len(texts)})" for kind, texts in kinds.items())]
-    lines = ["Mean KL by kind of text (texts):", "", _line(heads), _line(["---"] * len(heads))]
+    lines = [
+        "Mean KL by kind of text (texts):",
+        "",
+        table.line(heads),
+        table.line(["---"] * len(heads)),
+    ]
     for one in entries:
         means = [sum(block.values(one.name, t)) / len(t) for t in kinds.values()]
-        lines.append(_line([f"`{one.name}`", *map(number, means)]))
+        lines.append(table.line([f"`{one.name}`", *map(table.number, means)]))
     return lines
 
 
@@ -150,13 +196,18 @@ def by_question(block: Block) -> list[str]:
     if not some:
         return []
     heads = ["preset", "bits", *QUESTIONS, "all", "lost of full precision's"]
-    lines = ["Questions with every value right:", "", _line(heads), _line(["---"] * len(heads))]
+    lines = [
+        "Questions with every value right:",
+        "",
+        table.line(heads),
+        table.line(["---"] * len(heads)),
+    ]
     for one in some:
         cells = [f"`{one.name}`", f"{one.bits:.2f}"]
         cells += [_count(list(one.parts.get(k, {}).values())) for k in QUESTIONS]
         lost = _lost(block, one)
         text = "" if lost is None else f"{100 * lost.value:.1f} points {_limits(lost, 100)}"
-        lines.append(_line([*cells, _count(list(one.right.values())), text]))
+        lines.append(table.line([*cells, _count(list(one.right.values())), text]))
     return lines
 
 
@@ -196,41 +247,6 @@ def _failures(block: Block) -> list[str]:
             why = f": {one.error}" if one.error else ""
             lines.append(f"- `{one.name}`: {one.missing} of {len(block.texts)} texts missing{why}")
     return [*lines, ""] if lines else []
-
-
-def _mean(block: Block, one: Entry) -> Interval:
-    return intervals.mean(block.values(one.name))
-
-
-def _has(block: Block, name: str) -> bool:
-    return any(one.name == name for one in block.whole())
-
-
-def _windows(windows: str) -> str:
-    return "own windows" if windows == "own" else f"windows {windows}"
-
-
-def number(found: Interval | float) -> str:
-    """Format with three digits."""
-    value = found.value if isinstance(found, Interval) else found
-    return f"{value:.3g}".replace("e-0", "e-")
-
-
-def with_limits(found: Interval) -> str:
-    text = number(found)
-    return f"{text} [{number(found.low)}, {number(found.high)}]" if found.known else text
-
-
-def ratio(found: Interval) -> str:
-    text = f"{found.value:.2f}" if found.value < 100 else f"{found.value:.3g}"
-    if not found.known:
-        return text
-    limits = (f"{x:.2f}" if x < 100 else f"{x:.3g}" for x in (found.low, found.high))
-    return f"{text} [{', '.join(limits)}]"
-
-
-def _line(cells) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

@@ -11,22 +11,27 @@ from mlxkv.eval import intervals
 from mlxkv.eval.report.pictures import SMALLEST
 
 PANELS = 3
+SHOWN = ("int", "naive", "kivi", "oscar")  # ours, mlx-lm's codes, two rivals; tables have the rest
+NAMES = {"int": "int4, int3, int2", "naive": "mlx-lm's codes", "kivi": "KIVI", "oscar": "OSCAR"}
 NEAR, STEP = 0.04, 0.06  # bits
 TUNED = "+sink"  # in the names that selection chose: hollow marks
 
 
 def panels(blocks: Sequence[Block]) -> str:
     """Return SVG text: a panel for each of the first blocks. Marks are presets, bars their intervals
-    over texts; ours are black. Presets of about the same bits stand side by side."""
+    over texts; ours are black. Presets of about the same bits stand side by side. Of the methods only
+    SHOWN are drawn, or the first four where a block has none of them."""
     some = list(blocks)[:PANELS]
     with plots.pyplot() as plt:
         figure, axes = plt.subplots(
             1, len(some), figsize=(4.2 * len(some), 4), sharey=True, squeeze=False
         )
-        families = list(dict.fromkeys(family(e.name) for b in some for e in b.whole()))
+        measured = list(dict.fromkeys(family(e.name) for b in some for e in b.whole()))
+        families = [one for one in SHOWN if one in measured] or measured[: len(SHOWN)]
         handles: dict[str, object] = {}
         for axis, block in zip(axes[0], some, strict=True):
-            for entry in block.whole():
+            shown = [entry for entry in block.whole() if family(entry.name) in families]
+            for entry in shown:
                 one = family(entry.name)
                 found = intervals.mean(block.values(entry.name))
                 low, high = (found.low, found.high) if found.known else (found.value, found.value)
@@ -34,7 +39,7 @@ def panels(blocks: Sequence[Block]) -> str:
                 ours, index = one == "int", families.index(one)
                 color = "black" if ours else f"C{index % 10}"
                 handles[one] = axis.errorbar(
-                    [entry.bits + _aside(entry, block.whole())],
+                    [entry.bits + _aside(entry, shown)],
                     [value],
                     yerr=[[max(0.0, value - max(low, SMALLEST))], [max(0.0, high - value)]],
                     marker="*" if ours else "os^vDPX<>ph"[index % 11],
@@ -49,7 +54,7 @@ def panels(blocks: Sequence[Block]) -> str:
             axis.set_title(f"{block.model}, {block.context} tokens", fontsize=10)
             axis.set_xlabel("bits per value in pages")
         axes[0, 0].set_ylabel("mean KL over texts (nats)")
-        names = ["int4, int3, int2" if one == "int" else one for one in handles]
+        names = [NAMES.get(one, one) for one in handles]
         axes[0, -1].legend(
             list(handles.values()), names, loc="center left", bbox_to_anchor=(1.02, 0.5)
         )

@@ -55,9 +55,12 @@ def _plain(bits: int) -> dict[str, tuple[str, ...]]:
         ),
         f"hadamard-int{bits}": tries([f"hadamard-int{bits}"], ("", "+g128"), clips, TWO),
         f"naive-int{bits}": tries([f"naive-int{bits}"], ("", "+g128"), clips, TWO),
-        f"srft-int{bits}": tries(
-            [f"srft-int{bits}"], ("", "+g64", "+g128"), ("", f"+clip{lower[1]}"), TWO
-        ),
+        **{
+            f"{name}-int{bits}": tries(
+                [f"{name}-int{bits}"], ("", "+g64", "+g128"), ("", f"+clip{lower[1]}"), TWO
+            )
+            for name in ("srft", "srft-scaled")
+        },
     }
 
 
@@ -65,6 +68,10 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "int4": tries(["int4"], ("", "+kg128+page128", "+g128+page128"), ("", "+vclip.98"), TWO),
     "int3": tries(["int3"], ("+kclip1", "+kclip.98"), ("", "+vclip.92", "+vclip.96"), TWO),
     "int2": tries(["int2"], ("", "+vg64"), ("", "+vclip.92", "+vclip.96"), TWO),
+    "centred-int3": tries(["centred-int3"], ("", "+kclip1"), ("", "+vclip.94", "+vclip.96"), TWO),
+    "centred-int2": tries(["centred-int2"], ("", "+kclip.96"), ("", "+vclip.92", "+vclip.96"), TWO),
+    "kitty-int2": tries(("kitty-int2", "kitty-int2+pro"), ("", "+vclip.92", "+vclip.96"), TWO),
+    "saw-int4": tries(("saw-int4", "saw-int4+values", "saw-int4+b16"), ("", "+clip.98"), TWO),
     **_plain(2),
     **_plain(3),
     **_plain(4),

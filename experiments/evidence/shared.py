@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.evidence import page
+from experiments.evidence import table
 from experiments.evidence.corpus import kind
 from experiments.evidence.rows import Row
 from experiments.evidence.table import Block, Entry
@@ -29,6 +29,8 @@ PACKAGES = ("mlxkv", "mlx", "mlx-lm")
 AGAINST = "int2"
 HEAD = """\
 # Pretrained models
+
+For whoever asks what holds on a model that people use, and for whoever can run one.
 
 {said}
 
@@ -174,7 +176,7 @@ def _section(data: dict) -> list[str]:
         if one.get("failed"):
             lines.append(scrub.table_line([one["preset"], "failed", "", "", "", ""]))
             continue
-        ratio = page.ratio(Interval(*one["ratio"])) if "ratio" in one else ""
+        ratio = table.ratio(Interval(*one["ratio"])) if "ratio" in one else ""
         if ratio and not Interval(*one["ratio"]).holds(1.0):
             ratio = f"**{ratio}**"
         right = ""
@@ -183,7 +185,7 @@ def _section(data: dict) -> list[str]:
             right = f"{count}/{asked}" + (
                 "" if low is None else f" [{100 * low:.0f}, {100 * high:.0f}] %"
             )
-        kl = page.with_limits(Interval(*one["kl"]))
+        kl = table.with_limits(Interval(*one["kl"]))
         cells = [one["preset"], f"{one['bits']:.2f}", f"{one['in_all']:.2f}", kl]
         lines.append(f"{scrub.table_line(cells)} {ratio} | {right} |")
     return lines

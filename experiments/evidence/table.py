@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from experiments.evidence.corpus import QUESTIONS, kind
 from experiments.evidence.measure import KL, RETRIEVAL
 from experiments.evidence.rows import Row
+from mlxkv.errors import UserError
 from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE
 from mlxkv.eval.intervals import Interval
@@ -125,3 +126,84 @@ def tiers(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
             out[title] = sorted(here, key=_mean)
         least = most
     return out
+
+
+def across(blocks: Sequence[Block], against: str) -> list[str]:
+    """Return a table of mean KL and one of ratios to `against`, a column a block, for the presets that the
+    first block has of every text. Raises UserError without blocks."""
+    if not blocks:
+        raise UserError(
+            "[evidence.page] no KL of these texts; got no row; ask for other models or contexts"
+        )
+    sizes = [
+        {block.model for block in blocks},
+        {b.context for b in blocks},
+        {b.windows for b in blocks},
+    ]
+    heads = ["preset", "bits", *(_label(block, sizes) for block in blocks)]
+    rule = line(["---"] * len(heads))
+    means, ratios = [line(heads), rule], [line(heads), rule]
+    for one in blocks[0].whole():
+        start = [f"`{one.name}`", f"{one.bits:.2f}"]
+        cells = [with_limits(mean(block, one)) if has(block, one.name) else "" for block in blocks]
+        means.append(line([*start, *cells]))
+        if one.name != against:
+            cells = [_told(block, one.name, against) for block in blocks]
+            ratios.append(line([*start, *cells]))
+    return [
+        *("Mean KL [95 %], nats:", "", *means, ""),
+        *(
+            f"Of `{against}`'s on the same texts, in bold where the interval leaves out 1:",
+            "",
+            *ratios,
+        ),
+    ]
+
+
+def _label(block: Block, sizes: Sequence[set]) -> str:
+    """Return what tells the block from the others."""
+    texts = (block.model, f"{block.context} tokens", windows(block.windows))
+    parts = [text for text, found in zip(texts, sizes, strict=True) if len(found) > 1]
+    return ", ".join(parts) or block.model
+
+
+def _told(block: Block, name: str, against: str) -> str:
+    if not (has(block, name) and has(block, against)):
+        return ""
+    found = block.ratio(name, against)
+    return ratio(found) if found.holds(1.0) else f"**{ratio(found)}**"
+
+
+def windows(named: str) -> str:
+    return "own windows" if named == "own" else f"windows {named}"
+
+
+def number(found: Interval | float) -> str:
+    """Format with three digits."""
+    value = found.value if isinstance(found, Interval) else found
+    return f"{value:.3g}".replace("e-0", "e-")
+
+
+def with_limits(found: Interval) -> str:
+    text = number(found)
+    return f"{text} [{number(found.low)}, {number(found.high)}]" if found.known else text
+
+
+def ratio(found: Interval) -> str:
+    text = f"{found.value:.2f}" if found.value < 100 else f"{found.value:.3g}"
+    if not found.known:
+        return text
+    limits = (f"{x:.2f}" if x < 100 else f"{x:.3g}" for x in (found.low, found.high))
+    return f"{text} [{', '.join(limits)}]"
+
+
+def line(cells) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def has(block: Block, name: str) -> bool:
+    return any(one.name == name for one in block.whole())
+
+
+def mean(block: Block, one: Entry) -> Interval:
+    return intervals.mean(block.values(one.name))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from experiments.evidence import rows
 from experiments.evidence.measure import KL, RETRIEVAL, Asked, Subject, Unit
-from mlxkv import console
-from mlxkv.errors import UserError
+from mlxkv import console, faults
+from mlxkv.errors import MachineError, UserError
 
 
 def units(
@@ -177,6 +177,12 @@ def _tried(measure: Callable[[], dict | None]) -> dict | None:
 
 
 def _failure(error: Exception) -> dict:
+    """Return the error as a row has it. Raises MachineError where all later units would fail with it, too."""
+    if faults.is_of_lost_gpu(error):
+        raise MachineError(
+            f"[evidence] the GPU failed and this process lost it; got {faults.reason(error)}; what was "
+            "measured is kept, the same command goes on, with fewer processes if it comes again"
+        ) from error
     return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 

@@ -20,6 +20,7 @@ class Lossless(CacheConfig):
     """Pages that hold the numbers themselves, and go all the ways of compressed ones."""
 
     compresses = True
+    why_no_latents = None
 
 
 EXACT = Lossless(Side(Full()), Side(Full()), **WINDOWS)

@@ -6,7 +6,7 @@ attention holds one score matrix of a layer while a prompt is read, heads x 2048
 (`quantized_scaled_dot_product_attention` in mlx_lm/models/base.py; a chunk's peak was 1.2 of that matrix on a
 CPU). It is smaller with a smaller `--prefill-step-size`. A Mac of N GB has .75 N GiB to use, as `fit` counts.
 
-Writes memory.svg and memory-dark.svg, and memory.png beside them where a converter is found.
+Writes memory.svg and memory-dark.svg; --png to look at one of them, where a converter is found.
 """
 
 from __future__ import annotations
@@ -223,12 +223,15 @@ def png(source: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    Parser("pages.memory", __doc__).parse_args(arguments)
+    parser = Parser("pages.memory", __doc__)
+    parser.add_argument("--png", action="store_true", help="write memory.png, too")
+    args = parser.parse_args(arguments)
     for name, colours in (("memory", LIGHT), ("memory-dark", DARK)):
         path = FOLDER / f"{name}.svg"
         path.write_text(svg(colours), encoding="utf-8")
         print(f"{path.relative_to(FOLDER.parents[1])}: written", file=sys.stderr)
-    png(FOLDER / "memory.svg")
+    if args.png:
+        png(FOLDER / "memory.svg")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Take the picture of a terminal: `python -m experiments.pages.terminal` (`make pictures`).
 
 Runs a command in a pseudo-terminal, keeps what its screen shows at the end, and writes it as
-docs/pictures/terminal.svg and .png. Nothing is edited: the picture is the run. A minute on two cores.
+docs/pictures/terminal.svg, with --png terminal.png, too. Nothing is edited: the picture is the run. A minute on two
+cores.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ Cell = tuple[str, str, bool]  # character, colour, dim
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("pages.terminal", __doc__)
     parser.add_argument("--command", default=COMMAND)
+    parser.add_argument("--png", action="store_true", help="write terminal.png, too")
     args = parser.parse_args(arguments)
     rows = screen(record(args.command))
     path = FOLDER / "terminal.svg"
     path.write_text(svg(args.command, rows), encoding="utf-8")
-    png(path)
+    if args.png:
+        png(path)
     print(f"{path.relative_to(FOLDER.parents[1])}: written", file=sys.stderr)
 
 

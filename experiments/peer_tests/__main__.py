@@ -62,6 +62,8 @@ REASONS = {
 }
 HEAD = """# mlx-lm's own tests with our caches
 
+For whoever asks what else changes in mlx-lm when its caches are replaced.
+
 The tests of mlx-lm {mlx_lm} as they are, {kinds}: every model of theirs is attached when it first makes a prompt
 cache. *tight* is int4 with sink 0, recent 0 and pages of 16 tokens, so that codes are read from the 17th token on.
 Passed of run, skipped ones left out. *Models*: attached ones of which all layers that grow are compressed, a part of

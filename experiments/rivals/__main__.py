@@ -40,7 +40,7 @@ from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import load
 from mlxkv.models.calibration import measure
-from mlxkv.models.calibration.measure import Sample
+from mlxkv.models.calibration.moments import Sample
 
 WINDOWS = (64, 64)
 PAGE = 64

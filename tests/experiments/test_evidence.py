@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.evidence import corpus, natural, page, rows, selection, table, work
+from experiments.evidence import command, corpus, natural, page, rows, selection, table, work
 from experiments.evidence.command import ROWS
 from experiments.evidence.measure import KL, RETRIEVAL, Asked, Subject
 from experiments.evidence.selection import CANDIDATES, LIMITS, TRIES, width
@@ -142,6 +142,42 @@ def test_a_text_that_fails_in_a_batch_fails_alone(asked, monkeypatch):
     ]
 
 
+def test_a_lost_gpu_ends_a_run_at_once(asked, monkeypatch):
+    """All that comes later in this process would fail, and be written down as an error of other presets."""
+    names, units = planned(asked)
+
+    def measured(self, unit, real=Fake.measured):
+        if (unit.preset, unit.text) == ("kivi-int2", "prose-2"):
+            raise RuntimeError("cudaMallocManaged failed: an illegal memory access was encountered")
+        return real(self, unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fake, "measured", measured)
+        with pytest.raises(MachineError, match="the GPU failed and this process lost it"):
+            run(asked, names, units, asked.out / ROWS)
+    kept = rows.read([asked.out / ROWS])
+    assert kept and not [row for row in kept if "illegal" in row.get("error", "")]
+    measured_now, failed, left = run(asked, names, units, asked.out / ROWS)
+    found = sum("error" not in row for row in kept)
+    assert (measured_now, failed, left) == (len(units) - 2 - found, 2, 0)
+
+
+def test_a_process_that_ends_with_an_error_is_started_again(asked, monkeypatch):
+    codes = {0: [1, -6, 0], 1: [0], 2: [1] * 9, 3: [2]}
+    begun = []
+
+    def start(args, given, name, which):
+        begun.append(which)
+        code = codes[which].pop(0)
+        return SimpleNamespace(poll=lambda: code, terminate=None)
+
+    monkeypatch.setattr(command, "_start", start)
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: None)
+    with pytest.raises(MachineError, match="2 of 4 processes ended with an error"):
+        command._side_by_side(SimpleNamespace(processes=4), [], "natural")
+    assert [begun.count(which) for which in range(4)] == [3, 1, 1 + command.RESTARTS, 1]
+
+
 def test_the_time_ends_a_run_between_two_texts(asked):
     names, units = planned(asked)
     assert run(asked, names, units, asked.out / ROWS, seconds=-1.0) == (0, 0, len(units))
@@ -216,6 +252,14 @@ def test_tables_say_what_is_told_apart(asked, tmp_path):
     assert "**8.00 [8.00, 8.00]**" in text and "| 4/8 [" in text and "| 8/8 [68, 100] % ~ |" in text
     assert (tmp_path / "page.svg").read_text().count("<svg") == 1
     assert len((tmp_path / "page.jsonl").read_text().splitlines()) == len(units)
+    side = tmp_path / "side.md"
+    side.write_text("# Side by side\n\nKept.\n\n<!-- figures -->\nOf last year.\n")
+    page.main([str(file), "--out", str(side), "--across"])
+    text = side.read_text()
+    assert "Kept." in text and "last year" not in text
+    assert "| preset | bits | one | two |" in text and "**8.00 [8.00, 8.00]**" in text
+    with pytest.raises(UserError, match="no KL of these texts"):
+        page.main([str(file), "--out", str(side), "--across", "--models", "three"])
 
 
 class Whole(Fake):

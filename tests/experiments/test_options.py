@@ -17,7 +17,12 @@ COMMANDS = sorted(
 NEEDED = {"ablation": ["bits"], "ablation.collect": ["x.json"], "collect": ["x"]}
 NEEDED |= {"following": ["shift"], "methods": ["--out", "x"], "orderings": ["seeds"]}
 NEEDED |= {"peer_tests": ["--tests", "x"], "evidence.page": ["x", "--out", "y"]}
-NEEDED |= {"evidence.pretrained": ["tiny"], "programs": ["--folder", "x"]}
+NEEDED |= {
+    "evidence.pretrained": ["tiny"],
+    "latent_kl": ["--model", "x", "--out", "y"],
+    "programs": ["--folder", "x"],
+}
+NEEDED |= {f"frontier.{n}": ["--models", "x", "--out", "y"] for n in ("codes", "nested", "pages")}
 NEEDED |= {f"evidence.{name}": ["--models", "x", "--out", "y"] for name in ("natural", "selection")}
 
 

@@ -1,0 +1,1 @@
+"""Studies of what could come after the published methods: `python -m experiments.frontier.pages --help`."""

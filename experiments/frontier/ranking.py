@@ -1,0 +1,80 @@
+"""Rank pages by what a summary of their keys says of the attention that a query pays them."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import mlx.core as mx
+
+from experiments.frontier.engine import Memory
+
+# What a ranking reads of every page, in vectors of a key's length in 16 bits. "full" (the exact variance of scores)
+# and "oracle" (their exact mass) say what could be won at most, and are counted as if they were free; "base" reads
+# codes that are read anyway.
+SUMMARIES = {"mean": 1, "diagonal": 2, "low rank": 4, "boxes": 2, "full": 0, "oracle": 0, "base": 0}
+DIRECTIONS, ITERATIONS = (
+    2,
+    6,
+)  # of "low rank": kept for a page, and steps of the power method for each
+
+
+def taken(rank: str, share: float, page: int, memory: Memory, asked, scores, shape) -> mx.array:
+    """Return which tokens of pages are read, [B, G, 1, T, N]: heads that share keys read the same pages, those with
+    the largest sum of estimated shares. asked, scores, shape: as in `estimates`."""
+    held = estimates(rank, page, memory, asked, scores, shape)
+    whole = mx.softmax(held, axis=-1).sum(2, keepdims=True)
+    count = ceil(share * whole.shape[-1])
+    order = mx.argsort(mx.argsort(-whole, axis=-1), axis=-1)
+    return mx.repeat(order < count, page, axis=-1)
+
+
+def estimates(rank: str, page: int, memory: Memory, asked, scores, shape) -> mx.array:
+    """Return the logarithm of each page's attention mass up to a constant, [B, G, R, T, pages], as `rank` sees it.
+
+    asked: queries times their scale [B, G, R * T, D]. scores: of what is read, [B, G, R, T, N]. shape: B, G, R, T.
+    """
+    if rank in ("oracle", "base"):
+        return mx.logsumexp(scores.reshape(*shape, -1, page), axis=-1)
+    if rank == "full":
+        parts = scores.reshape(*shape, -1, page)
+        return parts.mean(-1) + parts.var(-1) / 2
+
+    def product(x: mx.array, y: mx.array) -> mx.array:
+        return (x @ y.swapaxes(-1, -2)).reshape(*shape, -1)
+
+    kept = ("summary", rank, page)
+    if kept not in memory.memo:
+        memory.memo[kept] = _summary(rank, memory.pages(0), page)
+        mx.eval(memory.memo[kept])
+    one, two, *more = memory.memo[kept]
+    if rank == "boxes":  # Quest (Tang et al. 2024), section 3.2
+        return product(mx.maximum(asked, 0), one) + product(mx.minimum(asked, 0), two)
+    found = product(asked, one)
+    if rank == "mean":
+        return found
+    found = found + product(asked**2, two) / 2
+    return found + sum(product(asked, direction) ** 2 for direction in more) / 2
+
+
+def _summary(rank: str, keys: mx.array, page: int) -> list[mx.array]:
+    """Summarise pages of keys [B, G, N, D]: arrays [B, G, pages, D]. Boxes: most and least. Otherwise mean, variance,
+    and for "low rank" directions, scaled by the spread along them, that the variance no longer holds."""
+    pages = keys.reshape(*keys.shape[:2], -1, page, keys.shape[-1])
+    if rank == "boxes":
+        return [pages.max(-2), pages.min(-2)]
+    mean = pages.mean(-2)
+    if rank != "low rank":
+        return [mean, pages.var(-2)]
+    apart, found = pages - mean[..., None, :], []
+    for _ in range(DIRECTIONS):
+        # The token furthest away is not orthogonal to the direction that is looked for.
+        far = mx.argmax((apart**2).sum(-1), axis=-1)[..., None, None]
+        unit = mx.take_along_axis(apart, far, axis=-2)
+        for _ in range(ITERATIONS):
+            unit = unit / mx.maximum(mx.linalg.norm(unit, axis=-1, keepdims=True), 1e-12)
+            unit = (apart @ unit.swapaxes(-1, -2)).swapaxes(-1, -2) @ apart
+        unit = unit / mx.maximum(mx.linalg.norm(unit, axis=-1, keepdims=True), 1e-12)
+        along = apart @ unit.swapaxes(-1, -2)
+        found.append((unit * mx.sqrt((along**2).mean(-2, keepdims=True)))[..., 0, :])
+        apart = apart - along * unit
+    return [mean, (apart**2).mean(-2), *found]

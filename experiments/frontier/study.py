@@ -1,0 +1,208 @@
+"""Run the arms of a study on models and held-out texts: rows in OUT/rows.jsonl, which a second run completes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from experiments.evidence import corpus, rows
+from experiments.evidence.corpus import Held
+from experiments.evidence.measure import KL, RETRIEVAL
+from experiments.frontier.arms import Arm, attend
+from experiments.frontier.coding import KEYS, VALUES, Maps, learned
+from experiments.frontier.engine import PAGE, RECENT, SINK, Memory, prefill, read_on
+from experiments.options import Parser, at_least, numbers, words
+from mlxkv import console
+from mlxkv.eval.questions import prompts
+from mlxkv.eval.tasks.answers import spans
+from mlxkv.eval.tasks.divergence import compare
+from mlxkv.models import Loaded, load
+from mlxkv.models.calibration.measure import bos_of, calibrate
+
+EXACT = Arm("exact")
+WINDOWS = "64,64"
+LEAST = SINK + RECENT + 2 * PAGE  # tokens of a prompt: fewer have no page to leave out
+# What a study measures besides its arms, of (model, prompt, new tokens, maps): a row without a text for each text.
+Extra = Callable[[Loaded, Sequence[Memory], list, dict[int, Maps]], list[list[dict]]]
+
+
+def options(name: str, doc: str | None) -> Parser:
+    parser = Parser(name, doc)
+    parser.add_argument("--models", type=words, required=True, help="folders or names by commas")
+    parser.add_argument(
+        "--texts", type=Path, help="held-out texts: SPLIT/KIND-N.txt; default: stories"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl")
+    parser.add_argument("--contexts", default="4096,8192", help="tokens of a prompt")
+    parser.add_argument("--decode", type=int, default=128, help="tokens after it")
+    parser.add_argument("--count", type=int, default=16, help="texts of a context")
+    parser.add_argument("--documents", type=int, default=8, help="documents of questions; 0: none")
+    parser.add_argument("--document", type=int, default=4096, help="tokens of a document")
+    parser.add_argument("--questions", type=int, default=8, help="of each kind and document")
+    parser.add_argument("--together", type=int, default=4, help="texts read at once")
+    parser.add_argument("--calibrate", type=int, default=16384, help="tokens of calibration")
+    return parser
+
+
+def run(
+    name: str,
+    doc: str | None,
+    arms: Sequence[Arm],
+    arguments: Sequence[str] | None = None,
+    extra: Extra | None = None,
+) -> None:
+    """Run a study as a command. arguments: of its command line, default sys.argv."""
+    parser = options(name, doc)
+    args = parser.parse_args(arguments)
+    at_least("--decode", args.decode, 1)
+    at_least("--together", args.together, 1)
+    for context in (*numbers(args.contexts, "--contexts"), args.document):
+        at_least("tokens of a prompt", context, LEAST)
+    at_least("--calibrate", args.calibrate, 256)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for model in args.models:
+        _model(args, model, arms, extra)
+
+
+def maps_of(loaded, held: Held, count: int) -> dict[int, Maps]:
+    """Calibrate: the balanced maps of every layer, and levels that fit what they store."""
+    samples: dict = {}
+    text = held.calibration(loaded, count)
+    made = calibrate(
+        loaded.model,
+        text.tokens,
+        text=text.name,
+        window=min(4096, count),
+        bos=bos_of(loaded.tokenizer),
+        samples=samples,
+    )
+    out = {}
+    for name, layer in made.layers.items():
+        pairs = {
+            s: tuple(map(mx.array, getattr(layer, s).balance.pair(made.parts)))
+            for s in (KEYS, VALUES)
+        }
+        levels = {s: learned(samples[name].rows(s), s, pairs[s][0]) for s in pairs}
+        out[int(name)] = Maps(pairs[KEYS], pairs[VALUES], levels)
+    return out
+
+
+def _model(args, model: str, arms: Sequence[Arm], extra: Extra | None) -> None:
+    held, file = Held(args.texts), args.out / "rows.jsonl"
+    done = {rows.key(row) for row in rows.read([file])} if file.exists() else set()
+    loaded = load(model, "fp16")
+    maps = maps_of(loaded, held, args.calibrate)
+    about = {"model": Path(model).name, "windows": WINDOWS, "split": corpus.TEST}
+    first, *others = numbers(args.contexts, "--contexts")
+    start = time.perf_counter()
+
+    def known(row: dict) -> bool:
+        return rows.key(about | row) in done
+
+    def keep(row: dict) -> None:
+        if not known(row):
+            rows.append(file, about | row | {"when": time.time()})
+
+    def texts(context: int) -> None:
+        names = held.names(corpus.TEST)[: args.count]
+        for i in range(0, len(names), args.together):
+            _texts(
+                args,
+                loaded,
+                held,
+                names[i : i + args.together],
+                context,
+                arms,
+                maps,
+                extra,
+                known,
+                keep,
+            )
+            past = time.perf_counter() - start
+            console.note(
+                f"{about['model']} {context}: {min(i + args.together, len(names))} texts, {past:.0f} s"
+            )
+
+    texts(first)
+    for index in range(args.documents):
+        where = {"task": RETRIEVAL, "text": held.document_name(index), "context": args.document}
+        asked = [one for one in (EXACT, *arms) if not known(where | {"preset": one.name})]
+        if asked:
+            document = held.document(loaded, index, args.document, args.questions)
+            for arm, right in answers(loaded, document, asked, maps).items():
+                keep(where | {"preset": arm.name, "right": right} | _bits(arm))
+    for context in others:
+        texts(context)
+    console.note(f"{about['model']}: done, {time.perf_counter() - start:.0f} s")
+
+
+def _texts(args, loaded, held: Held, names, context: int, arms, maps, extra, known, keep) -> None:
+    """Measure texts in one batch: what `known` does not say is given to `keep`."""
+
+    def row(arm: str, name: str, task: str = KL) -> dict:
+        return {"task": task, "preset": arm, "text": name, "context": context}
+
+    asked = [arm for arm in arms if not all(known(row(arm.name, name)) for name in names)]
+    if not asked:
+        return
+    texts = [held.tokens(loaded, corpus.TEST, n, context + args.decode + 1) for n in names]
+    prompt = prefill(loaded, [text[:context] for text in texts])
+    new = [text[context:-1] for text in texts]
+    base = read_on(loaded, prompt, new, attend(EXACT, maps))
+    for name, found in zip(
+        names, extra(loaded, prompt, new, maps) if extra else [[]] * len(names), strict=True
+    ):
+        for one in found:
+            keep(row(one["preset"], name, one["task"]) | one)
+    for arm in asked:
+        logs = read_on(loaded, prompt, new, attend(arm, maps))
+        for i, (name, text) in enumerate(zip(names, texts, strict=True)):
+            keep(row(arm.name, name) | _bits(arm) | _kl(base[i], logs[i], text[context + 1 :]))
+
+
+def _bits(arm: Arm) -> dict:
+    return {"bits_per_value": arm.bits, "bits_with_windows": arm.bits}
+
+
+def _kl(base: mx.array, logs: mx.array, targets: Sequence[int]) -> dict:
+    scored = compare(base, logs, mx.array(targets))
+    accepted = mx.minimum(mx.exp(base), mx.exp(logs)).sum(-1).mean().item()
+    return {
+        "kl": float(scored.kl.mean()),
+        "kl_p99": float(np.percentile(scored.kl, 99)),
+        "top1": float(scored.same.mean()),
+        "nll": float(scored.nll.mean()),
+        "accepted": accepted,  # share of drafts that sampling would keep, were exact pages the verifier
+    }
+
+
+def answers(loaded, document, arms: Sequence[Arm], maps) -> dict[Arm, dict]:
+    """Return for each arm and kind which values of its answers are right, all questions in one batch."""
+    begin = prompts.prefix(loaded, document.text)
+    asked, ends = [], []
+    for kind in corpus.QUESTIONS:
+        for question in document.of(kind):
+            prompt = prompts.ask(loaded, document.text, question.question)
+            answer = loaded.tokenizer.encode(
+                prompts.answer(loaded, question.answer), add_special_tokens=False
+            )
+            asked.append([*prompt[len(begin) :], *answer])
+            ends.append((kind, answer, spans(loaded, answer, question.values)))
+    longest = max(map(len, asked))
+    padded = [
+        [*one, *[0] * (longest - len(one))] for one in asked
+    ]  # causal: nothing before sees it
+    prompt, out = prefill(loaded, [begin]), {}
+    for arm in arms:
+        likeliest = np.array(mx.argmax(read_on(loaded, prompt, padded, attend(arm, maps)), axis=-1))
+        right: dict[str, list] = {}
+        for line, tokens, (kind, answer, places) in zip(likeliest, asked, ends, strict=True):
+            first = len(tokens) - len(answer) - 1
+            found = [all(line[first + i] == answer[i] for i in place) for place in places]
+            right.setdefault(kind, []).append([bool(x) for x in found])
+        out[arm] = right
+    return out
