@@ -6,6 +6,11 @@ import re
 import unicodedata
 
 LINES, WIDTH, LONGEST = 3, 160, 8000  # lines in a reason, characters in a line, in a whole message
+# After these a process can do nothing more on its NVIDIA GPU, whatever it asks for.
+_LOST = re.compile(
+    r"illegal memory access|illegal instruction|misaligned address|unspecified launch failure|device-side assert",
+    re.IGNORECASE,
+)
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # MLX's first line says only that a library was not built; the compiler's lines follow.
 _ERROR = re.compile(r"\berror:", re.IGNORECASE)
@@ -40,6 +45,11 @@ def is_of_build(error: BaseException) -> bool:
 def is_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, where another kernel would fail too."""
     return bool(_MEMORY.search(text(error)))
+
+
+def is_of_lost_gpu(error: BaseException) -> bool:
+    """Whether nothing more can run on the GPU in this process."""
+    return bool(_LOST.search(text(error)))
 
 
 def _printable(letter: str) -> str:

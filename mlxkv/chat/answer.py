@@ -39,6 +39,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             encode=options.encode,
             progress=progress,
             host=options.host,
+            windows=options.kv_windows,
         )
     draft = with_draft(loaded, options)
     kind = Session if loaded.vision is None else PictureSession

@@ -19,9 +19,9 @@ from mlxkv.codec.transform import Centre, Transform
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
 from mlxkv.models.calibration import learn, parametrization
-from mlxkv.models.calibration.measure import peaks, second_moment
-from mlxkv.spec.bounds import BOUNDS, LEARNED_SPEC, Row, read, rms
-from mlxkv.spec.rows import Attention, Stored, Table, keys, shared_rows
+from mlxkv.models.calibration.moments import peaks, second_moment
+from mlxkv.spec.bounds import BOUNDS, LEARNED_SPEC, Row, keys, read, rms
+from mlxkv.spec.rows import Attention, Stored, Table, shared_rows
 
 
 class MLXTable(Table):

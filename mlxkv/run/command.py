@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from mlxkv.errors import UserError
-from mlxkv.formats.names import canonical, complete_kv, parse_kv
+from mlxkv.formats.names import canonical, check_windows, complete_kv, parse_kv
 from mlxkv.models.hosts import watch
 from mlxkv.run import program, start
 
@@ -38,6 +38,13 @@ def run(
         bool,
         Option("--strict", help="End with code 2 where a layer that grows stays uncompressed."),
     ] = False,
+    windows: Annotated[
+        int | None,
+        Option(
+            "--kv-windows",
+            help="Compress sliding windows of at least so many tokens, too. Default: none.",
+        ),
+    ] = None,
     quiet: Annotated[
         bool, Option("--quiet", "-q", help="No reports on stderr, only what is wrong.")
     ] = False,
@@ -46,11 +53,13 @@ def run(
     mlxkv run --kv int4 -- mlx_lm.server --model MODEL"""
     kv = kv if kv is not None else watch.asked() or "int4"
     config = parse_kv(kv)
+    check_windows(windows)
     found = program.find(words or [])
     if config.compresses:
         check_options(found.args, kv)
     environment = {watch.KV: canonical(kv)}
     environment |= {watch.STRICT: "1"} if strict else {}
+    environment |= {watch.WINDOWS: str(windows)} if windows is not None else {}
     environment |= {watch.QUIET: "1"} if quiet else {}
     os.environ.update(environment)
     return lambda: start.start(found)

@@ -18,7 +18,7 @@ from mlxkv.models.catalog.fingerprint import PIECE, PIECES, _pieces, fingerprint
 from mlxkv.models.catalog.folder import INDEX, check
 
 # What earlier versions named these models; shipped calibrations and old sessions have these.
-BEFORE = {"tiny": "d4b5f9b86ad0ae6a", "tiny-qwen": "38e72523ee1c1772"}
+BEFORE = {"tiny": "7d250e5c7b3cd958", "tiny-qwen": "e5034d0e4ec76ff4"}
 
 
 def of(path) -> str:

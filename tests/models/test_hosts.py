@@ -11,6 +11,7 @@ import mlx_lm.utils
 import pytest
 from mlx_lm import generate
 from mlx_lm.models.cache import make_prompt_cache
+from random_models import random_model
 
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.models import detach
@@ -109,6 +110,17 @@ def test_strict_refuses_layers_that_stay(tmp_path, monkeypatch, capsys):
     assert "full precision: RuntimeError: its own way" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         given.give(Odd(), "int4", True, "odd")
+
+
+def test_windows(monkeypatch, capsys):
+    monkeypatch.setenv(watch.WINDOWS, "160")
+    model = random_model("gemma3_text", sliding_window=160)
+    reports = given.give(model, "naive-int2+sink4+recent16+page16", False, "one")
+    assert all(report.compressed for report in reports) and "sliding" in capsys.readouterr().err
+    detach(model)
+    monkeypatch.setenv(watch.WINDOWS, "many")
+    assert given.give(random_model("llama"), "int4", False, "one") is None
+    assert "[MLXKV_WINDOWS] must be a number of tokens; got 'many'" in capsys.readouterr().err
 
 
 def test_full_precision_is_a_preset(model_folder, monkeypatch, capsys):

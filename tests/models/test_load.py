@@ -20,9 +20,9 @@ from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import context_limit, detach, load
-from mlxkv.models.catalog import plant
 from mlxkv.models.catalog.aliases import EMBEDDED, HUB, Source, resolve
-from mlxkv.models.catalog.plant import KEYS
+from mlxkv.models.catalog.weights import plant
+from mlxkv.models.catalog.weights.plant import KEYS
 
 
 def test_a_folder_loads_and_is_attached(folder):
@@ -124,7 +124,7 @@ def test_what_is_loaded_unpacks_and_has_a_short_name(folder):
 
 
 def test_progress_tells_the_bytes_that_are_read(folder, monkeypatch):
-    monkeypatch.setattr("mlxkv.models.loader.AT_ONCE", 1 << 14)
+    monkeypatch.setattr("mlxkv.models.loading.weights.AT_ONCE", 1 << 14)
     told = []
     loaded = load(str(folder), "fp16", progress=lambda *counts: told.append(counts))
     whole = sum(x.nbytes for _, x in tree_flatten(loaded.model.parameters()))

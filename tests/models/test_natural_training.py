@@ -106,7 +106,8 @@ def test_facts_hide_in_real_text_and_leave_it_whole(code, source):
 
     pieces = retrieval_document(Random("train-hidden"), 1500, [], filler)
     text = "".join(piece for piece, _ in pieces)
-    assert sum(piece in text for piece in given) > 0.9 * len(given) > 10
+    assert sum(piece in text for piece in given) > 0.9 * len(given)
+    assert len(tokenizer.encode("".join(given)).ids) > 700  # of real text, in pieces of any length
     answers = [piece for piece, weight in pieces if weight == ANSWER]
     assert answers and 700 < len(tokenizer.encode(text).ids) < 3000
 

@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 
 from mlxkv.errors import UserError
-from mlxkv.models.catalog import plant as plants
 from mlxkv.models.catalog.aliases import EMBEDDED, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
-from mlxkv.models.catalog.plant import KEYS, MASSIVE, OFFSET, RECIPROCAL, channel_scales, outliers
+from mlxkv.models.catalog.weights import plant as plants
+from mlxkv.models.catalog.weights import stored
+from mlxkv.models.catalog.weights.plant import (
+    KEYS,
+    MASSIVE,
+    OFFSET,
+    RECIPROCAL,
+    channel_scales,
+    outliers,
+)
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
@@ -29,12 +37,11 @@ TOKENS = 512
 
 
 def config(name: str) -> dict:
-    return json.loads((EMBEDDED[name].folder / "config.json").read_text())
+    return stored.plain(json.loads((EMBEDDED[name].folder / "config.json").read_text()))
 
 
 def weights(name: str) -> dict:
-    stored = mx.load(str(EMBEDDED[name].folder / "model.safetensors"))
-    return {key: np.array(w.astype(mx.float32)) for key, w in stored.items()}
+    return {key: w.astype(np.float32) for key, w in stored.decode(EMBEDDED[name].folder).items()}
 
 
 def read(name: str) -> tuple[np.ndarray, list, list[int]]:

@@ -11,11 +11,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model, tokens
 
 from mlxkv.cache.rotating import WindowedKVCache
+from mlxkv.chat import answer
+from mlxkv.chat.options import ChatOptions
+from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Full, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach, summarise
 from mlxkv.models.hooks import layers
 from mlxkv.models.usage import in_16_bits, in_use
+from mlxkv.serve import provider
+from mlxkv.serve.options import ServeOptions
 
 
 class Lossless(CacheConfig):
@@ -128,3 +133,23 @@ def test_reports_say_what_a_window_costs_and_why_not():
     lines = summarise(attach(model, "naive-int8", windows=1))
     assert "small by nature (7" in lines[0]
     detach(model)
+
+
+def test_commands_ask_for_windows(monkeypatch):
+    """`--kv-windows` of chat and serve reaches `attach`, and bad numbers are refused before a model is read."""
+    asked = []
+
+    def load(*_, windows=None, **__):
+        asked.append(windows)
+        raise UserError("[load] far enough")
+
+    monkeypatch.setattr(answer, "load", load)
+    monkeypatch.setattr(provider, "load", load)
+    with pytest.raises(UserError, match="far enough"):
+        answer.talk(ChatOptions(kv_windows=1024), "hello")
+    with pytest.raises(UserError, match="far enough"):
+        provider.Provider(ServeOptions(kv_windows=2048)).load_default()
+    assert asked == [1024, 2048]
+    for options in (ChatOptions, ServeOptions):
+        with pytest.raises(UserError, match=r"\[--kv-windows\] must be at least 1 token; got 0"):
+            options(kv_windows=0)

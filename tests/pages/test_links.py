@@ -1,4 +1,4 @@
-"""Every relative link of every Markdown page leads to a file, and every anchor to a heading."""
+"""Every relative link of every Markdown page leads to a file, every anchor to a heading; pages name their readers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def test_links_lead_somewhere(page):
             assert anchor in repo_pages.anchors(target.read_text(encoding="utf-8")), (
                 f"{link}: {target.name} has no such heading"
             )
+
+
+@pytest.mark.parametrize(
+    "page", sorted((repo_pages.ROOT / "docs").glob("*/*.md")), ids=lambda page: page.stem
+)
+def test_a_page_says_for_whom_it_is(page):
+    title, audience, *_ = page.read_text(encoding="utf-8").split("\n\n")
+    assert title.startswith("# ") and "\n" not in title
+    assert audience.startswith("For "), audience[:80]
 
 
 def test_anchors_are_githubs():

@@ -10,8 +10,8 @@ from golden_affine import MARGIN, half_near, inputs
 
 from mlxkv.spec import affine as ref
 from mlxkv.spec import dual_scale as dual
-from mlxkv.spec import kitty as kitty_ref
 from mlxkv.spec import polar as polar_ref
+from mlxkv.spec.mixed import kitty as kitty_ref
 
 PAGE = 32
 DECODED = 32  # one token in so many is kept as decoded values; scores and mixtures read all

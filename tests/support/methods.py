@@ -13,6 +13,7 @@ from mlxkv.formats.config import (
     CacheConfig,
     Codebook,
     DualScale,
+    Fill,
     Kitty,
     Polar,
     PolarTree,
@@ -115,6 +116,16 @@ METHODS = {
         *(PolarTree(online=True), PolarTree(online=True)), mps=False, preset="polar-tree+plain"
     ),
     "online-kvarn": Method(PolarTree(online=True), DualScale(4, "token"), mps=False),
+    "fill": Method(
+        *(
+            Fill(2.9, (4, 3, 2, 1)),
+            Fill(2.9, (3, 3, 2, 1)),
+        ),  # the second: an odd number of half words
+        dims=64,
+        kernels=False,
+        tiles=False,
+        mps=False,
+    ),
     "kitty": Method(Kitty(0.25), Kitty(0.125), kernels=False, tiles=False, mps=False),
     "kvarn": Method(
         DualScale(4, "channel"), DualScale(2, "token"), turn="srft", preset="kvarn-int2"

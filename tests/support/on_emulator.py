@@ -70,4 +70,4 @@ def make(name, input_names, output_names, source, header="", memory=32 << 10):
     return call
 
 
-make_tiles.tiles = make_mma.tiles = True
+make_tiles.tiles = make_mma.tiles = make_mma.wide = True

@@ -11,6 +11,7 @@ from mlxkv.formats.config import (
     Affine,
     Codebook,
     DualScale,
+    Fill,
     Full,
     Half,
     Kitty,
@@ -19,9 +20,10 @@ from mlxkv.formats.config import (
     Side,
 )
 from mlxkv.spec import affine as ref
-from mlxkv.spec import codebook, kitty, polar
+from mlxkv.spec import codebook, polar
 from mlxkv.spec import dual_scale as dual
 from mlxkv.spec import polar_tree as tree
+from mlxkv.spec.mixed import fill, kitty
 
 
 def _dual_scale(x: np.ndarray, spec: DualScale) -> np.ndarray:
@@ -36,10 +38,15 @@ def _kitty(x: np.ndarray, spec: Kitty) -> np.ndarray:
     return kitty.decode(*kitty.encode(x, spec.share)[:3])
 
 
+def _fill(x: np.ndarray, spec: Fill) -> np.ndarray:
+    return fill.decode(*fill.encode(x, spec.widths), spec.widths)
+
+
 TILES = {
     DualScale: _dual_scale,
     Polar: _polar,
     Kitty: _kitty,
+    Fill: _fill,
 }  # [..., page, R] -> the same, decoded
 
 

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from cuda_track.kernels.decode import attend_kernel
 from cuda_track.kernels.encode import seal_kernel
+from cuda_track.kernels.latents import STAGES, latent_kernel
 from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
 from cuda_track.kernels.turn import merge_kernel, queries_kernel
 from cuda_track.kernels.unsealing import unseal_kernel
@@ -25,7 +26,14 @@ TYPES = {
         **dict.fromkeys(("plain", "sink_k", "sink_v", "live_k", "live_v"), "*bf16"),
         **dict.fromkeys(("sums", "factors", "part_out", "part_top", "part_sum"), "*fp32"),
         **dict.fromkeys(("k_numbers", "v_numbers", "table", "pages"), "*i32"),
-        **{"q": "*fp16", "k_high": "*i8", "v_high": "*i8", "mask": "*u8", "plain_scale": "fp32"},
+        **{
+            "q": "*fp16",
+            "k_high": "*i8",
+            "v_high": "*i8",
+            "mask": "*u8",
+            "plain_scale": "fp32",
+            "cap": "fp32",
+        },
     },
     queries_kernel: {
         **{"q": "*bf16", "up": "*fp32", "out": "*fp16", "sums": "*fp32", "factors": "*fp32"},
@@ -44,11 +52,26 @@ TYPES = {
         **{"x": "*bf16", "down": "*bf16", "high": "*i8", "numbers": "*i32", "places": "*i64"},
     },
 }
+TYPES[latent_kernel] = {
+    **dict.fromkeys(("q_window", "q_turned", "turned", "steps"), "*bf16"),
+    **dict.fromkeys(("sink", "sink_turned", "live", "live_turned"), "*bf16"),
+    **dict.fromkeys(("q_pages", "scales", "biases"), "*fp16"),
+    **dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32"),
+    **{"codes": "*i32", "mask": "*u8", "scale": "fp32"},
+}
 TYPES[many_queries_kernel], TYPES[many_merge_kernel] = TYPES[queries_kernel], TYPES[merge_kernel]
 WORDS = {("int4", 128): "*i16", ("int2", 128): "*i16", ("int4", 64): "*i16"}
 STRIDES = ("_stride", "_row", "_head")  # multiples of 16 in every call
 SIZES = {"R": 128, "N": 8}
-PAGES = {"T": 64, "PAGE": 64, "CHANNEL": 0, "WINDOW": 32, "MASKED": False, "ASM": True}
+PAGES = {
+    "T": 64,
+    "PAGE": 64,
+    "CHANNEL": 0,
+    "WINDOW": 32,
+    "MASKED": False,
+    "CAPPED": False,
+    "ASM": True,
+}
 PAGES |= {"STAGES": 3, "CHAINED": True, "EARLY": False}
 SIDE = {"BITS": 4, "PLANES": 4, "GROUPS": 2}
 
@@ -62,6 +85,9 @@ SHORT = {"BITS": 4, "PLANES": 4, "GROUPS": 1}
 TURN = {"D": 128, **SIZES, "TURNED": True, "CHAINED": True}
 SEAL = {"D": 128, "R": 128, "T": 128, "SYMMETRIC": False, "TURNED": True, "PARTS": 3, "BLOCK": 32}
 SEAL["FUSED"] = True
+LATENTS = {"R": 512, "N": 64, "H": 32, "T": 32, "BITS": 4, "GROUP": 64, "CHANNEL": True}
+LATENTS |= {"SYMMETRIC": False, "TURNED_BITS": 16, "MASKED": False, "WIDE": False}
+LATENTS["STAGES"] = STAGES
 BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 CASES = {
     "attend int4": (attend_kernel, {**SIZES, **PAGES, **both(SIDE)}, ("int4", 128), 1),
@@ -111,6 +137,9 @@ CASES = {
         | {"RANK": 1, "KEYS": True},
         *(("int4", 128), 8),
     ),
+    "latents int4 channels": (latent_kernel, LATENTS, None, 8),
+    "latents int3": (latent_kernel, {**LATENTS, "CHANNEL": False, "BITS": 3}, None, 8),
+    "latents int4 128": (latent_kernel, {**LATENTS, "R": 128, "N": 32, "H": 16}, None, 4),
     "unseal": (
         *(unseal_kernel, {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False}, ("int2", 128), 4),
     ),
