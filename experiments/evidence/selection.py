@@ -70,6 +70,15 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "int2": tries(["int2"], ("", "+vg64"), ("", "+vclip.92", "+vclip.96"), TWO),
     "centred-int3": tries(["centred-int3"], ("", "+kclip1"), ("", "+vclip.94", "+vclip.96"), TWO),
     "centred-int2": tries(["centred-int2"], ("", "+kclip.96"), ("", "+vclip.92", "+vclip.96"), TWO),
+    "fill-2.25": tries(
+        ("fill-2.25", "fill-2.5/fill-2", "fill-2/fill-2.5", "fill-2.35/fill-2.15"), THREE
+    ),
+    "fill-3": tries(
+        ("fill-3", "fill-3.25/fill-2.75", "fill-2.75/fill-3.25", "fill-3.1/fill-2.9"), THREE
+    ),
+    "fill-4": tries(
+        ("fill-4", "fill-4.25/fill-3.75", "fill-3.75/fill-4.25", "fill-4.1/fill-3.9"), THREE
+    ),
     "kitty-int2": tries(("kitty-int2", "kitty-int2+pro"), ("", "+vclip.92", "+vclip.96"), TWO),
     "saw-int4": tries(("saw-int4", "saw-int4+values", "saw-int4+b16"), ("", "+clip.98"), TWO),
     **_plain(2),

@@ -21,9 +21,9 @@ OURS=int8,int4,int3,int2,centred-int3,centred-int2
 RIVALS=oscar-int4,oscar-int3,oscar-int2,kivi-int4,kivi-int2,kvarn-int4,kvarn-int3,kvarn-int2,turbo-int4,turbo-int3,turbo-int2
 RIVALS+=,polar,polar-int3,polar-int2,hadamard-int4,hadamard-int3,hadamard-int2,srft-int4,srft-int3,srft-int2
 RIVALS+=,srft-scaled-int4,srft-scaled-int2,saw-int4,kitty-int2,naive-int4,naive-int3,naive-int2
-ASKED=int4,int3,int2,centred-int3,centred-int2,kivi-int4,kivi-int2,oscar-int2,kvarn-int2,turbo-int3,turbo-int2,hadamard-int2,naive-int4,naive-int2
+ASKED=int4,int3,int2,fill-2.25,fill-3,centred-int3,centred-int2,kivi-int4,kivi-int2,oscar-int2,kvarn-int2,turbo-int3,turbo-int2,hadamard-int2,naive-int4,naive-int2
 WINDOWED=int2,oscar-int2,kivi-int2,kvarn-int2,polar-int2,turbo-int2
-FILL=fill-1.6,fill-2.25,fill-3.0,int2,int3,centred-int2,oscar-int2
+FILL=fill-1.6,fill-2.25,fill-3,fill-4
 read -ra MORE <<< "${ARGS:-}"
 
 run() { # MODULE MODEL STAGE ARGS...
@@ -36,7 +36,7 @@ name() { local path="${1%/hub}"; basename "$path"; }
 
 stage() { # STAGE MODEL
   case "$1" in
-    main) evidence "$2" main --kv "${KV:-$OURS,$RIVALS}" --context 4096 --decode 512 --documents 0 ;;
+    main) evidence "$2" main --kv "${KV:-$OURS,$FILL,$RIVALS}" --context 4096 --decode 512 --documents 0 ;;
     ask) evidence "$2" ask --kv "${KV:-$ASKED}" --context 4096 --decode 8 --documents 16 ;;
     short) evidence "$2" short --kv "${KV:-$ASKED}" --context 1024 --decode 512 --documents 0 ;;
     long) evidence "$2" long --kv "${KV:-$ASKED}" --context 7680 --decode 512 --documents 0 ;;
@@ -45,7 +45,7 @@ stage() { # STAGE MODEL
         evidence "$2+$kind" plants --kv "${KV:-$ASKED}" --context 2048 --decode 256 --documents 0; done ;;
     select) run evidence.selection "$2" select --processes "$PROCESSES" --context 2048 --decode 256 --documents 0 ;;
     chosen) evidence "$2" chosen --kv int2 --chosen "$OUT/select/$(name "$2")/chosen.json" --context 4096 --decode 512 --documents 0 ;;
-    fill) evidence "$2" fill --kv "${KV:-$FILL}" --context 4096 --decode 512 --documents 0 ;;
+    fill) evidence "$2" fill --kv "${KV:-$FILL,fill-1.75,fill-2,fill-2.5,fill-3.25,int2,int3,centred-int2,oscar-int2}" --context 4096 --decode 512 --documents 0 ;;
     frontier) for study in pages codes nested; do run "frontier.$study" "$2" "frontier-$study"; done ;;
     *) echo "no such stage: $1" >&2; exit 2 ;;
   esac
