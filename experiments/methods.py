@@ -190,9 +190,9 @@ MEASURES: dict[str, Callable[[Row], float]] = {
 
 def family(name: str) -> str:
     """Return the method of a preset: kvarn-int2+fixed -> kvarn, turbo-2.5 -> turbo, int4 -> int,
-    polar-tree+online -> polar-tree."""
+    polar-tree+online -> polar-tree, fill-2.25 -> fill."""
     plain = name.split("+")[0]
-    return re.sub(r"-?(int\d|k\dv\d|\d\.\d)$", "", plain) or OURS
+    return re.sub(r"-?(int\d|k\dv\d|\d+(\.\d+)?)$", "", plain) or OURS
 
 
 def frontier(points: list[tuple[float, float]], rises: bool) -> list[tuple[float, float]]:

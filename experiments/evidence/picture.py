@@ -11,9 +11,23 @@ from mlxkv.eval import intervals
 from mlxkv.eval.report.pictures import SMALLEST
 
 PANELS = 3
-SHOWN = ("int", "naive", "kivi", "oscar")  # ours, mlx-lm's codes, two rivals; tables have the rest
-NAMES = {"int": "int4, int3, int2", "naive": "mlx-lm's codes", "kivi": "KIVI", "oscar": "OSCAR"}
+SHOWN = (
+    "fill",
+    "int",
+    "naive",
+    "kivi",
+    "oscar",
+)  # ours, mlx-lm's codes, two rivals; tables have the rest
+NAMES = {
+    "fill": "fill-4, fill-3, fill-2.25, fill-1.6",
+    "int": "int4, int3, int2",
+    "naive": "mlx-lm's codes",
+    "kivi": "KIVI",
+    "oscar": "OSCAR",
+}
+OURS = ("fill", "int")
 NEAR, STEP = 0.04, 0.06  # bits
+MOST = 6.0  # bits: 8 are as good as exact, and would flatten the rest
 TUNED = "+sink"  # in the names that selection chose: hollow marks
 
 
@@ -30,20 +44,20 @@ def panels(blocks: Sequence[Block]) -> str:
         families = [one for one in SHOWN if one in measured] or measured[: len(SHOWN)]
         handles: dict[str, object] = {}
         for axis, block in zip(axes[0], some, strict=True):
-            shown = [entry for entry in block.whole() if family(entry.name) in families]
+            shown = [e for e in block.whole() if family(e.name) in families and e.bits <= MOST]
             for entry in shown:
                 one = family(entry.name)
                 found = intervals.mean(block.values(entry.name))
                 low, high = (found.low, found.high) if found.known else (found.value, found.value)
                 value = max(found.value, SMALLEST)
-                ours, index = one == "int", families.index(one)
+                ours, index = one in OURS, families.index(one)
                 color = "black" if ours else f"C{index % 10}"
                 handles[one] = axis.errorbar(
                     [entry.bits + _aside(entry, shown)],
                     [value],
                     yerr=[[max(0.0, value - max(low, SMALLEST))], [max(0.0, high - value)]],
-                    marker="*" if ours else "os^vDPX<>ph"[index % 11],
-                    markersize=10 if ours else 5,
+                    marker="P" if one == "fill" else "*" if ours else "os^vDPX<>ph"[index % 11],
+                    markersize={"fill": 7, "int": 10}.get(one, 5),
                     markerfacecolor="white" if TUNED in entry.name else color,
                     color=color,
                     linestyle="",

@@ -43,6 +43,13 @@ def tries(bases: Sequence[str], *settings: Sequence[str]) -> tuple[str, ...]:
     return tuple("".join(parts) for parts in product(bases, *settings))
 
 
+def _shared(*rates: tuple[str, str]) -> tuple[str, ...]:
+    """Return bits by direction with budgets of keys and values; windows are those of the keys."""
+    return tuple(
+        f"fill-{k}{split}" + (f"/fill-{v}" if k != v else "") for k, v in rates for split in THREE
+    )
+
+
 def _plain(bits: int) -> dict[str, tuple[str, ...]]:
     """Return the tries of the methods that exist at every width."""
     lower = {2: (".92", ".96"), 3: (".96", ".98"), 4: (".96", ".98")}[bits]
@@ -70,15 +77,9 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "int2": tries(["int2"], ("", "+vg64"), ("", "+vclip.92", "+vclip.96"), TWO),
     "centred-int3": tries(["centred-int3"], ("", "+kclip1"), ("", "+vclip.94", "+vclip.96"), TWO),
     "centred-int2": tries(["centred-int2"], ("", "+kclip.96"), ("", "+vclip.92", "+vclip.96"), TWO),
-    "fill-2.25": tries(
-        ("fill-2.25", "fill-2.5/fill-2", "fill-2/fill-2.5", "fill-2.35/fill-2.15"), THREE
-    ),
-    "fill-3": tries(
-        ("fill-3", "fill-3.25/fill-2.75", "fill-2.75/fill-3.25", "fill-3.1/fill-2.9"), THREE
-    ),
-    "fill-4": tries(
-        ("fill-4", "fill-4.25/fill-3.75", "fill-3.75/fill-4.25", "fill-4.1/fill-3.9"), THREE
-    ),
+    "fill-2.25": _shared(("2.25", "2.25"), ("2.5", "2"), ("2", "2.5"), ("2.35", "2.15")),
+    "fill-3": _shared(("3", "3"), ("3.25", "2.75"), ("2.75", "3.25"), ("3.1", "2.9")),
+    "fill-4": _shared(("4", "4"), ("4.25", "3.75"), ("3.75", "4.25"), ("4.1", "3.9")),
     "kitty-int2": tries(("kitty-int2", "kitty-int2+pro"), ("", "+vclip.92", "+vclip.96"), TWO),
     "saw-int4": tries(("saw-int4", "saw-int4+values", "saw-int4+b16"), ("", "+clip.98"), TWO),
     **_plain(2),

@@ -4,6 +4,7 @@
 #   training/natural/measure.sh STAGE...       # one after the other, each on both models at once, a GPU each
 #
 #   main      KL of every preset after 4096 tokens     ask       256 questions at 8K
+#   papers    variants that papers claim something of
 #   short     KL after 1024 tokens                     long      after 7680
 #   own       each method's own windows                plants    with outliers planted
 #   select    settings of every method, chosen on texts of their own; then chosen: those on the test texts
@@ -24,6 +25,9 @@ RIVALS+=,srft-scaled-int4,srft-scaled-int2,saw-int4,kitty-int2,naive-int4,naive-
 ASKED=int4,int3,int2,fill-2.25,fill-3,centred-int3,centred-int2,kivi-int4,kivi-int2,oscar-int2,kvarn-int2,turbo-int3,turbo-int2,hadamard-int2,naive-int4,naive-int2
 WINDOWED=int2,oscar-int2,kivi-int2,kvarn-int2,polar-int2,turbo-int2
 FILL=fill-1.6,fill-2.25,fill-3,fill-4
+PAPERS=srft-int4+token,srft-int4+tensor,srft-int4+g16,srft-scaled-int4+g16,oscar-int2+layer,oscar-int2+centred,hadamard-int2+clip
+PAPERS+=,turbo-2.5,turbo-3.5,turbo-int4+qjl,turbo-int3+qjl,polar-tree,polar-tree+online,polar-tree+plain,kvarn-int2+fixed
+PAPERS+=,balanced-int2,balanced-k3v2,static-0.75+windows,oja-0.75,oja-0.75+int4
 read -ra MORE <<< "${ARGS:-}"
 
 run() { # MODULE MODEL STAGE ARGS...
@@ -38,6 +42,7 @@ stage() { # STAGE MODEL
   case "$1" in
     main) evidence "$2" main --kv "${KV:-$OURS,$FILL,$RIVALS}" --context 4096 --decode 512 --documents 0 ;;
     ask) evidence "$2" ask --kv "${KV:-$ASKED}" --context 4096 --decode 8 --documents 16 ;;
+    papers) evidence "$2" papers --kv "${KV:-$PAPERS}" --context 4096 --decode 512 --documents 0 ;;
     short) evidence "$2" short --kv "${KV:-$ASKED}" --context 1024 --decode 512 --documents 0 ;;
     long) evidence "$2" long --kv "${KV:-$ASKED}" --context 7680 --decode 512 --documents 0 ;;
     own) evidence "$2" own --kv "${KV:-$WINDOWED}" --windows own --context 4096 --decode 512 --documents 0 ;;
@@ -51,7 +56,7 @@ stage() { # STAGE MODEL
   esac
 }
 
-[ $# -gt 0 ] || { sed -n '2,16p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,17p' "$0"; exit 2; }
 IFS=, read -ra models <<< "$MODELS"
 for each in "$@"; do
   begun=$SECONDS gpu=0 jobs=()
