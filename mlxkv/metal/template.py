@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.formats import levels
-from mlxkv.formats.records import RecordLayout, SideLayout
+from mlxkv.formats.records import BLOCK, RecordLayout, SideLayout
 
+MOST_BLOCKS = 8  # of 32 dims, of sides whose blocks of 16 have widths of their own
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook: 4 bits
 LOG2E = log2(e)
 Pair = tuple[mx.array, mx.array]
@@ -19,6 +20,8 @@ Pair = tuple[mx.array, mx.array]
 
 def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
     """The template values that describe a side. C: coefficients for `kv_level`."""
+    if at.widths:
+        return _filled(suffix)
     bits = at.bits - at.signs
     terms = levels.polynomial(at.dims, bits) / 2**bits if at.codebook else ()
     return {
@@ -35,6 +38,14 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"BOOKS{suffix}": at.books,
         f"C{suffix}": _constants(terms),
     }
+
+
+def _filled(suffix: str) -> dict[str, object]:
+    """`side_template` of any side whose blocks have widths of their own: a table tells them apart."""
+    names = ("SYMMETRIC", "CHANNEL", "OUTER", "PER_TOKEN", "PAIRS", "CODEBOOK", "SIGNS", "TREE")
+    values = {f"{name}{suffix}": int(name == "SYMMETRIC") for name in names}
+    one = {"BITS": 2, "GROUP": BLOCK * MOST_BLOCKS, "BOOKS": (0,), "C": _constants(()), "FILL": 1}
+    return values | {f"{name}{suffix}": value for name, value in one.items()}
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,105 @@
+"""Bits by direction in kernels: tables that say where the codes of each block of 16 dims stand, and how wide they are.
+
+Kernels read them as an array in the place of the headers, so one text serves all layers of a model, whose widths differ.
+Places: `formats.records.parts`. `text/fill.h` reads them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.formats.lowrank import GAINS, STEPS
+from mlxkv.formats.records import LANES, QUARTERS, RecordLayout, SideLayout, parts
+
+MOST = 16  # blocks of a side: 256 dims
+HEAD, ENTRY, SEALED = 8, 12, 8  # words before the blocks, of a block, and of a block for sealing
+HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # bits of an entry's fourth word
+STAGES = 64  # words in which the room of a record is counted
+
+
+def second_step(width: int) -> int:
+    """By how many bits the code of slot p = 1 lies above that of p = 0."""
+    return {4: 4, 8: 8}.get(width, 2)
+
+
+def _twice(mask: int) -> int:
+    return mask | mask << 16
+
+
+def _halves(value: float) -> int:
+    return _twice(int(np.float16(value).view(np.uint16)))
+
+
+def _float(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+def _entries(at: SideLayout) -> np.ndarray:
+    """[MOST, ENTRY] uint32, one row a block:
+
+    0 words before its row in the side; 1, 2 shifts for r = 0 and 1; 3 bits HALF_ROW (it stands in the half row at the
+    end), THIRD (a third bit stands elsewhere), EIGHT, THIRD_HALF_ROW, and from bit 8 on `second_step`; 4, 5 masks of
+    slots p = 0 and 1; 6 words before the row of the third bits, 7 their shift; 8, 9 halves that centre codes of
+    p = 0 and 1 below a leading one; 10 the float that undoes `second_step`; 11 the float (2^b - 1) / 2.
+    """
+    out, whole = np.zeros((MOST, ENTRY), np.uint32), at.quarters // QUARTERS
+    for part in parts(at.widths):
+        row, entry = LANES * part.row, out[part.block]
+        if part.low:
+            entry[3] |= THIRD | (THIRD_HALF_ROW if part.row == whole else 0)
+            entry[6:8] = row, 4 * part.quarter
+            continue
+        bits = at.widths[part.block]
+        step = second_step(bits)
+        place = 0 if bits == 8 else step  # of p = 1, once it is below the leading one
+        entry[0], entry[1] = row, 4 * part.quarter % 16
+        entry[2] = entry[1] + {8: 0, 4: 8, 2: 4, 1: 1}[part.width]
+        entry[3] |= (EIGHT if bits == 8 else 0) | (HALF_ROW if part.row == whole else 0)
+        entry[3] |= step << 8
+        mask = (1 << part.width) - 1
+        entry[4:6] = _twice(mask), _twice(mask << place)
+        entry[8:10] = [_halves(-1024 - 2.0 ** (bits - 1 + n)) for n in (0, place)]
+        entry[10:12] = _float(2.0**-place), _float((2**bits - 1) / 2)
+    return out
+
+
+@lru_cache(maxsize=512)
+def table(layout: RecordLayout) -> mx.array:
+    """[HEAD + 2 MOST ENTRY] uint32: words of a record, of its keys, stored dims of keys and of values, blocks of keys
+    and of values, 0, 0, then the blocks of keys and of values (`_entries`)."""
+    sides = layout.keys, layout.values
+    head = [layout.words, layout.keys.words, *(x.dims for x in sides)]
+    head += [*(len(x.widths) for x in sides), 0, 0]
+    words = np.concatenate([np.array(head, np.uint32), *(_entries(x).ravel() for x in sides)])
+    return _kept(words)
+
+
+@lru_cache(maxsize=512)
+def sealing(at: SideLayout) -> mx.array:
+    """[HEAD + MOST SEALED] float32: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; of each block the
+    distance of levels for variance 1, the gain, (2^b - 1) / 2, b, then 0, ..."""
+    out = np.zeros((MOST, SEALED), np.float32)
+    for entry, bits in zip(out, at.widths, strict=False):
+        entry[:4] = GAINS[bits] * STEPS[bits], GAINS[bits], (2**bits - 1) / 2, bits
+    head = np.zeros(HEAD, np.float32)
+    head[:4] = len(at.widths), at.dims, at.code_words, 1 / at.dims
+    return _kept(np.concatenate([head, out.ravel()]))
+
+
+def _kept(numbers: np.ndarray) -> mx.array:
+    """An array that all layers and threads may share."""
+    with mx.stream(mx.cpu):
+        made = mx.array(numbers)
+        mx.eval(made)
+    return made
+
+
+def room(layout: RecordLayout) -> int:
+    """Words in which a record has room: few sizes, so that few kernels are built."""
+    size = STAGES
+    while size < layout.words:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
