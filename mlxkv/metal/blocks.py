@@ -40,29 +40,31 @@ def _float(value: float) -> int:
 def _entries(at: SideLayout) -> np.ndarray:
     """[MOST, ENTRY] uint32, one row a block:
 
-    0 words before its row in the side; 1, 2 shifts for r = 0 and 1; 3 bits HALF_ROW (it stands in the half row at the
-    end), THIRD (a third bit stands elsewhere), EIGHT, THIRD_HALF_ROW, and from bit 8 on `second_step`; 4, 5 masks of
-    slots p = 0 and 1; 6 words before the row of the third bits, 7 their shift; 8, 9 halves that centre codes of
-    p = 0 and 1 below a leading one; 10 the float that undoes `second_step`; 11 the float (2^b - 1) / 2.
+    0 words before its row in the side, and from bit 16 on HALF_ROW (it stands in the half row at the end), THIRD (a
+    third bit stands elsewhere), EIGHT, THIRD_HALF_ROW; 1 shifts for r = 0 and, from bit 8 on, 1, and from bit 16 on
+    `second_step`; 2, 3 masks of slots p = 0 and 1; 4, 5 halves that centre codes of p = 0 and 1 on 2^(b-1) below a
+    leading one; 6 words before the row of the third bits, 7 their shift; 8 the float that undoes `second_step` in a
+    tile; 9 the float (2^b - 1) / 2; 10 and 11 the halves -(2^b - 1) / 2 for p = 0 and 1 in a tile.
     """
     out, whole = np.zeros((MOST, ENTRY), np.uint32), at.quarters // QUARTERS
     for part in parts(at.widths):
         row, entry = LANES * part.row, out[part.block]
         if part.low:
-            entry[3] |= THIRD | (THIRD_HALF_ROW if part.row == whole else 0)
+            entry[0] |= (THIRD | (THIRD_HALF_ROW if part.row == whole else 0)) << 16
             entry[6:8] = row, 4 * part.quarter
             continue
         bits = at.widths[part.block]
-        step = second_step(bits)
+        step, first = second_step(bits), 4 * part.quarter
         place = 0 if bits == 8 else step  # of p = 1, once it is below the leading one
-        entry[0], entry[1] = row, 4 * part.quarter % 16
-        entry[2] = entry[1] + {8: 0, 4: 8, 2: 4, 1: 1}[part.width]
-        entry[3] |= (EIGHT if bits == 8 else 0) | (HALF_ROW if part.row == whole else 0)
-        entry[3] |= step << 8
-        mask = (1 << part.width) - 1
-        entry[4:6] = _twice(mask), _twice(mask << place)
-        entry[8:10] = [_halves(-1024 - 2.0 ** (bits - 1 + n)) for n in (0, place)]
-        entry[10:12] = _float(2.0**-place), _float((2**bits - 1) / 2)
+        flags = (EIGHT if bits == 8 else 0) | (HALF_ROW if part.row == whole else 0)
+        second = first + {8: 0, 4: 8, 2: 4, 1: 1}[part.width]
+        entry[0] |= row | flags << 16
+        entry[1] = first | second << 8 | step << 16
+        mask, middle = (1 << part.width) - 1, (2**bits - 1) / 2
+        entry[2:4] = _twice(mask), _twice(mask << place)
+        entry[4:6] = [_halves(-1024 - 2.0 ** (bits - 1 + n)) for n in (0, place)]
+        entry[8:10] = _float(2.0**-place), _float(middle)
+        entry[10:12] = [_halves(-middle * 2.0**n) for n in (0, place)]
     return out
 
 

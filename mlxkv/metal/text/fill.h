@@ -39,25 +39,26 @@ inline const device uint* kv_fill_entry(const device uint* table, int side, int 
 inline void kv_fill_levels(
     const device uint* side, const device uint* entry, int lane, thread float* levels) {
   const uint4 places = *(const device uint4*)entry;
-  const uint4 masks = *(const device uint4*)(entry + 4);
-  const float middle = as_type<float>(entry[11]);
-  const uint word = kv_fill_word(side, places.x, lane, places.w & KV_FILL_HALF_ROW);
+  const float middle = as_type<float>(entry[9]);
+  const uint row = places.x & 0xFFFFu;
+  const uint flags = places.x >> 16;
+  const uint word = kv_fill_word(side, row, lane, flags & KV_FILL_HALF_ROW);
   uint x[2];
-  x[0] = word >> places.y;
-  x[1] = word >> places.z;
-  if ((places.w & KV_FILL_EIGHT) != 0u) {
-    x[1] = side[int(places.x) + 32 + lane];
+  x[0] = word >> (places.y & 31u);
+  x[1] = word >> ((places.y >> 8) & 31u);
+  if ((flags & KV_FILL_EIGHT) != 0u) {
+    x[1] = side[int(row) + 32 + lane];
   }
-  const uint step = places.w >> 8;
-  const uint top = masks.x & 0xFFFFu;
+  const uint step = places.y >> 16;
+  const uint top = places.z & 0xFFFFu;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const uint shift = (i % 2 ? step : 0u) + 16u * uint(i / 2 % 2);
     levels[i] = float((x[i / 4] >> shift) & top) - middle;
   }
-  if ((places.w & KV_FILL_THIRD) != 0u) {
+  if ((flags & KV_FILL_THIRD) != 0u) {
     const uint third =
-        kv_fill_word(side, masks.z, lane, places.w & KV_FILL_THIRD_HALF_ROW) >> masks.w;
+        kv_fill_word(side, entry[6], lane, flags & KV_FILL_THIRD_HALF_ROW) >> entry[7];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       levels[i] += float((third >> (i / 4 + 2 * (i % 2) + 16 * (i / 2 % 2))) & 1u) * 4.0f;

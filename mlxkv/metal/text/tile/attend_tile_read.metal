@@ -42,6 +42,28 @@ if (paged) {
     }
   }
 #endif
+#if WITH_FILL
+  // What codes have too much, times the queries: the leading one and the middle.
+  TileC start_k;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    start_k.v[i] = 0.0f;
+  }
+#pragma unroll
+  for (int n = 0; n < 2 * BK; n++) {
+    if (n < blocks_k) {
+      TileA a;
+      TileA middle;
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        a.w[m] = kv_halves(-1024.0f, -1024.0f);
+        middle.w[m] = m / 2 ? fill_k[3 * n + 2].w : fill_k[3 * n + 2].z;
+      }
+      tile_multiply(start_k, a, q_tile[n]);
+      tile_multiply(start_k, middle, q_tile[n]);
+    }
+  }
+#endif
   if (FOLDED && group == 0) {  // every simdgroup reads them there when scales change
 #pragma unroll
     for (int n = 0; n < 4 * BK; n++) {
@@ -119,7 +141,7 @@ if (paged) {
     const bool both = unit + 1 < stop;
     if (!second) {
       record[0] = kv_pipe_wait<RECORD, STAGES, S, STEP>(pipe);
-      record[1] = both ? kv_record_after(record[0], RECORD) : record[0];  // or the last one again
+      record[1] = both ? kv_record_after(record[0], record_words) : record[0];  // or the last one again
     } else {
       record[0] = record[1];
     }
@@ -141,8 +163,50 @@ if (paged) {
     }
 #endif
     TileC s[PAIR];
+#if WITH_FILL
+    const int fill_lane = 4 * g + t;
+    uint keys[PAIR * 2 * BK];
+#pragma unroll
+    for (int n = 0; n < 2 * BK; n++) {
+      const uint place = fill_k[3 * n].x;
+#pragma unroll
+      for (int e = 0; e < PAIR; e++) {
+        keys[PAIR * n + e] =
+            n < blocks_k ? kv_fill_read(record[e], 0, place, fill_lane) : 0u;
+      }
+    }
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
+      s[e] = start_k;
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * BK; n++) {
+      if (n < blocks_k) {
+        const uint4 entry = fill_k[3 * n];
+#pragma unroll
+        for (int e = 0; e < PAIR; e++) {
+          uint pairs[4];
+          kv_fill_pairs(
+              record[e], 0, keys[PAIR * n + e], entry, fill_k[3 * n + 1], fill_lane, pairs);
+          TileA a;
+          a.w[0] = pairs[0];
+          a.w[1] = pairs[2];
+          a.w[2] = pairs[1];
+          a.w[3] = pairs[3];
+          tile_multiply(s[e], a, q_tile[n]);
+        }
+      }
+    }
+#endif
+#pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+#if WITH_FILL
+      const uint scales = kv_read1(record[e], side_words_k - 8 + g);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        s[e].v[i] *= kv_half(scales, i / 2);
+      }
+#else
       uint words[WORDS_K];
       uint scales[HELD_K];
       if (!RAW_K) {
@@ -311,6 +375,7 @@ if (paged) {
           }
         }
       }
+#endif
 #endif
 #pragma unroll
       for (int i = 0; i < 4; i++) {

@@ -1,6 +1,53 @@
 // Third part of attend_tile: probabilities of the records' tokens, and their products with the values.
     TileB p[PAIR];
+#if WITH_FILL
+    // The words of the values travel while probabilities are computed.
+    uint values[PAIR * 2 * BV];
+#pragma unroll
+    for (int n = 0; n < 2 * BV; n++) {
+      const uint place = fill_v[3 * n].x;
+#pragma unroll
+      for (int e = 0; e < PAIR; e++) {
+        values[PAIR * n + e] =
+            n < blocks_v ? kv_fill_read(record[e], side_words_k, place, fill_lane) : 0u;
+      }
+    }
+#endif
     kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o, FOLDED ? 1.0f : KV_SCORE);
+#if WITH_FILL
+    TileB scaled[PAIR];
+#pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+      TileA middle;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint scale =
+            kv_read1(record[e], record_words - 8 + tile_b_row(lane, 0) / 2 * 2 + r);
+        scaled[e].w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scale, lane));
+        middle.w[2 * r] = middle.w[2 * r + 1] = kv_halves(0.5f, 0.5f);
+      }
+      tile_multiply(o[2 * OB], middle, scaled[e]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * BV; n++) {
+      if (n < blocks_v) {
+        const uint4 entry = fill_v[3 * n];
+        const uint4 rest = fill_v[3 * n + 1];
+#pragma unroll
+        for (int e = 0; e < PAIR; e++) {
+          uint pairs[4];
+          kv_fill_pairs(
+              record[e], side_words_k, values[PAIR * n + e], entry, rest, fill_lane, pairs);
+          TileA a;
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = kv_add_halves(pairs[m], m % 2 ? rest.y : rest.x);
+          }
+          tile_multiply(o[n], a, scaled[e]);
+        }
+      }
+    }
+#else
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
       uint words[WORDS_V];
@@ -121,6 +168,7 @@
         }
       }
     }
+#endif
     unit += PAIR;
     second = PAIR == 1 && !second && both;
     if (!second) {
@@ -128,6 +176,19 @@
       unit += STEP - 2 + (PAIR == 1 && !both ? 1 : 0);
     }
   }
+#if WITH_FILL
+#pragma unroll
+  for (int n = 0; n < 2 * BV; n++) {
+    if (n < blocks_v) {
+      const float weight = as_type<float>(fill_v[3 * n + 2].x);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        o[n].v[i] += o[2 * OB].v[i];
+        o[n].v[2 + i] = metal::fma(o[n].v[2 + i], weight, o[2 * OB].v[i]);
+      }
+    }
+  }
+#endif
   if (!SYMMETRIC_V && !OUTER_V) {
 #pragma unroll
     for (int n = 0; n < GROUPS_V; n++) {
