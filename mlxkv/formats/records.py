@@ -27,6 +27,7 @@ HALF = 16  # bits of a code that is a float16 number itself
 TREE_CODE = 3  # bits per dim of a polar tree: 46 of the 48 bits of 16 dims are used
 TREE_ANGLES = sum(2**bits for bits in TREE_BITS)  # angles in the codebooks of a page
 NAMES = ("keys", "values")
+MOST_BLOCKS = 16  # of 16 dims with widths of their own
 QUARTERS = 4  # parts of 8 bits of a lane's word: a block of 16 dims has one for each bit of its codes
 
 
@@ -217,8 +218,11 @@ def why_no_record(
         return "full-precision pages have no record"
     if isinstance(spec, Fill):
         if not blocks:
-            return "records of bits by direction are not read here"
-        return None if spec.widths else "a calibration has to give bits by direction their widths"
+            return "bits by direction have no kernel here"
+        if not spec.widths:
+            return "a calibration has to give bits by direction their widths"
+        most = len(spec.widths) > MOST_BLOCKS
+        return f"more than {DIMS * MOST_BLOCKS} dims with bits of their own" if most else None
     if isinstance(spec, Polar):
         return _why_no_pairs(spec, dims, page, keys)
     if not isinstance(spec, Affine | DualScale):

@@ -12,9 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.formats.lowrank import GAINS, STEPS
-from mlxkv.formats.records import LANES, QUARTERS, RecordLayout, SideLayout, parts
+from mlxkv.formats.records import LANES, MOST_BLOCKS, QUARTERS, RecordLayout, SideLayout, parts
 
-MOST = 16  # blocks of a side: 256 dims
 HEAD, ENTRY, SEALED = 8, 12, 8  # words before the blocks, of a block, and of a block for sealing
 HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # bits of an entry's fourth word
 STAGES = 64  # words in which the room of a record is counted
@@ -38,7 +37,7 @@ def _float(value: float) -> int:
 
 
 def _entries(at: SideLayout) -> np.ndarray:
-    """[MOST, ENTRY] uint32, one row a block:
+    """[MOST_BLOCKS, ENTRY] uint32, one row a block:
 
     0 words before its row in the side, and from bit 16 on HALF_ROW (it stands in the half row at the end), THIRD (a
     third bit stands elsewhere), EIGHT, THIRD_HALF_ROW; 1 shifts for r = 0 and, from bit 8 on, 1, and from bit 16 on
@@ -46,7 +45,7 @@ def _entries(at: SideLayout) -> np.ndarray:
     leading one; 6 words before the row of the third bits, 7 their shift; 8 the float that undoes `second_step` in a
     tile; 9 the float (2^b - 1) / 2; 10 and 11 the halves -(2^b - 1) / 2 for p = 0 and 1 in a tile.
     """
-    out, whole = np.zeros((MOST, ENTRY), np.uint32), at.quarters // QUARTERS
+    out, whole = np.zeros((MOST_BLOCKS, ENTRY), np.uint32), at.quarters // QUARTERS
     for part in parts(at.widths):
         row, entry = LANES * part.row, out[part.block]
         if part.low:
@@ -70,7 +69,7 @@ def _entries(at: SideLayout) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def table(layout: RecordLayout) -> mx.array:
-    """[HEAD + 2 MOST ENTRY] uint32: words of a record, of its keys, stored dims of keys and of values, blocks of keys
+    """[HEAD + 2 MOST_BLOCKS ENTRY] uint32: words of a record, of its keys, stored dims of keys and of values, blocks of keys
     and of values, 0, 0, then the blocks of keys and of values (`_entries`)."""
     sides = layout.keys, layout.values
     head = [layout.words, layout.keys.words, *(x.dims for x in sides)]
@@ -81,9 +80,9 @@ def table(layout: RecordLayout) -> mx.array:
 
 @lru_cache(maxsize=512)
 def sealing(at: SideLayout) -> mx.array:
-    """[HEAD + MOST SEALED] float32: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; of each block the
+    """[HEAD + MOST_BLOCKS SEALED] float32: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; of each block the
     distance of levels for variance 1, the gain, (2^b - 1) / 2, b, then 0, ..."""
-    out = np.zeros((MOST, SEALED), np.float32)
+    out = np.zeros((MOST_BLOCKS, SEALED), np.float32)
     for entry, bits in zip(out, at.widths, strict=False):
         entry[:4] = GAINS[bits] * STEPS[bits], GAINS[bits], (2**bits - 1) / 2, bits
     head = np.zeros(HEAD, np.float32)

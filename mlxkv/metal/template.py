@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.formats import levels
-from mlxkv.formats.records import BLOCK, RecordLayout, SideLayout
+from mlxkv.formats.lowrank import DIMS
+from mlxkv.formats.records import MOST_BLOCKS, RecordLayout, SideLayout
 
-MOST_BLOCKS = 8  # of 32 dims, of sides whose blocks of 16 have widths of their own
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook: 4 bits
 LOG2E = log2(e)
 Pair = tuple[mx.array, mx.array]
@@ -44,7 +44,7 @@ def _filled(suffix: str) -> dict[str, object]:
     """`side_template` of any side whose blocks have widths of their own: a table tells them apart."""
     names = ("SYMMETRIC", "CHANNEL", "OUTER", "PER_TOKEN", "PAIRS", "CODEBOOK", "SIGNS", "TREE")
     values = {f"{name}{suffix}": int(name == "SYMMETRIC") for name in names}
-    one = {"BITS": 2, "GROUP": BLOCK * MOST_BLOCKS, "BOOKS": (0,), "C": _constants(()), "FILL": 1}
+    one = {"BITS": 2, "GROUP": DIMS * MOST_BLOCKS, "BOOKS": (0,), "C": _constants(()), "FILL": 1}
     return values | {f"{name}{suffix}": value for name, value in one.items()}
 
 

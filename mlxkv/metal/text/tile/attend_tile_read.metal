@@ -165,9 +165,10 @@ if (paged) {
     TileC s[PAIR];
 #if WITH_FILL
     const int fill_lane = 4 * g + t;
-    uint keys[PAIR * 2 * BK];
+    constexpr bool EARLY = D <= 128;  // beyond, words of all blocks would not fit in registers
+    uint keys[EARLY ? PAIR * 2 * BK : 1];
 #pragma unroll
-    for (int n = 0; n < 2 * BK; n++) {
+    for (int n = 0; n < (EARLY ? 2 * BK : 0); n++) {
       const uint place = fill_k[3 * n].x;
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
@@ -185,9 +186,10 @@ if (paged) {
         const uint4 entry = fill_k[3 * n];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
+          const uint word = EARLY ? keys[EARLY ? PAIR * n + e : 0]
+                                  : kv_fill_read(record[e], 0, entry.x, fill_lane);
           uint pairs[4];
-          kv_fill_pairs(
-              record[e], 0, keys[PAIR * n + e], entry, fill_k[3 * n + 1], fill_lane, pairs);
+          kv_fill_pairs(record[e], 0, word, entry, fill_k[3 * n + 1], fill_lane, pairs);
           TileA a;
           a.w[0] = pairs[0];
           a.w[1] = pairs[2];

@@ -2,9 +2,9 @@
     TileB p[PAIR];
 #if WITH_FILL
     // The words of the values travel while probabilities are computed.
-    uint values[PAIR * 2 * BV];
+    uint values[EARLY ? PAIR * 2 * BV : 1];
 #pragma unroll
-    for (int n = 0; n < 2 * BV; n++) {
+    for (int n = 0; n < (EARLY ? 2 * BV : 0); n++) {
       const uint place = fill_v[3 * n].x;
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
@@ -35,9 +35,10 @@
         const uint4 rest = fill_v[3 * n + 1];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
+          const uint word = EARLY ? values[EARLY ? PAIR * n + e : 0]
+                                  : kv_fill_read(record[e], side_words_k, entry.x, fill_lane);
           uint pairs[4];
-          kv_fill_pairs(
-              record[e], side_words_k, values[PAIR * n + e], entry, rest, fill_lane, pairs);
+          kv_fill_pairs(record[e], side_words_k, word, entry, rest, fill_lane, pairs);
           TileA a;
 #pragma unroll
           for (int m = 0; m < 4; m++) {
