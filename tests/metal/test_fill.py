@@ -7,16 +7,20 @@ import pytest
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
 
-from mlxkv.cache import attention
+from mlxkv.cache import attention, choose, selftest
 from mlxkv.cache import stores as sealed
 from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import View
+from mlxkv.cache.view import OPS, View
 from mlxkv.codec import records
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.lowrank import DIMS, Fill
-from mlxkv.formats.records import side_layout
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.records import record_layout, side_layout
+from mlxkv.metal import blocks, launch
+from mlxkv.spec.bounds import read, under
+from mlxkv.spec.mixed import fill as law
 
 PATTERNS = [  # all widths; an odd number of quarters; half a row behind whole ones; half a row alone
     (8, 4, 3, 2, 1),
@@ -150,3 +154,111 @@ def test_attention_is_softmax_over_what_is_stored(
     out = attend(q, View(live, sink, ours.read(0, PAGES)), dims**-0.5, mask)
     k, v = attention._whole(View(live, sink, plain.read(0, PAGES)), mx.float32)
     assert rms(out, softmax(q, k, v, dims**-0.5, 0, None)) < bound
+
+
+# -- the golden table
+
+
+def golden():
+    """(x, [(widths, codes in words, scales, which codes are near a tie) of each case])."""
+    tensors, _ = read("fill")
+    names = sorted({key.split(".")[1] for key in tensors if key.count(".") == 2})
+    cases = [under(tensors, f"48.{name}") for name in names]
+    return tensors["48.x"], [
+        (tuple(int(b) for b in one["widths"]), one["codes"], one["scale"], one["near"])
+        for one in cases
+    ]
+
+
+@pytest.mark.parametrize("order", (1, -1))
+def test_the_seal_kernel_writes_the_golden_codes(order):
+    x, cases = golden()
+    both = cases[::order]
+    config = CacheConfig(*(Side(Fill(2.0, one[0])) for one in both), page=16)
+    ours = Records(config, (48, 48), make)
+    x = mx.array(x.astype(np.float32))
+    ours.append((x, x), 1)
+    state = sealed.codes_of(ours)
+    for name, code, (widths, words, scale, near) in zip(
+        sealed.NAMES, ours.codecs, both, strict=True
+    ):
+        assert mx.array_equal(state[name]["scale"], mx.array(scale))
+        found, right = (
+            np.array(code.method.unpacked(code.spec, mx.array(y))).ravel()
+            for y in (state[name]["codes"], words)
+        )
+        off = np.flatnonzero(found != right)
+        assert set(off) <= set(near) and (np.abs(found - right.astype(int)) <= 1).all()
+
+
+@pytest.mark.parametrize(("factory", "dtype", "bound"), FACTORIES)
+@pytest.mark.parametrize("order", (1, -1))
+def test_attention_over_golden_records_is_the_law_s(order, factory, dtype, bound):
+    _, cases = golden()
+    both = cases[::order]
+    config = CacheConfig(*(Side(Fill(2.0, one[0])) for one in both), page=16)
+    ours = Records(config, (48, 48), factory, factory is not make)
+    stored = (
+        {"codes": mx.array(words), "scale": mx.array(scale)} for _, words, scale, _ in both
+    )
+    ours.restore(dict(zip(sealed.NAMES, stored, strict=True)), 1)
+    live = tuple(mx.array(data(1, 1, 5, 48, seed=i)).astype(dtype) for i in range(2))
+    q = mx.array(data(1, 4, 1, 48, seed=7)).astype(dtype)
+    out = attend(q, View(live, None, ours.read(0, 1)), 48**-0.5)
+    whole = []
+    for (widths, words, scale, _), code, window in zip(both, ours.codecs, live, strict=True):
+        codes = np.array(code.method.unpacked(code.spec, mx.array(words)))
+        decoded = law.decode(codes, scale.astype(np.float64), widths)
+        whole.append(np.concatenate([decoded, np.array(window.astype(mx.float32))], 2))
+    logits = np.array(q.astype(mx.float32), np.float64) @ whole[0].swapaxes(-1, -2) * 48**-0.5
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    right = p / p.sum(-1, keepdims=True) @ whole[1]
+    assert rms(out, mx.array(right.astype(np.float32))) < bound
+
+
+# -- which kernels
+
+
+def test_one_text_and_one_trial_serve_all_widths():
+    """Whatever the widths, within room of equal size on CUDA."""
+    made = set()
+
+    def listening(name, **texts):
+        made.add(name)
+        return make_tiles(name, **texts)
+
+    listening.tiles = True
+    for keys, values in (((4, 2, 1), (3, 2, 2, 1)), ((2,), (8, 1)), ((3, 3, 3, 1), (1, 1))):
+        config = config_of(keys, values)
+        ours, _ = stores(config, 64, listening, True)
+        window = (mx.zeros((1, 2, 1, 64), mx.float16),) * 2
+        mx.eval(attend(mx.zeros((1, 4, 1, 64), mx.float16), View(window, None, ours.read(0, PAGES)), 1.0))
+        mx.eval(ours.read(0, PAGES).decode(0, mx.float16))
+        other = selftest.stand_in(config, 64)
+        assert other == selftest.stand_in(config_of((1,), (1,)), 64)
+    assert sorted(name.rsplit("_", 1)[0] for name in made) == [
+        "mlxkv_attend_tile",
+        "mlxkv_seal",
+        "mlxkv_unseal",
+    ]
+
+
+def test_records_have_room_of_few_sizes():
+    found = set()
+    for keys in PATTERNS:
+        config = config_of(keys, (2, 2, 1))
+        layout = record_layout(config, *config.dims(128, 128))
+        room = blocks.room(layout)
+        assert layout.words <= room < 1.6 * layout.words + blocks.STAGES and room % 4 == 0
+        found.add(room)
+    assert len(found) <= 5
+
+
+def test_plans_say_what_has_no_kernel():
+    with launch.using(make_tiles):
+        assert choose.plan(config_of((2, 1), (2, 1)), (64, 64), mx.float16).body != OPS
+        reason = choose.plan(parse_kv("fill-2.25"), (64, 64), mx.float16).reason
+        assert reason == "a calibration has to give bits by direction their widths"
+        beside = CacheConfig(Side(Fill(2.0, (2, 2, 2, 2))), Side(Affine(4)))
+        reason = choose.plan(beside, (64, 64), mx.float16).reason
+        assert reason == "bits by direction beside other codes have no kernel"
