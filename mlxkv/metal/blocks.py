@@ -15,7 +15,8 @@ from mlxkv.formats.lowrank import GAINS, STEPS
 from mlxkv.formats.records import LANES, MOST_BLOCKS, QUARTERS, RecordLayout, SideLayout, parts
 
 HEAD, ENTRY, SEALED = 8, 12, 8  # words before the blocks, of a block, and of a block for sealing
-HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # bits of an entry's fourth word
+HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # of blocks that are not read in one go
+SPECIAL = 1 << 31  # all of these
 STAGES = 64  # words in which the room of a record is counted
 
 
@@ -36,32 +37,34 @@ def _float(value: float) -> int:
     return int(np.float32(value).view(np.uint32))
 
 
-def _entries(at: SideLayout) -> np.ndarray:
-    """[MOST_BLOCKS, ENTRY] uint32, one row a block:
+def _entries(at: SideLayout, start: int) -> np.ndarray:
+    """[MOST_BLOCKS, ENTRY] uint32, one row a block. start: words before the side in a record.
 
-    0 words before its row in the side, and from bit 16 on HALF_ROW (it stands in the half row at the end), THIRD (a
-    third bit stands elsewhere), EIGHT, THIRD_HALF_ROW; 1 shifts for r = 0 and, from bit 8 on, 1, and from bit 16 on
-    `second_step`; 2, 3 masks of slots p = 0 and 1; 4, 5 halves that centre codes of p = 0 and 1 on 2^(b-1) below a
-    leading one; 6 words before the row of the third bits, 7 their shift; 8 the float that undoes `second_step` in a
-    tile; 9 the float (2^b - 1) / 2; 10 and 11 the halves -(2^b - 1) / 2 for p = 0 and 1 in a tile.
+    0 words before its row in the record, 0 where it stands in the half row at the end; 1 shifts for r = 0 and, from bit
+    8 on, 1, and SPECIAL; 2, 3 masks of slots p = 0 and 1; 4, 5 halves that centre codes of p = 0 and 1 on 2^(b-1)
+    below a leading one; 6 words before the row of its third bits, or before the half row; 7 the shift of the third
+    bits, from bit 8 on `second_step`, from bit 16 on HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW; 8 the float that undoes
+    `second_step` in a tile; 9 the float (2^b - 1) / 2; 10, 11 the halves -(2^b - 1) / 2 for p = 0 and 1 in a tile.
     """
     out, whole = np.zeros((MOST_BLOCKS, ENTRY), np.uint32), at.quarters // QUARTERS
     for part in parts(at.widths):
-        row, entry = LANES * part.row, out[part.block]
+        row, first, entry = start + LANES * part.row, 4 * part.quarter, out[part.block]
         if part.low:
-            entry[0] |= (THIRD | (THIRD_HALF_ROW if part.row == whole else 0)) << 16
-            entry[6:8] = row, 4 * part.quarter
+            flags = THIRD | (THIRD_HALF_ROW if part.row == whole else 0)
+            entry[1] |= SPECIAL
+            entry[6], entry[7] = row, entry[7] | first | flags << 16
             continue
         bits = at.widths[part.block]
-        step, first = second_step(bits), 4 * part.quarter
+        step = second_step(bits)
         place = 0 if bits == 8 else step  # of p = 1, once it is below the leading one
         flags = (EIGHT if bits == 8 else 0) | (HALF_ROW if part.row == whole else 0)
         second = first + {8: 0, 4: 8, 2: 4, 1: 1}[part.width]
-        entry[0] |= row | flags << 16
-        entry[1] = first | second << 8 | step << 16
+        entry[6 if flags & HALF_ROW else 0] = row
+        entry[1] |= first | second << 8 | (SPECIAL if flags else 0)
         mask, middle = (1 << part.width) - 1, (2**bits - 1) / 2
         entry[2:4] = _twice(mask), _twice(mask << place)
         entry[4:6] = [_halves(-1024 - 2.0 ** (bits - 1 + n)) for n in (0, place)]
+        entry[7] |= step << 8 | flags << 16
         entry[8:10] = _float(2.0**-place), _float(middle)
         entry[10:12] = [_halves(-middle * 2.0**n) for n in (0, place)]
     return out
@@ -74,8 +77,8 @@ def table(layout: RecordLayout) -> mx.array:
     sides = layout.keys, layout.values
     head = [layout.words, layout.keys.words, *(x.dims for x in sides)]
     head += [*(len(x.widths) for x in sides), 0, 0]
-    words = np.concatenate([np.array(head, np.uint32), *(_entries(x).ravel() for x in sides)])
-    return _kept(words)
+    entries = (_entries(x, n).ravel() for x, n in zip(sides, (0, head[1]), strict=True))
+    return _kept(np.concatenate([np.array(head, np.uint32), *entries]))
 
 
 @lru_cache(maxsize=512)

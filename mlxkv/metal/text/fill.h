@@ -25,8 +25,9 @@ inline uint kv_fill_spread(uint word, int lane) {
   return (own & 0xFFu) | ((own & 0xFF00u) << 8);
 }
 
-inline uint kv_fill_word(const device uint* side, uint row, int lane, uint shared) {
-  const uint word = side[int(row) + (shared != 0u ? lane / 2 : lane)];
+// A lane's word of a row of a record.
+inline uint kv_fill_word(const device uint* record, uint row, int lane, uint shared) {
+  const uint word = record[int(row) + (shared != 0u ? lane / 2 : lane)];
   return shared != 0u ? kv_fill_spread(word, lane) : word;
 }
 
@@ -37,19 +38,21 @@ inline const device uint* kv_fill_entry(const device uint* table, int side, int 
 
 // A lane's eight codes of a block, minus the middle: [r][half][p].
 inline void kv_fill_levels(
-    const device uint* side, const device uint* entry, int lane, thread float* levels) {
+    const device uint* record, const device uint* entry, int lane, thread float* levels) {
   const uint4 places = *(const device uint4*)entry;
+  const uint other_row = entry[6];
+  const uint more = entry[7];
   const float middle = as_type<float>(entry[9]);
-  const uint row = places.x & 0xFFFFu;
-  const uint flags = places.x >> 16;
-  const uint word = kv_fill_word(side, row, lane, flags & KV_FILL_HALF_ROW);
+  const uint flags = more >> 16;
+  const uint shared = flags & KV_FILL_HALF_ROW;
+  const uint word = kv_fill_word(record, shared != 0u ? other_row : places.x, lane, shared);
   uint x[2];
   x[0] = word >> (places.y & 31u);
   x[1] = word >> ((places.y >> 8) & 31u);
   if ((flags & KV_FILL_EIGHT) != 0u) {
-    x[1] = side[int(row) + 32 + lane];
+    x[1] = record[int(places.x) + 32 + lane];
   }
-  const uint step = places.y >> 16;
+  const uint step = (more >> 8) & 31u;
   const uint top = places.z & 0xFFFFu;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -58,7 +61,7 @@ inline void kv_fill_levels(
   }
   if ((flags & KV_FILL_THIRD) != 0u) {
     const uint third =
-        kv_fill_word(side, entry[6], lane, flags & KV_FILL_THIRD_HALF_ROW) >> entry[7];
+        kv_fill_word(record, other_row, lane, flags & KV_FILL_THIRD_HALF_ROW) >> (more & 31u);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       levels[i] += float((third >> (i / 4 + 2 * (i % 2) + 16 * (i / 2 % 2))) & 1u) * 4.0f;

@@ -18,7 +18,7 @@
     for (int b = 0; b < 2 * BV; b++) {
       if (b < blocks_v) {
         float v[8];
-        kv_fill_levels(record + side_words_k, kv_fill_entry(headers, 1, b), lane, v);
+        kv_fill_levels(record, kv_fill_entry(headers, 1, b), lane, v);
 #pragma unroll
         for (int q = 0; q < QT; q++) {
 #pragma unroll

@@ -287,12 +287,11 @@ inline void kv_copy_words(device T* to, const device T* from, int count, int lan
 // Decodes one side of a record whose blocks have widths of their own (fill.h) to rows [16, stored dims].
 template <typename T, int KEYS>
 inline void kv_unseal_blocks(
-    const device uint* side, const device uint* table, device T* rows, int lane) {
+    const device uint* record, const device uint* table, device T* rows, int lane) {
   const int g = lane / 4;
   const int t = lane % 4;
   const int dims = int(table[KEYS ? 2 : 3]);
-  const int words = int(KEYS ? table[1] : table[0] - table[1]);
-  const device half* numbers = (const device half*)(side + words - 8);
+  const device half* numbers = (const device half*)(record + table[KEYS ? 1 : 0] - 8);
   float scales[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -302,7 +301,7 @@ inline void kv_unseal_blocks(
 #pragma unroll 1
   for (int b = 0; b < dims / 16; b++) {
     float x[8];
-    kv_fill_levels(side, kv_fill_entry(table, KEYS ? 0 : 1, b), lane, x);
+    kv_fill_levels(record, kv_fill_entry(table, KEYS ? 0 : 1, b), lane, x);
     T run[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {

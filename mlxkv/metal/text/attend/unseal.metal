@@ -86,7 +86,7 @@ if (head < size[2]) {
     device T* rows = out + (size[5] ? 0 : size_t(size[2]) * tokens * dims_k) + row * dims_v;
 #if WITH_FILL
     if (paged) {
-      kv_unseal_blocks<T, 0>(at + int(headers[1]), headers, rows, lane);
+      kv_unseal_blocks<T, 0>(at, headers, rows, lane);
     } else {
       kv_copy_words(rows, (in_sink ? sink_v : live_v) + from * dims_v, many * dims_v, lane);
     }

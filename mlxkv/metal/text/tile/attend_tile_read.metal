@@ -166,36 +166,50 @@ if (paged) {
 #if WITH_FILL
     const int fill_lane = 4 * g + t;
     constexpr bool EARLY = D <= 128;  // beyond, words of all blocks would not fit in registers
+    KvRecord lanes[PAIR];
+#pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+      lanes[e] = kv_record_after(record[e], fill_lane);
+    }
     uint keys[EARLY ? PAIR * 2 * BK : 1];
 #pragma unroll
-    for (int n = 0; n < (EARLY ? 2 * BK : 0); n++) {
-      const uint place = fill_k[3 * n].x;
+    for (int n = 0; n < (EARLY ? 2 * BK : 0); n++) {  // blocks that there are not have row 0
+      const int row = int(fill_k[3 * n].x);
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
-        keys[PAIR * n + e] =
-            n < blocks_k ? kv_fill_read(record[e], 0, place, fill_lane) : 0u;
+        keys[PAIR * n + e] = kv_read1(lanes[e], row);
       }
     }
 #pragma unroll
-    for (int e = 0; e < PAIR; e++) {
-      s[e] = start_k;
-    }
-#pragma unroll
     for (int n = 0; n < 2 * BK; n++) {
-      if (n < blocks_k) {
+      if (n == 0 || n < blocks_k) {
         const uint4 entry = fill_k[3 * n];
+        uint pairs[PAIR * 4];
+        uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
-          const uint word = EARLY ? keys[EARLY ? PAIR * n + e : 0]
-                                  : kv_fill_read(record[e], 0, entry.x, fill_lane);
-          uint pairs[4];
-          kv_fill_pairs(record[e], 0, word, entry, fill_k[3 * n + 1], fill_lane, pairs);
+          own[e] = EARLY ? keys[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(entry.x));
+        }
+        if (int(entry.y) < 0) {
+          const uint4 rest = fill_k[3 * n + 1];
+#pragma unroll
+          for (int e = 0; e < PAIR; e++) {
+            kv_fill_special(record[e], own[e], entry, rest, fill_lane, pairs + 4 * e);
+          }
+        } else {
+#pragma unroll
+          for (int e = 0; e < PAIR; e++) {
+            kv_fill_pairs(own[e], entry, pairs + 4 * e);
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < PAIR; e++) {
           TileA a;
-          a.w[0] = pairs[0];
-          a.w[1] = pairs[2];
-          a.w[2] = pairs[1];
-          a.w[3] = pairs[3];
-          tile_multiply(s[e], a, q_tile[n]);
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = pairs[4 * e + 2 * (m % 2) + m / 2];
+          }
+          s[e] = tile_product(n == 0 ? start_k : s[e], a, q_tile[n]);
         }
       }
     }

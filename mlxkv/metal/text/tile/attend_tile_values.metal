@@ -5,11 +5,10 @@
     uint values[EARLY ? PAIR * 2 * BV : 1];
 #pragma unroll
     for (int n = 0; n < (EARLY ? 2 * BV : 0); n++) {
-      const uint place = fill_v[3 * n].x;
+      const int row = int(fill_v[3 * n].x);
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
-        values[PAIR * n + e] =
-            n < blocks_v ? kv_fill_read(record[e], side_words_k, place, fill_lane) : 0u;
+        values[PAIR * n + e] = kv_read1(lanes[e], row);
       }
     }
 #endif
@@ -30,19 +29,32 @@
     }
 #pragma unroll
     for (int n = 0; n < 2 * BV; n++) {
-      if (n < blocks_v) {
+      if (n == 0 || n < blocks_v) {
         const uint4 entry = fill_v[3 * n];
         const uint4 rest = fill_v[3 * n + 1];
+        uint pairs[PAIR * 4];
+        uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
-          const uint word = EARLY ? values[EARLY ? PAIR * n + e : 0]
-                                  : kv_fill_read(record[e], side_words_k, entry.x, fill_lane);
-          uint pairs[4];
-          kv_fill_pairs(record[e], side_words_k, word, entry, rest, fill_lane, pairs);
+          own[e] = EARLY ? values[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(entry.x));
+        }
+        if (int(entry.y) < 0) {
+#pragma unroll
+          for (int e = 0; e < PAIR; e++) {
+            kv_fill_special(record[e], own[e], entry, rest, fill_lane, pairs + 4 * e);
+          }
+        } else {
+#pragma unroll
+          for (int e = 0; e < PAIR; e++) {
+            kv_fill_pairs(own[e], entry, pairs + 4 * e);
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < PAIR; e++) {
           TileA a;
 #pragma unroll
           for (int m = 0; m < 4; m++) {
-            a.w[m] = kv_add_halves(pairs[m], m % 2 ? rest.y : rest.x);
+            a.w[m] = kv_add_halves(pairs[4 * e + m], m % 2 ? rest.y : rest.x);
           }
           tile_multiply(o[n], a, scaled[e]);
         }

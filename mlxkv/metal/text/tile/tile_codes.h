@@ -187,44 +187,49 @@ inline void kv_tree_value_pairs(
 #endif
 
 #if WITH_FILL
-// Bits by direction (fill.h): the word of a block in a record whose side begins at word `side`. place: entry.x of the
-// block, or the row of its third bits and `KV_FILL_HALF_ROW` alike.
-inline uint kv_fill_read(KvRecord record, int side, uint place, int lane) {
-  const bool shared = (place & (KV_FILL_HALF_ROW << 16)) != 0u;
-  const uint word = kv_read1(record, side + int(place & 0xFFFFu) + (shared ? lane / 2 : lane));
-  return shared ? kv_fill_spread(word, lane) : word;
+// Bits by direction (fill.h): a lane's word of a row of a record. shared: two lanes share it.
+inline uint kv_fill_read(KvRecord record, uint row, int lane, uint shared) {
+  const uint word = kv_read1(record, int(row) + (shared != 0u ? lane / 2 : lane));
+  return shared != 0u ? kv_fill_spread(word, lane) : word;
 }
 
 // The codes of a block below a leading one: pairs[2 r + p] holds slots (r, p, half 0 and 1), those of p = 1 higher by
-// the entry's step. entry, rest: the block's, of the table.
-inline void kv_fill_pairs(
-    KvRecord record, int side, uint word, uint4 entry, uint4 rest, int lane, thread uint* pairs) {
-  uint x[2];
-  x[0] = word >> (entry.y & 31u);
-  x[1] = word >> ((entry.y >> 8) & 31u);
-  const uint flags = entry.x >> 16;
+// the entry's step. word: of the entry's row.
+inline void kv_fill_pairs(uint word, uint4 entry, thread uint* pairs) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const uint x = word >> ((r ? entry.y >> 8 : entry.y) & 31u);
+    pairs[2 * r] = (x & entry.z) | 0x64006400u;
+    pairs[2 * r + 1] = (x & entry.w) | 0x64006400u;
+  }
+}
+
+// The same for a block that stands in two places, or where lanes share words. rest: words 4 to 7 of the entry.
+inline void kv_fill_special(
+    KvRecord record, uint word, uint4 entry, uint4 rest, int lane, thread uint* pairs) {
+  const uint flags = rest.w >> 16;
   if ((flags & KV_FILL_EIGHT) != 0u) {
-    x[1] = kv_read1(record, side + int(entry.x & 0xFFFFu) + 32 + lane);
+    uint x = word;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      pairs[2 * r] = (x[r] & entry.z) | 0x64006400u;
-      pairs[2 * r + 1] = ((x[r] >> 8) & entry.w) | 0x64006400u;
+      pairs[2 * r] = (x & entry.z) | 0x64006400u;
+      pairs[2 * r + 1] = ((x >> 8) & entry.z) | 0x64006400u;
+      if (r == 0) {
+        x = kv_fill_read(record, entry.x + 32u, lane, 0u);
+      }
     }
   } else {
+    const uint other =
+        kv_fill_read(record, rest.z, lane, flags & (KV_FILL_HALF_ROW | KV_FILL_THIRD_HALF_ROW));
+    const bool third = (flags & KV_FILL_THIRD) != 0u;
+    kv_fill_pairs(third ? word : other, entry, pairs);
+    if (third) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      pairs[2 * r] = (x[r] & entry.z) | 0x64006400u;
-      pairs[2 * r + 1] = (x[r] & entry.w) | 0x64006400u;
-    }
-  }
-  if ((flags & KV_FILL_THIRD) != 0u) {
-    const uint row = rest.z | ((flags & KV_FILL_THIRD_HALF_ROW) != 0u ? KV_FILL_HALF_ROW << 16 : 0u);
-    const uint third = kv_fill_read(record, side, row, lane);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const uint high = (third >> ((rest.w + uint(r)) & 31u)) << 2;
-      pairs[2 * r] |= high & 0x00040004u;
-      pairs[2 * r + 1] |= high & 0x00100010u;
+      for (int r = 0; r < 2; r++) {
+        const uint high = (other >> ((rest.w + uint(r)) & 31u)) << 2;
+        pairs[2 * r] |= high & 0x00040004u;
+        pairs[2 * r + 1] |= high & 0x00100010u;
+      }
     }
   }
 }
