@@ -40,11 +40,11 @@ def _float(value: float) -> int:
 def _entries(at: SideLayout, start: int) -> np.ndarray:
     """[MOST_BLOCKS, ENTRY] uint32, one row a block. start: words before the side in a record.
 
-    0 words before its row in the record, 0 where it stands in the half row at the end; 1 shifts for r = 0 and, from bit
-    8 on, 1, and SPECIAL; 2, 3 masks of slots p = 0 and 1; 4, 5 halves that centre codes of p = 0 and 1 on 2^(b-1)
-    below a leading one; 6 words before the row of its third bits, or before the half row; 7 the shift of the third
-    bits, from bit 8 on `second_step`, from bit 16 on HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW; 8 the float that undoes
-    `second_step` in a tile; 9 the float (2^b - 1) / 2; 10, 11 the halves -(2^b - 1) / 2 for p = 0 and 1 in a tile.
+    0, 1 shifts for r = 0 and 1, the second with SPECIAL; 2, 3 masks of slots p = 0 and 1; 4, 5 halves that centre codes
+    of p = 0 and 1 on 2^(b-1) below a leading one; 6 words before the row of its third bits, or before the half row; 7
+    the shift of the third bits, from bit 8 on `second_step`, from bit 16 on HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW; 8
+    words before its row in the record, 0 where it stands in the half row at the end; 9 the float that undoes
+    `second_step` in a tile; 10 the float (2^b - 1) / 2; 11 nothing.
     """
     out, whole = np.zeros((MOST_BLOCKS, ENTRY), np.uint32), at.quarters // QUARTERS
     for part in parts(at.widths):
@@ -59,14 +59,14 @@ def _entries(at: SideLayout, start: int) -> np.ndarray:
         place = 0 if bits == 8 else step  # of p = 1, once it is below the leading one
         flags = (EIGHT if bits == 8 else 0) | (HALF_ROW if part.row == whole else 0)
         second = first + {8: 0, 4: 8, 2: 4, 1: 1}[part.width]
-        entry[6 if flags & HALF_ROW else 0] = row
-        entry[1] |= first | second << 8 | (SPECIAL if flags else 0)
-        mask, middle = (1 << part.width) - 1, (2**bits - 1) / 2
+        entry[6 if flags & HALF_ROW else 8] = row
+        entry[0] = first
+        entry[1] |= second | (SPECIAL if flags else 0)
+        mask = (1 << part.width) - 1
         entry[2:4] = _twice(mask), _twice(mask << place)
         entry[4:6] = [_halves(-1024 - 2.0 ** (bits - 1 + n)) for n in (0, place)]
         entry[7] |= step << 8 | flags << 16
-        entry[8:10] = _float(2.0**-place), _float(middle)
-        entry[10:12] = [_halves(-middle * 2.0**n) for n in (0, place)]
+        entry[9:11] = _float(2.0**-place), _float((2**bits - 1) / 2)
     return out
 
 

@@ -39,21 +39,22 @@ inline const device uint* kv_fill_entry(const device uint* table, int side, int 
 // A lane's eight codes of a block, minus the middle: [r][half][p].
 inline void kv_fill_levels(
     const device uint* record, const device uint* entry, int lane, thread float* levels) {
-  const uint4 places = *(const device uint4*)entry;
+  const uint4 shifts = *(const device uint4*)entry;
   const uint other_row = entry[6];
   const uint more = entry[7];
-  const float middle = as_type<float>(entry[9]);
+  const uint row = entry[8];
+  const float middle = as_type<float>(entry[10]);
   const uint flags = more >> 16;
   const uint shared = flags & KV_FILL_HALF_ROW;
-  const uint word = kv_fill_word(record, shared != 0u ? other_row : places.x, lane, shared);
+  const uint word = kv_fill_word(record, shared != 0u ? other_row : row, lane, shared);
   uint x[2];
-  x[0] = word >> (places.y & 31u);
-  x[1] = word >> ((places.y >> 8) & 31u);
+  x[0] = word >> (shifts.x & 31u);
+  x[1] = word >> (shifts.y & 31u);
   if ((flags & KV_FILL_EIGHT) != 0u) {
-    x[1] = record[int(places.x) + 32 + lane];
+    x[1] = record[int(row) + 32 + lane];
   }
   const uint step = (more >> 8) & 31u;
-  const uint top = places.z & 0xFFFFu;
+  const uint top = shifts.z & 0xFFFFu;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const uint shift = (i % 2 ? step : 0u) + 16u * uint(i / 2 % 2);

@@ -66,6 +66,7 @@ threadgroup uint arrived[1];
 #if WITH_FILL
 threadgroup uint4 fill_k[3 * 2 * BK];  // `kv_fill_entry` of each block
 threadgroup uint4 fill_v[3 * 2 * BV];
+threadgroup uint fill_rows[2 * BK + 2 * BV];  // words before the row of each block
 #endif
 
 const int lane = thread_index_in_simdgroup;
@@ -141,6 +142,9 @@ for (int i = thread_id; i < 3 * 2 * BK; i += 32 * S) {
 }
 for (int i = thread_id; i < 3 * 2 * BV; i += 32 * S) {
   fill_v[i] = ((const device uint4*)kv_fill_entry(headers, 1, 0))[i];
+}
+for (int i = thread_id; i < 2 * BK + 2 * BV; i += 32 * S) {
+  fill_rows[i] = (i < 2 * BK ? kv_fill_entry(headers, 0, i) : kv_fill_entry(headers, 1, i - 2 * BK))[8];
 }
 #endif
 #pragma unroll
@@ -219,7 +223,7 @@ for (int n = 0; n < 2 * QB; n++) {
     }
 #if WITH_FILL
     if (paged && r == 1) {  // as high as the codes of these slots stand below their leading one
-      const float weight = as_type<float>(fill_k[3 * n + 2].x);
+      const float weight = as_type<float>(fill_k[3 * n + 2].y);
       pair[0] *= weight;
       pair[1] *= weight;
     }

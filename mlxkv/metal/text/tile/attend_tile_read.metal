@@ -52,12 +52,14 @@ if (paged) {
 #pragma unroll
   for (int n = 0; n < 2 * BK; n++) {
     if (n < blocks_k) {
+      const float middle_of = as_type<float>(fill_k[3 * n + 2].z);
+      const float higher = middle_of / as_type<float>(fill_k[3 * n + 2].y);
       TileA a;
       TileA middle;
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         a.w[m] = kv_halves(-1024.0f, -1024.0f);
-        middle.w[m] = m / 2 ? fill_k[3 * n + 2].w : fill_k[3 * n + 2].z;
+        middle.w[m] = m / 2 ? kv_halves(-higher, -higher) : kv_halves(-middle_of, -middle_of);
       }
       tile_multiply(start_k, a, q_tile[n]);
       tile_multiply(start_k, middle, q_tile[n]);
@@ -174,7 +176,7 @@ if (paged) {
     uint keys[EARLY ? PAIR * 2 * BK : 1];
 #pragma unroll
     for (int n = 0; n < (EARLY ? 2 * BK : 0); n++) {  // blocks that there are not have row 0
-      const int row = int(fill_k[3 * n].x);
+      const int row = int(fill_rows[n]);
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
         keys[PAIR * n + e] = kv_read1(lanes[e], row);
@@ -188,13 +190,14 @@ if (paged) {
         uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
-          own[e] = EARLY ? keys[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(entry.x));
+          own[e] = EARLY ? keys[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(fill_rows[n]));
         }
         if (int(entry.y) < 0) {
           const uint4 rest = fill_k[3 * n + 1];
 #pragma unroll
           for (int e = 0; e < PAIR; e++) {
-            kv_fill_special(record[e], own[e], entry, rest, fill_lane, pairs + 4 * e);
+            kv_fill_special(
+                record[e], fill_rows[n], own[e], entry, rest, fill_lane, pairs + 4 * e);
           }
         } else {
 #pragma unroll

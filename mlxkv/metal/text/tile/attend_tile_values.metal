@@ -5,7 +5,7 @@
     uint values[EARLY ? PAIR * 2 * BV : 1];
 #pragma unroll
     for (int n = 0; n < (EARLY ? 2 * BV : 0); n++) {
-      const int row = int(fill_v[3 * n].x);
+      const int row = int(fill_rows[2 * BK + n]);
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
         values[PAIR * n + e] = kv_read1(lanes[e], row);
@@ -36,12 +36,13 @@
         uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
-          own[e] = EARLY ? values[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(entry.x));
+          own[e] = EARLY ? values[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(fill_rows[2 * BK + n]));
         }
         if (int(entry.y) < 0) {
 #pragma unroll
           for (int e = 0; e < PAIR; e++) {
-            kv_fill_special(record[e], own[e], entry, rest, fill_lane, pairs + 4 * e);
+            kv_fill_special(
+                record[e], fill_rows[2 * BK + n], own[e], entry, rest, fill_lane, pairs + 4 * e);
           }
         } else {
 #pragma unroll
@@ -193,7 +194,7 @@
 #pragma unroll
   for (int n = 0; n < 2 * BV; n++) {
     if (n < blocks_v) {
-      const float weight = as_type<float>(fill_v[3 * n + 2].x);
+      const float weight = as_type<float>(fill_v[3 * n + 2].y);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         o[n].v[i] += o[2 * OB].v[i];

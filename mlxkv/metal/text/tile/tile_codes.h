@@ -194,11 +194,11 @@ inline uint kv_fill_read(KvRecord record, uint row, int lane, uint shared) {
 }
 
 // The codes of a block below a leading one: pairs[2 r + p] holds slots (r, p, half 0 and 1), those of p = 1 higher by
-// the entry's step. word: of the entry's row.
+// the entry's step. word: of the block's row.
 inline void kv_fill_pairs(uint word, uint4 entry, thread uint* pairs) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const uint x = word >> ((r ? entry.y >> 8 : entry.y) & 31u);
+    const uint x = word >> (r ? entry.y : entry.x);
     pairs[2 * r] = (x & entry.z) | 0x64006400u;
     pairs[2 * r + 1] = (x & entry.w) | 0x64006400u;
   }
@@ -206,8 +206,9 @@ inline void kv_fill_pairs(uint word, uint4 entry, thread uint* pairs) {
 
 // The same for a block that stands in two places, or where lanes share words. rest: words 4 to 7 of the entry.
 inline void kv_fill_special(
-    KvRecord record, uint word, uint4 entry, uint4 rest, int lane, thread uint* pairs) {
+    KvRecord record, uint row, uint word, uint4 entry, uint4 rest, int lane, thread uint* pairs) {
   const uint flags = rest.w >> 16;
+  entry.y &= 31u;
   if ((flags & KV_FILL_EIGHT) != 0u) {
     uint x = word;
 #pragma unroll
@@ -215,7 +216,7 @@ inline void kv_fill_special(
       pairs[2 * r] = (x & entry.z) | 0x64006400u;
       pairs[2 * r + 1] = ((x >> 8) & entry.z) | 0x64006400u;
       if (r == 0) {
-        x = kv_fill_read(record, entry.x + 32u, lane, 0u);
+        x = kv_fill_read(record, row + 32u, lane, 0u);
       }
     }
   } else {
