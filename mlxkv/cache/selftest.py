@@ -100,7 +100,7 @@ def fault(
 
 def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
     """The config whose trial stands for this one: itself, but for bits by direction, whose kernels are the same for all
-    widths (`metal.blocks`). Keys are tried with fewer stored dims than a head has."""
+    widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""
     sides = {}
     for name, some, less in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
         side = getattr(config, name)

@@ -12,10 +12,18 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout
-from mlxkv.metal import blocks, gpu
+from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.lengths import Known, Later, division, five, own_starts
-from mlxkv.metal.template import Pair, cap_bits, exponents, ints, nothing, sides_template
+from mlxkv.metal.template import (
+    Pair,
+    cap_bits,
+    exponents,
+    fill_table,
+    ints,
+    nothing,
+    sides_template,
+)
 
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
@@ -116,7 +124,7 @@ def _unseal(
 def _shared(layout: RecordLayout, headers: mx.array | None) -> mx.array:
     """What kernels read as headers: those of the pages, or the table of a layer's blocks, or nothing."""
     if layout.keys.widths:
-        return blocks.table(layout)
+        return fill_table(layout)
     return nothing(mx.uint32) if headers is None else headers
 
 

@@ -14,9 +14,15 @@ from mlxkv.codec import affine
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import SCALED
 from mlxkv.formats.records import TOKENS, RecordLayout
-from mlxkv.metal import blocks
 from mlxkv.metal.launch import Factory, launch
-from mlxkv.metal.template import Pair, ints, nothing, sealing_template, side_template
+from mlxkv.metal.template import (
+    Pair,
+    fill_sealing,
+    ints,
+    nothing,
+    sealing_template,
+    side_template,
+)
 
 SIMDGROUPS = 4  # of a threadgroup
 TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or one tile
@@ -81,7 +87,7 @@ def seal(
         inputs.append(x)
         table = transform.down if kind == DENSE else transform.table if kind else nothing()
         matrices.append(max(1, table.size // x.shape[3] ** 2))
-        tables.append(blocks.sealing(at) if at.widths else table)
+        tables.append(fill_sealing(at) if at.widths else table)
         places += [first, x.shape[2]]
         template |= {f"T_{name}": x.dtype} | side_template(at, f"_{name}")
         if not at.widths:

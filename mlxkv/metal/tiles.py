@@ -18,10 +18,18 @@ import numpy as np
 from mlxkv.codec.transform import Transform
 from mlxkv.formats import levels
 from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout, SideLayout
-from mlxkv.metal import blocks, gpu, trust
+from mlxkv.metal import gpu, trust
 from mlxkv.metal.launch import Factory, build
 from mlxkv.metal.lengths import Division, Known, Later, behind, division, own_starts
-from mlxkv.metal.template import LOG2E, Pair, cap_bits, nothing, side_template
+from mlxkv.metal.template import (
+    LOG2E,
+    Pair,
+    cap_bits,
+    fill_room,
+    fill_table,
+    nothing,
+    side_template,
+)
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
 ROWS = 8  # query rows of a threadgroup
@@ -110,7 +118,7 @@ def _stored(layout: RecordLayout, dims: int) -> tuple[int, int]:
 
 def _room(layout: RecordLayout) -> int:
     """Words that a kernel gives a record."""
-    return blocks.room(layout) if layout.keys.widths else layout.words
+    return fill_room(layout) if layout.keys.widths else layout.words
 
 
 def tile_map(matrix: mx.array) -> mx.array:
@@ -393,7 +401,7 @@ def attend(
     room = q.shape[3] if layout.keys.widths else 0
     keys, values = _map(transforms[0], True, room), _map(transforms[1], False, room)
     if room:
-        headers = blocks.table(layout)
+        headers = fill_table(layout)
     after = (None,) * 4
     if second:
         others = _map(second.transforms[0], True), _map(second.transforms[1], False)

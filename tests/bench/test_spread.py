@@ -50,7 +50,7 @@ def test_kernels_are_timed(monkeypatch):
     monkeypatch.setattr(encode, "REPEATS", 1)
     presets, dtype = {"fill-2.25": parse_kv("fill-2.25")}, mx.float32
     with launch.using(make):
-        options = dict(dtype=dtype, bandwidth=1e9, calls=2, rounds=1, with_mlx_lm=False)
+        options = {"dtype": dtype, "bandwidth": 1e9, "calls": 2, "rounds": 1, "with_mlx_lm": False}
         (row,) = attend.rows(SHAPE, 320, presets=presets, **options)
         assert row["by"] == "kernels" and not row["wrong"] and row["us"] > 0
         row = encode.row("fill-2.25", presets["fill-2.25"], SHAPE, 128, dtype, 1e9)

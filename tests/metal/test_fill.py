@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
 
@@ -18,7 +17,7 @@ from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.lowrank import DIMS, Fill
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.records import record_layout, side_layout
-from mlxkv.metal import blocks, launch
+from mlxkv.metal import launch, template
 from mlxkv.spec.bounds import read, under
 from mlxkv.spec.mixed import fill as law
 
@@ -179,9 +178,7 @@ def test_the_seal_kernel_writes_the_golden_codes(order):
     x = mx.array(x.astype(np.float32))
     ours.append((x, x), 1)
     state = sealed.codes_of(ours)
-    for name, code, (widths, words, scale, near) in zip(
-        sealed.NAMES, ours.codecs, both, strict=True
-    ):
+    for name, code, (_, words, scale, near) in zip(sealed.NAMES, ours.codecs, both, strict=True):
         assert mx.array_equal(state[name]["scale"], mx.array(scale))
         found, right = (
             np.array(code.method.unpacked(code.spec, mx.array(y))).ravel()
@@ -198,9 +195,7 @@ def test_attention_over_golden_records_is_the_law_s(order, factory, dtype, bound
     both = cases[::order]
     config = CacheConfig(*(Side(Fill(2.0, one[0])) for one in both), page=16)
     ours = Records(config, (48, 48), factory, factory is not make)
-    stored = (
-        {"codes": mx.array(words), "scale": mx.array(scale)} for _, words, scale, _ in both
-    )
+    stored = ({"codes": mx.array(words), "scale": mx.array(scale)} for _, words, scale, _ in both)
     ours.restore(dict(zip(sealed.NAMES, stored, strict=True)), 1)
     live = tuple(mx.array(data(1, 1, 5, 48, seed=i)).astype(dtype) for i in range(2))
     q = mx.array(data(1, 4, 1, 48, seed=7)).astype(dtype)
@@ -232,7 +227,11 @@ def test_one_text_and_one_trial_serve_all_widths():
         config = config_of(keys, values)
         ours, _ = stores(config, 64, listening, True)
         window = (mx.zeros((1, 2, 1, 64), mx.float16),) * 2
-        mx.eval(attend(mx.zeros((1, 4, 1, 64), mx.float16), View(window, None, ours.read(0, PAGES)), 1.0))
+        mx.eval(
+            attend(
+                mx.zeros((1, 4, 1, 64), mx.float16), View(window, None, ours.read(0, PAGES)), 1.0
+            )
+        )
         mx.eval(ours.read(0, PAGES).decode(0, mx.float16))
         other = selftest.stand_in(config, 64)
         assert other == selftest.stand_in(config_of((1,), (1,)), 64)
@@ -248,8 +247,8 @@ def test_records_have_room_of_few_sizes():
     for keys in PATTERNS:
         config = config_of(keys, (2, 2, 1))
         layout = record_layout(config, *config.dims(128, 128))
-        room = blocks.room(layout)
-        assert layout.words <= room < 1.6 * layout.words + blocks.STAGES and room % 4 == 0
+        room = template.fill_room(layout)
+        assert layout.words <= room < 1.6 * layout.words + template.STAGES and room % 4 == 0
         found.add(room)
     assert len(found) <= 5
 

@@ -1,4 +1,4 @@
-// Bits by direction (mlxkv/metal/blocks.py): codes whose width differs by block of 16 dims, read by a table that
+// Bits by direction (mlxkv/metal/template.py): codes whose width differs by block of 16 dims, read by a table that
 // the layers of a model share a text for. Comes after codes.h and loads.h.
 //
 // Lane (g, t) holds, of block b, the slots (r, p, half), r, p and half 0..1:

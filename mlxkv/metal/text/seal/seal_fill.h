@@ -44,7 +44,7 @@ inline uint kv_fill_part(
   return word;
 }
 
-// table: `blocks.sealing`.
+// table: `template.fill_sealing`.
 template <typename T, int KEYS>
 inline void kv_seal_fill(const device T* x, const device float* table, device uint* out, int lane) {
   const int g = lane / 4;
