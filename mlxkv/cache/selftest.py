@@ -104,7 +104,7 @@ def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
     sides = {}
     for name, some, less in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
         side = getattr(config, name)
-        if not side.filled or not side.quantizer.widths:
+        if not side.filled:
             return config
         count = max(1, dims // DIMS - less)
         widths = sorted((some * (count // len(some) + 1))[:count], reverse=True)
