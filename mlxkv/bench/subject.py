@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxkv.bench.options import MLX_LM, REPLAYED, cache_config
+from mlxkv.bench.spread import allotted, spread
 from mlxkv.cache import choose
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
@@ -47,8 +48,11 @@ class Subject:
 
     @cached_property
     def calibration(self) -> Calibration | None:
-        """Random rotations for random weights; None: the model's own calibration."""
-        return calibrate(self.model, target="random") if self.weights == "random" else None
+        """Random rotations for random weights, of directions that differ in weight; None: the model's own
+        calibration."""
+        if self.weights != "random":
+            return None
+        return spread(calibrate(self.model, target="random"))
 
     @contextmanager
     def attached(self, preset: str, by_python: bool = False) -> Iterator[list]:
@@ -78,6 +82,7 @@ class Subject:
         for i, shape in enumerate(layers_of(self.config)):
             if shape.kind in COMPRESSED and (own := config.at(i)).compresses:
                 dims, latent = (shape.key_dim, shape.value_dim), shape.kind == "latent"
+                own = allotted(own, shape.key_dim)
                 labels.append(choose.plan(own, dims, self.dtype, latent=latent).label)
         return ", ".join(dict.fromkeys(labels)) or "MLX"
 

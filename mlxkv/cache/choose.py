@@ -20,7 +20,7 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, PORTABLE, TILES, KernelPlan
 from mlxkv.codec import encoding
 from mlxkv.codec.maps import LayerMaps
-from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.config import CacheConfig, Fill
 from mlxkv.formats.records import RecordLayout, record_layout, side_layout, why_no_record
 from mlxkv.metal import latents, launch, tiles, trust
 
@@ -136,9 +136,12 @@ def _no_records(question: Question) -> str | None:
     if question.latent:
         side = config.keys
         return latents.why_not(side.quantizer, side.dims(dims[0]), config.page, question.dtype)
-    for i, (side, dim) in enumerate(zip((config.keys, config.values), dims, strict=True)):
+    sides = config.keys, config.values
+    if sum(isinstance(side.quantizer, Fill) for side in sides) == 1:
+        return "bits by direction beside other codes have no kernel"
+    for i, (side, dim) in enumerate(zip(sides, dims, strict=True)):
         stored = side.dims(dim)
-        if reason := why_no_record(side.quantizer, stored, config.page, keys=i == 0):
+        if reason := why_no_record(side.quantizer, stored, config.page, i == 0, blocks=True):
             return reason
         layout = side_layout(side.quantizer, stored, config.page, i == 0)
         if side.low is not None and layout.saves_nothing(dim):
@@ -168,6 +171,8 @@ def _untrusted(question: Question, tiled: bool) -> str | None:
     """What the format itself, or the notes of earlier processes on a Mac, say."""
     layout, dims, dtype, make = question.layout, question.dims[0], question.dtype, launch.factory()
     if make is mx.fast.metal_kernel:
+        tried = selftest.stand_in(question.config, dims)
+        layout = record_layout(tried, *tried.dims(*question.dims))
         trust.wait(layout, dims, dtype, tiled)
     if tiled:
         return tiles.why_not(layout, dims, dtype, make)

@@ -14,6 +14,7 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import Parts, Sliding, View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import BLOCKS, CacheConfig
+from mlxkv.formats.lowrank import DIMS, Fill
 from mlxkv.formats.records import record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles, trust
@@ -27,6 +28,8 @@ SEAL_BOUND = 0.06
 PREFILL_BOUND = 0.02
 SIGN_BOUND = 2 * SEAL_BOUND  # a code on the other side of a tie also changes the signs of the rest
 PAGES = 16  # enough for several splits to be merged
+# Widths of blocks with which bits by direction are tried, for any number of them: all widths, in other orders.
+TRIED = ((8, 3, 1, 4, 3, 2, 1), (4, 3, 2, 1, 3, 2, 1))
 MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what kernels are built for
 
 
@@ -95,10 +98,25 @@ def fault(
     return test(config, dims, dtype, make, tiled, case).reason
 
 
+def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
+    """The config whose trial stands for this one: itself, but for bits by direction, whose kernels are the same for all
+    widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""
+    sides = {}
+    for name, some, less in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
+        side = getattr(config, name)
+        if not side.filled:
+            return config
+        count = max(1, dims // DIMS - less)
+        widths = sorted((some * (count // len(some) + 1))[:count], reverse=True)
+        sides[name] = replace(side, quantizer=Fill(1.0, tuple(widths)))
+    return replace(config, **sides)
+
+
 def is_known(
     config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, case: Case | None = None
 ) -> bool:
     """Whether either body has been tried in this process."""
+    config = stand_in(config, dims)
     found = (_found.get((config, dims, dtype, make, tiled), {}) for tiled in (False, True))
     return any(one if case is None else case.small in one for one in found)
 
@@ -116,6 +134,7 @@ def test(
 
     An exception of the kernels becomes the reason, never an error.
     """
+    config = stand_in(config, dims)
     known = _found.setdefault((config, dims, dtype, make, tiled), {})
     if case is None and known:
         return next((one for one in known.values() if one.reason), next(iter(known.values())))

@@ -6,10 +6,13 @@ kernel, and to check the kernels.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from mlxkv.codec import packing, polar, polar_tree
 from mlxkv.codec.codec import Codec, Stored
+from mlxkv.codec.mixed import fill
 from mlxkv.formats.records import (
     BLOCK,
     HALF,
@@ -19,6 +22,7 @@ from mlxkv.formats.records import (
     TREE_ANGLES,
     Order,
     SideLayout,
+    code_fields,
     code_order,
     layout_of,
     number_order,
@@ -37,7 +41,10 @@ def pack(codes: mx.array, stored: Stored, at: SideLayout) -> mx.array:
     records = tokens // TOKENS
     codes = _padded(codes.astype(mx.uint32), at.blocks * BLOCK - dims)
     codes = codes.reshape(*lead, records, TOKENS, at.blocks * BLOCK)
-    words = _vectors(_words(_to_memory(codes, code_order(at)), at), at)
+    if at.widths:
+        words = _block_words(codes, at)
+    else:
+        words = _vectors(_words(_to_memory(codes, code_order(at)), at), at)
     parts = [words.reshape(*lead, records, at.code_words)]
     shape = (*lead, records, TOKENS, at.groups)
     numbers = [stored[name].reshape(shape) for name in at.numbers]
@@ -47,8 +54,11 @@ def pack(codes: mx.array, stored: Stored, at: SideLayout) -> mx.array:
 def unpack(words: mx.array, at: SideLayout) -> tuple[mx.array, Stored]:
     """Invert `pack`: [..., N, words] -> codes and numbers."""
     *lead, records, _ = words.shape
-    slots = _from_words(_from_vectors(words[..., : at.code_words], at), at)
-    codes = _from_memory(slots, code_order(at))
+    if at.widths:
+        codes = _from_block_words(words[..., : at.code_words], at)
+    else:
+        slots = _from_words(_from_vectors(words[..., : at.code_words], at), at)
+        codes = _from_memory(slots, code_order(at))
     codes = codes.reshape(*lead, records * TOKENS, at.blocks * BLOCK)
     shape, numbers = (*lead, records * TOKENS, at.groups), []
     if at.numbers:
@@ -119,6 +129,8 @@ def _split(code: Codec, stored: Stored, at: SideLayout) -> tuple[mx.array, Store
         return polar.split(code.spec, stored["codes"], at.dims), stored
     if at.raw:
         return mx.contiguous(stored["values"]).view(mx.uint16), {}
+    if at.widths:
+        return fill.unpacked(code.spec, stored["codes"]), stored
     codes = packing.unpack(stored["codes"], at.bits - at.signs, at.dims)
     if at.signs:
         signs = packing.unpack(stored["signs"], 1, at.dims)
@@ -135,6 +147,8 @@ def _joined(code: Codec, codes: mx.array, numbers: Stored, at: SideLayout) -> St
         return {"codes": polar.join(code.spec, codes), **numbers}
     if at.raw:
         return {"values": mx.contiguous(codes.astype(mx.uint16)).view(mx.float16)}
+    if at.widths:
+        return {"codes": fill.packed(code.spec, codes), **numbers}
     if at.signs:
         low = packing.pack(codes & (2 ** (at.bits - 1) - 1), at.bits - 1)
         signs, length = packing.pack(codes >> (at.bits - 1), 1), numbers.pop("bias")
@@ -242,6 +256,39 @@ def _from_words(words: mx.array, at: SideLayout) -> mx.array:
         high = _take_bits(pairs[..., 2], 16, 1, 1).reshape(low.shape)
         x = (low | (high << 2)).reshape(*lead, LANES, -1, 8, 2)[..., : at.blocks, :, :]
     return x.reshape(*lead, 8, 4, at.blocks, 2, 4, 2)
+
+
+@lru_cache(maxsize=64)
+def _places(at: SideLayout) -> list[tuple[int, int, mx.array, mx.array, mx.array]]:
+    """(lowest bit, mask, words, codes, shifts) of each field of a side whose bits differ by block."""
+    return [
+        (
+            *(field.low, (1 << field.width) - 1),
+            *(mx.array(x.astype("uint32")) for x in (field.words, field.codes)),
+            mx.arange(0, 32, field.width, dtype=mx.uint32),
+        )
+        for field in code_fields(at)
+    ]
+
+
+def _block_words(codes: mx.array, at: SideLayout) -> mx.array:
+    """[..., 16, padded dims] -> [..., words]."""
+    flat = _padded(codes.reshape(*codes.shape[:-2], -1), 1)  # behind the last code: 0
+    words = mx.zeros((*flat.shape[:-1], at.code_words), mx.uint32)
+    for low, mask, places, of, shifts in _places(at):
+        some = (mx.take(flat >> low, of, axis=-1) & mask) << shifts
+        words = words.at[..., places].add(some.sum(-1))
+    return words
+
+
+def _from_block_words(words: mx.array, at: SideLayout) -> mx.array:
+    """Invert `_block_words`."""
+    size = TOKENS * at.blocks * BLOCK
+    flat = mx.zeros((*words.shape[:-1], size + 1), mx.uint32)
+    for low, mask, places, of, shifts in _places(at):
+        some = (mx.take(words, places, axis=-1)[..., None] >> shifts) & mask
+        flat = flat.at[..., of.reshape(-1)].add(some.reshape(*some.shape[:-2], -1) << low)
+    return flat[..., :size]
 
 
 def _vectors(words: mx.array, at: SideLayout) -> mx.array:

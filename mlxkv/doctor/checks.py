@@ -41,6 +41,7 @@ METHODS, METHOD_DIMS = (
         "kvarn-int4",
         "polar",
         "static-0.75",
+        "fill-2.25",
         "oja-0.75+int4",  # two bases in one pass
     ),
     (128,),
@@ -73,7 +74,7 @@ def rows(step: Step, every: bool = False) -> list[dict]:
         return [_row(p, d, "", NONE, launch.absent()) for p, d in cases()]
     found, wanted = [], set(cases(every))
     for preset, dims in cases():
-        config = parse_preset(preset)
+        config = selftest.stand_in(parse_preset(preset), dims)
         for body in BODIES:
             found.append(_designed(config, preset, dims, body, make))
             if (preset, dims) not in wanted and found[-1]["should_run"]:
@@ -106,7 +107,7 @@ def _row(
 def _designed(config: CacheConfig, preset: str, dims: int, body: str, make: launch.Factory) -> dict:
     """A row to try, or a row with the reason why this kernel does not exist here."""
     stored = config.dims(dims, dims)
-    reason = why_no_record(config.keys.quantizer, stored[0], config.page)
+    reason = why_no_record(config.keys.quantizer, stored[0], config.page, blocks=True)
     if reason is None and body == "tiles":
         layout = record_layout(config, *stored)
         reason = tiles.why_not(layout, dims, mx.float16, make)
@@ -125,7 +126,8 @@ def _is_virtual() -> bool:
 
 
 def _try(row: dict, make: launch.Factory, every: bool) -> None:
-    config, dims, tiled = parse_preset(row["preset"]), row["head_dim"], row["body"] == "tiles"
+    dims, tiled = row["head_dim"], row["body"] == "tiles"
+    config = selftest.stand_in(parse_preset(row["preset"]), dims)
     if make is mx.fast.metal_kernel and not every:
         place = record_layout(config, *config.dims(dims, dims)), dims, mx.float16, tiled
         if trust.state(*place) in (trust.DIED, trust.BUSY):

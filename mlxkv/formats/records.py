@@ -16,7 +16,7 @@ import numpy as np
 from mlxkv.formats import levels
 from mlxkv.formats.codebook import TREE, TREE_BITS
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, DualScale, Full, Polar, PolarTree
-from mlxkv.formats.lowrank import Fill, Half
+from mlxkv.formats.lowrank import DIMS, Fill, Half
 
 TOKENS = 16  # in a record
 BLOCK = 32  # dims in a block
@@ -27,6 +27,10 @@ HALF = 16  # bits of a code that is a float16 number itself
 TREE_CODE = 3  # bits per dim of a polar tree: 46 of the 48 bits of 16 dims are used
 TREE_ANGLES = sum(2**bits for bits in TREE_BITS)  # angles in the codebooks of a page
 NAMES = ("keys", "values")
+MOST_BLOCKS = 16  # of 16 dims with widths of their own
+QUARTERS = (
+    4  # parts of 8 bits of a lane's word: a block of 16 dims has one for each bit of its codes
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class SideLayout:
     signs: the highest bit of a key's code is the sign of a residual stage, whose length takes the place
         of a bias.
     shared: scales are those of whole pages, repeated for every token; only sealing needs to know.
+    widths: bits of each block of 16 dims (`Fill`), (): all codes have `bits`.
     """
 
     dims: int
@@ -63,6 +68,7 @@ class SideLayout:
     books: tuple[int, ...] = (0,)
     signs: bool = False
     shared: bool = False
+    widths: tuple[int, ...] = ()
 
     @property
     def sealed_by_kernel(self) -> bool:
@@ -104,13 +110,22 @@ class SideLayout:
         return "length" if self.signs and name == "bias" else name
 
     @property
+    def quarters(self) -> int:
+        """Of words, 8 bits each, that a lane holds of a side whose blocks have widths: an even number."""
+        return sum(self.widths) + sum(self.widths) % 2
+
+    @property
     def lane_words(self) -> int:
+        if self.widths:
+            return -(-self.quarters // QUARTERS)
         if self.bits == 3:
             return 3 * -(-self.blocks // 2)
         return self.bits * self.blocks // 2
 
     @property
     def code_words(self) -> int:
+        if self.widths:
+            return LANES * self.quarters // QUARTERS
         return LANES * self.lane_words
 
     @property
@@ -145,7 +160,7 @@ class SideLayout:
         return self.dims // 2 if self.pairs else self.blocks * BLOCK
 
 
-Spec = Affine | Codebook | DualScale | Half | Polar | PolarTree
+Spec = Affine | Codebook | DualScale | Fill | Half | Polar | PolarTree
 
 
 def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
@@ -168,6 +183,10 @@ def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
         return replace(tree, books=_angles(spec))
     if isinstance(spec, Half):
         return SideLayout(dims=dims, bits=HALF, group=dims, symmetric=True, keys=keys)
+    if isinstance(spec, Fill):
+        return SideLayout(
+            dims=dims, bits=0, group=dims, symmetric=True, keys=keys, widths=spec.widths
+        )
     channel = spec.axis == "channel"
     return SideLayout(
         dims=dims,
@@ -188,8 +207,11 @@ def _angles(spec: PolarTree) -> tuple[int, ...]:
     return tuple(int(n) for n in np.concatenate(books).astype(np.float32).view(np.int32))
 
 
-def why_no_record(spec, dims: int, page: int, keys: bool = True) -> str | None:
-    """Return why a side cannot be stored in records, or None."""
+def why_no_record(
+    spec, dims: int, page: int, keys: bool = True, blocks: bool = False
+) -> str | None:
+    """Return why a side cannot be stored in records, or None. blocks: whether the caller reads codes whose bits
+    differ by block (`Fill`)."""
     if isinstance(spec, Half | PolarTree):
         return None
     if isinstance(spec, Codebook):
@@ -197,7 +219,12 @@ def why_no_record(spec, dims: int, page: int, keys: bool = True) -> str | None:
     if isinstance(spec, Full):
         return "full-precision pages have no record"
     if isinstance(spec, Fill):
-        return "bits by direction have no record yet"
+        if not blocks:
+            return "bits by direction have no kernel here"
+        if not spec.widths:
+            return "a calibration has to give bits by direction their widths"
+        most = len(spec.widths) > MOST_BLOCKS
+        return f"more than {DIMS * MOST_BLOCKS} dims with bits of their own" if most else None
     if isinstance(spec, Polar):
         return _why_no_pairs(spec, dims, page, keys)
     if not isinstance(spec, Affine | DualScale):
@@ -334,9 +361,75 @@ class Field:
     codes: np.ndarray
 
 
+@dataclass(frozen=True)
+class Part:
+    """Where the codes of a block of 16 dims stand, or some bits of them: `width` bits from bit `low` of a code on.
+
+    row: words before it in a lane. quarter: the first of its quarters in that word; 4 bits take all of them, 8 bits a
+    row for each of r = 0 and 1.
+    """
+
+    block: int
+    low: int
+    width: int
+    row: int
+    quarter: int
+
+
+@lru_cache(maxsize=256)
+def parts(widths: tuple[int, ...]) -> tuple[Part, ...]:
+    """The parts of blocks of these widths, in the order in which they fill the words of a lane: codes of 8 and of 4
+    bits, the two low bits of those of 3 bits and codes of 2 bits, the third bits, codes of 1 bit."""
+    found, place = [], 0
+    for width, low, of in ((8, 0, (8,)), (4, 0, (4,)), (2, 0, (3, 2)), (1, 2, (3,)), (1, 0, (1,))):
+        for block, bits in enumerate(widths):
+            if bits in of:
+                found.append(Part(block, low, width, *divmod(place, QUARTERS)))
+                place += width
+    return tuple(found)
+
+
+def block_bit(part: Part, r: int, p: int, half: int) -> int:
+    """The lowest bit of the code of slot (r, p, half) of a block of 16 dims in its word (`codes.h`)."""
+    if part.width == 8:
+        return 8 * p + 16 * half
+    if part.width == 4:
+        return 4 * (2 * r + p) + 16 * half
+    return 4 * part.quarter + (2 * p + r if part.width == 1 else 4 * r + 2 * p) + 16 * half
+
+
+def block_slot(keys: bool, lane: int, r: int, p: int, half: int) -> tuple[int, int]:
+    """(token, dim in its block of 16) of a slot of a lane (`codes.h`)."""
+    g, t = divmod(lane, 4)
+    return (g + 8 * r, 4 * t + 2 * half + p) if keys else (2 * t + 8 * r + half, 2 * g + p)
+
+
+def _block_fields(at: SideLayout) -> tuple[Field, ...]:
+    """`code_fields` of codes whose bits differ by block. Fields share words."""
+    dims = at.blocks * BLOCK
+    none, whole = TOKENS * dims, at.quarters // QUARTERS
+    held: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+    for part in parts(at.widths):
+        words = held.setdefault((part.low, part.width), {})
+        for lane, r, p, half in np.ndindex(LANES, 2, 2, 2):
+            token, dim = block_slot(at.keys, lane, r, p, half)
+            row, bit = part.row + (r if part.width == 8 else 0), block_bit(part, r, p, half)
+            word = LANES * row + lane
+            if row == whole:  # half a row: the low quarters of both halves of a word, for two lanes
+                word, bit = LANES * row + lane // 2, bit % 16 + 8 * half + 16 * (lane % 2)
+            codes = words.setdefault(word, np.full(32 // part.width, none))
+            codes[bit // part.width] = token * dims + DIMS * part.block + dim
+    return tuple(
+        Field(low, width, np.array(list(words)), np.stack(list(words.values())))
+        for (low, width), words in held.items()
+    )
+
+
 @lru_cache(maxsize=64)
 def code_fields(at: SideLayout) -> tuple[Field, ...]:
     """Where the codes of a record stand: one field, of 3 bits two."""
+    if at.widths:
+        return _block_fields(at)
     count, order = TOKENS * at.blocks * BLOCK, code_order(at)
     slots = np.arange(count).reshape(order.axes).transpose(order.memory)
     slots = slots.reshape(LANES, at.blocks, 8, 2)  # the last axis: halves of a word

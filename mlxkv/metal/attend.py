@@ -15,7 +15,15 @@ from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.lengths import Known, Later, division, five, own_starts
-from mlxkv.metal.template import Pair, cap_bits, exponents, ints, nothing, sides_template
+from mlxkv.metal.template import (
+    Pair,
+    cap_bits,
+    exponents,
+    fill_table,
+    ints,
+    nothing,
+    sides_template,
+)
 
 SIMDGROUPS = 4  # of a threadgroup
 SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
@@ -91,22 +99,17 @@ def _unseal(
     empty = nothing(dtype), nothing(dtype)
     ranks = (layout.keys.dims, layout.values.dims)[first : first + sides]
     sizes = [batch * heads * tokens * rank for rank in ranks]
+    filled = bool(layout.keys.widths)
     (out,) = launch(
         "unseal",
         [
-            *(buffer, nothing(mx.uint32) if headers is None else headers),
+            *(buffer, _shared(layout, headers)),
             *(*(sink or empty), *(live or empty)),
             ints(count, capacity, batch * heads, n_sink, n_live, first, 0, 0),
         ],
         {
             "T": dtype,
-            "RECORD": words,
-            "PAGE": layout.page,
-            "HEADER": layout.header_words,
-            "SIDE_K": layout.keys.words,
-            "HEADER_K": layout.keys.header_words,
-            "DIMS_K": layout.keys.dims,
-            "DIMS_V": layout.values.dims,
+            **({} if filled else _unseal_template(layout)),
             **sides_template(layout),
         },
         (32 * SIMDGROUPS * -(-units // SIMDGROUPS), sides, 1),
@@ -118,13 +121,34 @@ def _unseal(
     return [x.reshape(batch, heads, tokens, rank) for x, rank in zip(parts, ranks, strict=True)]
 
 
+def _shared(layout: RecordLayout, headers: mx.array | None) -> mx.array:
+    """What kernels read as headers: those of the pages, or the table of a layer's blocks, or nothing."""
+    if layout.keys.widths:
+        return fill_table(layout)
+    return nothing(mx.uint32) if headers is None else headers
+
+
+@lru_cache(maxsize=256)
+def _unseal_template(layout: RecordLayout) -> dict[str, object]:
+    return {
+        "RECORD": layout.words,
+        "PAGE": layout.page,
+        "HEADER": layout.header_words,
+        "SIDE_K": layout.keys.words,
+        "HEADER_K": layout.keys.header_words,
+        "DIMS_K": layout.keys.dims,
+        "DIMS_V": layout.values.dims,
+    }
+
+
 @lru_cache(maxsize=256)
 def _attend_template(layout: RecordLayout, dims: int) -> dict[str, object]:
+    filled = bool(layout.keys.widths)  # then one text serves all layers
     return {
         "D": dims,
-        "RK": layout.keys.dims,
-        "RV": layout.values.dims,
-        "RECORD": layout.words,
+        "RK": dims if filled else layout.keys.dims,
+        "RV": dims if filled else layout.values.dims,
+        "RECORD": 0 if filled else layout.words,
         "PAGE": layout.page,
         "HEADER": layout.header_words,
         **sides_template(layout),
@@ -180,7 +204,7 @@ def attend(
     Returns [B, G, N, D] in the dtype of q_window.
     """
     batch, heads, rows, dims = q_window.shape
-    capacity = buffer.shape[2]
+    capacity, filled = buffer.shape[2], bool(layout.keys.widths)
     window_units = sum(-(-x[0].shape[2] // TOKENS) for x in (sink, live) if x is not None)
     sink = sink or live  # never read: its length is 0
     tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
@@ -199,7 +223,8 @@ def attend(
         up = _both_up(up, second.up, batch, heads)
     after = second or Run(q_pages, nothing(mx.uint32), 0)
     splits = page_splits + window_splits
-    width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
+    stored = dims if filled else layout.values.dims
+    width = BLOCK * max(-(-stored // BLOCK), -(-dims // BLOCK))
     tokens = (sink[0].shape[2], live[0].shape[2])
     numbers = exponents(scale)
     out, stats = launch(
@@ -208,7 +233,7 @@ def attend(
             q_pages,
             q_window,
             buffer,
-            nothing(mx.uint32) if headers is None else headers,
+            _shared(layout, headers),
             *sink,
             *live,
             ints(
@@ -253,12 +278,13 @@ def attend(
                 1 if up is None else up.size // (runs * layout.values.dims * dims),
                 first,
                 runs,
+                *((layout.values.dims, *[0] * 7) if filled else ()),
             ),
         ],
         {
             "T": q_window.dtype,
             "WIDTH": width,
-            "RV": layout.values.dims,
+            "RV": 0 if filled else layout.values.dims,
             "D": dims,
             "HAS_UP": int(up is not None),
             "HAS_SINKS": int(sink_logits is not None),

@@ -15,7 +15,14 @@ from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import SCALED
 from mlxkv.formats.records import TOKENS, RecordLayout
 from mlxkv.metal.launch import Factory, launch
-from mlxkv.metal.template import Pair, ints, nothing, sealing_template, side_template
+from mlxkv.metal.template import (
+    Pair,
+    fill_sealing,
+    ints,
+    nothing,
+    sealing_template,
+    side_template,
+)
 
 SIMDGROUPS = 4  # of a threadgroup
 TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or one tile
@@ -70,7 +77,7 @@ def seal(
     sides = zip("KV", pair, (layout.keys, layout.values), transforms, ranks, strict=True)
     for name, x, at, transform, rank in sides:
         kind, first = seal_kind(transform, x.shape[3], tokens), start
-        if kind is None or rank > MAX_RANK:
+        if kind is None or rank > MAX_RANK or (at.widths and kind):
             x, kind, first = x[:, :, start : start + tokens], 0, 0
             x = x if transform is None else transform.store(x)
             if rank > MAX_RANK:
@@ -79,18 +86,19 @@ def seal(
             x = x.astype(mx.float32)
         inputs.append(x)
         table = transform.down if kind == DENSE else transform.table if kind else nothing()
-        tables.append(table)
         matrices.append(max(1, table.size // x.shape[3] ** 2))
+        tables.append(fill_sealing(at) if at.widths else table)
         places += [first, x.shape[2]]
-        template |= {f"T_{name}": x.dtype, f"D_{name}": at.dims, f"KIND_{name}": kind}
-        template |= {f"RANK_{name}": rank}
-        template |= side_template(at, f"_{name}") | sealing_template(at, f"_{name}")
+        template |= {f"T_{name}": x.dtype} | side_template(at, f"_{name}")
+        if not at.widths:
+            template |= {f"D_{name}": at.dims, f"KIND_{name}": kind, f"RANK_{name}": rank}
+            template |= sealing_template(at, f"_{name}")
         tile = max(tile, TOKENS * at.dims // 2 if kind else 0)
     groups = max(1, min(SIMDGROUPS, TILES // tile))
     (out,) = launch(
         "seal",
         [*inputs, *tables, ints(count, batch * heads, *places, *matrices)],
-        {**template, "S": groups, "TILE": tile},
+        template | {"S": groups} | ({} if layout.keys.widths else {"TILE": tile}),
         (32 * groups * -(-count * batch * heads // groups), 2, 1),
         (32 * groups, 1, 1),
         [((batch, heads, count, layout.words), mx.uint32)],

@@ -48,12 +48,12 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 HEADERS = {  # files before a body; before tile.h comes the machine's own tile file
     "seal": (
         *("codes.h", "loads.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
-        "seal_half.h",
+        *("seal_half.h", "seal_fill.h"),
     ),
     "seal_channel": ("codes.h", "loads.h", "select.h", "seal.h"),
-    "attend": ("codes.h", "loads.h", "tree.h", "attend.h"),
-    "unseal": ("codes.h", "loads.h", "tree.h", "unseal.h"),
-    "attend_tile": ("codes.h", "tree.h", "tile.h", "tile_codes.h"),
+    "attend": ("codes.h", "loads.h", "tree.h", "fill.h", "attend.h"),
+    "unseal": ("codes.h", "loads.h", "tree.h", "fill.h", "unseal.h"),
+    "attend_tile": ("codes.h", "tree.h", "fill.h", "tile.h", "tile_codes.h"),
     "attend_latent": ("codes.h", "loads.h", "tile.h", "latent.h"),
     "balance": (),
     "whiten": (),
@@ -81,6 +81,7 @@ FEATURES = {
     "WITH_TURN": ("KIND", 1),
     "WITH_CLIP": ("RANK", 2),
     "WITH_CAP": ("CAP", 1),
+    "WITH_FILL": ("FILL", 1),
 }
 Features = frozenset[str]
 ALL: Features = frozenset(FEATURES)

@@ -10,15 +10,23 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.formats import levels
-from mlxkv.formats.records import RecordLayout, SideLayout
+from mlxkv.formats.lowrank import DIMS, GAINS, STEPS
+from mlxkv.formats.records import LANES, MOST_BLOCKS, QUARTERS, RecordLayout, SideLayout, parts
 
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook: 4 bits
 LOG2E = log2(e)
+# Bits by direction: words of a table before the blocks, of a block, and of a block for sealing.
+HEAD, ENTRY, SEALED = 8, 12, 8
+HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # of blocks that are not read in one go
+SPECIAL = 1 << 31  # all of these
+STAGES = 64  # words from which on the room of a record is counted
 Pair = tuple[mx.array, mx.array]
 
 
 def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
     """The template values that describe a side. C: coefficients for `kv_level`."""
+    if at.widths:
+        return _filled(suffix)
     bits = at.bits - at.signs
     terms = levels.polynomial(at.dims, bits) / 2**bits if at.codebook else ()
     return {
@@ -35,6 +43,14 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"BOOKS{suffix}": at.books,
         f"C{suffix}": _constants(terms),
     }
+
+
+def _filled(suffix: str) -> dict[str, object]:
+    """`side_template` of any side whose blocks have widths of their own: a table tells them apart."""
+    names = ("SYMMETRIC", "CHANNEL", "OUTER", "PER_TOKEN", "PAIRS", "CODEBOOK", "SIGNS", "TREE")
+    values = {f"{name}{suffix}": int(name == "SYMMETRIC") for name in names}
+    one = {"BITS": 2, "GROUP": DIMS * MOST_BLOCKS, "BOOKS": (0,), "C": _constants(()), "FILL": 1}
+    return values | {f"{name}{suffix}": value for name, value in one.items()}
 
 
 @lru_cache(maxsize=256)
@@ -79,3 +95,96 @@ def exponents(scale: float) -> mx.array:
 def nothing(dtype: mx.Dtype = mx.float32) -> mx.array:
     """Stands for an input that a kernel does not read."""
     return mx.zeros(8, dtype)
+
+
+# -- bits by direction: tables that say where the codes of each block of 16 dims stand and how wide they are, so that
+# one text serves all layers of a model, whose widths differ. Places: `formats.records.parts`; `text/fill.h` reads them.
+
+
+def _second_step(width: int) -> int:
+    """By how many bits the code of slot p = 1 lies above that of p = 0."""
+    return {4: 4, 8: 8}.get(width, 2)
+
+
+def _twice(mask: int) -> int:
+    return mask | mask << 16
+
+
+def _halves(value: float) -> int:
+    return _twice(int(np.float16(value).view(np.uint16)))
+
+
+def _float(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+def _entries(at: SideLayout, start: int) -> np.ndarray:
+    """[MOST_BLOCKS, ENTRY] uint32, one row a block. start: words before the side in a record.
+
+    0, 1 shifts for r = 0 and 1, the second with SPECIAL; 2, 3 masks of slots p = 0 and 1; 4, 5 halves that centre codes
+    of p = 0 and 1 on 2^(b-1) below a leading one; 6 words before the row of its third bits, or before the half row; 7
+    the shift of the third bits, from bit 8 on `_second_step`, from bit 16 on HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW; 8
+    words before its row in the record, 0 where it stands in the half row at the end; 9 the float that undoes
+    `_second_step` in a tile; 10 the float (2^b - 1) / 2; 11 nothing.
+    """
+    out, whole = np.zeros((MOST_BLOCKS, ENTRY), np.uint32), at.quarters // QUARTERS
+    for part in parts(at.widths):
+        row, first, entry = start + LANES * part.row, 4 * part.quarter, out[part.block]
+        if part.low:
+            flags = THIRD | (THIRD_HALF_ROW if part.row == whole else 0)
+            entry[1] |= SPECIAL
+            entry[6], entry[7] = row, entry[7] | first | flags << 16
+            continue
+        bits = at.widths[part.block]
+        step = _second_step(bits)
+        place = 0 if bits == 8 else step  # of p = 1, once it is below the leading one
+        flags = (EIGHT if bits == 8 else 0) | (HALF_ROW if part.row == whole else 0)
+        second = first + {8: 0, 4: 8, 2: 4, 1: 1}[part.width]
+        entry[6 if flags & HALF_ROW else 8] = row
+        entry[0] = first
+        entry[1] |= second | (SPECIAL if flags else 0)
+        mask = (1 << part.width) - 1
+        entry[2:4] = _twice(mask), _twice(mask << place)
+        entry[4:6] = [_halves(-1024 - 2.0 ** (bits - 1 + n)) for n in (0, place)]
+        entry[7] |= step << 8 | flags << 16
+        entry[9:11] = _float(2.0**-place), _float((2**bits - 1) / 2)
+    return out
+
+
+@lru_cache(maxsize=512)
+def fill_table(layout: RecordLayout) -> mx.array:
+    """What kernels read in the place of headers, [HEAD + 2 MOST_BLOCKS ENTRY] uint32: words of a record, of its keys,
+    stored dims of keys and of values, blocks of keys and of values, 0, 0, then the blocks of both (`_entries`)."""
+    sides = layout.keys, layout.values
+    head = [layout.words, layout.keys.words, *(x.dims for x in sides)]
+    head += [*(len(x.widths) for x in sides), 0, 0]
+    entries = (_entries(x, n).ravel() for x, n in zip(sides, (0, head[1]), strict=True))
+    return _kept(np.concatenate([np.array(head, np.uint32), *entries]))
+
+
+@lru_cache(maxsize=512)
+def fill_sealing(at: SideLayout) -> mx.array:
+    """[HEAD + MOST_BLOCKS SEALED] float32: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; of each
+    block the distance of levels for variance 1, the gain, (2^b - 1) / 2, b, then 0, ..."""
+    out = np.zeros((MOST_BLOCKS, SEALED), np.float32)
+    for entry, bits in zip(out, at.widths, strict=False):
+        entry[:4] = GAINS[bits] * STEPS[bits], GAINS[bits], (2**bits - 1) / 2, bits
+    head = np.zeros(HEAD, np.float32)
+    head[:4] = len(at.widths), at.dims, at.code_words, 1 / at.dims
+    return _kept(np.concatenate([head, out.ravel()]))
+
+
+def _kept(numbers: np.ndarray) -> mx.array:
+    """An array that all layers and threads may share."""
+    with mx.stream(mx.cpu):
+        made = mx.array(numbers)
+        mx.eval(made)
+    return made
+
+
+def fill_room(layout: RecordLayout) -> int:
+    """Words in which a record has room: few sizes, so that few kernels are built."""
+    size = STAGES
+    while size < layout.words:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size

@@ -21,7 +21,15 @@ from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout, SideLayout
 from mlxkv.metal import gpu, trust
 from mlxkv.metal.launch import Factory, build
 from mlxkv.metal.lengths import Division, Known, Later, behind, division, own_starts
-from mlxkv.metal.template import LOG2E, Pair, cap_bits, nothing, side_template
+from mlxkv.metal.template import (
+    LOG2E,
+    Pair,
+    cap_bits,
+    fill_room,
+    fill_table,
+    nothing,
+    side_template,
+)
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
 ROWS = 8  # query rows of a threadgroup
@@ -35,6 +43,7 @@ RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
 RING_MOST = 196 << 10  # with what a threadgroup has besides
 RING_CAPABILITIES = (9, 10)
 MASKS = {
+    0: (0, 0, 0, 0),  # of a table
     16: (0, 0, 0, 0),
     8: (0x00FF00FF, 0, 0, 0),
     4: (0x000F000F, 0x00F000F0, 0, 0),
@@ -99,6 +108,19 @@ class Run:
     headers: mx.array | None = None
 
 
+def _stored(layout: RecordLayout, dims: int) -> tuple[int, int]:
+    """Stored dims of keys and of values as kernels see them: where a table says what differs by layer, as many as a
+    head has."""
+    if layout.keys.widths:
+        return dims, dims
+    return layout.keys.dims, layout.values.dims
+
+
+def _room(layout: RecordLayout) -> int:
+    """Words that a kernel gives a record."""
+    return fill_room(layout) if layout.keys.widths else layout.words
+
+
 def tile_map(matrix: mx.array) -> mx.array:
     """[M, K], [G, M, K] or [B, G, M, K] -> [1, G or B G; M/16, K/16, 32 lanes, 4] words: left factors,
     padded with zeros."""
@@ -116,11 +138,11 @@ Map = tuple[mx.array | None, int]  # words, for how many heads; 0 where there is
 _maps: WeakKeyDictionary[Transform, dict[bool, Map]] = WeakKeyDictionary()
 
 
-def _map(transform: Transform | None, keys: bool) -> Map:
+def _map(transform: Transform | None, keys: bool, room: int = 0) -> Map:
     """The map of queries into the stored domain of the keys, or of stored values back. Kept as long as
-    the transform, if that follows the text."""
+    the transform, if that follows the text. room: stored dims at least, the others zeros."""
     if transform is None or transform.up.ndim < 4:
-        return _lasting(transform, keys)
+        return _lasting(transform, keys, room)
     made = _maps.setdefault(transform, {})
     if keys not in made:  # not evaluated: it depends on tokens still being read
         made[keys] = _made(transform, keys)
@@ -128,17 +150,20 @@ def _map(transform: Transform | None, keys: bool) -> Map:
 
 
 @lru_cache(maxsize=512)
-def _lasting(transform: Transform | None, keys: bool) -> Map:
+def _lasting(transform: Transform | None, keys: bool, room: int) -> Map:
     if transform is None:
         return None, 0
     with mx.stream(mx.cpu):
-        out = _made(transform, keys)
+        out = _made(transform, keys, room)
         mx.eval(out[0])
     return out
 
 
-def _made(transform: Transform, keys: bool) -> Map:
-    words = tile_map(transform.up if keys else transform.up.swapaxes(-1, -2))
+def _made(transform: Transform, keys: bool, room: int = 0) -> Map:
+    up = transform.up
+    if room > up.shape[-2]:
+        up = mx.pad(up, [(0, 0)] * (up.ndim - 2) + [(0, room - up.shape[-2]), (0, 0)])
+    words = tile_map(up if keys else up.swapaxes(-1, -2))
     return words, words.shape[0]
 
 
@@ -159,7 +184,7 @@ def _bits(value: float) -> int:
 
 def _is_wide(layout: RecordLayout, dims: int) -> bool:
     """Whether a core has registers, or memory for records, for only 8 simdgroups."""
-    most = max(dims, layout.keys.dims, layout.values.dims)
+    most = max(dims, *_stored(layout, dims))
     return most > 128 or _ring_stage(layout, SIMDGROUPS) > RING_BYTES // 2
 
 
@@ -188,7 +213,7 @@ def splits_for(
 
 def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
     """Bytes: two records for each."""
-    return simdgroups * 2 * layout.words * 4
+    return simdgroups * 2 * _room(layout) * 4
 
 
 def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> tuple[int, int]:
@@ -216,6 +241,7 @@ def _kernel(
 ):
     wide = _is_wide(layout, dims)
     stages, shared_memory = _ring(layout, simdgroups, wide, make)
+    stored = _stored(layout, dims)
     template = {
         "T": dtype,
         "BF16": int(dtype == mx.bfloat16),
@@ -224,9 +250,9 @@ def _kernel(
         "AHEAD": AHEAD_CUDA if make is mx.fast.cuda_kernel and simdgroups == SIMDGROUPS else AHEAD,
         "RUNS": runs,
         "D": dims,
-        "RK": layout.keys.dims,
-        "RV": layout.values.dims,
-        "RECORD": layout.words,
+        "RK": stored[0],
+        "RV": stored[1],
+        "RECORD": _room(layout) if make is mx.fast.cuda_kernel or not layout.keys.widths else 0,
         "PAGE": layout.page,
         "HEADER": layout.header_words,
         "HAS_K": int(mapped[0]),
@@ -268,17 +294,18 @@ def _plan(
     batch, q_heads, new_tokens, dims = shape
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
-    blocks = -(-dims // BLOCK)
+    own_blocks = -(-dims // BLOCK)
+    stored = [-(-n // BLOCK) for n in _stored(layout, dims)]
     sizes = (
-        512 * blocks * layout.keys.blocks * (1 + layout.keys.signs),
-        512 * blocks * layout.values.blocks,
+        512 * own_blocks * stored[0] * (1 + layout.keys.signs),
+        512 * own_blocks * stored[1],
     )
     strides = (size if n > 1 else 0 for n, size in zip(counts, sizes, strict=True))
     own = sum(bit for bit, n in zip((1, 2), counts, strict=True) if n > heads)
     most, (capacity, more) = division.records, second or (0, 0)
     wide = _is_wide(layout, dims)
     busy = division.busy(merges)
-    simdgroups = _simdgroups(layout.words, wide, busy, make)
+    simdgroups = _simdgroups(_room(layout), wide, busy, make)
     splits = splits or splits_for(most + more, busy, simdgroups, wide, gpu.cores(make))
     if second:
         splits = max(2, splits[0]), splits[1]
@@ -291,7 +318,7 @@ def _plan(
         *(*_masks(layout.keys), *_masks(layout.values)),
         *(first, capacity, more, own),
     )
-    width = BLOCK * max(layout.values.blocks, -(-dims // BLOCK))
+    width = BLOCK * max(stored[1], own_blocks)
     mapped, runs = tuple(n > 0 for n in counts), 2 if second else 1
     return (
         _kernel(
@@ -371,7 +398,10 @@ def attend(
     Returns [B, H, L, D] in the dtype of q.
     """
     sink = sink or live  # never read: its length is 0
-    keys, values = _map(transforms[0], True), _map(transforms[1], False)
+    room = q.shape[3] if layout.keys.widths else 0
+    keys, values = _map(transforms[0], True, room), _map(transforms[1], False, room)
+    if room:
+        headers = fill_table(layout)
     after = (None,) * 4
     if second:
         others = _map(second.transforms[0], True), _map(second.transforms[1], False)

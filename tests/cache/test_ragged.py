@@ -23,7 +23,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.pages import LEAST, Pages
 from mlxkv.cache.ragged import Ragged
 from mlxkv.cache.view import BatchView, RaggedView
-from mlxkv.formats.config import Affine, Side
+from mlxkv.formats.config import Affine, Fill, Side
 from mlxkv.formats.records import record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch
@@ -33,6 +33,7 @@ from mlxkv.serve.caches.memory import shapes_of
 HEADS, KV_HEADS, DIMS = 8, 2, 64
 # Keys with a header for each page; no sink.
 CHANNELS = replace(SMALL, keys=Side(Affine(2, 32, axis="channel")), sink=0)
+BLOCKS = replace(SMALL, keys=Side(Fill(2.6, (4, 3, 2, 1))), values=Side(Fill(2.6, (3, 3, 2, 1))))
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +81,10 @@ def is_same(ours: CompressedKVCache, other: CompressedKVCache) -> bool:
     [
         (make, SMALL, mx.float32, 1e-5),
         (make_tiles, CHANNELS, mx.float16, 3e-3),
+        (make, BLOCKS, mx.float32, 1e-5),
+        (make_tiles, BLOCKS, mx.float16, 3e-3),
     ],
-    ids=("portable", "tiles"),
+    ids=("portable", "tiles", "portable, blocks", "tiles, blocks"),
 )
 def test_each_gets_what_it_gets_alone(factory, config, dtype, bound):
     with launch.using(factory):

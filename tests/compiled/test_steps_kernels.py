@@ -21,8 +21,10 @@ from mlxkv.cache.fixed.form import Numbers
 from mlxkv.cache.fixed.own import Own
 from mlxkv.cache.view import PORTABLE, TILES
 from mlxkv.formats.config import Affine, Side
+from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
+from mlxkv.models.calibration import measure
 from mlxkv.models.compiled.step import grouped
 
 BODIES = {
@@ -39,15 +41,16 @@ def emulated():
     """Makes an attached model whose steps run by kernels of the emulator; pages of one layer."""
     models = []
 
-    def with_body(body: str, family: str = "llama", config=PAGES, **changes):
+    def with_body(body: str, family: str = "llama", config=PAGES, fitted=False, **changes):
         factory, dtype, expected = BODIES[body]
         model = random_model(family, **changes)
+        made = measure.calibrate(model, tokens(600).tolist()) if fitted else None
         model.set_dtype(dtype)
         models.append(model)
         context = launch.using(factory)
         context.__enter__()
         models.append(context)
-        attach(model, config)
+        attach(model, config, calibration=made)
         steps_of(model).compiles = False
         cache = next(c for c in make_prompt_cache(model) if hasattr(c, "config"))
         assert cache.plan((64, 64), dtype).body == expected
@@ -110,6 +113,17 @@ def test_logits_of_attention_sinks(body, new):
 def test_query_heads_that_share_a_kv_head(emulated, body, heads):
     model = emulated(body, num_hidden_layers=1, num_key_value_heads=heads)
     go(model, parts=(1, 4, 1))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_bits_by_direction(emulated, body):
+    """Fewer stored dims than a head has, and other widths in each layer."""
+    config = parse_kv("fill-1.2+sink16+recent16+page16")
+    model = emulated(body, config=config, fitted=True, num_hidden_layers=2)
+    twins = go(model, parts=(1, 4, 8, 8, 1), prompt=80)
+    sides = [(cache.config.keys, cache.config.values) for cache in twins.plain]
+    widths = {tuple(side.quantizer.widths for side in both) for both in sides}
+    assert len(widths) == 2 and all(len(one) < 4 for both in widths for one in both)
 
 
 @pytest.mark.parametrize("body", ["portable", "tiles"])

@@ -65,6 +65,14 @@ def test_every_text_of_presets_is_read(family):
     assert not (wrong := breaches(found)), "\n".join(wrong)
 
 
+def test_every_text_of_bits_by_direction_is_read():
+    found = texts.dump([texts.FILL], dtypes=("bfloat16",), others=False)
+    found += texts.dump([texts.FILL], dims=(80, 128), dtypes=("float32", "float16"), others=False)
+    found = list({text.kernel: text for text in found}.values())
+    assert {x.name for x in found} == {"seal", "unseal", "attend", "attend_tile", "merge"}
+    assert not (wrong := breaches(found)), "\n".join(wrong)
+
+
 def test_every_text_of_no_preset_is_read():
     found = texts.dump([])
     assert {x.name for x in found} == {"whiten", "balance"}

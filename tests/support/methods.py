@@ -122,8 +122,6 @@ METHODS = {
             Fill(2.9, (3, 3, 2, 1)),
         ),  # the second: an odd number of half words
         dims=64,
-        kernels=False,
-        tiles=False,
         mps=False,
     ),
     "kitty": Method(Kitty(0.25), Kitty(0.125), kernels=False, tiles=False, mps=False),

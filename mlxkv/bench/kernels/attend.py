@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlxkv.bench.kernels.case import Shape, filled, stored_bytes
 from mlxkv.bench.options import MLX_LM_GROUP
 from mlxkv.bench.reference import BOUNDS, reference, relative_rms
+from mlxkv.bench.spread import allotted
 from mlxkv.cache import attention, choose
 from mlxkv.formats.config import CacheConfig
 from mlxkv.machine import machine_memory
@@ -119,6 +120,7 @@ def rows(
 def _ours(name: str, config: CacheConfig, step: DecodeStep) -> tuple[dict, Task | None]:
     """The row so far, and its task: None if the result is wrong."""
     shape, first, scale = step.shape, step.first, step.scale
+    config = allotted(config, shape.dims)
     views = [filled(config, shape, step.tokens, step.dtype)]
     size = stored_bytes(config, shape, views[0])
     rms = relative_rms(attention.attend(first, views[0], scale), reference(first, views[0], scale))

@@ -8,6 +8,7 @@ from math import log2
 import mlx.core as mx
 
 from mlxkv.bench.kernels.case import Shape, rotations
+from mlxkv.bench.spread import allotted
 from mlxkv.cache import choose
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Records
@@ -37,7 +38,7 @@ def row(
 ) -> dict:
     """One row. tokens: whole pages. bandwidth: bytes per second, of a copy. way: of `mlxkv.codec.encoding`."""
     mx.random.seed(0)
-    dims = (shape.dims, shape.dims)
+    config, dims = allotted(config, shape.dims), (shape.dims, shape.dims)
     plan = choose.plan(config, dims, dtype)
     new = partial(choose.store, plan, rotations(config, shape), way)
     pages, calls = tokens // config.page, CALLS_CPU if backend() == "cpu" else CALLS

@@ -31,10 +31,10 @@ def encode(spec: Fill, x: mx.array, page: int) -> dict[str, mx.array]:
     step = scale.astype(mx.float32)
     codes = mx.round(x * gains / mx.where(step > 0, step, 1.0) + middle)
     codes = mx.minimum(mx.maximum(codes, 0), 2 * middle).astype(mx.uint32)
-    return {"codes": _packed(spec, codes), "scale": scale}
+    return {"codes": packed(spec, codes), "scale": scale}
 
 
-def _packed(spec: Fill, codes: mx.array) -> mx.array:
+def packed(spec: Fill, codes: mx.array) -> mx.array:
     """codes: [..., R] -> [..., W] words: the runs of one width one behind the other. A run is a whole number of
     half words."""
     parts, start = [], 0
@@ -48,8 +48,8 @@ def _packed(spec: Fill, codes: mx.array) -> mx.array:
     return mx.contiguous(halves).view(mx.uint32)
 
 
-def _unpacked(spec: Fill, words: mx.array) -> mx.array:
-    """Invert `_packed`: [..., R] uint32."""
+def unpacked(spec: Fill, words: mx.array) -> mx.array:
+    """Invert `packed`: [..., R] uint32."""
     halves, parts, start = mx.contiguous(words).view(mx.uint16), [], 0
     for bits, count in spec.runs:
         size = count * bits // 16
@@ -64,7 +64,7 @@ def _unpacked(spec: Fill, words: mx.array) -> mx.array:
 def _levels(spec: Fill, stored: dict[str, mx.array]) -> mx.array:
     """Values over the scale of their token, [B, G, T, R] float32."""
     middle = mx.array(_tables(spec.widths)[2])
-    return _unpacked(spec, stored["codes"]).astype(mx.float32) - middle
+    return unpacked(spec, stored["codes"]).astype(mx.float32) - middle
 
 
 def decode(

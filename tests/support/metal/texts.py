@@ -14,11 +14,12 @@ from unittest import mock
 import mlx.core as mx
 
 from metal.signature import Kernel, kernel
+from mlxkv.cache import selftest
 from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import Parts, View
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.config import CacheConfig, Fill, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout, side_layout, why_no_record
 from mlxkv.metal import balance, launch, sources, tiles, whiten
@@ -31,6 +32,9 @@ GROUPS = (1, 2, 3, 4)  # query heads of a kv head, so query rows of one new toke
 DRAFT = 5  # new tokens of a speculative step
 # (dims, rank) of bases that follow the text, for each head dim: half and three quarters of it
 SHARES = (0.5, 0.75)
+# Bits by direction are no preset, and have widths once they are calibrated; texts are the same for all.
+FILL = "fill"
+FILLED = CacheConfig(Side(Fill(2.0, (1,)), "fill-centred"), Side(Fill(2.0, (1,)), "fill"))
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def why_not(config: CacheConfig, dims: int) -> str | None:
     of the kernels."""
     for i, side in enumerate((config.keys, config.values)):
         stored = side.dims(dims)
-        if reason := why_no_record(side.quantizer, stored, config.page, keys=i == 0):
+        if reason := why_no_record(side.quantizer, stored, config.page, i == 0, blocks=True):
             return reason
         if side_layout(side.quantizer, stored, config.page, i == 0).saves_nothing(dims):
             return f"{stored} float16 dims would take the room of {dims}"
@@ -113,6 +117,11 @@ def why_not(config: CacheConfig, dims: int) -> str | None:
 @cache
 def _sampled(dims: int, fitted: tuple):
     return sample(KV_HEADS, (dims, dims), fitted)
+
+
+def config_of(preset: str, dims: int) -> CacheConfig:
+    """The config of a preset, or of FILL for heads of `dims`."""
+    return selftest.stand_in(FILLED, dims) if preset == FILL else PRESETS[preset]
 
 
 def record(
@@ -126,7 +135,7 @@ def record(
     """All texts of a preset: pages sealed by one and by many, decoded for a prefill, read by decode
     attention with one new token and with several, over one run of pages or two, with and without
     attention sinks."""
-    config, kind = config or PRESETS[preset], DTYPES[dtype]
+    config, kind = config or config_of(preset, dims), DTYPES[dtype]
     if why_not(config, dims):
         return
     layout = record_layout(config, *config.dims(dims, dims))

@@ -29,6 +29,17 @@ constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
 constexpr int PAIR_WORDS_K = kv_lane_words<BITS_K>(2);  // of two blocks
 constexpr int SIDE_K =
     32 * WORDS_K + kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+#if WITH_FILL
+// Template: RK and RV are the most stored dims; the table in the place of the headers has the layer's own.
+const int record_words = int(headers[0]);
+const int side_words_k = int(headers[1]);
+const int key_dims = int(headers[2]);
+const int blocks_k = int(headers[4]);
+const int blocks_v = int(headers[5]);
+#else
+constexpr int record_words = RECORD;
+constexpr int key_dims = RK;
+#endif
 constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
     ? 16
@@ -93,7 +104,7 @@ const size_t first_record = size_t(head % size[7]) * capacity +
 const size_t q_run = (size_t(head) * (paged ? size[10] : 1) + (second ? 1 : 0)) * rows;
 
 const int q_dims = 32 * (paged ? BQ : BD);
-const int q_width = paged ? RK * (1 + SIGNS_K) : D;
+const int q_width = paged ? key_dims * (1 + SIGNS_K) : D;
 for (int i = thread_id; i < QT * q_dims; i += 32 * S) {
   const int row = first_row + i / q_dims;
   const int dim = i % q_dims;

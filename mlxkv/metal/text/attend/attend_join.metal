@@ -34,7 +34,12 @@ for (int n = 0; n < S; n++) {
         if (j % 4 == t) {  // the four lanes of a g hold the same sums: each keeps some blocks
 #pragma unroll
           for (int p = 0; p < 4; p++) {
-            const int at = (q * OB + j) * 32 + 4 * g + p;
+#if WITH_FILL
+            const int dim = paged ? 16 * (p / 2) + 2 * g + p % 2 : 4 * g + p;
+#else
+            const int dim = 4 * g + p;
+#endif
+            const int at = (q * OB + j) * 32 + dim;
             const float value = shrink * o[q * OB * 4 + 4 * j + p];
             tile_out[at] = n == 0 ? value : tile_out[at] + value;
           }

@@ -1,7 +1,7 @@
 // Second part of attend: scores of the 16 tokens of a record.
 if (paged) {
   for (int unit = part * each + group; unit < stop; unit += S) {
-    const device uint* record = run + (first_record + unit) * RECORD;
+    const device uint* record = run + (first_record + unit) * record_words;
     const device uint* header =
         run_headers + (first_record / PAGE_RECORDS + unit / PAGE_RECORDS) * HEADER;
     const int token_of_page = 16 * (unit % PAGE_RECORDS);  // the record's first
@@ -78,6 +78,27 @@ if (paged) {
       }
     }
 #endif
+#if WITH_FILL
+#pragma unroll 1
+    for (int b = 0; b < blocks_k; b++) {
+      float k[8];
+      kv_fill_levels(record, kv_fill_entry(headers, 0, b), lane, k);
+#pragma unroll
+      for (int q = 0; q < QT; q++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float query = q_tile[q * 32 * BQ + 16 * b + 4 * t + i];
+          s[2 * q] = metal::fma(query, k[i], s[2 * q]);
+          s[2 * q + 1] = metal::fma(query, k[4 + i], s[2 * q + 1]);
+        }
+      }
+    }
+    const device half* scales_k = (const device half*)(record + side_words_k - 8);
+#pragma unroll
+    for (int i = 0; i < 2 * QT; i++) {
+      s[i] *= float(scales_k[kv_key_number(g + 8 * (i % 2), 0, 0, 1, 1)]);
+    }
+#else
     const device half* numbers = (const device half*)(record + 32 * WORDS_K);
 #if WITH_CHANNEL || WITH_OUTER
     const device half* page_numbers = (const device half*)header +
@@ -200,4 +221,5 @@ if (paged) {
         s[i] *= float(numbers[kv_key_number(g + 8 * (i % 2), 0, 0, 1, 1)]);
       }
     }
+#endif
 #endif

@@ -7,6 +7,29 @@
     for (int i = 0; i < QT * 4; i++) {
       p_values[i] = simd_shuffle(s[i / 4 * 2 + i % 4 / 2], ushort(8 * t + 4 * (i % 2)));
     }
+#if WITH_FILL
+    const device half* scales_v = (const device half*)(record + record_words - 8);
+#pragma unroll
+    for (int i = 0; i < QT * 4; i++) {
+      const int token = 2 * t + 8 * (i % 4 / 2) + i % 2;
+      p_values[i] *= float(scales_v[kv_value_number(token, 0, 0, 1)]);
+    }
+#pragma unroll
+    for (int b = 0; b < 2 * BV; b++) {
+      if (b < blocks_v) {
+        float v[8];
+        kv_fill_levels(record, kv_fill_entry(headers, 1, b), lane, v);
+#pragma unroll
+        for (int q = 0; q < QT; q++) {
+#pragma unroll
+          for (int i = 0; i < 8; i++) {
+            const int at = q * OB * 4 + 2 * b + i % 2;
+            o[at] = metal::fma(p_values[4 * q + i / 2], v[i], o[at]);
+          }
+        }
+      }
+    }
+#else
     const device uint* side = record + SIDE_K;
     const device half* numbers_v = (const device half*)(side + 32 * WORDS_V);
 #if WITH_CHANNEL || WITH_OUTER
@@ -125,4 +148,5 @@
         }
       }
     }
+#endif
   }

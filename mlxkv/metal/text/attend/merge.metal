@@ -4,7 +4,7 @@
 // model's (HAS_UP).
 // sinks [heads]: logits of attention sinks; scale[1]: log2(e).
 // size: [splits, page splits, rows per kv head, kv heads, new tokens, heads of up, page splits of the
-// first run, runs]
+// first run, runs, stored dims of values where RV is 0]
 // out [all rows, D] of type T.
 threadgroup float stored[2 * WIDTH];
 
@@ -15,6 +15,7 @@ const int kv_head = (row / size[2]) % size[3];
 const int runs = size[7];
 const int up_head = (row / size[2]) % size[5];
 const size_t first = size_t(row) * splits;
+const int value_dims = RV > 0 ? RV : size[8];
 const int thread_id = thread_position_in_threadgroup.x;
 const int threads = threads_per_threadgroup.x;
 
@@ -36,9 +37,9 @@ for (int n = 0; n < splits; n++) {
 const float share = all > 0.0f ? 1.0f / all : 0.0f;
 
 // Pages first, in the stored domain.
-for (int i = thread_id; i < runs * RV; i += threads) {
-  const int run = i / RV;
-  const int dim = i % RV;
+for (int i = thread_id; i < runs * value_dims; i += threads) {
+  const int run = i / value_dims;
+  const int dim = i % value_dims;
   const int stop = run + 1 < runs ? size[6] : page_splits;
   float total = 0.0f;
   for (int n = run > 0 ? size[6] : 0; n < stop; n++) {
@@ -52,8 +53,8 @@ for (int dim = thread_id; dim < D; dim += threads) {
   float total = 0.0f;
   if (HAS_UP) {
     for (int run = 0; run < runs; run++) {
-      const device float* column = up + size_t(run * size[5] + up_head) * RV * D + dim;
-      for (int n = 0; n < RV; n++) {
+      const device float* column = up + size_t(run * size[5] + up_head) * value_dims * D + dim;
+      for (int n = 0; n < value_dims; n++) {
         total = metal::fma(stored[run * WIDTH + n], column[n * D], total);
       }
     }

@@ -261,3 +261,63 @@ inline void kv_unseal_side(
     }
   }
 }
+
+#if WITH_FILL
+// Stores two values to neighbouring dims, from an even one on.
+template <typename T>
+inline void kv_store2(device T* row, const thread T* values) {
+  if (sizeof(T) == 4) {
+    float2 x;
+    x.x = float(values[0]);
+    x.y = float(values[1]);
+    *(device float2*)row = x;
+  } else {
+    *(device uint*)row = kv_pack(values[0], values[1]);
+  }
+}
+
+// Copies `count` values, a multiple of 16, in a simdgroup.
+template <typename T>
+inline void kv_copy_words(device T* to, const device T* from, int count, int lane) {
+  for (int i = lane; i < count * int(sizeof(T)) / 16; i += 32) {
+    ((device uint4*)to)[i] = ((const device uint4*)from)[i];
+  }
+}
+
+// Decodes one side of a record whose blocks have widths of their own (fill.h) to rows [16, stored dims].
+template <typename T, int KEYS>
+inline void kv_unseal_blocks(
+    const device uint* record, const device uint* table, device T* rows, int lane) {
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const int dims = int(table[KEYS ? 2 : 3]);
+  const device half* numbers = (const device half*)(record + table[KEYS ? 1 : 0] - 8);
+  float scales[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int token = KEYS ? g + 8 * (i / 2) : 2 * t + 8 * (i / 2) + i % 2;
+    scales[i] = float(numbers[kv_number<KEYS>(token, 0, 0, 1, 1)]);
+  }
+#pragma unroll 1
+  for (int b = 0; b < dims / 16; b++) {
+    float x[8];
+    kv_fill_levels(record, kv_fill_entry(table, KEYS ? 0 : 1, b), lane, x);
+    T run[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      run[i] = T(x[i] * scales[i / 2]);
+    }
+    if (KEYS) {
+      device T* row = rows + g * dims + 16 * b + 4 * t;
+      kv_store4<T, 1>(row, 0, 4, run);
+      kv_store4<T, 1>(row + 8 * dims, 0, 4, run + 4);
+    } else {
+      device T* row = rows + 2 * t * dims + 16 * b + 2 * g;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        kv_store2<T>(row + (8 * (i / 2) + i % 2) * dims, run + 2 * i);
+      }
+    }
+  }
+}
+#endif

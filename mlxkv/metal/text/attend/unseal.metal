@@ -7,6 +7,15 @@
 // Template: T, RECORD, PAGE, HEADER, SIDE_K and HEADER_K (words of the keys in each); per side BITS (16:
 // float16 numbers), DIMS, GROUP, SYMMETRIC, CODEBOOK and the coefficients C of its levels, CHANNEL, OUTER,
 // PAIRS, TREE and its BOOKS.
+#if WITH_FILL
+// The table in the place of the headers has what differs by layer.
+const int record_words = int(headers[0]);
+const int dims_k = int(headers[2]);
+const int dims_v = int(headers[3]);
+#else
+constexpr int record_words = RECORD;
+constexpr int dims_k = DIMS_K;
+constexpr int dims_v = DIMS_V;
 constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int BOOK_K = TREE_K == 1 ? 28 : 1;
 constexpr int BOOK_V = TREE_V == 1 ? 28 : 1;
@@ -27,6 +36,7 @@ int books_v[BOOK_V];
 for (int i = 0; i < BOOK_V; i++) {
   books_v[i] = BOOKS_V[i];
 }
+#endif
 
 const int lane = thread_index_in_simdgroup;
 const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 32) +
@@ -48,12 +58,22 @@ if (head < size[2]) {
   const size_t row = size_t(head) * tokens +
       (paged ? n_sink + 16 * record : in_sink ? first : n_sink + 16 * size[0] + first);
   const size_t from = size_t(head) * (in_sink ? n_sink : n_live) + first;
-  const device uint* at = records + (size_t(head) * size[1] + (paged ? record : 0)) * RECORD;
+  const device uint* at = records + (size_t(head) * size[1] + (paged ? record : 0)) * record_words;
+#if WITH_FILL
+#else
   const device uint* header = headers +
       (size_t(head) * (size[1] / PAGE_RECORDS) + (paged ? record / PAGE_RECORDS : 0)) * HEADER;
   const int place = record % PAGE_RECORDS;
+#endif
   if (!values) {
-    device T* rows = out + row * DIMS_K;
+    device T* rows = out + row * dims_k;
+#if WITH_FILL
+    if (paged) {
+      kv_unseal_blocks<T, 1>(at, headers, rows, lane);
+    } else {
+      kv_copy_words(rows, (in_sink ? sink_k : live_k) + from * dims_k, many * dims_k, lane);
+    }
+#else
     if (paged) {
       kv_unseal_side<
           T, BITS_K, DIMS_K, GROUP_K, SYMMETRIC_K, CODEBOOK_K, CHANNEL_K, OUTER_K, PAIRS_K, TREE_K,
@@ -61,8 +81,16 @@ if (head < size[2]) {
     } else {
       kv_copy<T, DIMS_K>(rows, (in_sink ? sink_k : live_k) + from * DIMS_K, many, lane);
     }
+#endif
   } else {
-    device T* rows = out + (size[5] ? 0 : size_t(size[2]) * tokens * DIMS_K) + row * DIMS_V;
+    device T* rows = out + (size[5] ? 0 : size_t(size[2]) * tokens * dims_k) + row * dims_v;
+#if WITH_FILL
+    if (paged) {
+      kv_unseal_blocks<T, 0>(at, headers, rows, lane);
+    } else {
+      kv_copy_words(rows, (in_sink ? sink_v : live_v) + from * dims_v, many * dims_v, lane);
+    }
+#else
     if (paged) {
       kv_unseal_side<
           T, BITS_V, DIMS_V, GROUP_V, SYMMETRIC_V, CODEBOOK_V, CHANNEL_V, OUTER_V, PAIRS_V, TREE_V,
@@ -70,5 +98,6 @@ if (head < size[2]) {
     } else {
       kv_copy<T, DIMS_V>(rows, (in_sink ? sink_v : live_v) + from * DIMS_V, many, lane);
     }
+#endif
   }
 }

@@ -9,10 +9,19 @@
 // numbers), GROUP, SYMMETRIC, CODEBOOK (codes are indices of levels, with coefficients C as in `kv_level` and
 // boundaries B above 0), CORRECTED (norms divided by the norm of the levels), KIND (0 none, 1 Hadamard, 2 real
 // Fourier, 3 any matrix, 4 real Fourier and a scale per channel), RANK (`Affine.clip_rank`, 64 at most).
+#if WITH_FILL
+// Tables and sizes have what differs by layer; transforms come before.
+const int dims_k = int(table_k[1]);
+const int dims_v = int(table_v[1]);
+const int side_k = int(table_k[2]) + 8;
+const int record_words = side_k + int(table_v[2]) + 8;
+#else
 constexpr int GROUPS_K = (D_K + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = (D_V + GROUP_V - 1) / GROUP_V;
 constexpr int SIDE_K = kv_side_words<BITS_K>((D_K + 31) / 32, GROUPS_K, SYMMETRIC_K);
 constexpr int SIDE_V = kv_side_words<BITS_V>((D_V + 31) / 32, GROUPS_V, SYMMETRIC_V);
+constexpr int record_words = SIDE_K + SIDE_V;
+#endif
 
 #if WITH_CODEBOOK
 float levels_k[8];
@@ -28,7 +37,10 @@ for (int i = 0; i < 8; i++) {
 }
 #endif
 
+#if WITH_FILL
+#else
 threadgroup float2 tiles[S * TILE];
+#endif
 
 const int lane = thread_index_in_simdgroup;
 const int simdgroup = simdgroup_index_in_threadgroup;
@@ -37,7 +49,16 @@ const int unit = threadgroup_position_in_grid.x * S + simdgroup;
 if (unit < size[0] * size[1]) {
   const int head = unit / size[0];
   const int token = unit % size[0] * 16;
-  device uint* out = records + size_t(unit) * (SIDE_K + SIDE_V);
+  device uint* out = records + size_t(unit) * record_words;
+#if WITH_FILL
+  if (threadgroup_position_in_grid.y == 0) {
+    kv_seal_fill<T_K, 1>(
+        keys + (size_t(head) * size[3] + size[2] + token) * dims_k, table_k, out, lane);
+  } else {
+    kv_seal_fill<T_V, 0>(
+        values + (size_t(head) * size[5] + size[4] + token) * dims_v, table_v, out + side_k, lane);
+  }
+#else
   if (threadgroup_position_in_grid.y == 0) {
     const device T_K* from = keys + (size_t(head) * size[3] + size[2] + token) * D_K;
     const device float* table = table_k + (KIND_K == 3 ? size_t(head % size[6]) * (D_K * D_K) : 0);
@@ -75,4 +96,5 @@ if (unit < size[0] * size[1]) {
           from, table, tiles + simdgroup * TILE, out + SIDE_K, lane);
     }
   }
+#endif
 }

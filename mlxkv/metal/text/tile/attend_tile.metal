@@ -26,6 +26,16 @@ constexpr int SIDE_K = 32 * WORDS_K + NUMBERS_K;
 constexpr int SLOTS_K = NUMBERS_K / 8;  // numbers of a token
 constexpr int HELD_K = SLOTS_K > 0 ? SLOTS_K : 1;
 constexpr int SLOT_TILES = (HELD_K + 7) / 8;
+#if WITH_FILL
+// Template: RK and RV are the most stored dims, RECORD the room of a record; the table in the place of the headers has
+// the layer's own.
+const int record_words = int(headers[0]);
+const int side_words_k = int(headers[1]);
+const int blocks_k = int(headers[4]);
+const int blocks_v = int(headers[5]);
+#else
+constexpr int record_words = RECORD;
+#endif
 constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
     ? 16
@@ -53,6 +63,11 @@ threadgroup float tile_max[S * 8];
 threadgroup float tile_sum[S * 8];
 threadgroup float q_sums[HELD_K * 8];
 threadgroup uint arrived[1];
+#if WITH_FILL
+threadgroup uint4 fill_k[3 * 2 * BK];  // `kv_fill_entry` of each block
+threadgroup uint4 fill_v[3 * 2 * BV];
+threadgroup uint fill_rows[2 * BK + 2 * BV];  // words before the row of each block
+#endif
 
 const int lane = thread_index_in_simdgroup;
 const int group = simdgroup_index_in_threadgroup;
@@ -119,8 +134,19 @@ if (turns && group < 2 * BQ) {
   }
 }
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
-    (later ? records_2 : records) + (first_record + unit) * RECORD, paged ? stop - unit : 0, group,
-    lane);
+    (later ? records_2 : records) + (first_record + unit) * record_words, record_words,
+    paged ? stop - unit : 0, group, lane);
+#if WITH_FILL
+for (int i = thread_id; i < 3 * 2 * BK; i += 32 * S) {
+  fill_k[i] = ((const device uint4*)kv_fill_entry(headers, 0, 0))[i];
+}
+for (int i = thread_id; i < 3 * 2 * BV; i += 32 * S) {
+  fill_v[i] = ((const device uint4*)kv_fill_entry(headers, 1, 0))[i];
+}
+for (int i = thread_id; i < 2 * BK + 2 * BV; i += 32 * S) {
+  fill_rows[i] = (i < 2 * BK ? kv_fill_entry(headers, 0, i) : kv_fill_entry(headers, 1, i - 2 * BK))[8];
+}
+#endif
 #pragma unroll
 for (int n = 0; n < MINE; n++) {
   const int i = thread_id + n * 32 * S;
@@ -178,7 +204,7 @@ if (turns) {
 }
 
 // Queries as the right factor: k-tile u of block j, word r holds dims 32 j + 8 t + 4 i + 2 u + r. Trees
-// decode neighbours together: dims 32 j + 8 t + 4 u + 2 r + i.
+// decode neighbours together: dims 32 j + 8 t + 4 u + 2 r + i. Bits by direction (fill.h): dims 16 n + 4 t + 2 i + r.
 TileB q_tile[2 * QB];
 #pragma unroll
 for (int n = 0; n < 2 * QB; n++) {
@@ -188,16 +214,30 @@ for (int n = 0; n < 2 * QB; n++) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int k = tile_b_row(lane, i);
-      const int dim = 32 * (n / 2) + 8 * (k / 2) +
+      int dim = 32 * (n / 2) + 8 * (k / 2) +
           (TREE_K && paged ? 4 * (n % 2) + 2 * r + k % 2 : 4 * (k % 2) + 2 * (n % 2) + r);
+#if WITH_FILL
+      dim = paged ? 16 * n + 2 * k + r : dim;
+#endif
       pair[i] = tile_rows[tile_b_column(lane, i) * ROW + dim];
     }
+#if WITH_FILL
+    if (paged && r == 1) {  // as high as the codes of these slots stand below their leading one
+      const float weight = as_type<float>(fill_k[3 * n + 2].y);
+      pair[0] *= weight;
+      pair[1] *= weight;
+    }
+#endif
     q_tile[n].w[r] = kv_halves(pair[0], pair[1]);
   }
 }
 
 // After the outputs: a tile whose rows are the sums over tokens of the middle values of each group.
+#if WITH_FILL
+constexpr int EXTRA = 1;
+#else
 constexpr int EXTRA = SYMMETRIC_V || OUTER_V ? 0 : 1;
+#endif
 TileC o[2 * OB + EXTRA];
 float top[2];
 float sum[2];

@@ -42,6 +42,30 @@ if (paged) {
     }
   }
 #endif
+#if WITH_FILL
+  // What codes have too much, times the queries: the leading one and the middle.
+  TileC start_k;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    start_k.v[i] = 0.0f;
+  }
+#pragma unroll
+  for (int n = 0; n < 2 * BK; n++) {
+    if (n < blocks_k) {
+      const float middle_of = as_type<float>(fill_k[3 * n + 2].z);
+      const float higher = middle_of / as_type<float>(fill_k[3 * n + 2].y);
+      TileA a;
+      TileA middle;
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        a.w[m] = kv_halves(-1024.0f, -1024.0f);
+        middle.w[m] = m / 2 ? kv_halves(-higher, -higher) : kv_halves(-middle_of, -middle_of);
+      }
+      tile_multiply(start_k, a, q_tile[n]);
+      tile_multiply(start_k, middle, q_tile[n]);
+    }
+  }
+#endif
   if (FOLDED && group == 0) {  // every simdgroup reads them there when scales change
 #pragma unroll
     for (int n = 0; n < 4 * BK; n++) {
@@ -119,7 +143,7 @@ if (paged) {
     const bool both = unit + 1 < stop;
     if (!second) {
       record[0] = kv_pipe_wait<RECORD, STAGES, S, STEP>(pipe);
-      record[1] = both ? kv_record_after(record[0], RECORD) : record[0];  // or the last one again
+      record[1] = both ? kv_record_after(record[0], record_words) : record[0];  // or the last one again
     } else {
       record[0] = record[1];
     }
@@ -141,8 +165,67 @@ if (paged) {
     }
 #endif
     TileC s[PAIR];
+#if WITH_FILL
+    const int fill_lane = 4 * g + t;
+    constexpr bool EARLY = D <= 128;  // beyond, words of all blocks would not fit in registers
+    KvRecord lanes[PAIR];
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
+      lanes[e] = kv_record_after(record[e], fill_lane);
+    }
+    uint keys[EARLY ? PAIR * 2 * BK : 1];
+#pragma unroll
+    for (int n = 0; n < (EARLY ? 2 * BK : 0); n++) {  // blocks that there are not have row 0
+      const int row = int(fill_rows[n]);
+#pragma unroll
+      for (int e = 0; e < PAIR; e++) {
+        keys[PAIR * n + e] = kv_read1(lanes[e], row);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * BK; n++) {
+      if (n == 0 || n < blocks_k) {
+        const uint4 entry = fill_k[3 * n];
+        uint pairs[PAIR * 4];
+        uint own[PAIR];
+#pragma unroll
+        for (int e = 0; e < PAIR; e++) {
+          own[e] = EARLY ? keys[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(fill_rows[n]));
+        }
+        if (int(entry.y) < 0) {
+          const uint4 rest = fill_k[3 * n + 1];
+#pragma unroll
+          for (int e = 0; e < PAIR; e++) {
+            kv_fill_special(
+                record[e], fill_rows[n], own[e], entry, rest, fill_lane, pairs + 4 * e);
+          }
+        } else {
+#pragma unroll
+          for (int e = 0; e < PAIR; e++) {
+            kv_fill_pairs(own[e], entry, pairs + 4 * e);
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < PAIR; e++) {
+          TileA a;
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = pairs[4 * e + 2 * (m % 2) + m / 2];
+          }
+          s[e] = tile_product(n == 0 ? start_k : s[e], a, q_tile[n]);
+        }
+      }
+    }
+#endif
+#pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+#if WITH_FILL
+      const uint scales = kv_read1(record[e], side_words_k - 8 + g);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        s[e].v[i] *= kv_half(scales, i / 2);
+      }
+#else
       uint words[WORDS_K];
       uint scales[HELD_K];
       if (!RAW_K) {
@@ -311,6 +394,7 @@ if (paged) {
           }
         }
       }
+#endif
 #endif
 #pragma unroll
       for (int i = 0; i < 4; i++) {

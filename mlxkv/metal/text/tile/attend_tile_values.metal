@@ -1,6 +1,67 @@
 // Third part of attend_tile: probabilities of the records' tokens, and their products with the values.
     TileB p[PAIR];
+#if WITH_FILL
+    // The words of the values travel while probabilities are computed.
+    uint values[EARLY ? PAIR * 2 * BV : 1];
+#pragma unroll
+    for (int n = 0; n < (EARLY ? 2 * BV : 0); n++) {
+      const int row = int(fill_rows[2 * BK + n]);
+#pragma unroll
+      for (int e = 0; e < PAIR; e++) {
+        values[PAIR * n + e] = kv_read1(lanes[e], row);
+      }
+    }
+#endif
     kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o, FOLDED ? 1.0f : KV_SCORE);
+#if WITH_FILL
+    TileB scaled[PAIR];
+#pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+      TileA middle;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint scale =
+            kv_read1(record[e], record_words - 8 + tile_b_row(lane, 0) / 2 * 2 + r);
+        scaled[e].w[r] = kv_multiply_halves(p[e].w[r], tile_b_numbers(scale, lane));
+        middle.w[2 * r] = middle.w[2 * r + 1] = kv_halves(0.5f, 0.5f);
+      }
+      tile_multiply(o[2 * OB], middle, scaled[e]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * BV; n++) {
+      if (n == 0 || n < blocks_v) {
+        const uint4 entry = fill_v[3 * n];
+        const uint4 rest = fill_v[3 * n + 1];
+        uint pairs[PAIR * 4];
+        uint own[PAIR];
+#pragma unroll
+        for (int e = 0; e < PAIR; e++) {
+          own[e] = EARLY ? values[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(fill_rows[2 * BK + n]));
+        }
+        if (int(entry.y) < 0) {
+#pragma unroll
+          for (int e = 0; e < PAIR; e++) {
+            kv_fill_special(
+                record[e], fill_rows[2 * BK + n], own[e], entry, rest, fill_lane, pairs + 4 * e);
+          }
+        } else {
+#pragma unroll
+          for (int e = 0; e < PAIR; e++) {
+            kv_fill_pairs(own[e], entry, pairs + 4 * e);
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < PAIR; e++) {
+          TileA a;
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            a.w[m] = kv_add_halves(pairs[4 * e + m], m % 2 ? rest.y : rest.x);
+          }
+          tile_multiply(o[n], a, scaled[e]);
+        }
+      }
+    }
+#else
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
       uint words[WORDS_V];
@@ -121,6 +182,7 @@
         }
       }
     }
+#endif
     unit += PAIR;
     second = PAIR == 1 && !second && both;
     if (!second) {
@@ -128,6 +190,19 @@
       unit += STEP - 2 + (PAIR == 1 && !both ? 1 : 0);
     }
   }
+#if WITH_FILL
+#pragma unroll
+  for (int n = 0; n < 2 * BV; n++) {
+    if (n < blocks_v) {
+      const float weight = as_type<float>(fill_v[3 * n + 2].y);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        o[n].v[i] += o[2 * OB].v[i];
+        o[n].v[2 + i] = metal::fma(o[n].v[2 + i], weight, o[2 * OB].v[i]);
+      }
+    }
+  }
+#endif
   if (!SYMMETRIC_V && !OUTER_V) {
 #pragma unroll
     for (int n = 0; n < GROUPS_V; n++) {

@@ -185,3 +185,53 @@ inline void kv_tree_value_pairs(
   }
 }
 #endif
+
+#if WITH_FILL
+// Bits by direction (fill.h): a lane's word of a row of a record. shared: two lanes share it.
+inline uint kv_fill_read(KvRecord record, uint row, int lane, uint shared) {
+  const uint word = kv_read1(record, int(row) + (shared != 0u ? lane / 2 : lane));
+  return shared != 0u ? kv_fill_spread(word, lane) : word;
+}
+
+// The codes of a block below a leading one: pairs[2 r + p] holds slots (r, p, half 0 and 1), those of p = 1 higher by
+// the entry's step. word: of the block's row.
+inline void kv_fill_pairs(uint word, uint4 entry, thread uint* pairs) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const uint x = word >> (r ? entry.y : entry.x);
+    pairs[2 * r] = (x & entry.z) | 0x64006400u;
+    pairs[2 * r + 1] = (x & entry.w) | 0x64006400u;
+  }
+}
+
+// The same for a block that stands in two places, or where lanes share words. rest: words 4 to 7 of the entry.
+inline void kv_fill_special(
+    KvRecord record, uint row, uint word, uint4 entry, uint4 rest, int lane, thread uint* pairs) {
+  const uint flags = rest.w >> 16;
+  entry.y &= 31u;
+  if ((flags & KV_FILL_EIGHT) != 0u) {
+    uint x = word;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      pairs[2 * r] = (x & entry.z) | 0x64006400u;
+      pairs[2 * r + 1] = ((x >> 8) & entry.z) | 0x64006400u;
+      if (r == 0) {
+        x = kv_fill_read(record, row + 32u, lane, 0u);
+      }
+    }
+  } else {
+    const uint other =
+        kv_fill_read(record, rest.z, lane, flags & (KV_FILL_HALF_ROW | KV_FILL_THIRD_HALF_ROW));
+    const bool third = (flags & KV_FILL_THIRD) != 0u;
+    kv_fill_pairs(third ? word : other, entry, pairs);
+    if (third) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint high = (other >> ((rest.w + uint(r)) & 31u)) << 2;
+        pairs[2 * r] |= high & 0x00040004u;
+        pairs[2 * r + 1] |= high & 0x00100010u;
+      }
+    }
+  }
+}
+#endif

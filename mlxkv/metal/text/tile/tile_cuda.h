@@ -114,6 +114,7 @@ inline KvRecord kv_record_after(KvRecord record, int words) {
 }
 struct KvPipe {
   const uint* next;  // to be fetched
+  int words;  // of a record: RECORD at most
   int left;  // records to be fetched, those between this simdgroup's pairs included
   uint barrier;  // shared addresses of stage 0
   uint data;
@@ -124,7 +125,7 @@ template <int RECORD, int STAGES, int S, int STEP>
 inline void kv_pipe_fetch(KvPipe& pipe, int stage, int lane) {
   if (pipe.left > 0) {
     if (lane == 0) {
-      const uint bytes = 4 * RECORD * metal::min(pipe.left, 2);
+      const uint bytes = 4 * pipe.words * metal::min(pipe.left, 2);
       const uint barrier = pipe.barrier + 8 * stage;
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                    "r"(bytes)
@@ -135,16 +136,17 @@ inline void kv_pipe_fetch(KvPipe& pipe, int stage, int lane) {
           "l"(pipe.next), "r"(bytes), "r"(barrier)
           : "memory");
     }
-    pipe.next += STEP * RECORD;
+    pipe.next += STEP * pipe.words;
     pipe.left -= STEP;
   }
 }
 template <int RECORD, int STAGES, int S, int STEP>
-inline KvPipe kv_pipe_start(const uint* first, int count, int group, int lane) {
+inline KvPipe kv_pipe_start(const uint* first, int words, int count, int group, int lane) {
   extern __shared__ __align__(128) uint kv_pipe_words[];
   constexpr int BARRIERS = (2 * STAGES * S + 31) / 32 * 32;  // words
   KvPipe pipe;
   pipe.next = first;
+  pipe.words = words;
   pipe.left = count;
   pipe.stage = 0;
   pipe.phase = 0u;

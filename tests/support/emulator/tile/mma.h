@@ -96,11 +96,14 @@ inline uint4 kv_read4(KvRecord from, int word) {
 }
 struct KvPipe {
   const device uint* next;
+  int words;  // of a record
 };
 template <int RECORD, int STAGES, int S, int STEP>
-inline KvPipe kv_pipe_start(const device uint* first, int count, int group, int lane) {
+inline KvPipe kv_pipe_start(
+    const device uint* first, int words, int count, int group, int lane) {
   KvPipe pipe;
   pipe.next = first;
+  pipe.words = words;
   return pipe;
 }
 template <int RECORD, int STAGES, int S, int STEP>
@@ -109,7 +112,7 @@ inline KvRecord kv_pipe_wait(thread KvPipe& pipe) {
 }
 template <int RECORD, int STAGES, int S, int STEP>
 inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
-  pipe.next += STEP * RECORD;
+  pipe.next += STEP * pipe.words;
 }
 inline KvRecord kv_record_after(KvRecord record, int words) {
   return record + words;

@@ -1,0 +1,70 @@
+"""Random directions that differ in weight, as those of models do, for formats that give each its bits. No model.
+
+The logarithms of sigma (`formats.calibration.balance`) of a head are normal, falling, and wider in some layers than in
+others, so that layers get bits of their own. Letters: `G` kv heads, `D` head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mlxkv.formats.calibration import fill
+from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
+from mlxkv.formats.calibration.balance import Balance
+from mlxkv.formats.config import CacheConfig
+
+NARROW, WIDE = 0.5, 1.3  # standard deviation of log sigma in a layer
+LOUD = 0.3  # of the mean of log sigma, from layer to layer
+LAYERS = 8  # that share the budget of a cache without a model
+
+
+def falling(heads: int, dims: int, seed: int) -> np.ndarray:
+    """[G, D] float64, falling: sigma of one side of a layer."""
+    rng = np.random.default_rng(seed)
+    mean, width = LOUD * rng.standard_normal(), rng.uniform(NARROW, WIDE)
+    return -np.sort(-np.exp(mean + width * rng.standard_normal((heads, dims))), axis=-1)
+
+
+def spread(calibration: Calibration) -> Calibration:
+    """A calibration of random rotations, whose directions differ in weight."""
+    layers = {}
+    for n, (name, layer) in enumerate(calibration.layers.items()):
+        sides = (_weighted(getattr(layer, side), 2 * n + i) for i, side in enumerate(SIDES))
+        layers[name] = Layer(layer.kv_heads, *sides)
+    return replace(calibration, layers=layers)
+
+
+def _weighted(basis: Basis, seed: int) -> Basis:
+    """What is stored and what reads it have the same moment, with the eigenvectors of the basis."""
+    sigma = falling(*basis.values.shape, seed).astype(np.float32)
+    found = Balance(np.ascontiguousarray(basis.vectors[..., ::-1]), sigma)
+    return replace(basis, values=np.ascontiguousarray(sigma[:, ::-1]), balance=found)
+
+
+def allotted(config: CacheConfig, dims: int) -> CacheConfig:
+    """`config` for heads of `dims`, with bits by direction allotted where it asks for them: those of one of LAYERS
+    layers, whose keys and values take about as much as is asked for."""
+    rates = [getattr(config, side).quantizer.rate for side in SIDES if getattr(config, side).filled]
+    if not rates:
+        return config
+    both = len(rates) == len(SIDES) and rates[0] == rates[1]
+    found = {}
+    for names in (SIDES,) if both else tuple((side,) for side in SIDES):
+        if getattr(config, names[0]).filled:
+            asked = [
+                (side, falling(1, dims, 2 * n + SIDES.index(side)))
+                for n in range(LAYERS)
+                for side in names
+            ]
+            widths = fill.allot(asked, getattr(config, names[0]).quantizer.rate)
+            each = [widths[i : i + len(names)] for i in range(0, len(widths), len(names))]
+            bits = [sum(map(sum, one)) for one in each]
+            middle = each[int(np.abs(np.array(bits) - np.mean(bits)).argmin())]
+            found |= dict(zip(names, middle, strict=True))
+    sides = {}
+    for side, widths in found.items():
+        old = getattr(config, side)
+        sides[side] = replace(old, quantizer=replace(old.quantizer, widths=widths))
+    return replace(config, **sides)

@@ -1,0 +1,263 @@
+"""Bits by direction in records: what is stored, and kernels beside plain ops and the law."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from on_emulator import make, make_mma, make_tiles
+from samples import data, rms, softmax
+
+from mlxkv.cache import attention, choose, selftest
+from mlxkv.cache import stores as sealed
+from mlxkv.cache.attention import attend
+from mlxkv.cache.stores import Codes, Records
+from mlxkv.cache.view import OPS, View
+from mlxkv.codec import records
+from mlxkv.codec.maps import sample
+from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.lowrank import DIMS, Fill
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.records import record_layout, side_layout
+from mlxkv.metal import launch, template
+from mlxkv.spec.bounds import read, under
+from mlxkv.spec.mixed import fill as law
+
+PATTERNS = [  # all widths; an odd number of quarters; half a row behind whole ones; half a row alone
+    (8, 4, 3, 2, 1),
+    (8, 8, 4),
+    (3, 3, 2, 1),
+    (4, 3, 3, 2, 2, 1, 1),
+    (2, 1),
+    (3, 2),
+    (2,),
+    (1,),
+    (1, 1, 1, 1, 1),
+    (3, 3, 3),
+]
+
+
+PAGES, PAGE = 3, 32
+
+
+def config_of(keys, values):
+    """A cache of these widths, as a calibration leaves it."""
+    sides = Side(Fill(2.0, keys), "fill-centred"), Side(Fill(2.0, values), "fill")
+    return CacheConfig(*sides, page=PAGE)
+
+
+def stores(config, dims, factory, tiled=False, heads=2, batch=1):
+    """The same tokens in records that the kernel sealed and in plain codes."""
+    turns = sample(heads, (dims, dims), config.fitted)
+    pair = tuple(mx.array(data(batch, heads, PAGES * PAGE, dims, seed=i)) for i in range(2))
+    both = (
+        Records(config, (dims, dims), factory, tiled, turns),
+        Codes(config, (dims, dims), turns),
+    )
+    for store in both:
+        store.append(pair, PAGES)
+    return both
+
+
+def same(state, other) -> bool:
+    return all(mx.array_equal(state[s][k], other[s][k]) for s in sealed.NAMES for k in other[s])
+
+
+def ids(widths):
+    return "".join(map(str, widths))
+
+
+@pytest.mark.parametrize("keys", (True, False))
+@pytest.mark.parametrize("widths", PATTERNS, ids=ids)
+def test_records_hold_every_bit_and_take_the_bytes_that_are_counted(widths, keys):
+    spec = Fill(2.0, widths)
+    at = side_layout(spec, spec.dims, 16, keys)
+    assert 32 * at.words == 16 * spec.dims * spec.bits_per_value(spec.dims, 16)
+    rng = np.random.default_rng(0)
+    top = 2 ** np.repeat(widths, DIMS)
+    codes = rng.integers(0, top, (2, 1, 48, spec.dims))
+    scale = mx.array(rng.standard_normal((2, 1, 48, 1)).astype(np.float16))
+    words = records.pack(mx.array(codes), {"scale": scale}, at)
+    assert words.shape == (2, 1, 3, at.words)
+    back, numbers = records.unpack(words, at)
+    np.testing.assert_array_equal(np.array(back), codes)
+    assert mx.array_equal(numbers["scale"], scale)
+
+
+BOTH = [  # head dim, widths of keys and of values
+    (64, (4, 2, 1), (3, 2, 2, 1)),
+    (64, (3, 3, 2), (2,)),
+    (80, (8, 3, 1, 1), (1, 1, 1)),
+    (128, (8, 4, 3, 3, 2, 2, 1), (4, 3, 2, 2, 2, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("dims", "keys", "values"), BOTH)
+def test_the_seal_kernel_writes_what_plain_ops_store(dims, keys, values):
+    """And each store reads what the other saved; unseal gives the same numbers."""
+    config = config_of(keys, values)
+    ours, plain = stores(config, dims, make)
+    back, other = stores(config, dims, make)[1], stores(config, dims, make)[0]
+    assert same(sealed.codes_of(ours), plain.state)
+    other.restore(plain.state, PAGES)
+    back.restore(ours.state, PAGES)
+    assert mx.array_equal(ours.state["records"], other.state["records"])
+    assert same(back.state, plain.state)
+    for side, at in enumerate((ours.layout.keys, ours.layout.values)):
+        for dtype in (mx.float32, mx.float16, mx.bfloat16):
+            got = ours.read(0, PAGES)._unsealed(side, dtype)
+            want = plain.codecs[side].decode_stored(plain.state[sealed.NAMES[side]], dtype)
+            assert got.shape == (1, 2, PAGES * PAGE, at.dims) and mx.array_equal(got, want)
+
+
+def test_zeros_and_huge_numbers_are_sealed_as_plain_ops_do():
+    config = config_of((4, 2), (3, 1))
+    turns = sample(1, (64, 64), config.fitted)
+    x = data(1, 1, PAGE, 64)
+    x[0, 0, 3], x[0, 0, 7], x[0, 0, 9] = 0, x[0, 0, 7] * 1e6, x[0, 0, 9] * 1e-7
+    made = (
+        Records(config, (64, 64), make, False, turns),
+        Codes(config, (64, 64), turns),
+    )
+    for store in made:
+        store.append((mx.array(x), mx.array(x)), 1)
+    assert same(sealed.codes_of(made[0]), made[1].state)
+
+
+ATTENDED = [  # head dim, keys, values, heads, kv heads, new tokens
+    (64, (4, 2, 1), (3, 2, 2, 1), 2, 2, 1),
+    (64, (3, 3, 2), (2,), 8, 1, 3),
+    (80, (8, 3, 1, 1), (1, 1, 1), 4, 2, 2),
+    (128, (8, 4, 3, 3, 2, 2, 1), (4, 3, 2, 2, 2, 1, 1, 1), 8, 2, 1),
+    (256, (4, 3, 2, 2, 2, 1, 1, 1, 1, 1), (3, 2, 2, 2, 1, 1), 2, 1, 1),
+    (64, (2, 2, 2, 2), (2, 2, 2, 2), 4, 2, 1),
+]
+FACTORIES = [
+    (make, mx.float32, 5e-6),
+    (make_tiles, mx.float16, 3e-3),
+    (make_tiles, mx.bfloat16, 6e-3),
+    (make_mma, mx.bfloat16, 6e-3),
+]
+
+
+@pytest.mark.parametrize(("factory", "dtype", "bound"), FACTORIES)
+@pytest.mark.parametrize(("dims", "keys", "values", "heads", "kv_heads", "new"), ATTENDED)
+def test_attention_is_softmax_over_what_is_stored(
+    dims, keys, values, heads, kv_heads, new, factory, dtype, bound
+):
+    tiled = factory is not make
+    config = config_of(keys, values)
+    ours, plain = stores(config, dims, factory, tiled, kv_heads)
+    windows = [mx.array(data(1, kv_heads, 21, dims, seed=2 + i)).astype(dtype) for i in range(2)]
+    sink, live = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
+    q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
+    mask = None if new == 1 else "causal"
+    out = attend(q, View(live, sink, ours.read(0, PAGES)), dims**-0.5, mask)
+    k, v = attention._whole(View(live, sink, plain.read(0, PAGES)), mx.float32)
+    assert rms(out, softmax(q, k, v, dims**-0.5, 0, None)) < bound
+
+
+# -- the golden table
+
+
+def golden():
+    """(x, [(widths, codes in words, scales, which codes are near a tie) of each case])."""
+    tensors, _ = read("fill")
+    names = sorted({key.split(".")[1] for key in tensors if key.count(".") == 2})
+    cases = [under(tensors, f"48.{name}") for name in names]
+    return tensors["48.x"], [
+        (tuple(int(b) for b in one["widths"]), one["codes"], one["scale"], one["near"])
+        for one in cases
+    ]
+
+
+@pytest.mark.parametrize("order", (1, -1))
+def test_the_seal_kernel_writes_the_golden_codes(order):
+    x, cases = golden()
+    both = cases[::order]
+    config = CacheConfig(*(Side(Fill(2.0, one[0])) for one in both), page=16)
+    ours = Records(config, (48, 48), make)
+    x = mx.array(x.astype(np.float32))
+    ours.append((x, x), 1)
+    state = sealed.codes_of(ours)
+    for name, code, (_, words, scale, near) in zip(sealed.NAMES, ours.codecs, both, strict=True):
+        assert mx.array_equal(state[name]["scale"], mx.array(scale))
+        found, right = (
+            np.array(code.method.unpacked(code.spec, mx.array(y))).ravel()
+            for y in (state[name]["codes"], words)
+        )
+        off = np.flatnonzero(found != right)
+        assert set(off) <= set(near) and (np.abs(found - right.astype(int)) <= 1).all()
+
+
+@pytest.mark.parametrize(("factory", "dtype", "bound"), FACTORIES)
+@pytest.mark.parametrize("order", (1, -1))
+def test_attention_over_golden_records_is_the_law_s(order, factory, dtype, bound):
+    _, cases = golden()
+    both = cases[::order]
+    config = CacheConfig(*(Side(Fill(2.0, one[0])) for one in both), page=16)
+    ours = Records(config, (48, 48), factory, factory is not make)
+    stored = ({"codes": mx.array(words), "scale": mx.array(scale)} for _, words, scale, _ in both)
+    ours.restore(dict(zip(sealed.NAMES, stored, strict=True)), 1)
+    live = tuple(mx.array(data(1, 1, 5, 48, seed=i)).astype(dtype) for i in range(2))
+    q = mx.array(data(1, 4, 1, 48, seed=7)).astype(dtype)
+    out = attend(q, View(live, None, ours.read(0, 1)), 48**-0.5)
+    whole = []
+    for (widths, words, scale, _), code, window in zip(both, ours.codecs, live, strict=True):
+        codes = np.array(code.method.unpacked(code.spec, mx.array(words)))
+        decoded = law.decode(codes, scale.astype(np.float64), widths)
+        whole.append(np.concatenate([decoded, np.array(window.astype(mx.float32))], 2))
+    logits = np.array(q.astype(mx.float32), np.float64) @ whole[0].swapaxes(-1, -2) * 48**-0.5
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    right = p / p.sum(-1, keepdims=True) @ whole[1]
+    assert rms(out, mx.array(right.astype(np.float32))) < bound
+
+
+# -- which kernels
+
+
+def test_one_text_and_one_trial_serve_all_widths():
+    """Whatever the widths, within room of equal size on CUDA."""
+    made = set()
+
+    def listening(name, **texts):
+        made.add(name)
+        return make_tiles(name, **texts)
+
+    listening.tiles = True
+    for keys, values in (((4, 2, 1), (3, 2, 2, 1)), ((2,), (8, 1)), ((3, 3, 3, 1), (1, 1))):
+        config = config_of(keys, values)
+        ours, _ = stores(config, 64, listening, True)
+        window = (mx.zeros((1, 2, 1, 64), mx.float16),) * 2
+        mx.eval(
+            attend(
+                mx.zeros((1, 4, 1, 64), mx.float16), View(window, None, ours.read(0, PAGES)), 1.0
+            )
+        )
+        mx.eval(ours.read(0, PAGES).decode(0, mx.float16))
+        other = selftest.stand_in(config, 64)
+        assert other == selftest.stand_in(config_of((1,), (1,)), 64)
+    assert sorted(name.rsplit("_", 1)[0] for name in made) == [
+        "mlxkv_attend_tile",
+        "mlxkv_seal",
+        "mlxkv_unseal",
+    ]
+
+
+def test_records_have_room_of_few_sizes():
+    found = set()
+    for keys in PATTERNS:
+        config = config_of(keys, (2, 2, 1))
+        layout = record_layout(config, *config.dims(128, 128))
+        room = template.fill_room(layout)
+        assert layout.words <= room < 1.6 * layout.words + template.STAGES and room % 4 == 0
+        found.add(room)
+    assert len(found) <= 5
+
+
+def test_plans_say_what_has_no_kernel():
+    with launch.using(make_tiles):
+        assert choose.plan(config_of((2, 1), (2, 1)), (64, 64), mx.float16).body != OPS
+        reason = choose.plan(parse_kv("fill-2.25"), (64, 64), mx.float16).reason
+        assert reason == "a calibration has to give bits by direction their widths"
+        beside = CacheConfig(Side(Fill(2.0, (2, 2, 2, 2))), Side(Affine(4)))
+        reason = choose.plan(beside, (64, 64), mx.float16).reason
+        assert reason == "bits by direction beside other codes have no kernel"
