@@ -39,7 +39,7 @@ def seal_rows() -> Iterator[Row]:
             places = pool.reserve(x.shape[0], (at.shapes(x.shape[1]),) * 2, x.device)
             launch.seal(TABLE.codec(whole, dims, page), x, at, pool.sides[0], places)
             side = {n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()}
-            codes = packing.unpack(layout.restore(side, at)["codes"], spec.bits, dims)
+            codes = packing.unpack(at.restore(side)["codes"], spec.bits, dims)
             case = f"{key}, {'keys' if keys else 'values'}"
             pair = TABLE.array(codes), tensors[f"{key}.codes"]
             yield compare_codes("seal", case, *pair, tensors[f"{key}.near"])

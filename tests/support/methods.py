@@ -125,6 +125,7 @@ METHODS = {
         kernels=False,
         tiles=False,
         mps=False,
+        triton=True,
     ),
     "kitty": Method(Kitty(0.25), Kitty(0.125), kernels=False, tiles=False, mps=False),
     "kvarn": Method(
