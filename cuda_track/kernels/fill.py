@@ -23,13 +23,7 @@ LEAST = tl.constexpr(16)  # dims of a block
 
 # Two float16 at a time. Masks and shifts are operands: the same for both.
 MASKED = tl.constexpr("lop3.b32 $0, $1, $2, 0x64006400, 0xea;")
-HIGH = tl.constexpr("shr.b32 $0, $1, 8;")  # bits of a neighbour are masked out later
-DOWN = tl.constexpr("""{
-    .reg .b32 a, b;
-    shr.b32 a, $1, $2;
-    shr.b32 b, $1, $3;
-    prmt.b32 $0, a, b, 0x7610;
-}""")
+DOWN = tl.constexpr("shr.b32 $0, $1, $2;")
 # 3 bits: the low two lie in $1, the high one in $2 and moves by $3.
 JOINED_UP = tl.constexpr("""{
     .reg .b32 t, u;
@@ -81,57 +75,61 @@ def _both_halves(bits):
 
 
 @triton.jit
+def _down(words, BY: tl.constexpr, ASM: tl.constexpr):
+    """Shift int16 words down; above what they had then lies what is not theirs."""
+    if not ASM:
+        return ((words.to(tl.int32) & 0xFFFF) >> BY).to(tl.int16)
+    by = tl.full(words.shape, BY, tl.int32)
+    return tl.inline_asm_elementwise(DOWN, "=r,r,r,r", [words, by], tl.int16, is_pure=True, pack=2)
+
+
+@triton.jit
 def _field(
-    words, t, turn, T: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, I: tl.constexpr,
+    words, turn, T: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, I: tl.constexpr,
     KEYS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The words of field I of tokens t [T] of a turn, int16 [T, 16] (keys) or [16, T]. Its bits stand lowest; above them
+    """The words of field I of the tokens of a turn, int16 [T, 16] (keys) or [16, T]: its bits stand lowest, above them
     lies what is not theirs."""
     FIRST: tl.constexpr = _of(FIELDS, I, 0)
     SIZE: tl.constexpr = _of(FIELDS, I, 1)
     ROWS: tl.constexpr = T * SIZE // 16  # of a turn
-    j, row = tl.arange(0, LEAST), turn * ROWS + t % ROWS
+    j, row = tl.arange(0, LEAST), turn * ROWS + tl.arange(0, ROWS)
     if KEYS:
-        at = row[:, None] * LEAST + j[None, :]
-        shift = (t // ROWS * SIZE)[:, None]
+        word = tl.load(words + PAGE * FIRST + row[:, None] * LEAST + j[None, :])
     else:
-        at = j[:, None] * (PAGE * SIZE // 16) + row[None, :]
-        shift = (t // ROWS * SIZE)[None, :]
-    word = tl.load(words + PAGE * FIRST + at)
-    if SIZE == 16:
-        return word
-    shift = tl.broadcast_to(shift, word.shape)
-    if not ASM:
-        return ((word.to(tl.int32) & 0xFFFF) >> shift).to(tl.int16)
-    return tl.inline_asm_elementwise(
-        DOWN, "=r,r,r,r", [word, shift], tl.int16, is_pure=True, pack=2
-    )
+        word = tl.load(words + PAGE * FIRST + j[:, None] * (PAGE * SIZE // 16) + row[None, :])
+    # Tokens that share a word lie whole tiles of a matrix unit apart: all of this is a choice of registers.
+    if SIZE <= 8:
+        word = tl.join(word, _down(word, 8, ASM))
+    if SIZE <= 4:
+        word = tl.join(word, _down(word, 4, ASM))
+    if SIZE <= 2:
+        word = tl.join(word, _down(word, 2, ASM))
+    if SIZE < 16:
+        word = tl.reshape(word, [word.shape[0], word.shape[1], 16 // SIZE])
+        word = tl.permute(word, [2, 0, 1] if KEYS else [0, 2, 1])
+        word = tl.reshape(word, [T, LEAST] if KEYS else [LEAST, T])
+    return word
 
 
 @triton.jit
 def _fields(
-    words, t, turn, T: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
+    words, turn, T: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
     KEYS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A tuple of `_field`."""
     out = ()
     for k in tl.static_range(len(FIELDS)):
-        out = out + (_field(words, t, turn, T, PAGE, FIELDS, k, KEYS, ASM),)
+        out = out + (_field(words, turn, T, PAGE, FIELDS, k, KEYS, ASM),)
     return out
 
 
 @triton.jit
 def _high(words, ASM: tl.constexpr):
-    """Words without their low 8 bits, a tuple as of `_fields`."""
+    """A tuple of words, down by 8 bits."""
     out = ()
     for k in tl.static_range(len(words)):
-        if ASM:
-            word = tl.inline_asm_elementwise(
-                HIGH, "=r,r", [words[k]], tl.int16, is_pure=True, pack=2
-            )
-        else:
-            word = words[k] >> 8
-        out = out + (word,)
+        out = out + (_down(words[k], 8, ASM),)
     return out
 
 
@@ -249,8 +247,8 @@ def _pages(
         place = tl.load(table + page).to(tl.int64) * heads + g
         for turn in tl.static_range(PAGE // T):
             t = tl.arange(0, T)
-            kw = _fields(k_words + place * K_SIZE, t, turn, T, PAGE, K_FIELDS, True, ASM)
-            vw = _fields(v_words + place * V_SIZE, t, turn, T, PAGE, V_FIELDS, False, ASM)
+            kw = _fields(k_words + place * K_SIZE, turn, T, PAGE, K_FIELDS, True, ASM)
+            vw = _fields(v_words + place * V_SIZE, turn, T, PAGE, V_FIELDS, False, ASM)
             k_scale = tl.load(k_numbers + place * PAGE + turn * T + t).to(tl.float32)
             v_scale = tl.load(v_numbers + place * PAGE + turn * T + t).to(tl.float32)
 
@@ -330,9 +328,7 @@ def fill_seal_kernel(
             tl.load(at + D // LEAST * 3)[None, :, None],
         )
         word = tl.sum((code & low) << low_at | ((code >> 2) & top) << top_at, 1)  # [T, 16]
-        _store_field(
-            words, word, places + b * pages, g, first, T, TURN, PAGE, FIELDS, k, KEYS
-        )
+        _store_field(words, word, places + b * pages, g, first, T, TURN, PAGE, FIELDS, k, KEYS)
 
 
 @triton.jit
@@ -372,9 +368,7 @@ def fill_unseal_kernel(
         R: tl.constexpr = len(PLANES) * LEAST
         t, j = tl.arange(0, T), tl.arange(0, LEAST)
         place = tl.load(table + b * most + page).to(tl.int64) * tl.num_programs(1) + g
-        found = _fields(
-            words + place * (PAGE * _bits(FIELDS)), t, turn, T, PAGE, FIELDS, KEYS, False
-        )
+        found = _fields(words + place * (PAGE * _bits(FIELDS)), turn, T, PAGE, FIELDS, KEYS, False)
         scale = tl.load(numbers + place * PAGE + turn * T + t).to(tl.float32)
         tokens = start + block.to(tl.int64) * T + t
         base = b.to(tl.int64) * out_row + g.to(tl.int64) * out_head

@@ -403,9 +403,7 @@ def _unseal_fill(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> 
     )
 
 
-def _down(
-    transform: Transform | None, dtype: torch.dtype
-) -> tuple[torch.Tensor | None, int, int]:
+def _down(transform: Transform | None, dtype: torch.dtype) -> tuple[torch.Tensor | None, int, int]:
     """(down, its stride of a head, parts that it is split into) for inputs of `dtype`; (None, 0, 0) without one."""
     if transform is None:
         return None, 0, 0

@@ -290,7 +290,9 @@ def _why_no_fill(spec: Fill, dims: int, page: int) -> str | None:
         return "bits of directions are not allotted yet"
     if dims not in DIMS or spec.dims > dims:
         choices = ", ".join(map(str, DIMS))
-        return f"Triton reads heads of {choices} dims and no more stored ones; got {dims}, {spec.dims}"
+        return (
+            f"Triton reads heads of {choices} dims and no more stored ones; got {dims}, {spec.dims}"
+        )
     if page & (page - 1) or page < LEAST:
         return f"a page of {page} tokens is no power of two from {LEAST} on"
     return None

@@ -127,7 +127,17 @@ CASES = {
     "fill 2.25": (fill_attend_kernel, {**FILL, **fills(*FILL_225)}, None, 1),
     "fill 64": (fill_attend_kernel, {**FILL, "D": 64, **fills((4, 3, 2, 1), (3, 2, 2))}, None, 1),
     "fill 256": (
-        *(fill_attend_kernel, {**FILL, "D": 256, **fills((4, 4, 4, 4, 3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1), (3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1))}),
+        *(
+            fill_attend_kernel,
+            {
+                **FILL,
+                "D": 256,
+                **fills(
+                    (4, 4, 4, 4, 3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1),
+                    (3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1),
+                ),
+            },
+        ),
         *(None, 2),
     ),
     "seal fill": (
