@@ -100,11 +100,11 @@ def _prefill(queries, view: View, scale, mask: Mask, sink_logits):
     """Decode the pages of this one layer into a scratch for torch SDPA.
 
     If the transforms are square, windows, queries and outputs turn, not the pages: those are far more
-    tokens.
+    tokens. Else pages turn back, since windows lose nothing.
     """
     runs = view.pages.parts if view.pages else ()
     if len(runs) != 1 or not all(code.turns for code in runs[0].codecs):
-        return _plain(queries, *view.whole(queries.dtype), scale, mask, sink_logits)
+        return _plain(queries, *_whole(view, queries.dtype), scale, mask, sink_logits)
     keys, values = (_between(view, side, queries.dtype) for side in (0, 1))
     turns = [code.transform for code in view.pages.codecs]
     kv_heads, shape = keys.shape[1], queries.shape
@@ -114,6 +114,23 @@ def _prefill(queries, view: View, scale, mask: Mask, sink_logits):
     if turns[1] is not None:
         out = turns[1].turned_back(_heads_together(out, kv_heads)).reshape(out.shape)
     return out
+
+
+def _whole(view: View, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all tokens in the model's domain, [B, G, T, D] each; pages of a pool by its kernel."""
+    pages = view.pages
+    if type(pages) is not PoolPages:
+        return view.whole(dtype)
+    both = []
+    for side, code in enumerate(pages.codecs):
+        parts = [pair[side].to(dtype) for pair in view.windows]
+        batch, heads = parts[-1].shape[:2]
+        stored = parts[-1].new_empty(batch, heads, pages.tokens, code.dims)
+        launch.unseal(pages, side, stored, 0)
+        turn = code.transform
+        parts.insert(-1, stored if turn is None else turn.turned_back(stored))
+        both.append(torch.cat(parts, 2))
+    return tuple(both)
 
 
 def _heads_together(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

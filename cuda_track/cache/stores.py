@@ -14,7 +14,7 @@ from cuda_track.cache.view import CodePages, Pair
 from cuda_track.codec.codec import Codec, Stored, codec
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.records import as_codes, to_records
-from cuda_track.kernels.layout import SideLayout, arrange
+from cuda_track.kernels import layout
 from cuda_track.kernels.pool import Pool, PoolPages
 from cuda_track.mps.pages import RecordPages
 from mlxkv.formats.config import CacheConfig
@@ -22,7 +22,7 @@ from mlxkv.formats.records import NAMES, layout_of
 
 GROWTH = 16  # spare room is at most 1/16 of what is stored
 # codec, tensor [B, G, T, D], layout, the side of a pool, places of the pages
-Seal = Callable[[Codec, torch.Tensor, SideLayout, Stored, list[int]], None]
+Seal = Callable[[Codec, torch.Tensor, layout.Layout, Stored, list[int]], None]
 
 
 def codecs_of(
@@ -204,7 +204,7 @@ class Paged:
     ):
         self.config, self.codecs, self.pool, self.seal = config, codecs, pool or Pool(), seal
         self.layouts = tuple(
-            SideLayout(code.spec, code.dims, config.page, keys)
+            layout.side(code.spec, code.dims, config.page, keys)
             for code, keys in zip(codecs, (True, False), strict=True)
         )
         self.rows: list[list[int]] = []  # places of the pages of each row of the batch
@@ -226,7 +226,7 @@ class Paged:
         pair = tuple(x[:, :, start:stop] for x in pair)
         if self.seal is None:
             encoded = zip(self.codecs, pair, self.layouts, strict=True)
-            self._take(tuple(arrange(code.encode(x), at) for code, x, at in encoded))
+            self._take(tuple(at.arrange(code.encode(x)) for code, x, at in encoded))
             return
         batch, heads, _, _ = pair[0].shape
         shapes = tuple(at.shapes(heads) for at in self.layouts)
@@ -314,5 +314,5 @@ class Paged:
         self.truncate(0)
         self.rows = []
         self._take(
-            tuple(arrange(state[name], at) for name, at in zip(NAMES, self.layouts, strict=True))
+            tuple(at.arrange(state[name]) for name, at in zip(NAMES, self.layouts, strict=True))
         )

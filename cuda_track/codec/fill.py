@@ -14,7 +14,7 @@ from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, Fill
 
 
 @cache
-def _tables(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+def tables(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """The distance of levels for variance 1, the gain and half of the largest code of every stored dim, [R] float32
     each."""
     steps = [GAINS[bits] * STEPS[bits] for bits in widths]
@@ -24,12 +24,17 @@ def _tables(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 
 def encode(spec: Fill, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R], T a whole number of pages."""
-    steps, gains, middle = _tables(spec.widths, x.device)
+    steps, gains, middle = tables(spec.widths, x.device)
     x = x.float()
     scale = half((x * steps).square().mean(-1, keepdim=True).sqrt())
     step = scale.float()
     codes = (x * gains / step.where(step > 0, 1.0) + middle).round()
     codes = codes.clamp(min=0.0).minimum(2 * middle).int()
+    return {"codes": pack(spec, codes), "scale": scale}
+
+
+def pack(spec: Fill, codes: torch.Tensor) -> torch.Tensor:
+    """codes: [..., R] int32 -> [..., W] int32, one stream of bits a token."""
     parts, start = [], 0
     for bits, count in spec.runs:
         words = packing.pack(codes[..., start : start + count], bits)
@@ -37,18 +42,24 @@ def encode(spec: Fill, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
         start += count
     halves = torch.cat(parts, -1)
     halves = pad(halves, (0, halves.shape[-1] % 2))
-    return {"codes": halves.contiguous().view(torch.int32), "scale": scale}
+    return halves.contiguous().view(torch.int32)
+
+
+def unpack(spec: Fill, words: torch.Tensor) -> torch.Tensor:
+    """Invert `pack`."""
+    halves, parts, start = words.contiguous().view(torch.int16), [], 0
+    for bits, count in spec.runs:
+        size = count * bits // 16
+        part = pad(halves[..., start : start + size], (0, size % 2))
+        parts.append(packing.unpack(part.contiguous().view(torch.int32), bits, count))
+        start += size
+    return torch.cat(parts, -1)
 
 
 def decode(
     spec: Fill, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`."""
-    halves, parts, start = stored["codes"].contiguous().view(torch.int16), [], 0
-    for bits, count in spec.runs:
-        size = count * bits // 16
-        part = pad(halves[..., start : start + size], (0, size % 2))
-        parts.append(packing.unpack(part.contiguous().view(torch.int32), bits, count))
-        start += size
-    middle = _tables(spec.widths, halves.device)[2]
-    return in_range((torch.cat(parts, -1) - middle) * stored["scale"].float(), dtype)
+    codes = unpack(spec, stored["codes"])
+    middle = tables(spec.widths, codes.device)[2]
+    return in_range((codes - middle) * stored["scale"].float(), dtype)

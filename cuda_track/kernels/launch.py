@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
+from torch.nn.functional import pad
 
+from cuda_track.codec import fill
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.codec.transform import Transform
 from cuda_track.kernels import layout
 from cuda_track.kernels.pool import PoolPages
-from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.config import CacheConfig, Fill
 
 ROWS = 128  # of a group at most: query heads times new tokens
 LEAST_ROWS = 8  # to which fewer are padded
@@ -55,6 +57,8 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
         return f"no Triton kernels on {device.type}"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
+    if len({isinstance(side.quantizer, Fill) for side in (config.keys, config.values)}) == 2:
+        return "bits by direction beside another format have no kernel"
     return layout.why_not(config.keys.quantizer, dims[0], config.page) or layout.why_not(
         config.values.quantizer, dims[1], config.page, keys=False
     )
@@ -77,7 +81,7 @@ class Launch:
     asm: bool = True
 
 
-# By head dim and bits of the values, on an H200 (docs/results/cuda.md).
+# By head dim and bits of the values, on an H200 (docs/results/cuda.md). 0: bits by direction, as int2, not tuned yet.
 LAUNCHES: dict[tuple[int, int], Launch] = {
     (64, 4): Launch(1, 8, 5, 168),
     (64, 2): Launch(1, 8, 5, 168),
@@ -85,6 +89,9 @@ LAUNCHES: dict[tuple[int, int], Launch] = {
     (128, 2): Launch(1, 8, 5),
     (256, 4): Launch(2, 2, 5, early=True),
     (256, 2): Launch(2, 2, 5, early=True),
+    (64, 0): Launch(1, 8, 5),
+    (128, 0): Launch(1, 8, 5),
+    (256, 0): Launch(2, 2, 5, early=True),
 }
 
 
@@ -144,7 +151,6 @@ def attend(
     live, sink: (keys, values) [B, G, T, D]; live holds the new tokens. mask: boolean [B, T], tokens that may
     be seen at all. sink_logits: [H]. softcap: scores are bent to stay below it (Gemma 2).
     """
-    from cuda_track.kernels.decode import attend_kernel
     from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
     from cuda_track.kernels.turn import merge_kernel, queries_kernel
 
@@ -152,19 +158,25 @@ def attend(
     kv_heads = live[0].shape[1]
     rows = heads // kv_heads * new
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
-    how = how or launch(dims, pages.layouts[1].spec.bits, padded)
-    queries = queries.contiguous()
     key_side, value_side = pages.layouts
-    turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
+    filled = isinstance(key_side, layout.FillLayout)
+    how = how or launch(dims, 0 if filled else value_side.spec.bits, padded)
+    queries = queries.contiguous()
+    if filled:
+        turns = _fill_turns(pages, dims)
+        coded = {"GROUPS": 1, "BITS": 8, "PLANES": 4}  # gains are in the matrix
+    else:
+        turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
+        coded = {"GROUPS": 1 if key_side.channel else key_side.groups}  # of a token
+        coded |= {"BITS": key_side.spec.bits, "PLANES": key_side.planes}
     device, kw = queries.device, {"device": queries.device}
     chained = _chained(device)
-    key_groups = 1 if key_side.channel else key_side.groups  # of a token
     parts, around = splits(
         pages.table.shape[1], key_side.page, batch * kv_heads, device, how.programs
     )
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
-    sums = torch.empty(batch, kv_heads, 2, key_groups, padded, dtype=torch.float32, **kw)
+    sums = torch.empty(batch, kv_heads, 2, coded["GROUPS"], padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
     # AMD's compiler lacks float32 products in three parts of TF32, which kernels of many rows use.
     many = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
@@ -174,8 +186,7 @@ def attend(
     together = {"M": LEAST_ROWS} if many else {}
     before[(padded // together.get("M", 1), kv_heads, batch)](
         *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
-        **{"D": dims, "R": dims, "N": padded, "GROUPS": key_groups},
-        **{"BITS": key_side.spec.bits, "PLANES": key_side.planes, "TURNED": turns[0] is not None},
+        **{"D": dims, "R": dims, "N": padded, "TURNED": turns[0] is not None, **coded},
         **together,
         **chained,
         num_warps=8 if dims <= 128 else 16,
@@ -187,22 +198,17 @@ def attend(
     live = tuple(map(_rows_together, live))
     sink = tuple(map(_rows_together, sink)) if sink is not None else live
     seen = None if mask is None else mask.to(torch.uint8).contiguous()
-    keys, values = pages.sides
-    attend_kernel[(parts + around, kv_heads, batch)](
-        *(q, sums, factors, queries),
-        *(keys["words"], keys.get("high", keys["words"]), keys["numbers"]),
-        *(values["words"], values.get("high", values["words"]), values["numbers"]),
+    kernel, codes, kinds = (_read_fill if filled else _read)(pages, dims)
+    kernel[(parts + around, kv_heads, batch)](
+        *((q, factors, queries) if filled else (q, sums, factors, queries)),
+        *codes,
         *(pages.table, pages.counts, *sink, *live),
         *(0 if sink is live else sink[0].shape[2], live[0].shape[2]),
         *(sink[0].stride(1), live[0].stride(1), sink[0].stride(0), live[0].stride(0)),
         *(_or(seen, pages.table), 0 if seen is None else seen.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
-        **{"R": dims, "N": padded, "T": key_side.turn, "PAGE": key_side.page, "WINDOW": 32},
-        **{"K_BITS": key_side.spec.bits, "K_PLANES": key_side.planes, "K_GROUPS": key_groups},
-        CHANNEL=key_side.group if key_side.channel else 0,
-        **{"V_BITS": value_side.spec.bits, "V_PLANES": value_side.planes},
-        V_GROUPS=value_side.groups,
+        **{"N": padded, "T": key_side.turn, "PAGE": key_side.page, "WINDOW": 32, **kinds},
         MASKED=seen is not None,
         CAPPED=softcap is not None,
         ASM=how.asm and not interpreted() and torch.version.hip is None,
@@ -239,14 +245,30 @@ def attend(
     return result
 
 
+def _read(pages: PoolPages, dims: int) -> tuple[object, tuple, dict]:
+    """The kernel that reads affine codes, its tensors and what it has to know of them."""
+    from cuda_track.kernels.decode import attend_kernel
+
+    codes, kinds = [], {"R": dims}
+    for letter, at, side in zip("KV", pages.layouts, pages.sides, strict=True):
+        codes += [side["words"], side.get("high", side["words"]), side["numbers"]]
+        groups = 1 if at.channel else at.groups
+        kinds |= {f"{letter}_BITS": at.spec.bits, f"{letter}_PLANES": at.planes}
+        kinds[f"{letter}_GROUPS"] = groups
+    keys = pages.layouts[0]
+    return attend_kernel, tuple(codes), kinds | {"CHANNEL": keys.group if keys.channel else 0}
+
+
 def seal(
     code: Codec,
     x: torch.Tensor,
-    at: layout.SideLayout,
+    at: layout.Layout,
     side: Stored,
     places: list[int] | torch.Tensor,
 ) -> None:
     """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
+    if isinstance(at, layout.FillLayout):
+        return _seal_fill(code, x, at, side, places)
     from cuda_track.kernels.encode import seal_kernel
 
     batch, heads, tokens, dims = x.shape
@@ -255,14 +277,7 @@ def seal(
     block = at.group if at.channel else math.gcd(tokens, SEALED)
     # Minima over the tokens of a channel cross warps: as few as hold its numbers in registers.
     wide = at.dims > 128 or block > SEALED if at.channel else block == SEALED
-    # Triton's interpreter multiplies the bits of bfloat16 as integers.
-    exact = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not interpreted())
-    down = None if code.transform is None else code.transform.down
-    if down is not None and exact:
-        down = _parts(code.transform, x.dtype)
-    per_head = 0
-    if code.transform is not None and code.transform.down.ndim == 3:
-        per_head = down.stride(0)
+    down, per_head, parts = _down(code.transform, x.dtype)
     seal_kernel[(tokens // block, heads, batch)](
         *(x, _or(down, x), side["words"], side.get("high", side["words"]), side["numbers"]),
         *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), per_head),
@@ -271,7 +286,7 @@ def seal(
         **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
         CHANNEL=at.group if at.channel else 0,
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
-        **{"PARTS": PARTS if exact else 0, "BLOCK": SEAL_BLOCK, "FUSED": not interpreted()},
+        **{"PARTS": parts, "BLOCK": SEAL_BLOCK, "FUSED": not interpreted()},
         num_warps=8 if wide else 4,
         num_stages=SEAL_STAGES if block >= SEALED else 2,
     )
@@ -280,6 +295,8 @@ def seal(
 def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
     """Decode keys (side 0) or values (1) of all pages, in the stored domain, into out [B, G, T, R] from token
     `start` on."""
+    if isinstance(pages.layouts[side], layout.FillLayout):
+        return _unseal_fill(pages, side, out, start)
     from cuda_track.kernels.unsealing import unseal_kernel
 
     at, stored = pages.layouts[side], pages.sides[side]
@@ -293,6 +310,107 @@ def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
         CHANNEL=at.group if at.channel else 0,
         num_warps=4,
     )
+
+
+# -- bits by direction
+
+
+def _fill_turns(pages: PoolPages, dims: int) -> list[torch.Tensor | None]:
+    """What turns queries, divided by the gains of keys, and outputs: [G or 1, D, D] or [D, D], zeros behind the
+    stored dims; None for values that are not turned."""
+    keys, values = pages.codecs
+    device = pages.sides[0]["words"].device
+    up = _square(values.transform, dims).up if values.transform is not None else None
+    return [_without_gains(keys.transform, pages.layouts[0], dims, device), up]
+
+
+@lru_cache(maxsize=512)
+def _square(transform: Transform, dims: int) -> Transform:
+    """The transform with zeros where a head has more dims than it stores."""
+    more = dims - transform.down.shape[-1]
+    return Transform(pad(transform.down, (0, more)), pad(transform.up, (0, 0, 0, more)))
+
+
+@lru_cache(maxsize=512)
+def _without_gains(
+    transform: Transform | None, at: layout.FillLayout, dims: int, device: torch.device
+) -> torch.Tensor:
+    gains = torch.tensor([2.0 ** (plane[2] % 8) for plane in at.planes], device=device)
+    gains = pad(gains.repeat_interleave(layout.LEAST), (0, dims - at.dims), value=1.0)
+    up = torch.eye(dims, device=device) if transform is None else _square(transform, dims).up
+    return (up / gains[:, None]).contiguous()
+
+
+@lru_cache(maxsize=512)
+def _fill_tables(
+    at: layout.FillLayout, dims: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `fill_seal_kernel` reads of widths: `dims` and `pieces`."""
+    numbers = torch.stack(fill.tables(at.spec.widths, device))
+    blocks = dims // layout.LEAST
+    pieces = torch.zeros(len(at.fields), 4, blocks, dtype=torch.int32)
+    for block, low, bits, field, bit in at.pieces:
+        first = 2 if low else 0
+        pieces[field, first, block], pieces[field, first + 1, block] = (1 << bits) - 1, bit
+    return pad(numbers, (0, dims - at.dims)).contiguous(), pieces.to(device)
+
+
+def _read_fill(pages: PoolPages, dims: int) -> tuple[object, tuple, dict]:
+    """As `_read`."""
+    from cuda_track.kernels.fill import fill_attend_kernel
+
+    codes, kinds = [], {"D": dims}
+    for letter, at, side in zip("KV", pages.layouts, pages.sides, strict=True):
+        codes += [side["words"], side["numbers"]]
+        kinds |= {f"{letter}_PLANES": at.planes, f"{letter}_FIELDS": at.fields}
+    return fill_attend_kernel, tuple(codes), kinds
+
+
+def _seal_fill(code: Codec, x: torch.Tensor, at: layout.FillLayout, side: Stored, places) -> None:
+    """As `seal`."""
+    from cuda_track.kernels.fill import fill_seal_kernel
+
+    batch, heads, tokens, dims = x.shape
+    x, block = _rows_together(x), math.gcd(tokens, SEALED if dims <= 128 else SEALED // 2)
+    square = None if code.transform is None else _square(code.transform, dims)
+    down, per_head, parts = _down(square, x.dtype)
+    fill_seal_kernel[(tokens // block, heads, batch)](
+        *(x, _or(down, x), side["words"], side["numbers"]),
+        torch.as_tensor(places, device=x.device),
+        *_fill_tables(at, dims, x.device),
+        *(x.stride(0), x.stride(1), per_head, tokens // at.page),
+        **{"D": dims, "R": at.dims, "T": block, "TURN": at.turn, "PAGE": at.page},
+        **{"FIELDS": at.fields, "KEYS": at.keys, "TURNED": down is not None},
+        **{"PARTS": parts, "BLOCK": SEAL_BLOCK},
+        num_warps=8 if block == SEALED or dims > 128 else 4,
+        num_stages=SEAL_STAGES if block >= SEALED else 2,
+    )
+
+
+def _unseal_fill(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
+    """As `unseal`."""
+    from cuda_track.kernels.fill import fill_unseal_kernel
+
+    at, stored = pages.layouts[side], pages.sides[side]
+    batch, heads = out.shape[:2]
+    most = pages.table.shape[1]
+    fill_unseal_kernel[(most * (at.page // at.turn), heads, batch)](
+        *(stored["words"], stored["numbers"], pages.table, pages.counts, out),
+        *(most, start, out.stride(0), out.stride(1)),
+        **{"T": at.turn, "PAGE": at.page, "PLANES": at.planes, "FIELDS": at.fields},
+        KEYS=at.keys,
+        num_warps=4,
+    )
+
+
+def _down(transform: Transform | None, dtype: torch.dtype) -> tuple[torch.Tensor | None, int, int]:
+    """(down, its stride of a head, parts that it is split into) for inputs of `dtype`; (None, 0, 0) without one."""
+    if transform is None:
+        return None, 0, 0
+    # Triton's interpreter multiplies the bits of bfloat16 as integers.
+    exact = dtype == torch.float16 or (dtype == torch.bfloat16 and not interpreted())
+    down = _parts(transform, dtype) if exact else transform.down
+    return down, down.stride(0) if transform.down.ndim == 3 else 0, PARTS if exact else 0
 
 
 @lru_cache(maxsize=512)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from cuda_track.codec.codec import Codec, Stored
-from cuda_track.kernels.layout import SideLayout, restore
+from cuda_track.kernels.layout import Layout
 
 GROWTH = 4  # spare room is a quarter of what is stored
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -80,7 +80,7 @@ class PoolPages:
     """
 
     codecs: tuple[Codec, Codec]
-    layouts: tuple[SideLayout, SideLayout]
+    layouts: tuple[Layout, Layout]
     sides: tuple[Stored, Stored]
     table: torch.Tensor
     counts: torch.Tensor
@@ -96,7 +96,7 @@ class PoolPages:
         """The pages as plain ops read them, for rows of one length."""
         places = self.table.long()
         return tuple(
-            restore({name: x[places] for name, x in side.items()}, at)
+            at.restore({name: x[places] for name, x in side.items()})
             for side, at in zip(self.sides, self.layouts, strict=True)
         )
 

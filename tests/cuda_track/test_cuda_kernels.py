@@ -239,7 +239,7 @@ def test_layouts_lose_nothing(dims, name):
     stored = code.encode(torch.randn(2, 3, 2 * PAGE, dims))
     for keys in (True, False):
         at = layout.SideLayout(code.spec, dims, PAGE, keys)
-        back = layout.restore(layout.arrange(stored, at), at)
+        back = at.restore(at.arrange(stored))
         assert set(back) == set(stored)
         assert all(torch.equal(back[n], stored[n]) for n in stored)
 
@@ -361,7 +361,7 @@ def test_sealing_gives_the_codes_of_plain_ops(name):
     launch.seal(code, x, at, pool.sides[0], places)
     right = code.encode(x)
     found = {n: y[torch.tensor(places).view(2, 3)] for n, y in pool.sides[0].items()}
-    found = layout.restore(found, at)
+    found = at.restore(found)
     for number in set(found) - {"codes"}:
         step = (found[number].float() - right[number].float()).abs()
         assert (step <= 2**-10 * right[number].float().abs()).all(), number
@@ -381,7 +381,7 @@ def test_an_infinite_number_is_sealed_as_plain_ops_do(name, monkeypatch):
     at = layout.SideLayout(code.spec, 64, PAGE, True)
     pool.reserve(1, (at.shapes(1), at.shapes(1)), x.device)
     launch.seal(code, x, at, pool.sides[0], [0])
-    found = layout.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()}, at)
+    found = at.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()})
     right = code.encode(x)
     assert right["scale"].max() == 65504 and torch.equal(found["bias"], right["bias"])
     torch.testing.assert_close(found["scale"], right["scale"], rtol=2**-10, atol=0)
