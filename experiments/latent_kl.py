@@ -29,6 +29,7 @@ from mlxkv.texts.worlds import stories
 
 PRESETS = ("int8", "int8+rope8", "int4", "int4+rope8", "hadamard-int4", "turbo-int4", "int3")
 PRESETS += ("naive-int3", "hadamard-int3", "turbo-int3", "balanced-int3", "hadamard-int3+rope8")
+TASKS = ("divergence", "retrieval")
 KINDS = ("single", "multi-key", "multi-query", "multi-value")
 CALIBRATED = 16384  # tokens of other stories, for calibrated presets
 CHARACTERS = 8  # of a story a token, more than any tokenizer needs
@@ -67,7 +68,7 @@ def table(data: dict) -> str:
     for name, row in data["presets"].items():
         share = row["kv_bytes_in_use"] / data["presets"]["fp16"]["kv_bytes_in_use"]
         cells = [name, f"{row['bits_per_value']:.2f}", f"{share:.3f}"]
-        cells += [_kl(row), f"{100 * row['top1']:.1f}"]
+        cells += [_kl(row), f"{100 * row['top1']:.1f}"] if "kl_mean" in row else ["-", "-"]
         for kind in kinds:
             low, high = row["retrieval_interval"][kind]
             cells.append(f"{100 * row['retrieval'][kind]:.1f} [{100 * low:.0f}, {100 * high:.0f}]")
@@ -99,7 +100,7 @@ def measured(asked: SimpleNamespace) -> dict:
     spec = plan.Spec(
         model=asked.model,
         names=asked.kv,
-        tasks=("divergence", "retrieval"),
+        tasks=asked.tasks,
         options=options,
         dtype=asked.dtype,
         calibration=calibrated(asked.model, out, asked.dtype) if needs else None,
@@ -121,12 +122,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=16, help="texts, and documents")
     parser.add_argument("--questions", type=int, default=64, help="of each kind")
     parser.add_argument("--kinds", type=words, default=KINDS)
+    parser.add_argument("--tasks", type=words, default=TASKS, help="of " + ", ".join(TASKS))
     parser.add_argument("--dtype", help="float32, float16 or bfloat16; the weights' own by default")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     asked = parser.parse_args(arguments)
     for name in ("decode", "samples", "questions", "jobs"):
         at_least(f"--{name}", getattr(asked, name), 1)
     at_least("--context", asked.context, 512)
+    if unknown := set(asked.tasks) - set(TASKS):
+        raise UserError(
+            f"[--tasks] no such task here; got {unknown.pop()!r}; choose from {', '.join(TASKS)}"
+        )
     asked.out.mkdir(parents=True, exist_ok=True)
     data = measured(asked)
     page.write(data, asked.out)

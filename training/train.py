@@ -8,6 +8,7 @@ Writes log.csv, checkpoint.pt (--resume continues from it) and hub/ (the exporte
 import argparse
 import csv
 import math
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ import export
 import torch
 import torch.nn.functional as F
 from configs import CONFIGS, Config
-from data import Batches
+from data import SCHEDULE, Batches
 from model import Model
 from optim import optimizers
 from torch import Tensor
@@ -59,6 +60,32 @@ def save(path: Path, model: Model, opts: list, state: dict) -> None:
     path.with_suffix(".new").replace(path)
 
 
+def compiled(model: Model, loss_of, batch: int, device: str, cast):
+    """Compile the blocks and the loss, and run both at every length of the schedule. Returns the loss to call.
+
+    Where nothing can be compiled (no C compiler, no Python.h) the model stays as it is, and stderr says why.
+    """
+    torch._dynamo.config.cache_size_limit = 64
+    for block in model.model.layers:
+        block.compile(dynamic=False)
+    made, embedding = torch.compile(loss_of, dynamic=False), model.model.embed_tokens.weight
+    try:
+        for length in sorted({n for _, shares in SCHEDULE for n in shares}):
+            ids = torch.ones(max(1, batch // length), length + 1, dtype=torch.long, device=device)
+            weights = torch.ones(ids.shape, dtype=torch.uint8, device=device)
+            with cast:
+                loss, *_ = made(model(ids[:, :-1]), embedding, ids, weights)
+            loss.backward()
+    except Exception as error:  # a compiler may raise anything at all
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        print(f"[train] nothing is compiled, which is slower; {reason}", file=sys.stderr)
+        for block in model.model.layers:
+            block._compiled_call_impl = None
+        made = loss_of
+    model.zero_grad(set_to_none=True)
+    return made
+
+
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -67,13 +94,10 @@ def train(args: argparse.Namespace) -> None:
     model = export.read(Path(args.init)) if args.init else Model(config)
     model = model.to(device).train()
     embedding = model.model.embed_tokens.weight
-    loss_of = weighted_loss
-    if device == "cuda":
-        loss_of = torch.compile(weighted_loss, dynamic=False)
-        torch._dynamo.config.cache_size_limit = 64
-        for block in model.model.layers:
-            block.compile(dynamic=False)
     autocast = torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
+    loss_of = weighted_loss
+    if device == "cuda":  # before the clock starts
+        loss_of = compiled(model, weighted_loss, args.batch, device, autocast)
     opts = optimizers(model, args.muon_lr, args.adam_lr)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)

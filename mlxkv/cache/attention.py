@@ -116,7 +116,9 @@ def _attend_fixed(queries, view, scale, mask, sink_logits, softcap):
         return _decode_codes(queries, view, scale, seen, sink_logits, softcap)
     parts, windows = (view.pages,), (view.sink, view.live)
     return _decode_records(
-        queries, parts, *windows, view.lengths, scale, sink_logits, softcap=softcap
+        *(queries, parts, *windows, view.lengths, scale, sink_logits),
+        softcap=softcap,
+        window=view.window,
     )
 
 

@@ -10,13 +10,15 @@ with both contracts of the pinned range of mlx-lm (0.31: `meta_state`; 0.32: not
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
-from mlxkv.cache.contract import Contract, Snapshots, from_state
+from mlxkv.cache.contract import Contract, IntoBatch, Snapshots, from_state
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Contents, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View
@@ -40,6 +42,8 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     (`choose.plan`). way: how pages are encoded, of `encoding`.
     """
 
+    # Whether other layers of the model have caches of the host, so that no mask fits a batch of both.
+    alone = False
     observes = False  # queries: then sequences are not decoded together
     lazy = False  # True: GPUs, too, compute nothing of a prompt before somebody asks for it
 
@@ -391,12 +395,19 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         """Empty: the header travels in `state` (mlx-lm 0.31)."""
         return ""
 
-    @classmethod
+    @IntoBatch
     def merge(cls, caches: list[CompressedKVCache]) -> BatchedKVCache:
         """Sequences as one batch (mlx-lm's BatchGenerator)."""
         return BatchedKVCache.merge(caches)
 
-    def to_batch(self, left_padding: list[int] | mx.array) -> BatchedKVCache:
+    @property
+    def to_batch(self) -> Callable[[list[int] | mx.array], BatchedKVCache]:
+        """Makes an empty batch (`_to_batch`), for a cache that is not alone."""
+        if self.alone:
+            raise AttributeError("sequences of this model are read one at a time")
+        return self._to_batch
+
+    def _to_batch(self, left_padding: list[int] | mx.array) -> BatchedKVCache:
         """An empty batch of caches like this one, a sequence for each prompt, which comes with so much padding
         on its left (mlx-vlm's batches). Raises UserError if this one holds tokens."""
         if self.offset:
@@ -410,12 +421,12 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         return batch
 
     def __reduce__(self):
-        return from_state, (type(self), self.state, self.way)
+        return from_state, (type(self), self.state, self.way, self.alone)
 
     def __copy__(self) -> CompressedKVCache:
         """As independent as a deep copy: writing in place must not change the other."""
         out = self.from_state(self.state)
-        out.way, out._plan = self.way, self._plan
+        out.way, out._plan, out.alone = self.way, self._plan, self.alone
         return out
 
     def encode_by(self, way: str) -> None:

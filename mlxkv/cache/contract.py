@@ -5,12 +5,27 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from copy import deepcopy
+from types import MethodType
 
 import mlx.core as mx
 
 from mlxkv.codec import encoding
 from mlxkv.errors import UserError
+
+
+class IntoBatch:
+    """A method of a class by which caches become a batch. A cache that is `alone` has no such attribute, which is what
+    hosts ask before they serve sequences together."""
+
+    def __init__(self, function: Callable):
+        self._function = function
+
+    def __get__(self, one, kind: type):
+        if one is not None and one.alone:
+            raise AttributeError("sequences of this model are read one at a time")
+        return MethodType(self._function, kind)
 
 
 class Contract:
@@ -72,8 +87,9 @@ class Snapshots:
         return self.merge(rows)
 
 
-def from_state(cls: type, state: dict, way: str):
+def from_state(cls: type, state: dict, way: str, alone: bool = False):
     """Unpickle a cache of one sequence."""
     out = cls.from_state(state)
     out.encode_by(way)
+    out.alone = alone
     return out

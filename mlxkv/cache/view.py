@@ -320,7 +320,8 @@ class FixedView(CacheView):
 
     live, sink: (keys, values), each [B, G, room, D]. pages: with the spare room of their arrays, or
     None. lengths: for kernels, where there are pages. seen: for plain ops, new tokens -> which columns
-    of (sink | pages | live) each of them sees, boolean [B or 1, 1, L, T].
+    of (sink | pages | live) each of them sees, boolean [B or 1, 1, L, T]. window: for kernels, how many tokens a
+    layer with a sliding window sees; 0: all.
     """
 
     live: Pair
@@ -328,6 +329,7 @@ class FixedView(CacheView):
     pages: CodePages | RecordPages | None
     lengths: Later | None
     seen: Callable[[int], mx.array]
+    window: int = field(default=0, kw_only=True)
 
     fixed = True
 

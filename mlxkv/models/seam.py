@@ -81,9 +81,11 @@ def attach(
 
     encode: how pages are encoded: "kernel", or on the CPU "cpu" or "cpu-columns".
 
-    windows: compress layers with a sliding window, too, where it has at least so many tokens. Their decode
-    steps are built by Python, and so are those of all other layers then. By default such layers stay in
-    full precision: they do not grow.
+    windows: compress layers with a sliding window, too, where it has at least so many tokens. By default such
+    layers stay in full precision: they do not grow.
+
+    Where some layers of a kind are compressed and others are not (a plan with `fp16` layers, a sparse index), caches
+    have no `merge` and no `to_batch`: no mask of a batch fits both, and hosts answer one request at a time.
 
     Raises UserError for what is no model, an unknown preset, a calibration that does not fit, and calibrated values
     where the weights are folded for other maps; with `strict` also if any layer whose cache grows

@@ -10,12 +10,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.latent.own import IndexedLatentKVCache
 from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
-from mlxkv.models.catalog.reports import left_out
 from mlxkv.models.generate import prefill_step
-from mlxkv.models.hooks.probe import leaves
 from mlxkv.models.loader import Loaded
 from mlxkv.models.speculative.draft import Draft, make
 from mlxkv.serve.options import ServeOptions
@@ -48,15 +45,9 @@ class Provider:
         if o.draft is not None:
             self.draft = self._draft(loaded)
         warm_up(loaded)
-        mixed = any(r.compressed for r in loaded.layers) and (
-            left_out(loaded.layers)
-            or any(r.grows and not r.compressed for r in loaded.layers)  # of a plan, as asked for
-        )
         caches = make_prompt_cache(self.model)
-        # Batched caches of two kinds need two masks, and mlx-lm makes one: such a model does not batch.
-        alone = any(isinstance(cache, IndexedLatentKVCache) for _, cache in leaves(caches))
-        alone = alone or self.draft is not None  # mlx-lm drafts for one sequence
-        self.is_batchable = not (mixed or alone) and all(hasattr(c, "merge") for c in caches)
+        # mlx-lm drafts for one sequence.
+        self.is_batchable = self.draft is None and all(hasattr(c, "merge") for c in caches)
         if loaded.vision is not None:  # mlx-lm's batches do not know mlx-vlm's own caches
             self.is_batchable &= all(isinstance(c, CompressedKVCache) for c in caches)
         return loaded.fingerprint

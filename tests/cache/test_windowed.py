@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, load_prompt_cache, save_prompt_cache
 from on_emulator import make, make_tiles
 
-import mlxkv.models  # noqa: F401  its classes are found by mlx-lm
+import mlxkv.models.hooks  # noqa: F401  its classes are found by mlx-lm
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.rotating import WindowedKVCache

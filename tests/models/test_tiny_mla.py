@@ -125,6 +125,28 @@ def test_training_takes_a_step_on_a_cpu(tmp_path):
     assert config["model_type"] == "deepseek_v3" and config["kv_lora_rank"] == 128
 
 
+def test_what_cannot_be_compiled_is_trained_as_it_is(code, monkeypatch, capsys):
+    from contextlib import nullcontext
+
+    import train
+
+    def broken(*given, **more):
+        def call(*given, **more):
+            raise RuntimeError("no C compiler")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    model = code.model.Model(code.configs.CONFIGS[NAME])
+    asked = model, train.weighted_loss, 512, "cpu", nullcontext()
+    assert train.compiled(*asked) is train.weighted_loss
+    assert "no C compiler" in capsys.readouterr().err
+    ids, embedding = torch.arange(5, 70)[None], model.model.embed_tokens.weight
+    loss, *_ = train.weighted_loss(model(ids[:, :-1]), embedding, ids, torch.ones(1, 65))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_gates_read_it(code, hub):
     report = code.gates.run(hub, 2, ["single-1K"], False)
     assert report["cells"]["single-1K"]["questions"] >= 2

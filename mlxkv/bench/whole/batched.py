@@ -168,6 +168,11 @@ def _preset(
 
 
 def _merged(cache, batch: int):
+    if not hasattr(cache, "merge"):
+        raise UserError(
+            f"[bench] this model reads one sequence at a time under such a preset; got a batch of {batch}; choose one "
+            "preset for all layers"
+        )
     return cache.merge([cache] * batch)
 
 

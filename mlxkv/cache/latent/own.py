@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.compressed import STEP, CompressedKVCache
+from mlxkv.cache.contract import IntoBatch
 from mlxkv.cache.latent.batch import BatchedLatentCache
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import LatentCodes
@@ -153,7 +154,7 @@ class LatentKVCache(CompressedKVCache):
     def keys(self, latents: mx.array) -> None:
         self._live = latents, self._live[1]
 
-    @classmethod
+    @IntoBatch
     def merge(cls, caches: list[LatentKVCache]) -> BatchedLatentCache:
         """Sequences as one batch (mlx-lm's BatchGenerator)."""
         return BatchedLatentCache.merge(caches)

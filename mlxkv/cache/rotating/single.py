@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.view import Sliding, View
+from mlxkv.cache.compressed import NEW, CompressedKVCache
+from mlxkv.cache.view import Pair, Sliding, View
 
 
 class WindowedKVCache(CompressedKVCache):
@@ -64,15 +64,20 @@ class WindowedKVCache(CompressedKVCache):
         count = min(gone // self.config.page, self._count_pages - 1)
         if count > 0:
             self._store.drop(count)
+            self._roomy = NEW if self._roomy else 0
             self.dropped += count * self.config.page
+
+    def written(self, live: Pair, new: int) -> None:
+        super().written(live, new)
+        self._drop()
 
     # -- the rest of mlx-lm's contract
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """As of mlx-lm's RotatingKVCache: None, "causal" or a boolean [N, T], by the columns of the view."""
         before = min(self.max_size - 1, self.offset)
-        if N == 1 and (window_size is None or self.offset < window_size):
-            return None
+        if N == 1 and (window_size is None or min(self.offset + 1, self.max_size) <= window_size):
+            return None  # attention knows the window
         if N > 1 and before + N <= (window_size or self.max_size) and not return_array:
             return "causal"
         return self.seen(N, window_size)

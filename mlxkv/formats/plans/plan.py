@@ -99,6 +99,8 @@ class Plan:
     learned = property(lambda self: self._any("learned"))
     scaled = property(lambda self: self._any("scaled"))
     low = property(lambda self: self._any("low"))
+    # Bits of rotary keys beside latents: the fewest of any layer.
+    rotary = property(lambda self: min(config.rotary for config in self.configs))
 
     def _most(self, name: str) -> int:
         """The largest number of the layers that compress, or 0."""

@@ -148,7 +148,7 @@ def examine(
 def _exact(report: LayerReport, shape: Shape) -> LayerReport:
     """The report of a layer that a plan leaves in full precision, with its sizes, for the mean of all."""
     sizes = {"kv_heads": shape.heads, "key_dim": shape.key_dim, "value_dim": shape.value_dim}
-    return replace(report, **sizes)
+    return replace(report, kind=LATENT if shape.latent else report.kind, **sizes)
 
 
 def _judge(

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 from mlxkv.models.compiled.step import Steps
 from mlxkv.models.compiled.trial import BY_PYTHON, trial
 from mlxkv.models.hooks import rebind
+from mlxkv.models.hooks.alone import is_alone, keep_alone
 from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.rebind import MARK, Slot
 
@@ -27,7 +28,8 @@ class Attachment:
     """What `attach` changed, and the `make_cache` of `model` from then on.
 
     slots: of `bind`. new: what makes the caches of compressed places. before: the instance's own
-    make_cache, if it had one. steps: the model's decode steps, traced. Deep and unpickled copies of a model
+    make_cache, if it had one. alone: sequences are read one at a time (`hooks.alone`). steps: the model's decode steps,
+    traced. Deep and unpickled copies of a model
     are attached themselves.
     """
 
@@ -35,6 +37,7 @@ class Attachment:
     slots: list[Slot]
     new: Mapping[Place, NewCache]
     before: Callable[[], list] | None
+    alone: bool = False
     steps: Steps = field(default_factory=Steps, repr=False)
 
     def __call__(self) -> list:
@@ -43,6 +46,8 @@ class Attachment:
         caches = self.own()
         for place, new in self.new.items():
             put(caches, place, new())
+        if self.alone:
+            keep_alone(caches, self.new)
         return caches
 
     def own(self) -> list:
@@ -53,17 +58,18 @@ class Attachment:
 
     def __deepcopy__(self, memo) -> Attachment:
         model, before = deepcopy(self.model, memo), deepcopy(self.before, memo)
-        return Attachment(model, rebind.take(self.slots), self.new, before)
+        return Attachment(model, rebind.take(self.slots), self.new, before, self.alone)
 
     def __reduce__(self):
         # Kernels are chosen again where the model comes alive: they belong to a machine.
         kinds = {p: (new.func, *new.args[:2], None, new.args[3]) for p, new in self.new.items()}
-        return _attached, (self.model, self.slots, kinds, self.before)
+        return _attached, (self.model, self.slots, kinds, self.before, self.alone)
 
 
-def _attached(model: nn.Module, slots: list[Slot], kinds: dict, before) -> Attachment:
+def _attached(model: nn.Module, slots: list[Slot], kinds: dict, before, alone: bool) -> Attachment:
     """Unpickle."""
-    return Attachment(model, rebind.take(slots), {p: partial(*k) for p, k in kinds.items()}, before)
+    new = {p: partial(*k) for p, k in kinds.items()}
+    return Attachment(model, rebind.take(slots), new, before, alone)
 
 
 def _say_ignored(caller) -> None:
@@ -109,7 +115,8 @@ def cached_part(model: nn.Module) -> nn.Module:
 
 def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> None:
     """Give `model` a `make_cache` with `new` caches and record what was there."""
-    attachment = Attachment(model, slots, new, vars(model).get(_MAKE))
+    alone = is_alone(own_make_cache(model)(), new)
+    attachment = Attachment(model, slots, new, vars(model).get(_MAKE), alone)
     setattr(model, MARK, attachment)
     setattr(model, _MAKE, attachment)
 
