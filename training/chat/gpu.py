@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:training python -m chat.gpu --init mlxkv/models/embedded/tiny-chat --out runs/tiny-chat-gpu --minutes 5
 
-The rows, the loss and the optimizers are those of `chat.train`; a step is a hundred times as large. Writes log.csv and hub/.
+The rows and the loss are those of `chat.train`; a step is five times as large. Writes log.csv and hub/.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-# ruff: noqa: E501 - phrases of one meaning a line read better than wrapped ones
+# ruff: noqa: E501, SIM905 - phrases of one meaning a line read better than wrapped ones
 """Facts written as notes and lists, sentences that wait for their end, and words of a place before a question."""
 
 from random import Random
