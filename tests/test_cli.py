@@ -162,23 +162,18 @@ def test_the_picks_say_what_the_pages_say():
     """Quality and speed of `mlxkv presets` are those of the pages that were measured."""
     folder = Path(__file__).parents[1] / "docs"
     speeds = (folder / "internals" / "kernels.md").read_text(encoding="utf-8")
-    methods, presets = (
-        (folder / "results" / f"{name}.md").read_text(encoding="utf-8").partition("## Tables")[2]
-        or (folder / "results" / f"{name}.md").read_text(encoding="utf-8")
-        for name in ("methods", "presets")
-    )
-    first = methods.partition("### 8192 tokens")[2].partition("###")[0]
+    natural = (folder / "results" / "natural.md").read_text(encoding="utf-8")
+    parts = natural.partition("<!-- figures -->")[2].split("## natural-")[1:]
     for name, said in MEASURED.items():
         found = re.search(rf"\| {name} \| [\d.]+ \| [\d.]+ \(([\d.]+)\)", speeds)
         assert float(found[1]) == said.speed
-        if name == "int8":
-            parts = re.split(r"## \S+, 8192 tokens", presets)[1:]
-            assert len(parts) == 4
-            worst = max(float(re.search(r"\| int8 \|.*", part)[0].split("|")[5]) for part in parts)
-        else:
-            cells = re.search(rf"\| {name} \| .*", first)[0].split("|")
-            worst = max(float(cells[i]) for i in (3, 6, 9, 12))
-        assert said.kl == pytest.approx(worst, rel=0.15), name
+        rows = [re.search(rf"\| `{name}` \| \d[^\n]*", part) for part in parts]
+        if not all(rows):
+            assert said.kl is None and said.same is None
+            continue
+        cells = [row[0].split("|") for row in rows]
+        assert said.kl == pytest.approx(max(float(c[4].split()[0]) for c in cells), abs=5e-5), name
+        assert said.same == min(float(c[8]) for c in cells)
 
 
 @pytest.mark.parametrize(

@@ -15,21 +15,23 @@ WINDOWS = ("sink", "recent", "page")
 
 @dataclass(frozen=True)
 class Measured:
-    """What a preset costs and gains. kl: mean KL divergence from full precision, in nats, of decoding after
-    8192 tokens, the worst of the four embedded models. speed: of decode attention over 32768 tokens, in
-    multiples of full precision, one H200. use: when to take it."""
+    """What a preset costs and gains. kl: mean KL divergence from full precision, in nats, of tokens decoded after
+    4096; same: how often the likeliest next token is the same, in percent; both of the worse of the two natural
+    models, None where not measured. speed: of decode attention over 32768 tokens, in multiples of full precision,
+    one H200. use: when to take it."""
 
-    kl: float
+    kl: float | None
+    same: float | None
     speed: float
     use: str
 
 
-# docs/results/presets.md (KL of int8), docs/results/methods.md (the others), docs/internals/kernels.md (speed).
+# docs/results/natural.md (KL, next token), docs/internals/kernels.md (speed).
 MEASURED = {
-    "int8": Measured(0.0000046, 1.29, "nothing may change"),
-    "int4": Measured(0.00001, 1.44, "the default: no calibration"),
-    "int3": Measured(0.00006, 1.62, "longer contexts; calibrates once"),
-    "int2": Measured(0.00021, 1.54, "the longest contexts; calibrates once"),
+    "int8": Measured(None, None, 1.29, "nothing may change"),
+    "int4": Measured(0.0008, 98.5, 1.44, "the default: no calibration"),
+    "int3": Measured(0.0046, 96.5, 1.62, "longer contexts; calibrates once"),
+    "int2": Measured(0.0258, 91.0, 1.54, "the longest contexts; calibrates once"),
 }
 # (title, how the names of its presets begin), in the order of `presets --all`.
 PAPERS = (
@@ -67,19 +69,26 @@ def presets(as_json: bool, every: bool = False) -> None:
 def _picks(rows: dict[str, dict]) -> None:
     """Print the presets of MEASURED."""
     print_table(
-        ["--kv", "bits/value", "quality lost (KL)", "speed", "take it where"],
+        ["--kv", "bits/value", "KL", "same token", "speed", "take it where"],
         [
-            [name, f"{rows[name]['bits_per_value']:.2f}", f"{m.kl:.6f}", f"{m.speed:.2f}x", m.use]
+            [name, f"{rows[name]['bits_per_value']:.2f}", *_lost(m), f"{m.speed:.2f}x", m.use]
             for name, m in MEASURED.items()
         ],
     )
     print("bits/value: fp16 has 16; the first 64 and at least the last 64 tokens stay exact")
-    print("KL: worst of the embedded models after 8192 tokens; no real model was measured yet")
+    print("KL, same next token: worse of two models of 80 million weights, real text; no pretrained")
+    print("model was measured yet; –: not measured on them")
     print(
         "speed: decode attention over 32768 tokens against full precision, on one H200, no Mac yet"
     )
     print("a pair takes its keys from one preset, its values from another: int8/int4")
     print("mlxkv presets --all shows the others; mlxkv fit says what fits into this machine")
+
+
+def _lost(said: Measured) -> tuple[str, str]:
+    if said.kl is None or said.same is None:
+        return "–", "–"
+    return f"{said.kl:.4f}", f"{said.same:.1f} %"
 
 
 def _every(rows: list[dict]) -> None:

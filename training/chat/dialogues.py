@@ -9,6 +9,7 @@ from chat import vocabulary as v
 from chat.events import event, listed_keys, state
 from chat.facts import Fact, pick
 from chat.facts import fact as basic
+from chat.forms import shows
 from chat.grammar import turns
 from chat.style import reworded, styled
 from chat.twins import twins
@@ -376,7 +377,15 @@ def one(rng: Random) -> list[Pair]:
 
 
 def dialogue(rng: Random) -> list[Pair]:
-    """Return a dialogue of the training: one topic or several."""
+    """Return a dialogue of the training, none of whose turns is worded as a kept back form."""
+    while True:
+        pairs = any_dialogue(rng)
+        if not any(shows(user) for user, _ in pairs):
+            return pairs
+
+
+def any_dialogue(rng: Random) -> list[Pair]:
+    """Return a dialogue: one topic or several."""
     pairs: list[Pair] = [talk.small_talk(rng)] if rng.random() < 0.1 else []
     for _ in range(rng.choices((1, 2, 3), (0.6, 0.27, 0.13))[0]):
         if rng.random() < HARD:

@@ -6,6 +6,7 @@ PYTHONPATH=.:training python -m chat.forms        # how many, and whether any ke
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -121,6 +122,22 @@ def generated(seed: str, dialogues: int) -> set[str]:
 def is_generated(form: Form, seen: set[str]) -> bool:
     """Whether the last turn, or the question that ends it, is worded as a turn or a sentence that is generated."""
     return any(skeleton(text) in seen for text in (form.turns[-1], sentences(form.turns[-1])[-1]))
+
+
+@cache
+def held_back() -> frozenset[str]:
+    """Return the skeletons of the kept back forms' last turns and questions."""
+    return frozenset(
+        skeleton(text)
+        for form in read()
+        if form.kept_back
+        for text in (form.turns[-1], sentences(form.turns[-1])[-1])
+    )
+
+
+def shows(user: str) -> bool:
+    """Whether a turn, or a sentence in it, is worded as a kept back form."""
+    return any(skeleton(text) in held_back() for text in (user, *sentences(user)))
 
 
 def main(dialogues: str = "300000") -> None:

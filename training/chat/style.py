@@ -138,6 +138,18 @@ def slip(rng: Random, text: str) -> str:
     return text[: m.start()] + new + text[m.end() :]
 
 
+SMALL = re.compile(r" (?:the|a|an|is|are|of|do|does|please|to|at|in|that)(?= )")
+
+
+def thinned(rng: Random, text: str) -> str:
+    """Return the text without one or two of its small words."""
+    for _ in range(rng.choice((1, 1, 2))):
+        if spots := list(SMALL.finditer(text)):
+            m = rng.choice(spots)
+            text = text[: m.start()] + text[m.end() :]
+    return text
+
+
 def by_ear(rng: Random, text: str, share: float) -> str:
     """Return the text with small words written as they sound."""
     for word, ways in SOUND:
@@ -152,7 +164,8 @@ def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
     roll = rng.random()
     short = rng.random() < 0.2
     bare = rng.random() < 0.5
-    ear, loud = rng.random() < 0.06, rng.random() < 0.04
+    ear, loud = rng.random() < 0.08, rng.random() < 0.06
+    thin = rng.random() < 0.06
     out = []
     for user, answer in pairs:
         text = user
@@ -179,6 +192,8 @@ def styled(rng: Random, pairs: list[Pair]) -> list[Pair]:
             text = slip(rng, text) if rng.random() < 0.3 else text
         if ear:
             text = by_ear(rng, text, 0.6)
+        if thin and '"' not in text and not re.match(r"(?i)(say|repeat|write|type)", text):
+            text = thinned(rng, text)
         if roll < 0.10:
             text = text.lower()
         elif roll < 0.24:

@@ -5,7 +5,7 @@ from random import Random
 
 from chat import vocabulary as v
 from chat.facts import Fact, owned, pick
-from chat.grammar import frames, known, me, small, sums
+from chat.grammar import frames, known, lists, me, small, sums
 from chat.grammar.asking import lower, reworded
 from chat.grammar.clauses import clause
 from chat.grammar.phrases import SLOT, filled, one_of, slot, tidy
@@ -194,10 +194,12 @@ def hard(rng: Random) -> list[Pair]:
 def single(rng: Random) -> list[Pair]:
     """One question that needs no fact of the dialogue."""
     roll = rng.random()
-    if roll < 0.44:
-        return [sums.ask(rng)]
+    if roll < 0.05:
+        return [lists.unfinished(rng)]
     if roll < 0.67:
-        return [known.known(rng)]
+        ask, answer = sums.ask(rng) if roll < 0.44 else known.known(rng)
+        plain = ask.endswith("?") and ". " not in ask
+        return [(lists.placed(rng, ask) if plain and rng.random() < 0.07 else ask, answer)]
     return [small.short(rng)]
 
 
@@ -214,4 +216,6 @@ def dialogue(rng: Random) -> list[Pair]:
         return changed(rng, single)
     if roll < 0.65:
         return not_told(rng)
+    if roll < 0.69:
+        return lists.notes(rng) if roll < 0.675 else lists.pets(rng)
     return single(rng)

@@ -51,7 +51,8 @@ export function show(kv) {
   if (!kv) lines.push("This chat has no cache yet: its figures come with the first reply.");
   else if (note(kv)) lines.push(`This chat: ${note(kv)}.`);
   const room = [[kv, "this chat"], [all, "all"]].filter(([one]) => one?.allocated_bytes).map(([one, name]) => `${size(one.allocated_bytes)} for ${name}`);
-  if (room.length) lines.push(`Allocated, with room to grow: ${room.join(", ")}.`);
+  const once = all.bytes > all.allocated_bytes ? "; what they have in common is counted in use for each, and kept once" : "";
+  if (room.length) lines.push(`Allocated, with room to grow: ${room.join(", ")}${once}.`);
   if (all.bound_bytes) lines.push(`Limit for all caches (--kv-memory): ${size(all.bound_bytes)}${all.promised_bytes ? `, ${size(all.promised_bytes)} set aside for replies under way` : ""}.`);
   lines.push("In use: the bytes that hold tokens. In 16 bits: what the same tokens take without compression.");
   if (server.context) lines.push(`Context of this model: ${count(server.context)} tokens.`);

@@ -1,7 +1,6 @@
-"""Takes the pictures of the chat page: `python tests/support/page_pictures.py docs/pictures` (needs Chromium
-and Pillow).
+"""Take the ten pictures of the chat page: `python -m experiments.pages.screenshots` (needs Chromium and Pillow).
 
-The embedded model answers, except where a picture needs what it does not write (reasoning, Markdown, errors):
+`tiny-chat` answers, except where a picture needs what it does not write (reasoning, Markdown, errors):
 there a server says what is written below, and the page calls its model "scripted".
 """
 
@@ -13,13 +12,17 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import chromium  # noqa: E402
 from PIL import Image  # noqa: E402
 from scripted import scripted  # noqa: E402
 from serving import serving  # noqa: E402
+
+from experiments.options import Parser  # noqa: E402
+from experiments.pages.memory import FOLDER  # noqa: E402
+from mlxkv import console  # noqa: E402
 
 LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
 REPLY = """The standard library can read it, and keeps the names of the columns:
@@ -78,7 +81,7 @@ def opened(browser: chromium.Browser, url: str, theme: str = "light") -> Tab:
 
 
 def embedded(browser: chromium.Browser, folder: Path) -> None:
-    with serving("tiny", prefill_step=128) as server:
+    with serving("tiny-chat", prefill_step=128) as server:
         tab = opened(browser, server.url)
         for text in ("Who are you?", "What is the capital of France?", "What is 17 plus 26?"):
             tab.ask(text)
@@ -105,9 +108,9 @@ def embedded(browser: chromium.Browser, folder: Path) -> None:
         tab.fresh()
         tab.click("#settings")
         tab.js(
-            "document.querySelector('#max-tokens').value = 40; document.querySelector('#save-options').click()"
+            "document.querySelector('#max-tokens').value = 24; document.querySelector('#save-options').click()"
         )
-        tab.ask("Tell me a story about a mouse.")
+        tab.ask("Name the months of the year.")
         tab.take(folder / "page-cut-off.png")
         tab.theme("dark")
         tab.size(390, 700, phone=True)
@@ -150,6 +153,7 @@ def written(browser: chromium.Browser, folder: Path) -> None:
         tab.drop_files(notes)
         tab.until("!!document.querySelector('#attached li')")
         tab.take(folder / "page-undo-and-files.png")
+        tab.size(1000, 760)
         tab.click("#settings")
         tab.js(
             "document.querySelector('#system').value = 'Answer in one sentence.'; "
@@ -158,8 +162,10 @@ def written(browser: chromium.Browser, folder: Path) -> None:
         tab.take(folder / "page-settings.png")
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("pages.screenshots", __doc__)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
+    folder = parser.parse_args(arguments).out
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile:
         browser = chromium.Browser(Path(profile))
@@ -173,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console.run_tool(main)
