@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlxkv.console import human_bytes, print_json, print_table
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import PICKS
+from mlxkv.formats.names import PICKS, parse_preset
 from mlxkv.formats.presets import COMPARED, PRESETS
 
 HEAD_DIM = 128
@@ -17,25 +17,28 @@ WINDOWS = ("sink", "recent", "page")
 class Measured:
     """What a preset costs and gains. kl: mean KL divergence from full precision, in nats, of tokens decoded after
     4096; same: how often the likeliest next token is the same, in percent; both of the worse of the two natural
-    models, None where not measured. speed: of decode attention over 32768 tokens, in multiples of full precision,
-    one H200. use: when to take it."""
+    models. speed: of decode attention over 32768 tokens, in multiples of full precision, one H200; None where not
+    measured. use: when to take it."""
 
-    kl: float | None
-    same: float | None
-    speed: float
+    kl: float
+    same: float
+    speed: float | None
     use: str
 
 
 # docs/results/natural.md (KL, next token), docs/internals/kernels.md (speed).
 MEASURED = {
-    "int8": Measured(None, None, 1.29, "nothing may change"),
-    "int4": Measured(0.0008, 98.5, 1.44, "the default: no calibration"),
-    "int3": Measured(0.0046, 96.5, 1.62, "longer contexts; calibrates once"),
-    "int2": Measured(0.0258, 91.0, 1.54, "the longest contexts; calibrates once"),
+    "int8": Measured(0.00001, 99.8, 1.29, "nothing may change"),
+    "int4": Measured(0.0008, 98.6, 1.44, "the default: no calibration"),
+    "fill-3": Measured(0.0051, 95.7, None, "longer contexts; calibrates once"),
+    "fill-2.25": Measured(0.0125, 94.4, None, "the longest contexts; calibrates once"),
 }
+# Of `fill-NUMBER` those to pick from.
+LISTED = {name: parse_preset(name) for name in PICKS} | PRESETS
 # (title, how the names of its presets begin), in the order of `presets --all`.
 PAPERS = (
     ("to pick from", PICKS),
+    ("balanced maps, all directions alike", ("int3", "int2")),
     ("min-max in groups of 64, as mlx-lm's --kv-bits", ("naive-",)),
     ("QuaRot: Hadamard rotation", ("hadamard-",)),
     ("SRFT", ("srft-",)),
@@ -57,7 +60,7 @@ PAPERS = (
 
 def presets(as_json: bool, every: bool = False) -> None:
     """Print the presets to pick from, or every one. Bits per value are of pages, without windows."""
-    rows = [_preset(name, kv) for name, kv in PRESETS.items()]
+    rows = [_preset(name, kv) for name, kv in LISTED.items()]
     if as_json:
         print_json({"head_dim": HEAD_DIM, "presets": rows})
     elif every:
@@ -71,24 +74,29 @@ def _picks(rows: dict[str, dict]) -> None:
     print_table(
         ["--kv", "bits/value", "KL", "same token", "speed", "take it where"],
         [
-            [name, f"{rows[name]['bits_per_value']:.2f}", *_lost(m), f"{m.speed:.2f}x", m.use]
+            [name, f"{rows[name]['bits_per_value']:.2f}", *_lost(m), _times(m.speed), m.use]
             for name, m in MEASURED.items()
         ],
     )
-    print("bits/value: fp16 has 16; the first 64 and at least the last 64 tokens stay exact")
-    print("KL, same next token: worse of two models of 80 million weights, real text; no pretrained")
-    print("model was measured yet; –: not measured on them")
+    print("bits/value: fp16 has 16; at least 128 tokens, the first and the last ones, stay exact")
     print(
-        "speed: decode attention over 32768 tokens against full precision, on one H200, no Mac yet"
+        "KL, same next token: worse of two models of 80 million weights, real text; no pretrained"
+    )
+    print("model was measured yet")
+    print(
+        "speed: decode attention over 32768 tokens against full precision, on one H200, no Mac yet;"
+        " –: not measured"
     )
     print("a pair takes its keys from one preset, its values from another: int8/int4")
     print("mlxkv presets --all shows the others; mlxkv fit says what fits into this machine")
 
 
 def _lost(said: Measured) -> tuple[str, str]:
-    if said.kl is None or said.same is None:
-        return "–", "–"
-    return f"{said.kl:.4f}", f"{said.same:.1f} %"
+    return f"{said.kl:.4f}" if said.kl >= 0.0001 else f"{said.kl:.5f}", f"{said.same:.1f} %"
+
+
+def _times(speed: float | None) -> str:
+    return "–" if speed is None else f"{speed:.2f}x"
 
 
 def _every(rows: list[dict]) -> None:

@@ -42,7 +42,7 @@ PLAIN = {
     "int3": Affine(3, 64),
     "int2": Affine(2, 64, clip=0.92),
 }
-PICKS = ("fp16", "int8", "int4", "int3", "int2")  # what to choose from at first
+PICKS = ("fp16", "int8", "int4", "fill-3", "fill-2.25")  # what to choose from at first
 # What other tools call full precision, and widths: q4_0 (llama.cpp), 4 (mlx-lm's --kv-bits), INT4, 4bit.
 PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16", "16bit")
 WIDTH = re.compile(r"(?:int|q|kv)?[-_ ]?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
