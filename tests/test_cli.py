@@ -18,7 +18,7 @@ from mlxkv.cli import app, main
 from mlxkv.console import parse_size, plain
 from mlxkv.doctor.listing import MEASURED
 from mlxkv.errors import UserError
-from mlxkv.formats.names import canonical, parse_kv
+from mlxkv.formats.names import PICKS, canonical, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
 from mlxkv.models.catalog.aliases import EMBEDDED
 from mlxkv.serve.options import ServeOptions

@@ -84,8 +84,7 @@ def _picks(rows: dict[str, dict]) -> None:
     )
     print("model was measured yet")
     print(
-        "speed: decode attention over 32768 tokens against full precision, on one H200, no Mac yet;"
-        " –: not measured"
+        "speed: decode attention over 32768 tokens against full precision, on one H200; no Mac yet"
     )
     print("a pair takes its keys from one preset, its values from another: int8/int4")
     print("mlxkv presets --all shows the others; mlxkv fit says what fits into this machine")
