@@ -25,12 +25,14 @@ from cuda_track.cache.attention import attend
 from cuda_track.cache.stores import Paged
 from cuda_track.cache.view import CodePages, View
 from cuda_track.codec.codec import Codec
+from cuda_track.codec.transform import Transform
 from cuda_track.kernels import launch as kernels
+from cuda_track.kernels import layout
 from cuda_track.kernels.launch import Launch
-from cuda_track.kernels.layout import SideLayout
 from cuda_track.kernels.pool import PoolPages
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import Affine, CacheConfig, Fill, Side
+from mlxkv.formats.lowrank import DIMS
 
 COLD = 4  # times the L2 cache that rotating buffers fill at least
 CALLS = 16  # of a graph
@@ -52,6 +54,10 @@ def _channels(bits: int, page: int) -> CacheConfig:
     return CacheConfig(keys, Side(Affine(bits, page), "srft"), page=page)
 
 
+def _fill(rate: float, keys: tuple[int, ...], values: tuple[int, ...]) -> CacheConfig:
+    return CacheConfig(Side(Fill(rate, keys), "fill"), Side(Fill(rate, values), "fill"))
+
+
 FORMATS = {
     "int8": _both(8, 64),
     "int4": _both(4, 64),
@@ -61,6 +67,8 @@ FORMATS = {
     "int2": _both(2, 128),
     "int2-g64": _both(2, 64),
     "int2-channels": _channels(2, 128),  # the preset int2, but for its transforms
+    # The widths of a layer of tiny-qwen; the maps of each kv head are random rotations.
+    "fill-2.25": _fill(2.25, (4, 4, 3, 3, 2, 2, 1, 1), (3, 3, 2, 2, 2, 1, 1)),
 }
 # B, H, G, D, tokens; the ratios that int4 and int2 should reach
 CASES = {
@@ -166,16 +174,18 @@ def _normal(b: int, g: int, t: int, d: int, dtype: torch.dtype) -> torch.Tensor:
 def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
     """Pages of random codes at shuffled places of a pool."""
     count, device = tokens // config.page, torch.get_default_device()
-    codecs = tuple(Codec(s, shape.dims, config.page, device=device) for s in _sides(config))
+    codecs = codecs_of(config, shape, device)
     layouts = tuple(
-        SideLayout(c.spec, shape.dims, config.page, keys)
+        layout.side(c.spec, c.dims, config.page, keys)
         for c, keys in zip(codecs, (True, False), strict=True)
     )
     total, sides = shape.batch * count, []
     for at in layouts:
         side = {}
         for name, (size, dtype) in at.shapes(shape.kv_heads).items():
-            if name == "numbers":  # scale .25, bias so that codes have mean 0
+            if dtype == torch.float16:
+                side[name] = torch.full((total, *size), 0.25, dtype=dtype, device=device)
+            elif name == "numbers":  # scale .25, bias so that codes have mean 0
                 bias = torch.tensor(-0.25 * (2**at.spec.bits - 1) / 2).half().view(torch.int16)
                 pair = (bias.item() << 16) | torch.tensor(0.25).half().view(torch.int16).item()
                 side[name] = torch.full((total, *size), pair, dtype=dtype, device=device)
@@ -187,6 +197,31 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
     table = torch.randperm(total, device=device).int().view(shape.batch, count)
     counts = torch.full((shape.batch,), count, dtype=torch.int32, device=device)
     return PoolPages(codecs, layouts, tuple(sides), table, counts, tokens)
+
+
+def config_of(name: str, dims: int) -> CacheConfig:
+    """The format for heads of `dims`. Widths are those of 128 dims, each twice for 256, every other one for 64."""
+    config, sides = FORMATS[name], {}
+    for side in ("keys", "values") if config.filled else ():
+        old = getattr(config, side)
+        all_dims = (*old.quantizer.widths, *[0] * (8 - len(old.quantizer.widths)))
+        widths = tuple(all_dims[8 * i // (dims // DIMS)] for i in range(dims // DIMS))
+        spec = replace(old.quantizer, widths=tuple(b for b in widths if b))
+        sides[side] = replace(old, quantizer=spec)
+    return replace(config, **sides)
+
+
+def codecs_of(config: CacheConfig, shape: Shape, device: torch.device) -> tuple[Codec, Codec]:
+    """The codecs of both sides; a side that would be calibrated has a random rotation for each kv head."""
+    made = []
+    for side in _sides(config):
+        turn = None
+        if side.filled:
+            whole = torch.randn(shape.kv_heads, shape.dims, shape.dims, device=device)
+            down = torch.linalg.qr(whole)[0][..., : side.quantizer.dims].contiguous()
+            turn = Transform(down, down.mT.contiguous())
+        made.append(Codec(side, shape.dims, config.page, turn, device))
+    return tuple(made)
 
 
 def _sides(config: CacheConfig) -> tuple[Side, Side]:
@@ -217,7 +252,7 @@ def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, how: Launch) 
 
 def attention(shape: Shape, name: str, dtype: torch.dtype, how: Launch) -> tuple[float, int]:
     """Time decode attention. Returns (microseconds, bytes of codes)."""
-    config = FORMATS[name]
+    config = config_of(name, shape.dims)
     first = pages_of(config, shape, shape.tokens)
     size = sum(x.numel() * x.element_size() for side in first.sides for x in side.values())
     many = [first] + [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
@@ -233,10 +268,9 @@ def attention_rows(cases: list[str], formats: list[str], dtype, tune: bool) -> I
         base, backend = baseline(shape, dtype)
         yield Row("attention", case, f"torch {backend}", base, 1.0)
         for name in formats:
-            config, best = FORMATS[name], None
-            for how in (
-                TUNED if tune else [kernels.launch(shape.dims, config.values.quantizer.bits)]
-            ):
+            config, best = config_of(name, shape.dims), None
+            bits = 0 if config.filled else config.values.quantizer.bits
+            for how in TUNED if tune else [kernels.launch(shape.dims, bits)]:
                 try:
                     error = checked(config, replace(shape, batch=1), dtype, how)
                     micros, size = attention(shape, name, dtype, how)
@@ -276,8 +310,8 @@ def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
     speed = 2 * other.numel() * other.element_size() / copy / 1e3
     yield Row("seal", "copy", str(dtype).removeprefix("torch."), copy, 1.0, 0, speed)
     for name, (keys, label) in product(formats, ((True, "keys"), (False, "values"))):
-        config = FORMATS[name]
-        codecs = tuple(Codec(x, shape.dims, config.page, device=device) for x in _sides(config))
+        config = config_of(name, shape.dims)
+        codecs = codecs_of(config, shape, device)
         store, of = Paged(config, codecs), 0 if keys else 1
         code, at, count = codecs[of], store.layouts[of], shape.tokens // config.page
         shapes = tuple(at.shapes(shape.kv_heads) for at in store.layouts)

@@ -111,7 +111,9 @@ def fill_rows() -> Iterator[Row]:
             made = at.restore({n: y[:1, None] for n, y in side.items()})
             found = TABLE.array(fill.unpack(spec, made["codes"]))
             of = "keys" if at.keys else "values"
-            yield compare_codes("encode", f"{name}, {of}", found, right, mask_at(case["near"], right.size))
+            yield compare_codes(
+                "encode", f"{name}, {of}", found, right, mask_at(case["near"], right.size)
+            )
             off = steps_off(TABLE.array(made["scale"]), case["scale"])
             yield Row("encode", f"{name}.scale, {of}", case["scale"].size, wrong=off)
         stored = {n: TABLE.tensor(case[n]) for n in spec.tensors}

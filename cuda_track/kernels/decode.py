@@ -140,11 +140,11 @@ def attend_kernel(
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
     V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr, EARLY: tl.constexpr,
+    CHAINED: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits + programs of windows, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of a
     turn. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token. CAPPED: scores are
-    bent to stay below `cap`."""
+    bent to stay below `cap`. WIDE: windows are multiplied in float32, since Triton's interpreter has no bfloat16."""
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     at = (head * tl.num_programs(0) + split) * N
@@ -157,7 +157,7 @@ def attend_kernel(
             sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
             mask + b * mask_row, tl.load(pages + b) * PAGE,
             part_out + at * R, part_top + at, part_sum + at,
-            rows, new, plain_scale, cap, R, N, WINDOW, MASKED, CAPPED,
+            rows, new, plain_scale, cap, R, N, WINDOW, MASKED, CAPPED, WIDE,
         )  # fmt: skip
     else:
         _pages(
@@ -344,11 +344,12 @@ def _windows(
     sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row, mask, paged,
     part_out, part_top, part_sum, rows, new, scale, cap,
     D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sink and live tokens, in the model's domain; every `parts`-th T of them. *_stride: of a head,
     *_row: of a batch row."""
     n, t, d = tl.arange(0, N), tl.arange(0, T), tl.arange(0, D)
-    dtype = live_k.dtype.element_ty
+    dtype = tl.float32 if WIDE else live_k.dtype.element_ty
     turned = tl.load(q + n[None, :] * D + d[:, None], mask=n[None, :] < rows, other=0.0)
     turned = turned.to(dtype)  # q^T [D, N]
     # Row i of a group is token i % new of its head: it sees that many tokens less at the end.
@@ -370,7 +371,7 @@ def _windows(
             values = sink_v + b * sink_row + g * sink_stride
         there = place < count
         k = tl.load(keys + place[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
-        s = tl.dot(k, turned, input_precision="ieee") * scale
+        s = tl.dot(k.to(dtype), turned, input_precision="ieee") * scale
         if CAPPED:
             s = _capped(s, cap)
         allowed = there[:, None] & ((place[:, None] < seen_by[None, :]) | (not live))
@@ -385,7 +386,7 @@ def _windows(
         top = higher
         total = total * decay + tl.sum(p, 0)
         v = tl.load(values + place[None, :] * D + d[:, None], mask=there[None, :], other=0.0)
-        out = tl.dot(v, p.to(dtype), out * decay[None, :], input_precision="ieee")
+        out = tl.dot(v.to(dtype), p.to(dtype), out * decay[None, :], input_precision="ieee")
     tl.store(part_out + n[None, :] * D + d[:, None], out, mask=n[None, :] < rows)
     tl.store(part_top + n, top)
     tl.store(part_sum + n, total)

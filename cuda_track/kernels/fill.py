@@ -85,13 +85,13 @@ def _down(words, BY: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _field(
-    words, turn, T: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, I: tl.constexpr,
+    words, turn, T: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, FIELD: tl.constexpr,
     KEYS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The words of field I of the tokens of a turn, int16 [T, 16] (keys) or [16, T]: its bits stand lowest, above them
-    lies what is not theirs."""
-    FIRST: tl.constexpr = _of(FIELDS, I, 0)
-    SIZE: tl.constexpr = _of(FIELDS, I, 1)
+    """The words of one field of the tokens of a turn, int16 [T, 16] (keys) or [16, T]: its bits stand lowest, above
+    them lies what is not theirs."""
+    FIRST: tl.constexpr = _of(FIELDS, FIELD, 0)
+    SIZE: tl.constexpr = _of(FIELDS, FIELD, 1)
     ROWS: tl.constexpr = T * SIZE // 16  # of a turn
     j, row = tl.arange(0, LEAST), turn * ROWS + tl.arange(0, ROWS)
     if KEYS:
@@ -134,37 +134,37 @@ def _high(words, ASM: tl.constexpr):
 
 
 @triton.jit
-def _codes(words, PLANES: tl.constexpr, I: tl.constexpr):
-    """The codes of block I, int32."""
-    BITS: tl.constexpr = _of(PLANES, I, 0)
-    code = words[_of(PLANES, I, 1)].to(tl.int32) >> _of(PLANES, I, 2)
+def _codes(words, PLANES: tl.constexpr, BLOCK: tl.constexpr):
+    """The codes of a block, int32."""
+    BITS: tl.constexpr = _of(PLANES, BLOCK, 0)
+    code = words[_of(PLANES, BLOCK, 1)].to(tl.int32) >> _of(PLANES, BLOCK, 2)
     if BITS == 3:
-        top = words[_of(PLANES, I, 3)].to(tl.int32) >> _of(PLANES, I, 4)
+        top = words[_of(PLANES, BLOCK, 3)].to(tl.int32) >> _of(PLANES, BLOCK, 4)
         return (code & 3) | (top & 1) << 2
     return code & ((1 << BITS) - 1)
 
 
 @triton.jit
-def _plane(words, high, PLANES: tl.constexpr, I: tl.constexpr, ASM: tl.constexpr):
-    """1024 + gain * code of block I, float16. high: of the same words."""
-    BITS: tl.constexpr = _of(PLANES, I, 0)
-    AT: tl.constexpr = _of(PLANES, I, 2) % 8
+def _plane(words, high, PLANES: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr):
+    """1024 + gain * code of a block, float16. high: of the same words."""
+    BITS: tl.constexpr = _of(PLANES, BLOCK, 0)
+    AT: tl.constexpr = _of(PLANES, BLOCK, 2) % 8
     if not ASM:
-        code = _codes(words, PLANES, I) << AT
+        code = _codes(words, PLANES, BLOCK) << AT
         return (code | MAGIC).to(tl.int16).to(tl.float16, bitcast=True)
-    if _of(PLANES, I, 2) < 8:
-        word = words[_of(PLANES, I, 1)]
+    if _of(PLANES, BLOCK, 2) < 8:
+        word = words[_of(PLANES, BLOCK, 1)]
     else:
-        word = high[_of(PLANES, I, 1)]
+        word = high[_of(PLANES, BLOCK, 1)]
     if BITS == 3:
-        BY: tl.constexpr = AT + 2 - _of(PLANES, I, 4)
+        BY: tl.constexpr = AT + 2 - _of(PLANES, BLOCK, 4)
         low = tl.full(word.shape, _both_halves(3 << AT), tl.int32)
         top = tl.full(word.shape, _both_halves(4 << AT), tl.int32)
         by = tl.full(word.shape, BY if BY >= 0 else -BY, tl.int32)
         return tl.inline_asm_elementwise(
             JOINED_UP if BY >= 0 else JOINED_DOWN,
             "=r,r,r,r,r,r,r,r,r",
-            [word, words[_of(PLANES, I, 3)], by, low, top],
+            [word, words[_of(PLANES, BLOCK, 3)], by, low, top],
             tl.float16,
             is_pure=True,
             pack=2,
@@ -188,7 +188,7 @@ def fill_attend_kernel(
     D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
     K_PLANES: tl.constexpr, K_FIELDS: tl.constexpr, V_PLANES: tl.constexpr, V_FIELDS: tl.constexpr,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr, EARLY: tl.constexpr,
+    CHAINED: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """As `decode.attend_kernel`. *_PLANES, *_FIELDS: of `FillLayout`. D: dims of a head, as which queries and partial
     outputs lie, zeros behind the stored ones."""
@@ -204,7 +204,7 @@ def fill_attend_kernel(
             sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
             mask + b * mask_row, tl.load(pages + b) * PAGE,
             part_out + at * D, part_top + at, part_sum + at,
-            rows, new, plain_scale, cap, D, N, WINDOW, MASKED, CAPPED,
+            rows, new, plain_scale, cap, D, N, WINDOW, MASKED, CAPPED, WIDE,
         )  # fmt: skip
     else:
         _pages(
@@ -238,7 +238,7 @@ def _pages(
     total = tl.zeros([LANES, N], tl.float32)
     weight = tl.zeros([LEAST, N], tl.float32)  # the sum of rounded weights, every row the same
     out = ()
-    for i in tl.static_range(len(V_PLANES)):
+    for _i in tl.static_range(len(V_PLANES)):
         out = out + (tl.zeros([LEAST, N], tl.float32),)
     ones = tl.full([LEAST, T], 1.0, tl.float16)
     first = (split.to(tl.int64) * pages // splits).to(tl.int32)
@@ -301,7 +301,7 @@ def fill_seal_kernel(
     the R stored dims. dims: float32 [3, D], steps, gains and half of the largest code. pieces: int32
     [fields, 4, D / 16], a mask and a shift for the low bits of a block in each field, the same for bit 2."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t, r, j, i = tl.arange(0, T), tl.arange(0, D), tl.arange(0, LEAST), tl.arange(0, D // LEAST)
+    t, r, i = tl.arange(0, T), tl.arange(0, D), tl.arange(0, D // LEAST)
     first = block * T
     source = x + b.to(tl.int64) * x_row + g * x_head + first.to(tl.int64) * D
     if TURNED:
@@ -334,11 +334,11 @@ def fill_seal_kernel(
 @triton.jit
 def _store_field(
     words, word, places, g, first, T: tl.constexpr, TURN: tl.constexpr, PAGE: tl.constexpr,
-    FIELDS: tl.constexpr, I: tl.constexpr, KEYS: tl.constexpr,
+    FIELDS: tl.constexpr, FIELD: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Store the bits of field I, int32 [T, 16], of tokens from `first` on."""
-    FIRST: tl.constexpr = _of(FIELDS, I, 0)
-    SIZE: tl.constexpr = _of(FIELDS, I, 1)
+    """Store the bits of a field, int32 [T, 16], of tokens from `first` on."""
+    FIRST: tl.constexpr = _of(FIELDS, FIELD, 0)
+    SIZE: tl.constexpr = _of(FIELDS, FIELD, 1)
     SHARED: tl.constexpr = 16 // SIZE  # tokens of a word
     if SHARED > 1:
         word = tl.reshape(word, [T // TURN, SHARED, TURN // SHARED, LEAST])

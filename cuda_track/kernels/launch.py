@@ -214,6 +214,7 @@ def attend(
         ASM=how.asm and not interpreted() and torch.version.hip is None,
         STAGES=how.stages,
         EARLY=how.early,
+        WIDE=interpreted() and live[0].dtype == torch.bfloat16,
         num_warps=how.warps,
         **chained,
         **({"maxnreg": how.registers} if how.registers and not interpreted() else {}),

@@ -21,8 +21,8 @@ token holds the codes of dim j of all blocks, as many bits as the token has in f
             of 8, 4 and 2, whose words neighbouring tokens share; numbers float16 [P, G, T], the scales
     keys    a field is [T, 16] words, values [16, T]; with f bits [T f/16, 16]: of the 64 tokens that a program reads
             at a time, token t has bits f (t // 4f) of word t % 4f
-    codes   8 bits first, then 4, 2 and 1, so that none crosses a field; 3 bits are 2 bits and, among those of 1, the
-            high bit
+    codes   8 bits first, then 4, 3, 2 and 1, where 3 bits are all low 2 bits and then all high bits: so none crosses a
+            field
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from cuda_track.codec import fill, packing
 from cuda_track.codec.affine import bias_of
 from cuda_track.codec.codec import Stored
 from mlxkv.formats.config import Affine, Fill
+from mlxkv.formats.lowrank import WIDTHS
 
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
@@ -176,12 +177,18 @@ class FillLayout:
     def planes(self) -> tuple[tuple[int, ...], ...]:
         """(bits, field, bit, field, bit) of each block of dims: where its codes begin in a word of the field. The
         last two: of the high bit of 3 bits, else -1."""
+        of = {b: [i for i, bits in enumerate(self.spec.widths) if bits == b] for b in WIDTHS}
+        # The high bits of 3 stand behind their low ones, mostly in one field, and one bit makes their number even: of
+        # a block of 1 bit, or what files leave empty of a word.
+        even = of[1][: len(of[3]) % 2]
+        order = [(i, bits) for bits in (8, 4) for i in of[bits]]
+        order += [(i, 2) for i in of[3]] + [(i, 1) for i in of[3]]
+        order += [(i, 1) for i in even or [-1] * (len(of[3]) % 2)]
+        order += [(i, 2) for i in of[2]] + [(i, 1) for i in of[1][len(even) :]]
         starts, at = {}, 0
-        for size in (8, 4, 2, 1):
-            for i, bits in enumerate(self.spec.widths):
-                if bits == size or (bits == 3 and size < 3):
-                    starts[i, size] = at
-                    at += size
+        for i, bits in order:
+            starts[i, bits] = at
+            at += bits
 
         def place(start: int) -> tuple[int, int]:
             inside = (k for k, (first, size) in enumerate(self.fields) if start < first + size)

@@ -87,7 +87,7 @@ PAGES = {
     "CAPPED": False,
     "ASM": True,
 }
-PAGES |= {"STAGES": 3, "CHAINED": True, "EARLY": False}
+PAGES |= {"STAGES": 3, "CHAINED": True, "EARLY": False, "WIDE": False}
 SIDE = {"BITS": 4, "PLANES": 4, "GROUPS": 2}
 
 
@@ -121,8 +121,7 @@ def filled(widths: tuple[int, ...], keys: bool) -> dict:
 
 
 FILL = {name: x for name, x in PAGES.items() if name != "CHANNEL"} | {"D": 128, "N": 8}
-# Fewer and more bits for keys than for values, 2.25 in the mean, as calibrations of models lead to.
-FILL_225 = (4, 4, 3, 3, 2, 2, 1, 1), (3, 2, 2, 2, 2, 2, 1)
+FILL_225 = (4, 4, 3, 3, 2, 2, 1, 1), (3, 3, 2, 2, 2, 1, 1)  # of a layer of tiny-qwen
 CASES = {
     "fill 2.25": (fill_attend_kernel, {**FILL, **fills(*FILL_225)}, None, 1),
     "fill 64": (fill_attend_kernel, {**FILL, "D": 64, **fills((4, 3, 2, 1), (3, 2, 2))}, None, 1),
