@@ -19,7 +19,6 @@ LOG2E = log2(e)
 HEAD, ENTRY, SEALED = 8, 12, 8
 HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # of blocks that are not read in one go
 SPECIAL = 1 << 31  # all of these
-STAGES = 64  # words from which on the room of a record is counted
 Pair = tuple[mx.array, mx.array]
 
 
@@ -180,11 +179,3 @@ def _kept(numbers: np.ndarray) -> mx.array:
         made = mx.array(numbers)
         mx.eval(made)
     return made
-
-
-def fill_room(layout: RecordLayout) -> int:
-    """Words in which a record has room: few sizes, so that few kernels are built."""
-    size = STAGES
-    while size < layout.words:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-    return size

@@ -25,7 +25,6 @@ from mlxkv.metal.template import (
     LOG2E,
     Pair,
     cap_bits,
-    fill_room,
     fill_table,
     nothing,
     side_template,
@@ -42,6 +41,7 @@ MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
 RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
 RING_MOST = 196 << 10  # with what a threadgroup has besides
 RING_CAPABILITIES = (9, 10)
+MOST_STAGES = 6
 MASKS = {
     0: (0, 0, 0, 0),  # of a table
     16: (0, 0, 0, 0),
@@ -116,11 +116,6 @@ def _stored(layout: RecordLayout, dims: int) -> tuple[int, int]:
     return layout.keys.dims, layout.values.dims
 
 
-def _room(layout: RecordLayout) -> int:
-    """Words that a kernel gives a record."""
-    return fill_room(layout) if layout.keys.widths else layout.words
-
-
 def tile_map(matrix: mx.array) -> mx.array:
     """[M, K], [G, M, K] or [B, G, M, K] -> [1, G or B G; M/16, K/16, 32 lanes, 4] words: left factors,
     padded with zeros."""
@@ -188,9 +183,10 @@ def _is_wide(layout: RecordLayout, dims: int) -> bool:
     return most > 128 or _ring_stage(layout, SIMDGROUPS) > RING_BYTES // 2
 
 
-def _simdgroups(words: int, wide: bool, merges: int, make: Factory) -> int:
+def _simdgroups(layout: RecordLayout, wide: bool, merges: int, make: Factory) -> int:
     """Simdgroups of a threadgroup. Many on CUDA, so that few splits are merged, unless heads are many."""
     few = merges * SIMDGROUPS_CUDA * 4 <= SIMDGROUPS_WANTED  # on CUDA alone
+    words = 0 if layout.keys.widths else layout.words  # one text for records of all sizes
     fits = not wide and SIMDGROUPS_CUDA * 4 * words * 4 <= RING_BYTES
     return SIMDGROUPS_CUDA if make is mx.fast.cuda_kernel and few and fits else SIMDGROUPS
 
@@ -213,7 +209,7 @@ def splits_for(
 
 def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
     """Bytes: two records for each."""
-    return simdgroups * 2 * _room(layout) * 4
+    return simdgroups * 2 * layout.words * 4
 
 
 def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> tuple[int, int]:
@@ -222,8 +218,18 @@ def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> t
         return 1, 0
     each = _ring_stage(layout, simdgroups)
     room = RING_BYTES if simdgroups == SIMDGROUPS_CUDA or wide else RING_BYTES // 2
-    stages = max(1, min(6, room // each))
+    if layout.keys.widths:  # records of all sizes share a text, which finds how many stages fit
+        each = room // MOST_STAGES // 128 * 128
+    stages = max(1, min(MOST_STAGES, room // each))
     return stages, stages * each + -(-stages * simdgroups * 8 // 128) * 128
+
+
+def _held(layout: RecordLayout, simdgroups: int, stages: int, shared_memory: int) -> int:
+    """Words of a record, or for records of all sizes what a stage of the ring has for each."""
+    if not layout.keys.widths:
+        return layout.words
+    barriers = -(-stages * simdgroups * 8 // 128) * 128
+    return max(0, shared_memory - barriers) // (stages * simdgroups * 2 * 4)
 
 
 @lru_cache(maxsize=256)
@@ -252,7 +258,7 @@ def _kernel(
         "D": dims,
         "RK": stored[0],
         "RV": stored[1],
-        "RECORD": _room(layout) if make is mx.fast.cuda_kernel or not layout.keys.widths else 0,
+        "RECORD": _held(layout, simdgroups, stages, shared_memory),
         "PAGE": layout.page,
         "HEADER": layout.header_words,
         "HAS_K": int(mapped[0]),
@@ -305,7 +311,7 @@ def _plan(
     most, (capacity, more) = division.records, second or (0, 0)
     wide = _is_wide(layout, dims)
     busy = division.busy(merges)
-    simdgroups = _simdgroups(_room(layout), wide, busy, make)
+    simdgroups = _simdgroups(layout, wide, busy, make)
     splits = splits or splits_for(most + more, busy, simdgroups, wide, gpu.cores(make))
     if second:
         splits = max(2, splits[0]), splits[1]

@@ -124,7 +124,7 @@ def test_a_ring_of_long_records_has_room_or_a_reason():
         config: CacheConfig = parse_kv(name)
         both = record_layout(config, *config.dims(dims, dims))
         wide = tiles._is_wide(both, dims)
-        simdgroups = tiles._simdgroups(both.words, wide, 8, factory)
+        simdgroups = tiles._simdgroups(both, wide, 8, factory)
         assert wide and simdgroups == tiles.SIMDGROUPS
         assert tiles._ring(both, simdgroups, wide, factory)[1] <= (227 - 30) << 10
     whole = parse_kv("static-1.0")

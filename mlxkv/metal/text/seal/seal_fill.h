@@ -5,12 +5,20 @@ template <typename T, int KEYS>
 inline void kv_fill_eight(const device T* x, int dims, int b, int lane, thread float* v) {
   const int g = lane / 4;
   const int t = lane % 4;
+  if (KEYS) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int token = KEYS ? g + 8 * (i / 2) : 2 * t + 8 * (i / 2) + i % 2;
-    const device T* from = x + token * dims + 16 * b + (KEYS ? 4 * t + 2 * (i % 2) : 2 * g);
-    v[2 * i] = float(from[0]);
-    v[2 * i + 1] = float(from[1]);
+    for (int r = 0; r < 2; r++) {
+      kv_load<4>(x + (g + 8 * r) * dims + 16 * b + 4 * t, v + 4 * r);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      uint words[2];
+      kv_load_words<int(sizeof(T)) / 2>(
+          x + (2 * t + 8 * (i / 2) + i % 2) * dims + 16 * b + 2 * g, words);
+      v[2 * i] = kv_value<T>(words, 0);
+      v[2 * i + 1] = kv_value<T>(words, 1);
+    }
   }
 }
 

@@ -27,8 +27,8 @@ constexpr int SLOTS_K = NUMBERS_K / 8;  // numbers of a token
 constexpr int HELD_K = SLOTS_K > 0 ? SLOTS_K : 1;
 constexpr int SLOT_TILES = (HELD_K + 7) / 8;
 #if WITH_FILL
-// Template: RK and RV are the most stored dims, RECORD the room of a record; the table in the place of the headers has
-// the layer's own.
+// Template: RK and RV are the most stored dims, RECORD a share of shared memory; the table in the place of the headers
+// has what is the layer's own.
 const int record_words = int(headers[0]);
 const int side_words_k = int(headers[1]);
 const int blocks_k = int(headers[4]);

@@ -114,7 +114,8 @@ inline KvRecord kv_record_after(KvRecord record, int words) {
 }
 struct KvPipe {
   const uint* next;  // to be fetched
-  int words;  // of a record: RECORD at most
+  int words;  // of a record
+  int stages;  // as many as fit in STAGES times RECORD words
   int left;  // records to be fetched, those between this simdgroup's pairs included
   uint barrier;  // shared addresses of stage 0
   uint data;
@@ -132,7 +133,7 @@ inline void kv_pipe_fetch(KvPipe& pipe, int stage, int lane) {
                    : "memory");
       asm volatile(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-          "[%3];" ::"r"(pipe.data + stage * 4 * RECORD * 2),
+          "[%3];" ::"r"(pipe.data + stage * 4 * pipe.words * 2),
           "l"(pipe.next), "r"(bytes), "r"(barrier)
           : "memory");
     }
@@ -147,6 +148,7 @@ inline KvPipe kv_pipe_start(const uint* first, int words, int count, int group, 
   KvPipe pipe;
   pipe.next = first;
   pipe.words = words;
+  pipe.stages = metal::min(STAGES, STAGES * RECORD / words);
   pipe.left = count;
   pipe.stage = 0;
   pipe.phase = 0u;
@@ -160,7 +162,7 @@ inline KvPipe kv_pipe_start(const uint* first, int words, int count, int group, 
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  for (int n = 0; n < STAGES; n++) {
+  for (int n = 0; n < pipe.stages; n++) {
     kv_pipe_fetch<RECORD, STAGES, S, STEP>(pipe, n, lane);
   }
   return pipe;
@@ -176,14 +178,14 @@ inline KvRecord kv_pipe_wait(KvPipe& pipe) {
       "KV_DONE:\n}" ::"r"(pipe.barrier + 8 * pipe.stage),
       "r"(pipe.phase)
       : "memory");
-  return pipe.data + pipe.stage * 4 * RECORD * 2;
+  return pipe.data + pipe.stage * 4 * pipe.words * 2;
 }
 template <int RECORD, int STAGES, int S, int STEP>
 inline void kv_pipe_release(KvPipe& pipe, int lane) {
   __syncwarp();
   kv_pipe_fetch<RECORD, STAGES, S, STEP>(pipe, pipe.stage, lane);
   pipe.stage += 1;
-  if (pipe.stage == STAGES) {
+  if (pipe.stage == pipe.stages) {
     pipe.stage = 0;
     pipe.phase ^= 1u;
   }
