@@ -138,7 +138,13 @@ RAW = {  # values of templates besides, for records of float16 numbers
     },
     "attend_latent": {"M": 2, "QT": 4, "BITS": 4, "GROUP": 64, "CHANNEL": 1},
 }
-BLOCKS = {"BITS": 2, "GROUP": 256, "SYMMETRIC": 1, "FILL": 1, "RANK": 1}  # widths that differ by block
+BLOCKS = {
+    "BITS": 2,
+    "GROUP": 256,
+    "SYMMETRIC": 1,
+    "FILL": 1,
+    "RANK": 1,
+}  # widths that differ by block
 BLOCKS |= dict.fromkeys(("CODEBOOK", "CHANNEL", "OUTER", "PER_TOKEN", "KIND"), 0)
 BLOCKS = {f"{name}_{side}": value for side in "KV" for name, value in BLOCKS.items()}
 CASES = [(name, {}) for name in KERNELS] + list(RAW.items())
