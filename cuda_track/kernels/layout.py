@@ -293,8 +293,7 @@ def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
 
 
 def _why_no_fill(spec: Fill, dims: int, page: int) -> str | None:
-    if not spec.widths:
-        return "bits of directions are not allotted yet"
+    # Reports ask before a calibration has allotted widths: then no dims are stored yet.
     if dims not in DIMS or spec.dims > dims:
         choices = ", ".join(map(str, DIMS))
         return (
