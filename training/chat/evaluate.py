@@ -64,6 +64,17 @@ def shares(rows: list[dict]) -> dict[str, list]:
     }
 
 
+def merged(rows: dict[str, list[dict]]) -> list[dict]:
+    """One row a form, with the reply of each cache and whether it is right."""
+    out = []
+    for each in zip(*rows.values(), strict=True):
+        row = {key: each[0][key] for key in ("kind", "kept_back", "turns")}
+        told = {kv: [r["reply"], r["right"], r["tokens"]] for kv, r in zip(rows, each, strict=True)}
+        same = all(said == [*told.values()][0] for said in told.values())
+        out.append(row | ({"all": [*told.values()][0]} if same else told))
+    return out
+
+
 def table(found: dict[str, dict[str, list]]) -> str:
     """Return a table in Markdown: a row a group, a column a cache."""
     lines = ["| forms | n | " + " | ".join(found) + " |", "|---|---|" + "---|" * len(found)]
@@ -80,7 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="tiny-chat")
     parser.add_argument("--kv", default="fp16,int4", help="presets by commas")
-    parser.add_argument("--out", help="a JSON file with every reply")
+    parser.add_argument(
+        "--out", help="a JSON file with every reply, whether it is right, and the tokens held"
+    )
     parser.add_argument("--wrong", action="store_true", help="print what is answered wrong")
     args = parser.parse_args()
     forms, found, rows = read(), {}, {}
@@ -98,7 +111,7 @@ def main() -> None:
     )
     print(f"{same} of {len(forms)} last replies are the same under {kinds[0]} and {kinds[-1]}")
     if args.out:
-        data = {"model": args.model, "shares": found, "same": same, "rows": rows}
+        data = {"model": args.model, "shares": found, "same": same, "rows": merged(rows)}
         Path(args.out).write_text(json.dumps(data) + "\n")
 
 
