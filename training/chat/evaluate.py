@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from chat.forms import Form, read
+from chat.forms import FILE, Form, read
 from mlxkv.chat.session import Session
 from mlxkv.models import load
 
@@ -96,7 +96,7 @@ def main() -> None:
     )
     parser.add_argument("--wrong", action="store_true", help="print what is answered wrong")
     args = parser.parse_args()
-    forms, found, rows = read(), {}, {}
+    forms, found, rows = read(args.forms), {}, {}
     for kv in args.kv.split(","):
         rows[kv] = ask(load(args.model, kv), forms)
         found[kv] = shares(rows[kv])
