@@ -52,15 +52,17 @@ def ask(loaded, forms: Sequence[Form]) -> list[dict]:
 
 
 def shares(rows: list[dict]) -> dict[str, list]:
-    """Return [right, all, low, high] for each kind, each part and all."""
+    """Return [right, all, low, high] for each kind, for all, and for each part where forms are kept back."""
     groups: dict[str, list[bool]] = {"all": [], "worded as in training": [], "kept back": []}
+    apart = any(row["kept_back"] for row in rows)
     for row in rows:
         part = "kept back" if row["kept_back"] else "worded as in training"
-        for name in ("all", part, row["kind"]):
+        for name in ("all", *([part] if apart else []), row["kind"]):
             groups.setdefault(name, []).append(row["right"])
     return {
         name: [sum(r), len(r), *(round(x, 3) for x in wilson(sum(r), len(r)))]
         for name, r in groups.items()
+        if r
     }
 
 
@@ -91,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="tiny-chat")
     parser.add_argument("--kv", default="fp16,int4", help="presets by commas")
+    parser.add_argument("--forms", type=Path, default=FILE, help="another list of the same format")
     parser.add_argument(
         "--out", help="a JSON file with every reply, whether it is right, and the tokens held"
     )
