@@ -70,9 +70,9 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
             rows.append(row)
             chart.add(*row)
     seconds = time.perf_counter() - begun
+    full, found = (usage(cache) for cache in caches.values())  # of what the chart shows
     answers = {kind: _answer(loaded, text.tokens[-1:], cache) for kind, cache in caches.items()}
     right = {kind: text.needle.values[0] in answer for kind, answer in answers.items()}
-    found = usage(caches[name])
     if as_json:
         data = {
             "model": loaded.name,
@@ -90,7 +90,7 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
     say(f"question: {text.needle.question}")
     for kind, answer in answers.items():
         say(f"  {kind:<6} {'right' if right[kind] else 'WRONG'}: {answer}")
-    _memory(usage(caches["fp16"]).kv_bytes, found, name)
+    _memory(full.kv_bytes, found, name)
     note(f"[read twice in {seconds:.0f} s; more: mlxkv fit, mlxkv chat -m qwen3-4b]")
 
 

@@ -68,17 +68,17 @@ def test_some_forms(kv):
     """Every fifteenth."""
     rows = evaluate.ask(load(CHAT, kv), FORMS[::15])
     wrong = [row for row in rows if not row["right"]]
-    assert len(rows) == 20 and len(wrong) <= 4, wrong
+    assert len(rows) == 20 and len(wrong) <= 2, wrong
 
 
 @pytest.mark.slow
 def test_all_forms_with_both_caches():
-    """Nine in ten of those that are worded as in training, and seven of the others. The goal is nine in ten of
-    all, which is missed (measured: 94.7 %, 74.8 %, and 87.3 % of all)."""
+    """The goal is nine in ten of all (measured: 95.3 %; 99.5 % of those that are worded as in training, 88.3 % of
+    those kept back)."""
     rows = evaluate.ask(load(CHAT, "int4"), FORMS)
     shares = {name: right / n for name, (right, n, _, _) in evaluate.shares(rows).items()}
-    assert shares["worded as in training"] >= 0.9
-    assert shares["kept back"] >= 0.7 and shares["all"] >= 0.85
+    assert shares["worded as in training"] >= 0.97
+    assert shares["kept back"] >= 0.84 and shares["all"] >= 0.92
     assert any(row["tokens"] > 256 for row in rows)  # long enough to be compressed
     exact = evaluate.ask(load(CHAT, "fp16"), FORMS[::6])
     right = [sum(row["right"] for row in some) for some in (rows[::6], exact)]

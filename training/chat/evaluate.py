@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from chat.forms import Form, read
+from chat.forms import FILE, Form, read
 from mlxkv.chat.session import Session
 from mlxkv.models import load
 
@@ -52,16 +52,29 @@ def ask(loaded, forms: Sequence[Form]) -> list[dict]:
 
 
 def shares(rows: list[dict]) -> dict[str, list]:
-    """Return [right, all, low, high] for each kind, each part and all."""
+    """Return [right, all, low, high] for each kind, for all, and for each part where forms are kept back."""
     groups: dict[str, list[bool]] = {"all": [], "worded as in training": [], "kept back": []}
+    apart = any(row["kept_back"] for row in rows)
     for row in rows:
         part = "kept back" if row["kept_back"] else "worded as in training"
-        for name in ("all", part, row["kind"]):
+        for name in ("all", *([part] if apart else []), row["kind"]):
             groups.setdefault(name, []).append(row["right"])
     return {
         name: [sum(r), len(r), *(round(x, 3) for x in wilson(sum(r), len(r)))]
         for name, r in groups.items()
+        if r
     }
+
+
+def merged(rows: dict[str, list[dict]]) -> list[dict]:
+    """One row a form, with the reply of each cache and whether it is right."""
+    out = []
+    for each in zip(*rows.values(), strict=True):
+        row = {key: each[0][key] for key in ("kind", "kept_back", "turns")}
+        told = {kv: [r["reply"], r["right"], r["tokens"]] for kv, r in zip(rows, each, strict=True)}
+        same = all(said == [*told.values()][0] for said in told.values())
+        out.append(row | ({"all": [*told.values()][0]} if same else told))
+    return out
 
 
 def table(found: dict[str, dict[str, list]]) -> str:
@@ -80,10 +93,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="tiny-chat")
     parser.add_argument("--kv", default="fp16,int4", help="presets by commas")
-    parser.add_argument("--out", help="a JSON file with every reply")
+    parser.add_argument("--forms", type=Path, default=FILE, help="another list of the same format")
+    parser.add_argument(
+        "--out", help="a JSON file with every reply, whether it is right, and the tokens held"
+    )
     parser.add_argument("--wrong", action="store_true", help="print what is answered wrong")
     args = parser.parse_args()
-    forms, found, rows = read(), {}, {}
+    forms, found, rows = read(args.forms), {}, {}
     for kv in args.kv.split(","):
         rows[kv] = ask(load(args.model, kv), forms)
         found[kv] = shares(rows[kv])
@@ -98,7 +114,7 @@ def main() -> None:
     )
     print(f"{same} of {len(forms)} last replies are the same under {kinds[0]} and {kinds[-1]}")
     if args.out:
-        data = {"model": args.model, "shares": found, "same": same, "rows": rows}
+        data = {"model": args.model, "shares": found, "same": same, "rows": merged(rows)}
         Path(args.out).write_text(json.dumps(data) + "\n")
 
 
