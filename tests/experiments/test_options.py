@@ -22,7 +22,9 @@ NEEDED |= {
     "latent_kl": ["--model", "x", "--out", "y"],
     "programs": ["--folder", "x"],
 }
-NEEDED |= {f"frontier.{n}": ["--models", "x", "--out", "y"] for n in ("codes", "nested", "pages")}
+NEEDED |= {
+    f"frontier.{n}": ["--models", "x", "--out", "y"] for n in ("codes", "every", "nested", "pages")
+}
 NEEDED |= {f"evidence.{name}": ["--models", "x", "--out", "y"] for name in ("natural", "selection")}
 
 
