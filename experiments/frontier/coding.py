@@ -150,6 +150,11 @@ class AffineCoder:
         return keys, coded(values, VALUES, self.how, self.maps)[0], steps
 
 
+def _nearest(z: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Return which of a few rising levels is the nearest: sums of comparisons take a tenth of a search's time."""
+    return sum((z > edge).astype(np.int8) for edge in (levels[1:] + levels[:-1]) / 2)
+
+
 def learned(samples: mx.array, side: str, down: mx.array, rounds: int = 12) -> mx.array:
     """Return four levels in [-1, 1] for groups of `samples` [G, N, D] behind `down`: Lloyd's rounds, the range of a
     group searched anew in each."""
@@ -158,15 +163,15 @@ def learned(samples: mx.array, side: str, down: mx.array, rounds: int = 12) -> m
     x = np.array(x.reshape(-1, x.shape[-1]))
     x = x[:: max(1, len(x) // GROUPS)][:GROUPS]
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
-    z = (x - (low + high) / 2) / np.maximum((high - low) / 2, 1e-12)
+    z = ((x - (low + high) / 2) / np.maximum((high - low) / 2, 1e-12)).astype(np.float32)
     levels = np.array([-1, -1 / 3, 1 / 3, 1.0])
     for _ in range(rounds):
         best, least = np.ones((len(z), 1)), np.full((len(z), 1), np.inf)
         for factor in FACTORS:
-            near = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, z / factor)] * factor
+            near = levels[_nearest(z, levels * factor)] * factor
             error = ((near - z) ** 2).mean(-1, keepdims=True)
             best, least = np.where(error < least, factor, best), np.minimum(error, least)
-        code = np.searchsorted((levels[1:] + levels[:-1]) / 2, z / best)
+        code = _nearest(z / best, levels)
         new = [
             ((z * best)[code == i].sum() / max((best**2 + 0 * z)[code == i].sum(), 1e-9))
             for i in range(4)

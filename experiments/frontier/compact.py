@@ -1,7 +1,7 @@
 """Keep of a study's rows what its page says: `python -m experiments.frontier.compact ROWS... --out FILE.jsonl`.
 
-A line for each arm: KL, tokens alike and drafts accepted by text, answers by document; a line for each layer and size of
-pages: what an oracle needs, a mean over texts by query head and by kv head, with the spread of texts.
+A line for each arm: KL, tokens alike and drafts accepted by text, answers by document; a line for each layer and size
+of pages: what an oracle needs, a mean over texts by query head and by kv head, with the spread of texts.
 """
 
 from __future__ import annotations

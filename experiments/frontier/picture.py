@@ -26,16 +26,8 @@ STYLES = {
     ORACLE: ("s", "#d55e00", 6),
     NESTED: ("D", "#009e73", 6),
 }
-NAMED = (
-    "oscar-int2",
-    "kivi-int2",
-    "kvarn-int2",
-    "kitty-int2",
-    "turbo-int2",
-    "naive-int2",
-    "polar-tree",
-)
-NAMED += ("kvarn-int3", "naive-int4", "hadamard-int4", "kivi-int4", "turbo-int3", "centred-int2")
+NAMED = ("oscar-int2", "kivi-int2", "turbo-int2", "naive-int2", "polar-tree", "kvarn-int3")
+NAMED += ("naive-int4", "kivi-int4", "turbo-int3")
 # What is drawn of the studies; what a code adds to int2 or fill lies on the marks of these.
 DRAWN = {"int2": INT, "int3": INT, "int4": INT}
 DRAWN |= dict.fromkeys(("fill-2.25", "fill-2.5", "fill-3", "fill-4.5"), FILL)
@@ -55,12 +47,10 @@ DRAWN |= dict.fromkeys((f"nested fill 2+2 base {share}" for share in (0.125, 0.2
 def panels(found: dict[tuple, dict[str, dict]], beside: Sequence[Row]) -> str:
     """Return SVG text. found: arms by (model, context). beside: rows of published methods, of any context, over the
     `int2` of their own texts."""
-    some = [(key, arms) for key, arms in found.items() if "int2" in arms and len(arms) > 10][
-        :PANELS
-    ]
+    some = [(key, arms) for key, arms in found.items() if "int2" in arms][:PANELS]
     with plots.pyplot() as plt:
         figure, axes = plt.subplots(
-            1, len(some), figsize=(5.2 * len(some), 4.6), sharey=True, squeeze=False
+            1, len(some), figsize=(5 * len(some), 4.8), sharey=True, squeeze=False
         )
         for axis, ((model, context), arms) in zip(axes[0], some, strict=True):
             _published(axis, [row for row in beside if row["model"] == model])
@@ -98,7 +88,8 @@ def panels(found: dict[tuple, dict[str, dict]], beside: Sequence[Row]) -> str:
                         color=colour,
                     )
             axis.set_yscale("log")
-            axis.set_xlim(1.2, WIDEST)
+            axis.set_xlim(1.4, WIDEST)
+            axis.set_ylim(0.02, 6)
             axis.set_title(f"{model}, {context} tokens", fontsize=11)
             axis.set_xlabel("bits read per value and decode step")
         axes[0, 0].set_ylabel("mean KL over int2's")
@@ -108,8 +99,8 @@ def panels(found: dict[tuple, dict[str, dict]], beside: Sequence[Row]) -> str:
                 if name not in names:
                     handles.append(handle)
                     names.append(name)
-        axes[0, -1].legend(handles, names, loc="upper right", fontsize=9)
-        figure.tight_layout()
+        figure.legend(handles, names, loc="lower center", ncols=len(names), fontsize=9)
+        figure.tight_layout(rect=(0, 0.07, 1, 1))
         return plots.svg(figure)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,6 +79,8 @@ def _model(args, model: str, arms: Sequence[Arm], extra: Extra | None) -> None:
         "model": path.parent.name if path.name == "hub" else path.name,
         "windows": WINDOWS,
         "split": corpus.TEST,
+        "dtype": str(loaded.dtype).split(".")[-1],
+        "tf32": os.environ.get("MLX_ENABLE_TF32", "1") != "0",  # on NVIDIA GPUs
     }
     first, *others = numbers(args.contexts, "--contexts")
     start = time.perf_counter()
