@@ -25,6 +25,7 @@ NEEDED |= {
 NEEDED |= {
     f"frontier.{n}": ["--models", "x", "--out", "y"] for n in ("codes", "every", "nested", "pages")
 }
+NEEDED |= {"frontier.compact": ["x", "--out", "y"], "frontier.page": ["x"]}
 NEEDED |= {f"evidence.{name}": ["--models", "x", "--out", "y"] for name in ("natural", "selection")}
 
 
