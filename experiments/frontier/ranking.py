@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import floor, log
 
 import mlx.core as mx
 
@@ -11,30 +11,44 @@ from experiments.frontier.engine import Memory
 # What a ranking reads of every page, in vectors of a key's length in 16 bits. "full" (the exact variance of scores)
 # and "oracle" (their exact mass) say what could be won at most, and are counted as if they were free; "base" reads
 # codes that are read anyway.
-SUMMARIES = {"mean": 1, "diagonal": 2, "low rank": 4, "boxes": 2, "full": 0, "oracle": 0, "base": 0}
-DIRECTIONS, ITERATIONS = (
-    2,
-    6,
-)  # of "low rank": kept for a page, and steps of the power method for each
+# "boxes": Quest's score, by head made a share of the mass as the others are; "boxes sum": added up over the heads that
+# share keys, as they are.
+SUMMARIES = {"mean": 1, "diagonal": 2, "low rank": 4, "boxes": 2, "boxes sum": 2, "full": 0}
+SUMMARIES |= {"oracle": 0, "base": 0}
+# Of "low rank": directions kept for a page, and steps of the power method for each.
+DIRECTIONS, ITERATIONS = 2, 6
 
 
-def taken(rank: str, share: float, page: int, memory: Memory, asked, scores, shape) -> mx.array:
+def pages_read(share: float, pages: int) -> int:
+    """Return how many of `pages` are read: at least one."""
+    return max(1, floor(share * pages + 0.5))
+
+
+def taken(
+    rank: str, share: float, page: int, memory: Memory, asked, scores, beside, shape
+) -> mx.array:
     """Return which tokens of pages are read, [B, G, 1, T, N]: heads that share keys read the same pages, those with
-    the largest sum of estimated shares. asked, scores, shape: as in `estimates`."""
+    the largest sum of estimated shares of all the mass. asked, scores, shape: as in `estimates`. beside: the logarithm
+    of the mass of the exact windows, [B, G, R, T, 1], which is read anyway: a head that looks there needs no page."""
     held = estimates(rank, page, memory, asked, scores, shape)
-    whole = mx.softmax(held, axis=-1).sum(2, keepdims=True)
-    count = ceil(share * whole.shape[-1])
+    if rank == "boxes sum":
+        whole = held.sum(2, keepdims=True)
+    elif rank == "boxes":  # a bound of single scores says nothing of the mass beside the windows
+        whole = mx.softmax(held, axis=-1).sum(2, keepdims=True)
+    else:
+        both = mx.concatenate([held + log(page), beside], axis=-1)
+        whole = mx.softmax(both, axis=-1)[..., :-1].sum(2, keepdims=True)
     order = mx.argsort(mx.argsort(-whole, axis=-1), axis=-1)
-    return mx.repeat(order < count, page, axis=-1)
+    return mx.repeat(order < pages_read(share, whole.shape[-1]), page, axis=-1)
 
 
 def estimates(rank: str, page: int, memory: Memory, asked, scores, shape) -> mx.array:
-    """Return the logarithm of each page's attention mass up to a constant, [B, G, R, T, pages], as `rank` sees it.
+    """Return the logarithm of each page's attention mass over its tokens, [B, G, R, T, pages], as `rank` sees it.
 
     asked: queries times their scale [B, G, R * T, D]. scores: of what is read, [B, G, R, T, N]. shape: B, G, R, T.
     """
     if rank in ("oracle", "base"):
-        return mx.logsumexp(scores.reshape(*shape, -1, page), axis=-1)
+        return mx.logsumexp(scores.reshape(*shape, -1, page), axis=-1) - log(page)
     if rank == "full":
         parts = scores.reshape(*shape, -1, page)
         return parts.mean(-1) + parts.var(-1) / 2
@@ -42,12 +56,12 @@ def estimates(rank: str, page: int, memory: Memory, asked, scores, shape) -> mx.
     def product(x: mx.array, y: mx.array) -> mx.array:
         return (x @ y.swapaxes(-1, -2)).reshape(*shape, -1)
 
-    kept = ("summary", rank, page)
+    kept = ("summary", rank.split()[0] if rank.startswith("boxes") else rank, page)
     if kept not in memory.memo:
-        memory.memo[kept] = _summary(rank, memory.pages(0), page)
+        memory.memo[kept] = _summary(kept[1], memory.pages(0), page)
         mx.eval(memory.memo[kept])
     one, two, *more = memory.memo[kept]
-    if rank == "boxes":  # Quest (Tang et al. 2024), section 3.2
+    if rank.startswith("boxes"):  # Quest (Tang et al. 2024), section 3.2
         return product(mx.maximum(asked, 0), one) + product(mx.minimum(asked, 0), two)
     found = product(asked, one)
     if rank == "mean":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,21 +14,20 @@ from experiments.evidence import corpus, rows
 from experiments.evidence.corpus import Held
 from experiments.evidence.measure import KL, RETRIEVAL
 from experiments.frontier.arms import Arm, attend
-from experiments.frontier.coding import KEYS, VALUES, Maps, learned
 from experiments.frontier.engine import PAGE, RECENT, SINK, Memory, prefill, read_on
+from experiments.frontier.home import Home, calibrated
 from experiments.options import Parser, at_least, numbers, words
 from mlxkv import console
 from mlxkv.eval.questions import prompts
 from mlxkv.eval.tasks.answers import spans
 from mlxkv.eval.tasks.divergence import compare
 from mlxkv.models import Loaded, load
-from mlxkv.models.calibration.measure import bos_of, calibrate
 
 EXACT = Arm("exact")
 WINDOWS = "64,64"
 LEAST = SINK + RECENT + 2 * PAGE  # tokens of a prompt: fewer have no page to leave out
 # What a study measures besides its arms, of (model, prompt, new tokens, maps): a row without a text for each text.
-Extra = Callable[[Loaded, Sequence[Memory], list, dict[int, Maps]], list[list[dict]]]
+Extra = Callable[[Loaded, Sequence[Memory], list, Home], list[list[dict]]]
 
 
 def options(name: str, doc: str | None) -> Parser:
@@ -37,13 +37,14 @@ def options(name: str, doc: str | None) -> Parser:
         "--texts", type=Path, help="held-out texts: SPLIT/KIND-N.txt; default: stories"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl")
-    parser.add_argument("--contexts", default="4096,8192", help="tokens of a prompt")
+    parser.add_argument("--contexts", default="8064", help="tokens of a prompt")
     parser.add_argument("--decode", type=int, default=128, help="tokens after it")
-    parser.add_argument("--count", type=int, default=16, help="texts of a context")
-    parser.add_argument("--documents", type=int, default=8, help="documents of questions; 0: none")
-    parser.add_argument("--document", type=int, default=4096, help="tokens of a document")
+    parser.add_argument("--count", type=int, default=8, help="texts of a context")
+    parser.add_argument("--documents", type=int, default=6, help="documents of questions; 0: none")
+    parser.add_argument("--document", type=int, default=8064, help="tokens of a document")
     parser.add_argument("--questions", type=int, default=8, help="of each kind and document")
-    parser.add_argument("--together", type=int, default=4, help="texts read at once")
+    parser.add_argument("--together", type=int, default=8, help="texts read at once")
+    parser.add_argument("--dtype", help="float32, float16 or bfloat16; default: the model's")
     parser.add_argument("--calibrate", type=int, default=16384, help="tokens of calibration")
     return parser
 
@@ -68,35 +69,19 @@ def run(
         _model(args, model, arms, extra)
 
 
-def maps_of(loaded, held: Held, count: int) -> dict[int, Maps]:
-    """Calibrate: the balanced maps of every layer, and levels that fit what they store."""
-    samples: dict = {}
-    text = held.calibration(loaded, count)
-    made = calibrate(
-        loaded.model,
-        text.tokens,
-        text=text.name,
-        window=min(4096, count),
-        bos=bos_of(loaded.tokenizer),
-        samples=samples,
-    )
-    out = {}
-    for name, layer in made.layers.items():
-        pairs = {
-            s: tuple(map(mx.array, getattr(layer, s).balance.pair(made.parts)))
-            for s in (KEYS, VALUES)
-        }
-        levels = {s: learned(samples[name].rows(s), s, pairs[s][0]) for s in pairs}
-        out[int(name)] = Maps(pairs[KEYS], pairs[VALUES], levels)
-    return out
-
-
 def _model(args, model: str, arms: Sequence[Arm], extra: Extra | None) -> None:
     held, file = Held(args.texts), args.out / "rows.jsonl"
     done = {rows.key(row) for row in rows.read([file])} if file.exists() else set()
-    loaded = load(model, "fp16")
-    maps = maps_of(loaded, held, args.calibrate)
-    about = {"model": Path(model).name, "windows": WINDOWS, "split": corpus.TEST}
+    loaded = load(model, "fp16", dtype=args.dtype)
+    home = calibrated(loaded, held.calibration(loaded, args.calibrate), args.calibrate)
+    path = Path(model)
+    about = {
+        "model": path.parent.name if path.name == "hub" else path.name,
+        "windows": WINDOWS,
+        "split": corpus.TEST,
+        "dtype": str(loaded.dtype).split(".")[-1],
+        "tf32": os.environ.get("MLX_ENABLE_TF32", "1") != "0",  # on NVIDIA GPUs
+    }
     first, *others = numbers(args.contexts, "--contexts")
     start = time.perf_counter()
 
@@ -117,7 +102,7 @@ def _model(args, model: str, arms: Sequence[Arm], extra: Extra | None) -> None:
                 names[i : i + args.together],
                 context,
                 arms,
-                maps,
+                home,
                 extra,
                 known,
                 keep,
@@ -130,17 +115,19 @@ def _model(args, model: str, arms: Sequence[Arm], extra: Extra | None) -> None:
     texts(first)
     for index in range(args.documents):
         where = {"task": RETRIEVAL, "text": held.document_name(index), "context": args.document}
-        asked = [one for one in (EXACT, *arms) if not known(where | {"preset": one.name})]
+        some = [EXACT, *(arm for arm in arms if arm.ask)]
+        asked = [one for one in some if not known(where | {"preset": one.name})]
         if asked:
             document = held.document(loaded, index, args.document, args.questions)
-            for arm, right in answers(loaded, document, asked, maps).items():
-                keep(where | {"preset": arm.name, "right": right} | _bits(arm))
+            for arm, right in answers(loaded, document, asked, home).items():
+                bits = _bits(arm, home, args.document)
+                keep(where | {"preset": arm.name, "right": right} | bits)
     for context in others:
         texts(context)
     console.note(f"{about['model']}: done, {time.perf_counter() - start:.0f} s")
 
 
-def _texts(args, loaded, held: Held, names, context: int, arms, maps, extra, known, keep) -> None:
+def _texts(args, loaded, held: Held, names, context: int, arms, home, extra, known, keep) -> None:
     """Measure texts in one batch: what `known` does not say is given to `keep`."""
 
     def row(arm: str, name: str, task: str = KL) -> dict:
@@ -152,20 +139,29 @@ def _texts(args, loaded, held: Held, names, context: int, arms, maps, extra, kno
     texts = [held.tokens(loaded, corpus.TEST, n, context + args.decode + 1) for n in names]
     prompt = prefill(loaded, [text[:context] for text in texts])
     new = [text[context:-1] for text in texts]
-    base = read_on(loaded, prompt, new, attend(EXACT, maps))
+    base = read_on(loaded, prompt, new, attend(EXACT, home))
     for name, found in zip(
-        names, extra(loaded, prompt, new, maps) if extra else [[]] * len(names), strict=True
+        names, extra(loaded, prompt, new, home) if extra else [[]] * len(names), strict=True
     ):
         for one in found:
             keep(row(one["preset"], name, one["task"]) | one)
     for arm in asked:
-        logs = read_on(loaded, prompt, new, attend(arm, maps))
+        logs, bits = (
+            read_on(loaded, prompt, new, attend(arm, home)),
+            _bits(arm, home, context),
+        )
         for i, (name, text) in enumerate(zip(names, texts, strict=True)):
-            keep(row(arm.name, name) | _bits(arm) | _kl(base[i], logs[i], text[context + 1 :]))
+            keep(row(arm.name, name) | bits | _kl(base[i], logs[i], text[context + 1 :]))
 
 
-def _bits(arm: Arm) -> dict:
-    return {"bits_per_value": arm.bits, "bits_with_windows": arm.bits}
+def _bits(arm: Arm, home: Home, context: int) -> dict:
+    """What is read of pages, and of the whole prompt with its exact tokens."""
+    pages = (context - SINK - RECENT) // PAGE * PAGE
+    bits = arm.bits(home, pages)
+    return {
+        "bits_per_value": bits,
+        "bits_with_windows": (bits * pages + 16 * (context - pages)) / context,
+    }
 
 
 def _kl(base: mx.array, logs: mx.array, targets: Sequence[int]) -> dict:
@@ -180,7 +176,7 @@ def _kl(base: mx.array, logs: mx.array, targets: Sequence[int]) -> dict:
     }
 
 
-def answers(loaded, document, arms: Sequence[Arm], maps) -> dict[Arm, dict]:
+def answers(loaded, document, arms: Sequence[Arm], home: Home) -> dict[Arm, dict]:
     """Return for each arm and kind which values of its answers are right, all questions in one batch."""
     begin = prompts.prefix(loaded, document.text)
     asked, ends = [], []
@@ -198,7 +194,7 @@ def answers(loaded, document, arms: Sequence[Arm], maps) -> dict[Arm, dict]:
     ]  # causal: nothing before sees it
     prompt, out = prefill(loaded, [begin]), {}
     for arm in arms:
-        likeliest = np.array(mx.argmax(read_on(loaded, prompt, padded, attend(arm, maps)), axis=-1))
+        likeliest = np.array(mx.argmax(read_on(loaded, prompt, padded, attend(arm, home)), axis=-1))
         right: dict[str, list] = {}
         for line, tokens, (kind, answer, places) in zip(likeliest, asked, ends, strict=True):
             first = len(tokens) - len(answer) - 1

@@ -22,7 +22,10 @@ NEEDED |= {
     "latent_kl": ["--model", "x", "--out", "y"],
     "programs": ["--folder", "x"],
 }
-NEEDED |= {f"frontier.{n}": ["--models", "x", "--out", "y"] for n in ("codes", "nested", "pages")}
+NEEDED |= {
+    f"frontier.{n}": ["--models", "x", "--out", "y"] for n in ("codes", "every", "nested", "pages")
+}
+NEEDED |= {"frontier.compact": ["x", "--out", "y"], "frontier.page": ["x"]}
 NEEDED |= {f"evidence.{name}": ["--models", "x", "--out", "y"] for name in ("natural", "selection")}
 
 
