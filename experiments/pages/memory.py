@@ -19,7 +19,7 @@ from pathlib import Path
 
 from experiments.options import Parser
 from mlxkv import console
-from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.names import parse_preset
 from mlxkv.machine import USABLE
 from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
 from mlxkv.models.catalog.shapes import activation_bytes, layers_of, weight_bytes
@@ -54,7 +54,7 @@ MODELS = {
     "Llama 3.3 70B": LLAMA_70B,
 }
 MLX_LM = "mlx-lm, 4 bits"
-CACHES = ("fp16", MLX_LM, "int4", "int2")
+CACHES = ("fp16", MLX_LM, "int4", "fill-2.25")
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def bars(config: dict) -> list[Bar]:
 
 def _bar(plan: ModelPlan, name: str) -> Bar:
     if name != MLX_LM:
-        found = need(plan, PRESETS[name], CONTEXT)
+        found = need(plan, parse_preset(name), CONTEXT)
         return Bar(name, found.weights / GIB, found.cache / GIB, found.transient / GIB)
-    kv = replace(PRESETS["naive-int4"], sink=0, recent=0)
+    kv = replace(parse_preset("naive-int4"), sink=0, recent=0)
     stored = sum(layer_bytes(layer, kv, CONTEXT) for layer in plan.layers)
     working = activation_bytes(plan.config, CHUNK)
     scores = 2 * plan.config["num_attention_heads"] * CHUNK * CONTEXT

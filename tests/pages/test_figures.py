@@ -8,7 +8,7 @@ import pytest
 import repo_pages
 
 from experiments.pages import memory
-from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.names import parse_preset
 from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
 from mlxkv.models.catalog.shapes import layers_of
 from mlxkv.models.catalog.sizes import layer_bytes
@@ -42,7 +42,7 @@ def measured(model: str) -> dict[str, list[str]]:
     part = re.split(r"^## natural-", text, flags=re.M)
     own = next(section for section in part if section.startswith(model.removeprefix("natural-")))
     own = own.partition("Questions with every value right")[0]
-    lines = re.findall(r"^\| `([\w+-]+)` \|(.*\[.*)$", own, re.M)
+    lines = re.findall(r"^\| `([\w+.-]+)` \|(.*\[.*)$", own, re.M)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
 
 
@@ -71,7 +71,7 @@ def test_quality_is_that_of_the_page_of_natural_models(preset, model):
 def test_the_answer_of_the_results_is_the_same():
     answer = rows((ROOT / "docs/results/README.md").read_text(encoding="utf-8"), "| preset |")
     both = set(answer) & set(SAVED)
-    assert {"int4", "int2", "kivi-int2", "oscar-int2"} <= both
+    assert {"int4", "fill-3", "fill-2.25", "int2", "kivi-int2", "oscar-int2"} <= both
     for name in both:
         for column in (3, 4, 5):
             assert numbers(SAVED[name][column]) == numbers(answer[name][column]), (name, column)
@@ -80,7 +80,7 @@ def test_the_answer_of_the_results_is_the_same():
 @pytest.mark.parametrize("preset", SAVED)
 def test_bytes_are_those_of_fit(preset):
     layers = layers_of(CONFIGS["llama-3.1-8b"])
-    kv = PRESETS[preset]
+    kv = parse_preset(preset)
     stored = sum(layer_bytes(layer, kv, 131072) for layer in layers)
     close(SAVED[preset][2], [stored / 2**30])
     if preset != "fp16":
@@ -110,7 +110,7 @@ def test_the_table_against_mlx_lm():
     for cell, preset in ((quality[1], "naive-int4"), (quality[2].partition(",")[0], "int4")):
         close(cell, [numbers(found[preset][2])[0] for found in (gemma, qwen)])
     two = table["quality at 2 bits, natural-gemma"]
-    for cell, preset in ((two[1], "naive-int2"), (two[2].partition("(")[0], "int2")):
+    for cell, preset in ((two[1], "naive-int2"), (two[2].partition("(")[0], "fill-2.25")):
         shown, _, bits = cell.partition(" at ")
         close(shown, numbers(gemma[preset][2]))
         close(bits.split()[0], numbers(gemma[preset][0]))
@@ -126,10 +126,10 @@ def test_the_words_of_the_picture_are_its_figures():
     alt = re.search(r'alt="(Computed [^"]*)"', README)[1]
     for model in ("Llama 3.1 8B", "Llama 3.3 70B"):
         shown = re.search(
-            rf"{re.escape(model)}: fp16 ([\d.]+) GiB, int4 ([\d.]+), int2 ([\d.]+)", alt
+            rf"{re.escape(model)}: fp16 ([\d.]+) GiB, int4 ([\d.]+), fill-2.25 ([\d.]+)", alt
         )
         bars = {bar.cache: bar for bar in memory.bars(memory.MODELS[model])}
-        for text, name in zip(shown.groups(), ("fp16", "int4", "int2"), strict=True):
+        for text, name in zip(shown.groups(), ("fp16", "int4", "fill-2.25"), strict=True):
             close(text, [bars[name].total])
 
 
@@ -138,7 +138,7 @@ def test_the_picture_counts_as_fit_does():
     assert QUANTIZATION["bits"] == 4
     bars = {bar.cache: bar for bar in memory.bars(CONFIGS["llama-3.1-8b"])}
     shown = README[README.index("```text") :]
-    for name in ("fp16", "int4", "int2"):
+    for name in ("fp16", "int4", "fill-2.25"):
         line = re.search(rf"^ {name} .*", shown, re.M)[0]
         close(line.split("GiB")[1].strip(), [bars[name].total])
         assert ("yes" in line) == (memory.mac(bars[name].total) == "a 16 GB Mac")
