@@ -27,7 +27,7 @@ from mlxkv.models.hooks.latent import modules_of
 from mlxkv.texts.sources import BETWEEN, story_tokens
 from mlxkv.texts.worlds import stories
 
-PRESETS = ("int8", "int8+rope8", "int4", "int4+rope8", "hadamard-int4", "turbo-int4", "int3")
+PRESETS = ("int8", "int8+rope8", "int4", "int4+rope16", "hadamard-int4", "turbo-int4", "int3")
 PRESETS += ("naive-int3", "hadamard-int3", "turbo-int3", "balanced-int3", "hadamard-int3+rope8")
 TASKS = ("divergence", "retrieval")
 KINDS = ("single", "multi-key", "multi-query", "multi-value")

@@ -31,7 +31,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 
-PRESETS = ("int8", "int4", "int4+rope8", "hadamard-int4", "naive-int3", "naive-int2")
+PRESETS = ("int8", "int4", "int4+rope16", "hadamard-int4", "naive-int3", "naive-int2")
 BY_OPS = ("int4",)  # measured by plain ops, too
 RANK, ROTARY, CHUNK = 512, 64, 4096
 COMMON = {

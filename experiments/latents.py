@@ -26,7 +26,7 @@ from mlxkv.models.calibration import measure
 PRESETS = (
     "int8",
     "int4",
-    "int4+rope8",
+    "int4+rope16",
     "int3",
     "int2",
     "hadamard-int4",

@@ -255,7 +255,7 @@ def families() -> list[str]:
         "operations, in "
         + ", ".join(f"`{name}`" for name in sorted(LATENTS))
         + ", and in families that use their "
-        "code: with random weights so far, no trained one ([how](../internals/mla.md)).",
+        "code: with random weights, and one small trained model ([how](../internals/mla.md)).",
         "",
         "## Refused",
         "",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import get_args
 
 from mlxkv.errors import UserError
@@ -194,6 +194,8 @@ class CacheConfig:
     whole_pages: select pages, for all kv heads alike, in place of tokens for each head.
     sliding: tokens that a layer with a sliding window sees; 0: all.
     rotary: bits of the rotary keys beside latents (MLA): 16, as the model makes them, or 8.
+    short_rotary: 8 bits for them without being asked, where there are latents; it is not saved and no
+        part of what is compared: `of_latents` says it as `rotary`.
     """
 
     keys: Side
@@ -205,6 +207,7 @@ class CacheConfig:
     whole_pages: bool = False
     sliding: int = 0
     rotary: int = 16
+    short_rotary: bool = field(default=False, compare=False)
 
     def __post_init__(self):
         if self.page < 16 or self.page % 16:
@@ -325,7 +328,9 @@ class CacheConfig:
     def of_latents(self) -> CacheConfig:
         """The config of a cache of latents (MLA), one record a token: stored as keys are, which are the sensitive
         half; its other part, the rotary keys, stays exact, or is stored with 8 bits and a scale per token."""
-        return replace(self, values=Side(Full()) if self.rotary == 16 else ROTARY)
+        rotary = 8 if self.short_rotary else self.rotary
+        values = Side(Full()) if rotary == 16 else ROTARY
+        return replace(self, values=values, rotary=rotary, short_rotary=False)
 
     @property
     def why_no_latents(self) -> str | None:
@@ -418,6 +423,7 @@ class CacheConfig:
             del data["sliding"]
         if self.rotary == 16:
             del data["rotary"]
+        del data["short_rotary"]
         return data
 
     @staticmethod

@@ -8,7 +8,7 @@
     PRESET+SETTING...        a preset with other numbers: +g32 (values that share a scale), +clip.96 (OSCAR's
                              clip), both also of keys or values alone (+kg32, +vclip.94), +page128, and the
                              exact tokens +sink32 and +recent96
-    PRESET+rope8             the rotary keys beside latents (MLA) with 8 bits
+    PRESET+rope8, +rope16    the rotary keys beside latents (MLA) with 8 bits, or exact
     NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
     FILE.json                a plan: a preset for each layer (`plans.files`); FILE.safetensors: a calibration's
 
@@ -51,7 +51,7 @@ SIZES = {"": "share", "r": "rank", "e": "energy"}
 KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
 WAY = re.compile(rf"{'|'.join(STORED)}|{SEGMENTS}\d+")
 TUNED = re.compile(r"\+(?P<sides>[kv]?)(?P<what>g|clip|page|sink|recent)(?P<number>\d*\.?\d+)$")
-ROPE8 = "+rope8"
+ROTARY = re.compile(r"\+rope(8|16)$")
 SETTINGS = {
     "raw": {"raw": True},
     "fast": {"prefill_rate": 1.0, "decode_rate": 0.5},
@@ -147,9 +147,9 @@ def with_keep(names: str, keep: float | None) -> str:
 def _one(name: str) -> CacheConfig | None:
     if name in PRESETS:
         return PRESETS[name]
-    if name.endswith(ROPE8):
-        base = _one(name.removesuffix(ROPE8))
-        return base and replace(base, rotary=8)
+    if found := ROTARY.search(name):
+        base = _one(name[: found.start()])
+        return base and replace(base, rotary=int(found[1]), short_rotary=False)
     if found := TUNED.search(name):
         base = _one(name[: found.start()])
         return base and _tuned(base, found, name)

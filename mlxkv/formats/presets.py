@@ -134,15 +134,21 @@ def _centred(config: CacheConfig) -> CacheConfig:
     return replace(config, keys=replace(config.keys, transform=f"{config.keys.transform}-centred"))
 
 
+def _short(config: CacheConfig) -> CacheConfig:
+    """The same with rotary keys of 8 bits, where a model has latents."""
+    return replace(config, short_rotary=True)
+
+
 CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
 
 PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
     # The best measured at each width (docs/results/methods.md). int8 and int4 need no calibration.
     "int8": _both(8, "none"),
-    "int4": CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64))),
-    "int3": _balanced(4, 2),  # better than 3 bits for both: keys are the sensitive half
-    "int2": _channels(2, 2),
+    # Beside latents these three have rotary keys of 8 bits (docs/results/latents.md).
+    "int4": _short(CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64)))),
+    "int3": _short(_balanced(4, 2)),  # better than 3 bits for both: keys are the sensitive half
+    "int2": _short(_channels(2, 2)),
     # Min-max in groups of 64 without a transform, as mlx-lm's --kv-bits.
     "naive-int8": _both(8, "none"),
     "naive-int4": _both(4, "none"),

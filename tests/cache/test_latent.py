@@ -18,6 +18,7 @@ from mlxkv.cache.view import CacheView
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, Side
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.plans.files import parsed as parse_plan
 from mlxkv.models import attach, usage
 from mlxkv.models.hooks import probe  # noqa: F401 (mlx-lm finds our classes by name from here on)
 from mlxkv.serve.caches.memory import shapes_of
@@ -146,7 +147,7 @@ def test_an_index_gets_an_array_of_every_step():
 
 def test_one_record_serves_as_key_and_value():
     """Codes of the latents once, rotary keys once: no more than their bits, beside windows and room."""
-    cache = LatentKVCache(parse_kv("int4").of_latents)
+    cache = LatentKVCache(parse_kv("int4+rope16").of_latents)
     pair = tokens(4096)
     fill(cache, pair, (4096,))
     paged = cache.store.count * cache.config.page
@@ -160,6 +161,22 @@ def test_one_record_serves_as_key_and_value():
 
 def _leaves(tree) -> list[mx.array]:
     return [x for part in tree.values() for x in part.values()]
+
+
+@pytest.mark.parametrize("kv", ["int4", "int3", "int2", "int4+g32", "int4/int8"])
+def test_presets_to_pick_from_have_rotary_keys_of_8_bits(kv):
+    made, (keys, pair, values) = parse_kv(kv), kv.partition("/")
+    assert made.rotary == 16 and made.of_latents.rotary == 8
+    asked = f"{keys}+rope16{pair}{values}"
+    exact = parse_kv(asked).of_latents
+    assert exact.rotary == 16 and CacheConfig.from_dict(exact.as_dict()) == exact
+    own = parse_plan([kv, asked], "plan", parse_kv)
+    assert [own.at(i).of_latents.rotary for i in range(2)] == [8, 16]
+
+
+@pytest.mark.parametrize("kv", ["int8", "naive-int4", "hadamard-int3", "turbo-int4", "int8/int4"])
+def test_other_presets_keep_rotary_keys_exact(kv):
+    assert parse_kv(kv).of_latents.rotary == 16
 
 
 @pytest.mark.parametrize("count", [150, 700, 4096])
@@ -329,6 +346,7 @@ def test_rotary_keys_of_8_bits():
     assert CacheConfig.from_dict(one.as_dict()) == one
     assert "rotary" not in parse_kv("int4").as_dict()  # as in files from before it
     assert one.of_latents.bits_per_value(512, 64) * 576 / 8 == 288 + 64 + 2
+    assert one.of_latents.of_latents == one.of_latents == parse_kv("int4").of_latents
     with pytest.raises(UserError, match="8 or 16"):
         replace(one, rotary=4)
     model = random_model("llama")

@@ -26,14 +26,14 @@ def run(tmp_path, *arguments: str) -> dict[tuple[str, str], dict]:
 
 
 def test_rows_say_bytes_error_and_times(tmp_path, capsys):
-    found = run(tmp_path, "--kv", "int4,int4+rope8")
+    found = run(tmp_path, "--kv", "int4+rope16,int4")
     by = "plain ops (no GPU here)"
-    assert list(found) == [("bf16", "mlx-lm"), ("int4", by), ("int4+rope8", by)]
+    assert list(found) == [("bf16", "mlx-lm"), ("int4+rope16", by), ("int4", by)]
     sizes = [row["bytes"] for row in found.values()]
     assert sizes == sorted(sizes, reverse=True)
     for row in found.values():
         assert 0 < row["off"] < 0.02 and row["attention"] > 0 < row["layer"]
-    assert "int4+rope8" in capsys.readouterr().out
+    assert "int4+rope16" in capsys.readouterr().out
 
 
 def test_the_kernel_is_compared_before_it_is_timed(tmp_path):

@@ -87,7 +87,7 @@ def test_a_latent_that_a_plan_leaves_exact_is_named_so():
     one = latent_model("deepseek_v3")
     lines = summarise(attach(one, PART))
     assert lines[0] == "layer 0 (latent attention): full precision, as asked for"
-    assert lines[2] == "plan: 11.4 bits per value, the mean of layers 0-1"
+    assert lines[2] == "plan: 10.7 bits per value, the mean of layers 0-1"
 
 
 @pytest.mark.parametrize("plan", [{"default": "int4+rope8"}, ["int4", "int4+rope8"]])

@@ -63,8 +63,8 @@ def test_reports_name_latents_and_what_stays_exact(family, model):
     assert [r.index for r in ours] == ([1, 3] if family in HYBRIDS else [0, 1])
     lines = summarise(found)
     said = next(line for line in lines if "latent" in line)
-    bits = (64 * 4.5 + 16 * 16) / 80
-    assert f"latent int4, rotary keys exact, {bits:.3g} bits per value" in said
+    bits = (64 * 4.5 + 16 * 8 + 16) / 80
+    assert f"latent int4, rotary keys int8, {bits:.3g} bits per value" in said
     assert ("sparse index stay in full precision" in said) == (family == "deepseek_v32")
     kind = IndexedLatentKVCache if family == "deepseek_v32" else LatentKVCache
     held = [type(c) for _, c in leaves(make_prompt_cache(model)) if isinstance(c, LatentKVCache)]
@@ -118,10 +118,10 @@ def test_memory_is_what_the_report_promises(family, model):
     paged = ours[0].store.count * 64
     assert paged >= 1500 - 192
     assert sum(x.nbytes for x in ours[0].store.state["keys"].values()) == paged * 64 * 4.5 / 8
-    if family not in (*HYBRIDS, "deepseek_v32"):  # windows and rotary keys are float32 here
+    if family not in (*HYBRIDS, "deepseek_v32"):  # windows are float32 here
         figures = usage(cache)
         assert figures.kv_bytes_fp16 == len(ours) * 1500 * 80 * 2
-        exact = 4 * (1500 - paged + 64) * 80 + 4 * paged * 16
+        exact = 4 * (1500 - paged + 64) * 80 + paged * (16 + 2)  # rotary keys: a byte each, a scale
         assert figures.kv_bytes == len(ours) * (paged * 64 * 4.5 / 8 + exact)
 
 

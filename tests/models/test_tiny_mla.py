@@ -186,10 +186,10 @@ def test_the_experiment_refuses_models_without_latents(tmp_path):
 def test_bytes_are_those_of_the_page(capsys):
     from experiments import latent_bytes
 
-    latent_bytes.main(["--tokens", "600", "--kv", "int4,int4+rope8"])
+    latent_bytes.main(["--tokens", "600", "--kv", "int4,int4+rope16"])
     said = capsys.readouterr().out.split("\n")
     page = (ROOT / "docs" / "results" / "latents.md").read_text()
-    for preset in ("int4 ", "int4+rope8 "):
+    for preset in ("int4 ", "int4+rope16 "):
         row = next(line.split() for line in said if f" {preset}" in line)
         size, share = row[-4], row[-3]
         assert f"| {size} | {share.lstrip('0')} |" in page

@@ -48,7 +48,13 @@ class Plan:
     @staticmethod
     def of(default: Part, layers: Mapping[int, Part], **more) -> Plan:
         """A plan of these parts."""
-        own = tuple((i, layers[i]) for i in sorted(layers) if layers[i] != default)
+        # Beside latents two configurations that are equal may have rotary keys of other bits.
+        same = (default.config, default.config.of_latents)
+        own = tuple(
+            (i, layers[i])
+            for i in sorted(layers)
+            if (layers[i].config, layers[i].config.of_latents) != same
+        )
         return Plan(default, own, last=max(layers, default=-1), **more)
 
     # -- one layer

@@ -74,7 +74,8 @@ def of_latents(config: CacheConfig, label: str) -> str:
     keys, values = config.keys.quantizer, config.values.quantizer
     bits = [getattr(side, "bits", None) for side in (keys, values)]
     as_keys = "" if bits[0] == bits[1] else f" ({config.keys.label}, as its keys)"
-    return f"latent {label}{as_keys}, rotary keys {'exact' if config.rotary == 16 else 'int8'}"
+    rotary = "exact" if config.of_latents.rotary == 16 else "int8"
+    return f"latent {label}{as_keys}, rotary keys {rotary}"
 
 
 def with_own(report: LayerReport, config: CacheConfig, own: CacheConfig) -> LayerReport:
