@@ -76,7 +76,9 @@ def _picks(rows: dict[str, dict]) -> None:
         ],
     )
     print("bits/value: fp16 has 16; the first 64 and at least the last 64 tokens stay exact")
-    print("KL, same next token: worse of two models of 80 million weights, real text; no pretrained")
+    print(
+        "KL, same next token: worse of two models of 80 million weights, real text; no pretrained"
+    )
     print("model was measured yet; –: not measured on them")
     print(
         "speed: decode attention over 32768 tokens against full precision, on one H200, no Mac yet"
