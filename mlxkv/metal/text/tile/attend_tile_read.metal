@@ -194,15 +194,11 @@ if (paged) {
         }
         if (int(entry.y) < 0) {
           const uint4 rest = fill_k[3 * n + 1];
-#pragma unroll
-          for (int e = 0; e < PAIR; e++) {
-            kv_fill_special(
-                record[e], fill_rows[n], own[e], entry, rest, fill_lane, pairs + 4 * e);
-          }
+          kv_fill_special<PAIR>(record, fill_rows[n], own, entry, rest, fill_lane, pairs);
         } else {
 #pragma unroll
           for (int e = 0; e < PAIR; e++) {
-            kv_fill_pairs(own[e], entry, pairs + 4 * e);
+            kv_fill_pairs<0x64006400u>(own[e], entry, pairs + 4 * e);
           }
         }
 #pragma unroll

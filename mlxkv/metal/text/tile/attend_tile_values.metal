@@ -39,15 +39,12 @@
           own[e] = EARLY ? values[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(fill_rows[2 * BK + n]));
         }
         if (int(entry.y) < 0) {
-#pragma unroll
-          for (int e = 0; e < PAIR; e++) {
-            kv_fill_special(
-                record[e], fill_rows[2 * BK + n], own[e], entry, rest, fill_lane, pairs + 4 * e);
-          }
+          kv_fill_special<PAIR>(
+              record, fill_rows[2 * BK + n], own, entry, rest, fill_lane, pairs);
         } else {
 #pragma unroll
           for (int e = 0; e < PAIR; e++) {
-            kv_fill_pairs(own[e], entry, pairs + 4 * e);
+            kv_fill_pairs<0x64006400u>(own[e], entry, pairs + 4 * e);
           }
         }
 #pragma unroll

@@ -194,44 +194,58 @@ inline uint kv_fill_read(KvRecord record, uint row, int lane, uint shared) {
 }
 
 // The codes of a block below a leading one: pairs[2 r + p] holds slots (r, p, half 0 and 1), those of p = 1 higher by
-// the entry's step. word: of the block's row.
+// the entry's step. word: of the block's row. TOP: the leading one.
+template <uint TOP>
 inline void kv_fill_pairs(uint word, uint4 entry, thread uint* pairs) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const uint x = word >> (r ? entry.y : entry.x);
-    pairs[2 * r] = (x & entry.z) | 0x64006400u;
-    pairs[2 * r + 1] = (x & entry.w) | 0x64006400u;
+    pairs[2 * r] = (x & entry.z) | TOP;
+    pairs[2 * r + 1] = (x & entry.w) | TOP;
   }
 }
 
-// The same for a block that stands in two places, or where lanes share words. rest: words 4 to 7 of the entry.
+// The same for COUNT records, of a block that stands in two places, or where lanes share words. rest: words 4 to 7 of
+// the entry; pairs: four for each record.
+template <int COUNT>
 inline void kv_fill_special(
-    KvRecord record, uint row, uint word, uint4 entry, uint4 rest, int lane, thread uint* pairs) {
+    const thread KvRecord* record, uint row, const thread uint* word, uint4 entry, uint4 rest,
+    int lane, thread uint* pairs) {
   const uint flags = rest.w >> 16;
   entry.y &= 31u;
-  if ((flags & KV_FILL_EIGHT) != 0u) {
-    uint x = word;
+  if ((flags & KV_FILL_THIRD) != 0u) {
+    const uint shared = flags & KV_FILL_THIRD_HALF_ROW;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      pairs[2 * r] = (x & entry.z) | 0x64006400u;
-      pairs[2 * r + 1] = ((x >> 8) & entry.z) | 0x64006400u;
-      if (r == 0) {
-        x = kv_fill_read(record, row + 32u, lane, 0u);
+    for (int e = 0; e < COUNT; e++) {
+      const uint third = kv_fill_read(record[e], rest.z, lane, shared) >> (rest.w & 31u);
+      kv_fill_pairs<0u>(word[e], entry, pairs + 4 * e);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint high = r ? third << 1 : third << 2;
+        pairs[4 * e + 2 * r] |= high & 0x00040004u;
+        pairs[4 * e + 2 * r + 1] |= high & 0x00100010u;
+      }
+    }
+  } else if ((flags & KV_FILL_EIGHT) != 0u) {
+#pragma unroll
+    for (int e = 0; e < COUNT; e++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint x = r ? kv_fill_read(record[e], row + 32u, lane, 0u) : word[e];
+        pairs[4 * e + 2 * r] = x & entry.z;
+        pairs[4 * e + 2 * r + 1] = (x >> 8) & entry.z;
       }
     }
   } else {
-    const uint other =
-        kv_fill_read(record, rest.z, lane, flags & (KV_FILL_HALF_ROW | KV_FILL_THIRD_HALF_ROW));
-    const bool third = (flags & KV_FILL_THIRD) != 0u;
-    kv_fill_pairs(third ? word : other, entry, pairs);
-    if (third) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const uint high = (other >> ((rest.w + uint(r)) & 31u)) << 2;
-        pairs[2 * r] |= high & 0x00040004u;
-        pairs[2 * r + 1] |= high & 0x00100010u;
-      }
+    for (int e = 0; e < COUNT; e++) {
+      kv_fill_pairs<0u>(kv_fill_read(record[e], rest.z, lane, 1u), entry, pairs + 4 * e);
     }
+  }
+  // By another instruction than above, or a compiler would move it behind both ways of a branch.
+#pragma unroll
+  for (int i = 0; i < 4 * COUNT; i++) {
+    pairs[i] += 0x64006400u;
   }
 }
 #endif
