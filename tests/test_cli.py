@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from random_model import write_model
 
+from experiments.evidence import rows
 from mlxkv import __version__
 from mlxkv.cli import app, main
 from mlxkv.console import parse_size, plain
@@ -163,7 +164,7 @@ def test_the_picks_say_what_was_measured():
     folder = Path(__file__).parents[1] / "docs"
     speeds = (folder / "internals" / "kernels.md").read_text(encoding="utf-8")
     files = [folder / "results/natural" / f"natural-{model}.jsonl" for model in ("qwen", "gemma")]
-    models = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    models = [rows.read([file]) for file in files]
     for name, said in MEASURED.items():
         mine = [[r for r in found if (r["preset"], r["task"]) == (name, "kl")] for found in models]
         assert [len(some) for some in mine] == [16, 16], name

@@ -2,8 +2,8 @@
 
 ROWS holds STAGE/MODEL/rows.jsonl, FOLDER is docs/results. Written are natural/MODEL.jsonl (the stages main and ask),
 natural/MODEL-STAGE.jsonl (every other stage with test texts), selection/MODEL.jsonl (the stage chosen) and
-selection/tries.json: the mean KL of every try of every method on the selection texts, and what was chosen. Rows keep
-what tables need, with five digits.
+selection/tries.json: the mean KL of every try of every method on the selection texts, and what was chosen. A line
+holds all texts of a preset, with what tables need, in five digits; `rows.read` takes it apart.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from mlxkv.errors import UserError
 MAIN, ASK, SELECT, TESTED = "main", "ask", "select", "chosen"
 NATURAL, SELECTION_PAGE, TRIES = "natural", "selection", "tries.json"
 STUDIES = "frontier"  # have rows of their own kind
-NUMBERS = ("bits_per_value", "bits_with_windows", "kl", "kl_p99", "top1", "nll", "right", "error")
+NUMBERS = ("bits_per_value", "bits_with_windows", "kl", "top1", "nll", "right", "error")
 KEPT = (*rows.IDENTITY, *NUMBERS)
 
 
 def kept(found: Iterable[rows.Row], model: str) -> list[str]:
-    """Return rows as lines, under the name of the model."""
-    lines = []
-    for row in found:
-        few = {name: _short(row[name]) for name in KEPT if name in row} | {"model": model}
-        lines.append(json.dumps(few, ensure_ascii=False, separators=(",", ":")))
-    return lines
+    """Return rows as lines, under the name of the model, a line for all texts of a preset."""
+    few = (
+        {name: _short(row[name]) for name in KEPT if name in row} | {"model": model}
+        for row in found
+    )
+    lines = rows.gathered(few)
+    return [json.dumps(line, ensure_ascii=False, separators=(",", ":")) for line in lines]
 
 
 def _short(value):

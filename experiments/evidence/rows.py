@@ -19,6 +19,7 @@ from mlxkv.errors import UserError
 Row = dict
 Key = tuple
 IDENTITY = ("task", "split", "model", "preset", "windows", "text", "context")
+TEXTS = "texts"  # of a line that holds the rows of several
 
 
 def key(row: Row) -> Key:
@@ -58,11 +59,52 @@ def _lines(file: Path) -> Iterator[Row]:
         raise UserError(f"[rows] cannot read; got {file}: {error.strerror}") from None
     for line in text.splitlines():
         try:
-            row = json.loads(line)
-            key(row)
+            found = spread(json.loads(line))
+            for row in found:
+                key(row)
         except (ValueError, KeyError, TypeError):
             continue  # a process was ended while it wrote
-        yield row
+        yield from found
+
+
+def gathered(found: Iterable[Row]) -> list[Row]:
+    """Return rows that differ in their texts and numbers alone as one: lists of what differs, under "texts" the texts.
+    Rows of questions and errors stay."""
+    out: list[Row] = []
+    groups: dict[Key, list[Row]] = {}
+    for row in found:
+        if row["task"] != "kl" or "error" in row:
+            out.append(row)
+            continue
+        like = (*(row[name] for name in IDENTITY if name != "text"), tuple(row))
+        if like not in groups:
+            groups[like] = []
+            out.append({"task": row["task"], TEXTS: groups[like]})
+        groups[like].append(row)
+    return [_joined(row[TEXTS]) if TEXTS in row else row for row in out]
+
+
+def _joined(some: list[Row]) -> Row:
+    first = some[0]
+    same = [name for name in first if all(row[name] == first[name] for row in some)]
+    lists = {name: [row[name] for row in some] for name in first if name not in same}
+    texts = lists.pop("text", [first["text"]] * len(some))
+    return {name: first[name] for name in same if name != "text"} | {TEXTS: texts} | lists
+
+
+def spread(row: Row) -> list[Row]:
+    """Invert `gathered`: the rows of one line. A list as long as the texts is a number of each."""
+    if TEXTS not in row:
+        return [row]
+    texts = row[TEXTS]
+    lists = {name for name, value in row.items() if isinstance(value, list)}
+    if any(len(row[name]) != len(texts) for name in lists):
+        raise ValueError("lists of unequal lengths")
+    return [
+        {name: value[i] if name in lists else value for name, value in row.items() if name != TEXTS}
+        | {"text": text}
+        for i, text in enumerate(texts)
+    ]
 
 
 def append(file: Path, row: Row) -> None:

@@ -67,6 +67,21 @@ def test_a_page_is_made_of_what_is_kept(measured):
     assert "## small, 4096 tokens" in text and "`int2` | 2.25 | 2.68 | 0.0123" in text
 
 
+def test_a_line_of_several_texts_is_read_as_their_rows(measured):
+    file = measured / "docs/natural/small.jsonl"
+    collect.main([str(measured / "rows"), "--out", str(measured / "docs")])
+    assert len(file.read_text().splitlines()) == 3  # two presets, one document of questions
+    found = rows.read([file])
+    kl = [r for r in found if r["task"] == KL]
+    assert sorted((r["preset"], r["text"]) for r in kl) == sorted(
+        (preset, f"prose-{n}") for preset in ("int2", "fp16") for n in range(4)
+    )
+    broken = json.loads(file.read_text().splitlines()[0])
+    broken["top1"] = [0.5]  # what was cut off is left out
+    file.write_text(json.dumps(broken) + "\n")
+    assert rows.read([file]) == []
+
+
 def test_a_folder_without_rows_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"\[collect\] no rows; got"):
         collect.main([str(tmp_path), "--out", str(tmp_path)])
