@@ -273,9 +273,11 @@ def test_latents_by_hand():
     (layer,) = set(layers_of(DEEPSEEK_V3))
     assert (layer.kind, layer.key_dim, layer.value_dim) == ("latent", 512, 64)
     assert need(plan(DEEPSEEK_V3), PRESETS["fp16"], 32768).cache == 32768 * 61 * 576 * 2
-    # 1000 tokens: 13 pages of 64 latents at 4.5 bits, their rotary keys and the rest in 16.
-    packed, exact = 13 * 64 * 512 * 4.5 / 8, 2 * (13 * 64 * 64 + (1000 - 13 * 64) * 576)
-    assert layer_bytes(layer, PRESETS["int4"], 1000) == packed + exact
+    # 1000 tokens: 13 pages of 64 latents at 4.5 bits, the rest in 16; rotary keys in pages by a byte each and a
+    # scale a token, or exact.
+    packed, exact = 13 * 64 * 512 * 4.5 / 8, 2 * (1000 - 13 * 64) * 576
+    assert layer_bytes(layer, PRESETS["int4"], 1000) == packed + exact + 13 * 64 * (64 + 2)
+    assert layer_bytes(layer, PRESETS["naive-int4"], 1000) == packed + exact + 13 * 64 * 64 * 2
     for kv in ("static-0.75", "polar"):
         assert layer_bytes(layer, PRESETS[kv], 1000) == 2 * 1000 * 576
     # A prefill makes keys and values of 128 heads from the latents of one layer.
@@ -309,7 +311,8 @@ def test_fit_says_what_latents_are(tmp_path, capsys):
 
 def test_bits_of_latents_in_pages():
     (layer,) = set(layers_of(DEEPSEEK_V3))
-    assert bits_in_pages(layer, PRESETS["int4"]) == (512 * 4.5 + 64 * 16) / 576
+    assert bits_in_pages(layer, PRESETS["int4"]) == (512 * 4.5 + 64 * 8 + 16) / 576
+    assert bits_in_pages(layer, PRESETS["hadamard-int4"]) == (512 * 4.5 + 64 * 16) / 576
     assert bits_in_pages(layer, PRESETS["polar"]) == bits_in_pages(layer, PRESETS["fp16"]) == 16
     assert bits_in_pages(LayerShape("full", 8, 128, 128), PRESETS["int4"]) == 4.5
     assert bits_in_pages(LayerShape("sliding", 8, 128, 128, 512), PRESETS["int4"]) == 16
