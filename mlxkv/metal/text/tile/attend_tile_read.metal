@@ -191,7 +191,7 @@ if (paged) {
         uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
-          own[e] = n < EARLY ? keys[n < EARLY ? PAIR * n + e : 0]
+          own[e] = EARLY > 0 && n < EARLY ? keys[n < EARLY ? PAIR * n + e : 0]
                              : kv_read1(lanes[e], int(fill_rows[n]));
         }
         if (int(entry.y) < 0) {

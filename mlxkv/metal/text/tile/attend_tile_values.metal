@@ -35,7 +35,7 @@
         uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
-          own[e] = n < EARLY ? values[n < EARLY ? PAIR * n + e : 0]
+          own[e] = EARLY > 0 && n < EARLY ? values[n < EARLY ? PAIR * n + e : 0]
                              : kv_read1(lanes[e], int(fill_rows[2 * BK + n]));
         }
         if (int(entry.y) < 0) {
