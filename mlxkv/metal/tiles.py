@@ -37,6 +37,7 @@ SIMDGROUPS_WANTED = 2048  # in all: nearly 16 for each core of an H200
 PER_CORE = 2.5
 # Loads of four floats that a lane starts at once when it merges splits: more do not fit in 128 registers.
 AHEAD, AHEAD_CUDA = 8, 16
+SOON, SOON_CUDA = 4, 8  # the same of blocks whose bits differ, before the first is used
 MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
 RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
 RING_MOST = 196 << 10  # with what a threadgroup has besides
@@ -224,6 +225,12 @@ def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> t
     return stages, stages * each + -(-stages * simdgroups * 8 // 128) * 128
 
 
+def _soon(layout: RecordLayout, wide: bool, make: Factory) -> dict[str, int]:
+    """Of blocks with widths of their own: how many of a side are read before the first is used."""
+    most = SOON_CUDA if make is mx.fast.cuda_kernel else SOON
+    return {"SOON": 0 if wide else most} if layout.keys.widths else {}
+
+
 def _held(layout: RecordLayout, simdgroups: int, stages: int, shared_memory: int) -> int:
     """Words of a record, or for records of all sizes what a stage of the ring has for each."""
     if not layout.keys.widths:
@@ -266,6 +273,7 @@ def _kernel(
         "WINDOW": int(has_window),
         "HAS_SINKS": int(has_sinks),
         "CAP": cap_bits(softcap),
+        **_soon(layout, wide, make),
         **side_template(layout.keys, "_K"),
         **side_template(layout.values, "_V"),
         "LEVELS_K": half_levels(layout.keys),

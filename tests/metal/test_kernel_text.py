@@ -146,7 +146,7 @@ BLOCKS = {
     "RANK": 1,
 }  # widths that differ by block
 BLOCKS |= dict.fromkeys(("CODEBOOK", "CHANNEL", "OUTER", "PER_TOKEN", "KIND"), 0)
-BLOCKS = {f"{name}_{side}": value for side in "KV" for name, value in BLOCKS.items()}
+BLOCKS = {f"{name}_{side}": value for side in "KV" for name, value in BLOCKS.items()} | {"SOON": 4}
 CASES = [(name, {}) for name in KERNELS] + list(RAW.items())
 CASES += [(name, BLOCKS) for name in ("seal", "unseal", "attend", "attend_tile")]
 

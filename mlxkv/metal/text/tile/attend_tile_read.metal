@@ -167,15 +167,16 @@ if (paged) {
     TileC s[PAIR];
 #if WITH_FILL
     const int fill_lane = 4 * g + t;
-    constexpr bool EARLY = D <= 128;  // beyond, words of all blocks would not fit in registers
+    // Blocks whose words are read before the first is used: as many as registers hold (tiles.py).
+    constexpr int EARLY = 2 * BK < SOON ? 2 * BK : SOON;
     KvRecord lanes[PAIR];
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
       lanes[e] = kv_record_after(record[e], fill_lane);
     }
-    uint keys[EARLY ? PAIR * 2 * BK : 1];
+    uint keys[EARLY > 0 ? PAIR * EARLY : 1];
 #pragma unroll
-    for (int n = 0; n < (EARLY ? 2 * BK : 0); n++) {  // blocks that there are not have row 0
+    for (int n = 0; n < EARLY; n++) {  // blocks that there are not have row 0
       const int row = int(fill_rows[n]);
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
@@ -190,11 +191,12 @@ if (paged) {
         uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
-          own[e] = EARLY ? keys[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(fill_rows[n]));
+          own[e] = EARLY > 0 && n < EARLY ? keys[n < EARLY ? PAIR * n + e : 0]
+                             : kv_read1(lanes[e], int(fill_rows[n]));
         }
         if (int(entry.y) < 0) {
           const uint4 rest = fill_k[3 * n + 1];
-          kv_fill_special<PAIR>(record, fill_rows[n], own, entry, rest, fill_lane, pairs);
+          kv_fill_special<PAIR>(lanes, fill_rows[n], own, entry, rest, fill_lane, pairs);
         } else {
 #pragma unroll
           for (int e = 0; e < PAIR; e++) {

@@ -2,9 +2,9 @@
     TileB p[PAIR];
 #if WITH_FILL
     // The words of the values travel while probabilities are computed.
-    uint values[EARLY ? PAIR * 2 * BV : 1];
+    uint values[EARLY > 0 ? PAIR * EARLY : 1];
 #pragma unroll
-    for (int n = 0; n < (EARLY ? 2 * BV : 0); n++) {
+    for (int n = 0; n < EARLY; n++) {
       const int row = int(fill_rows[2 * BK + n]);
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
@@ -31,16 +31,17 @@
     for (int n = 0; n < 2 * BV; n++) {
       if (n == 0 || n < blocks_v) {
         const uint4 entry = fill_v[3 * n];
-        const uint4 rest = fill_v[3 * n + 1];
         uint pairs[PAIR * 4];
         uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
-          own[e] = EARLY ? values[EARLY ? PAIR * n + e : 0] : kv_read1(lanes[e], int(fill_rows[2 * BK + n]));
+          own[e] = EARLY > 0 && n < EARLY ? values[n < EARLY ? PAIR * n + e : 0]
+                             : kv_read1(lanes[e], int(fill_rows[2 * BK + n]));
         }
         if (int(entry.y) < 0) {
+          const uint4 rest = fill_v[3 * n + 1];
           kv_fill_special<PAIR>(
-              record, fill_rows[2 * BK + n], own, entry, rest, fill_lane, pairs);
+              lanes, fill_rows[2 * BK + n], own, entry, rest, fill_lane, pairs);
         } else {
 #pragma unroll
           for (int e = 0; e < PAIR; e++) {
@@ -52,7 +53,8 @@
           TileA a;
 #pragma unroll
           for (int m = 0; m < 4; m++) {
-            a.w[m] = kv_add_halves(pairs[4 * e + m], m % 2 ? rest.y : rest.x);
+            a.w[m] = kv_add_halves(
+                pairs[4 * e + m], m % 2 ? fill_v[3 * n + 1].y : fill_v[3 * n + 1].x);
           }
           tile_multiply(o[n], a, scaled[e]);
         }

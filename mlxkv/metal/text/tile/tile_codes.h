@@ -187,9 +187,10 @@ inline void kv_tree_value_pairs(
 #endif
 
 #if WITH_FILL
-// Bits by direction (fill.h): a lane's word of a row of a record. shared: two lanes share it.
-inline uint kv_fill_read(KvRecord record, uint row, int lane, uint shared) {
-  const uint word = kv_read1(record, int(row) + (shared != 0u ? lane / 2 : lane));
+// Bits by direction (fill.h): a lane's word of a row. from: the lane's word of row 0 of a record. shared: two lanes
+// share it.
+inline uint kv_fill_read(KvRecord from, uint row, int lane, uint shared) {
+  const uint word = kv_read1(from, int(row) + (shared != 0u ? lane / 2 - lane : 0));
   return shared != 0u ? kv_fill_spread(word, lane) : word;
 }
 
@@ -209,7 +210,7 @@ inline void kv_fill_pairs(uint word, uint4 entry, thread uint* pairs) {
 // the entry; pairs: four for each record.
 template <int COUNT>
 inline void kv_fill_special(
-    const thread KvRecord* record, uint row, const thread uint* word, uint4 entry, uint4 rest,
+    const thread KvRecord* from, uint row, const thread uint* word, uint4 entry, uint4 rest,
     int lane, thread uint* pairs) {
   const uint flags = rest.w >> 16;
   entry.y &= 31u;
@@ -217,7 +218,7 @@ inline void kv_fill_special(
     const uint shared = flags & KV_FILL_THIRD_HALF_ROW;
 #pragma unroll
     for (int e = 0; e < COUNT; e++) {
-      const uint third = kv_fill_read(record[e], rest.z, lane, shared) >> (rest.w & 31u);
+      const uint third = kv_fill_read(from[e], rest.z, lane, shared) >> (rest.w & 31u);
       kv_fill_pairs<0u>(word[e], entry, pairs + 4 * e);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -231,7 +232,7 @@ inline void kv_fill_special(
     for (int e = 0; e < COUNT; e++) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const uint x = r ? kv_fill_read(record[e], row + 32u, lane, 0u) : word[e];
+        const uint x = r ? kv_read1(from[e], int(row) + 32) : word[e];
         pairs[4 * e + 2 * r] = x & entry.z;
         pairs[4 * e + 2 * r + 1] = (x >> 8) & entry.z;
       }
@@ -239,7 +240,7 @@ inline void kv_fill_special(
   } else {
 #pragma unroll
     for (int e = 0; e < COUNT; e++) {
-      kv_fill_pairs<0u>(kv_fill_read(record[e], rest.z, lane, 1u), entry, pairs + 4 * e);
+      kv_fill_pairs<0u>(kv_fill_read(from[e], rest.z, lane, 1u), entry, pairs + 4 * e);
     }
   }
   // By another instruction than above, or a compiler would move it behind both ways of a branch.
