@@ -17,12 +17,12 @@ WINDOWS = ("sink", "recent", "page")
 class Measured:
     """What a preset costs and gains. kl: mean KL divergence from full precision, in nats, of tokens decoded after
     4096; same: how often the likeliest next token is the same, in percent; both of the worse of the two natural
-    models. speed: of decode attention over 32768 tokens, in multiples of full precision, one H200; None where not
-    measured. use: when to take it."""
+    models. speed: of decode attention over 32768 tokens, in multiples of full precision, one H200. use: when to take
+    it."""
 
     kl: float
     same: float
-    speed: float | None
+    speed: float
     use: str
 
 
@@ -30,8 +30,8 @@ class Measured:
 MEASURED = {
     "int8": Measured(0.00001, 99.8, 1.29, "nothing may change"),
     "int4": Measured(0.0008, 98.6, 1.44, "the default: no calibration"),
-    "fill-3": Measured(0.0051, 95.7, None, "longer contexts; calibrates once"),
-    "fill-2.25": Measured(0.0125, 94.4, None, "the longest contexts; calibrates once"),
+    "fill-3": Measured(0.0051, 95.7, 1.25, "longer contexts; calibrates once"),
+    "fill-2.25": Measured(0.0125, 94.4, 1.29, "the longest contexts; calibrates once"),
 }
 # Of `fill-NUMBER` those to pick from.
 LISTED = {name: parse_preset(name) for name in PICKS} | PRESETS
@@ -74,7 +74,7 @@ def _picks(rows: dict[str, dict]) -> None:
     print_table(
         ["--kv", "bits/value", "KL", "same token", "speed", "take it where"],
         [
-            [name, f"{rows[name]['bits_per_value']:.2f}", *_lost(m), _times(m.speed), m.use]
+            [name, f"{rows[name]['bits_per_value']:.2f}", *_lost(m), f"{m.speed:.2f}x", m.use]
             for name, m in MEASURED.items()
         ],
     )
@@ -92,10 +92,6 @@ def _picks(rows: dict[str, dict]) -> None:
 
 def _lost(said: Measured) -> tuple[str, str]:
     return f"{said.kl:.4f}" if said.kl >= 0.0001 else f"{said.kl:.5f}", f"{said.same:.1f} %"
-
-
-def _times(speed: float | None) -> str:
-    return "–" if speed is None else f"{speed:.2f}x"
 
 
 def _every(rows: list[dict]) -> None:
