@@ -287,3 +287,15 @@ def test_the_benchmark_checks_what_it_times(monkeypatch):
     plain = launch.attend
     monkeypatch.setattr(launch, "attend", lambda *a, **k: plain(*a, **k) * 1.01)
     assert bench.checked(config, shape, torch.float16, launch.Launch()) > bench.BOUND
+
+
+def test_on_a_gpu_its_kernel_runs_where_it_is_asked_for(monkeypatch):
+    """It failed on the one GPU that ran it, and a launch that fails cannot be taken back."""
+    config, _ = made(64, 1, (4, 2), (3, 1))
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    assert "MLXKV_TRITON_FILL=1" in launch.why_not(config, (64, 64), gpu)
+    plain = CacheConfig(Side(Affine(4, 64)), Side(Affine(4, 64)))
+    assert launch.why_not(plain, (64, 64), gpu) is None
+    monkeypatch.setenv("MLXKV_TRITON_FILL", "1")
+    assert launch.why_not(config, (64, 64), gpu) is None
