@@ -193,8 +193,10 @@ def _command(session: Session, out: Console, line: str) -> bool:
     if name in ("/exit", "/quit", "/bye"):
         return False
     if name in ("/help", "/?"):
+        listed = Table.grid(padding=(0, 0, 0, 2))
         for command, text in HELP.items():
-            out.print(f"  [bold]{command:<12}[/bold] {escape(text)}")
+            listed.add_row(f"[bold]{escape(command)}[/bold]", escape(text))
+        out.print(listed)
     elif name == "/stats":
         out.print(_stats(session))
     elif name == "/reset":
