@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from cuda_track.codec import packing, polar, polar_tree
+from cuda_track.codec import fill, packing, polar, polar_tree
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.codec.packing import signed
 from mlxkv.formats.records import (
@@ -59,7 +59,7 @@ def pack(codes: torch.Tensor, stored: Stored, at: SideLayout) -> torch.Tensor:
     flat = pad(codes.flatten(-2), (0, 1))  # behind the last code: 0, where a word has none
     words = flat.new_zeros(*flat.shape[:-1], at.code_words)
     for low, mask, places, of, shifts in _fields(at, codes.device):
-        words[..., places] = (((flat >> low) & mask)[..., of] << shifts).sum(-1)
+        words[..., places] += (((flat >> low) & mask)[..., of] << shifts).sum(-1)
     if not at.numbers:
         return signed(words)
     numbers = [stored[name].unflatten(-2, (-1, TOKENS)) for name in at.numbers]
@@ -150,6 +150,8 @@ def _unpacked(code: Codec, stored: Stored, at: SideLayout) -> torch.Tensor:
         return polar.split(code.spec, stored["codes"], at.dims)
     if at.raw:
         return stored["values"].contiguous().view(torch.int16).long() & 0xFFFF
+    if at.widths:
+        return fill.unpack(code.spec, stored["codes"])
     low = packing.unpack(stored["codes"], at.bits - at.signs, at.dims)
     if not at.signs:
         return low
@@ -164,6 +166,8 @@ def _packed(code: Codec, codes: torch.Tensor, numbers: Stored, at: SideLayout) -
         return numbers | {"codes": polar.join(code.spec, codes)}
     if at.raw:
         return {"values": codes.to(torch.int16).contiguous().view(torch.float16)}
+    if at.widths:
+        return numbers | {"codes": fill.pack(code.spec, codes)}
     width = at.bits - at.signs
     made = numbers | {"codes": packing.pack(codes & ((1 << width) - 1), width)}
     return made | {"signs": packing.pack(codes >> width, 1)} if at.signs else made

@@ -11,9 +11,11 @@ from cuda_track.cache.adaptive import AdaptiveKVCache
 from cuda_track.cache.runs import Segments
 from cuda_track.cache.stores import Codes, codecs_of
 from cuda_track.codec import maps, records
+from cuda_track.codec.codec import Codec
 from mlxkv.cache.adaptive import AdaptiveKVCache as MLXAdaptive
 from mlxkv.cache.runs import Segments as MLXSegments
 from mlxkv.cache.stores import Codes as MLXCodes
+from mlxkv.codec import codec as mlx_codec
 from mlxkv.codec import maps as mlx_maps
 from mlxkv.codec import records as mlx_records
 from mlxkv.errors import UserError
@@ -21,9 +23,11 @@ from mlxkv.formats.config import (
     Affine,
     Codebook,
     DualScale,
+    Fill,
     Half,
     Polar,
     PolarTree,
+    Side,
 )
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.observing import Observing
@@ -111,3 +115,21 @@ def test_records_are_the_same_bits(spec):
             assert all(np.array_equal(numbers[name].numpy(), x) for name, x in stored.items())
             tried += 1
     assert tried
+
+
+@pytest.mark.parametrize("widths", [(4, 2), (8, 3, 1), (3, 3, 2, 1, 1), (4, 4, 3, 3, 2, 2, 1, 1)])
+def test_records_of_bits_by_direction_are_the_same_bits(widths):
+    spec, rng = Fill(2.0, widths), np.random.default_rng(len(widths))
+    x = rng.standard_normal((2, 1, 64, spec.dims)).astype(np.float32)
+    ours, theirs = Codec(Side(spec), spec.dims, 64), mlx_codec.Codec(Side(spec), spec.dims, 64)
+    stored = ours.encode(torch.from_numpy(x))
+    codes = theirs.encode(mx.array(x))
+    right = mlx_records.to_records({"keys": codes, "values": codes}, (theirs, theirs))
+    mine = records.to_records({"keys": stored, "values": stored}, (ours, ours))
+    assert mine.keys() == right.keys()
+    for name, found in mine.items():
+        assert np.array_equal(found.numpy().view(np.int32), np.array(right[name]).view(np.int32))
+    back = records.as_codes(mine, (ours, ours))
+    for side in ("keys", "values"):
+        for name, found in back[side].items():
+            assert np.array_equal(found.numpy(), stored[name].numpy())
