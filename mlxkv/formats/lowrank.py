@@ -179,8 +179,12 @@ class Fill:
 
     @property
     def label(self) -> str:
-        own = "/".join(map(str, self.widths)) or f"{self.rate:g} in the mean"
-        return f"{own} bits by blocks of {DIMS} directions, a scale per token"
+        own = (
+            f"{'/'.join(map(str, self.widths))} bits"
+            if self.widths
+            else f"{self.rate:g} bits in the mean"
+        )
+        return f"{own} by blocks of {DIMS} directions, a scale per token"
 
     @property
     def tensors(self) -> set[str]:
