@@ -3,7 +3,7 @@
 # make test        lint, format check and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
 # make attack      attacks on the server and the commands, on loopback (minutes); writes docs/results/attacks.md
-# make evidence MODEL=qwen3-4b    KL and questions of every preset on a pretrained model, any Mac; goes on where it was
+# make evidence MODEL=qwen3-4b    KL and questions of 13 presets on a pretrained model, any Mac; goes on where it was
 #                   stopped; ARGS=--share writes a file for an issue
 # make reference   write docs/reference/ from the code (seconds)
 # make pictures    draw the pictures of README.md and take the output of its commands anew (two minutes; rsvg-convert or Chromium)

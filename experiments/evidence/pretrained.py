@@ -33,8 +33,8 @@ from mlxkv.texts import sources
 from mlxkv.texts.corpus import KINDS, passages
 
 PRESETS = (
-    "int4", "int2", "int3", "oscar-int2", "kivi-int2", "kvarn-int2", "hadamard-int2", "turbo-int2",
-    "naive-int4", "naive-int2", "srft-scaled-int4",
+    "int4", "fill-2.25", "fill-3", "int2", "int3", "oscar-int2", "kivi-int2", "kvarn-int2",
+    "hadamard-int2", "turbo-int2", "naive-int4", "naive-int2", "srft-scaled-int4",
 )  # fmt: skip
 WINDOWS = "64,64"
 MANUALS, HAYSTACKS = (

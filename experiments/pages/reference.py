@@ -16,12 +16,13 @@ import typer.main
 
 from experiments.options import Parser
 from mlxkv import console
+from mlxkv.cache import selftest
 from mlxkv.cache.choose import Question
 from mlxkv.cli import app
-from mlxkv.doctor.listing import HEAD_DIM, MEASURED, PAPERS
+from mlxkv.doctor.listing import HEAD_DIM, LISTED, MEASURED, PAPERS
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.presets import COMPARED, PRESETS
+from mlxkv.formats.presets import COMPARED
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.known import CONFIGS
 from mlxkv.models.catalog.shapes import layers_of
@@ -171,7 +172,7 @@ def presets() -> list[str]:
         "`int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens. "
         "`fill-2.25`, or any number of bits a value: [bits by direction](../results/fill.md).",
     ]
-    left = dict(PRESETS)
+    left = dict(LISTED)
     for title, starts in (*PAPERS, ("others", ("",))):
         names = [name for name in left if name.startswith(starts)]
         if not names:
@@ -209,7 +210,8 @@ def _needs(kv: CacheConfig) -> str:
 def _body(kv: CacheConfig) -> str:
     if not kv.compresses:
         return "mlx-lm's own"
-    has = Question(kv, (HEAD_DIM, HEAD_DIM), mx.bfloat16).has_kernels
+    asked = selftest.stand_in(kv, HEAD_DIM)  # bits by direction: allotted to random ones
+    has = Question(asked, (HEAD_DIM, HEAD_DIM), mx.bfloat16).has_kernels
     return "kernels" if has else "plain operations"
 
 
@@ -251,8 +253,7 @@ def families() -> list[str]:
         "",
         "## Latents (MLA)",
         "",
-        "Multi-head latent attention caches one vector a token in place of keys and values. It is compressed, by plain "
-        "operations, in "
+        "Multi-head latent attention caches one vector a token in place of keys and values. It is compressed in "
         + ", ".join(f"`{name}`" for name in sorted(LATENTS))
         + ", and in families that use their "
         "code: with random weights, and one small trained model ([how](../internals/mla.md)).",

@@ -105,6 +105,8 @@ def card(made: Calibration, repo: str) -> str:
         "made by": f"mlxkv {made.version}",
     }
     table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items())
+    centred = made.balanced and all(layer.keys.mean is not None for layer in made.layers.values())
+    kv = "fill-2.25" if centred else "oscar-int2"
     return f"""---
 {front}
 ---
@@ -122,12 +124,12 @@ with this fingerprint; mlxkv checks it.
 
 ## Use
 
-    mlxkv chat --model {made.model} --kv oscar-int2 --calibration {repo}
+    mlxkv chat --model {made.model} --kv {kv} --calibration {repo}
 
 ```python
 from mlxkv.models import load
 
-loaded = load("{made.model}", kv="oscar-int2", calibration="{repo}")
+loaded = load("{made.model}", kv="{kv}", calibration="{repo}")
 ```
 """
 

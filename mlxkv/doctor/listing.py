@@ -28,7 +28,7 @@ class Measured:
 
 # docs/results/natural.md (KL, next token), docs/internals/kernels.md (speed).
 MEASURED = {
-    "int8": Measured(0.00001, 99.8, 1.29, "nothing may change"),
+    "int8": Measured(0.00001, 99.8, 1.29, "hardly anything may change"),
     "int4": Measured(0.0008, 98.6, 1.44, "the default: no calibration"),
     "fill-3": Measured(0.0051, 95.7, 1.25, "longer contexts; calibrates once"),
     "fill-2.25": Measured(0.0125, 94.4, 1.29, "the longest contexts; calibrates once"),

@@ -157,7 +157,7 @@ class Fill:
     block its bits (`mlxkv.formats.calibration.fill`), the same for all kv heads of a layer, and scales directions so
     that one step serves all widths. Blocks of 0 bits are not stored.
 
-    rate: bits per value, scales included, that keys and values of a layer have to share; a side whose other one has
+    rate: bits per value, scales included, that keys and values of all layers have to share; a side whose other one has
         another rate has its own.
     widths: bits of each stored block, never rising; (): not allotted yet.
     """
@@ -179,8 +179,12 @@ class Fill:
 
     @property
     def label(self) -> str:
-        own = "/".join(map(str, self.widths)) or f"{self.rate:g} in the mean"
-        return f"{own} bits by blocks of {DIMS} directions, a scale per token"
+        own = (
+            f"{'/'.join(map(str, self.widths))} bits"
+            if self.widths
+            else f"{self.rate:g} bits in the mean"
+        )
+        return f"{own} by blocks of {DIMS} directions, a scale per token"
 
     @property
     def tensors(self) -> set[str]:

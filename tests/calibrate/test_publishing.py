@@ -100,6 +100,12 @@ def test_the_card(made):
     for words in (made.digest, "512 tokens of a\\|b.txt", f"--calibration {REPO}", "attention"):
         assert words in card
     assert "base_model" not in publish.card(dataclasses.replace(made, model="mine"), REPO)
+    assert "--kv fill-2.25 " in card
+    layers = {
+        name: dataclasses.replace(layer, keys=dataclasses.replace(layer.keys, mean=None))
+        for name, layer in made.layers.items()
+    }
+    assert "--kv oscar-int2 " in publish.card(dataclasses.replace(made, layers=layers), REPO)
 
 
 def test_names_without_folders(made, tmp_path):

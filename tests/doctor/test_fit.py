@@ -16,12 +16,14 @@ from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.locate import Place
 from mlxkv.models.catalog.shapes import LayerShape, layers_of, parameters, weight_bytes
 from mlxkv.models.catalog.sizes import (
+    TIED,
     ModelPlan,
     bits_in_pages,
     layer_bytes,
     longest,
     need,
     read_plan,
+    why_16_bits,
 )
 
 QWEN3_4B = {
@@ -89,6 +91,21 @@ def test_layers_that_stay_in_16_bits():
     assert layer_bytes(odd, kv, 4096) == 2 * odd.values(4096)
     window = LayerShape("sliding", 1, 64, 64, window=512)
     assert layer_bytes(window, kv, 4096) == 2 * 512 * 128
+
+
+def test_keys_that_keep_their_mean_stay_in_16_bits():
+    """As loading decides: gpt-oss has a sink logit beside its scores, Gemma 2 a cap on them."""
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64, "hidden_size": 128}
+    for config in (
+        {"model_type": "gpt_oss"},
+        {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
+    ):
+        full = next(layer for layer in layers_of(small | config) if layer.kind == "full")
+        assert why_16_bits(full, parse_kv("fill-2.25")) == TIED
+        assert bits_in_pages(full, parse_kv("centred-int2")) == 16
+        assert why_16_bits(full, PRESETS["int4"]) is None
+    plain = layers_of(small | {"model_type": "llama"})[0]
+    assert why_16_bits(plain, parse_kv("fill-2.25")) is None
 
 
 def test_longest_is_the_last_that_fits():
@@ -235,7 +252,12 @@ def test_fit_knows_the_aliases_without_the_hub(alias, capsys, monkeypatch):
     data = json.loads(capsys.readouterr().out)
     assert data["model"] == HUB[alias] and "not downloaded" in data["weights_source"]
     assert data["context_limit"] >= 8192
-    assert data["presets"][0]["kv_bytes"] > data["presets"][-1]["kv_bytes"]
+    stored = {row["preset"]: row["kv_bytes"] for row in data["presets"]}
+    assert stored["fp16"] > stored["int4"]
+    if alias == "gpt-oss-20b":  # whose sink logits ask for keys with their mean
+        assert stored["fill-2.25"] == stored["fp16"]
+    else:
+        assert stored["int4"] > stored["fill-2.25"]
 
 
 def test_a_model_in_the_hubs_cache_is_read_from_there(tmp_path, monkeypatch):

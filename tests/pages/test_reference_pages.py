@@ -6,7 +6,7 @@ import typer.main
 
 from experiments.pages import reference
 from mlxkv.cli import app
-from mlxkv.formats.presets import PRESETS
+from mlxkv.doctor.listing import LISTED
 from mlxkv.models.hooks.refused import REFUSED
 
 
@@ -26,7 +26,7 @@ def test_nothing_is_left_out():
                 or f"`{param.opts[0]}`" in section
                 or (f"`{param.opts[0].upper()}`" in section)
             ), (name, param.name)
-    for name in PRESETS:
+    for name in LISTED:
         assert f"| `{name}` |" in made["presets.md"]
     for name in REFUSED:
         assert f"| `{name}` |" in made["families.md"]

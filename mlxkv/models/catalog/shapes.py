@@ -52,7 +52,8 @@ class LayerShape:
 
     kind: "full" (grows with the context), "sliding" (at most `window` tokens), "latent" (MLA: a latent and a
     rotary key per token, in place of keys and values), "index" (keys of a sparse index, not compressed) or
-    "state" (fixed size, not counted). expanded: numbers that a prefill makes of a latent.
+    "state" (fixed size, not counted). expanded: numbers that a prefill makes of a latent. tied: whether keys have to
+    keep their mean, because of a sink logit beside the scores (gpt-oss) or a cap on them (Gemma 2).
     """
 
     kind: str
@@ -61,6 +62,7 @@ class LayerShape:
     value_dim: int = 0
     window: int = 0
     expanded: int = 0
+    tied: bool = False
 
     def values(self, tokens: int) -> int:
         """Numbers that a plain cache holds after `tokens` tokens."""
@@ -155,8 +157,9 @@ def layers_of(config: dict) -> list[LayerShape]:
     kinds = kinds[: count - int(config.get("num_kv_shared_layers") or 0)]
     full_dim = int(config.get("global_head_dim") or dim)
     full_heads = int(config.get("num_global_key_value_heads") or kv_heads)
+    tied = config.get("model_type") == "gpt_oss" or bool(config.get("attn_logit_softcapping"))
     shapes = {
-        "full": LayerShape("full", full_heads, full_dim, full_dim),
+        "full": LayerShape("full", full_heads, full_dim, full_dim, tied=tied),
         "sliding": LayerShape(
             "sliding", kv_heads, dim, dim, int(config.get("sliding_window") or 0)
         ),

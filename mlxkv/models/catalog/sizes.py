@@ -26,6 +26,8 @@ CHUNK = 2048  # tokens that a prefill takes at a time
 COMPRESSED = ("full", "latent")  # kinds of layers
 MOST_TOKENS = 1 << 24  # of a model that names no limit
 
+TIED = "a sink logit or a cap on scores asks for keys with their mean"
+
 
 @dataclass(frozen=True)
 class ModelPlan:
@@ -62,6 +64,8 @@ def why_16_bits(layer: LayerShape, kv: CacheConfig) -> str | None:
     if layer.kind == "latent":
         dims = layer.key_dim, layer.value_dim
         return kv.compresses and (kv.why_no_latents or kv.of_latents.why_not(*dims)) or None
+    if layer.tied and kv.centred:
+        return TIED
     return kv.why_not(layer.key_dim, layer.value_dim) if layer.kind == "full" else None
 
 
