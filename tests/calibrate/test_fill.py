@@ -88,6 +88,19 @@ def test_the_budget_is_kept_and_used(rate):
         assert len(widths) * DIMS <= sigma.shape[1]
 
 
+def test_a_layer_of_more_heads_takes_more_of_the_budget():
+    """As in OpenELM, whose layers have other numbers of kv heads."""
+    several = [(falling(6, 32, 1.5, 0), falling(6, 32, 1.2, 1))]
+    several.append((falling(2, 64, 1.5, 2), falling(2, 64, 1.2, 3)))
+    sides = [pair for both in several for pair in zip(artifact.SIDES, both, strict=True)]
+    found = fill.allot(sides, 3.0)
+    assert list(zip(found[::2], found[1::2], strict=True)) == spec.allotted(several, 3.0)
+    heads = [len(sigma) for _, sigma in sides]
+    bits = sum(n * spec.stored_bits(own) for n, own in zip(heads, found, strict=True))
+    values = sum(sigma.size for _, sigma in sides)
+    assert 2.8 * values < bits <= 3.0 * values
+
+
 def test_more_bits_never_cost_more_and_no_pattern_is_better():
     sigma = falling(2, 64, 1.2)
     known = {}
