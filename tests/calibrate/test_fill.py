@@ -270,6 +270,11 @@ def test_a_calibration_is_needed_and_has_to_hold_the_means(model, made, tmp_path
         attach(model, "fill-2.25", calibration=bare)
 
 
+def test_maps_without_widths_are_one_line(made):
+    with pytest.raises(UserError, match="have no widths yet; got fill-centred"):
+        maps.of(made, parse_kv("fill-3").fitted)
+
+
 def test_a_saved_cache_reads_on(model, made, tmp_path, monkeypatch):
     attach(model, f"fill-2.5{WINDOWS}", calibration=made)
     caches = make_prompt_cache(model)
