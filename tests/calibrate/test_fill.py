@@ -143,6 +143,8 @@ def test_any_number_is_a_name():
     assert config.keys.centred and not config.values.centred
     assert config.calibrated and config.balanced and config.centred and config.filled
     assert config.bits_per_value(128, 128) == 2.6
+    assert config.keys.quantizer.label.startswith("2.6 bits a value in the mean, by blocks of 16")
+    assert Fill(2.6, (4, 2)).label.startswith("4/2 bits by blocks of 16")
     assert parse_kv("fill-3/fill-2").values.quantizer.rate == 2
     assert isinstance(parse_kv("fill-3/int4").values.quantizer, Affine)
     own = CacheConfig(Side(Fill(2.6, (4, 2)), "fill-centred"), Side(Fill(2.6, (3, 1, 1)), "fill"))
