@@ -156,6 +156,13 @@ def test_attention_is_softmax_over_what_is_stored(
     assert rms(out, softmax(q, k, v, dims**-0.5, 0, None)) < bound
 
 
+def test_heads_of_512_dims_are_read_by_the_portable_body():
+    """As in Gemma 4; tiles of more than 256 dims do not exist."""
+    test_attention_is_softmax_over_what_is_stored(
+        512, (8, 4, 3, 2, 1), (4, 3, 2, 1, 1), 4, 2, 1, make, mx.float32, 5e-6
+    )
+
+
 # -- the golden table
 
 
