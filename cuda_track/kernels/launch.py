@@ -57,12 +57,10 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
         return f"no Triton kernels on {device.type}"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
-    if (
-        len(fills := {isinstance(side.quantizer, Fill) for side in (config.keys, config.values)})
-        == 2
-    ):
+    fills = [isinstance(side.quantizer, Fill) for side in (config.keys, config.values)]
+    if fills[0] != fills[1]:
         return "bits by direction beside another format have no kernel"
-    if True in fills and not interpreted() and os.environ.get("MLXKV_TRITON_FILL") != "1":
+    if all(fills) and not interpreted() and os.environ.get("MLXKV_TRITON_FILL") != "1":
         # A failed launch ends the process's GPU, so it is not tried first, as MLX's kernels are.
         return "the kernel of bits by direction failed on the GPU that ran it; MLXKV_TRITON_FILL=1 tries it"
     return layout.why_not(config.keys.quantizer, dims[0], config.page) or layout.why_not(

@@ -207,7 +207,7 @@ class FillLayout:
         """(block, its lowest bit, bits, field, bit) of all that a lane holds."""
         out = []
         for i, (bits, field, bit, more, top) in enumerate(self.planes):
-            out.append((i, 0, min(bits, 2) if bits == 3 else bits, field, bit))
+            out.append((i, 0, 2 if bits == 3 else bits, field, bit))
             out += [(i, 2, 1, more, top)] if bits == 3 else []
         return tuple(out)
 

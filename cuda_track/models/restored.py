@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 
 from cuda_track.cache.stores import Codes, codecs_of
@@ -31,8 +29,7 @@ def check_compressed(
     """Raise UserError or ValueError, and what reading lists and dicts raises, unless `tree` is the state of a
     compressed cache of so many tokens."""
     header, found = state.read_header(bytes(tree["header"][: state.LONGEST].tolist()))
-    if json.dumps(found.as_dict()) != json.dumps(config.as_dict()):
-        raise ValueError("another configuration of the cache")
+    state.check_config(found, config)
     if header["offset"] != tokens:
         raise ValueError(f"a cache of {header['offset']} tokens, not {tokens}")
     dims, heads = (shape.key_dim, shape.value_dim), shape.kv_heads

@@ -100,9 +100,8 @@ def planned(args: argparse.Namespace, presets: Presets, splits: tuple) -> tuple[
 def _side_by_side(args: argparse.Namespace, given: list[str], name: str) -> None:
     """Start the processes and wait for them. One that ends with an error is started again, RESTARTS times
     at most, since what is measured stays. Raises MachineError if an error remains."""
-    started: dict[
-        int, tuple[subprocess.Popen, int]
-    ] = {}  # by share: the process, and which start it is
+    # By share: the process, and which start it is.
+    started: dict[int, tuple[subprocess.Popen, int]] = {}
     ended: dict[int, int] = {}
     try:
         for which in range(args.processes):
@@ -132,9 +131,7 @@ def _side_by_side(args: argparse.Namespace, given: list[str], name: str) -> None
 def _start(args: argparse.Namespace, given: list[str], name: str, which: int) -> subprocess.Popen:
     extra = ["--processes", "1", "--shares", f"{which + 1}/{args.processes}"]
     env = dict(os.environ)
-    for (
-        library
-    ) in THREADS:  # each takes all cores otherwise: calibrating on 32 of them took 150 s, not 35
+    for library in THREADS:  # else each takes all cores: calibrating on 32 took 150 s, not 35
         env.setdefault(library, "2")
     if args.gpus:
         env["CUDA_VISIBLE_DEVICES"] = str(which % args.gpus)

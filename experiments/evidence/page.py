@@ -100,9 +100,8 @@ def write(
             lines += [f"![Mean KL against bits]({svg.name})", ""]
         text = "\n".join([*head, "", *lines, *markdown(blocks, against)])
         out.write_text(text + "\n", encoding="utf-8")
-        if not any(
-            out.with_suffix("").glob("*.jsonl")
-        ):  # the rows are kept in a folder of that name
+        is_kept = any(out.with_suffix("").glob("*.jsonl"))  # in a folder of that name
+        if not is_kept:
             raw = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
             out.with_suffix(".jsonl").write_text(raw, encoding="utf-8")
     except OSError as error:

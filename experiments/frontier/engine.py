@@ -9,11 +9,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-SINK, RECENT, PAGE = (
-    64,
-    64,
-    128,
-)  # tokens; PAGE: of codes, and a multiple of the pages that are ranked
+SINK, RECENT, PAGE = 64, 64, 128  # tokens; PAGE: of codes, and a multiple of ranked pages
 CHUNK = 512
 ASKING = 64  # last queries of the prompt, whose attention votes for tokens
 

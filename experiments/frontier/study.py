@@ -189,9 +189,8 @@ def answers(loaded, document, arms: Sequence[Arm], home: Home) -> dict[Arm, dict
             asked.append([*prompt[len(begin) :], *answer])
             ends.append((kind, answer, spans(loaded, answer, question.values)))
     longest = max(map(len, asked))
-    padded = [
-        [*one, *[0] * (longest - len(one))] for one in asked
-    ]  # causal: nothing before sees it
+    # Attention is causal: nothing before the padding sees it.
+    padded = [[*one, *[0] * (longest - len(one))] for one in asked]
     prompt, out = prefill(loaded, [begin]), {}
     for arm in arms:
         likeliest = np.array(mx.argmax(read_on(loaded, prompt, padded, attend(arm, home)), axis=-1))

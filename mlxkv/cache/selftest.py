@@ -15,7 +15,7 @@ from mlxkv.cache.view import Parts, Sliding, View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import BLOCKS, CacheConfig
 from mlxkv.formats.lowrank import DIMS, Fill
-from mlxkv.formats.records import record_layout
+from mlxkv.formats.records import MOST_BLOCKS, record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles, trust
 from mlxkv.metal.launch import Factory
@@ -106,7 +106,7 @@ def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
         side = getattr(config, name)
         if not side.filled:
             return config
-        count = max(1, dims // DIMS - less)
+        count = min(MOST_BLOCKS, max(1, dims // DIMS - less))
         widths = sorted((some * (count // len(some) + 1))[:count], reverse=True)
         sides[name] = replace(side, quantizer=Fill(1.0, tuple(widths)))
     return replace(config, **sides)

@@ -224,7 +224,8 @@ class CacheConfig:
         if self.keys.centred and self.listens:
             raise UserError(
                 "[CacheConfig] keys without their mean cannot be selected, and no basis follows them; got "
-                f"{self.keys.transform}; choose {CENTRED[self.keys.transform]}"
+                f"{self.keys.transform}; choose keys of the transform {CENTRED[self.keys.transform]}, or a preset "
+                "such as int2"
             )
         if self.sliding and self.sliding < self.least:
             raise UserError(

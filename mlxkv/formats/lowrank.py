@@ -179,12 +179,9 @@ class Fill:
 
     @property
     def label(self) -> str:
-        own = (
-            f"{'/'.join(map(str, self.widths))} bits"
-            if self.widths
-            else f"{self.rate:g} bits in the mean"
-        )
-        return f"{own} by blocks of {DIMS} directions, a scale per token"
+        own = "/".join(map(str, self.widths))
+        bits = f"{own} bits" if own else f"{self.rate:g} bits a value in the mean,"
+        return f"{bits} by blocks of {DIMS} directions, a scale per token"
 
     @property
     def tensors(self) -> set[str]:

@@ -28,9 +28,8 @@ TREE_CODE = 3  # bits per dim of a polar tree: 46 of the 48 bits of 16 dims are 
 TREE_ANGLES = sum(2**bits for bits in TREE_BITS)  # angles in the codebooks of a page
 NAMES = ("keys", "values")
 MOST_BLOCKS = 16  # of 16 dims with widths of their own
-QUARTERS = (
-    4  # parts of 8 bits of a lane's word: a block of 16 dims has one for each bit of its codes
-)
+# Parts of 8 bits of a lane's word: a block of 16 dims has one for each bit of its codes.
+QUARTERS = 4
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,7 @@ MOST_TILES = 4  # of a threadgroup
 HALVES = 2  # simdgroups that share the dims of a tile
 DIMS = (64, 128, 256, 512)  # threads divide these evenly
 TYPES = (mx.float16, mx.bfloat16, mx.float32)
-WANTED_CUDA, PER_CORE, MAX_SPLITS = (
-    256,
-    2.5,
-    128,
-)  # threadgroups: in all, of a core, along the tokens
+WANTED_CUDA, PER_CORE, MAX_SPLITS = 256, 2.5, 128  # threadgroups: in all, of a core, along tokens
 WINDOW = 256  # tokens in which live ones are counted
 LEAST_BLOCKS = 2  # of a split, so that merging stays small
 CAPABILITY = 8  # of CUDA: its matrix products

@@ -5,8 +5,6 @@ Shapes come first, which cost nothing (MLX is lazy): only what fits is read at a
 
 from __future__ import annotations
 
-import json
-
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
@@ -20,7 +18,7 @@ FIXED = ("keep", "max_size", "chunk_size", "group_size", "bits")
 
 
 def check(cache, like, tokens: int) -> None:
-    """Raise ValueError unless `cache` can go on where `like`, which the model has given one token, could
+    """Raise UserError or ValueError unless `cache` can go on where `like`, which the model has given one token, could
     after `tokens` of them."""
     if type(cache) is not type(like):
         raise ValueError(f"a {type(cache).__name__}, not a {type(like).__name__}")
@@ -34,9 +32,7 @@ def check(cache, like, tokens: int) -> None:
 
 def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.array]:
     """Check all but the numbers, which it returns, those inside of page records, too."""
-    configs = (json.dumps(one.config.as_dict()) for one in (cache, like))
-    if next(configs) != next(configs):
-        raise ValueError("another configuration of the cache")
+    state.check_config(cache.config, like.config)
     keys, values = like.contents().live
     dims, heads = (keys.shape[3], values.shape[3]), keys.shape[1]
     token = tuple((1, heads, 1, dim) for dim in dims)

@@ -138,6 +138,8 @@ def _call_schema(function: dict, definitions: dict[str, Any]) -> dict:
     parameters = dict(parameters) if isinstance(parameters, dict) else {}
     for key in ("$defs", "definitions"):
         found, known = parameters.pop(key, None) or {}, definitions.setdefault(key, {})
+        if not isinstance(found, dict):
+            raise Refused(400, f"[tools] {key} of a tool must be an object", "invalid_value")
         if any(known.get(name, one) != one for name, one in found.items()):
             raise Refused(400, f"[tools] two tools define {key} of one name", "invalid_value")
         known.update(found)

@@ -17,6 +17,7 @@ from mlxkv.codec.transform import Transform
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import FULL, PRESETS
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import clips, measure
@@ -217,6 +218,12 @@ def test_presets_without_clips_to_search(name):
     assert "choose from int3, int2, srft-scaled-int8" in clips.why_not(PRESETS[name])
     with pytest.raises(UserError, match=r"\[search-clip\] clips are searched for calibrated"):
         clips.search(llama(), searched()[0], PRESETS[name], TOKENS)
+
+
+@pytest.mark.parametrize("name", ("balanced-int2/fill-3", "fill-3/balanced-int2"))
+def test_no_clips_are_searched_beside_bits_by_direction(name):
+    with pytest.raises(UserError, match=r"\[search-clip\] clips are not searched beside bits by"):
+        clips.search(llama(), searched()[0], parse_kv(name), TOKENS)
 
 
 def test_too_little_text_and_nan_are_one_line():

@@ -88,6 +88,19 @@ def test_the_budget_is_kept_and_used(rate):
         assert len(widths) * DIMS <= sigma.shape[1]
 
 
+def test_a_layer_of_more_heads_takes_more_of_the_budget():
+    """As in OpenELM, whose layers have other numbers of kv heads."""
+    several = [(falling(6, 32, 1.5, 0), falling(6, 32, 1.2, 1))]
+    several.append((falling(2, 64, 1.5, 2), falling(2, 64, 1.2, 3)))
+    sides = [pair for both in several for pair in zip(artifact.SIDES, both, strict=True)]
+    found = fill.allot(sides, 3.0)
+    assert list(zip(found[::2], found[1::2], strict=True)) == spec.allotted(several, 3.0)
+    heads = [len(sigma) for _, sigma in sides]
+    bits = sum(n * spec.stored_bits(own) for n, own in zip(heads, found, strict=True))
+    values = sum(sigma.size for _, sigma in sides)
+    assert 2.8 * values < bits <= 3.0 * values
+
+
 def test_more_bits_never_cost_more_and_no_pattern_is_better():
     sigma = falling(2, 64, 1.2)
     known = {}
@@ -107,6 +120,12 @@ def test_directions_alike_take_one_width_and_faint_ones_none():
     keys, values = fill.allot([("keys", faint), ("values", faint)], 2.25)
     for widths in (keys, values):  # bits that nothing better can use go to faint ones
         assert min(widths[:4]) >= 3 and sum(widths[4:]) <= 2
+
+
+def test_a_layer_whose_values_are_all_zero_leaves_its_bits_to_others():
+    even, none = np.ones((1, 64)), np.zeros((1, 64))
+    zero, other = fill.allot([("values", none), ("values", even)], 2.25)
+    assert sum(zero) == 1 and sum(other) > 8  # a side has one bit for its first block at least
 
 
 def test_a_layer_whose_errors_cost_more_takes_bits_from_others():
@@ -130,6 +149,8 @@ def test_any_number_is_a_name():
     assert config.keys.centred and not config.values.centred
     assert config.calibrated and config.balanced and config.centred and config.filled
     assert config.bits_per_value(128, 128) == 2.6
+    assert config.keys.quantizer.label.startswith("2.6 bits a value in the mean, by blocks of 16")
+    assert Fill(2.6, (4, 2)).label.startswith("4/2 bits by blocks of 16")
     assert parse_kv("fill-3/fill-2").values.quantizer.rate == 2
     assert isinstance(parse_kv("fill-3/int4").values.quantizer, Affine)
     own = CacheConfig(Side(Fill(2.6, (4, 2)), "fill-centred"), Side(Fill(2.6, (3, 1, 1)), "fill"))
@@ -255,6 +276,11 @@ def test_a_calibration_is_needed_and_has_to_hold_the_means(model, made, tmp_path
     assert not bare.serves(parse_kv("fill-2.25")) and made.serves(parse_kv("fill-2.25"))
     with pytest.raises(UserError, match="no means of keys"):
         attach(model, "fill-2.25", calibration=bare)
+
+
+def test_maps_without_widths_are_one_line(made):
+    with pytest.raises(UserError, match="have no widths yet; got fill-centred"):
+        maps.of(made, parse_kv("fill-3").fitted)
 
 
 def test_a_saved_cache_reads_on(model, made, tmp_path, monkeypatch):

@@ -116,6 +116,22 @@ def test_sessions_are_read_on_the_other_side(pair, tmp_path):
     assert np.abs(got - right).max() < 1e-3 * np.abs(right).max()
 
 
+@pytest.mark.skipif(version("mlx-lm") < "0.32", reason="the files of mlx-lm 0.32")
+def test_a_session_from_before_rotary_keys_had_8_bits_says_how_to_read_it(hub, tmp_path):
+    """Those files name int4 alone, whose rotary keys were exact."""
+    older = models.load(str(hub), "int4+rope16", dtype="float32")
+    cache = mlx_generate.new_cache(older)
+    theirs_read(older, cache, IDS)
+    saved = mlx_prompt_cache.Saved(cache, IDS, [], "")
+    path = mlx_prompt_cache.save(str(tmp_path / "older"), saved, older)
+    assert mlx_prompt_cache.load(str(path), older).tokens == IDS
+    said = r"rotary keys of 16 bits; got a preset that stores 8; choose it with \+rope16"
+    with pytest.raises(UserError, match=said):
+        mlx_prompt_cache.load(str(path), models.load(str(hub), "int4", dtype="float32"))
+    with pytest.raises(UserError, match=said):
+        prompt_cache.load(path, load(str(hub), "int4", "float32"))
+
+
 def test_calibrating_here_is_refused_in_one_line(hub):
     made = load(str(hub), "int8", "float32")
     with pytest.raises(UserError, match="by mlxkv calibrate; got a model with latents"):

@@ -16,8 +16,9 @@ from mlxkv.codec.maps import sample
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.lowrank import DIMS, Fill
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.records import record_layout, side_layout
+from mlxkv.formats.records import record_layout, side_layout, why_no_record
 from mlxkv.metal import launch, tiles
+from mlxkv.metal.template import fill_table
 from mlxkv.spec.bounds import read, under
 from mlxkv.spec.mixed import fill as law
 
@@ -155,6 +156,13 @@ def test_attention_is_softmax_over_what_is_stored(
     assert rms(out, softmax(q, k, v, dims**-0.5, 0, None)) < bound
 
 
+def test_heads_of_512_dims_are_read_by_the_portable_body():
+    """As in Gemma 4; tiles of more than 256 dims do not exist."""
+    test_attention_is_softmax_over_what_is_stored(
+        512, (8, 4, 3, 2, 1), (4, 3, 2, 1, 1), 4, 2, 1, make, mx.float32, 5e-6
+    )
+
+
 # -- the golden table
 
 
@@ -239,6 +247,18 @@ def test_one_text_and_one_trial_serve_all_widths():
         "mlxkv_seal",
         "mlxkv_unseal",
     ]
+
+
+@pytest.mark.parametrize("dims", (16, 48, 256, 272, 512))
+def test_the_trial_of_any_head_is_of_records_that_kernels_read(dims):
+    """Heads of 512 dims (Gemma 4) have more blocks than a table: directions behind them are not stored."""
+    tried = selftest.stand_in(config_of((2,), (1,)), dims)
+    sides = zip((tried.keys, tried.values), (True, False), strict=True)
+    assert not any(
+        why_no_record(side.quantizer, side.dims(dims), PAGE, keys, blocks=True)
+        for side, keys in sides
+    )
+    fill_table(record_layout(tried, *tried.dims(dims, dims)))
 
 
 def test_a_ring_has_room_for_the_longest_records():

@@ -330,6 +330,8 @@ def test_thinking_is_told_to_the_template(thinking, wanted):
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_k": "a"}, "top_k"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": ["any"]}}, "tool_choice.type"),
     ],
 )
 def test_fields_are_named(body, field):

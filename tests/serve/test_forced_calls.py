@@ -67,7 +67,8 @@ def test_a_choice_that_cannot_be_followed_is_refused(free):
     missing = {"type": "function", "function": {"name": "nowhere"}}
     assert "names a tool that is not among" in said(missing)
     assert "names a tool that is not among" in said("required", tools=())
-    assert "[tool_choice] must be auto, none, required" in said("sometimes")
+    for wrong in ("sometimes", "", {}):
+        assert "[tool_choice] must be auto, none, required" in said(wrong)
     assert "tool_calls" not in forced(free, None, max_tokens=2)["choices"][0]["message"]
     form = {"type": "json_object"}
     assert "[tool_choice] a call follows no response_format" in said(
@@ -75,6 +76,8 @@ def test_a_choice_that_cannot_be_followed_is_refused(free):
     )
     wrong = {"type": "function", "function": {"name": "x", "parameters": {"type": "nothing"}}}
     assert "[tools] not a schema that can be followed" in said("required", tools=[wrong])
+    wrong = {"type": "function", "function": {"name": "x", "parameters": {"$defs": [1]}}}
+    assert "[tools] $defs of a tool must be an object" in said("required", tools=[wrong])
 
 
 def test_marks_that_are_one_token_are_known_by_their_number(tmp_path):

@@ -6,6 +6,8 @@ kv heads, `D` head dim, `R` stored dims.
 
 from __future__ import annotations
 
+from math import gcd
+
 import numpy as np
 
 from mlxkv.errors import UserError
@@ -48,22 +50,27 @@ def curve(sigma: np.ndarray) -> list[Choice]:
 
 def weight(side: str, sigma: np.ndarray) -> float:
     """Return what a cost of "keys" or "values" with sigma [G, D] counts: the error of a layer's output, over the
-    output."""
-    return 1 / sigma.size if side == "keys" else 1 / float((sigma**2).sum())
+    output; nothing where values are all 0, which every code stores."""
+    if side == "keys":
+        return 1 / sigma.size
+    squares = float((sigma**2).sum())
+    return 1 / squares if squares else 0.0
 
 
 def allot(sides: list[tuple[str, np.ndarray]], rate: float) -> list[Widths]:
     """Return the widths of least cost for all `sides`, "keys" or "values" with sigma [G, D], that share `rate` bits a
-    value of one kv head. Exact, as in `curve`: words are handed out side by side.
+    value, those of all kv heads. Exact, as in `curve`: words are handed out side by side.
 
     Raises UserError where the rate is not even one bit for the first block of each.
     """
-    dims = sum(sigma.shape[1] for _, sigma in sides)
-    room = int((rate * dims - SCALE * len(sides) + 1e-9) // WORD)
+    common = gcd(*(len(sigma) for _, sigma in sides))
+    heads = [len(sigma) // common for _, sigma in sides]
+    values = sum(n * sigma.shape[1] for n, (_, sigma) in zip(heads, sides, strict=True))
+    room = int((rate * values - SCALE * sum(heads) + 1e-9) // WORD)
     best, taken = np.zeros(max(room, 0) + 1), []  # least cost by words at most
     curves = [
-        [(weight(name, sigma) * cost, Fill(1.0, own).words, own) for cost, own in curve(sigma)]
-        for name, sigma in sides
+        [(weight(name, sigma) * cost, n * Fill(1.0, own).words, own) for cost, own in curve(sigma)]
+        for n, (name, sigma) in zip(heads, sides, strict=True)
     ]
     for own in curves:
         now, choice = np.full_like(best, np.inf), np.zeros(len(best), int)
@@ -76,9 +83,9 @@ def allot(sides: list[tuple[str, np.ndarray]], rate: float) -> list[Widths]:
         best = now
         taken.append(choice)
     if room < 0 or not np.isfinite(best[-1]):
-        heads = ", ".join(map(str, sorted({sigma.shape[1] for _, sigma in sides})))
+        dims = ", ".join(map(str, sorted({sigma.shape[1] for _, sigma in sides})))
         raise UserError(
-            f"[--kv] fill-{rate:g} leaves no bits for codes of heads of {heads} dims; choose more, such as fill-2.25"
+            f"[--kv] fill-{rate:g} leaves no bits for codes of heads of {dims} dims; choose more, such as fill-2.25"
         )
     at, out = int(np.flatnonzero(best <= best[-1])[0]), []
     for own, choice in zip(curves[::-1], taken[::-1], strict=True):

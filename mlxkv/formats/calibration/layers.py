@@ -62,6 +62,10 @@ def _mapped(kind: str, layer: Layer, side: str, parts: str) -> Pair:
     basis = getattr(layer, side)
     name, _, size = kind.partition(" ")
     if CENTRED.get(name, name) == FILLED:
+        if not size:
+            raise UserError(
+                f"[calibration] bits by direction have no widths yet; got {name}; choose a config of `layers.fitted`"
+            )
         widths = tuple(int(bits) for bits in size.split(","))
         return fill.pair(*directions(basis, is_centred(kind)), widths)
     if CENTRED.get(kind) == BALANCED:

@@ -60,6 +60,18 @@ def read_header(data: bytes) -> tuple[dict, CacheConfig]:
     return out, CacheConfig.from_dict(out["config"])
 
 
+def check_config(found: CacheConfig, own: CacheConfig) -> None:
+    """Raise UserError for rotary keys beside latents of other bits, ValueError for another difference between a saved
+    cache and the model's own."""
+    if found.rotary != own.rotary:  # int4, int3 and int2 stored 16 bits at first
+        raise UserError(
+            f"[--kv] rotary keys of {found.rotary} bits; got a preset that stores {own.rotary}; choose it with "
+            f"+rope{found.rotary}"
+        )
+    if json.dumps(found.as_dict()) != json.dumps(own.as_dict()):
+        raise ValueError("another configuration of the cache")
+
+
 def check_calibrated(config: CacheConfig, layer_maps) -> None:
     """Raise UserError for a calibrated cache without maps."""
     if config.calibrated and layer_maps is None:

@@ -79,7 +79,7 @@ def _choice(body: dict) -> str | dict:
     kind = choice.get("type", "auto")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in CHOICES:
+    if not isinstance(kind, str) or kind not in CHOICES:
         raise bad("tool_choice.type", "choose from auto, any, tool, none", kind)
     return CHOICES[kind]
 

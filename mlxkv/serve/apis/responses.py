@@ -65,7 +65,7 @@ def request_of(body: dict, served: Served) -> tuple[Request, set[str]]:
     else:
         messages += _messages(objects("input", given))
     tools, customs = _tools(objects("tools", body.get("tools") or []))
-    choice = body.get("tool_choice") or "auto"
+    choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     plain = {name: body[name] for name in SAME if name in body}

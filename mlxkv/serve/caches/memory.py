@@ -109,14 +109,10 @@ def _shape(cache) -> CacheShape:
         packed = config.page * values * replace(config, keep=1.0).bits_per_value(*dims) / 8
         each, together = pair[0].dtype.size, cache.joins
         bases, room = config.basis_bytes(pair[0].shape[1], *dims), 0
-        if (
-            isinstance(cache, LatentKVCache) and config.rotary == 16
-        ):  # rotary keys are as the model makes them
-            packed = config.page * dims[0] * config.keys.bits_per_value(dims[0], config.page) / 8
-            packed, room = (
-                packed + config.page * each * dims[1],
-                each * dims[1] * (config.window + STEP),
-            )
+        if isinstance(cache, LatentKVCache) and config.rotary == 16:
+            latents = dims[0] * config.keys.bits_per_value(dims[0], config.page) / 8
+            packed = config.page * (latents + each * dims[1])
+            room = each * dims[1] * (config.window + STEP)
         window = config.sliding
         return CacheShape(
             *(0, each * values, 2 * values, window, False, config, packed, together, bases, room)

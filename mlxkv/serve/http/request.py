@@ -227,7 +227,8 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
 
 def _grammar(body: dict, said: dict, calls: Calls | None) -> str | None:
     """What the reply follows: a format, or a call of a tool. Takes the tools out of `said` for "none"."""
-    choice = body.get("tool_choice") or "auto"  # null is no choice
+    choice = body.get("tool_choice")
+    choice = "auto" if choice is None else choice
     if choice == "none" and "tools" in said:
         said["tools"] = None
     call, form = of_choice(choice, said.get("tools"), calls), of_format(body.get("response_format"))

@@ -133,15 +133,16 @@ def weights(keys: np.ndarray, values: np.ndarray) -> tuple[float, float]:
 def allotted(
     layers: list[tuple[np.ndarray, np.ndarray]], rate: float
 ) -> list[tuple[Widths, Widths]]:
-    """Return the widths of keys and of values of each layer for sigma [G, D] of both and `rate` bits a value. All
-    that could be best are tried: for a few layers of few blocks."""
-    room = rate * sum(keys.shape[1] + values.shape[1] for keys, values in layers) + 1e-9
+    """Return the widths of keys and of values of each layer for sigma [G, D] of both and `rate` bits a value of
+    all kv heads. All that could be best are tried: for a few layers of few blocks."""
+    room = rate * sum(keys.size + values.size for keys, values in layers) + 1e-9
     best = [(0.0, 0, [])]
     for sides in layers:
         own = {}
         for k in patterns(sides[0].shape[1] // DIMS):
             for v in patterns(sides[1].shape[1] // DIMS):
-                bits, (to_k, to_v) = stored_bits(k) + stored_bits(v), weights(*sides)
+                bits = len(sides[0]) * stored_bits(k) + len(sides[1]) * stored_bits(v)
+                to_k, to_v = weights(*sides)
                 j = to_k * cost(sides[0], k) + to_v * cost(sides[1], v)
                 own[bits] = min(own.get(bits, (np.inf,)), (j, bits, (k, v)), key=lambda x: x[0])
         best = [(c + j, b + bits, [*w, both]) for c, b, w in best for j, bits, both in own.values()]

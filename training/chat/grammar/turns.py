@@ -14,7 +14,6 @@ from chat.vocabulary import a
 Pair = tuple[str, str]
 JOIN = (". ", ". ", ". ", ", and ", " and ", ", but ", ", while ", "; ", ", ", " whereas ")
 GAP = (" ", " ", " ", " ", " ", " ", " ", "\n", "\n\n", " Now: ", " Question: ", " So: ", " - ")
-THANKS = ("Thanks", "Hello", "OK", "Hi", "Good")
 
 
 def question(rng: Random, told: Fact, first: float = 0.5) -> Pair:
