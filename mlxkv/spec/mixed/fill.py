@@ -126,8 +126,9 @@ def stored_bits(widths: Widths) -> int:
 
 
 def weights(keys: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Return what the costs of keys and of values count in J, for sigma [G, D] of both."""
-    return 1 / keys.size, 1 / float((values**2).sum())
+    """Return what the costs of keys and of values count in J, for sigma [G, D] of both: nothing where values are all 0."""
+    squares = float((values**2).sum())
+    return 1 / keys.size, 1 / squares if squares else 0.0
 
 
 def allotted(
