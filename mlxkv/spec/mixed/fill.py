@@ -126,7 +126,8 @@ def stored_bits(widths: Widths) -> int:
 
 
 def weights(keys: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Return what the costs of keys and of values count in J, for sigma [G, D] of both: nothing where values are all 0."""
+    """Return what the costs of keys and of values count in J, for sigma [G, D] of both: values that are all 0 count
+    nothing."""
     squares = float((values**2).sum())
     return 1 / keys.size, 1 / squares if squares else 0.0
 
