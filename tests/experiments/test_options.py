@@ -21,6 +21,7 @@ NEEDED |= {
     "evidence.pretrained": ["tiny"],
     "latent_kl": ["--model", "x", "--out", "y"],
     "programs": ["--folder", "x"],
+    "evidence.collect": ["rows", "--out", "y"],
 }
 NEEDED |= {
     f"frontier.{n}": ["--models", "x", "--out", "y"] for n in ("codes", "every", "nested", "pages")

@@ -9,6 +9,7 @@ from experiments import sweep
 from mlxkv.bench.kernels import run
 from mlxkv.doctor import checks
 from mlxkv.errors import UserError
+from mlxkv.formats.lowrank import Fill
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import why_no_record
@@ -87,4 +88,5 @@ def test_doctor_judges_a_preset_of_every_method_with_kernels():
         for c in PRESETS.values()
         if c.compresses and why_no_record(c.keys.quantizer, 128, c.page) is None
     }
-    assert methods == every and Kitty not in every
+    # Bits by direction are no preset: any number of them is a name.
+    assert methods == {*every, Fill} and Kitty not in every
