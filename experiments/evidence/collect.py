@@ -77,7 +77,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     models = sorted({file.parent.name for file in args.rows.glob("*/*/rows.jsonl")})
     if not models:
-        raise UserError(f"[collect] no rows; got {args.rows}; it must hold STAGE/MODEL/rows.jsonl")
+        raise UserError(
+            f"[evidence.collect] no rows; got {args.rows}; it must hold STAGE/MODEL/rows.jsonl"
+        )
     selected = {}
     for model in models:
         by_stage = stages(args.rows, model)

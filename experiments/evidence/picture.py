@@ -11,13 +11,8 @@ from mlxkv.eval import intervals
 from mlxkv.eval.report.pictures import SMALLEST
 
 PANELS = 3
-SHOWN = (
-    "fill",
-    "int",
-    "naive",
-    "kivi",
-    "oscar",
-)  # ours, mlx-lm's codes, two rivals; tables have the rest
+# Ours, mlx-lm's codes, two rivals; tables have the rest.
+SHOWN = ("fill", "int", "naive", "kivi", "oscar")
 NAMES = {
     "fill": "fill-4, fill-3, fill-2.25, fill-1.6",
     "int": "int4, int3, int2",
@@ -34,7 +29,7 @@ TUNED = "+sink"  # in the names that selection chose: hollow marks
 def panels(blocks: Sequence[Block]) -> str:
     """Return SVG text: a panel for each of the first blocks. Marks are presets, bars their intervals
     over texts; ours are black. Presets of about the same bits stand side by side. Of the methods only
-    SHOWN are drawn, or the first four where a block has none of them."""
+    SHOWN are drawn, or as many others where a block has none of them."""
     some = list(blocks)[:PANELS]
     with plots.pyplot() as plt:
         figure, axes = plt.subplots(

@@ -121,6 +121,14 @@ def of_choice(choice: Any, tools: list[dict] | None, calls: Calls | None) -> str
     definitions: dict[str, Any] = {}
     schema = {"anyOf": [_call_schema(one, definitions) for one in wanted]} | definitions
     of_schema("tools", schema)  # says in one line what cannot be followed
+    for one in wanted:
+        parameters = one.get("parameters")
+        kind = parameters.get("type", "object") if isinstance(parameters, dict) else "object"
+        if kind != "object":
+            shown = json.dumps(kind)[:80]
+            raise Refused(
+                400, f"[tools] parameters are an object; got type {shown}", "invalid_value"
+            )
     spaces = {"whitespace_flexible": True, "whitespace_pattern": SPACES}
     body = json.dumps(schema | {"x-guidance": spaces})
     text = f'start: {calls.start} line body line {calls.end}\nline: "\\n"?\nbody: %json {body}'

@@ -83,5 +83,5 @@ def test_a_line_of_several_texts_is_read_as_their_rows(measured):
 
 
 def test_a_folder_without_rows_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"\[collect\] no rows; got"):
+    with pytest.raises(UserError, match=r"\[evidence.collect\] no rows; got"):
         collect.main([str(tmp_path), "--out", str(tmp_path)])

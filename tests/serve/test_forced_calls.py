@@ -78,6 +78,8 @@ def test_a_choice_that_cannot_be_followed_is_refused(free):
     assert "[tools] not a schema that can be followed" in said("required", tools=[wrong])
     wrong = {"type": "function", "function": {"name": "x", "parameters": {"$defs": [1]}}}
     assert "[tools] $defs of a tool must be an object" in said("required", tools=[wrong])
+    wrong = {"type": "function", "function": {"name": "x", "parameters": {"type": "string"}}}
+    assert "[tools] parameters are an object; got type" in said("required", tools=[wrong])
 
 
 def test_marks_that_are_one_token_are_known_by_their_number(tmp_path):
