@@ -40,8 +40,9 @@ async function take(list) {
     else files.push({ name: file.name, size: file.size, text });
   }
   if (refused.length) notice("files", `Not attached: ${refused.join(", ")}`);
+  // Kept before it is shown: a page that is loaded again has whatever it showed.
+  try { await listener(); } catch (error) { console.warn("not kept", error); }
   show();
-  listener();
 }
 
 // The text of a file; null if it is none.
