@@ -1,4 +1,4 @@
-"""`AdaptiveKVCache`: a compressed cache that observes the queries (`mlxkv.formats.observing` says what for),
+"""`AdaptiveKVCache`: a compressed cache that observes the queries (`mlxkv.formats.rules.observing` says what for),
 and how much the last queries of a prompt look at each token. Spec: `mlxkv.spec.oja`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cuda_track.cache.view import Pair, View
 from cuda_track.codec.codec import Stored
 from cuda_track.codec.maps import LayerMaps
 from mlxkv.errors import UserError
-from mlxkv.formats.observing import BLOCK, POOL, Observing
+from mlxkv.formats.rules.observing import BLOCK, POOL, Observing
 
 
 def importance(

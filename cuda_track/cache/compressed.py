@@ -20,7 +20,7 @@ from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.going_back import GoesBack
+from mlxkv.formats.rules.going_back import GoesBack
 from mlxkv.formats.saved import state
 
 STEP = 256  # the live window grows by whole steps

@@ -12,7 +12,7 @@ from cuda_track.cache.view import Parts
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.codec.maps import LayerMaps
 from mlxkv.formats.records import NAMES
-from mlxkv.formats.runs import Runs
+from mlxkv.formats.rules.runs import Runs
 
 Store = Codes | Paged | Records
 

@@ -1,4 +1,4 @@
-"""`AdaptiveKVCache`: a compressed cache that observes the queries (`mlxkv.formats.observing` says what for)."""
+"""`AdaptiveKVCache`: a compressed cache that observes the queries (`mlxkv.formats.rules.observing` says what for)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxkv.cache.view import Pair, View
 from mlxkv.codec.codec import Stored
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
-from mlxkv.formats.observing import BLOCK, POOL, Observing
+from mlxkv.formats.rules.observing import BLOCK, POOL, Observing
 
 # -- how much attention the last queries of a prompt pay to each token: which tokens teach a basis (OjaKV,
 # section 5.2), which stay (SnapKV). Spec: `spec.oja`

@@ -15,11 +15,16 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from mlxkv.cache.latent.pages import FixedLatents, LatentPages
+from mlxkv.cache.reading import summary
 from mlxkv.cache.view import OPS, TILES, CacheView, RecordPages, View
 from mlxkv.errors import UserError
+from mlxkv.formats.records import TOKENS
+from mlxkv.formats.rules.reading import count
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles
 from mlxkv.metal.launch import backend
+from mlxkv.metal.lengths import Known, Later
+from mlxkv.metal.reading import choose
 
 # Up to this many new tokens codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = kernels.MOST_NEW
@@ -177,7 +182,10 @@ def _decode_records(
     batch, heads, new, dims = queries.shape
     kv_heads, dtype = live[0].shape[1], live[0].dtype
     pages, *more = parts
-    plan = pages.plan
+    plan, q = pages.plan, queries.reshape(batch, kv_heads, -1, dims)
+    exact, chosen = q.astype(mx.float32), None
+    if pages.reading is not None and not window:
+        chosen = _chosen(pages, exact, q.astype(dtype), sink, live, lengths, scale, new, starts)
     if plan.body == TILES:
         return tiles.attend(
             queries.astype(dtype),
@@ -196,9 +204,8 @@ def _decode_records(
             page=pages.codecs[0].page,
             softcap=softcap,
             window=window,
+            chosen=chosen,
         ).astype(queries.dtype)
-    q = queries.reshape(batch, kv_heads, -1, dims)
-    exact = q.astype(mx.float32)
     first = _run(pages, exact)
     out = kernels.attend(
         first.q_pages,
@@ -219,8 +226,27 @@ def _decode_records(
         page=pages.codecs[0].page,
         softcap=softcap,
         window=window,
+        chosen=chosen,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
+
+
+def _chosen(
+    pages: RecordPages, exact, q, sink, live, lengths: Known | Later, scale: float, new: int, starts
+) -> choose.Chosen | None:
+    """The chunks that a step reads; None where it reads all."""
+    reading, page = pages.reading, pages.codecs[0].page
+    each = reading.chunk // TOKENS
+    if not isinstance(lengths, Later) and all(
+        count(n // each, reading.share) == n // each for n, *_ in lengths
+    ):
+        return None
+    key_map = pages.maps[0]
+    return choose.choose(
+        *(exact if key_map is None else key_map.query(exact), q),
+        *(reading.summaries, reading.share, each),
+        *(sink, live, lengths, scale, new, pages.plan.make, starts, page // TOKENS),
+    )
 
 
 def _tile_run(pages: RecordPages) -> tiles.Run:
@@ -343,6 +369,8 @@ def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None):
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, live[0].shape[1], -1, dims)
     s = scores(q, view).reshape(batch, heads, new, -1)
+    if getattr(view.pages, "reading", None) is not None:
+        s = _without_unread(s, q, view, mask)
     p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
     out, start = None, 0
     if sink is not None:
@@ -354,6 +382,34 @@ def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None):
         start += run.tokens
     out = out + p[..., start:] @ live[1].astype(mx.float32)
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
+
+
+def _without_unread(s: mx.array, q: mx.array, view: CacheView, mask) -> mx.array:
+    """Scores [B, H, L, T] with -inf for the tokens of chunks that a step leaves out. q: scaled, [B, G, N, D]."""
+    pages, reading = view.pages, view.pages.reading
+    chunks, start = pages.tokens // reading.chunk, view.sink[0].shape[2] if view.sink else 0
+    there = None
+    if (
+        isinstance(mask, mx.array) and mask.dtype == mx.bool_
+    ):  # steps of fixed shapes have spare room
+        columns = mask if mask.ndim == 4 else mask[None, None]
+        there = columns[:, :1, -1, start : start + pages.tokens : reading.chunk]
+    elif count(chunks, reading.share) == chunks:
+        return s
+    seen = masked(s, mask).reshape(*q.shape[:3], -1)
+    beside = [seen[..., :start], seen[..., start + pages.tokens :]]
+    beside = mx.logsumexp(mx.concatenate(beside, axis=-1), axis=-1, keepdims=True)
+    logs = summary.estimates(
+        pages.codecs[0].query(q), reading.summaries[:, :, :chunks], reading.chunk
+    )
+    if there is not None:
+        logs = mx.where(there[:, :, None], logs, mx.finfo(mx.float32).min)
+    taken = summary.taken(summary.weights(logs, beside), reading.share, there)
+    taken = mx.repeat(taken, reading.chunk, axis=-1)
+    more = seen.shape[-1] - start - pages.tokens
+    taken = mx.pad(taken, [(0, 0), (0, 0), (start, more)], constant_values=True)
+    taken = mx.broadcast_to(taken[:, :, None], seen.shape).reshape(s.shape)
+    return mx.where(taken, s, -mx.inf)
 
 
 def scores(q: mx.array, view: View) -> mx.array:

@@ -53,13 +53,16 @@ class Pages:
         self.is_shared = False
 
     @classmethod
-    def of_many(cls, layout: RecordLayout, page: int, heads: int) -> Pages:
-        """For records of pages of `page` tokens; no sequence yet."""
+    def of_many(
+        cls, layout: RecordLayout, page: int, heads: int, more: dict[Hashable, Block] | None = None
+    ) -> Pages:
+        """For records of pages of `page` tokens; no sequence yet. more: other arrays, for one sequence."""
         out = cls()
         out.starts, out.counts, out.is_shared = [], [], True
         out._blocks["records"] = (1, heads, page // TOKENS, layout.words), mx.uint32
         if layout.header_words:
             out._blocks["headers"] = (1, heads, 1, layout.header_words), mx.uint32
+        out._blocks |= more or {}
         return out
 
     def __deepcopy__(self, memo):

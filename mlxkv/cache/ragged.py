@@ -37,7 +37,8 @@ class Ragged:
         self.centre = self.layer_maps.centre if self.config.centred else None
         self.store, self.heads, self.dtype = store, heads, dtype
         self.each = self.config.page // TOKENS  # records of a page
-        self.pages = Pages.of_many(store.layout, self.config.page, heads)
+        more = store.summary_block(heads)
+        self.pages = Pages.of_many(store.layout, self.config.page, heads, more)
         self.offsets: list[int] = []
         self.counts: list[int] = []  # live tokens
         self.parted: list[bool] = []  # whether the sink has moved out of the live window
@@ -90,7 +91,7 @@ class Ragged:
         self.offsets += [row.offset for row in rows]
         self.counts += [0 if row.live is None else row.live[0].shape[2] for row in rows]
         self.parted += parted
-        self.pages.join([(r.store.state, r.store.count) if r.store else ({}, 0) for r in rows])
+        self.pages.join([(r.store.held, r.store.count) if r.store else ({}, 0) for r in rows])
         return True
 
     def _takes(self, row: Contents) -> bool:
@@ -167,9 +168,8 @@ class Ragged:
 
     def room(self, arrays: Sequence[mx.array]) -> RecordPages:
         """A snapshot of `arrays`, in the order of those of `pages`, with all room in them."""
-        store, held = self.store, dict(zip(self.pages.arrays, arrays, strict=True))
-        tokens = self.pages.capacity * self.config.page
-        return RecordPages(store.codecs, store.plan, held["records"], tokens, held.get("headers"))
+        held = dict(zip(self.pages.arrays, arrays, strict=True))
+        return self.store.snapshot(held, self.pages.capacity * self.config.page)
 
     def settle(self) -> None:
         """Seal a page of each sequence whose live window is full."""

@@ -18,7 +18,7 @@ from mlxkv.cache.view import CodePages, Parts, RecordPages
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.records import NAMES
-from mlxkv.formats.runs import Runs
+from mlxkv.formats.rules.runs import Runs
 
 
 class Segments(Runs):

@@ -15,13 +15,14 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 
 from mlxkv.cache.latent.pages import LatentPages
-from mlxkv.cache.pages import Pages
+from mlxkv.cache.pages import Block, Pages
+from mlxkv.cache.reading import summary
 from mlxkv.cache.view import BY_OPS, PORTABLE, TILES, CodePages, KernelPlan, Pair, RecordPages
 from mlxkv.codec import encoding, records
 from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.records import NAMES, TOKENS, record_layout
+from mlxkv.formats.records import NAMES, record_layout
 from mlxkv.metal import attend, balance, launch, seal
 from mlxkv.metal.lengths import grown
 
@@ -51,6 +52,16 @@ class _Store:
             else codec(side, dim, config.page)
             for name, side, dim in zip(NAMES, (config.keys, config.values), dims, strict=True)
         )
+
+    def summary_block(self, heads: int) -> dict[str, Block]:
+        """Shape and type of the summaries of a page, by their name; {} where all tokens are read."""
+        if self.config.read == 1:
+            return {}
+        shape = 1, heads, self.config.page // self.config.chunk, 2 * self.codecs[0].dims
+        return {summary.NAME: (shape, mx.float16)}
+
+    def _reading(self, summaries: mx.array | None) -> summary.Reading | None:
+        return summary.reading(summaries, self.config.read, self.config.chunk)
 
     def encode_by(self, way: str) -> None:
         """Encode the next pages this way."""
@@ -102,18 +113,29 @@ class Codes(_Store):
         for side, code, x in zip(self.sides, self.codecs, pair, strict=False):
             for name, y in code.encode(x[:, :, start:stop], self.way).items():
                 encoded[side, name] = y
-        self.pages.append(encoded, count)
+        self.pages.append(self._summarised(encoded), count)
+
+    def _summarised(self, held: dict) -> dict:
+        """The arrays of pages with the summaries of their chunks, where a step does not read all."""
+        if self.config.read == 1 or summary.NAME in held:
+            return held
+        keys = {name: x for (side, name), x in held.items() if side == self.sides[0]}
+        keys = self.codecs[0].decode_stored(keys, mx.float32)
+        return held | {summary.NAME: summary.summary(keys, self.config.chunk)}
 
     def _sides(self, start: int, stop: int) -> dict[str, Stored]:
         out: dict[str, Stored] = {name: {} for name in self.sides}
-        for (side, name), x in self.pages.read(start, stop).items():
-            out[side][name] = x
+        for key, x in self.pages.read(start, stop).items():
+            if key != summary.NAME:
+                out[key[0]][key[1]] = x
         return out
 
     def read(self, start: int, stop: int) -> CodePages:
         """A snapshot of pages start .. stop - 1."""
         stored = tuple(self._sides(start, stop).values())
-        return CodePages(self.codecs, stored, (stop - start) * self.config.page)
+        reading = self._reading(self.pages.read(start, stop).get(summary.NAME))
+        tokens = (stop - start) * self.config.page
+        return CodePages(self.codecs, stored, tokens, reading=reading)
 
     def whole(self) -> CodePages:
         """A snapshot of all pages."""
@@ -129,11 +151,13 @@ class Codes(_Store):
 
     def room(self, arrays: Sequence[mx.array]) -> CodePages:
         """A snapshot of `arrays`, in the order of `self.arrays()`, with their spare room as pages of zeros."""
+        held = dict(zip(self.pages.arrays, arrays, strict=True))
+        reading = self._reading(held.pop(summary.NAME, None))
         sides: dict[str, Stored] = {name: {} for name in NAMES}
-        for (side, name), x in zip(self.pages.arrays, arrays, strict=True):
+        for (side, name), x in held.items():
             sides[side][name] = x
         tokens = self.pages.capacity * self.config.page
-        return CodePages(self.codecs, tuple(sides.values()), tokens)
+        return CodePages(self.codecs, tuple(sides.values()), tokens, reading=reading)
 
     def truncate(self, count: int) -> None:
         self._whole = None
@@ -162,7 +186,7 @@ class Codes(_Store):
             if set(state[side]) != code.spec.tensors:
                 raise ValueError(f"arrays {', '.join(sorted(state[side]))} for {side}")
             held |= {(side, name): x for name, x in state[side].items()}
-        self.pages.restore(held, count)
+        self.pages.restore(self._summarised(held), count)
 
 
 class LatentCodes(Codes):
@@ -245,14 +269,32 @@ class Records(_Store):
         if self._sealer is not None and not on_cpu:
             transforms = tuple(code.transform for code in self.codecs)
             ranks = tuple(code.spec.clip_rank(at.dims) for code, at in sides)
-            return self._sealer(pair, layout, make, transforms, start, tokens, ranks)
+            return self._summarised(
+                self._sealer(pair, layout, make, transforms, start, tokens, ranks)
+            )
         with mx.stream(mx.cpu if on_cpu else mx.default_device()):
             codes = {}
             for name, x, (code, at) in zip(NAMES, pair, sides, strict=True):
                 by_kernel = not on_cpu and at.outer
                 helpers = balance.helpers(make, code.page, at.dims) if by_kernel else {}
                 codes[name] = code.encode(x[:, :, start : start + tokens], self.way, **helpers)
-            return records.to_records(codes, self.codecs)
+            return self._summarised(records.to_records(codes, self.codecs))
+
+    def _summarised(self, held: Stored) -> Stored:
+        """As `Codes._summarised`."""
+        if self.config.read == 1 or summary.NAME in held:
+            return held
+        buffer, headers = held["records"], held.get("headers")
+        keys = attend.unseal_side(
+            *(buffer, buffer.shape[2], self.layout, True, mx.float32, self.plan.make, headers)
+        )
+        return held | {summary.NAME: summary.summary(keys, self.config.chunk)}
+
+    def snapshot(self, held: Stored, tokens: int) -> RecordPages:
+        """What attention reads of the first `tokens` of these arrays."""
+        reading = self._reading(held.get(summary.NAME))
+        buffer, headers = held["records"], held.get("headers")
+        return RecordPages(self.codecs, self.plan, buffer, tokens, headers, reading)
 
     def empty(self) -> Records:
         """A store of the same kind without pages."""
@@ -286,13 +328,8 @@ class Records(_Store):
 
     def read(self, start: int, stop: int) -> RecordPages:
         """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
-        each, arrays = self.config.page // TOKENS, self.pages.arrays
-        buffer, headers = arrays["records"], arrays.get("headers")
-        if start:
-            buffer = buffer[:, :, start * each : stop * each]
-            headers = None if headers is None else headers[:, :, start:stop]
-        tokens = (stop - start) * self.config.page
-        return RecordPages(self.codecs, self.plan, buffer, tokens, headers)
+        arrays = self.pages.read(start, stop) if start else self.pages.arrays
+        return self.snapshot(arrays, (stop - start) * self.config.page)
 
     def whole(self) -> RecordPages:
         """A snapshot of all pages."""
@@ -309,8 +346,7 @@ class Records(_Store):
     def room(self, arrays: Sequence[mx.array]) -> RecordPages:
         """As `Codes.room`."""
         held = dict(zip(self.pages.arrays, arrays, strict=True))
-        tokens = self.pages.capacity * self.config.page
-        return RecordPages(self.codecs, self.plan, held["records"], tokens, held.get("headers"))
+        return self.snapshot(held, self.pages.capacity * self.config.page)
 
     def truncate(self, count: int) -> None:
         self.pages.truncate(count)
@@ -324,14 +360,20 @@ class Records(_Store):
         return list(self.pages.arrays.values())
 
     @property
-    def state(self) -> dict:
+    def held(self) -> dict:
+        """The arrays of its pages."""
         return self.pages.read()
 
+    @property
+    def state(self) -> dict:
+        """What has to be saved of them: summaries follow from the rest."""
+        return {name: x for name, x in self.held.items() if name != summary.NAME}
+
     def restore(self, state: dict, count: int) -> None:
-        """Take over the `count` pages of a state of either store."""
+        """Take over the `count` pages of a state of either store, or of `held`."""
         if "records" not in state:
             state = records.to_records(state, self.codecs)
-        self.pages.restore(state, count)
+        self.pages.restore(self._summarised(state), count)
 
 
 def codes_of(store: Codes | Records) -> dict[str, Stored]:

@@ -24,6 +24,7 @@ from functools import cached_property
 
 import mlx.core as mx
 
+from mlxkv.cache.reading.summary import Reading
 from mlxkv.codec import codebook, records
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.codec.transform import Transform
@@ -68,12 +69,13 @@ BY_OPS = KernelPlan(OPS)
 
 @dataclass(frozen=True)
 class CodePages:
-    """Pages as plain ops read them. tokens: in these pages."""
+    """Pages as plain ops read them. tokens: in these pages. reading: which share of them a decode step reads."""
 
     codecs: tuple[Codec, Codec]
     stored: tuple[Stored, Stored]
     tokens: int
     plan: KernelPlan = BY_OPS
+    reading: Reading | None = None
 
     @property
     def parts(self) -> tuple[CodePages]:
@@ -112,13 +114,14 @@ class CodePages:
 @dataclass(frozen=True)
 class RecordPages:
     """Pages as kernels read them: the first `tokens` / 16 records of `buffer` [B, G, capacity, words],
-    and the headers of the pages, where the format has any."""
+    and the headers of the pages, where the format has any. reading: which share of them a decode step reads."""
 
     codecs: tuple[Codec, Codec]
     plan: KernelPlan
     buffer: mx.array
     tokens: int
     headers: mx.array | None = None
+    reading: Reading | None = None
 
     @property
     def parts(self) -> tuple[RecordPages]:
@@ -416,6 +419,11 @@ class RaggedView(CacheView):
             if headers is not None:
                 headers = headers[:, :, at // each : (at + count) // each]
             buffer, tokens = self.pages.buffer[:, :, at : at + count], count * TOKENS
-            pages = replace(self.pages, buffer=buffer, tokens=tokens, headers=headers)
+            reading = self.pages.reading and self.pages.reading.between(
+                at * TOKENS, at * TOKENS + tokens
+            )
+            pages = replace(
+                self.pages, buffer=buffer, tokens=tokens, headers=headers, reading=reading
+            )
             out.append((View(windows, first, pages), None))
         return tuple(out)

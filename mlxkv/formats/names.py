@@ -10,6 +10,7 @@
                              exact tokens +sink32 and +recent96
     PRESET+rope8, +rope16    the rotary keys beside latents (MLA) with 8 bits, or exact
     NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
+    NAME+readX               keeping all, and reading the share X of the sealed tokens at each step
     FILE.json                a plan: a preset for each layer (`plans.files`); FILE.safetensors: a calibration's
 
 NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
@@ -48,7 +49,7 @@ PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16"
 WIDTH = re.compile(r"(?:int|q|kv)?[-_ ]?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
 NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
 SIZES = {"": "share", "r": "rank", "e": "energy"}
-KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
+KEEP = re.compile(r"\+(?P<what>keep|pages|read)(?P<share>\d*\.?\d+)$")
 WAY = re.compile(rf"{'|'.join(STORED)}|{SEGMENTS}\d+")
 TUNED = re.compile(r"\+(?P<sides>[kv]?)(?P<what>g|clip|page|sink|recent)(?P<number>\d*\.?\d+)$")
 ROTARY = re.compile(r"\+rope(8|16)$")
@@ -102,6 +103,8 @@ def parse_preset(text: str) -> CacheConfig:
     if found := KEEP.search(rest):
         rest = rest[: found.start()]
         selection = {"keep": float(found["share"]), "whole_pages": found["what"] == "pages"}
+        if found["what"] == "read":
+            selection = {"read": float(found["share"])}
     names = rest.split("/")
     sides = [_one(name) for name in names]
     if None in sides or len(sides) > 2:
@@ -109,7 +112,7 @@ def parse_preset(text: str) -> CacheConfig:
             f"[--kv] unknown preset; got {text!r}; {_hint(names, sides)}choose from "
             f"{', '.join(PICKS)}, others that `mlxkv presets --all` lists, KEYS/VALUES such as int8/int4, "
             "fill-NUMBER such as fill-2.25, static-NUMBER and oja-NUMBER such as oja-r96+int4, any of them "
-            "with +keep0.5"
+            "with +keep0.5 or +read0.5"
         )
     keys, values = sides[0], sides[-1]
     windows = keys if keys.compresses else values

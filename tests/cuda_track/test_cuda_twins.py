@@ -30,9 +30,9 @@ from mlxkv.formats.config import (
     Side,
 )
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.observing import Observing
 from mlxkv.formats.records import side_layout, why_no_record
-from mlxkv.formats.runs import Runs
+from mlxkv.formats.rules.observing import Observing
+from mlxkv.formats.rules.runs import Runs
 
 CPU = torch.device("cpu")
 

@@ -1,10 +1,15 @@
 // Second part of attend: scores of the 16 tokens of a record.
 if (paged) {
   for (int unit = part * each + group; unit < stop; unit += S) {
-    const device uint* record = run + (first_record + unit) * record_words;
+#if WITH_LIST
+    const int place = kv_place<LIST>(listed, unit);
+#else
+    const int place = unit;
+#endif
+    const device uint* record = run + (first_record + place) * record_words;
     const device uint* header =
-        run_headers + (first_record / PAGE_RECORDS + unit / PAGE_RECORDS) * HEADER;
-    const int token_of_page = 16 * (unit % PAGE_RECORDS);  // the record's first
+        run_headers + (first_record / PAGE_RECORDS + place / PAGE_RECORDS) * HEADER;
+    const int token_of_page = 16 * (place % PAGE_RECORDS);  // the record's first
     const int position0 = n_sink + 16 * (n_before + unit);
 #if WITH_PAIRS
     if (PAIRS_K && (unit - group) % PAGE_RECORDS == 0) {

@@ -1,0 +1,74 @@
+"""What chunks of tokens are ranked by, and which are read, by plain ops. Spec: `spec.reading`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import log
+
+import mlx.core as mx
+
+from mlxkv.formats.rules.reading import PARTS, count, parts
+
+NAME = "summary"  # of the arrays of pages
+MOST = 65504.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which share of the chunks of pages is read.
+
+    summaries: [B, G, chunks, 2 R] float16, the mean and the deviation of each stored dim of a chunk's keys, with spare
+    room behind those in use. share: in `PARTS`. chunk: tokens.
+    """
+
+    summaries: mx.array
+    share: int
+    chunk: int
+
+    def between(self, start: int, stop: int) -> Reading:
+        """Those of tokens start .. stop - 1, whole chunks."""
+        first, last = start // self.chunk, stop // self.chunk
+        return replace(self, summaries=self.summaries[:, :, first:last])
+
+
+def reading(summaries: mx.array | None, share: float, chunk: int) -> Reading | None:
+    """The reading of pages with these summaries, None where all is read."""
+    return None if summaries is None else Reading(summaries, parts(share), chunk)
+
+
+def summary(keys: mx.array, chunk: int) -> mx.array:
+    """Stored keys [B, G, T, R] -> [B, G, T / chunk, 2 R] float16."""
+    x = keys.astype(mx.float32).reshape(*keys.shape[:2], -1, chunk, keys.shape[3])
+    mean = x.mean(3, keepdims=True)
+    deviation = mx.sqrt(mx.square(x - mean).mean(3))
+    both = mx.concatenate([mean[:, :, :, 0], deviation], axis=-1)
+    return mx.clip(both, -MOST, MOST).astype(mx.float16)
+
+
+def estimates(q: mx.array, summaries: mx.array, chunk: int) -> mx.array:
+    """Scaled queries in the stored domain [B, G, N, R] float32 -> the estimated logarithm of each chunk's mass,
+    [B, G, N, chunks]."""
+    mean, deviation = mx.split(summaries.astype(mx.float32), 2, axis=-1)
+    varied = mx.square(q) @ mx.square(deviation).swapaxes(-1, -2)
+    return log(chunk) + q @ mean.swapaxes(-1, -2) + varied / 2
+
+
+def weights(logs: mx.array, beside: mx.array) -> mx.array:
+    """[B, G, N, chunks], and the logarithm of the mass of the windows [B, G, N, 1] -> [B, G, chunks]: the sum over the
+    rows of the shares of all the mass."""
+    both = mx.concatenate([logs, beside], axis=-1)
+    return mx.softmax(both, axis=-1, precise=True)[..., :-1].sum(2)
+
+
+def taken(weight: mx.array, share: int, there: mx.array | None = None) -> mx.array:
+    """Which chunks are read, boolean [B, G, chunks]. there: boolean [B, 1, chunks], whether there is such a chunk,
+    where arrays have spare room; None: all are."""
+    chunks = weight.shape[-1]
+    if there is None:
+        wanted = count(chunks, share)
+    else:
+        held = there.sum(-1, keepdims=True)
+        wanted = mx.minimum(held, mx.maximum((held * share + PARTS // 2) // PARTS, 1))
+        weight = mx.where(there, weight, -1.0)
+    order = mx.argsort(mx.argsort(-weight, axis=-1), axis=-1)
+    return order < wanted

@@ -1,0 +1,1 @@
+"""Kernels that choose which chunks of tokens a step reads."""

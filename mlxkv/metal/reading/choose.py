@@ -1,0 +1,102 @@
+"""Ranks chunks of tokens and chooses those that a step reads, on the device.
+
+Plain-ops twin: `cache.reading.summary`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxkv.formats.records import TOKENS
+from mlxkv.formats.rules.reading import PARTS, count
+from mlxkv.metal.launch import Factory, launch
+from mlxkv.metal.lengths import Division, Known, Later, division, five, own_starts
+from mlxkv.metal.template import Pair, exponents, ints
+
+SIMDGROUPS = 8  # of a threadgroup
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What attention reads: `chunks` [B, G, K] int32 in order, records of each, and lengths that count these alone."""
+
+    chunks: mx.array
+    each: int
+    lengths: Known | Later
+
+
+def choose(
+    q_pages: mx.array,
+    q_window: mx.array,
+    summaries: mx.array,
+    share: int,
+    each: int,
+    sink: Pair | None,
+    live: Pair,
+    lengths: Known | Later,
+    scale: float,
+    new_tokens: int,
+    make: Factory,
+    starts: tuple[int, ...] | None = None,
+    page: int = 0,
+) -> Chosen:
+    """Choose the chunks for a few new tokens.
+
+    summaries: [B, G, chunks, 2 R] float16, or [1, G, chunks, 2 R] for a batch with `starts`. share: in `PARTS`.
+    each: records of a chunk. page: records of a page. The rest as for `attend.attend`.
+    """
+    batch, heads, rows, dims = q_window.shape
+    room = summaries.shape[2]
+    sink = sink or live  # never read: its length is 0
+    windows = [x[0].shape[2] for x in (sink, live)]
+    units = room + sum(-(-n // TOKENS) for n in windows)
+    own = starts or own_starts(batch, heads, room * each)
+    at = division(lengths, starts, page)
+    sizes = five(lengths, own, 0)
+    (logs,) = launch(
+        "rank",
+        [
+            *(q_pages, q_window, summaries, sink[0], live[0]),
+            ints(rows, room * each, *windows, new_tokens, heads, room, units),
+            *(sizes, exponents(scale)),
+        ],
+        {
+            "T": q_window.dtype,
+            "RK": summaries.shape[3] // 2,
+            "D": dims,
+            "S": SIMDGROUPS,
+            "LIST": each,
+        },
+        (32 * SIMDGROUPS * -(-units // SIMDGROUPS), 1, batch * heads),
+        (32 * SIMDGROUPS, 1, 1),
+        [((batch, heads, rows, units), mx.float32)],
+        make,
+    )
+    most = max(1, count(max(1, at.records // each), share))
+    chunks, _ = launch(
+        "pick",
+        [logs, ints(rows, heads, room, units, share, most, 0, 0), sizes],
+        {"S": SIMDGROUPS, "LIST": each},
+        (32 * SIMDGROUPS, 1, batch * heads),
+        (32 * SIMDGROUPS, 1, 1),
+        [((batch, heads, most), mx.int32), ((batch, heads, room), mx.float32)],
+        make,
+    )
+    return Chosen(chunks, each, fewer(lengths, share, each, at))
+
+
+def fewer(lengths: Known | Later, share: int, each: int, whole: Division) -> Known | Later:
+    """Lengths with the records that are read of so many."""
+    if not isinstance(lengths, Later):
+        return tuple((count(n // each, share) * each, *rest) for n, *rest in lengths)
+    if (name := ("read", share, each)) not in lengths.made:
+        rows = lengths.numbers.reshape(-1, 4)
+        chunks = rows[:, :1] // each
+        read = mx.maximum((chunks * share + PARTS // 2) // PARTS, 1)
+        read = mx.minimum(read, chunks) * each
+        numbers = mx.concatenate([read, rows[:, 1:]], axis=1).reshape(-1)
+        most = count(max(1, whole.records // each), share) * each
+        lengths.made[name] = Later(numbers, Division(most, whole.parts))
+    return lengths.made[name]
