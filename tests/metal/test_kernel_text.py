@@ -40,10 +40,11 @@ FLOATS = dict.fromkeys(
         "x",
         "numbers",
         "rows",
+        "logs",
     )
 )
 HALVES = dict.fromkeys(("keys", "values", "q", "q_window", "sink_k", "sink_v", "live_k", "live_v"))
-HALVES |= dict.fromkeys(("scales", "biases", "sink", "live", "rotary"))
+HALVES |= dict.fromkeys(("scales", "biases", "sink", "live", "rotary", "summaries"))
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
 WORDS = ("records", "headers", "map_k", "map_v")
 TYPES |= dict.fromkeys((*WORDS, *(f"{name}_2" for name in WORDS), "counter", "codes"), np.uint32)
@@ -116,6 +117,8 @@ KERNELS = {
         [np.float32, np.float32],
     ),
     "whiten": ({"N": 32, "R": 96, "S": 8, "INVERSE": 1, "PASSES": 1}, [np.float32]),
+    "rank": ({"T": np.float16, "RK": 80, "D": 80, "S": 8, "LIST": 4}, [np.float32]),
+    "pick": ({"S": 8, "LIST": 4}, [np.int32, np.float32]),
     "merge": (
         {"T": np.float16, "WIDTH": 128, "RV": 128, "D": 128, "HAS_UP": 1, "HAS_SINKS": 1},
         [np.float16],
@@ -149,6 +152,13 @@ BLOCKS |= dict.fromkeys(("CODEBOOK", "CHANNEL", "OUTER", "PER_TOKEN", "KIND"), 0
 BLOCKS = {f"{name}_{side}": value for side in "KV" for name, value in BLOCKS.items()} | {"SOON": 4}
 CASES = [(name, {}) for name in KERNELS] + list(RAW.items())
 CASES += [(name, BLOCKS) for name in ("seal", "unseal", "attend", "attend_tile")]
+# Not all pages are read: of each way of reading records.
+CHANNELS = {"CHANNEL_K": 1, "PER_TOKEN_K": 0, "HEADER": 192, "PAGE": 128, "CODEBOOK_K": 0}
+CASES += [
+    (name, more | {"LIST": 4})
+    for name in ("attend", "attend_tile")
+    for more in ({}, RAW[name] | {"RUNS": 1}, BLOCKS, CHANNELS)
+]
 
 
 def kernel(name, before, wanted):
