@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from cuda_track.cache import reading
 from cuda_track.cache.view import View
 from cuda_track.kernels import launch
 from cuda_track.kernels.pool import PoolPages
@@ -213,6 +214,12 @@ def weights(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=No
     """The weights of attention, as `attend` takes its arguments: [B, H, L, T] float32."""
     q = _heads_together(queries.float(), view.live[0].shape[1]) * scale
     s = scores(q, view).reshape(*queries.shape[:3], -1)
+    if (read := getattr(view.pages, "reading", None)) is not None:
+        seen = masked(s, mask).reshape(*q.shape[:3], -1)
+        turned = view.pages.codecs[0].query(q)
+        start = 0 if view.sink is None else view.sink[0].shape[2]
+        s = reading.without_unread(s.reshape(seen.shape), seen, turned, read, start)
+        s = s.reshape(*queries.shape[:3], -1)
     return _softmax(s, mask, sink_logits, softcap)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import golden_reading
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.rules import reading
 from mlxkv.metal import launch
 from mlxkv.metal.reading import choose
+from mlxkv.spec import bounds
 from mlxkv.spec import reading as ref
 
 HEADS, KV_HEADS, DIMS, SCALE = 4, 2, 64, 64**-0.5
@@ -127,6 +129,21 @@ def test_plain_ops_follow_the_law():
         taken = np.array(summary.taken(mine, reading.parts(share)))
         for g in range(KV_HEADS):
             assert np.flatnonzero(taken[0, g]).tolist() == ref.chosen(weight[0, g], share).tolist()
+
+
+def test_plain_ops_agree_with_the_golden_tensors():
+    it, chunk = bounds.read("reading")[0], golden_reading.CHUNK
+    ours = np.array(summary.summary(mx.array(it["keys"])[None], chunk))[0]
+    # A float32 sum may round to the other neighbour.
+    assert (np.abs(ours - it["summaries"]) <= np.spacing(np.abs(it["summaries"]))).all()
+    q = mx.array(it["q"].astype(np.float32))[None]
+    logs = summary.estimates(q, mx.array(it["summaries"])[None], chunk)
+    assert np.allclose(np.array(logs)[0], it["logs"], atol=2e-5, rtol=1e-6)
+    weight = summary.weights(logs, mx.array(it["beside"])[None, ..., None])
+    assert np.allclose(np.array(weight)[0], it["weights"], atol=1e-5)
+    for number, share in enumerate(golden_reading.SHARES):
+        taken = np.array(summary.taken(weight, reading.parts(share)))[0]
+        assert [np.flatnonzero(row).tolist() for row in taken] == it[f"{number}.chosen"].tolist()
 
 
 def test_spare_room_is_not_read():
