@@ -256,6 +256,8 @@ class CacheConfig:
             return "keys in full precision have no pages"
         if getattr(self.keys.quantizer, "residual", False):
             return "keys with a residual stage have no stored form that ranks them"
+        if self.page % 32:  # kernels read records of 16 tokens in pairs
+            return f"pages of {self.page} tokens are no multiple of 32"
         return None
 
     @property

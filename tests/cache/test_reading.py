@@ -219,12 +219,10 @@ def test_files_of_before_have_no_share():
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["int4+read0", "int4+read1.5", "fp16+read0.5", "oja-0.75+read0.5", "turbo-int4+qjl+read0.5"],
+    "name", ["int4+read0", "int4+read1.5", "fp16", "oja-0.75", "turbo-int4+qjl", "int4+page48"]
 )
-def test_what_cannot_be_read_in_part_is_refused(text):
-    if "+qjl" in text and "turbo-int4+qjl" not in PRESETS:
-        pytest.fail("no preset with a residual stage")
+def test_what_cannot_be_read_in_part_is_refused(name):
+    text = name if "read" in name else f"{name}+read0.5"
     with pytest.raises(UserError, match=r"\[CacheConfig\].*read"):
         parse_kv(text)
 
