@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ def options(name: str, doc: str | None) -> Parser:
     parser.add_argument("--together", type=int, default=8, help="texts read at once")
     parser.add_argument("--dtype", help="float32, float16 or bfloat16; default: the model's")
     parser.add_argument("--calibrate", type=int, default=16384, help="tokens of calibration")
+    parser.add_argument("--only", type=re.compile, help="arms of which this pattern is the name")
     return parser
 
 
@@ -64,6 +66,8 @@ def run(
     for context in (*numbers(args.contexts, "--contexts"), args.document):
         at_least("tokens of a prompt", context, LEAST)
     at_least("--calibrate", args.calibrate, 256)
+    if args.only is not None:
+        arms = [arm for arm in arms if args.only.fullmatch(arm.name)]
     args.out.mkdir(parents=True, exist_ok=True)
     for model in args.models:
         _model(args, model, arms, extra)

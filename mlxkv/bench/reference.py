@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import mlx.core as mx
 
+from mlxkv.cache.reading import summary
 from mlxkv.cache.view import View
 
 # Largest relative_rms(result, reference) that is right: the result is rounded to its type.
@@ -23,15 +26,36 @@ def reference(queries: mx.array, view: View, scale: float) -> mx.array:
         sides.append(mx.concatenate(parts, axis=2))
     batch, heads = queries.shape[:2]
     group = heads // sides[0].shape[1]
-    rows = []
+    seen, rows = _seen(queries, sides[0], view, scale), []
     for b in range(batch):
         for h in range(heads):
             keys, values = (x[b, h // group] for x in sides)
             scores = (keys * queries[b, h].astype(mx.float32)).sum(-1) * scale
+            if seen is not None:
+                scores = mx.where(seen[b, h // group], scores, -mx.inf)
             p = mx.softmax(scores, axis=-1, precise=True)
             rows.append((values * p[:, None]).sum(0))
             mx.eval(rows[-1])
     return mx.stack(rows).reshape(batch, heads, 1, -1)
+
+
+def _seen(queries: mx.array, keys: mx.array, view: View, scale: float) -> mx.array | None:
+    """Which tokens a step reads, boolean [B, G, T], where it does not read all."""
+    reading = view.pages.reading
+    if reading is None:
+        return None
+    q = queries.astype(mx.float32).reshape(*keys.shape[:2], -1, keys.shape[3]) * scale
+    chunks, start = view.pages.tokens // reading.chunk, view.sink[0].shape[2] if view.sink else 0
+    mean, deviation = mx.split(reading.summaries[:, :, :chunks].astype(mx.float32), 2, axis=-1)
+    asked = view.pages.codecs[0].query(q)[:, :, :, None]  # [B, G, N, 1, R]
+    logs = (asked * mean[:, :, None] + mx.square(asked * deviation[:, :, None]) / 2).sum(-1)
+    tail = start + view.pages.tokens
+    windows = mx.concatenate([keys[:, :, :start], keys[:, :, tail:]], axis=2)
+    beside = mx.logsumexp((q[:, :, :, None] * windows[:, :, None]).sum(-1), axis=-1, keepdims=True)
+    weight = summary.weights(logs + math.log(reading.chunk), beside)
+    read = mx.repeat(summary.taken(weight, reading.share), reading.chunk, axis=-1)
+    more = keys.shape[2] - tail
+    return mx.pad(read, [(0, 0), (0, 0), (start, more)], constant_values=True)
 
 
 def relative_rms(result: mx.array, expected: mx.array) -> float:

@@ -424,8 +424,19 @@ class CacheConfig:
         """Return stored bits per value in pages, without the windows."""
         keys = self.keys.bits_per_value(key_dim, self.page) * key_dim
         values = self.values.bits_per_value(value_dim, self.page) * value_dim
-        ranking = 32 * self.keys.dims(key_dim) / self.chunk if self.read < 1 else 0.0
-        return self.keep * (keys + values + ranking) / (key_dim + value_dim)
+        codes = self.keep * (keys + values) / (key_dim + value_dim)
+        return codes + self._ranking_bits(key_dim, value_dim)
+
+    def bits_read(self, key_dim: int, value_dim: int) -> float:
+        """Return bits per stored value of pages that a decode step reads."""
+        ranking = self._ranking_bits(key_dim, value_dim)
+        return self.read * (self.bits_per_value(key_dim, value_dim) - ranking) + ranking
+
+    def _ranking_bits(self, key_dim: int, value_dim: int) -> float:
+        """Return bits per value of what chunks are ranked by."""
+        if self.read == 1:
+            return 0.0
+        return 32 * self.keys.dims(key_dim) / self.chunk / (key_dim + value_dim)
 
     def basis_bytes(self, heads: int, key_dim: int, value_dim: int) -> int:
         """Return the most bytes that one sequence's bases [G, D, R] in float32 take, one per run of pages,
