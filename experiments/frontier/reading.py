@@ -68,13 +68,15 @@ def _model(args, model: str) -> None:
     held, file, start = Held(args.texts), args.out / "rows.jsonl", time.perf_counter()
     done = {rows.key(row) for row in rows.read([file])} if file.exists() else set()
     loaded = load(model, "fp16", dtype=args.dtype)
-    text = held.calibration(loaded, args.calibrate)
-    made = calibrate(
-        *(loaded.model, text.tokens),
-        text=text.name,
-        window=min(4096, args.calibrate),
-        bos=bos_of(loaded.tokenizer),
-    )
+    made = None
+    if any(parse_kv(kv).calibrated for kv in args.kv):
+        text = held.calibration(loaded, args.calibrate)
+        made = calibrate(
+            *(loaded.model, text.tokens),
+            text=text.name,
+            window=min(4096, args.calibrate),
+            bos=bos_of(loaded.tokenizer),
+        )
     path = Path(model)
     about = {"model": path.parent.name if path.name == "hub" else path.name, "windows": "own"}
     about |= {"split": corpus.TEST, "dtype": str(loaded.dtype).split(".")[-1], "task": KL}

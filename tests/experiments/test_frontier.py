@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.evidence.corpus import Held
-from experiments.frontier import codes, every, nested, pages, ranking, study
+from experiments.frontier import codes, every, nested, pages, ranking, reading, study
 from experiments.frontier.arms import Arm, attend
 from experiments.frontier.coding import KEYS, VALUES, Codes, Maps, coded, even, learned, uneven
 from experiments.frontier.engine import Memory, prefill, read_on
@@ -274,6 +274,31 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, loaded, maps):
     need = [row["need"] for row in found if row["task"] == pages.NEED]
     assert len(need) == 2 * 2 * 4  # texts, sizes of pages, layers
     assert all(0 <= x <= 1 for one in need for shares in one.values() for x in shares)
+
+
+def test_the_product_reads_a_share_token_by_token(tmp_path, monkeypatch, loaded):
+    monkeypatch.setattr(reading, "load", lambda *_, **__: loaded)
+    asked = f"--models tiny --out {tmp_path} --context 640 --decode 3 --count 2 --kv".split()
+    reading.main([*asked, "naive-int8"])
+    reading.main([*asked, "naive-int8,naive-int8+read0.3"])
+    found = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(found) == 4  # what was there is not measured again
+    by = {name: [r for r in found if r["preset"] == name] for name in {r["preset"] for r in found}}
+    whole, part = by["naive-int8"], by["naive-int8+read0.3"]
+    assert {row["bits_per_value"] for row in whole} == {8.5}
+    assert {row["bits_per_value"] for row in part} == {0.3 * 8.5 + 0.25}
+    assert max(row["kl"] for row in whole) < min(row["kl"] for row in part) < 1
+
+
+def test_arms_of_a_pattern_run_alone(tmp_path, monkeypatch, loaded, maps):
+    monkeypatch.setattr(study, "load", lambda *_, **__: loaded)
+    one = Maps(*([x[:1] for x in pair] for pair in (maps.keys, maps.values)), maps.levels)
+    monkeypatch.setattr(study, "calibrated", lambda *_: Home(dict.fromkeys(range(8), one)))
+    asked = f"--models tiny --out {tmp_path} --contexts 384 --decode 2 --count 1 --documents 0"
+    some = [Arm("int2", Codes()), Arm("half", None, "mean", 0.5)]
+    study.run("frontier.pages", "", some, [*asked.split(), "--only", "ha.*"])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {row["preset"] for row in rows} == {"half"}
 
 
 def test_arms_have_names_of_their_own_and_cost_what_they_read(home):
