@@ -26,6 +26,8 @@ from mlxkv.formats.records import NAMES, record_layout
 from mlxkv.metal import attend, balance, launch, seal
 from mlxkv.metal.lengths import grown
 
+SUMMARISED = 4096  # tokens whose keys are decoded at a time to be summarised
+
 
 class Form:
     """Stands for what a trace over pages takes for granted beside shapes."""
@@ -62,6 +64,25 @@ class _Store:
 
     def _reading(self, summaries: mx.array | None) -> summary.Reading | None:
         return summary.reading(summaries, self.config.read, self.config.chunk)
+
+    def _summarised(self, held: dict, count: int) -> dict:
+        """The arrays of `count` pages with the summaries of their chunks, where a step does not read all. Keys of many
+        pages, as a file brings them, are decoded a few at a time."""
+        if self.config.read == 1 or summary.NAME in held:
+            return held
+        made, most = [], max(1, SUMMARISED // self.config.page)
+        for start in range(0, count, most):
+            rows = ((x, x.shape[2] // count) for x in held.values())
+            parts = [x[:, :, n * start : n * (start + most)] for x, n in rows]
+            some = dict(zip(held, parts, strict=True)) if count > most else held
+            made.append(summary.summary(self._stored_keys(some), self.config.chunk))
+            if count > most:
+                mx.eval(made[-1])
+        return held | {summary.NAME: made[0] if len(made) == 1 else mx.concatenate(made, axis=2)}
+
+    def _stored_keys(self, held: dict) -> mx.array:
+        """The decoded keys of pages in the stored domain, [B, G, T, R] float32."""
+        raise NotImplementedError
 
     def encode_by(self, way: str) -> None:
         """Encode the next pages this way."""
@@ -113,15 +134,11 @@ class Codes(_Store):
         for side, code, x in zip(self.sides, self.codecs, pair, strict=False):
             for name, y in code.encode(x[:, :, start:stop], self.way).items():
                 encoded[side, name] = y
-        self.pages.append(self._summarised(encoded), count)
+        self.pages.append(self._summarised(encoded, count), count)
 
-    def _summarised(self, held: dict) -> dict:
-        """The arrays of pages with the summaries of their chunks, where a step does not read all."""
-        if self.config.read == 1 or summary.NAME in held:
-            return held
+    def _stored_keys(self, held: dict) -> mx.array:
         keys = {name: x for (side, name), x in held.items() if side == self.sides[0]}
-        keys = self.codecs[0].decode_stored(keys, mx.float32)
-        return held | {summary.NAME: summary.summary(keys, self.config.chunk)}
+        return self.codecs[0].decode_stored(keys, mx.float32)
 
     def _sides(self, start: int, stop: int) -> dict[str, Stored]:
         out: dict[str, Stored] = {name: {} for name in self.sides}
@@ -186,7 +203,7 @@ class Codes(_Store):
             if set(state[side]) != code.spec.tensors:
                 raise ValueError(f"arrays {', '.join(sorted(state[side]))} for {side}")
             held |= {(side, name): x for name, x in state[side].items()}
-        self.pages.restore(self._summarised(held), count)
+        self.pages.restore(self._summarised(held, count), count)
 
 
 class LatentCodes(Codes):
@@ -269,26 +286,22 @@ class Records(_Store):
         if self._sealer is not None and not on_cpu:
             transforms = tuple(code.transform for code in self.codecs)
             ranks = tuple(code.spec.clip_rank(at.dims) for code, at in sides)
-            return self._summarised(
-                self._sealer(pair, layout, make, transforms, start, tokens, ranks)
-            )
+            sealed = self._sealer(pair, layout, make, transforms, start, tokens, ranks)
+            return self._summarised(sealed, tokens // self.config.page)
         with mx.stream(mx.cpu if on_cpu else mx.default_device()):
             codes = {}
             for name, x, (code, at) in zip(NAMES, pair, sides, strict=True):
                 by_kernel = not on_cpu and at.outer
                 helpers = balance.helpers(make, code.page, at.dims) if by_kernel else {}
                 codes[name] = code.encode(x[:, :, start : start + tokens], self.way, **helpers)
-            return self._summarised(records.to_records(codes, self.codecs))
+            sealed = records.to_records(codes, self.codecs)
+            return self._summarised(sealed, tokens // self.config.page)
 
-    def _summarised(self, held: Stored) -> Stored:
-        """As `Codes._summarised`."""
-        if self.config.read == 1 or summary.NAME in held:
-            return held
+    def _stored_keys(self, held: Stored) -> mx.array:
         buffer, headers = held["records"], held.get("headers")
-        keys = attend.unseal_side(
+        return attend.unseal_side(
             *(buffer, buffer.shape[2], self.layout, True, mx.float32, self.plan.make, headers)
         )
-        return held | {summary.NAME: summary.summary(keys, self.config.chunk)}
 
     def snapshot(self, held: Stored, tokens: int) -> RecordPages:
         """What attention reads of the first `tokens` of these arrays."""
@@ -373,7 +386,7 @@ class Records(_Store):
         """Take over the `count` pages of a state of either store, or of `held`."""
         if "records" not in state:
             state = records.to_records(state, self.codecs)
-        self.pages.restore(self._summarised(state), count)
+        self.pages.restore(self._summarised(state, count), count)
 
 
 def codes_of(store: Codes | Records) -> dict[str, Stored]:

@@ -143,7 +143,10 @@ def with_keep(names: str, keep: float | None) -> str:
                 f"[--keep] is for presets; got {name.strip()!r}; write +keep{keep:g} behind those of the plan"
             )
         if KEEP.search(name):
-            raise UserError(f"[--keep] the preset says already what stays; got {name.strip()!r}")
+            raise UserError(
+                f"[--keep] the preset says already what stays, or what is read; got {name.strip()!r}; "
+                "choose a preset without +keep, +pages and +read"
+            )
     return ",".join(f"{name.strip()}+keep{keep:g}" for name in names.split(","))
 
 

@@ -11,7 +11,7 @@ import pytest
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms
 
-from mlxkv.cache import selftest
+from mlxkv.cache import selftest, stores
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
@@ -196,6 +196,16 @@ def test_a_saved_cache_reads_the_same(name):
     again = CompressedKVCache.from_state(state)
     assert again.config == config
     assert mx.array_equal(read(cache)[0], read(again)[0])
+
+
+def test_many_pages_of_a_file_are_summarised_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(stores, "SUMMARISED", 192)
+    for factory in (None, make):
+        with launch.using(factory):
+            cache = filled(HALF)
+            again = CompressedKVCache.from_state(cache.state)
+            ours, other = (x.store.pages.read()["summary"] for x in (cache, again))
+            assert mx.array_equal(ours, other) and ours.shape[2] > 8
 
 
 def test_what_is_taken_back_is_not_ranked():
