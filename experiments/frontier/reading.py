@@ -78,7 +78,8 @@ def _model(args, model: str) -> None:
             bos=bos_of(loaded.tokenizer),
         )
     path = Path(model)
-    about = {"model": path.parent.name if path.name == "hub" else path.name, "windows": "own"}
+    name = path.parent.name if path.name == "hub" else path.name
+    about = {"model": f"{name} in use", "windows": "own"}
     about |= {"split": corpus.TEST, "dtype": str(loaded.dtype).split(".")[-1], "task": KL}
     about |= {"context": args.context}
     heads = getattr(loaded.model, "args", None)
@@ -103,9 +104,13 @@ def _model(args, model: str) -> None:
                 logs = read(loaded.model, tokens, args.context)
             finally:
                 detach(loaded.model)
-            bits = parse_kv(kv).bits_read(dims, dims)
+            config = parse_kv(kv)
+            bits = config.bits_read(dims, dims)
+            pages = config.pages_over(args.context - config.sink) * config.page
+            held = {"bits_per_value": bits}
+            held["bits_with_windows"] = (bits * pages + 16 * (args.context - pages)) / args.context
             for i, text in enumerate(some):
-                row = {"preset": kv, "text": text, "bits_per_value": bits, "when": time.time()}
+                row = {"preset": kv, "text": text, "when": time.time()} | held
                 found = _kl(base[i], logs[i], texts[i][args.context + 1 :])
                 rows.append(file, about | row | found)
             console.note(f"{kv}: {some[0]} .. {some[-1]}, {time.perf_counter() - start:.0f} s")
