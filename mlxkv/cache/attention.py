@@ -185,7 +185,7 @@ def _decode_records(
     plan, q = pages.plan, queries.reshape(batch, kv_heads, -1, dims)
     exact, chosen = q.astype(mx.float32), None
     if pages.reading is not None and not window:
-        chosen = _chosen(pages, exact, q.astype(dtype), sink, live, lengths, scale, new, starts)
+        chosen = chosen_of(pages, exact, q.astype(dtype), sink, live, lengths, scale, new, starts)
     if plan.body == TILES:
         return tiles.attend(
             queries.astype(dtype),
@@ -231,7 +231,7 @@ def _decode_records(
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
-def _chosen(
+def chosen_of(
     pages: RecordPages, exact, q, sink, live, lengths: Known | Later, scale: float, new: int, starts
 ) -> choose.Chosen | None:
     """The chunks that a step reads; None where it reads all."""

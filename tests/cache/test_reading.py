@@ -31,9 +31,12 @@ HEADS, KV_HEADS, DIMS, SCALE = 4, 2, 64, 64**-0.5
 TOKENS, LONGEST = 64 * 11 + 128 + 20, 1024
 
 
+TRIED = selftest.fault
+
+
 @pytest.fixture(autouse=True)
 def kernels_are_trusted(monkeypatch):
-    """Their own test is another test's matter, and takes seconds."""
+    """Their own test takes seconds."""
     monkeypatch.setattr(selftest, "fault", lambda *_, **__: None)
 
 
@@ -358,3 +361,38 @@ def test_a_long_context_is_chosen_from():
         right = [*heavy.tolist(), *rest][:wanted] if wanted > 6 else heavy.tolist()[:wanted]
         assert found == sorted(right), share
         assert chosen.lengths == ((wanted * 4, 0, 16),)
+
+
+BROKEN = {  # part of a text -> what stands there instead, and what the trial says
+    "] = i;": ("] = 0;", "not those that promise most"),
+    "(chunks * size[4] + 128) / 256": ("(chunks * size[4] + 128) / 300", "read twice"),
+    "return list[unit / LIST] * LIST + unit % LIST;": ("return unit;", "is off by"),
+    "variance[j], mean[j]": ("-100.0f, mean[j]", "not those that promise most"),
+}
+
+
+def altered(old: str, new: str, tiled: bool):
+    def factory(name, input_names, output_names, source, header=""):
+        changed = [text.replace(old, new) for text in (source, header)]
+        return (make_tiles if tiled else make)(name, input_names, output_names, *changed)
+
+    factory.tiles = tiled
+    return factory
+
+
+@pytest.mark.parametrize("old", BROKEN)
+def test_kernels_that_are_wrong_are_not_used(old):
+    """And only where a share is read."""
+    new, said = BROKEN[old]
+    case = selftest.Case(HEADS, KV_HEADS)
+    factory = altered(old, new, False)
+    assert said in TRIED(HALF, DIMS, mx.float32, factory, False, case)
+    assert TRIED(WHOLE, DIMS, mx.float32, factory, False, case) is None
+
+
+@pytest.mark.parametrize("name", ["by token", "channels", "blocks"])
+def test_kernels_that_are_right_are_used(name):
+    config = replace(FORMATS[name], read=0.45)
+    for factory, dtype in ((make, mx.float32), (make_tiles, mx.float16)):
+        case = selftest.Case(HEADS, KV_HEADS, sinks=True, softcap=20.0)
+        assert TRIED(config, DIMS, dtype, factory, factory is make_tiles, case) is None
