@@ -174,6 +174,7 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
         (("--contexts", "64"), ("[--contexts]", "at least 257")),
         (("--kv", "int4,int5"), ("[--kv]", "got 'int5'")),
         (("--kv", "fp16"), ("[--kv]", "got 'fp16'")),
+        (("--kv", "int4+rope16"), ("[--kv] +rope16 is for", "got 'int4+rope16'", "choose int4")),
         (("--calls", "0"), ("[--calls]", "got 0")),
         (("--rounds", "0"), ("[--rounds]", "got 0")),
         (("--encode-tokens", "65"), ("[--encode-tokens]", "multiple of 128")),
