@@ -96,7 +96,7 @@ def complete_kv(incomplete: str) -> list[str]:
     """Names for a shell that completes `--kv`, behind a comma or a slash, too."""
     start = max(incomplete.rfind(","), incomplete.rfind("/")) + 1
     done, last = incomplete[:start], incomplete[start:]
-    return [done + name for name in PRESETS if name.startswith(last)]
+    return [done + name for name in dict.fromkeys((*PRESETS, *PICKS)) if name.startswith(last)]
 
 
 def parse_kv(text: str) -> CacheConfig | Plan:
@@ -132,7 +132,7 @@ def parse_preset(text: str) -> CacheConfig:
 
 def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     wrong = [name for name, side in zip(names, sides, strict=True) if side is None]
-    close = get_close_matches(wrong[0], PRESETS, n=2) if wrong else []
+    close = get_close_matches(wrong[0], dict.fromkeys((*PICKS, *PRESETS)), n=2) if wrong else []
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 
