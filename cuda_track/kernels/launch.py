@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from cuda_track.codec.codec import Codec, Stored
-from cuda_track.kernels import filled, layout
+from cuda_track.kernels import layout
 from cuda_track.kernels.arguments import (
     SEAL_BLOCK,
     SEAL_STAGES,
@@ -25,6 +25,7 @@ from cuda_track.kernels.arguments import (
     per_head,
     rows_together,
 )
+from cuda_track.kernels.filled import launch as filled
 from cuda_track.kernels.pool import PoolPages
 from mlxkv.formats.config import CacheConfig, Fill
 

@@ -1,4 +1,4 @@
-"""Launch the kernels of bits by direction (`fill`): what `launch` does for other formats."""
+"""Launch the kernels of bits by direction (`kernels`): what `launch` does for other formats."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _tables(
 
 def read(pages: PoolPages, dims: int) -> tuple[object, tuple, dict]:
     """As `launch._read`: the kernel that reads codes, its tensors and what it has to know of them."""
-    from cuda_track.kernels.fill import fill_attend_kernel
+    from cuda_track.kernels.filled.kernels import fill_attend_kernel
 
     codes, kinds = [], {"D": dims}
     for letter, at, side in zip("KV", pages.layouts, pages.sides, strict=True):
@@ -76,7 +76,7 @@ def read(pages: PoolPages, dims: int) -> tuple[object, tuple, dict]:
 
 def seal(code: Codec, x: torch.Tensor, at: layout.FillLayout, side: Stored, places) -> None:
     """As `launch.seal`."""
-    from cuda_track.kernels.fill import fill_seal_kernel
+    from cuda_track.kernels.filled.kernels import fill_seal_kernel
 
     batch, heads, tokens, dims = x.shape
     x, block = rows_together(x), math.gcd(tokens, SEALED if dims <= 128 else SEALED // 2)
@@ -97,7 +97,7 @@ def seal(code: Codec, x: torch.Tensor, at: layout.FillLayout, side: Stored, plac
 
 def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
     """As `launch.unseal`."""
-    from cuda_track.kernels.fill import fill_unseal_kernel
+    from cuda_track.kernels.filled.kernels import fill_unseal_kernel
 
     at, stored = pages.layouts[side], pages.sides[side]
     batch, heads = out.shape[:2]
