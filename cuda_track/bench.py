@@ -379,7 +379,7 @@ def _print(rows: list, table: Callable[[list], str], as_json: bool) -> None:
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--cases", default="all", help=", ".join(CASES))
-    parser.add_argument("--formats", default="int4,int2", help=", ".join(FORMATS))
+    parser.add_argument("--formats", default="int4,fill-2.25", help=", ".join(FORMATS))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--tune", action="store_true", help="try every launch, keep the fastest")
     parser.add_argument("--no-attention", action="store_true")

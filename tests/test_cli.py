@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from random_model import write_model
+from typer.main import get_command
 
 from experiments.evidence import rows
+from experiments.pages.reference import walk
 from mlxkv import __version__
 from mlxkv.cli import app, main
 from mlxkv.console import parse_size, plain
@@ -187,6 +189,26 @@ def test_names_that_users_of_other_tools_type(typed, name):
     assert canonical(typed) == name and parse_kv(typed) == parse_kv(name)
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("fill3", "fill-3"), ("fill_2.25", "fill-2.25")])
+def test_a_misspelt_pick_is_guessed(typed, meant):
+    with pytest.raises(UserError, match=rf"got '{typed}'; did you mean {meant}\?"):
+        parse_kv(typed)
+
+
+def test_what_commands_take_without_kv_are_picks():
+    defaults = {
+        name: param.default.split(",")
+        for name, command in walk(get_command(app), "mlxkv")
+        for param in command.params
+        if "--kv" in param.opts and isinstance(param.default, str)
+    }
+    assert defaults["mlxkv eval"] == [name for name in PICKS if parse_kv(name).compresses]
+    assert {"mlxkv bench", "mlxkv bench kernels", "mlxkv bench load"} <= defaults.keys()
+    assert {
+        name: set(some) - set(PICKS) for name, some in defaults.items() if set(some) - set(PICKS)
+    } == {}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_preset_is_taken_for_another(name):
     assert canonical(name) == name
@@ -211,6 +233,7 @@ def test_lists_by_comma_and_sizes_without_a_unit(run):
         ("mlxkv ch", 1, {"chat"}),
         ("mlxkv chat --kv oscar-int2+", 3, {n for n in PRESETS if n.startswith("oscar-int2+")}),
         ("mlxkv fit --kv int8,int", 3, {"int8,int8", "int8,int4", "int8,int3", "int8,int2"}),
+        ("mlxkv chat --kv fi", 3, {"fill-3", "fill-2.25"}),
         ("mlxkv serve -m qwen3", 3, {"qwen3-0.6b", "qwen3-4b", "qwen3-8b"}),
     ],
 )

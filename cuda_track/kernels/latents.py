@@ -15,6 +15,7 @@ import triton.language as tl
 
 from cuda_track.cache.view import CodePages, Pair
 from cuda_track.kernels import launch
+from cuda_track.kernels.arguments import rows_together
 from cuda_track.kernels.turn import merge_kernel
 from mlxkv.formats.affine import HALF_MAX
 
@@ -228,12 +229,12 @@ def attend(
     parts = split + WINDOWS
     q = code.query(queries) * (scale * launch.LOG2E)
     q = q.clamp(-HALF_MAX, HALF_MAX).half().contiguous()
-    windows = [launch._rows_together(x) for x in (*(sink or live), *live)]
+    windows = [rows_together(x) for x in (*(sink or live), *live)]
     exact = "values" in beside
-    rotary = launch._rows_together(beside["values" if exact else "codes"])
-    steps = rotary if exact else launch._rows_together(beside["scale"])
-    codes, scales = (launch._rows_together(stored[name]) for name in ("codes", "scale"))
-    biases = scales if spec.symmetric else launch._rows_together(stored["bias"])
+    rotary = rows_together(beside["values" if exact else "codes"])
+    steps = rotary if exact else rows_together(beside["scale"])
+    codes, scales = (rows_together(stored[name]) for name in ("codes", "scale"))
+    biases = scales if spec.symmetric else rows_together(stored["bias"])
     seen = None if mask is None else mask.to(torch.uint8).contiguous()
     room = {"dtype": torch.float32, "device": device}
     out = torch.empty(batch, parts, blocks * each, dims, **room)

@@ -9,34 +9,34 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
-from torch.nn.functional import pad
 
-from cuda_track.codec import fill
 from cuda_track.codec.codec import Codec, Stored
-from cuda_track.codec.transform import Transform
 from cuda_track.kernels import layout
+from cuda_track.kernels.arguments import (
+    SEAL_BLOCK,
+    SEAL_STAGES,
+    SEALED,
+    down_of,
+    given,
+    interpreted,
+    per_head,
+    rows_together,
+)
+from cuda_track.kernels.filled import launch as filled
 from cuda_track.kernels.pool import PoolPages
 from mlxkv.formats.config import CacheConfig, Fill
 
 ROWS = 128  # of a group at most: query heads times new tokens
 LEAST_ROWS = 8  # to which fewer are padded
-SEALED = 128  # tokens that a program encodes at most
-SEAL_BLOCK, SEAL_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
 WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times more for its pages
 FEW = 132  # programs that merge, below which a row has several
 MANY = 256  # rows of queries, above which a program takes LEAST_ROWS before and after attention
 MERGED = 1 << 14  # numbers that a program which merges holds at a time
 LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
-PARTS = 3  # of 16 bits, that make up a matrix of 32
 LOG2E = math.log2(math.e)
-
-
-def interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
@@ -163,11 +163,11 @@ def attend(
     rows = heads // kv_heads * new
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
     key_side, value_side = pages.layouts
-    filled = isinstance(key_side, layout.FillLayout)
-    how = how or launch(dims, 0 if filled else value_side.spec.bits, padded)
+    by_block = isinstance(key_side, layout.FillLayout)
+    how = how or launch(dims, 0 if by_block else value_side.spec.bits, padded)
     queries = queries.contiguous()
-    if filled:
-        turns = _fill_turns(pages, dims)
+    if by_block:
+        turns = filled.turns(pages, dims)
         coded = {"GROUPS": 1, "BITS": 8, "PLANES": 4}  # gains are in the matrix
     else:
         turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
@@ -189,7 +189,7 @@ def attend(
     )
     together = {"M": LEAST_ROWS} if many else {}
     before[(padded // together.get("M", 1), kv_heads, batch)](
-        *(queries, _or(turns[0], q), q, sums, factors, rows, scale * LOG2E, _per_head(turns[0])),
+        *(queries, given(turns[0], q), q, sums, factors, rows, scale * LOG2E, per_head(turns[0])),
         **{"D": dims, "R": dims, "N": padded, "TURNED": turns[0] is not None, **coded},
         **together,
         **chained,
@@ -199,17 +199,17 @@ def attend(
     shape = (batch, kv_heads, parts + around, padded)
     out = torch.empty(*shape, dims, dtype=torch.float32, **kw)
     top, total = (torch.empty(shape, dtype=torch.float32, **kw) for _ in range(2))
-    live = tuple(map(_rows_together, live))
-    sink = tuple(map(_rows_together, sink)) if sink is not None else live
+    live = tuple(map(rows_together, live))
+    sink = tuple(map(rows_together, sink)) if sink is not None else live
     seen = None if mask is None else mask.to(torch.uint8).contiguous()
-    kernel, codes, kinds = (_read_fill if filled else _read)(pages, dims)
+    kernel, codes, kinds = (filled.read if by_block else _read)(pages, dims)
     kernel[(parts + around, kv_heads, batch)](
-        *((q, factors, queries) if filled else (q, sums, factors, queries)),
+        *((q, factors, queries) if by_block else (q, sums, factors, queries)),
         *codes,
         *(pages.table, pages.counts, *sink, *live),
         *(0 if sink is live else sink[0].shape[2], live[0].shape[2]),
         *(sink[0].stride(1), live[0].stride(1), sink[0].stride(0), live[0].stride(0)),
-        *(_or(seen, pages.table), 0 if seen is None else seen.shape[1]),
+        *(given(seen, pages.table), 0 if seen is None else seen.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
         **{"N": padded, "T": key_side.turn, "PAGE": key_side.page, "WINDOW": 32, **kinds},
@@ -233,8 +233,8 @@ def attend(
             block //= 2
         grid, at_once, together = rows * (dims // block), MERGED, {"BLOCK": block}
     after[(grid, kv_heads, batch)](
-        *(out, top, total, _or(turns[1], out), _or(sink_logits, out), result),
-        *(parts, around, rows, new, _per_head(turns[1])),
+        *(out, top, total, given(turns[1], out), given(sink_logits, out), result),
+        *(parts, around, rows, new, per_head(turns[1])),
         **{
             "D": dims,
             "R": dims,
@@ -273,19 +273,19 @@ def seal(
 ) -> None:
     """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
     if isinstance(at, layout.FillLayout):
-        return _seal_fill(code, x, at, side, places)
+        return filled.seal(code, x, at, side, places)
     from cuda_track.kernels.encode import seal_kernel
 
     batch, heads, tokens, dims = x.shape
-    x = _rows_together(x)
+    x = rows_together(x)
     # Every program reads the whole matrix, for many tokens. It computes whole scales of channels.
     block = at.group if at.channel else math.gcd(tokens, SEALED)
     # Minima over the tokens of a channel cross warps: as few as hold its numbers in registers.
     wide = at.dims > 128 or block > SEALED if at.channel else block == SEALED
-    down, per_head, parts = _down(code.transform, x.dtype)
+    down, of_head, parts = down_of(code.transform, x.dtype)
     seal_kernel[(tokens // block, heads, batch)](
-        *(x, _or(down, x), side["words"], side.get("high", side["words"]), side["numbers"]),
-        *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), per_head),
+        *(x, given(down, x), side["words"], side.get("high", side["words"]), side["numbers"]),
+        *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), of_head),
         tokens // at.page,
         **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "BITS": at.spec.bits},
         **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
@@ -301,7 +301,7 @@ def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
     """Decode keys (side 0) or values (1) of all pages, in the stored domain, into out [B, G, T, R] from token
     `start` on."""
     if isinstance(pages.layouts[side], layout.FillLayout):
-        return _unseal_fill(pages, side, out, start)
+        return filled.unseal(pages, side, out, start)
     from cuda_track.kernels.unsealing import unseal_kernel
 
     at, stored = pages.layouts[side], pages.sides[side]
@@ -315,128 +315,3 @@ def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
         CHANNEL=at.group if at.channel else 0,
         num_warps=4,
     )
-
-
-# -- bits by direction
-
-
-def _fill_turns(pages: PoolPages, dims: int) -> list[torch.Tensor | None]:
-    """What turns queries, divided by the gains of keys, and outputs: [G or 1, D, D] or [D, D], zeros behind the
-    stored dims; None for values that are not turned."""
-    keys, values = pages.codecs
-    device = pages.sides[0]["words"].device
-    up = _square(values.transform, dims).up if values.transform is not None else None
-    return [_without_gains(keys.transform, pages.layouts[0], dims, device), up]
-
-
-@lru_cache(maxsize=512)
-def _square(transform: Transform, dims: int) -> Transform:
-    """The transform with zeros where a head has more dims than it stores."""
-    more = dims - transform.down.shape[-1]
-    return Transform(pad(transform.down, (0, more)), pad(transform.up, (0, 0, 0, more)))
-
-
-@lru_cache(maxsize=512)
-def _without_gains(
-    transform: Transform | None, at: layout.FillLayout, dims: int, device: torch.device
-) -> torch.Tensor:
-    gains = torch.tensor([2.0 ** (plane[2] % 8) for plane in at.planes], device=device)
-    gains = pad(gains.repeat_interleave(layout.LEAST), (0, dims - at.dims), value=1.0)
-    up = torch.eye(dims, device=device) if transform is None else _square(transform, dims).up
-    return (up / gains[:, None]).contiguous()
-
-
-@lru_cache(maxsize=512)
-def _fill_tables(
-    at: layout.FillLayout, dims: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `fill_seal_kernel` reads of widths: `dims` and `pieces`."""
-    numbers = torch.stack(fill.tables(at.spec.widths, device))
-    blocks = dims // layout.LEAST
-    pieces = torch.zeros(len(at.fields), 4, blocks, dtype=torch.int32)
-    for block, low, bits, field, bit in at.pieces:
-        first = 2 if low else 0
-        pieces[field, first, block], pieces[field, first + 1, block] = (1 << bits) - 1, bit
-    return pad(numbers, (0, dims - at.dims)).contiguous(), pieces.to(device)
-
-
-def _read_fill(pages: PoolPages, dims: int) -> tuple[object, tuple, dict]:
-    """As `_read`."""
-    from cuda_track.kernels.fill import fill_attend_kernel
-
-    codes, kinds = [], {"D": dims}
-    for letter, at, side in zip("KV", pages.layouts, pages.sides, strict=True):
-        codes += [side["words"], side["numbers"]]
-        kinds |= {f"{letter}_PLANES": at.planes, f"{letter}_FIELDS": at.fields}
-    return fill_attend_kernel, tuple(codes), kinds
-
-
-def _seal_fill(code: Codec, x: torch.Tensor, at: layout.FillLayout, side: Stored, places) -> None:
-    """As `seal`."""
-    from cuda_track.kernels.fill import fill_seal_kernel
-
-    batch, heads, tokens, dims = x.shape
-    x, block = _rows_together(x), math.gcd(tokens, SEALED if dims <= 128 else SEALED // 2)
-    square = None if code.transform is None else _square(code.transform, dims)
-    down, per_head, parts = _down(square, x.dtype)
-    fill_seal_kernel[(tokens // block, heads, batch)](
-        *(x, _or(down, x), side["words"], side["numbers"]),
-        torch.as_tensor(places, device=x.device),
-        *_fill_tables(at, dims, x.device),
-        *(x.stride(0), x.stride(1), per_head, tokens // at.page),
-        **{"D": dims, "R": at.dims, "T": block, "TURN": at.turn, "PAGE": at.page},
-        **{"FIELDS": at.fields, "KEYS": at.keys, "TURNED": down is not None},
-        **{"PARTS": parts, "BLOCK": SEAL_BLOCK},
-        num_warps=8 if block == SEALED or dims > 128 else 4,
-        num_stages=SEAL_STAGES if block >= SEALED else 2,
-    )
-
-
-def _unseal_fill(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
-    """As `unseal`."""
-    from cuda_track.kernels.fill import fill_unseal_kernel
-
-    at, stored = pages.layouts[side], pages.sides[side]
-    batch, heads = out.shape[:2]
-    most = pages.table.shape[1]
-    fill_unseal_kernel[(most * (at.page // at.turn), heads, batch)](
-        *(stored["words"], stored["numbers"], pages.table, pages.counts, out),
-        *(most, start, out.stride(0), out.stride(1)),
-        **{"T": at.turn, "PAGE": at.page, "PLANES": at.planes, "FIELDS": at.fields},
-        KEYS=at.keys,
-        num_warps=4,
-    )
-
-
-def _down(transform: Transform | None, dtype: torch.dtype) -> tuple[torch.Tensor | None, int, int]:
-    """(down, its stride of a head, parts that it is split into) for inputs of `dtype`; (None, 0, 0) without one."""
-    if transform is None:
-        return None, 0, 0
-    # Triton's interpreter multiplies the bits of bfloat16 as integers.
-    exact = dtype == torch.float16 or (dtype == torch.bfloat16 and not interpreted())
-    down = _parts(transform, dtype) if exact else transform.down
-    return down, down.stride(0) if transform.down.ndim == 3 else 0, PARTS if exact else 0
-
-
-@lru_cache(maxsize=512)
-def _parts(transform: Transform, dtype: torch.dtype) -> torch.Tensor:
-    """Split down [.., D, R] into a sum of parts of 16 bits, [.., PARTS, D, R], the largest first."""
-    rest, out = transform.down, []
-    for _ in range(PARTS):
-        out.append(rest.to(dtype))
-        rest = rest - out[-1].float()
-    return torch.stack(out, -3).contiguous()
-
-
-def _or(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
-    """x, or a tensor that stands in for an argument that is not read."""
-    return stand_in if x is None else x
-
-
-def _per_head(turn: torch.Tensor | None) -> int:
-    return turn.stride(0) if turn is not None and turn.ndim == 3 else 0
-
-
-def _rows_together(x: torch.Tensor) -> torch.Tensor:
-    """x with the tokens of a head one after the other; there may be room behind them."""
-    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()

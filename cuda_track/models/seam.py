@@ -29,7 +29,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import check_rotary, parse_preset
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.reports import LayerReport, nothing_compressed, with_own
@@ -81,11 +81,8 @@ def attach(
         found = examine(model, config)
         reports = [one.report(i, config, label, model.device) for i, one in enumerate(found)]
         chosen = {r.index: found[r.index] for r in reports if r.compressed}
-        if config.rotary < 16 and chosen and not any(one.latent for one in chosen.values()):
-            raise UserError(
-                "[attach] +rope8 is for rotary keys beside latents (MLA), which this model has none of; "
-                f"got {label!r}; choose {label.replace('+rope8', '')}"
-            )
+        if not any(one.latent for one in chosen.values()):
+            check_rotary(config, label, "attach")
         fits, used = _fit(model, config, chosen, label, calibration)
     except BaseException:
         put_back(model, before)

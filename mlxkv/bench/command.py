@@ -64,7 +64,13 @@ bench = typer.Typer(
 def top(
     ctx: typer.Context,
     model: Model = "tiny",
-    kv: Kv = "int8,int4",
+    kv: Annotated[
+        str,
+        typer.Option(
+            "--kv",
+            help="Cache presets, by commas (mlxkv presets); fill-3 and fill-2.25 need a calibration.",
+        ),
+    ] = "int8,int4",
     contexts: Annotated[
         str | None,
         typer.Option("--contexts", help="Tokens, by commas. Default: 4k,16k (on a CPU 1k)."),
@@ -137,7 +143,7 @@ def kernels(
         str | None, typer.Option("--shapes", help="By commas: B1.H32.G8.D128,B1.H4.G1.D256.")
     ] = None,
     contexts: Contexts = None,
-    kv: Kv = "int4,int2",
+    kv: Kv = "int4,fill-2.25",
     calls: Annotated[int, typer.Option("--calls", help="Calls in a timed chain.")] = 64,
     rounds: Rounds = 3,
     encode_tokens: Annotated[

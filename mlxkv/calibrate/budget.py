@@ -1,9 +1,15 @@
-"""`mlxkv calibrate --budget`: measure what each preset costs in each layer, and find a plan."""
+"""`mlxkv calibrate --budget`: measure what each preset costs in each layer, and find a plan.
+
+Bits by direction are on no menu: the layers of a model share their bits, so what they cost in one layer alone, and the
+bits that they take there, are not those of a plan. They are a plan themselves, and the plan that is found is compared
+with those of as many bits.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +23,8 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import canonical, parse_preset
+from mlxkv.formats.lowrank import RATES
+from mlxkv.formats.names import FILL, canonical, parse_preset
 from mlxkv.formats.plans import greedy
 from mlxkv.formats.plans.plan import Part, Plan
 from mlxkv.models import attach, detach
@@ -78,6 +85,11 @@ def of_menu(text: str | None) -> dict[str, CacheConfig]:
     found = {name: parse_preset(name) for name in names}
     if len(found) < 2 or not any(config.compresses for config in found.values()):
         raise UserError(f"[--menu] needs two presets or more; got {text}; choose such as {MENU}")
+    if shared := [name for name, config in found.items() if config.filled]:
+        raise UserError(
+            f"[--menu] {shared[0]} shares its bits between all layers, so no layer of it has a price of its own; got "
+            f"{text}; choose presets such as {MENU}, or --kv {shared[0]} without a plan"
+        )
     if late := [name for name, config in found.items() if config.window >= WINDOW // 2]:
         raise UserError(
             f"[--menu] {late[0]} keeps {found[late[0]].window} tokens exact, all of the prompts that are "
@@ -178,6 +190,10 @@ def find(
         own = {i: name for i in menu if name in menu[i]}
         if config.compresses and len(own) == len(menu):
             compared[name], bits[name] = config, greedy.mean_bits(menu, own)
+    name, own = _directions(loaded, made, budget)
+    if own.keys() == menu.keys():  # else some layers stay in full precision under it
+        compared[name] = parse_preset(name)
+        bits[name] = sum(b * n for b, n in own.values()) / sum(n for _, n in own.values())
     with progress_bar(len(compared) * size * len(apart), "measuring plans") as progress:
         kl = Sensitivity(loaded.model, apart, made, kept, progress).measure(compared)
     return Found(plan, menu, greedy.predicted(menu, chosen), kl, bits)
@@ -199,20 +215,48 @@ def _options(
     for name, config in presets.items():
         if not config.compresses:
             continue
-        try:
-            reports = attach(loaded.model, config, calibration=made if config.calibrated else None)
-        finally:
-            detach(loaded.model)
-        for r in reports:
-            if r.compressed:
-                values = r.kv_heads * (r.key_dim + r.value_dim)
-                out.setdefault(r.index, {})[name] = r.bits_per_value, values
+        for layer, taken in _taken(loaded, made, config).items():
+            out.setdefault(layer, {})[name] = taken
     if not out:
         raise UserError("[--budget] this model has nothing to compress; got no layer that grows")
     for own in out.values():
         values = next(iter(own.values()))[1]
         own |= {name: (16.0, values) for name, one in presets.items() if not one.compresses}
     return out
+
+
+def _taken(
+    loaded: Loaded, made: Calibration | None, config: CacheConfig
+) -> dict[int, tuple[float, int]]:
+    """Bits per value that `config` takes in each layer that it compresses, and the layer's values a token."""
+    try:
+        reports = attach(loaded.model, config, calibration=made if config.calibrated else None)
+    finally:
+        detach(loaded.model)
+    return {
+        r.index: (r.bits_per_value, r.kv_heads * (r.key_dim + r.value_dim))
+        for r in reports
+        if r.compressed
+    }
+
+
+def _directions(
+    loaded: Loaded, made: Calibration | None, budget: float
+) -> tuple[str, dict[int, tuple[float, int]]]:
+    """The preset of bits by direction that takes `budget` bits a value, and what it takes as `_taken` says it: nothing
+    where there is no such preset, or the calibration or the model does not serve it."""
+    name = f"{FILL}-{budget:g}"
+    if made is None or not RATES[0] <= budget <= RATES[1]:
+        return name, {}
+    config = parse_preset(name)
+    if not made.serves(config) or config.window >= WINDOW // 2:
+        return name, {}
+    with warnings.catch_warnings():  # of models that it compresses nothing of
+        warnings.simplefilter("ignore")
+        try:
+            return name, _taken(loaded, made, config)
+        except UserError:  # too few bits for heads of few dims
+            return name, {}
 
 
 def write(path: Path, plan: Plan) -> None:

@@ -68,7 +68,9 @@ class CalibrateOptions:
     menu: Annotated[
         str | None,
         Option(
-            "--menu", help="With --budget: presets to choose from. Default: fp16 and int8 to 2."
+            "--menu",
+            help="With --budget: presets to choose from. Default: fp16 and int8 to 2. Not fill-NUMBER, whose bits "
+            "all layers share already; the plan is compared with it.",
         ),
     ] = None
     plan: Annotated[

@@ -28,7 +28,8 @@ from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import launch, tiles, trust, whiten
 from mlxkv.metal.timing import chain
 
-NEEDED, DIMS = ("int4", "int8", "int2", "int3"), (128, 64, 256)
+# One number of bits by direction stands for all: the kernels are the same (`selftest.stand_in`).
+NEEDED, DIMS = ("int4", "int8", "fill-2.25", "int2", "int3"), (128, 64, 256)
 # With --all: other forms of these, then a preset of every other method, at one head dim.
 MORE = ("srft-int4+g64", "oscar-int2")
 METHODS, METHOD_DIMS = (
@@ -41,7 +42,6 @@ METHODS, METHOD_DIMS = (
         "kvarn-int4",
         "polar",
         "static-0.75",
-        "fill-2.25",
         "oja-0.75+int4",  # two bases in one pass
     ),
     (128,),

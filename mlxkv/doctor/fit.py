@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from mlxkv.console import human_bytes, parse_size, parse_tokens, plain, print_json, print_table
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import PICKS, canonical, parse_kv
+from mlxkv.formats.names import PICKS, canonical, check_rotary, parse_kv
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.catalog.shapes import (
@@ -43,6 +43,9 @@ def run(
     for cache in chosen.values():
         if isinstance(cache, Plan):
             cache.check(len(plan.layers))
+    if not any(layer.kind == "latent" for layer in plan.layers):
+        for name, cache in chosen.items():
+            check_rotary(cache, name)
     if context is None and plan.limit:
         tokens = min(tokens, plan.limit)
     if plan.limit and tokens > plan.limit:

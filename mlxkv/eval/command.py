@@ -18,7 +18,7 @@ def evaluate(
     ] = "tiny",
     kv: Annotated[
         str, typer.Option("--kv", help="Cache presets, by commas; fp16 is always added.")
-    ] = "int8,int4,int3,int2",
+    ] = "int8,int4,fill-3,fill-2.25",
     keep: Annotated[
         float | None,
         typer.Option("--keep", help="Share of a prompt's stored tokens to keep, for every preset."),

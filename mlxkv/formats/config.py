@@ -198,6 +198,8 @@ class CacheConfig:
     rotary: bits of the rotary keys beside latents (MLA): 16, as the model makes them, or 8.
     short_rotary: 8 bits for them without being asked, where there are latents; it is not saved and no
         part of what is compared: `of_latents` says it as `rotary`.
+    asks_rotary: whether a name asked for either (+rope8, +rope16), which no model without latents has; not saved
+        and not compared.
     """
 
     keys: Side
@@ -211,6 +213,7 @@ class CacheConfig:
     sliding: int = 0
     rotary: int = 16
     short_rotary: bool = field(default=False, compare=False)
+    asks_rotary: bool = field(default=False, compare=False)
 
     def __post_init__(self):
         if self.page < 16 or self.page % 16:
@@ -464,7 +467,7 @@ class CacheConfig:
             del data["sliding"]
         if self.rotary == 16:
             del data["rotary"]
-        del data["short_rotary"]
+        del data["short_rotary"], data["asks_rotary"]
         return data
 
     @staticmethod

@@ -8,7 +8,7 @@
     PRESET+SETTING...        a preset with other numbers: +g32 (values that share a scale), +clip.96 (OSCAR's
                              clip), both also of keys or values alone (+kg32, +vclip.94), +page128, and the
                              exact tokens +sink32 and +recent96
-    PRESET+rope8, +rope16    the rotary keys beside latents (MLA) with 8 bits, or exact
+    PRESET+rope8, +rope16    the rotary keys beside latents (MLA) with 8 bits, or exact; other models refuse it
     NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
     NAME+readX               keeping all, and reading the share X of the sealed tokens at each step
     FILE.json                a plan: a preset for each layer (`plans.files`); FILE.safetensors: a calibration's
@@ -81,11 +81,23 @@ def _own_name(name: str) -> str:
     return f"int{found['bits']}" if found else name
 
 
+def check_rotary(kv: CacheConfig | Plan, label: str, where: str = "--kv") -> None:
+    """Raise UserError where `kv`, of this name, says how rotary keys beside latents are stored. For models that have
+    no latents to compress."""
+    if not kv.asks_rotary and kv.rotary == 16:
+        return
+    without = re.sub(r"\+rope(8|16)", "", label)
+    raise UserError(
+        f"[{where}] +rope{kv.rotary} is for rotary keys beside compressed latents (MLA), which this model has none "
+        f"of; got {label!r}; choose {without if without != label else 'presets without it'}"
+    )
+
+
 def complete_kv(incomplete: str) -> list[str]:
     """Names for a shell that completes `--kv`, behind a comma or a slash, too."""
     start = max(incomplete.rfind(","), incomplete.rfind("/")) + 1
     done, last = incomplete[:start], incomplete[start:]
-    return [done + name for name in PRESETS if name.startswith(last)]
+    return [done + name for name in dict.fromkeys((*PRESETS, *PICKS)) if name.startswith(last)]
 
 
 def parse_kv(text: str) -> CacheConfig | Plan:
@@ -116,12 +128,14 @@ def parse_preset(text: str) -> CacheConfig:
         )
     keys, values = sides[0], sides[-1]
     windows = keys if keys.compresses else values
-    return replace(windows, keys=keys.keys, values=values.values, **selection)
+    asked = next((side for side in (windows, keys, values) if side.asks_rotary), windows)
+    rotary = {name: getattr(asked, name) for name in ("rotary", "short_rotary", "asks_rotary")}
+    return replace(windows, keys=keys.keys, values=values.values, **rotary, **selection)
 
 
 def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     wrong = [name for name, side in zip(names, sides, strict=True) if side is None]
-    close = get_close_matches(wrong[0], PRESETS, n=2) if wrong else []
+    close = get_close_matches(wrong[0], dict.fromkeys((*PICKS, *PRESETS)), n=2) if wrong else []
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 
@@ -155,7 +169,7 @@ def _one(name: str) -> CacheConfig | None:
         return PRESETS[name]
     if found := ROTARY.search(name):
         base = _one(name[: found.start()])
-        return base and replace(base, rotary=int(found[1]), short_rotary=False)
+        return base and replace(base, rotary=int(found[1]), short_rotary=False, asks_rotary=True)
     if found := TUNED.search(name):
         base = _one(name[: found.start()])
         return base and _tuned(base, found, name)

@@ -274,6 +274,11 @@ class RecordLayout:
         return self.keys.sealed_by_kernel and self.values.sealed_by_kernel
 
     @property
+    def filled(self) -> bool:
+        """Whether bits differ by block (`Fill`): of both sides, or of none, which no kernel reads together."""
+        return bool(self.keys.widths)
+
+    @property
     def page(self) -> int:
         """Tokens that share a header, or the 16 of a record without one."""
         return max(TOKENS, self.keys.page, self.values.page)

@@ -98,7 +98,7 @@ def seal(
     (out,) = launch(
         "seal",
         [*inputs, *tables, ints(count, batch * heads, *places, *matrices)],
-        template | {"S": groups} | ({} if layout.keys.widths else {"TILE": tile}),
+        template | {"S": groups} | ({} if layout.filled else {"TILE": tile}),
         (32 * groups * -(-count * batch * heads // groups), 2, 1),
         (32 * groups, 1, 1),
         [((batch, heads, count, layout.words), mx.uint32)],

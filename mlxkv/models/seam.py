@@ -25,7 +25,7 @@ from mlxkv.codec import encoding, maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import canonical, parse_kv, parse_preset
+from mlxkv.formats.names import canonical, check_rotary, parse_kv, parse_preset
 from mlxkv.formats.plans import files
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.formats.presets import PRESETS
@@ -109,11 +109,8 @@ def attach(
         if any(shape.latent for shape in places.values()):
             config = config.of_latents
             check_fold(config, f"{label} for latents", fold)
-        elif getattr(config, "rotary", 16) < 16:
-            raise UserError(
-                f"[--kv] +rope8 is for rotary keys beside latents (MLA), which this model has none of; got {label!r}; "
-                "choose the preset without it"
-            )
+        else:
+            check_rotary(config, label)
         fitted = _shares(fit(model, config, places, label, calibration), places, group, fold)
         fitted |= _rings(own, fitted)
         check_maps(model, fitted)

@@ -13,6 +13,7 @@ from mlxkv.bench import reference, subject
 from mlxkv.bench.kernels import attend, case, encode, run
 from mlxkv.bench.kernels.case import Shape, parse_shape
 from mlxkv.bench.whole import decode
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.metal.timing import chain, interleaved, order
@@ -98,7 +99,7 @@ def test_kernels_prints_tables_and_json(capsys):
     assert set(data) == {"machine", "versions", "rows"}
     assert {"backend", "device", "chip", "copy_gb_s", "link_us"} <= set(data["machine"])
     rows = [row for row in data["rows"] if row["what"] == "attend"]
-    assert [row["preset"] for row in rows] == ["int4", "int2"] * 2
+    assert [row["preset"] for row in rows] == ["int4", "fill-2.25"] * 2
     for row in rows:
         assert set(row) == ATTEND_KEYS
         assert not row["wrong"] and row["rms"] < 1e-5
@@ -107,6 +108,14 @@ def test_kernels_prints_tables_and_json(capsys):
         assert (row["mlx_lm_us"] is None) == (row["shape"] != str(SHAPE))  # the first shape alone
     assert all(set(row) == ENCODE_KEYS for row in data["rows"] if row["what"] == "encode")
     assert "us: per call" in out and "2.5 D log2 D" in out and "mlx-lm us" in out
+
+
+@pytest.mark.parametrize(
+    ("kv", "bits"),
+    [("fill-2.25", 2), ("fill-2.6", 3), ("fill-3", 3), ("fill-8.25", 8), ("int4", 4)],
+)
+def test_mlx_lm_stands_beside_with_as_many_bits(kv, bits):
+    assert attend._bits_beside(parse_kv(kv)) == bits
 
 
 def test_on_a_gpu_the_copies_exceed_its_cache_and_fit_its_memory(monkeypatch):
@@ -171,12 +180,13 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
         (("--shapes", "B1.H3.G2.D64"), ("[--shapes]", "multiple of G")),
         (("--shapes", "B1.H2.G1.D63"), ("[--shapes]", "even head dim")),
         (("--contexts", "4k,x"), ("[--contexts]", "got 'x'")),
-        (("--contexts", "64"), ("[--contexts]", "at least 257")),
+        (("--contexts", "64"), ("[--contexts]", "at least 193")),
         (("--kv", "int4,int5"), ("[--kv]", "got 'int5'")),
         (("--kv", "fp16"), ("[--kv]", "got 'fp16'")),
+        (("--kv", "int4+rope16"), ("[--kv] +rope16 is for", "got 'int4+rope16'", "choose int4")),
         (("--calls", "0"), ("[--calls]", "got 0")),
         (("--rounds", "0"), ("[--rounds]", "got 0")),
-        (("--encode-tokens", "65"), ("[--encode-tokens]", "multiple of 128")),
+        (("--encode-tokens", "65"), ("[--encode-tokens]", "multiple of 64")),
     ],
 )
 def test_kernels_refuses(capsys, options, words):

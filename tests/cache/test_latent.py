@@ -19,7 +19,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.plans.files import parsed as parse_plan
-from mlxkv.models import attach, usage
+from mlxkv.models import attach, detach, usage
 from mlxkv.models.hooks import probe  # noqa: F401 (mlx-lm finds our classes by name from here on)
 from mlxkv.serve.caches.memory import shapes_of
 from mlxkv.spec import affine as spec
@@ -349,9 +349,36 @@ def test_rotary_keys_of_8_bits():
     assert one.of_latents.of_latents == one.of_latents == parse_kv("int4").of_latents
     with pytest.raises(UserError, match="8 or 16"):
         replace(one, rotary=4)
+
+
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ("int4+rope8", r"\[--kv\] \+rope8 is for .*; got 'int4\+rope8'; choose int4$"),
+        ("int4+rope16", r"\+rope16 is for rotary keys beside compressed latents.*; choose int4$"),
+        ("int4+rope16+sink16", r"\+rope16 is for .*; choose int4\+sink16$"),
+        ("int4/int8+rope16", r"\+rope16 is for .*; choose int4/int8$"),
+        ("int4+rope16+keep0.5", r"\+rope16 is for .*; choose int4\+keep0.5$"),
+        (replace(parse_kv("int4"), rotary=8), r"\+rope8 is for .*; choose presets without it$"),
+    ],
+)
+def test_models_without_latents_refuse_rotary_bits(kv, said):
     model = random_model("llama")
-    with pytest.raises(UserError, match=r"\+rope8 is for rotary keys beside latents"):
-        attach(model, "int4+rope8")
+    with pytest.raises(UserError, match=said):
+        attach(model, kv)
+    attach(
+        model, "int4"
+    )  # which has rotary keys of 8 bits where there are latents, without being asked
+    detach(model)
+
+
+def test_what_was_asked_of_rotary_keys_is_neither_saved_nor_compared():
+    asked = parse_kv("int8+rope16")
+    assert asked == parse_kv("int8") and asked.as_dict() == parse_kv("int8").as_dict()
+    assert asked.asks_rotary and not CacheConfig.from_dict(asked.as_dict()).asks_rotary
+    assert (
+        parse_kv("int4/int8+rope16").of_latents.rotary == 16 != parse_kv("int4").of_latents.rotary
+    )
 
 
 def test_full_precision_keys_compress_no_latents():

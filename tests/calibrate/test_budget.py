@@ -21,6 +21,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.plans.greedy import Option, allocate, evenly, mean_bits, predicted
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.formats.presets import PRESETS
+from mlxkv.models.calibration import measure
 from mlxkv.models.calibration.sensitivity import Sensitivity, alone
 
 BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5, "int3": 3.25, "int2": 2.25}
@@ -132,6 +133,37 @@ def test_a_plan_is_found_measured_and_compared(little):
     assert "divergence" in budget.verdict(found)
 
 
+def test_a_plan_is_compared_with_bits_by_direction(little, monkeypatch):
+    loaded, presets, text = little
+    monkeypatch.setattr(budget, "WINDOW", 512)  # prompts longer than the windows of the preset
+    text.tokens *= 2
+    made = measure.calibrate(loaded.model, text.tokens[:700])
+    found = budget.find(loaded, made, presets, 6.0, budget.split(loaded, text))
+    assert {"plan", "fill-6", "four", "eight"} < set(found.kl)
+    assert found.bits["plan"] <= 6.0 and 5.8 < found.bits["fill-6"] <= 6.0
+    assert 0 < found.kl["fill-6"].mean() < found.kl["four"].mean()
+    better = {**found.kl, "fill-6": found.kl["plan"] / 9}
+    bits = {**found.bits, "fill-6": found.bits["plan"]}
+    assert "does NOT win: fill-6 takes" in budget.verdict(replace(found, kl=better, bits=bits))
+
+
+def test_without_means_or_room_there_is_no_comparison_with_bits_by_direction(little, monkeypatch):
+    loaded, _, text = little
+    made = measure.calibrate(loaded.model, text.tokens[:700])
+    assert budget._directions(loaded, made, 6.0) == (
+        "fill-6",
+        {},
+    )  # its windows hold all of a prompt
+    monkeypatch.setattr(budget, "WINDOW", 512)
+    assert set(budget._directions(loaded, made, 6.0)[1]) == {0, 1, 2}
+    assert budget._directions(loaded, None, 6.0) == ("fill-6", {})
+    assert budget._directions(loaded, made, 0.5) == (
+        "fill-0.5",
+        {},
+    )  # not one bit beside the scales
+    assert budget._directions(loaded, made, 16.0) == ("fill-16", {})
+
+
 def test_a_plan_that_does_not_win_is_said_to_lose(little):
     loaded, presets, text = little
     found = budget.find(loaded, None, presets, 6.0, budget.split(loaded, text))
@@ -161,6 +193,7 @@ def test_a_calibration_carries_its_plan(tmp_path):
         ({"budget": 3.0, "menu": "int4,int9"}, "unknown preset; got 'int9'"),
         ({"budget": 3.0, "menu": "int4,x.json"}, "choose a preset here"),
         ({"budget": 3.0, "menu": "int4,int2+recent512"}, "keeps 704 tokens exact"),
+        ({"budget": 3.0, "menu": "int4,fill-2.25"}, "fill-2.25 shares its bits between all layers"),
         ({"budget": 3.0, "search_clip": True}, "leave one of them out"),
         ({"budget": 3.0, "plan": "plan.txt"}, "must end in .json"),
     ],

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from mlx_lm.models import openelm
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from random_models import random_model
 
@@ -21,6 +22,7 @@ from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, Fill
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure, moments
+from mlxkv.models.catalog.reports import mean_bits
 from mlxkv.spec.mixed import fill as spec
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
@@ -99,6 +101,27 @@ def test_a_layer_of_more_heads_takes_more_of_the_budget():
     bits = sum(n * spec.stored_bits(own) for n, own in zip(heads, found, strict=True))
     values = sum(sigma.size for _, sigma in sides)
     assert 2.8 * values < bits <= 3.0 * values
+
+
+def test_layers_whose_heads_share_a_map_count_all_of_their_heads():
+    """As of `mlxkv calibrate --per-layer`: one sigma for a layer, whatever the number of its kv heads."""
+    shared = [(falling(1, 48, 1.5, 2 * n), falling(1, 48, 1.2, 2 * n + 1)) for n in range(3)]
+    heads = (1, 2, 6)
+    sides = [pair for both in shared for pair in zip(artifact.SIDES, both, strict=True)]
+    each = [n for n in heads for _ in artifact.SIDES]
+    found = fill.allot(sides, 2.5, each)
+    whole = [tuple(x.repeat(n, 0) for x in both) for n, both in zip(heads, shared, strict=True)]
+    assert list(zip(found[::2], found[1::2], strict=True)) == spec.allotted(whole, 2.5)
+    assert found != fill.allot(sides, 2.5)
+    bits = sum(n * spec.stored_bits(own) for n, own in zip(each, found, strict=True))
+    values = 48 * sum(each)
+    assert 2.3 * values < bits <= 2.5 * values
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5])
+def test_layers_of_as_many_heads_share_maps_as_if_each_had_one(heads):
+    sides = [(side, falling(1, 64, 1.4, seed)) for seed in range(3) for side in artifact.SIDES]
+    assert fill.allot(sides, 2.25, [heads] * 6) == fill.allot(sides, 2.25)
 
 
 def test_more_bits_never_cost_more_and_no_pattern_is_better():
@@ -223,6 +246,24 @@ def test_layers_share_a_budget_and_the_error_falls_with_it(model, made):
         errors.append(rms(logits(model, caches), exact))
         detach(model)
     assert errors == sorted(errors)[::-1] and errors[-1] < 0.01 < errors[0]
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate(per_layer):
+    mx.random.seed(0)
+    args = {"num_query_heads": [2, 4, 6], "num_kv_heads": [1, 2, 6], "ffn_multipliers": [1, 1, 1]}
+    sizes = {"num_transformer_layers": 3, "model_dim": 64, "vocab_size": 64, "ffn_dim_divisor": 16}
+    one = openelm.Model(openelm.ModelArgs("openelm", head_dim=64, **sizes, **args))
+    for n, layer in enumerate(
+        one.layers
+    ):  # the first and the last are as easy and as hard as can be
+        layer.attn.qkv_proj.weight *= (0.2, 1, 5)[n]
+    found = measure.calibrate(one, TEXT, per_layer=per_layer)
+    for rate in (1.5, 2.25, 3):
+        reports = attach(one, f"fill-{rate}{WINDOWS}", calibration=found)
+        assert [r.kv_heads for r in reports] == args["num_kv_heads"]
+        assert rate - 0.25 < mean_bits(reports) <= rate + 1e-9
+        detach(one)
 
 
 def test_what_moments_foretell_is_what_is_lost(model, made):

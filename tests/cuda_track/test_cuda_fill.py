@@ -18,8 +18,8 @@ from cuda_track.cache.view import CodePages, View
 from cuda_track.codec import fill, transform
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.maps import LayerMaps
-from cuda_track.kernels import fill as kernels
 from cuda_track.kernels import launch, layout
+from cuda_track.kernels.filled import kernels
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Fill, Side
 from mlxkv.spec.bounds import rms

@@ -330,8 +330,9 @@ def test_what_cannot_be_done_is_said_in_one_line(tools):
         with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
             reports = tools.seam.attach(model, kv)
         assert all(line in r.reason for r in reports)
-    with pytest.raises(UserError, match="none of"):
-        tools.seam.attach(tools.build("llama"), "int4+rope8")
+    for kv in ("int4+rope8", "int4+rope16"):
+        with pytest.raises(UserError, match=r"\[attach\].*none of.*; choose int4$"):
+            tools.seam.attach(tools.build("llama"), kv)
     made = model.model.layers[0].self_attn
     made.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(made.kv_b_proj.out_features))
     with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED|cannot be absorbed"):

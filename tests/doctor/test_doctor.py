@@ -16,7 +16,7 @@ from mlxkv.cache import selftest
 from mlxkv.cli import main
 from mlxkv.doctor import checks, command, machines, states
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import PICKS, parse_kv
 from mlxkv.machine import machine
 from mlxkv.metal import launch, trust
 from mlxkv.metal.gpu import backends
@@ -174,8 +174,35 @@ def test_speed_is_of_one_call():
 def test_need_comes_first(monkeypatch):
     monkeypatch.undo()
     needed = checks.cases(every=False)
-    assert needed[:2] == [("int4", 128), ("int8", 128)] and len(needed) == 12
-    assert checks.cases()[:12] == needed and len(set(checks.cases())) == len(checks.cases())
+    assert needed[:3] == [("int4", 128), ("int8", 128), ("fill-2.25", 128)] and len(needed) == 15
+    assert checks.cases()[:15] == needed and len(set(checks.cases())) == len(checks.cases())
+
+
+def test_kernels_of_all_that_people_are_told_to_pick_are_needed(monkeypatch):
+    monkeypatch.undo()
+    for dims in checks.DIMS:
+        needed = [stood_for(name, dims) for name, own in checks.cases(every=False) if own == dims]
+        picks = [name for name in PICKS if parse_kv(name).compresses]
+        assert {"fill-3", "fill-2.25"} < set(picks)
+        assert {name for name in picks if stood_for(name, dims) not in needed} == set()
+
+
+def stood_for(name: str, dims: int):
+    return selftest.stand_in(parse_kv(name), dims)
+
+
+def test_bits_by_direction_are_tried(ask, monkeypatch):
+    monkeypatch.setattr(checks, "NEEDED", ("fill-2.25",))
+    built = []
+    code, data, _ = ask(counting(built, tiles=True))
+    assert code == 0 and states_of(data)["fill-2.25", "portable"] == "right"
+    assert states_of(data)["fill-2.25", "tiles"] == "right"
+    assert data["kernels"][0]["errors"]["attend"] > 0 and any("seal" in name for name in built)
+    wrong = broken("mlxkv_attend", "& top) - middle", "& top) - 1.1f * middle")
+    monkeypatch.setattr(selftest, "_found", {})
+    code, data, shown = ask(wrong)
+    assert code == 1 and states_of(data)["fill-2.25", "portable"] == "wrong" and any(wrong.held)
+    assert "WRONG: fill-2.25 64 portable: attend is" in shown
 
 
 # -- the file for an issue

@@ -329,6 +329,11 @@ def test_fit_says_what_latents_are(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "61 layers keep a latent of 512 and a rotary key of 64 per token (MLA)" in said
     assert "static-0.75: some layers stay in 16 bits (a latent is of low rank already)" in said
+    for kv in ("int4+rope8", "int4+rope16"):  # which models without latents refuse
+        assert main(["fit", "--config", str(path), "--kv", kv, "--memory", "512g"]) == 0
+        assert main(["fit", "--model", "qwen3-4b", "--kv", f"int8,{kv}"]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("[--kv] +rope") and said.endswith(f"got '{kv}'; choose int4")
 
 
 def test_bits_of_latents_in_pages():

@@ -90,9 +90,19 @@ def test_a_latent_that_a_plan_leaves_exact_is_named_so():
     assert lines[2] == "plan: 10.7 bits per value, the mean of layers 0-1"
 
 
-@pytest.mark.parametrize("plan", [{"default": "int4+rope8"}, ["int4", "int4+rope8"]])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"default": "int4+rope8"},
+        ["int4", "int4+rope8"],
+        {"default": "int8", "layers": {"1": "int8+rope16"}},
+        ["int4+rope16", "int4+rope16"],
+    ],
+)
 def test_rotary_bits_of_a_plan_are_refused_without_latents(plan):
-    with pytest.raises(UserError, match="rope8 is for rotary keys"):
+    with pytest.raises(
+        UserError, match=r"\[--kv\] \+rope\d+ is for rotary keys.* choose presets without it"
+    ):
         attach(random_model("llama"), plan)
 
 

@@ -16,7 +16,11 @@ from triton.compiler import ASTSource
 
 from cuda_track.kernels.decode import attend_kernel
 from cuda_track.kernels.encode import seal_kernel
-from cuda_track.kernels.fill import fill_attend_kernel, fill_seal_kernel, fill_unseal_kernel
+from cuda_track.kernels.filled.kernels import (
+    fill_attend_kernel,
+    fill_seal_kernel,
+    fill_unseal_kernel,
+)
 from cuda_track.kernels.latents import STAGES, latent_kernel
 from cuda_track.kernels.layout import FillLayout
 from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import mlx.core as mx
 
 from mlxkv.bench.kernels.case import Shape, filled, stored_bytes
-from mlxkv.bench.options import MLX_LM_GROUP
+from mlxkv.bench.options import BITS, MLX_LM_GROUP
 from mlxkv.bench.reference import BOUNDS, reference, relative_rms
 from mlxkv.bench.spread import allotted
 from mlxkv.cache import attention, choose
@@ -160,7 +160,11 @@ def _sdpa(step: DecodeStep) -> Task:
 
 
 def _bits_beside(config: CacheConfig) -> int:
-    """Bits of mlx-lm's codes beside a preset: as many as of its keys."""
+    """Bits of mlx-lm's codes beside a preset: as many as of its keys; beside bits by direction the fewest that take
+    as much room."""
+    if config.keys.filled:
+        rate = config.keys.quantizer.rate
+        return next((bits for bits in BITS if bits + 32 / MLX_LM_GROUP >= rate), BITS[-1])
     return getattr(config.keys.quantizer, "bits", None) or TREE_BESIDE
 
 

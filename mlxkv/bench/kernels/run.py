@@ -16,7 +16,7 @@ from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import check_rotary, parse_preset
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
 from mlxkv.versions import versions
@@ -118,6 +118,7 @@ def _preset(name: str) -> CacheConfig:
             f"[--kv] full precision is timed beside the others; got {name!r}; choose presets that "
             "compress keys and values, such as int4"
         )
+    check_rotary(config, name)
     return config
 
 

@@ -6,6 +6,7 @@ kv heads, `D` head dim, `R` stored dims.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 
 import numpy as np
@@ -57,14 +58,19 @@ def weight(side: str, sigma: np.ndarray) -> float:
     return 1 / squares if squares else 0.0
 
 
-def allot(sides: list[tuple[str, np.ndarray]], rate: float) -> list[Widths]:
+def allot(
+    sides: list[tuple[str, np.ndarray]], rate: float, heads: Sequence[int] | None = None
+) -> list[Widths]:
     """Return the widths of least cost for all `sides`, "keys" or "values" with sigma [G, D], that share `rate` bits a
     value, those of all kv heads. Exact, as in `curve`: words are handed out side by side.
 
-    Raises UserError where the rate is not even one bit for the first block of each.
+    heads: kv heads of each side, where those of a layer share a map and sigma is [1, D]; None for G. The cost of such
+    a side is what it is with the same sigma for each of its heads. Raises UserError where the rate is not even one bit
+    for the first block of each.
     """
-    common = gcd(*(len(sigma) for _, sigma in sides))
-    heads = [len(sigma) // common for _, sigma in sides]
+    heads = [len(sigma) for _, sigma in sides] if heads is None else heads
+    common = gcd(*heads)
+    heads = [n // common for n in heads]  # words are then as few as can be
     values = sum(n * sigma.shape[1] for n, (_, sigma) in zip(heads, sides, strict=True))
     room = int((rate * values - SCALE * sum(heads) + 1e-9) // WORD)
     best, taken = np.zeros(max(room, 0) + 1), []  # least cost by words at most

@@ -184,7 +184,8 @@ def with_widths(
                 getattr(out[name], side).centred,
             )
             sides.append((side, directions(basis, centred)[1].astype(np.float64)))
-        for (name, side), widths in zip(places, fill.allot(sides, rate), strict=True):
+        heads = [calibration.layers[name].kv_heads for name, _ in places]
+        for (name, side), widths in zip(places, fill.allot(sides, rate, heads), strict=True):
             old = getattr(out[name], side)
             made = replace(old, quantizer=replace(old.quantizer, widths=widths))
             out[name] = replace(out[name], **{side: made})

@@ -26,6 +26,12 @@ class Part:
     name: str = field(compare=False)
     config: CacheConfig
 
+    @property
+    def stores(self) -> tuple:
+        """The configuration, and what it leaves out of comparisons: equal ones may have rotary keys of other bits
+        beside latents, or ask for them where there are none."""
+        return self.config, self.config.of_latents, self.config.asks_rotary
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -48,13 +54,7 @@ class Plan:
     @staticmethod
     def of(default: Part, layers: Mapping[int, Part], **more) -> Plan:
         """A plan of these parts."""
-        # Beside latents two configurations that are equal may have rotary keys of other bits.
-        same = (default.config, default.config.of_latents)
-        own = tuple(
-            (i, layers[i])
-            for i in sorted(layers)
-            if (layers[i].config, layers[i].config.of_latents) != same
-        )
+        own = tuple((i, layers[i]) for i in sorted(layers) if layers[i].stores != default.stores)
         return Plan(default, own, last=max(layers, default=-1), **more)
 
     # -- one layer
@@ -126,6 +126,12 @@ class Plan:
 
         own = tuple((i, changed(part)) for i, part in self.layers)
         return replace(self, default=changed(self.default), layers=own)
+
+    @property
+    def asks_rotary(self) -> bool:
+        """Whether a preset asks for rotary keys of some bits; `configs` has one of those that are equal."""
+        parts = (self.default, *(part for _, part in self.layers))
+        return any(part.config.asks_rotary for part in parts)
 
     @property
     def of_latents(self) -> Plan:

@@ -26,7 +26,8 @@ cost is
 
 where the spread of values around the output is taken for their second moment: the squared error of a layer's
 output over its square. Widths are those of least sum of J over all layers whose bytes fit the budget of the
-model; all kv heads of a layer share them. Of equal sums those with fewer bits.
+model; all kv heads of a layer share them. Of equal sums those with fewer bits. Kv heads that share one map have its
+sigma, each: bytes and J are sums and means over heads, not over maps.
 
 Each stored direction is scaled by 1 / (gain step_b sqrt(mean of sigma)), step_b for variance 1, so levels of a token
 of usual size are 1 apart in every width. Its scale r is the root mean square of gain step_b x over stored dims,

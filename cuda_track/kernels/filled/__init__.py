@@ -1,0 +1,1 @@
+"""Bits by direction: their Triton kernels, and how those are launched."""
