@@ -214,12 +214,16 @@ def weights(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=No
     """The weights of attention, as `attend` takes its arguments: [B, H, L, T] float32."""
     q = _heads_together(queries.float(), view.live[0].shape[1]) * scale
     s = scores(q, view).reshape(*queries.shape[:3], -1)
-    if (read := getattr(view.pages, "reading", None)) is not None:
+    if (it := getattr(view.pages, "reading", None)) is not None:
+        visible = None
+        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim == 4:
+            visible = mask[:, 0, -1].expand(len(q), -1)
         seen = masked(s, mask).reshape(*q.shape[:3], -1)
-        turned = view.pages.codecs[0].query(q)
         start = 0 if view.sink is None else view.sink[0].shape[2]
-        s = reading.without_unread(s.reshape(seen.shape), seen, turned, read, start)
-        s = s.reshape(*queries.shape[:3], -1)
+        read = reading.read_columns(seen, view.pages.codecs[0].query(q), it, start, visible)
+        s = s if softcap is None else softcap * torch.tanh(s / softcap)
+        s = s.reshape(seen.shape).masked_fill(~read, -torch.inf).reshape(s.shape)
+        softcap = None
     return _softmax(s, mask, sink_logits, softcap)
 
 

@@ -8,7 +8,7 @@ from math import log
 
 import torch
 
-from mlxkv.formats.rules.reading import count, parts
+from mlxkv.formats.rules.reading import PARTS, count, parts
 
 MOST = 65504.0
 
@@ -48,23 +48,39 @@ def weights(logs: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
     return torch.cat([logs, beside], -1).softmax(-1)[..., :-1].sum(2)
 
 
-def taken(weight: torch.Tensor, share: int) -> torch.Tensor:
-    """Which chunks are read, boolean [B, G, chunks]."""
+def taken(weight: torch.Tensor, share: int, there: torch.Tensor | None = None) -> torch.Tensor:
+    """Which chunks are read, boolean [B, G, chunks]. there: boolean [B, 1, chunks], whether a row of the batch has such
+    a chunk; None: all have."""
+    wanted = count(weight.shape[-1], share)
+    if there is not None:
+        held = there.sum(-1, keepdim=True)
+        wanted = ((held * share + PARTS // 2) // PARTS).clamp(min=1).minimum(held)
+        weight = weight.masked_fill(~there, -1.0)
     order = weight.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-    return order < count(weight.shape[-1], share)
+    return order < wanted
 
 
-def without_unread(
-    scores: torch.Tensor, seen: torch.Tensor, q: torch.Tensor, it: Reading, start: int
+def read_columns(
+    seen: torch.Tensor,
+    q: torch.Tensor,
+    it: Reading,
+    start: int,
+    visible: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Scores [B, G, N, T] with -inf for the tokens of chunks that are left out. seen: the same, masked. q: in the
-    stored domain. start: the first token in a page."""
+    """Which tokens a step reads, boolean [B, G, 1, T]. seen: masked scores [B, G, N, T]. q: scaled, in the stored
+    domain. start: the first token in a page. visible: boolean [B, T], tokens that may be seen at all (left padding may
+    not); None: all."""
     chunks = it.summaries.shape[2]
-    stop = start + chunks * it.chunk
-    if count(chunks, it.share) == chunks:
-        return scores
+    stop, there = start + chunks * it.chunk, None
+    out = torch.ones(*seen.shape[:2], 1, seen.shape[3], dtype=torch.bool, device=q.device)
+    if visible is not None:
+        there = visible[:, None, start:stop].unflatten(-1, (chunks, it.chunk)).any(-1)
+    elif count(chunks, it.share) == chunks:
+        return out
     beside = torch.cat([seen[..., :start], seen[..., stop:]], -1).logsumexp(-1, keepdim=True)
-    read = taken(weights(estimates(q, it.summaries, it.chunk), beside), it.share)
-    out = torch.ones(*scores.shape[:2], 1, scores.shape[3], dtype=torch.bool, device=q.device)
+    logs = estimates(q, it.summaries, it.chunk)
+    if there is not None:
+        logs = logs.masked_fill(~there[:, :, None], torch.finfo(torch.float32).min)
+    read = taken(weights(logs, beside), it.share, there)
     out[:, :, 0, start:stop] = read.repeat_interleave(it.chunk, -1)
-    return scores.masked_fill(~out, -torch.inf)
+    return out

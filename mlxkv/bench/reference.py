@@ -13,8 +13,9 @@ from mlxkv.cache.view import View
 BOUNDS = {mx.float32: 2e-3, mx.float16: 5e-3, mx.bfloat16: 1e-2}
 
 
-def reference(queries: mx.array, view: View, scale: float) -> mx.array:
-    """Attention over the decoded pages in float32, one query head at a time: [B, H, 1, Dv].
+def reference(queries: mx.array, view: View, scale: float, all_read: bool = False) -> mx.array:
+    """Attention over the decoded pages in float32, one query head at a time: [B, H, 1, Dv]. all_read: as a prompt
+    reads, whatever share of them a decode step does.
 
     Sums of products, not matrix products: some GPUs compute these in TF32.
     """
@@ -26,7 +27,7 @@ def reference(queries: mx.array, view: View, scale: float) -> mx.array:
         sides.append(mx.concatenate(parts, axis=2))
     batch, heads = queries.shape[:2]
     group = heads // sides[0].shape[1]
-    seen, rows = _seen(queries, sides[0], view, scale), []
+    seen, rows = None if all_read else _seen(queries, sides[0], view, scale), []
     for b in range(batch):
         for h in range(heads):
             keys, values = (x[b, h // group] for x in sides)

@@ -118,7 +118,7 @@ def _attend_fixed(queries, view, scale, mask, sink_logits, softcap):
         )
     if view.pages.plan.body == OPS:
         seen = view.seen(queries.shape[2])
-        return _decode_codes(queries, view, scale, seen, sink_logits, softcap)
+        return _decode_codes(queries, view, scale, seen, sink_logits, softcap, fixed=True)
     parts, windows = (view.pages,), (view.sink, view.live)
     return _decode_records(
         *(queries, parts, *windows, view.lengths, scale, sink_logits),
@@ -362,15 +362,19 @@ def _exact(queries, keys, values, scale, mask, sink_logits, softcap):
     return (p @ values.astype(mx.float32)).reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
-def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None):
-    """By products with codes: scores of the parts side by side, one softmax, a mixture of each."""
+def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None, fixed=False):
+    """By products with codes: scores of the parts side by side, one softmax, a mixture of each. fixed: the mask says
+    which columns of a step of fixed shapes hold tokens."""
     batch, heads, new, dims = queries.shape
     sink, live = view.sink, view.live
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, live[0].shape[1], -1, dims)
     s = scores(q, view).reshape(batch, heads, new, -1)
-    if getattr(view.pages, "reading", None) is not None:
-        s = _without_unread(s, q, view, mask)
+    # Where a mask is an array of another kind, all is read, as by kernels.
+    if view.pages.reading is not None and (fixed or not isinstance(mask, mx.array)):
+        read = _read_columns(s, q, view, mask, fixed)
+        s = s if softcap is None else softcap * mx.tanh(s / softcap)
+        s, softcap = mx.where(read, s, -mx.inf), None
     p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
     out, start = None, 0
     if sink is not None:
@@ -384,18 +388,15 @@ def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None):
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
-def _without_unread(s: mx.array, q: mx.array, view: CacheView, mask) -> mx.array:
-    """Scores [B, H, L, T] with -inf for the tokens of chunks that a step leaves out. q: scaled, [B, G, N, D]."""
+def _read_columns(s: mx.array, q: mx.array, view: CacheView, mask, fixed: bool) -> mx.array:
+    """Which columns of scores [B, H, L, T] a step reads, boolean of their shape. q: scaled, [B, G, N, D]."""
     pages, reading = view.pages, view.pages.reading
     chunks, start = pages.tokens // reading.chunk, view.sink[0].shape[2] if view.sink else 0
     there = None
-    if (
-        isinstance(mask, mx.array) and mask.dtype == mx.bool_
-    ):  # steps of fixed shapes have spare room
-        columns = mask if mask.ndim == 4 else mask[None, None]
-        there = columns[:, :1, -1, start : start + pages.tokens : reading.chunk]
+    if fixed:  # there is spare room
+        there = mask[:, :1, -1, start : start + pages.tokens : reading.chunk]
     elif count(chunks, reading.share) == chunks:
-        return s
+        return mx.ones(s.shape, mx.bool_)
     seen = masked(s, mask).reshape(*q.shape[:3], -1)
     beside = [seen[..., :start], seen[..., start + pages.tokens :]]
     beside = mx.logsumexp(mx.concatenate(beside, axis=-1), axis=-1, keepdims=True)
@@ -408,8 +409,7 @@ def _without_unread(s: mx.array, q: mx.array, view: CacheView, mask) -> mx.array
     taken = mx.repeat(taken, reading.chunk, axis=-1)
     more = seen.shape[-1] - start - pages.tokens
     taken = mx.pad(taken, [(0, 0), (0, 0), (start, more)], constant_values=True)
-    taken = mx.broadcast_to(taken[:, :, None], seen.shape).reshape(s.shape)
-    return mx.where(taken, s, -mx.inf)
+    return mx.broadcast_to(taken[:, :, None], seen.shape).reshape(s.shape)
 
 
 def scores(q: mx.array, view: View) -> mx.array:

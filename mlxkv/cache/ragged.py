@@ -216,7 +216,7 @@ class Ragged:
         out.live = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.live)
         if count := self.pages.counts[i]:
             out.store = self.store.empty()
-            out.store.restore(self.pages.read(i=i), count)
+            out.store.take_over(self.pages.read(i=i), count)
         return out
 
     def select(self, indices: Sequence[int]) -> None:

@@ -31,6 +31,7 @@ SIGN_BOUND = 2 * SEAL_BOUND  # a code on the other side of a tie also changes th
 PAGES = 16  # enough for several splits to be merged
 # Widths of blocks with which bits by direction are tried, for any number of them: all widths, in other orders.
 TRIED = ((8, 3, 1, 4, 3, 2, 1), (4, 3, 2, 1, 3, 2, 1))
+TRIED_SHARE = 0.5  # of the pages, for any that is not all
 MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what kernels are built for
 
 
@@ -101,7 +102,9 @@ def fault(
 
 def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
     """The config whose trial stands for this one: itself, but for bits by direction, whose kernels are the same for all
-    widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""
+    widths (`metal.template`), and for shares of the pages. Keys are tried with fewer stored dims than a head has."""
+    if config.read < 1:
+        config = replace(config, read=TRIED_SHARE)
     sides = {}
     for name, some, less in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
         side = getattr(config, name)
@@ -140,19 +143,18 @@ def test(
     if case is None and known:
         return next((one for one in known.values() if one.reason), next(iter(known.values())))
     case = (case or CASE).small
+    if config.read < 1 and case not in known:
+        known[case] = _test_reading(config, dims, dtype, make, tiled, case)
     if case not in known:
         on_trial, on_mac = nullcontext(), make is mx.fast.metal_kernel
         place = record_layout(config, *config.dims(dims, dims)), dims, dtype, tiled
         if on_mac:
             on_trial = trust.trial(*place)
         with on_trial:
-            found = _test(replace(config, read=1.0), dims, dtype, make, tiled, case)
-            reason = found.reason
-            if config.read < 1 and reason is None:
-                reason = _reading(config, dims, dtype, make, tiled, case)
+            found = _test(config, dims, dtype, make, tiled, case)
         if on_mac and not (found.reason and faults.is_of_memory(RuntimeError(found.detail))):
             trust.note(*place[:3], found.reason is None, tiled, found.reason)
-        known[case] = replace(found, reason=reason)
+        known[case] = found
     return known[case]
 
 
@@ -242,6 +244,25 @@ def _test(
     wrong = next((name for name, off in errors.items() if not off <= bounds[name]), None)
     reason = None if wrong is None else f"{wrong} is off by {errors[wrong]:.2g}"
     return Outcome(errors, ties, reason, True, seconds)
+
+
+def _test_reading(
+    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, tiled: bool, case: Case
+) -> Outcome:
+    """`test` where a step reads a share of the pages: as for all of them, then the kernels that choose. On a Mac they
+    have a note of their own."""
+    found = test(replace(config, read=1.0), dims, dtype, make, tiled, case)
+    if found.reason:
+        return found
+    layout = record_layout(config, *config.dims(dims, dims)), "a share"
+    on_mac = make is mx.fast.metal_kernel
+    if on_mac and (reason := trust.why_not(layout, dims, dtype, tiled)):
+        return replace(found, reason=reason)
+    with trust.trial(layout, dims, dtype, tiled) if on_mac else nullcontext():
+        reason = _reading(config, dims, dtype, make, tiled, case)
+    if on_mac:
+        trust.note(layout, dims, dtype, reason is None, tiled, reason)
+    return replace(found, reason=reason)
 
 
 def _reading(

@@ -63,21 +63,23 @@ class _Store:
         return {summary.NAME: (shape, mx.float16)}
 
     def _reading(self, summaries: mx.array | None) -> summary.Reading | None:
+        if self.config.read == 1:
+            return None
         return summary.reading(summaries, self.config.read, self.config.chunk)
 
     def _summarised(self, held: dict, count: int) -> dict:
         """The arrays of `count` pages with the summaries of their chunks, where a step does not read all. Keys of many
         pages, as a file brings them, are decoded a few at a time."""
-        if self.config.read == 1 or summary.NAME in held:
+        if self.config.read == 1:
             return held
         made, most = [], max(1, SUMMARISED // self.config.page)
         for start in range(0, count, most):
             rows = ((x, x.shape[2] // count) for x in held.values())
             parts = [x[:, :, n * start : n * (start + most)] for x, n in rows]
+            if made:  # one after the other, or the keys of all are alive at once
+                parts = [mx.depends(x, made[-1]) for x in parts]
             some = dict(zip(held, parts, strict=True)) if count > most else held
             made.append(summary.summary(self._stored_keys(some), self.config.chunk))
-            if count > most:
-                mx.eval(made[-1])
         return held | {summary.NAME: made[0] if len(made) == 1 else mx.concatenate(made, axis=2)}
 
     def _stored_keys(self, held: dict) -> mx.array:
@@ -295,7 +297,7 @@ class Records(_Store):
                 helpers = balance.helpers(make, code.page, at.dims) if by_kernel else {}
                 codes[name] = code.encode(x[:, :, start : start + tokens], self.way, **helpers)
             sealed = records.to_records(codes, self.codecs)
-            return self._summarised(sealed, tokens // self.config.page)
+        return self._summarised(sealed, tokens // self.config.page)
 
     def _stored_keys(self, held: Stored) -> mx.array:
         buffer, headers = held["records"], held.get("headers")
@@ -307,7 +309,7 @@ class Records(_Store):
         """What attention reads of the first `tokens` of these arrays."""
         reading = self._reading(held.get(summary.NAME))
         buffer, headers = held["records"], held.get("headers")
-        return RecordPages(self.codecs, self.plan, buffer, tokens, headers, reading)
+        return RecordPages(self.codecs, self.plan, buffer, tokens, headers, reading=reading)
 
     def empty(self) -> Records:
         """A store of the same kind without pages."""
@@ -383,10 +385,19 @@ class Records(_Store):
         return {name: x for name, x in self.held.items() if name != summary.NAME}
 
     def restore(self, state: dict, count: int) -> None:
-        """Take over the `count` pages of a state of either store, or of `held`."""
+        """Take over the `count` pages of a state of either store. Raises ValueError for records of another layout."""
         if "records" not in state:
             state = records.to_records(state, self.codecs)
+        state = {name: state[name] for name in ("records", "headers") if name in state}
+        words = {"records": self.layout.words, "headers": self.layout.header_words}
+        for name, x in state.items():
+            if x.shape[-1] != words[name]:
+                raise ValueError(f"{name} of {x.shape[-1]} words in place of {words[name]}")
         self.pages.restore(self._summarised(state, count), count)
+
+    def take_over(self, held: dict, count: int) -> None:
+        """Take over the `count` pages of `held`, of a store like this one."""
+        self.pages.restore(held, count)
 
 
 def codes_of(store: Codes | Records) -> dict[str, Stored]:

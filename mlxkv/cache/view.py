@@ -75,7 +75,7 @@ class CodePages:
     stored: tuple[Stored, Stored]
     tokens: int
     plan: KernelPlan = BY_OPS
-    reading: Reading | None = None
+    reading: Reading | None = field(default=None, kw_only=True)
 
     @property
     def parts(self) -> tuple[CodePages]:
@@ -121,7 +121,7 @@ class RecordPages:
     buffer: mx.array
     tokens: int
     headers: mx.array | None = None
-    reading: Reading | None = None
+    reading: Reading | None = field(default=None, kw_only=True)
 
     @property
     def parts(self) -> tuple[RecordPages]:
@@ -207,7 +207,7 @@ class Parts:
 
     parts: tuple[CodePages | RecordPages, ...]
 
-    turns = None  # one would have to be applied to each run
+    turns = reading = None  # one would have to be applied to each run
 
     @property
     def plan(self) -> KernelPlan:

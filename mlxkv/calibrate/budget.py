@@ -90,6 +90,11 @@ def of_menu(text: str | None) -> dict[str, CacheConfig]:
             f"[--menu] {shared[0]} shares its bits between all layers, so no layer of it has a price of its own; got "
             f"{text}; choose presets such as {MENU}, or --kv {shared[0]} without a plan"
         )
+    if part := [name for name, config in found.items() if config.read < 1]:
+        raise UserError(
+            f"[--menu] {part[0]} reads a share of the pages when it decodes, and here texts are read as prompts are; "
+            f"got {text}; choose presets such as {MENU}, and write +read behind those of the plan"
+        )
     if late := [name for name, config in found.items() if config.window >= WINDOW // 2]:
         raise UserError(
             f"[--menu] {late[0]} keeps {found[late[0]].window} tokens exact, all of the prompts that are "

@@ -259,6 +259,8 @@ class CacheConfig:
             return "keys in full precision have no pages"
         if getattr(self.keys.quantizer, "residual", False):
             return "keys with a residual stage have no stored form that ranks them"
+        if self.sliding:
+            return "a sliding window is short"
         if self.page % 32:  # kernels read records of 16 tokens in pairs
             return f"pages of {self.page} tokens are no multiple of 32"
         return None
@@ -266,7 +268,11 @@ class CacheConfig:
     @property
     def chunk(self) -> int:
         """Tokens that are read or left out together."""
-        return reading.chunk(self.page, isinstance(self.keys.quantizer, Polar))
+        spec, whole = self.keys.quantizer, isinstance(self.keys.quantizer, Polar)
+        if isinstance(spec, Affine) and spec.axis == "channel":  # tokens that share scales
+            group = spec.group_size(0, self.page)
+            whole = max(group, reading.CHUNK) % min(group, reading.CHUNK) > 0
+        return reading.chunk(self.page, whole)
 
     def at(self, layer: int) -> CacheConfig:
         """What this layer stores: every layer the same (`plans.plan.Plan` has others)."""

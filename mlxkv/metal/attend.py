@@ -213,7 +213,10 @@ def attend(
     sink = sink or live  # never read: its length is 0
     tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
     tiles = -(-rows // tile)
-    most = division(lengths, starts, (page or layout.page) // TOKENS).records
+    shared = (
+        chosen.division if chosen else division(lengths, starts, (page or layout.page) // TOKENS)
+    )
+    most = shared.records
     starts = starts or own_starts(batch, heads, capacity)
     more, runs = (second.records, 2) if second else (0, 1)
     page_splits, window_splits = splits_for(

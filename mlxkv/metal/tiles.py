@@ -435,10 +435,13 @@ def attend(
             *(_spread(*x)[0] for x in zip(others, most, strict=True)),
         )
     own = own_starts(q.shape[0], buffer.shape[1], buffer.shape[2])
+    shared = (
+        chosen.division if chosen else division(lengths, starts, (page or layout.page) // TOKENS)
+    )
     kernel, numbers, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
         *(buffer.shape[1], layout, (keys[1], values[1])),
-        *(division(lengths, starts, (page or layout.page) // TOKENS), scale, make, window),
+        *(shared, scale, make, window),
         *(sink_logits is not None, splits),
         (second.buffer.shape[2], second.records) if second else None,
         softcap,

@@ -40,7 +40,7 @@ def estimates(q: np.ndarray, summaries: np.ndarray, chunk: int = CHUNK) -> np.nd
 
 def count(chunks: int, share: float) -> int:
     """Return how many of so many chunks are read: a share, in `PARTS`, rounded half up, and at least one."""
-    parts = round(share * PARTS)
+    parts = max(1, round(share * PARTS))
     return min(chunks, max(1, (chunks * parts + PARTS // 2) // PARTS))
 
 

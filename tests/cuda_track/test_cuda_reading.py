@@ -12,13 +12,13 @@ import torch
 from samples import data
 
 from cuda_track.cache import choose, reading
-from cuda_track.cache.attention import attend
+from cuda_track.cache.attention import attend, weights
 from cuda_track.cache.compressed import CompressedKVCache
 from mlxkv.cache import attention as theirs
 from mlxkv.cache.compressed import CompressedKVCache as Theirs
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
-from mlxkv.formats.rules.reading import parts
+from mlxkv.formats.rules.reading import count, parts
 from mlxkv.spec import bounds
 
 WHOLE = CacheConfig(Side(Affine(4, 32)), Side(Affine(4, 32)))
@@ -58,6 +58,29 @@ def test_both_tracks_read_the_same(new):
         assert np.abs(found - right).max() < 1e-4
         out[config] = found
     assert np.abs(out[WHOLE] - out[HALF]).max() > 1e-2
+
+
+def test_padding_is_not_read():
+    """A row of a batch that begins with padding reads what it reads alone; its share is of what it has."""
+    keys, values = (data(1, KV_HEADS, 901, DIMS, seed=i) for i in (2, 3))
+    keys[:, :, :64] *= 9  # would be chosen first
+    q, padded = 0.7 * data(1, HEADS, 1, DIMS, seed=4), 320
+    cache = CompressedKVCache(HALF)
+    for start, stop in ((0, 900), (900, 901)):
+        some = (torch.from_numpy(x[:, :, start:stop].copy()) for x in (keys, values))
+        view = cache.update_and_fetch(*some)
+    mask = torch.ones(1, 1, 1, 901, dtype=torch.bool)
+    mask[..., :padded] = False
+    weight = weights(torch.from_numpy(q), view, DIMS**-0.5, mask)[0, :, 0]
+    start, pages = 64, view.pages.tokens
+    chunks = weight[:, start : start + pages].unflatten(-1, (-1, 64)).sum(-1) > 0
+    visible = (pages - (padded - start)) // 64
+    assert not chunks[:, : (padded - start) // 64].any()
+    assert (chunks.sum(-1) == parts_read(visible)).all()
+
+
+def parts_read(chunks: int) -> int:
+    return count(chunks, parts(HALF.read))
 
 
 def test_a_saved_cache_is_ranked_again():

@@ -20,11 +20,13 @@ SIMDGROUPS = 8  # of a threadgroup
 
 @dataclass(frozen=True)
 class Chosen:
-    """What attention reads: `chunks` [B, G, K] int32 in order, records of each, and lengths that count these alone."""
+    """What attention reads: `chunks` [B, G, K] int32 in order, records of each, lengths that count these alone, and
+    how the work is divided."""
 
     chunks: mx.array
     each: int
     lengths: Known | Later
+    division: Division
 
 
 def choose(
@@ -51,15 +53,16 @@ def choose(
     room = summaries.shape[2]
     sink = sink or live  # never read: its length is 0
     windows = [x[0].shape[2] for x in (sink, live)]
-    units = room + sum(-(-n // TOKENS) for n in windows)
     own = starts or own_starts(batch, heads, room * each)
     at = division(lengths, starts, page)
+    longest = min(room, -(-at.records // each))  # of one sequence: a buffer may hold many
+    units = longest + sum(-(-n // TOKENS) for n in windows)
     sizes = five(lengths, own, 0)
     (logs,) = launch(
         "rank",
         [
             *(q_pages, q_window, summaries, sink[0], live[0]),
-            ints(rows, room * each, *windows, new_tokens, heads, room, units),
+            ints(rows, room * each, *windows, new_tokens, heads, longest, units),
             *(sizes, exponents(scale)),
         ],
         {
@@ -74,29 +77,29 @@ def choose(
         [((batch, heads, rows, units), mx.float32)],
         make,
     )
-    most = max(1, count(max(1, at.records // each), share))
+    most = max(1, count(longest, share))
     chunks, _ = launch(
         "pick",
-        [logs, ints(rows, heads, room, units, share, most, 0, 0), sizes],
+        [logs, ints(rows, heads, longest, units, share, most, 0, 0), sizes],
         {"S": SIMDGROUPS, "LIST": each},
         (32 * SIMDGROUPS, 1, batch * heads),
         (32 * SIMDGROUPS, 1, 1),
-        [((batch, heads, most), mx.int32), ((batch, heads, room), mx.float32)],
+        [((batch, heads, most), mx.int32), ((batch, heads, longest), mx.float32)],
         make,
     )
-    return Chosen(chunks, each, fewer(lengths, share, each, at))
+    shared = Division(most * each, at.parts)
+    return Chosen(chunks, each, fewer(lengths, share, each, shared), shared)
 
 
-def fewer(lengths: Known | Later, share: int, each: int, whole: Division) -> Known | Later:
-    """Lengths with the records that are read of so many."""
+def fewer(lengths: Known | Later, share: int, each: int, read: Division) -> Known | Later:
+    """Lengths with the records that are read of so many. read: how the work on them is divided."""
     if not isinstance(lengths, Later):
         return tuple((count(n // each, share) * each, *rest) for n, *rest in lengths)
     if (name := ("read", share, each)) not in lengths.made:
         rows = lengths.numbers.reshape(-1, 4)
         chunks = rows[:, :1] // each
-        read = mx.maximum((chunks * share + PARTS // 2) // PARTS, 1)
-        read = mx.minimum(read, chunks) * each
-        numbers = mx.concatenate([read, rows[:, 1:]], axis=1).reshape(-1)
-        most = count(max(1, whole.records // each), share) * each
-        lengths.made[name] = Later(numbers, Division(most, whole.parts))
+        counts = mx.maximum((chunks * share + PARTS // 2) // PARTS, 1)
+        counts = mx.minimum(counts, chunks) * each
+        numbers = mx.concatenate([counts, rows[:, 1:]], axis=1).reshape(-1)
+        lengths.made[name] = Later(numbers, read)
     return lengths.made[name]
