@@ -155,18 +155,24 @@ def gemma_folder(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "gemma", **changes)
 
 
-@pytest.fixture
-def same_blas(monkeypatch):
-    """Processes that this test starts multiply as the test does: equal to the last bit."""
-    if BLAS:
-        monkeypatch.setenv("LD_PRELOAD", str(BLAS))
+@pytest.fixture(scope="session", autouse=True)
+def _light_processes():
+    """Processes that tests start multiply as tests do, and find no torch: a third of the time.
+
+    Not set when this file is read: workers of pytest-xdist start after that, and need torch."""
+    processes = str(Path(__file__).parent / "support" / "processes")
+    with pytest.MonkeyPatch.context() as patch:
+        paths = (processes, os.environ.get("PYTHONPATH"))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        if BLAS:
+            patch.setenv("MLXKV_TEST_BLAS", str(BLAS))
+        yield
 
 
 @pytest.fixture
-def without_torch(monkeypatch):
-    """Processes that this test starts find no torch, and are there in a third of the time."""
-    paths = (str(Path(__file__).parent / "support" / "without_torch"), os.environ.get("PYTHONPATH"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+def with_torch(monkeypatch):
+    """Processes that this test starts find torch, if it is there."""
+    monkeypatch.setenv("MLXKV_TEST_TORCH", "1")
 
 
 @pytest.fixture

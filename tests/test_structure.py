@@ -80,7 +80,7 @@ def test_frameworks_stay_in_their_rooms():
     "command",
     ["", "presets", "models", "chat", "demo", "calibrate", "eval", "serve", "run", "launch"],
 )
-def test_help_loads_no_framework(command):
+def test_help_loads_no_framework(command, with_torch):
     code = f"import sys; from mlxkv.cli import main; main('{command} --help'.split())"
     code += "; print('\\n' + ' '.join(sys.modules))"
     start = time.perf_counter()

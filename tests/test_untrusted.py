@@ -111,12 +111,12 @@ def odd_files(folder) -> dict:
 
 def test_only_regular_files_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # names of sockets are short
-    start = time.perf_counter()
+    start = time.process_time()  # reading /dev/zero would take it
     for name, what in odd_files(tmp_path).items():
         for read in (lambda path: untrusted.read(path, 10), untrusted.safetensors):
             with pytest.raises(Unsound, match=f"(?i){what}"):
                 read(tmp_path / name)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     with pytest.raises(FileNotFoundError):
         untrusted.read(tmp_path / "none", 10)
 

@@ -75,7 +75,7 @@ def environment(folder: Path) -> dict[str, str]:
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(folder / ".cache"),
         "PATH": f"{names}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "COLUMNS": COLUMNS,
         "HF_HUB_OFFLINE": "1",
     }

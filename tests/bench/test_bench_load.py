@@ -144,7 +144,7 @@ def test_plans_are_checked(capsys):
     assert first == third and first["role"] == "system"
 
 
-def test_a_server_of_its_own_ends_in_good_order(model_folder, without_torch):
+def test_a_server_of_its_own_ends_in_good_order(model_folder):
     """Exit code 0 after requests, with all its threads."""
     with ServerProcess("--model", str(model_folder)) as server:
         messages = [{"role": "user", "content": "hello"}]

@@ -38,7 +38,7 @@ def bench(capsys, *args) -> tuple[int, str, dict]:
 # -- real processes
 
 
-def test_a_real_worker(model_folder, without_torch):
+def test_a_real_worker(model_folder):
     request = {"task": "run", "model": str(model_folder), "dtype": None, "bits": None}
     answer = process.call(request | {"preset": "fp16", "context": 64, "tokens": 2}, None)
     assert set(answer) == {*rows.NUMBERS, "by"} and answer["tokens_per_second"] > 0
@@ -142,7 +142,7 @@ def test_a_worker_that_dies_is_an_answer(monkeypatch, code):
     assert all(words in answer["error"] for words in DEATHS[code])
 
 
-def test_a_worker_ends_when_nobody_waits_for_it(without_torch):
+def test_a_worker_ends_when_nobody_waits_for_it():
     request = json.dumps({"task": "about", "watched": True, "model": "tiny", "dtype": None})
     done = subprocess.run(
         [sys.executable, "-m", "mlxkv.bench.whole.worker", request],

@@ -45,7 +45,7 @@ def begins(*args, stdin: str = "") -> tuple[list[str], str]:
     return done.stdout.split(), done.stderr
 
 
-def test_the_first_line_comes_before_heavy_imports():
+def test_the_first_line_comes_before_heavy_imports(with_torch):
     found, err = begins("chat", "hello", "--kv", "int2")
     assert found == ["77"] and err == "tiny-chat · --kv int2\n"
     assert begins("chat", "hello", "-q") == (["77"], "")

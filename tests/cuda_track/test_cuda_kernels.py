@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from emulator import build
 from methods import METHODS, names
 
 from cuda_track import bench
@@ -410,7 +411,9 @@ def test_kernels_compile_for_hopper(tmp_path):
     and from Triton 3.9 on some more with keys per channel (56 bytes; none by 3.6)."""
     script = Path(__file__).parents[1] / "support" / "triton_compile.py"
     root = str(script.parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    # Triton names what it keeps by the text of a kernel, its constants and its own version.
+    kept = str(build.cache_dir() / "triton")
+    env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": kept}
     env.pop("TRITON_INTERPRET")
     command = [sys.executable, str(script), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)

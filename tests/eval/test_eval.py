@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on(spec, tmp_path, capsys):
     assert workers.compute(spec, arms, parts, tmp_path) == first
 
 
-def test_processes_side_by_side_find_the_same(spec, tmp_path, same_blas, without_torch):
+def test_processes_side_by_side_find_the_same(spec, tmp_path):
     spec = plan.Spec(spec.model, ("int4",), ("divergence", "stages"), SMALL)
     arms, parts = plan.make(spec)
     one = workers.compute(spec, arms, parts, tmp_path / "one")
@@ -319,7 +319,7 @@ def test_a_context_longer_than_the_model_was_made_for_is_refused(capsys):
     assert line.startswith("[--context] longer than tiny was made for; got 1022976; choose 8192")
 
 
-def test_without_matplotlib_the_report_says_so(spec, tmp_path, same_blas, without_torch):
+def test_without_matplotlib_the_report_says_so(spec, tmp_path):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from mlxkv.cli import main\n"

@@ -193,7 +193,7 @@ def test_what_is_no_document_is_refused(tmp_path, content):
 
 
 @pytest.mark.slow
-def test_processes_find_the_same(model_folder, same_blas, without_torch):
+def test_processes_find_the_same(model_folder):
     asked = Asked(str(model_folder), only=("full", "none"), **SMALL)
     one, two = (deal.compute("parts", asked, jobs) for jobs in (1, 2))
     assert list(one) == list(two)

@@ -15,7 +15,7 @@ from mlxkv.models.catalog.reports import LayerReport
 
 
 @pytest.mark.slow
-def test_one_of_each_sort_has_no_fault(tmp_path):
+def test_one_of_each_sort_has_no_fault(tmp_path, with_torch):
     command = [sys.executable, "-m", "experiments.families", "--short", "--out"]
     subprocess.run([*command, str(tmp_path / "families.md")], check=True, timeout=300)
     text = (tmp_path / "families.md").read_text(encoding="utf-8")

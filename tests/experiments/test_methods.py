@@ -66,7 +66,7 @@ def test_a_slip_costs_nothing(tmp_path, arguments, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_page_of_an_embedded_model(tmp_path, same_blas, without_torch):
+def test_the_page_of_an_embedded_model(tmp_path):
     command = [sys.executable, "-m", "experiments.methods", "--out", str(tmp_path)]
     command += ["--models", "tiny-qwen", "--kv", "int4,naive-int2", "--context", "512"]
     command += ["--decode", "4", "--questions", "1", "--shares", "2", "--side", "2"]

@@ -55,7 +55,7 @@ def test_a_folder_without_tests(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", names.KINDS)
-def test_caches_are_in_place(tmp_path, kind, without_torch):
+def test_caches_are_in_place(tmp_path, kind):
     (tmp_path / "test_it.py").write_text(SUITE)
     found = run(tmp_path, "test_it", kind)
     lost = {name.split("::")[1] for name in found.lost}
@@ -64,7 +64,7 @@ def test_caches_are_in_place(tmp_path, kind, without_torch):
 
 
 @pytest.mark.slow
-def test_a_suite_that_does_not_run(tmp_path, without_torch):
+def test_a_suite_that_does_not_run(tmp_path):
     (tmp_path / "test_it.py").write_text("import nothing_of_that_name")
     with pytest.raises(MachineError, match="test_it did not run"):
         run(tmp_path, "test_it", "plain")

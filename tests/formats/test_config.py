@@ -87,7 +87,7 @@ def test_bad_values_are_refused():
     assert "no multiple of the group 48" in Affine(4, 48, axis="channel").why_not(128, 64)
 
 
-def test_config_imports_no_framework():
+def test_config_imports_no_framework(with_torch):
     code = "import sys, mlxkv.formats.config; print({'mlx', 'torch', 'numpy'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"

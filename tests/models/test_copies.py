@@ -369,7 +369,7 @@ print(type(load_prompt_cache(sys.argv[1])[0]).__name__)
 
 
 @pytest.mark.parametrize("first, name", [("mlxkv", "attach"), ("mlxkv.models", "load")])
-def test_prompt_caches_load_before_any_attach(tmp_path, first, name, without_torch):
+def test_prompt_caches_load_before_any_attach(tmp_path, first, name):
     file = tmp_path / "cache.safetensors"
     mlx_cache.save_prompt_cache(str(file), [filled(None, 40)])
     script = LOAD.format(first=first, name=name)

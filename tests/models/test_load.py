@@ -138,7 +138,7 @@ def test_other_names_of_dtypes(folder):
         load(str(folder), "fp16", dtype="fp8")
 
 
-def test_importing_the_names_imports_no_framework():
+def test_importing_the_names_imports_no_framework(with_torch):
     code = (
         "import sys, mlxkv.models\n"
         "from mlxkv.models.catalog import aliases, folder, hub\n"
@@ -268,7 +268,7 @@ def test_the_package_itself_gives_load_attach_and_detach():
         _ = mlxkv.lode
 
 
-def test_importing_the_package_imports_no_framework():
+def test_importing_the_package_imports_no_framework(with_torch):
     code = "import sys, mlxkv; print([m for m in ('mlx', 'mlx_lm', 'torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -212,7 +212,7 @@ except Exception as error:
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on file sizes")
-def test_a_real_limit_on_the_file_size(model_folder, session, saved, without_torch):
+def test_a_real_limit_on_the_file_size(model_folder, session, saved):
     """The operating system refuses the write: as near to a full disk as a test gets."""
     before = saved.read_bytes()
     command = [sys.executable, "-c", LIMITED, str(model_folder), str(saved)]

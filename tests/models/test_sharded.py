@@ -38,7 +38,7 @@ def processes(folder: Path, *command: str) -> list[tuple[int, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["int4", "balanced-int2+g32"])
-def test_caches_of_a_sharded_model(tmp_path, without_torch, preset):
+def test_caches_of_a_sharded_model(tmp_path, preset):
     folder = write_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2)
     for code, out, err in processes(tmp_path, str(SCRIPT), str(folder), preset):
         assert code == 0, err
@@ -48,7 +48,7 @@ def test_caches_of_a_sharded_model(tmp_path, without_torch, preset):
 
 
 @pytest.mark.slow
-def test_steps_of_a_sharded_model_are_traced(tmp_path, without_torch):
+def test_steps_of_a_sharded_model_are_traced(tmp_path):
     """The sums of a trace are those of a step by Python: processes stay in step where one alone traces."""
     folder = write_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2)
     found = []

@@ -26,7 +26,7 @@ MLX_LM = Path(sys.executable).parent
 
 
 @pytest.fixture(autouse=True)
-def light(same_blas, without_torch, monkeypatch):
+def light(monkeypatch):
     """Programs multiply as fast as tests do, and find this source tree in whatever folder they run."""
     paths = (str(ROOT), os.environ["PYTHONPATH"])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))

@@ -48,7 +48,9 @@ def said() -> list[str | None]:
     return [None]
 
 
-@pytest.fixture(scope="module", params=["int4", "int8", "kivi-int4"])
+# Scales per token and per channel, which are cut back differently; int8 is int4 with wider codes, and every
+# preset is taken back in tests/models/test_taking_back.py.
+@pytest.fixture(scope="module", params=["int4", "kivi-int4"])
 def server(request, said, tmp_path_factory):
     folder = tmp_path_factory.mktemp("loop") / "loop"
     shutil.copytree(EMBEDDED["tiny-qwen"].folder, folder)
@@ -127,11 +129,11 @@ def turn(server, said, messages, words: str, path: str) -> dict:
 @pytest.mark.slow
 def test_a_loop_says_what_fresh_requests_say(server, said):
     COMPARED.clear()
-    texts = passages(900)
+    texts = passages(600)
     chat = [{"role": "user", "content": f"Read the files. {next(texts)}"}]
     grown = []
     for i in range(4):
-        step = turn(server, said, chat, next(texts)[:500], f"file{i}")
+        step = turn(server, said, chat, next(texts)[:300], f"file{i}")
         grown.append(step.pop("found"))
         use = step["content"][0]
         result = {"type": "tool_result", "tool_use_id": use["id"], "content": next(texts)}

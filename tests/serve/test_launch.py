@@ -145,7 +145,7 @@ def test_a_wrong_key_is_told(fake, running, capfd):
 
 
 @pytest.mark.slow
-def test_a_server_of_its_own_lives_as_long(fake, model_folder, monkeypatch, without_torch, capfd):
+def test_a_server_of_its_own_lives_as_long(fake, model_folder, monkeypatch, capfd):
     """With a key that nobody else has, on a port of its own; ended when the program has."""
     noted = fake("claude", code=5)
     started = []

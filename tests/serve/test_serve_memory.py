@@ -210,7 +210,7 @@ def test_a_server_within_its_bound(model_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_while_saving(model_folder, tmp_path, without_torch):
+def test_killed_while_saving(model_folder, tmp_path):
     """kill -9 while sessions are saved: the next start finds whole ones or none."""
     command = [sys.executable, "-m", "mlxkv", "serve", "--model", str(model_folder), "--port", "0"]
     command += ["--kv-memory", "440KB", "--kv-disk", str(tmp_path)]

@@ -84,7 +84,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_processes_reply_as_one(folder, tmp_path, without_torch):
+def test_two_processes_reply_as_one(folder, tmp_path):
     with serving(folder) as one:
         alone = [text_of(complete(one, prompt, 12 + i)) for i, prompt in enumerate(PROMPTS)]
         turns = [text_of(complete(one, LONG, 9))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -147,7 +148,12 @@ class Page:
         """Wait until an expression is true, and return its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            found = self.js(f"(() => {{ try {{ return {expression} }} catch {{ }} }})()")
+            try:
+                found = self.js(f"(() => {{ try {{ return {expression} }} catch {{ }} }})()")
+            except AssertionError as gone:
+                if not re.search("navigated|execution context", str(gone)):
+                    raise
+                found = None  # asked of a page that has just made way for another
             if found:  # while a page loads, much is not there yet
                 return found
             time.sleep(0.03)

@@ -1,8 +1,7 @@
 """OpenBLAS for MLX on Linux, whose wheel brings Netlib's reference BLAS: a tenth of its speed.
 
 NumPy's wheel brings OpenBLAS. A library of three functions (fast_blas.cpp) goes in front of MLX's own
-and hands their work over. Processes that tests start keep MLX's own BLAS, except where a test asks
-for the `same_blas`.
+and hands their work over. Processes that tests start do the same (processes/sitecustomize.py).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def check(folder: Path, held: Path, questions: int, lengths: tuple[int, ...] = (
         report["cells"][name] = cell(asker, kind, thousands, max(PER_STACK, questions))
         print(f"{name:12} {report['cells'][name]}", flush=True)
     texts = held_texts(held, SPLIT)
-    for thousands in (lengths[0], lengths[-1]):
+    for thousands in dict.fromkeys((lengths[0], lengths[-1])):
         name = f"in-text-{thousands}K"
         report["cells"][name] = hidden(asker, texts, thousands, questions)
         print(f"{name:12} {report['cells'][name]}", flush=True)

@@ -31,8 +31,9 @@ class Tab(chromium.Page):
         return self
 
     def reload(self) -> None:
+        self.js("globalThis.before = true")  # until the page is another
         self.call("Page.reload")
-        self.until("performance.getEntriesByType('navigation')[0].type === 'reload'")
+        self.until("!globalThis.before")
         self.ready()
 
     @property
@@ -44,6 +45,7 @@ class Tab(chromium.Page):
         return self.js("[...document.querySelectorAll('#chats .open')].map(x => x.textContent)")
 
     def ask(self, text: str, wait: bool = True) -> None:
+        self.idle()  # while a reply is written, Enter does nothing; its last words are there before it ends
         count = len(self.turns)
         self.js("document.querySelector('#text').focus()")
         self.type(text)

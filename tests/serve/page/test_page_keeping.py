@@ -68,6 +68,7 @@ def test_two_tabs_on_one_chat(opened, server):
     holds = [server.pause(), server.pause()]
     server.says(("wait", holds[0]), ("say", "to the one"), ("end", "stop"))
     one.ask("left", wait=False)
+    until(lambda: len(server.asked) == 3)  # the first of the two replies is this one's
     two.until("document.querySelectorAll('.turn').length === 6")
     two.button("Edit", ".turn.user:last-of-type, .turn.user")
     two.until("!!document.querySelector('.edit textarea')")
@@ -94,7 +95,7 @@ def test_a_reply_goes_on_while_another_chat_is_shown(tab, server):
     tab.sees("Slow")
     tab.button("New chat")
     tab.until("document.querySelectorAll('.turn').length === 0")
-    assert tab.js("document.querySelectorAll('#chats .busy').length") == 1
+    tab.until("document.querySelectorAll('#chats .busy').length === 1")
     tab.ask("quick one")
     assert tab.turns[-1] == "You said: quick one"
     more.set()

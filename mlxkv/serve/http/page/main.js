@@ -108,7 +108,7 @@ async function send() {
   grow();
   const on = chat, control = claim(on);
   const made = await on.add({ role: "user", content, files: some.length ? some : undefined, parent: on.leaf });
-  store.saveDraft(key, "", []).catch(console.warn);
+  await store.saveDraft(key, "", []).catch(console.warn);
   if (fresh && on === chat) { remember(); history.replaceState(null, "", `#${on.id}`); }
   await reply(made.id, on, control);
 }

@@ -88,8 +88,8 @@ export async function talk(chat, reply, control, changed, more = false) {
   }
   reply.content = reply.content.replace(/\uFFFD+$/, "");  // half a character
   reply.progress = null;
+  await keep(true);  // under way until it is kept: a page that closes meanwhile saves it (`underWay`)
   if (runs.get(chat.id)?.control === control) runs.delete(chat.id);
-  await keep(true);
   reply.live = false;
   say({ done: "Reply finished", cut: "Reply cut off", stopped: "Stopped" }[reply.state] || `Failed: ${reply.error}`);
   changed(true);

@@ -1,0 +1,29 @@
+"""What a Python that a test starts runs first: conftest.py puts this folder in front on PYTHONPATH.
+
+It finds no torch, as on most Macs: transformers, which mlx-lm imports, takes it wherever it is, and that is
+most of what such a process would do. With `MLXKV_TEST_TORCH=1` (the fixture `with_torch`) it finds it.
+And it multiplies as the tests do (fast_blas.py): `MLXKV_TEST_BLAS` is the library.
+"""
+
+import os
+import sys
+from importlib.machinery import PathFinder
+
+TORCH = os.environ.get("MLXKV_TEST_TORCH") == "1"
+BLAS = os.environ.get("MLXKV_TEST_BLAS")
+
+
+class Light(PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        if fullname == "torch" and not TORCH:
+            return None
+        if fullname == "mlx.core" and BLAS:
+            import ctypes
+
+            # Global names are looked up before those that MLX's library brings along.
+            ctypes.CDLL(BLAS, os.RTLD_NOW | os.RTLD_GLOBAL)
+        return super().find_spec(fullname, path, target)
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Light
