@@ -15,6 +15,7 @@ from experiments.evidence import rows, table
 from experiments.evidence.measure import KL
 from experiments.frontier import every
 from experiments.options import Parser
+from experiments.pages.smaller import smaller
 from mlxkv import console
 from mlxkv.eval import intervals
 from mlxkv.eval.intervals import Interval
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from experiments.frontier import picture
 
         beside = [row for row in rows.read(args.beside) if row["task"] == KL and "error" not in row]
-        args.picture.write_text(picture.panels(found, beside), encoding="utf-8")
+        args.picture.write_text(smaller(picture.panels(found, beside)), encoding="utf-8")
         console.note(str(args.picture))
 
 

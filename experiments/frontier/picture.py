@@ -42,6 +42,13 @@ DRAWN |= dict.fromkeys(
 DRAWN |= dict.fromkeys((f"2.25: {codes} oracle" for codes in ("int4", "fill-3")), ORACLE)
 DRAWN |= dict.fromkeys(("nested fill 2+2 base", "nested fill 2+2 whole"), NESTED)
 DRAWN |= dict.fromkeys((f"nested fill 2+2 base {share}" for share in (0.125, 0.25)), NESTED)
+DRAWN |= dict.fromkeys((f"nested base {share}" for share in (0.125, 0.25)), NESTED)
+LOWEST, HIGHEST, DECADE, LINE = (
+    0.02,
+    6.0,
+    109.0,
+    9.0,
+)  # of KL; points of a decade, and of a line of text
 
 
 def panels(found: dict[tuple, dict[str, dict]], beside: Sequence[Row]) -> str:
@@ -54,7 +61,7 @@ def panels(found: dict[tuple, dict[str, dict]], beside: Sequence[Row]) -> str:
         )
         for axis, ((model, context), arms) in zip(axes[0], some, strict=True):
             _published(axis, [row for row in beside if row["model"] == model])
-            labels = set()
+            labels, beside_marks = set(), []
             for name, one in arms.items():
                 if name not in DRAWN:
                     continue
@@ -77,19 +84,12 @@ def panels(found: dict[tuple, dict[str, dict]], beside: Sequence[Row]) -> str:
                 )
                 labels.add(group)
                 if group in (PAGES, ORACLE):
-                    axis.annotate(
-                        name.removeprefix("2.25: "),
-                        (one["bits"], pair.value),
-                        xytext=(-7, 0),
-                        textcoords="offset points",
-                        ha="right",
-                        va="center",
-                        fontsize=8,
-                        color=colour,
-                    )
+                    said = name.removeprefix("2.25: ")
+                    beside_marks.append((pair.value, one["bits"], said, colour))
+            _named(axis, beside_marks)
             axis.set_yscale("log")
             axis.set_xlim(1.4, WIDEST)
-            axis.set_ylim(0.02, 6)
+            axis.set_ylim(LOWEST, HIGHEST)
             axis.set_title(f"{model}, {context} tokens", fontsize=11)
             axis.set_xlabel("bits read per value and decode step")
         axes[0, 0].set_ylabel("mean KL over int2's")
@@ -102,6 +102,24 @@ def panels(found: dict[tuple, dict[str, dict]], beside: Sequence[Row]) -> str:
         figure.legend(handles, names, loc="lower center", ncols=len(names), fontsize=9)
         figure.tight_layout(rect=(0, 0.07, 1, 1))
         return plots.svg(figure)
+
+
+def _named(axis, marks: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write the name of each mark (KL, bits, name, colour) on its left, below the one above it."""
+    last = float("inf")
+    for value, bits, said, colour in sorted(marks, reverse=True):
+        at = DECADE * np.log10(value / LOWEST)
+        last = min(at, last - LINE)
+        axis.annotate(
+            said,
+            (bits, value),
+            xytext=(-7, last - at),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=8,
+            color=colour,
+        )
 
 
 def _published(axis, rows: Sequence[Row]) -> None:
