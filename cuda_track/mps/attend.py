@@ -66,6 +66,7 @@ def attend(
                 numbers,
                 nothing,
                 nothing,
+                _ints(device, *[0] * 8),
             ),
         ],
         {
