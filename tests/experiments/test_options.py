@@ -24,9 +24,11 @@ NEEDED |= {
     "evidence.collect": ["rows", "--out", "y"],
 }
 NEEDED |= {
-    f"frontier.{n}": ["--models", "x", "--out", "y"] for n in ("codes", "every", "nested", "pages")
+    f"frontier.{n}": ["--models", "x", "--out", "y"]
+    for n in ("codes", "every", "nested", "pages", "reading")
 }
 NEEDED |= {"frontier.compact": ["x", "--out", "y"], "frontier.page": ["x"]}
+NEEDED |= {"pages.smaller": ["x"]}
 NEEDED |= {f"evidence.{name}": ["--models", "x", "--out", "y"] for name in ("natural", "selection")}
 
 

@@ -1,5 +1,5 @@
-"""Golden tensors of reading fewer pages: summaries, estimates, weights and the chunks that are chosen. Chunks of 16
-tokens, to keep the file small."""
+"""Golden tensors of reading fewer pages: summaries, estimates, weights and the chunks that are chosen. Chunks of 8
+tokens and heads of 8 dims, to keep the file small."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 
 from mlxkv.spec import reading as ref
 
-CHUNK, CHUNKS, DIMS, ROWS, WINDOW, HEADS = 16, 9, 16, 3, 10, 2
-SHARES = (0.01, 0.3, 0.5, 0.9)
+CHUNK, CHUNKS, DIMS, ROWS, WINDOW, HEADS = 8, 6, 8, 2, 4, 1
+SHARES = (0.01, 0.6)
 
 
 def reading(rng) -> dict:
