@@ -158,6 +158,7 @@ class Terminal:
     def __init__(self, *words: str):
         self.pid, self.line = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup around all of this ignores
             os.execv(sys.executable, [sys.executable, "-m", "mlxkv", *words])
         self.said = b""
 
