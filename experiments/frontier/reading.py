@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from experiments.evidence import corpus, rows
 from experiments.evidence.corpus import Held
 from experiments.evidence.measure import KL
-from experiments.frontier.engine import CHUNK
-from experiments.frontier.study import _kl
+from experiments.frontier.study import compared, named
 from experiments.options import Parser, at_least, words
 from mlxkv import console
+from mlxkv.eval import feed
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration.measure import bos_of, calibrate
@@ -30,17 +29,11 @@ from mlxkv.models.calibration.measure import bos_of, calibrate
 PRESETS = "int2,fill-2.25,int4,fill-3,int4+read0.5,int4+read0.4375,fill-3+read0.64,int4+read0.25"
 
 
-def read(model, tokens: mx.array, context: int) -> mx.array:
+def read(loaded, tokens: mx.array, context: int) -> mx.array:
     """Log probabilities [B, T - context, vocabulary] after each of tokens [B, T] behind the prompt, one at a time."""
-    caches, out = make_prompt_cache(model), []
-    for start in range(0, context, CHUNK):
-        model(tokens[:, start : min(start + CHUNK, context)], cache=caches)
-        mx.eval([cache.state for cache in caches])
-    for i in range(context, tokens.shape[1]):
-        logits = model(tokens[:, i : i + 1], cache=caches).astype(mx.float32)
-        out.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        mx.eval(out[-1])
-    return mx.concatenate(out, axis=1)
+    cache, length = feed.prefill(loaded, tokens[:, :context]), tokens.shape[1]
+    steps = (tokens[:, i : i + 1] for i in range(context, length))
+    return mx.concatenate([feed.log_probabilities(loaded, cache, one) for one in steps], axis=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,9 +70,7 @@ def _model(args, model: str) -> None:
             window=min(4096, args.calibrate),
             bos=bos_of(loaded.tokenizer),
         )
-    path = Path(model)
-    name = path.parent.name if path.name == "hub" else path.name
-    about = {"model": f"{name} in use", "windows": "own"}
+    about = {"model": f"{named(model)} in use", "windows": "own"}
     about |= {"split": corpus.TEST, "dtype": str(loaded.dtype).split(".")[-1], "task": KL}
     about |= {"context": args.context}
     heads = getattr(loaded.model, "args", None)
@@ -97,21 +88,21 @@ def _model(args, model: str) -> None:
         length = args.context + args.decode + 1
         texts = [held.tokens(loaded, corpus.TEST, text, length) for text in some]
         tokens = mx.array(texts, mx.int32)[:, :-1]
-        base = read(loaded.model, tokens, args.context)
+        base = read(loaded, tokens, args.context)
         for kv in asked:
             attach(loaded.model, kv, calibration=made)
             try:
-                logs = read(loaded.model, tokens, args.context)
+                logs = read(loaded, tokens, args.context)
             finally:
                 detach(loaded.model)
             config = parse_kv(kv)
             bits = config.bits_read(dims, dims)
             pages = config.pages_over(args.context - config.sink) * config.page
-            held = {"bits_per_value": bits}
-            held["bits_with_windows"] = (bits * pages + 16 * (args.context - pages)) / args.context
+            cost = {"bits_per_value": bits}
+            cost["bits_with_windows"] = (bits * pages + 16 * (args.context - pages)) / args.context
             for i, text in enumerate(some):
-                row = {"preset": kv, "text": text, "when": time.time()} | held
-                found = _kl(base[i], logs[i], texts[i][args.context + 1 :])
+                row = {"preset": kv, "text": text, "when": time.time()} | cost
+                found = compared(base[i], logs[i], texts[i][args.context + 1 :])
                 rows.append(file, about | row | found)
             console.note(f"{kv}: {some[0]} .. {some[-1]}, {time.perf_counter() - start:.0f} s")
 

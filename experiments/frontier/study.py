@@ -73,14 +73,19 @@ def run(
         _model(args, model, arms, extra)
 
 
+def named(model: str) -> str:
+    """Return the name of a model's folder: NAME of NAME/hub."""
+    path = Path(model)
+    return path.parent.name if path.name == "hub" else path.name
+
+
 def _model(args, model: str, arms: Sequence[Arm], extra: Extra | None) -> None:
     held, file = Held(args.texts), args.out / "rows.jsonl"
     done = {rows.key(row) for row in rows.read([file])} if file.exists() else set()
     loaded = load(model, "fp16", dtype=args.dtype)
     home = calibrated(loaded, held.calibration(loaded, args.calibrate), args.calibrate)
-    path = Path(model)
     about = {
-        "model": path.parent.name if path.name == "hub" else path.name,
+        "model": named(model),
         "windows": WINDOWS,
         "split": corpus.TEST,
         "dtype": str(loaded.dtype).split(".")[-1],
@@ -155,7 +160,7 @@ def _texts(args, loaded, held: Held, names, context: int, arms, home, extra, kno
             _bits(arm, home, context),
         )
         for i, (name, text) in enumerate(zip(names, texts, strict=True)):
-            keep(row(arm.name, name) | bits | _kl(base[i], logs[i], text[context + 1 :]))
+            keep(row(arm.name, name) | bits | compared(base[i], logs[i], text[context + 1 :]))
 
 
 def _bits(arm: Arm, home: Home, context: int) -> dict:
@@ -168,7 +173,8 @@ def _bits(arm: Arm, home: Home, context: int) -> dict:
     }
 
 
-def _kl(base: mx.array, logs: mx.array, targets: Sequence[int]) -> dict:
+def compared(base: mx.array, logs: mx.array, targets: Sequence[int]) -> dict:
+    """Return what a row says of log probabilities [T, vocabulary] beside full precision's."""
     scored = compare(base, logs, mx.array(targets))
     accepted = mx.minimum(mx.exp(base), mx.exp(logs)).sum(-1).mean().item()
     return {

@@ -278,7 +278,8 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, loaded, maps):
 
 def test_the_product_reads_a_share_token_by_token(tmp_path, monkeypatch, loaded):
     monkeypatch.setattr(reading, "load", lambda *_, **__: loaded)
-    asked = f"--models tiny --out {tmp_path} --context 640 --decode 3 --count 2 --kv".split()
+    asked = f"--models tiny --out {tmp_path} --context 640 --decode 3 --count 2".split()
+    asked += ["--together", "1", "--kv"]
     reading.main([*asked, "naive-int8"])
     reading.main([*asked, "naive-int8,naive-int8+read0.3"])
     found = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
