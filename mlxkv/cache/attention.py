@@ -182,11 +182,13 @@ def _decode_records(
     batch, heads, new, dims = queries.shape
     kv_heads, dtype = live[0].shape[1], live[0].dtype
     pages, *more = parts
-    plan, q = pages.plan, queries.reshape(batch, kv_heads, -1, dims)
-    exact, chosen = q.astype(mx.float32), None
-    if pages.reading is not None and not window:
-        chosen = chosen_of(pages, exact, q.astype(dtype), sink, live, lengths, scale, new, starts)
+    plan, chosen = pages.plan, None
     if plan.body == TILES:
+        if pages.reading is not None and not window:
+            q = queries.reshape(batch, kv_heads, -1, dims)
+            asked = stored_query(pages, q.astype(mx.float32))
+            rest = sink, live, lengths, scale, new, starts
+            chosen = chosen_of(pages, asked, q.astype(dtype), *rest)
         return tiles.attend(
             queries.astype(dtype),
             pages.buffer,
@@ -206,7 +208,12 @@ def _decode_records(
             window=window,
             chosen=chosen,
         ).astype(queries.dtype)
+    q = queries.reshape(batch, kv_heads, -1, dims)
+    exact = q.astype(mx.float32)
     first = _run(pages, exact)
+    if pages.reading is not None and not window:
+        rest = sink, live, lengths, scale, new, starts
+        chosen = chosen_of(pages, first.q_pages, q.astype(dtype), *rest)
     out = kernels.attend(
         first.q_pages,
         q.astype(dtype),
@@ -232,18 +239,17 @@ def _decode_records(
 
 
 def chosen_of(
-    pages: RecordPages, exact, q, sink, live, lengths: Known | Later, scale: float, new: int, starts
+    pages: RecordPages, asked, q, sink, live, lengths: Known | Later, scale: float, new: int, starts
 ) -> choose.Chosen | None:
-    """The chunks that a step reads; None where it reads all."""
+    """The chunks that a step reads; None where it reads all. asked: queries [B, G, N, R] in the stored domain."""
     reading, page = pages.reading, pages.codecs[0].page
     each = reading.chunk // TOKENS
     if not isinstance(lengths, Later) and all(
         count(n // each, reading.share) == n // each for n, *_ in lengths
     ):
         return None
-    key_map = pages.maps[0]
     return choose.choose(
-        *(exact if key_map is None else key_map.query(exact), q),
+        *(asked, q),
         *(reading.summaries, reading.share, each),
         *(sink, live, lengths, scale, new, pages.plan.make, starts, page // TOKENS),
     )
@@ -253,11 +259,18 @@ def _tile_run(pages: RecordPages) -> tiles.Run:
     return tiles.Run(pages.buffer, pages.records, pages.maps, pages.headers)
 
 
+def stored_query(pages: RecordPages, q: mx.array) -> mx.array:
+    """Queries [B, G, N, D] float32 in the domain of stored keys."""
+    key_map = pages.maps[0]
+    return q if key_map is None else key_map.query(q)
+
+
 def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
     """q: [B, G, N, D] float32."""
-    key_map, values = pages.maps
-    stored = q if key_map is None else key_map.query(q)
-    return kernels.Run(stored, pages.buffer, pages.records, values and values.up, pages.headers)
+    values = pages.maps[1]
+    return kernels.Run(
+        stored_query(pages, q), pages.buffer, pages.records, values and values.up, pages.headers
+    )
 
 
 def _prefill(queries, view, scale, mask, sink_logits, softcap=None):
@@ -370,12 +383,11 @@ def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None, fixed=F
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, live[0].shape[1], -1, dims)
     s = scores(q, view).reshape(batch, heads, new, -1)
+    read = None
     # Where a mask is an array of another kind, all is read, as by kernels.
     if view.pages.reading is not None and (fixed or not isinstance(mask, mx.array)):
         read = _read_columns(s, q, view, mask, fixed)
-        s = s if softcap is None else softcap * mx.tanh(s / softcap)
-        s, softcap = mx.where(read, s, -mx.inf), None
-    p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
+    p = _softmax(s, mask, sink_logits, softcap, read).reshape(*q.shape[:3], -1)
     out, start = None, 0
     if sink is not None:
         start = sink[1].shape[2]
@@ -388,15 +400,15 @@ def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None, fixed=F
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
-def _read_columns(s: mx.array, q: mx.array, view: CacheView, mask, fixed: bool) -> mx.array:
-    """Which columns of scores [B, H, L, T] a step reads, boolean of their shape. q: scaled, [B, G, N, D]."""
+def _read_columns(s: mx.array, q: mx.array, view: CacheView, mask, fixed: bool) -> mx.array | None:
+    """Which columns of scores [B, H, L, T] a step reads, boolean of their shape; None: all. q: scaled, [B, G, N, D]."""
     pages, reading = view.pages, view.pages.reading
     chunks, start = pages.tokens // reading.chunk, view.sink[0].shape[2] if view.sink else 0
     there = None
     if fixed:  # there is spare room
         there = mask[:, :1, -1, start : start + pages.tokens : reading.chunk]
     elif count(chunks, reading.share) == chunks:
-        return mx.ones(s.shape, mx.bool_)
+        return None
     seen = masked(s, mask).reshape(*q.shape[:3], -1)
     beside = [seen[..., :start], seen[..., start + pages.tokens :]]
     beside = mx.logsumexp(mx.concatenate(beside, axis=-1), axis=-1, keepdims=True)
@@ -449,13 +461,16 @@ def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
     return scores
 
 
-def _softmax(scores, mask, sink_logits, softcap=None):
-    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
+def _softmax(scores, mask, sink_logits, softcap=None, read=None):
+    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped. read: which scores
+    are read at all, boolean; None for all."""
     total = scores.shape[3]
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
     if mask is not None:
         scores = masked(scores, mask)
+    if read is not None:
+        scores = masked(scores, read)
     if sink_logits is None:
         return mx.softmax(scores, axis=-1, precise=True)
     column = mx.broadcast_to(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlxkv import faults
-from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend, chosen_of
+from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend, chosen_of, stored_query
 from mlxkv.cache.reading import trial
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import Parts, Sliding, View
@@ -295,10 +295,9 @@ def _reading(
             mask = None if new == 1 else "causal"
             found = attend(q, view, scale, mask, logits, case.softcap)
             flat = q.reshape(1, case.kv_heads, -1, dims)
+            asked = stored_query(view.pages, flat.astype(mx.float32))
             lengths = ((view.pages.records, sink[0].shape[2], live[0].shape[2]),)
-            chosen = chosen_of(
-                *(view.pages, flat.astype(mx.float32), flat, sink, live, lengths, scale, new, None)
-            )
+            chosen = chosen_of(*(view.pages, asked, flat, sink, live, lengths, scale, new, None))
             if chosen is None:
                 return None
             mx.eval(found, chosen.chunks)

@@ -143,18 +143,20 @@ class Codes(_Store):
         return self.codecs[0].decode_stored(keys, mx.float32)
 
     def _sides(self, start: int, stop: int) -> dict[str, Stored]:
+        return self._by_side(self.pages.read(start, stop))
+
+    def _by_side(self, held: dict) -> dict[str, Stored]:
+        """The codes among these arrays, by side and name."""
         out: dict[str, Stored] = {name: {} for name in self.sides}
-        for key, x in self.pages.read(start, stop).items():
+        for key, x in held.items():
             if key != summary.NAME:
                 out[key[0]][key[1]] = x
         return out
 
     def read(self, start: int, stop: int) -> CodePages:
         """A snapshot of pages start .. stop - 1."""
-        stored = tuple(self._sides(start, stop).values())
-        reading = self._reading(self.pages.read(start, stop).get(summary.NAME))
-        tokens = (stop - start) * self.config.page
-        return CodePages(self.codecs, stored, tokens, reading=reading)
+        held = self.pages.read(start, stop)
+        return self._snapshot(held, (stop - start) * self.config.page)
 
     def whole(self) -> CodePages:
         """A snapshot of all pages."""
@@ -171,12 +173,12 @@ class Codes(_Store):
     def room(self, arrays: Sequence[mx.array]) -> CodePages:
         """A snapshot of `arrays`, in the order of `self.arrays()`, with their spare room as pages of zeros."""
         held = dict(zip(self.pages.arrays, arrays, strict=True))
-        reading = self._reading(held.pop(summary.NAME, None))
-        sides: dict[str, Stored] = {name: {} for name in NAMES}
-        for (side, name), x in held.items():
-            sides[side][name] = x
-        tokens = self.pages.capacity * self.config.page
-        return CodePages(self.codecs, tuple(sides.values()), tokens, reading=reading)
+        return self._snapshot(held, self.pages.capacity * self.config.page)
+
+    def _snapshot(self, held: dict, tokens: int) -> CodePages:
+        """What attention reads of these arrays."""
+        reading = self._reading(held.get(summary.NAME))
+        return CodePages(self.codecs, tuple(self._by_side(held).values()), tokens, reading=reading)
 
     def truncate(self, count: int) -> None:
         self._whole = None

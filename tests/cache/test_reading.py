@@ -236,8 +236,18 @@ def test_many_pages_of_a_file_are_summarised_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(stores, "SUMMARISED", 192)
     for factory in (None, make):
         with launch.using(factory):
-            cache = filled(HALF)
+            cache, sizes = filled(HALF), []
+            kind = type(cache.store)
+            keys_of = kind._stored_keys
+
+            def noted(store, held, keys_of=keys_of, sizes=sizes):
+                keys = keys_of(store, held)
+                sizes.append(keys.shape[2])
+                return keys
+
+            monkeypatch.setattr(kind, "_stored_keys", noted)
             again = CompressedKVCache.from_state(cache.state)
+            assert max(sizes) == 192 and sum(sizes) == 64 * cache.store.count
             ours, other = (x.store.pages.read()["summary"] for x in (cache, again))
             assert mx.array_equal(ours, other) and ours.shape[2] > 8
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 
+from mlxkv.cache.attention import _softmax, _whole, masked
 from mlxkv.cache.reading import summary
 from mlxkv.cache.view import CodePages, View
 from mlxkv.formats.rules.reading import count
@@ -28,22 +31,14 @@ def wrong(
     same pages for plain ops. Two checks, since near ties may fall to either side: the chunks are nearly the best ones,
     and the result is attention over just these.
     """
-    kv_heads, new = chunks.shape[1], queries.shape[2]
+    kv_heads = chunks.shape[1]
     q = queries.astype(mx.float32).reshape(1, kv_heads, -1, queries.shape[3]) * scale
     start = view.sink[0].shape[2] if view.sink else 0
-    sides = []
-    for side in (0, 1):
-        parts = [view.live[side].astype(mx.float32)]
-        parts.insert(0, plain.decode(side, mx.float32))
-        if view.sink:
-            parts.insert(0, view.sink[side].astype(mx.float32))
-        sides.append(mx.concatenate(parts, axis=2))
-    keys, values = sides
+    keys, values = (x.astype(mx.float32) for x in _whole(replace(view, pages=plain), mx.float32))
     total, tail = keys.shape[2], start + plain.tokens
-    s = (q @ keys.swapaxes(-1, -2)).reshape(1, kv_heads, -1, new, total)
-    seen = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None]
-    s = mx.where(seen, s, -mx.inf).reshape(*q.shape[:3], total)
-    windows = mx.concatenate([s[..., :start], s[..., tail:]], axis=-1)
+    s = (q @ keys.swapaxes(-1, -2)).reshape(*queries.shape[:3], total)
+    seen = masked(s, "causal").reshape(*q.shape[:3], total)
+    windows = mx.concatenate([seen[..., :start], seen[..., tail:]], axis=-1)
     reading = plain.reading
     logs = summary.estimates(plain.codecs[0].query(q), reading.summaries, reading.chunk)
     weight = summary.weights(logs, mx.logsumexp(windows, axis=-1, keepdims=True))
@@ -59,13 +54,8 @@ def wrong(
         return "a chunk is read twice"
     read = mx.repeat(read, reading.chunk, axis=-1)
     read = mx.pad(read, [(0, 0), (0, 0), (start, total - tail)], constant_values=True)
-    if softcap is not None:
-        s = softcap * mx.tanh(s / softcap)
-    s = mx.where(read[:, :, None], s, -mx.inf)
-    if sink_logits is not None:
-        column = mx.repeat(sink_logits.astype(mx.float32).reshape(1, kv_heads, -1), new, axis=-1)
-        s = mx.concatenate([s, column[..., None]], axis=-1)
-    p = mx.softmax(s, axis=-1, precise=True)[..., :total]
+    read = mx.broadcast_to(read[:, :, None], seen.shape).reshape(s.shape)
+    p = _softmax(s, "causal", sink_logits, softcap, read).reshape(seen.shape)
     right = (p @ values).reshape(found.shape)
     off = mx.square(found.astype(mx.float32) - right).mean() / mx.square(right).mean()
     off = mx.sqrt(off).item()
