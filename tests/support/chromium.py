@@ -146,18 +146,25 @@ class Page:
 
     def until(self, expression: str, seconds: float = 30):
         """Wait until an expression is true, and return its value."""
-        end = time.monotonic() + seconds
+        return self._wait(expression, bool, "never true", seconds)
+
+    def shows(self, expression: str, value, seconds: float = 30) -> None:
+        """Wait until an expression has a value: what a page does about an answer comes after the answer."""
+        self._wait(expression, lambda found: found == value, f"never {value!r}", seconds)
+
+    def _wait(self, expression: str, right, never: str, seconds: float):
+        end, found = time.monotonic() + seconds, None
         while time.monotonic() < end:
             try:
                 found = self.js(f"(() => {{ try {{ return {expression} }} catch {{ }} }})()")
-            except AssertionError as gone:
+                if right(found):  # while a page loads, much is not there yet
+                    return found
+            except AssertionError as gone:  # asked of a page that has just made way for another
                 if not re.search("navigated|execution context", str(gone)):
                     raise
-                found = None  # asked of a page that has just made way for another
-            if found:  # while a page loads, much is not there yet
-                return found
             time.sleep(0.03)
-        raise AssertionError(f"never true: {expression}; {self.js('document.body.innerText')}")
+        text = self.js("document.body.innerText")
+        raise AssertionError(f"{never}: {expression}; last {found!r}; {text}")
 
     def click(self, selector: str) -> None:
         """Click the middle of an element, as a mouse does: what covers it gets the click."""

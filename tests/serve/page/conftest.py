@@ -11,6 +11,7 @@ import pytest
 from scripted import Scripted, scripted
 
 ENTER, ESCAPE = 13, 27
+CHATS = "[...document.querySelectorAll('#chats .open')].map(x => x.textContent)"
 TURNS = "[...document.querySelectorAll('.turn .body')].map(x => x.innerText.trim())"
 
 
@@ -42,7 +43,7 @@ class Tab(chromium.Page):
 
     @property
     def chats(self) -> list[str]:
-        return self.js("[...document.querySelectorAll('#chats .open')].map(x => x.textContent)")
+        return self.js(CHATS)
 
     def ask(self, text: str, wait: bool = True) -> None:
         self.idle()  # while a reply is written, Enter does nothing; its last words are there before it ends
@@ -56,6 +57,15 @@ class Tab(chromium.Page):
 
     def idle(self) -> None:
         self.until("document.querySelector('#send').textContent === 'Send'")
+
+    def turns_are(self, *texts: str) -> None:
+        self.shows(TURNS, list(texts))
+
+    def last_is(self, text: str) -> None:
+        self.shows(f"{TURNS}.at(-1)", text)
+
+    def chats_are(self, *titles: str) -> None:
+        self.shows(CHATS, list(titles))
 
     def button(self, label: str, within: str = "body") -> None:
         """Click the last button that reads so, or is called so."""

@@ -21,10 +21,10 @@ def test_dropped_files_are_read_as_text(tab, server, tmp_path):
             "File wide.txt:\n```\nGröße\n```\n\nWhat is in them?",
         }
     ]
-    assert tab.js("document.querySelectorAll('#attached li').length") == 0
-    summaries = tab.js("[...document.querySelectorAll('.file summary')].map(x => x.textContent)")
-    assert summaries == ["notes.md · 21 B", "wide.txt · 12 B"]
-    assert tab.turns[0] == "What is in them?"
+    tab.shows("document.querySelectorAll('#attached li').length", 0)
+    summaries = "[...document.querySelectorAll('.file summary')].map(x => x.textContent)"
+    tab.shows(summaries, ["notes.md · 21 B", "wide.txt · 12 B"])
+    tab.shows("document.querySelector('.turn .body').innerText.trim()", "What is in them?")
     tab.reload()
     tab.ask("And now?")
     assert "A fact." in server.asked[1]["messages"][0]["content"]
@@ -38,7 +38,7 @@ def test_what_is_no_text_is_refused(tab, tmp_path):
     tab.sees(
         "Not attached: picture.png (not text), zeros.bin (not text), large.txt (4.0 MiB; at most 4.0 MiB)"
     )
-    assert tab.js("document.querySelectorAll('#attached li').length") == 0
+    tab.shows("document.querySelectorAll('#attached li').length", 0)
 
 
 def test_a_file_can_be_picked_and_taken_away(tab, server, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 pytestmark = pytest.mark.slow
 MEMORY = "document.querySelector('#memory').innerText"
 FIGURES = "document.querySelector('#figures').textContent"
+SMALL = "document.querySelector('small').textContent"
 ROWS = "[...document.querySelectorAll('#figures tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
 
 
@@ -14,22 +15,21 @@ def test_what_a_chat_takes_and_saves(tab):
     assert "no cache yet" in tab.until(FIGURES)
     tab.ask("hello")
     tab.until(f"{MEMORY}.startsWith('5.0 MiB this chat · 16.0 MiB in 16 bits')")
-    assert tab.js("document.querySelector('#level').style.width") == "31.25%"
+    tab.shows("document.querySelector('#level').style.width", "31.25%")
     meter = "document.querySelector('[role=meter]')"
-    assert (
-        tab.js(f"{meter}.getAttribute('aria-valuetext')") == "5.0 MiB, 16 bits would take 16.0 MiB"
-    )
+    tab.shows(f"{meter}.getAttribute('aria-valuetext')", "5.0 MiB, 16 bits would take 16.0 MiB")
     tab.click("#gauge summary")
-    assert tab.js(ROWS) == [
+    rows = [
         ["This chat", "4,096", "5.0 MiB", "16.0 MiB", "69 %"],
         ["All chats here", "", "6.0 MiB", "20.0 MiB", "70 %"],
     ]
-    assert "room to grow: 7.0 MiB for this chat, 9.0 MiB for all." in tab.js(FIGURES)
-    assert "cache 5.0 MiB of 16.0 MiB" in tab.js("document.querySelector('small').textContent")
+    tab.shows(ROWS, rows)  # the server's own row comes with its answer
+    tab.until(f"{FIGURES}.includes('room to grow: 7.0 MiB for this chat, 9.0 MiB for all.')")
+    tab.until(f"{SMALL}.includes('cache 5.0 MiB of 16.0 MiB')")
     # Each chat has its own; a new one has none.
     tab.button("New chat")
     tab.until(f"{MEMORY} === 'Memory'")
-    assert tab.js("document.querySelector('#level').style.width") == "0%"
+    tab.shows("document.querySelector('#level').style.width", "0%")
 
 
 def test_no_saving_is_claimed_where_nothing_is_compressed(tab, server):
@@ -39,13 +39,14 @@ def test_no_saving_is_claimed_where_nothing_is_compressed(tab, server):
     tab.ask("hello")
     tab.until(f"{MEMORY} === '240.0 KiB this chat · nothing compressed yet'")
     tab.until(f"{ROWS}.map(row => row[4]).join() === '–,–'")
-    assert f"This chat: {note}." in tab.js(FIGURES)
-    assert " · cache 240.0 KiB · " in tab.js("document.querySelector('small').textContent")
+    tab.until(f"{FIGURES}.includes('This chat: {note}.')")
+    tab.until(f"{SMALL}.includes(' · cache 240.0 KiB · ')")
     tab.keep("nothing-yet")
 
 
 def test_numbers_that_are_for_the_first_key_alone(tab, server):
     server.document["memory"] = {"bound_bytes": 8 << 30}
     tab.ask("hello")
+    tab.until("document.querySelector('#preset').textContent === '--kv int4'")  # it has answered
     tab.until(f"{ROWS}.length === 1")
     assert "All chats" not in tab.js(FIGURES)

@@ -16,7 +16,7 @@ def test_a_reload_during_a_reply(tab, server):
     tab.ask("A story", wait=False)
     tab.sees("Once upon")
     tab.reload()
-    assert tab.turns == ["A story", "Once upon"]
+    tab.turns_are("A story", "Once upon")
     tab.sees("The page was closed or loaded again while this was written.")
     tab.keep("interrupted")
     server.says(("say", " a time"), ("end", "stop"))
@@ -30,11 +30,11 @@ def test_a_reload_before_the_first_word(tab, server):
     tab.ask("A story", wait=False)
     tab.sees("Reading 1 of 9 tokens")
     tab.reload()
-    assert tab.turns[0] == "A story"
+    tab.shows("document.querySelector('.turn .body').innerText.trim()", "A story")
     tab.button("Retry")
     tab.sees("You said: A story")
     tab.idle()
-    assert len(tab.turns) == 2
+    tab.turns_are("A story", "You said: A story")
 
 
 def test_two_tabs_add_to_each_other(opened, server):
@@ -45,8 +45,9 @@ def test_two_tabs_add_to_each_other(opened, server):
         tab.until("document.querySelectorAll('#chats li').length === 2")
     one.reload()
     two.reload()
-    assert sorted(one.chats) == sorted(two.chats) == ["from the first tab", "from the second tab"]
-    assert one.turns[0] == "from the first tab" and two.turns[0] == "from the second tab"
+    for tab, text in ((one, "from the first tab"), (two, "from the second tab")):
+        until(lambda tab=tab: sorted(tab.chats) == ["from the first tab", "from the second tab"])
+        tab.turns_are(text, f"You said: {text}")
 
 
 def test_two_tabs_on_one_chat(opened, server):
@@ -97,7 +98,7 @@ def test_a_reply_goes_on_while_another_chat_is_shown(tab, server):
     tab.until("document.querySelectorAll('.turn').length === 0")
     tab.until("document.querySelectorAll('#chats .busy').length === 1")
     tab.ask("quick one")
-    assert tab.turns[-1] == "You said: quick one"
+    tab.last_is("You said: quick one")
     more.set()
     tab.until("document.querySelectorAll('#chats .busy').length === 0")
     tab.js(
@@ -113,13 +114,13 @@ def test_what_is_not_sent_yet_stays(tab, tmp_path):
     tab.drop_files(tmp_path / "notes.txt")
     tab.sees("notes.txt")
     tab.reload()
-    assert tab.js("document.querySelector('#text').value") == "half a question"
+    tab.shows("document.querySelector('#text').value", "half a question")
     tab.sees("notes.txt")
     # Another chat has a draft of its own.
     tab.ask("")
     tab.button("New chat")
     tab.until("document.querySelectorAll('.turn').length === 0")
-    assert tab.js("document.querySelector('#text').value") == ""
+    tab.shows("document.querySelector('#text').value", "")
 
 
 def test_chats_of_the_page_before_are_brought_over(tab):
@@ -134,11 +135,11 @@ def test_chats_of_the_page_before_are_brought_over(tab):
     ]
     tab.js(f"localStorage.setItem('mlxkv.chats', {json.dumps(json.dumps(old))})")
     tab.reload()
-    assert tab.chats == ["old question"]
+    tab.chats_are("old question")
     tab.click("#chats .open")
     tab.sees("old reply")
-    assert tab.turns == ["old question", "old reply"]
-    assert tab.js("localStorage.getItem('mlxkv.chats')") is None
+    tab.turns_are("old question", "old reply")
+    tab.shows("localStorage.getItem('mlxkv.chats')", None)
 
 
 def test_without_a_database_the_page_works(opened, browser, server):
@@ -151,7 +152,8 @@ def test_without_a_database_the_page_works(opened, browser, server):
     tab.sees("This browser keeps nothing for this page")
     tab.ask("hello")
     tab.ask("again")
-    assert len(tab.turns) == 4 and tab.chats == ["hello"]
+    tab.turns_are("hello", "You said: hello", "again", "You said: again")
+    tab.chats_are("hello")
     tab.button("Delete hello")
     tab.button("Undo")
     tab.sees("You said: again")
@@ -163,7 +165,7 @@ def test_a_full_storage_loses_nothing_on_the_screen(tab, server):
         "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError') }"
     )
     tab.ask("not kept")
-    assert tab.turns == ["kept", "You said: kept", "not kept", "You said: not kept"]
+    tab.turns_are("kept", "You said: kept", "not kept", "You said: not kept")
     tab.sees("This browser's storage is full")
     tab.ask("goes on")
     assert len(server.asked[2]["messages"]) == 5
@@ -180,6 +182,8 @@ def test_two_clicks_ask_once(tab, server):
     tab.until("document.querySelector('#send').textContent === 'Stop'")
     hold.set()
     tab.sees("2 / 2")
+    tab.last_is("anew")
+    tab.idle()
     assert len(server.asked) == 2
 
 
@@ -190,6 +194,6 @@ def test_the_address_names_the_chat(opened, server):
     assert "#" in address
     two = opened()
     two.call("Page.navigate", url=address)
-    until(lambda: two.turns == ["named", "You said: named"])
+    two.turns_are("named", "You said: named")
     two.reload()
-    until(lambda: two.turns == ["named", "You said: named"])
+    two.turns_are("named", "You said: named")

@@ -28,24 +28,26 @@ def test_a_key_of_the_text_box_does_nothing_else(tab, key, code, held, commands)
     tab.button("New chat")
     tab.until("document.querySelectorAll('.turn').length === 0")
     tab.ask("second chat")
-    tab.until("document.querySelectorAll('#chats li').length === 2")
+    tab.chats_are("second chat", "first chat")
+    tab.turns_are("second chat", "You said: second chat")
     tab.type("please rewrite this wrnog")
-    before = tab.chats, tab.turns
     tab.js("onkeydown = event => { globalThis.prevented = event.defaultPrevented }")
     tab.press(key, code, commands=commands, **held)
     assert not tab.js("globalThis.prevented")  # the text box has it
-    assert (tab.chats, tab.turns) == before
+    assert len(tab.chats) == len(tab.turns) == 2
     tab.reload()
-    assert (tab.chats, tab.turns) == before
+    tab.chats_are("second chat", "first chat")
+    tab.turns_are("second chat", "You said: second chat")
     if commands == ("deleteWordBackward",):
-        assert tab.js(TEXT) == "please rewrite this "
+        tab.shows(TEXT, "please rewrite this ")
 
 
 def test_enter_sends_and_shift_enter_does_not(tab, server):
     tab.type("one")
     tab.press("Enter", 13, shift=True, commands=("insertNewline",))
     tab.type("two")
-    assert tab.js(TEXT) == "one\ntwo" and not server.asked
+    tab.shows(TEXT, "one\ntwo")
+    assert not server.asked
     tab.press("Enter", 13)
     tab.until("document.querySelectorAll('.assistant footer small').length === 1")
     assert server.asked[0]["messages"] == [{"role": "user", "content": "one\ntwo"}]
@@ -62,7 +64,8 @@ def test_enter_of_an_input_method_or_a_phone_is_its_own(tab, server):
     tab.resize("phone")
     tab.press("Enter", 13, commands=("insertNewline",))
     tab.type("go")
-    assert tab.js(TEXT) == "nihon\ngo" and not server.asked
+    tab.shows(TEXT, "nihon\ngo")
+    assert not server.asked
     tab.click("#send")
     tab.until("document.querySelectorAll('.turn').length === 2")
     tab.idle()
@@ -73,10 +76,11 @@ def test_escape_stops_a_reply_and_keeps_it(tab, server):
     server.says(("say", "Half of"), ("wait", server.pause()))
     tab.ask("Go on", wait=False)
     tab.sees("Half of")
-    assert tab.js("document.querySelector('#send').textContent") == "Stop"
+    tab.shows("document.querySelector('#send').textContent", "Stop")
     tab.press("Escape", 27)
     tab.sees("Stopped.")
-    assert tab.turns[1] == "Half of" and server.left.wait(60)
+    tab.turns_are("Go on", "Half of")
+    assert server.left.wait(60)
 
 
 def test_deleting_is_a_button_and_can_be_undone(tab):
@@ -87,7 +91,8 @@ def test_deleting_is_a_button_and_can_be_undone(tab):
     tab.button("Delete first chat")
     tab.until("document.querySelectorAll('#chats li').length === 1")
     tab.keep("deleted")
-    assert tab.chats == ["second chat"] and tab.turns[0] == "second chat"
+    tab.chats_are("second chat")
+    tab.turns_are("second chat", "You said: second chat")
     tab.reload()  # the offer stays
     tab.button("Undo")
     tab.until("document.querySelectorAll('#chats li').length === 2")
@@ -95,11 +100,11 @@ def test_deleting_is_a_button_and_can_be_undone(tab):
     # Of the chat on the screen, too; then it is gone for good.
     tab.button("Delete first chat")
     tab.until("document.querySelectorAll('#chats li').length === 1")
-    assert tab.turns == []
+    tab.turns_are()
     assert "first chat" in tab.js(KEPT)
     tab.button("Dismiss")
     until(lambda: "first chat" not in tab.js(KEPT))
     assert "second chat" in tab.js(KEPT)
     tab.reload()
-    assert tab.chats == ["second chat"]
-    assert tab.js("document.querySelectorAll('.notice').length") == 0
+    tab.chats_are("second chat")
+    tab.shows("document.querySelectorAll('.notice').length", 0)

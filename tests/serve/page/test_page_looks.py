@@ -92,11 +92,11 @@ def test_a_phone_can_do_all_of_it(tab, server):
     tab.click("#send")
     tab.sees("You said: first chat")
     tab.idle()
-    assert tab.js("document.querySelector('#side').inert")  # not in the way of the keyboard
+    tab.until("document.querySelector('#side').inert")  # not in the way of the keyboard
     tab.click("#open-side")
     tab.until("document.querySelector('#side').classList.contains('open')")
     tab.keep("phone-chats")
-    assert tab.js("document.activeElement.id") == "close-side"
+    tab.shows("document.activeElement.id", "close-side")
     tab.click("#new")
     tab.until(
         "document.querySelectorAll('.turn').length === 0 && document.querySelector('#side').inert"
@@ -110,7 +110,7 @@ def test_a_phone_can_do_all_of_it(tab, server):
     tab.until("document.querySelectorAll('#chats li').length === 2")
     tab.click("#chats li:last-child .open")
     tab.sees("You said: first chat")
-    assert not tab.js("document.querySelector('#side').classList.contains('open')")
+    tab.until("!document.querySelector('#side').classList.contains('open')")
     tab.click("#open-side")
     tab.click("#chats li:last-child .delete")
     tab.until("document.querySelectorAll('#chats li').length === 1")

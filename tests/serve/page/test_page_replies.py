@@ -49,12 +49,12 @@ def test_reasoning_is_folded(tab, server):
     )
     tab.ask("Why?", wait=False)
     tab.until(f"{LAST}.querySelector('summary').textContent === 'Thinking…'")
-    assert tab.js(f"{LAST}.querySelector('details').open") is False
-    assert tab.js(f"{LAST}.querySelector('.waiting').hidden")  # something is seen to happen
+    tab.shows(f"{LAST}.querySelector('details').open", False)
+    tab.until(f"{LAST}.querySelector('.waiting').hidden")  # something is seen to happen
     more.set()
     tab.idle()
     tab.until(f"{LAST}.querySelector('summary').textContent.startsWith('Thought for')")
-    assert tab.turns[-1] == "So."
+    tab.last_is("So.")
     tab.click(".reasoning summary")
     tab.until(f"{LAST}.querySelector('.thoughts').innerText.includes('First this, then that.')")
     tab.ask("And?")
@@ -91,9 +91,9 @@ def test_a_growing_reply_leaves_what_is_there(tab, server):
     tab.js(f"globalThis.first = {BODY}.querySelector('p'); getSelection().selectAllChildren(first)")
     more.set()
     tab.idle()
-    assert tab.turns[-1] == "One\n\nTwo more\n\nThree"
+    tab.last_is("One\n\nTwo more\n\nThree")
     assert tab.js(f"globalThis.first === {BODY}.querySelector('p')")
-    assert tab.js("getSelection().toString()") == "One"
+    tab.shows("getSelection().toString()", "One")
 
 
 def test_the_policy_forbids_what_gets_through(tab):
@@ -132,7 +132,7 @@ def test_copying(tab, server):
     ):
         tab.button(label)
         tab.until(f"document.querySelector(`[aria-label='{label}']`).textContent === 'Copied'")
-        assert tab.js("globalThis.clip") == text
+        tab.shows("globalThis.clip", text)
 
 
 def test_copying_without_a_clipboard(tab):
@@ -165,18 +165,19 @@ def test_retrying(tab, server):
     tab.until(
         "document.querySelector('.turn.assistant .body').innerText.includes('You said: hello')"
     )
-    assert roles(server.asked[1]) == ["user"] and len(tab.turns) == 2
+    tab.turns_are("hello", "You said: hello")
+    assert roles(server.asked[1]) == ["user"]
     server.says(("say", "Half"), ("fault", "[serve] the server is ending"))
     tab.ask("again")
     tab.sees("the server is ending")
-    assert tab.turns[-1] == "Half"
+    tab.last_is("Half")
 
 
 def test_a_server_that_is_gone(tab, server):
     server.says(("say", "Hal"), ("hang up",))
     tab.ask("hello")
     tab.sees("The connection ended before the reply did.")
-    assert tab.turns[-1] == "Hal"
+    tab.last_is("Hal")
 
 
 def test_a_reply_that_was_cut_off_goes_on(tab, server):
@@ -204,7 +205,7 @@ def test_what_failed_earlier_is_retried_beside_what_followed(tab, server):
     tab.button("Retry")
     tab.sees("You said: one")
     tab.idle()
-    assert tab.turns == ["one", "You said: one"]
+    tab.turns_are("one", "You said: one")
     tab.button("Version before", ".assistant")
     tab.sees("You said: two")
 
@@ -216,7 +217,7 @@ def test_a_full_context_offers_no_more_of_it(tab, server):
     tab.until("document.querySelector('#figures').textContent.includes('27 tokens')")
     tab.ask("Count")
     tab.sees("The context is full: 27 tokens")
-    assert "Continue" not in tab.js(f"{LAST}.innerText")
+    tab.until(f"!{LAST}.innerText.includes('Continue')")
 
 
 def test_editing_and_regenerating_keep_the_versions(tab, server):
@@ -224,13 +225,13 @@ def test_editing_and_regenerating_keep_the_versions(tab, server):
     tab.ask("second")
     tab.click(".turn.user:nth-of-type(1) .acts button:nth-child(2)")
     tab.until("!!document.querySelector('.edit textarea')")
-    assert tab.js("document.activeElement.value") == "first"
+    tab.shows("document.activeElement.value", "first")
     tab.js("document.activeElement.value = 'other'")
     tab.button("Send", ".edit")
     tab.until("document.body.innerText.includes('You said: other')")
     tab.idle()
     assert server.asked[-1]["messages"] == [{"role": "user", "content": "other"}]
-    assert len(tab.turns) == 2
+    tab.turns_are("other", "You said: other")
     server.says(("say", "Anew"), ("end", "stop"))
     tab.button("Regenerate")
     tab.sees("Anew")
@@ -240,7 +241,7 @@ def test_editing_and_regenerating_keep_the_versions(tab, server):
     tab.sees("You said: other")
     tab.button("Version before", ".user")
     tab.sees("You said: second")
-    assert [t for t in tab.turns if t in ("first", "second")] == ["first", "second"]
+    tab.turns_are("first", "You said: first", "second", "You said: second")
     tab.reload()
     tab.sees("You said: second")
 
@@ -262,7 +263,8 @@ def test_the_progress_of_a_long_prompt(tab, server):
     tab.keep("progress")
     more.set()
     tab.idle()
-    assert tab.turns[-1] == "Read." and tab.js(f"{LAST}.querySelector('.waiting').hidden")
+    tab.last_is("Read.")
+    tab.until(f"{LAST}.querySelector('.waiting').hidden")
 
 
 def test_settings_of_a_chat(tab, server):
@@ -307,7 +309,7 @@ def test_the_settings_of_new_chats(tab, server):
     tab.js("document.querySelector('#temperature').value = '2'")
     tab.press("Escape", 27)
     tab.until("!document.querySelector('#options').open")
-    assert tab.js("document.querySelector('#send').textContent") == "Stop"
+    tab.shows("document.querySelector('#send').textContent", "Stop")
 
 
 def test_the_key_of_a_server(opened, server):
@@ -323,7 +325,7 @@ def test_the_key_of_a_server(opened, server):
     tab.until("document.querySelector('#model').textContent === 'scripted'")
     tab.reload()
     tab.ask("hello")
-    assert tab.turns[-1] == "You said: hello"
+    tab.last_is("You said: hello")
 
 
 def test_a_key_that_nobody_gives_is_asked_for_once(opened, server):

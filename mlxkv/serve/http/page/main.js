@@ -21,7 +21,7 @@ const acts = {
     if (open.has(id)) stop(open.get(id));
     if (id === chat.id) await acts.fresh(); else list();
   },
-  settings: () => settings.edit(chat, gauge.server.max_tokens, show),
+  settings: () => settings.edit(chat, show),
   // A reply that has nothing is written anew, any other gets a version beside it.
   retry: async (message) => {
     if (answered(message) || message.reasoning || message.id !== chat.leaf) return reply(message.parent);
@@ -170,6 +170,7 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) poll
 async function poll() {
   if (document.hidden) return;
   await gauge.refresh();
+  settings.allow(gauge.server.max_tokens);
   gauge.show(chat.path().findLast((message) => message.kv)?.kv);
   // A reply of another tab that has gone quiet is shown as what it is.
   if ([...chat.messages.values()].some((m) => m.state === "running" && !m.live)) await changed({ chat: chat.id });

@@ -8,13 +8,15 @@ export function usual() {
   try { return JSON.parse(localStorage.getItem(KEY)) || {}; } catch { return {}; }
 }
 
+// Say how long a reply may be; most: what the server allows, undefined until it has answered.
+export function allow(most) { $("max-tokens").placeholder = most || "the server's"; }
+
 // Let the user change a chat's settings; changed() is called if something was saved.
-export function edit(chat, most, changed) {
+export function edit(chat, changed) {
   const box = $("options"), { system = "", temperature, maxTokens, thinking = "" } = chat.settings;
   $("system").value = system;
   $("temperature").value = temperature ?? "";
   $("max-tokens").value = maxTokens ?? "";
-  $("max-tokens").placeholder = most || "the server's";
   $("thinking").value = thinking;
   $("for-all").checked = false;
   box.firstElementChild.onsubmit = async () => {
