@@ -1,5 +1,4 @@
-"""A folder of an embedded model as it was before it was packed: float16, with its calibration. mlx-lm alone computes
-with the packed weights in float16, which takes MLX on a CPU twenty times as long."""
+"""Embedded models as they were before they were packed: with packed weights MLX on a CPU takes several times as long."""
 
 from __future__ import annotations
 
@@ -11,18 +10,29 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import mlx.core as mx
+from mlx_lm.utils import dequantize_model
 from safetensors.numpy import save_file
 
 from mlxkv.formats.calibration import artifact
+from mlxkv.models import Loaded, load
 from mlxkv.models.catalog.aliases import EMBEDDED
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.weights import stored
 
 
+def loaded(name: str, kv: str) -> Loaded:
+    """A model whose weights are those that its codes stand for, in float32."""
+    found = load(name, kv)
+    found.model = dequantize_model(found.model)
+    found.model.set_dtype(mx.float32)
+    return found
+
+
 @cache
 def folder(name: str) -> Path:
-    """Write it, for as long as this process lives."""
+    """Write a folder of float16 with its calibration, for as long as this process lives."""
     source, out = EMBEDDED[name].folder, Path(tempfile.mkdtemp(prefix="decoded-"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
     save_file(stored.decode(source), out / "model.safetensors", metadata={"format": "pt"})
