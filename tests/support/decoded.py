@@ -1,4 +1,4 @@
-"""Embedded models as they were before they were packed: with packed weights MLX on a CPU takes several times as long."""
+"""Embedded models as they were before they were packed, with which MLX on a CPU is several times faster."""
 
 from __future__ import annotations
 
