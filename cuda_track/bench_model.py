@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cuda_track import cli
 from cuda_track.cache.choose import store
+from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedCache, CompressedLayer
 from cuda_track.models.shaped import SHAPES, ModelShape, build, new_cache
 from mlxkv.errors import UserError
@@ -93,7 +94,7 @@ def _synchronised(device: torch.device) -> float:
 
 def step(model, ids: torch.Tensor, cache: CompressedCache) -> torch.Tensor:
     """Feed ids [B, L]. Returns the most likely next tokens, [B, 1]."""
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    logits = model(ids, logits_to_keep=1, **handed(cache)).logits
     return logits[:, -1].argmax(-1, keepdim=True)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from cuda_track import cli
+from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
 from cuda_track.models.seam import attach, new_cache
 from mlxkv.errors import UserError
@@ -28,10 +29,10 @@ def predictions(loaded: Loaded, tokens: list[int], decoded: int) -> torch.Tensor
     ids, cache, out = torch.tensor([tokens], device=model.device), new_cache(loaded.model), []
     for i in range(0, start, CHUNK):
         part = ids[:, i : min(i + CHUNK, start)]
-        logits = model(part, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(part, logits_to_keep=1, **handed(cache)).logits
     for i in range(start, len(tokens)):
         out.append(logits[0, -1].float().log_softmax(-1).cpu())
-        logits = model(ids[:, i : i + 1], past_key_values=cache).logits
+        logits = model(ids[:, i : i + 1], **handed(cache)).logits
     return torch.stack(out)
 
 

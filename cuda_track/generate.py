@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from cuda_track import cli
+from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
 from cuda_track.models.seam import new_cache
 from mlxkv.errors import UserError
@@ -50,8 +51,8 @@ def generate(
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
         max_new_tokens=max_tokens,
+        **handed(cache),
         **options,
     )
     reply = out[0, len(tokens) :].tolist()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from cuda_track.cache.attention import causal
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.latent import LatentView
+from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedCache, CompressedLayer
 from mlxkv.formats.names import parse_preset
 
@@ -155,7 +156,7 @@ def run(model, layers: list, places: list[int]) -> dict[int, Probe]:
             # Of equal tokens the values are equal, and every attention's output.
             ids = torch.arange(1, 1 + sum(CALLS), device=model.device)[None]
             for part in ids.split(CALLS, 1):
-                model(part, past_key_values=cache, use_cache=True)
+                model(part, **handed(cache), use_cache=True)
     except Exception as error:  # a foreign model may raise anything at all
         for probe in probes.values():
             probe.refuse(_line(error))

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from cuda_track.cache import choose
-from cuda_track.models import dryrun, latent
+from cuda_track.models import dryrun, handing, latent
 from cuda_track.models.attending import name_for
 from cuda_track.models.layers import has_class, holds_state, plain_layers, replaceable
 from cuda_track.models.parallel import share_of
@@ -94,7 +94,7 @@ def examine(model: PreTrainedModel, config: CacheConfig) -> list[Found]:
     growing = [i for i, layer in enumerate(layers) if replaceable(layer)]
     probes: dict[int, dryrun.Probe] = {}
     if growing and not _takes_caches(model):
-        return [_of_class(layer, "the model takes no past_key_values") for layer in layers]
+        return [_of_class(layer, "the model takes no cache of transformers") for layer in layers]
     if growing:
         if model._can_set_attn_implementation():
             model.set_attn_implementation(name_for(model.config._attn_implementation))
@@ -158,7 +158,7 @@ def _check_share(model: PreTrainedModel) -> None:
 
 def _takes_caches(model: PreTrainedModel) -> bool:
     names = inspect.signature(model.forward).parameters
-    return "past_key_values" in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
+    return handing.NAME in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
 
 
 def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:

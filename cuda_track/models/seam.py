@@ -23,6 +23,7 @@ from cuda_track.codec.maps import LayerMaps
 from cuda_track.models import latent
 from cuda_track.models.attending import EAGER, NAME
 from cuda_track.models.examine import Found, examine, implementations, put_back
+from cuda_track.models.handing import handed, renamed
 from cuda_track.models.layers import CompressedCache, CompressedLayer, filled
 from cuda_track.models.parallel import insist_on_one, share_of
 from mlxkv.errors import UserError
@@ -128,7 +129,7 @@ def attached(model: PreTrainedModel) -> Attached:
 
 
 def new_cache(model: PreTrainedModel) -> CompressedCache:
-    """An empty cache for `past_key_values`."""
+    """An empty cache for `model.generate(cache=...)`, or `model(ids, **handed(cache))`."""
     made = attached(model)
     return filled(model, {i: made.kinds[i](*fit) for i, fit in made.fits.items()})
 
@@ -208,7 +209,8 @@ def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCa
 
 
 class Generate:
-    """Stands in for `model.generate`: makes a compressed cache if none is given.
+    """Stands in for `model.generate`: makes a compressed cache if none is given, by either name
+    (`handing.NAMES`) in every version.
 
     An object, not a closure: copies and pickles of the model take one of their own with them. own: what
     stood there for this very model, or None for the method of its class.
@@ -218,7 +220,7 @@ class Generate:
         self.model, self.own = model, own
 
     def __call__(self, *args, **kwargs):
-        model, given = self.model, kwargs.get("past_key_values")
+        model, given = self.model, renamed(kwargs)
         if model.config._attn_implementation not in (NAME, EAGER):
             raise UserError(
                 "[generate] the attention of an attached model was exchanged; got "
@@ -234,17 +236,18 @@ class Generate:
         if self._asked("use_cache", asked, kwargs, model.generation_config) is False:
             if isinstance(given, CompressedCache):
                 raise UserError(
-                    "[generate] use_cache=False reads no cache; got past_key_values; leave one of them out"
+                    "[generate] use_cache=False reads no cache; got a compressed one; leave one of them out"
                 )
         elif given is None:
-            kwargs["past_key_values"] = cache = new_cache(model)
+            cache = new_cache(model)
+            kwargs |= handed(cache)
             if self._asked("is_assistant", asked, kwargs):  # its windows are rolled back
                 cache.activate_past_recording()
             if model.generation_config.cache_implementation is not None:
                 kwargs["cache_implementation"] = None  # of the model's file: not asked for here
         elif isinstance(given, DynamicCache):
             warnings.warn(
-                "[generate] past_key_values is a DynamicCache: NOTHING IS COMPRESSED; give new_cache(model), "
+                "[generate] this cache is a DynamicCache: NOTHING IS COMPRESSED; give new_cache(model), "
                 "or compressed_from(model, cache)",
                 stacklevel=2,
             )

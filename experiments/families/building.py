@@ -85,7 +85,7 @@ _DIMS = {"head_dim": DIMS}
 OWN = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots3_note_text"), _LATENT),
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3"), _LATENT),
-    **dict.fromkeys(("youtu",), _LATENT),
+    **dict.fromkeys(("youtu", "sarvam_mla"), _LATENT),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), _DIMS),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _LATENT | {"layer_types": _MIXED}),
     "bamba": {"attn_layer_indices": [1, 3]},

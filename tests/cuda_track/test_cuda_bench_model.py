@@ -7,6 +7,7 @@ import torch
 
 from cuda_track import bench, bench_model, cli
 from cuda_track.models import shaped
+from cuda_track.models.handing import cache_of, handed
 from mlxkv.errors import UserError
 
 torch.set_num_threads(1)
@@ -39,12 +40,12 @@ def test_a_static_layer_is_a_cache():
     static = shaped.new_cache(model, SMALL, bench_model.config_of("bf16"), 64)
     for cache in (static, None):
         for part in ids.split((16, 7, 1), 1):
-            made = model(part, past_key_values=cache, use_cache=True)
-            cache = made.past_key_values
+            made = model(part, use_cache=True, **handed(cache))
+            cache = cache_of(made)
         out.append(made.logits)
     assert torch.allclose(*out, atol=1e-5)
     bench_model._crop(static)
-    assert torch.allclose(model(ids[:, -1:], past_key_values=static).logits, out[0], atol=1e-5)
+    assert torch.allclose(model(ids[:, -1:], **handed(static)).logits, out[0], atol=1e-5)
 
 
 def test_matrices_of_the_published_shapes():

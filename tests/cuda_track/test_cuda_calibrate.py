@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from cuda_track import calibrate, eval
 from cuda_track.models import seam
+from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.loader import load
 from experiments.families.building import build
 from mlxkv import models
@@ -75,11 +76,11 @@ def test_keys_without_their_mean(made, loaded, tokens):
     """Nothing is sealed: the plain logits; caches of transformers have the mean back; and a mean for each kv head."""
     ids = torch.tensor([tokens[:120]])
     with torch.no_grad():
-        right = loaded.model(ids, past_key_values=DynamicCache(config=loaded.model.config))
+        right = loaded.model(ids, **handed(DynamicCache(config=loaded.model.config)))
         seam.attach(loaded.model, "centred-int2", made)
         cache = seam.new_cache(loaded.model)
-        out = loaded.model(ids, past_key_values=cache)
-    plain, own = right.past_key_values.layers[1], cache.layers[1].cache
+        out = loaded.model(ids, **handed(cache))
+    plain, own = cache_of(right).layers[1], cache.layers[1].cache
     assert (out.logits - right.logits).norm() < 1e-4 * right.logits.norm()
     left = own.view().live[0]
     assert torch.allclose(left + own.layer_maps.mean, plain.keys, atol=1e-4)
@@ -95,12 +96,12 @@ def test_bits_by_direction_are_those_of_mlx(made, loaded, tokens):
     theirs = models.load("tiny", "fill-2.25", dtype="float32", calibration=made)
     right = [one.config for one in make_prompt_cache(theirs.model) if hasattr(one, "config")]
     with torch.no_grad():
-        exact = loaded.model(ids, past_key_values=DynamicCache(config=loaded.model.config)).logits
+        exact = loaded.model(ids, **handed(DynamicCache(config=loaded.model.config))).logits
         for rate in ("fill-1.5", "fill-6", "fill-2.25"):
             seam.attach(loaded.model, rate, made)
             cache = seam.new_cache(loaded.model)
-            loaded.model(ids[:, :-1], past_key_values=cache)
-            last = loaded.model(ids[:, -1:], past_key_values=cache).logits[0, -1]
+            loaded.model(ids[:, :-1], **handed(cache))
+            last = loaded.model(ids[:, -1:], **handed(cache)).logits[0, -1]
             errors.append(float((last - exact[0, -1]).norm() / exact[0, -1].norm()))
     own = [layer.cache.config for layer in cache.layers[1::2]]
     assert own == right and all(one.keys.quantizer.widths for one in own)

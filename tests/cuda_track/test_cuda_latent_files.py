@@ -13,6 +13,7 @@ import torch
 from cuda_track.cache.latent import LatentKVCache
 from cuda_track.calibrate import calibrate
 from cuda_track.models import prompt_cache, seam
+from cuda_track.models.handing import handed
 from cuda_track.models.loader import load
 from mlxkv import models
 from mlxkv.errors import UserError
@@ -68,7 +69,7 @@ def pair(request, hub, calibration):
 
 def ours_read(made, cache, ids) -> np.ndarray:
     with torch.no_grad():
-        return made.model(torch.tensor([ids]), past_key_values=cache).logits[0].numpy()
+        return made.model(torch.tensor([ids]), **handed(cache)).logits[0].numpy()
 
 
 def theirs_read(made, cache, ids) -> np.ndarray:

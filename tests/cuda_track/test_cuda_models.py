@@ -15,6 +15,7 @@ from cuda_track.calibrate import calibrate
 from cuda_track.codec import packing
 from cuda_track.generate import generate
 from cuda_track.models import prompt_cache, seam
+from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
 from cuda_track.models.parallel import Share, share_of
@@ -59,7 +60,7 @@ def _torch_cache(ours, tokens):
     with torch.no_grad():
         for start in range(0, len(tokens), 512):
             ids = torch.tensor([tokens[start : start + 512]])
-            logits = ours.model(ids, past_key_values=cache).logits
+            logits = ours.model(ids, **handed(cache)).logits
     return cache, logits[0, -1]
 
 
@@ -105,7 +106,7 @@ def test_prompt_caches_are_read_on_the_other_side(pair, tokens, tmp_path):
 
     def continued(made):
         with torch.no_grad():
-            return ours.model(torch.tensor([new]), past_key_values=made).logits[0].numpy()
+            return ours.model(torch.tensor([new]), **handed(made)).logits[0].numpy()
 
     def theirs_continued(made):
         return np.array(theirs.model(mx.array([new]), cache=made)[0])
@@ -174,9 +175,9 @@ def test_generate_makes_its_own_cache_and_detach_undoes(tokens):
     out = made.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, return_dict_in_generate=True
     )
-    kinds = [type(layer) is CompressedLayer for layer in out.past_key_values.layers]
+    kinds = [type(layer) is CompressedLayer for layer in cache_of(out).layers]
     assert kinds == [False, True] * 4
-    assert out.past_key_values.layers[1].cache.state["pages"]
+    assert cache_of(out).layers[1].cache.state["pages"]
     lines = summarise(made.layers)
     assert lines[0] == "layers 0, 2, 4, 6 (sliding window 512): full precision, small by nature"
     assert lines[1].endswith("int4, 4.5 bits per value, torch ops (no Triton kernels on cpu)")

@@ -9,6 +9,7 @@ import torch
 from tensors import to_torch
 
 from cuda_track.models import prompt_cache, seam
+from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
 from mlxkv import models
@@ -36,7 +37,7 @@ def tokens(sides):
 
 @torch.no_grad()
 def ours_reads(loaded, cache, tokens: list[int]) -> np.ndarray:
-    return loaded.model(torch.tensor([tokens]), past_key_values=cache).logits[0, -1].numpy()
+    return loaded.model(torch.tensor([tokens]), **handed(cache)).logits[0, -1].numpy()
 
 
 def theirs_reads(loaded, cache, tokens: list[int]) -> np.ndarray:

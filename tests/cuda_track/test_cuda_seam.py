@@ -5,13 +5,15 @@ import io
 import pickle
 import sys
 import warnings
+from importlib.metadata import version
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from cuda_track.cache.view import View
-from cuda_track.models import attending, dryrun, prompt_cache, seam
+from cuda_track.models import attending, dryrun, handing, prompt_cache, seam
+from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import Loaded
 from experiments.families.building import VOCABULARY, build, config_of
@@ -33,7 +35,7 @@ def written(model, **options):
 
 def step(model, cache, ids=(5,)):
     with torch.no_grad():
-        return model(torch.tensor([ids]), past_key_values=cache).logits
+        return model(torch.tensor([ids]), **handed(cache)).logits
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def attached(llama):
 @pytest.fixture
 def filled(attached):
     """A cache with pages, made by `attached`."""
-    return written(attached, return_dict_in_generate=True).past_key_values
+    return cache_of(written(attached, return_dict_in_generate=True))
 
 
 # -- which layers
@@ -60,7 +62,7 @@ def filled(attached):
     "family, line",
     {
         "falcon": "uses cached keys or values as arrays",
-        "gptj": "uses cached keys or values as arrays",
+        "bloom": "uses cached keys or values as arrays (reshape)",
         "jetmoe": "as arrays (repeat)",
         "diffllama": "as arrays (chunk)",
         "minimax": "uses cache of its own",
@@ -158,11 +160,11 @@ def test_models_that_are_not_causal_stay_so():
     model = AutoModelForCausalLM.from_config(config).eval()
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
-        plain = model(IDS, past_key_values=DynamicCache(config=config), use_cache=True).logits
+        plain = model(IDS, use_cache=True, **handed(DynamicCache(config=config))).logits
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             seam.attach(model, EXACT)
-        got = model(IDS, past_key_values=seam.new_cache(model), use_cache=True).logits
+        got = model(IDS, use_cache=True, **handed(seam.new_cache(model))).logits
         assert (plain - got).abs().max() < 1e-5
         # The module says that it is not causal, and is given a view.
         layer = model.bert.encoder.layer[0].attention.self
@@ -198,10 +200,35 @@ def test_no_cache_is_the_plain_model(llama):
     assert torch.equal(got, right)
     llama.generation_config.use_cache = False
     assert torch.equal(written(llama), right)
-    cached = written(llama, use_cache=True, return_dict_in_generate=True).past_key_values
+    cached = cache_of(written(llama, use_cache=True, return_dict_in_generate=True))
     assert cached.get_seq_length() == PROMPT + NEW - 1
-    with pytest.raises(UserError, match="reads no cache; got past_key_values"):
-        written(llama, past_key_values=seam.new_cache(llama))
+    with pytest.raises(UserError, match="reads no cache; got a compressed one"):
+        written(llama, **handed(seam.new_cache(llama)))
+
+
+def test_a_cache_is_handed_by_the_name_of_this_version():
+    """Models and `generate` take it; the other name would raise here, as unknown or as a warning."""
+    new = [int(x) for x in version("transformers").split(".")[:2]] >= [5, 24]
+    assert [*handed(None)] == ["cache" if new else "past_key_values"]
+    model, made = build("llama"), DynamicCache()
+    assert cache_of(out := model(IDS, **handed(made))) is made
+    assert made.get_seq_length() == PROMPT and out.logits.isfinite().all()
+    out = written(model, return_dict_in_generate=True, **handed(made := DynamicCache()))
+    assert cache_of(out) is made
+
+
+@pytest.mark.parametrize("name", handing.NAMES)
+def test_generate_of_attached_models_takes_a_cache_by_either_name(attached, name):
+    right, cache = written(attached), seam.new_cache(attached)
+    out = written(attached, return_dict_in_generate=True, **{name: cache})
+    assert torch.equal(out.sequences, right)
+    assert cache_of(out) is cache and cache.get_seq_length() == PROMPT + NEW - 1
+    assert torch.equal(written(attached, **{name: None}), right)
+    other = {x: seam.new_cache(attached) for x in handing.NAMES}
+    with pytest.raises(UserError, match="one cache; got cache and past_key_values"):
+        written(attached, **other)
+    with pytest.raises(UserError, match="reads no cache"):
+        written(attached, use_cache=False, **{name: seam.new_cache(attached)})
 
 
 @pytest.mark.parametrize(
@@ -221,7 +248,7 @@ def test_a_cache_that_the_models_file_names_gives_way(attached, name):
     attached.generation_config.cache_implementation = name
     out = written(attached, return_dict_in_generate=True)
     assert torch.equal(out.sequences, right)
-    assert all(type(layer) is CompressedLayer for layer in out.past_key_values.layers)
+    assert all(type(layer) is CompressedLayer for layer in cache_of(out).layers)
     assert torch.equal(written(attached, cache_implementation="hybrid"), right)
 
 
@@ -329,7 +356,7 @@ def test_models_pickle(llama, tmp_path):
 def test_caches_pickle(llama, kv):
     seam.attach(llama, kv)
     ids = IDS.repeat(1, 6)
-    cache = written(llama, ids=ids, return_dict_in_generate=True).past_key_values
+    cache = cache_of(written(llama, ids=ids, return_dict_in_generate=True))
     assert cache.layers[0].cache._count_pages
     file = io.BytesIO()
     torch.save(cache, file)
@@ -396,7 +423,7 @@ def test_exchanged_attention_is_one_line(attached):
 
 def test_dynamic_caches_go_both_ways(llama):
     with torch.no_grad():
-        plain = llama(IDS, past_key_values=DynamicCache(config=llama.config)).past_key_values
+        plain = cache_of(llama(IDS, **handed(DynamicCache(config=llama.config))))
     before = copy.deepcopy(plain)
     seam.attach(llama, EXACT)
     ours = seam.compressed_from(llama, plain)
@@ -408,7 +435,7 @@ def test_dynamic_caches_go_both_ways(llama):
         assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
     assert DynamicCache(seam.new_cache(llama)).get_seq_length() == 0
     with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
-        written(llama, past_key_values=DynamicCache(config=llama.config))
+        written(llama, **handed(DynamicCache(config=llama.config)))
     with pytest.raises(UserError, match="a model of 4 layers; got a cache of 0"):
         seam.compressed_from(llama, DynamicCache())
 

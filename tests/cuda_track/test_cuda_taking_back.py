@@ -13,6 +13,7 @@ import torch
 from cuda_track.cache import choose
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.models import seam
+from cuda_track.models.handing import handed
 from experiments.families.building import VOCABULARY, build
 from experiments.families.found import EXACT, INT4
 from mlxkv.cache.compressed import CompressedKVCache as MLXCache
@@ -187,7 +188,7 @@ def _unsigned(x):
 
 def read(model, cache, ids):
     with torch.no_grad():
-        return model(ids, past_key_values=cache).logits
+        return model(ids, **handed(cache)).logits
 
 
 def ids(count, seed=1):

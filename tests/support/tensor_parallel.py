@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cuda_track.models import seam
+from cuda_track.models.handing import handed
 from cuda_track.models.loader import load
 from mlxkv.errors import UserError
 
@@ -36,11 +37,11 @@ def codes_of(cache) -> list[torch.Tensor]:
 def run(model, kv: str, ids: torch.Tensor):
     seam.attach(model, kv)
     cache, out = seam.new_cache(model), []
-    logits = model(ids, past_key_values=cache).logits[:, -1]
+    logits = model(ids, **handed(cache)).logits[:, -1]
     first, codes = logits, codes_of(cache)
     while len(out) < DECODED:
         out.append(int(logits.argmax()))
-        logits = model(torch.tensor([out[-1:]]), past_key_values=cache).logits[:, -1]
+        logits = model(torch.tensor([out[-1:]]), **handed(cache)).logits[:, -1]
     return first, codes, out
 
 
