@@ -47,6 +47,8 @@ class Arm:
             return least + share * (read - least) + ranked
         if self.boxed:
             return read * share + ranked * (1 - share)
+        if self.rank == "both":
+            return read * share + ranked * (2 - share)
         if self.rest in ("mean", "cross"):
             ranked += 16 / self.page / 2 * (1 - share)
         return read * share + ranked
@@ -128,6 +130,8 @@ def _attend(arm: Arm, home: Home, memory: Memory, triple, mask, scale: float, wa
         for a, b in ((0, start), (stop, keys.shape[2]))
     ]
     weights = None
+    if arm.rank == "turned":
+        memory.memo["maps"] = home.layers[memory.index].keys
     if arm.rank:
         rough = rough_values = None
         if arm.rest == "base":

@@ -36,9 +36,9 @@ def arms() -> list[Arm]:
                 )
     out += [Arm("nested base", BASE, against=("int2",)), Arm("nested whole", WHOLE)]
     for share in (0.5, 0.25, 0.125):
-        for rank in ("base", "oracle"):
-            against = _equal(2.25 + 2 * share)
-            out.append(Arm(f"nested {rank} {share}", WHOLE, rank, share, 64, "base", against))
+        for rank in ("base", "diagonal", "turned", "mean", "oracle"):
+            against, ask = _equal(2.25 + 2 * share), share < 0.5 and rank in ("base", "diagonal")
+            out.append(Arm(f"nested {rank} {share}", WHOLE, rank, share, 64, "base", against, ask))
     return out
 
 

@@ -94,6 +94,27 @@ def tables(found: dict[tuple, Arms]) -> list[str]:
     return lines
 
 
+def answered(found: dict[tuple, Arms]) -> list[str]:
+    """Return a table for each model with questions: an arm a line, and the interval of Wilson."""
+    lines = []
+    for (model, context), arms in found.items():
+        asked = {name: one["right"] for name, one in arms.items() if "right" in one}
+        if not asked:
+            continue
+        documents = max(map(len, asked.values()))
+        lines += [f"### {model}, questions about {documents} documents of {context} tokens", ""]
+        heads = "arm", "bits read", "right", "% [95 %]"
+        lines += [table.line(heads), table.line(["---"] * len(heads))]
+        for name, some in asked.items():
+            right, of = map(sum, zip(*some, strict=True))
+            low, high = (100 * x for x in intervals.wilson(right, of).as_list())
+            share = f"{100 * right / of:.1f} [{low:.0f}, {high:.0f}]"
+            bits = f"{arms[name]['bits']:.2f}"
+            lines.append(table.line((f"`{name}`", bits, f"{right} of {of}", share)))
+        lines.append("")
+    return lines
+
+
 def needed(needs: Sequence[dict], size: int = 64) -> list[str]:
     """Return a table: the share of pages that an oracle reads, by layer."""
     heads = (
@@ -125,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     found, needs = read(args.files)
-    print("\n".join([*tables(found), *needed(needs)]))
+    print("\n".join([*tables(found), *answered(found), *needed(needs)]))
     if args.picture:
         from experiments.frontier import picture
 

@@ -21,7 +21,7 @@ from experiments.frontier.home import Home
 from mlxkv import console
 
 INT4, FOUR = Codes(4, plain=True), Filled(4.0)
-RANKINGS = ("oracle", "diagonal", "boxes", "boxes sum", "mean", "low rank", "full")
+RANKINGS = ("oracle", "diagonal", "turned", "boxes", "boxes sum", "mean", "low rank", "full")
 SHARES = (0.5, 0.25, 0.125)
 EQUAL = ("int2", "fill-2.25")
 
@@ -49,10 +49,25 @@ def arms() -> list[Arm]:
             against=EQUAL,
             ask=True,
         ),
+        Arm("2.25: int4 turned", INT4, "turned", budget(2.25, 4.5, 0.25), against=EQUAL, ask=True),
+        Arm("2.25: int4 both", INT4, "both", (2.25 - 0.5) / 4.25, against=EQUAL, ask=True),
+        Arm("2.25: int4 most", INT4, "most", budget(2.25, 4.5, 0.25), against=EQUAL, ask=True),
+        Arm(
+            "2.25: int4 quarter", INT4, "quarter", budget(2.25, 4.5, 0.25), against=EQUAL, ask=True
+        ),
+        Arm(
+            "2.25: int4 diagonal 32",
+            INT4,
+            "diagonal",
+            budget(2.25, 4.5, 0.5),
+            page=32,
+            against=EQUAL,
+            ask=True,
+        ),
         Arm("2.25: int4 boxes", INT4, "boxes", budget(2.25, 4.25, 0.25), against=EQUAL, ask=True),
         Arm("2.25: int4 boxes sum", INT4, "boxes sum", budget(2.25, 4.25, 0.25), against=EQUAL),
         Arm("2.25: int4 mean", INT4, "mean", budget(2.25, 4.5, 0.125), against=EQUAL),
-        Arm("2.25: int4 oracle", INT4, "oracle", 0.5, against=EQUAL),
+        Arm("2.25: int4 oracle", INT4, "oracle", 0.5, against=EQUAL, ask=True),
         Arm(
             "2.25: fill-4 diagonal",
             FOUR,
@@ -62,7 +77,12 @@ def arms() -> list[Arm]:
             ask=True,
         ),
         Arm(
-            "2.25: fill-3 diagonal", Filled(3.0), "diagonal", budget(2.25, 3.0, 0.25), against=EQUAL
+            "2.25: fill-3 diagonal",
+            Filled(3.0),
+            "diagonal",
+            budget(2.25, 3.0, 0.25),
+            against=EQUAL,
+            ask=True,
         ),
         Arm("2.25: fill-3 oracle", Filled(3.0), "oracle", 0.75, against=EQUAL),
         Arm("2.25: int4 diagonal +mean", INT4, "diagonal", summed(4.5), 64, "mean", EQUAL, True),
@@ -82,6 +102,11 @@ def arms() -> list[Arm]:
             "4.5: exact diagonal", None, "diagonal", budget(4.5, 16, 0.25), against=("int4", "int2")
         ),
     ]
+    # How many pages answers need.
+    for share in (0.625, 0.75, 0.875):
+        for rank in ("diagonal", "turned", "boxes"):
+            arm = Arm(f"int4 {rank} {share}", INT4, rank, share, against=("int4",), ask=True)
+            out.append(arm)
     # What leaving pages out costs by itself.
     for share in SHARES:
         for rank in RANKINGS:

@@ -15,6 +15,11 @@ from experiments.frontier.engine import Memory
 # share keys, as they are.
 SUMMARIES = {"mean": 1, "diagonal": 2, "low rank": 4, "boxes": 2, "boxes sum": 2, "full": 0}
 SUMMARIES |= {"oracle": 0, "base": 0}
+# The mean and the variance behind the balanced map of keys, whose channels depend on each other the least.
+SUMMARIES |= {"turned": 2}
+# "both": the sum of what the diagonal and boxes say, boxes free as codes' steps are. "most": the largest share that a
+# head that shares the keys gives a page, in place of their sum. "quarter": mean + variance / 4.
+SUMMARIES |= {"both": 2, "most": 2, "quarter": 2}
 # Of "low rank": directions kept for a page, and steps of the power method for each.
 DIRECTIONS, ITERATIONS = 2, 6
 
@@ -30,6 +35,19 @@ def taken(
     """Return which tokens of pages are read, [B, G, 1, T, N]: heads that share keys read the same pages, those with
     the largest sum of estimated shares of all the mass. asked, scores, shape: as in `estimates`. beside: the logarithm
     of the mass of the exact windows, [B, G, R, T, 1], which is read anyway: a head that looks there needs no page."""
+    if rank == "both":
+        found = [
+            shares(one, page, memory, asked, scores, beside, shape) for one in ("diagonal", "boxes")
+        ]
+        whole = found[0] + found[1]
+    else:
+        whole = shares(rank, page, memory, asked, scores, beside, shape)
+    order = mx.argsort(mx.argsort(-whole, axis=-1), axis=-1)
+    return mx.repeat(order < pages_read(share, whole.shape[-1]), page, axis=-1)
+
+
+def shares(rank: str, page: int, memory: Memory, asked, scores, beside, shape) -> mx.array:
+    """Return what pages are ranked by, [B, G, 1, T, pages]."""
     held = estimates(rank, page, memory, asked, scores, shape)
     if rank == "boxes sum":
         whole = held.sum(2, keepdims=True)
@@ -37,9 +55,9 @@ def taken(
         whole = mx.softmax(held, axis=-1).sum(2, keepdims=True)
     else:
         both = mx.concatenate([held + log(page), beside], axis=-1)
-        whole = mx.softmax(both, axis=-1)[..., :-1].sum(2, keepdims=True)
-    order = mx.argsort(mx.argsort(-whole, axis=-1), axis=-1)
-    return mx.repeat(order < pages_read(share, whole.shape[-1]), page, axis=-1)
+        mass = mx.softmax(both, axis=-1)[..., :-1]
+        whole = (mass.max if rank == "most" else mass.sum)(2, keepdims=True)
+    return whole
 
 
 def estimates(rank: str, page: int, memory: Memory, asked, scores, shape) -> mx.array:
@@ -56,9 +74,14 @@ def estimates(rank: str, page: int, memory: Memory, asked, scores, shape) -> mx.
     def product(x: mx.array, y: mx.array) -> mx.array:
         return (x @ y.swapaxes(-1, -2)).reshape(*shape, -1)
 
-    kept = ("summary", rank.split()[0] if rank.startswith("boxes") else rank, page)
+    keys = memory.pages(0)
+    if rank == "turned":
+        down, up = memory.memo["maps"]
+        keys, asked = keys @ down, asked @ up.swapaxes(-1, -2)
+    name = {"boxes sum": "boxes", "most": "diagonal", "quarter": "diagonal"}.get(rank, rank)
+    kept = "summary", name, page
     if kept not in memory.memo:
-        memory.memo[kept] = _summary(kept[1], memory.pages(0), page)
+        memory.memo[kept] = _summary(kept[1], keys, page)
         mx.eval(memory.memo[kept])
     one, two, *more = memory.memo[kept]
     if rank.startswith("boxes"):  # Quest (Tang et al. 2024), section 3.2
@@ -66,7 +89,7 @@ def estimates(rank: str, page: int, memory: Memory, asked, scores, shape) -> mx.
     found = product(asked, one)
     if rank == "mean":
         return found
-    found = found + product(asked**2, two) / 2
+    found = found + product(asked**2, two) / (4 if rank == "quarter" else 2)
     return found + sum(product(asked, direction) ** 2 for direction in more) / 2
 
 

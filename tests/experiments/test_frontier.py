@@ -103,7 +103,8 @@ def test_all_pages_are_plain_attention(memory, maps):
     mask = memory.make_mask(3)
     queries = normal(1, 4, 3, DIMS, seed=9)
     own = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=DIMS**-0.5, mask=mask)
-    for arm in (EXACT, Arm("all", None, "mean", 1.0), Arm("all", None, "boxes", 1.0, 64, "cross")):
+    ranks = (Arm("all", None, rank, 1.0) for rank in ("mean", "turned", "both", "most", "quarter"))
+    for arm in (EXACT, *ranks, Arm("all", None, "boxes", 1.0, 64, "cross")):
         assert apart(attended(memory, maps, arm), own) < 1e-5
 
 
@@ -139,8 +140,23 @@ def test_summaries_estimate_the_mass(memory):
     assert float(mx.abs(of("low rank") - of("full")).mean()) < float(
         mx.abs(of("diagonal") - of("full")).mean()
     )
+    assert np.allclose(of("quarter"), (of("mean") + of("diagonal")) / 2, atol=1e-5)
+    plain = memory.fork(None)
+    plain.memo = {"maps": [mx.broadcast_to(mx.eye(DIMS), (2, DIMS, DIMS))] * 2}  # it turns nothing
+    turned = ranking.estimates("turned", 64, plain, asked, scores, shape)
+    assert np.allclose(turned, of("diagonal"), atol=1e-5)
     most = scores.reshape(*shape, -1, 64).max(-1)
     assert bool((of("boxes") >= most - 1e-4).all())
+
+
+def test_a_page_that_one_head_needs_outranks_one_that_two_need_a_little(memory, monkeypatch):
+    """By its largest share, not by the sum over heads that share keys."""
+    held = mx.log(mx.array([[0.5, 0.3, 0.1], [0.001, 0.3, 0.1]])).reshape(1, 1, 2, 1, 3)
+    monkeypatch.setattr(ranking, "estimates", lambda *_: held - np.log(64))
+    beside = mx.log(mx.array([0.1, 0.599])).reshape(1, 1, 2, 1, 1)
+    for rank, first in (("diagonal", 1), ("most", 0)):
+        read = ranking.taken(rank, 1 / 3, 64, memory, None, None, beside, (1, 1, 2, 1))
+        assert np.array(read[0, 0, 0, 0, ::64]).tolist() == [i == first for i in range(3)]
 
 
 def test_the_worst_tokens_stay_exact(memory, maps):
