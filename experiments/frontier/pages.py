@@ -18,6 +18,7 @@ from experiments.frontier.coding import Codes
 from experiments.frontier.engine import Memory, read_on
 from experiments.frontier.filled import Filled
 from experiments.frontier.home import Home
+from experiments.frontier.ranking import SUMMARIES
 from mlxkv import console
 
 INT4, FOUR = Codes(4, plain=True), Filled(4.0)
@@ -34,6 +35,12 @@ def budget(bits: float, read: float, ranked: float) -> float:
 def summed(read: float) -> float:
     """Return the share where the mean values of the other pages are read, too."""
     return (2.25 - 0.25 - 0.125) / (read - 0.125)
+
+
+def _smaller(rank: str, page: int) -> Arm:
+    """Return an arm of smaller pages at the bits of int2."""
+    share = budget(2.25, 4.5, SUMMARIES[rank] * 16 / page / 2)
+    return Arm(f"2.25: int4 {rank} {page}", INT4, rank, share, page, against=EQUAL, ask=True)
 
 
 def arms() -> list[Arm]:
@@ -55,15 +62,7 @@ def arms() -> list[Arm]:
         Arm(
             "2.25: int4 quarter", INT4, "quarter", budget(2.25, 4.5, 0.25), against=EQUAL, ask=True
         ),
-        Arm(
-            "2.25: int4 diagonal 32",
-            INT4,
-            "diagonal",
-            budget(2.25, 4.5, 0.5),
-            page=32,
-            against=EQUAL,
-            ask=True,
-        ),
+        *(_smaller(rank, page) for rank in ("diagonal", "diagonal8", "mean") for page in (32, 16)),
         Arm("2.25: int4 boxes", INT4, "boxes", budget(2.25, 4.25, 0.25), against=EQUAL, ask=True),
         Arm("2.25: int4 boxes sum", INT4, "boxes sum", budget(2.25, 4.25, 0.25), against=EQUAL),
         Arm("2.25: int4 mean", INT4, "mean", budget(2.25, 4.5, 0.125), against=EQUAL),

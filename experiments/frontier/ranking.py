@@ -20,6 +20,8 @@ SUMMARIES |= {"turned": 2}
 # "both": the sum of what the diagonal and boxes say, boxes free as codes' steps are. "most": the largest share that a
 # head that shares the keys gives a page, in place of their sum. "quarter": mean + variance / 4.
 SUMMARIES |= {"both": 2, "most": 2, "quarter": 2}
+# The diagonal in 8 bits, each vector with a scale.
+SUMMARIES |= {"diagonal8": 1}
 # Of "low rank": directions kept for a page, and steps of the power method for each.
 DIRECTIONS, ITERATIONS = 2, 6
 
@@ -93,6 +95,11 @@ def estimates(rank: str, page: int, memory: Memory, asked, scores, shape) -> mx.
     return found + sum(product(asked, direction) ** 2 for direction in more) / 2
 
 
+def _in_8_bits(x: mx.array) -> mx.array:
+    step = mx.maximum(mx.abs(x).max(-1, keepdims=True) / 127, 1e-12)
+    return mx.round(x / step) * step
+
+
 def _summary(rank: str, keys: mx.array, page: int) -> list[mx.array]:
     """Summarise pages of keys [B, G, N, D]: arrays [B, G, pages, D]. Boxes: most and least. Otherwise mean, variance,
     and for "low rank" directions, scaled by the spread along them, that the variance no longer holds."""
@@ -100,6 +107,8 @@ def _summary(rank: str, keys: mx.array, page: int) -> list[mx.array]:
     if rank == "boxes":
         return [pages.max(-2), pages.min(-2)]
     mean = pages.mean(-2)
+    if rank == "diagonal8":
+        return [_in_8_bits(mean), _in_8_bits(pages.var(-2) ** 0.5) ** 2]
     if rank != "low rank":
         return [mean, pages.var(-2)]
     apart, found = pages - mean[..., None, :], []
