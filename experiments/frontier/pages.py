@@ -103,7 +103,7 @@ def arms() -> list[Arm]:
     ]
     # How many pages answers need.
     for share in (0.625, 0.75, 0.875):
-        for rank in ("diagonal", "turned", "boxes"):
+        for rank in ("diagonal", "boxes"):
             arm = Arm(f"int4 {rank} {share}", INT4, rank, share, against=("int4",), ask=True)
             out.append(arm)
     # What leaving pages out costs by itself.
