@@ -23,7 +23,7 @@ from mlxkv.models.catalog.weights import stored
 
 
 def loaded(name: str, kv: str) -> Loaded:
-    """A model whose weights are those that its codes stand for, in float32."""
+    """A model with its weights decoded, in float32."""
     found = load(name, kv)
     found.model = dequantize_model(found.model)
     found.model.set_dtype(mx.float32)
