@@ -8,15 +8,15 @@ from math import log
 
 import torch
 
-from mlxkv.formats.rules.reading import PARTS, count, parts
+from mlxkv.formats.rules.reading import CODES, PARTS, count, parts
 
 MOST = 65504.0
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Which share of the chunks of pages is read. summaries: [B, G, chunks, 2 R] float16, mean and deviation of each
-    stored dim of a chunk's keys. share: in `PARTS`. chunk: tokens."""
+    """Which share of the chunks of pages is read. summaries: [B, G, chunks, W] uint8, of `summary`. share: in `PARTS`.
+    chunk: tokens."""
 
     summaries: torch.Tensor
     share: int
@@ -29,16 +29,32 @@ def reading(summaries: torch.Tensor, share: float, chunk: int) -> Reading:
 
 
 def summary(keys: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Stored keys [B, G, T, R] -> [B, G, T / chunk, 2 R] float16."""
-    x = keys.float().unflatten(2, (-1, chunk))
-    both = torch.cat([x.mean(3), x.std(3, correction=0)], -1)
-    return both.clamp(-MOST, MOST).half()
+    """Stored keys [B, G, T, R] -> what their chunks are ranked by, [B, G, T / chunk, 2 R + 4] uint8: the codes of the
+    means, those of the deviations, and the bytes of both steps in float16."""
+    x, out, steps = keys.float().unflatten(2, (-1, chunk)), [], []
+    for numbers, (most, none) in zip((x.mean(3), x.std(3, correction=0)), CODES, strict=True):
+        step = (numbers.abs().amax(-1, keepdim=True) / most).clamp(max=MOST).half()
+        size = step.float()
+        code = (numbers / torch.where(size > 0, size, 1.0)).round()
+        out.append((code.clamp(-most if none else 0, most) + none).to(torch.uint8))
+        steps.append(step)
+    return torch.cat([*out, torch.cat(steps, -1).view(torch.uint8)], -1)
+
+
+def moments(summaries: torch.Tensor) -> list[torch.Tensor]:
+    """Means and deviations, [B, G, chunks, R] float32 each."""
+    both = summaries[..., :-4].float().chunk(2, -1)
+    steps = summaries[..., -4:].contiguous().view(torch.float16).float()
+    return [
+        (code - none) * steps[..., i : i + 1]
+        for i, (code, (_, none)) in enumerate(zip(both, CODES, strict=True))
+    ]
 
 
 def estimates(q: torch.Tensor, summaries: torch.Tensor, chunk: int) -> torch.Tensor:
     """Scaled queries in the stored domain [B, G, N, R] -> the estimated logarithm of each chunk's mass,
     [B, G, N, chunks]."""
-    mean, deviation = summaries.float().chunk(2, -1)
+    mean, deviation = moments(summaries)
     return log(chunk) + q @ mean.mT + q.square() @ deviation.square().mT / 2
 
 

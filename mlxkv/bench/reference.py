@@ -47,8 +47,8 @@ def _seen(queries: mx.array, keys: mx.array, view: View, scale: float) -> mx.arr
         return None
     q = queries.astype(mx.float32).reshape(*keys.shape[:2], -1, keys.shape[3]) * scale
     chunks, start = view.pages.tokens // reading.chunk, view.sink[0].shape[2] if view.sink else 0
-    mean, deviation = mx.split(reading.summaries[:, :, :chunks].astype(mx.float32), 2, axis=-1)
     asked = view.pages.codecs[0].query(q)[:, :, :, None]  # [B, G, N, 1, R]
+    mean, deviation = summary.moments(reading.summaries[:, :, :chunks], asked.shape[4])
     logs = (asked * mean[:, :, None] + mx.square(asked * deviation[:, :, None]) / 2).sum(-1)
     tail = start + view.pages.tokens
     windows = mx.concatenate([keys[:, :, :start], keys[:, :, tail:]], axis=2)

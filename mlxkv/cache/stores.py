@@ -23,6 +23,7 @@ from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, record_layout
+from mlxkv.formats.rules.reading import words
 from mlxkv.metal import attend, balance, launch, seal
 from mlxkv.metal.lengths import grown
 
@@ -59,8 +60,8 @@ class _Store:
         """Shape and type of the summaries of a page, by their name; {} where all tokens are read."""
         if self.config.read == 1:
             return {}
-        shape = 1, heads, self.config.page // self.config.chunk, 2 * self.codecs[0].dims
-        return {summary.NAME: (shape, mx.float16)}
+        shape = 1, heads, self.config.page // self.config.chunk, words(self.codecs[0].dims)
+        return {summary.NAME: (shape, mx.uint32)}
 
     def _reading(self, summaries: mx.array | None) -> summary.Reading | None:
         if self.config.read == 1:

@@ -445,7 +445,7 @@ class CacheConfig:
         """Return bits per value of what chunks are ranked by."""
         if self.read == 1:
             return 0.0
-        return 32 * self.keys.dims(key_dim) / self.chunk / (key_dim + value_dim)
+        return 32 * reading.words(self.keys.dims(key_dim)) / self.chunk / (key_dim + value_dim)
 
     def basis_bytes(self, heads: int, key_dim: int, value_dim: int) -> int:
         """Return the most bytes that one sequence's bases [G, D, R] in float32 take, one per run of pages,

@@ -62,7 +62,7 @@ HEADERS = {  # files before a body; before the codes of tiles comes the machine'
     "attend_latent": ("codes.h", "loads.h", "tile.h", "latent.h"),
     "balance": (),
     "whiten": (),
-    "rank": (),
+    "rank": ("codes.h", "loads.h", "rank.h"),
     "pick": (),
     "merge": (),
 }

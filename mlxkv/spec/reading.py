@@ -2,8 +2,8 @@
 
 A decode step reads the records of some chunks of `CHUNK` tokens and leaves the others out. A chunk is ranked by what
 two vectors say of the attention that it gets: the mean and the standard deviation of each stored dim of its keys, as
-they are decoded, rounded to float16. If the scores of its tokens were Gaussian and the stored dims independent, the
-logarithm of its mass would be
+they are decoded, in codes of 8 bits with a step in float16 for each vector. If the scores of its tokens were Gaussian
+and the stored dims independent, the logarithm of its mass would be
 
     ln CHUNK + q . mean + (q^2 . deviation^2) / 2
 
@@ -17,23 +17,41 @@ from __future__ import annotations
 
 import numpy as np
 
-CHUNK = 64  # tokens
+CHUNK = 32  # tokens
 PARTS = 256  # in which a share is counted
+CODES = (
+    (127, 128),
+    (255, 0),
+)  # of means and of deviations: the largest number of steps, and the code of none
+Summaries = tuple[np.ndarray, np.ndarray]
 
 
-def summary(keys: np.ndarray, chunk: int = CHUNK) -> np.ndarray:
-    """Return mean and standard deviation of stored keys [.., T, R] by chunk: [.., T / chunk, 2 R] float16."""
+def summary(keys: np.ndarray, chunk: int = CHUNK) -> Summaries:
+    """Return what chunks of stored keys [.., T, R] are ranked by: codes [.., T / chunk, 2, R] uint8 of means and of
+    standard deviations, and their steps [.., T / chunk, 2] float16."""
     x = keys.astype(np.float64)
     x = x.reshape(*x.shape[:-2], -1, chunk, x.shape[-1])
-    both = np.concatenate([x.mean(-2), x.std(-2)], axis=-1)
-    return np.clip(both, -65504, 65504).astype(np.float16)
+    both = np.stack([x.mean(-2), x.std(-2)], axis=-2)
+    most, none = np.array(CODES).T
+    step = np.minimum(np.abs(both).max(-1) / most, 65504).astype(np.float16)
+    size = step.astype(np.float64)[..., None]
+    code = np.rint(both / np.where(size > 0, size, 1))
+    low = np.where(none > 0, -most, 0)[:, None]
+    code = np.clip(code, low, most[:, None]) + none[:, None]
+    return code.astype(np.uint8), step
 
 
-def estimates(q: np.ndarray, summaries: np.ndarray, chunk: int = CHUNK) -> np.ndarray:
+def moments(summaries: Summaries) -> np.ndarray:
+    """Return the means and the deviations that codes and steps stand for, [.., chunks, 2, R]."""
+    code, step = (x.astype(np.float64) for x in summaries)
+    return (code - np.array(CODES)[:, 1:]) * step[..., None]
+
+
+def estimates(q: np.ndarray, summaries: Summaries, chunk: int = CHUNK) -> np.ndarray:
     """Return the estimated logarithm of each chunk's mass, [.., N, chunks], for scaled queries in the stored domain
     [.., N, R]."""
-    q, s = q.astype(np.float64), summaries.astype(np.float64)
-    mean, deviation = np.split(s, 2, axis=-1)
+    q, both = q.astype(np.float64), moments(summaries)
+    mean, deviation = both[..., 0, :], both[..., 1, :]
     score = q @ mean.swapaxes(-1, -2) + (q**2) @ (deviation**2).swapaxes(-1, -2) / 2
     return np.log(chunk) + score
 

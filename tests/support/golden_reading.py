@@ -22,7 +22,7 @@ def reading(rng) -> dict:
     logs = ref.estimates(exact, summaries, CHUNK)
     beside = np.log(np.exp(exact @ window.astype(np.float64).swapaxes(-1, -2)).sum(-1))
     weights = ref.weights(logs, beside)
-    out = {"keys": keys, "q": q, "summaries": summaries}
+    out = {"keys": keys, "q": q, "codes": summaries[0], "steps": summaries[1]}
     out |= {name: x.astype(np.float32) for name, x in (("logs", logs), ("beside", beside))}
     out["weights"] = weights.astype(np.float32)
     for number, share in enumerate(SHARES):

@@ -7,7 +7,7 @@ from math import log
 
 import mlx.core as mx
 
-from mlxkv.formats.rules.reading import PARTS, count, parts
+from mlxkv.formats.rules.reading import CODES, PARTS, count, parts
 
 NAME = "summary"  # of the arrays of pages
 MOST = 65504.0
@@ -17,8 +17,8 @@ MOST = 65504.0
 class Reading:
     """Which share of the chunks of pages is read.
 
-    summaries: [B, G, chunks, 2 R] float16, the mean and the deviation of each stored dim of a chunk's keys, with spare
-    room behind those in use. share: in `PARTS`. chunk: tokens.
+    summaries: [B, G, chunks, W] uint32, of `summary`, with spare room behind those in use. share: in `PARTS`. chunk:
+    tokens.
     """
 
     summaries: mx.array
@@ -37,18 +37,37 @@ def reading(summaries: mx.array | None, share: float, chunk: int) -> Reading | N
 
 
 def summary(keys: mx.array, chunk: int) -> mx.array:
-    """Stored keys [B, G, T, R] -> [B, G, T / chunk, 2 R] float16."""
+    """Stored keys [B, G, T, R] -> what their chunks are ranked by, [B, G, T / chunk, W] uint32, W of `rules.reading.
+    words`: the codes of the means, four to a word, those of the deviations, and both steps."""
     x = keys.astype(mx.float32).reshape(*keys.shape[:2], -1, chunk, keys.shape[3])
     mean = x.mean(3, keepdims=True)
     deviation = mx.sqrt(mx.square(x - mean).mean(3))
-    both = mx.concatenate([mean[:, :, :, 0], deviation], axis=-1)
-    return mx.clip(both, -MOST, MOST).astype(mx.float16)
+    codes, steps, spare = [], [], -keys.shape[3] % 4
+    for numbers, (most, none) in zip((mean[:, :, :, 0], deviation), CODES, strict=True):
+        step = mx.minimum(mx.abs(numbers).max(-1, keepdims=True) / most, MOST).astype(mx.float16)
+        size = step.astype(mx.float32)
+        code = mx.round(numbers / mx.where(size > 0, size, 1))
+        code = mx.clip(code, -most if none else 0, most) + none
+        codes.append(mx.pad(code.astype(mx.uint8), [(0, 0)] * 3 + [(0, spare)]))
+        steps.append(step)
+    words = (mx.concatenate(x, axis=-1).view(mx.uint32) for x in (codes, steps))
+    return mx.concatenate(list(words), axis=-1)
+
+
+def moments(summaries: mx.array, dims: int) -> tuple[mx.array, mx.array]:
+    """Means and deviations of so many stored dims, [B, G, chunks, R] float32 each."""
+    codes = mx.contiguous(summaries[..., :-1]).view(mx.uint8).astype(mx.float32)
+    steps = mx.contiguous(summaries[..., -1:]).view(mx.float16).astype(mx.float32)
+    both = mx.split(codes, 2, axis=-1)
+    return tuple(
+        (both[i][..., :dims] - none) * steps[..., i : i + 1] for i, (_, none) in enumerate(CODES)
+    )
 
 
 def estimates(q: mx.array, summaries: mx.array, chunk: int) -> mx.array:
     """Scaled queries in the stored domain [B, G, N, R] float32 -> the estimated logarithm of each chunk's mass,
     [B, G, N, chunks]."""
-    mean, deviation = mx.split(summaries.astype(mx.float32), 2, axis=-1)
+    mean, deviation = moments(summaries, q.shape[3])
     varied = mx.square(q) @ mx.square(deviation).swapaxes(-1, -2)
     return log(chunk) + q @ mean.swapaxes(-1, -2) + varied / 2
 

@@ -46,12 +46,12 @@ def wrong(
     chunks = chunks[:, :, :wanted]
     best = mx.sort(weight, axis=-1)[..., weight.shape[-1] - wanted :].sum(-1)
     mass = mx.take_along_axis(weight, chunks, axis=-1).sum(-1)
-    if not mx.all(mass >= best * (1 - LESS)).item():
-        return "the chunks that are read are not those that promise most"
     at = mx.arange(weight.shape[-1])
     read = (chunks[..., None] == at).any(-2)
     if not mx.all(read.sum(-1) == wanted).item():
         return "a chunk is read twice"
+    if not mx.all(mass >= best * (1 - LESS)).item():
+        return "the chunks that are read are not those that promise most"
     read = mx.repeat(read, reading.chunk, axis=-1)
     read = mx.pad(read, [(0, 0), (0, 0), (start, total - tail)], constant_values=True)
     read = mx.broadcast_to(read[:, :, None], seen.shape).reshape(s.shape)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv.formats.records import TOKENS
 from mlxkv.formats.rules.reading import PARTS, count
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.lengths import Division, Known, Later, division, five, own_starts
 from mlxkv.metal.template import Pair, exponents, ints
 
-SIMDGROUPS = 8  # of a threadgroup
+SIMDGROUPS = 8  # of a threadgroup that ranks, or chooses from few chunks
+MANY = 1024  # chunks, above which a threadgroup that chooses has MOST simdgroups
+MOST = 32
+SIDE = 4  # chunks, or tokens of a window, that a simdgroup ranks
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def choose(
 ) -> Chosen:
     """Choose the chunks for a few new tokens.
 
-    summaries: [B, G, chunks, 2 R] float16, or [1, G, chunks, 2 R] for a batch with `starts`. share: in `PARTS`.
+    summaries: [B, G, chunks, W] uint32, or [1, G, chunks, W] for a batch with `starts`. share: in `PARTS`.
     each: records of a chunk. page: records of a page. The rest as for `attend.attend`.
     """
     batch, heads, rows, dims = q_window.shape
@@ -56,7 +58,8 @@ def choose(
     own = starts or own_starts(batch, heads, room * each)
     at = division(lengths, starts, page)
     longest = min(room, -(-at.records // each))  # of one sequence: a buffer may hold many
-    units = longest + sum(-(-n // TOKENS) for n in windows)
+    beside = sum(-(-n // SIDE) for n in windows)
+    units, simdgroups = longest + beside, -(-longest // SIDE) + beside
     sizes = five(lengths, own, 0)
     (logs,) = launch(
         "rank",
@@ -67,23 +70,23 @@ def choose(
         ],
         {
             "T": q_window.dtype,
-            "RK": summaries.shape[3] // 2,
+            "RK": q_pages.shape[3],
             "D": dims,
             "S": SIMDGROUPS,
             "LIST": each,
         },
-        (32 * SIMDGROUPS * -(-units // SIMDGROUPS), 1, batch * heads),
+        (32 * SIMDGROUPS * -(-simdgroups // SIMDGROUPS), 1, batch * heads),
         (32 * SIMDGROUPS, 1, 1),
         [((batch, heads, rows, units), mx.float32)],
         make,
     )
-    most = max(1, count(longest, share))
+    most, wide = max(1, count(longest, share)), MOST if longest > MANY else SIMDGROUPS
     chunks, _ = launch(
         "pick",
         [logs, ints(rows, heads, longest, units, share, most, 0, 0), sizes],
-        {"S": SIMDGROUPS, "LIST": each},
-        (32 * SIMDGROUPS, 1, batch * heads),
-        (32 * SIMDGROUPS, 1, 1),
+        {"S": wide, "LIST": each},
+        (32 * wide, 1, batch * heads),
+        (32 * wide, 1, 1),
         [((batch, heads, most), mx.int32), ((batch, heads, longest), mx.float32)],
         make,
     )
