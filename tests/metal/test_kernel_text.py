@@ -119,7 +119,7 @@ KERNELS = {
         [np.float32, np.float32],
     ),
     "whiten": ({"N": 32, "R": 96, "S": 8, "INVERSE": 1, "PASSES": 1}, [np.float32]),
-    "rank": ({"T": np.float16, "RK": 80, "D": 80, "S": 8, "LIST": 2}, [np.float32]),
+    "rank": ({"T": np.float16, "RK": 80, "D": 80, "S": 8, "RUN": 4, "LIST": 2}, [np.float32]),
     "pick": ({"S": 32, "LIST": 2}, [np.int32, np.float32]),
     "merge": (
         {"T": np.float16, "WIDTH": 128, "RV": 128, "D": 128, "HAS_UP": 1, "HAS_SINKS": 1},

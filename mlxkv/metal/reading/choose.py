@@ -15,9 +15,9 @@ from mlxkv.metal.lengths import Division, Known, Later, division, five, own_star
 from mlxkv.metal.template import Pair, exponents, ints
 
 SIMDGROUPS = 8  # of a threadgroup that ranks, or chooses from few chunks
-MANY = 1024  # chunks, above which a threadgroup that chooses has MOST simdgroups
-MOST = 32
-SIDE = 4  # chunks, or tokens of a window, that a simdgroup ranks
+MANY = 2048  # chunks, above which a threadgroup that chooses has MOST simdgroups
+MOST = 16
+RUN = 4  # chunks that a lane ranks one after the other
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,11 @@ def choose(
     own = starts or own_starts(batch, heads, room * each)
     at = division(lengths, starts, page)
     longest = min(room, -(-at.records // each))  # of one sequence: a buffer may hold many
-    beside = sum(-(-n // SIDE) for n in windows)
-    units, simdgroups = longest + beside, -(-longest // SIDE) + beside
+    side = (
+        2 if max(dims, q_pages.shape[3]) > 128 else 4
+    )  # chunks or tokens side by side in a simdgroup
+    beside = sum(-(-n // side) for n in windows)
+    units, simdgroups = longest + beside, -(-longest // (RUN * side)) + beside
     sizes = five(lengths, own, 0)
     (logs,) = launch(
         "rank",
@@ -73,6 +76,7 @@ def choose(
             "RK": q_pages.shape[3],
             "D": dims,
             "S": SIMDGROUPS,
+            "RUN": RUN,
             "LIST": each,
         },
         (32 * SIMDGROUPS * -(-simdgroups // SIMDGROUPS), 1, batch * heads),

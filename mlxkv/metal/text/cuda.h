@@ -39,6 +39,16 @@ template <typename T>
 inline T simd_shuffle_xor(T value, ushort distance) {
   return __shfl_xor_sync(0xffffffffu, value, distance);
 }
+inline int simd_sum(int value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(0xffffffffu, value);
+#else
+  for (int step = 1; step < 32; step *= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, step);
+  }
+  return value;
+#endif
+}
 inline bool simd_any(bool value) {
   return __any_sync(0xffffffffu, value);
 }

@@ -8,13 +8,12 @@
 // list [heads, size[5]]: as many as `count` of spec/reading.py says, then zeros
 // weights [heads, chunks]: the sums, and room for those that no register holds
 constexpr int THREADS = 32 * S;
-constexpr int HELD = 4;
-constexpr int ROWS = 8;  // that are summed between two barriers
+constexpr int HELD = 8;
+constexpr int ROWS = 4;  // that are weighed between two barriers
+constexpr float NOTHING = -1.0e30f;
 
 threadgroup float peaks[ROWS * S];
 threadgroup float sums[ROWS * S];
-threadgroup float peak_of[ROWS];
-threadgroup float share_of[ROWS];  // one over the sum
 threadgroup int counts[6 * S];  // of this round and of the one before
 threadgroup int before[2 * S];
 
@@ -38,63 +37,105 @@ for (int k = 0; k < HELD; k++) {
   held[k] = 0.0f;
 }
 for (int from = 0; from < rows; from += ROWS) {
-  const int here = metal::min(ROWS, rows - from);
   const device float* log_of = logs + (size_t(head) * rows + from) * units;
-  for (int row = 0; row < here; row++) {
-    const device float* own = log_of + size_t(row) * units;
-    float peak = -1.0e30f;
-    for (int i = thread_id; i < units; i += THREADS) {
-      peak = metal::max(peak, own[i]);
-    }
+  float mass[ROWS * HELD];  // first the logarithms
+  float peak[ROWS];
+  float sum[ROWS];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      peak = metal::max(peak, simd_shuffle_xor(peak, ushort(step)));
-    }
-    float sum = 0.0f;
-    for (int i = thread_id; i < units; i += THREADS) {
-      sum += metal::fast::exp2(own[i] - peak);
-    }
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      sum += simd_shuffle_xor(sum, ushort(step));
-    }
-    if (lane == 0) {
-      peaks[row * S + group] = peak;
-      sums[row * S + group] = sum;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int row = group; row < here; row += S) {
-    const float mine = lane < S ? peaks[row * S + lane] : -1.0e30f;
-    float peak = mine;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      peak = metal::max(peak, simd_shuffle_xor(peak, ushort(step)));
-    }
-    float sum = lane < S ? sums[row * S + lane] * metal::fast::exp2(mine - peak) : 0.0f;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      sum += simd_shuffle_xor(sum, ushort(step));
-    }
-    if (lane == 0) {
-      peak_of[row] = peak;
-      share_of[row] = 1.0f / sum;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int row = 0; row < here; row++) {
-    const device float* own = log_of + size_t(row) * units + start;
-    const float peak = peak_of[row];
-    const float share = share_of[row];
+  for (int row = 0; row < ROWS; row++) {
+    const bool there = from + row < rows;
+    const device float* own = log_of + size_t(there ? row : 0) * units;
+    peak[row] = NOTHING;
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
-      if (start + k < stop) {
-        held[k] = metal::fma(metal::fast::exp2(own[k] - peak), share, held[k]);
-      }
+      mass[row * HELD + k] = there && start + k < stop ? own[start + k] : NOTHING;
+      peak[row] = metal::max(peak[row], mass[row * HELD + k]);
     }
     for (int i = start + HELD; i < stop; i++) {
-      const float old = from + row > 0 ? weight[i] : 0.0f;
-      weight[i] = metal::fma(metal::fast::exp2(own[i - start] - peak), share, old);
+      peak[row] = metal::max(peak[row], own[i]);
+    }
+    for (int i = size[2] + thread_id; i < units; i += THREADS) {  // windows
+      peak[row] = metal::max(peak[row], own[i]);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      peak[row] = metal::max(peak[row], simd_shuffle_xor(peak[row], ushort(step)));
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < ROWS; row++) {
+    const device float* own = log_of + size_t(from + row < rows ? row : 0) * units;
+    sum[row] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+      mass[row * HELD + k] = metal::fast::exp2(mass[row * HELD + k] - peak[row]);
+      sum[row] += mass[row * HELD + k];
+    }
+    for (int i = start + HELD; i < stop; i++) {
+      sum[row] += metal::fast::exp2(own[i] - peak[row]);
+    }
+    for (int i = size[2] + thread_id; i < units; i += THREADS) {
+      sum[row] += metal::fast::exp2(own[i] - peak[row]);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      sum[row] += simd_shuffle_xor(sum[row], ushort(step));
+    }
+  }
+  if (lane == 0) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      peaks[row * S + group] = peak[row];
+      sums[row * S + group] = sum[row];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float highest[ROWS];
+  float whole[ROWS];
+#pragma unroll
+  for (int row = 0; row < ROWS; row++) {
+    highest[row] = lane < S ? peaks[row * S + lane] : NOTHING;
+    whole[row] = highest[row];
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      highest[row] = metal::max(highest[row], simd_shuffle_xor(highest[row], ushort(step)));
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < ROWS; row++) {
+    const float scaled = metal::fast::exp2(whole[row] - highest[row]);
+    whole[row] = lane < S ? sums[row * S + lane] * scaled : 0.0f;
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      whole[row] += simd_shuffle_xor(whole[row], ushort(step));
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < ROWS; row++) {
+    if (from + row < rows) {
+      const device float* own = log_of + size_t(row) * units;
+      const float share = 1.0f / whole[row];
+      const float by = share * metal::fast::exp2(peak[row] - highest[row]);
+#pragma unroll
+      for (int k = 0; k < HELD; k++) {
+        held[k] = metal::fma(mass[row * HELD + k], by, held[k]);
+      }
+      for (int i = start + HELD; i < stop; i++) {
+        const float old = from + row > 0 ? weight[i] : 0.0f;
+        weight[i] = metal::fma(metal::fast::exp2(own[i] - highest[row]), share, old);
+      }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -123,10 +164,7 @@ for (int shift = 30; shift >= 0 && found > wanted; shift -= 2) {
   }
 #pragma unroll
   for (int n = 0; n < 3; n++) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      above[n] += simd_shuffle_xor(above[n], ushort(step));
-    }
+    above[n] = simd_sum(above[n]);
     if (lane == 0) {
       counts[turn + 3 * group + n] = above[n];
     }
@@ -135,11 +173,7 @@ for (int shift = 30; shift >= 0 && found > wanted; shift -= 2) {
   int step_up = 0;
 #pragma unroll
   for (int n = 0; n < 3; n++) {
-    int whole = lane < S ? counts[turn + 3 * lane + n] : 0;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      whole += simd_shuffle_xor(whole, ushort(step));
-    }
+    const int whole = simd_sum(lane < S ? counts[turn + 3 * lane + n] : 0);
     step_up = whole >= wanted ? n + 1 : step_up;
     found = whole >= wanted ? whole : found;
   }
@@ -177,18 +211,9 @@ if (lane == 31) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 const int more_there = lane < S ? before[2 * lane] : 0;
-int all_more = more_there;
-int more_first = lane < group ? more_there : 0;
-int equal_first = lane < group ? before[2 * lane + 1] : 0;
-#pragma unroll
-for (int step = 1; step < 32; step *= 2) {
-  all_more += simd_shuffle_xor(all_more, ushort(step));
-  more_first += simd_shuffle_xor(more_first, ushort(step));
-  equal_first += simd_shuffle_xor(equal_first, ushort(step));
-}
-more_before += more_first - more;
-equal_before += equal_first - equal;
-const int equals = wanted - all_more;  // of the equal ones, that are read
+more_before += simd_sum(lane < group ? more_there : 0) - more;
+equal_before += simd_sum(lane < group ? before[2 * lane + 1] : 0) - equal;
+const int equals = wanted - simd_sum(more_there);  // of the equal ones, that are read
 device int* row_of_list = list + size_t(head) * most;
 for (int i = start; i < stop; i++) {
   uint bits = 0u;

@@ -20,3 +20,17 @@ inline void kv_four(const device T* row, int at, thread float* four) {
     }
   }
 }
+
+// A lane's words of a chunk: EACH of the means, EACH of the deviations, and the steps. Queries are zero where a row of
+// codes has ended.
+template <int WORDS, int EACH, int LANES>
+inline void kv_chunk(const device uint* chunk, int part, thread uint* words) {
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    const int at = part + LANES * j;
+    const bool inside = WORDS % LANES == 0 || at < WORDS;
+    words[j] = inside ? chunk[at] : 0u;
+    words[EACH + j] = inside ? chunk[WORDS + at] : 0u;
+  }
+  words[2 * EACH] = chunk[2 * WORDS];
+}

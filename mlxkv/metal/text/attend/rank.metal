@@ -1,7 +1,7 @@
 // What chunks of tokens are ranked by: the logarithm to base 2 of the attention mass that the mean and the deviation of
 // a chunk's keys promise each query row, and of the mass of the windows, exactly (spec/reading.py).
-// Threadgroup: S simdgroups. Each has SIDE chunks, LANES lanes for one, or SIDE tokens of a window; grid: (32 x simdgroups,
-// 1, heads of the batch).
+// Threadgroup: S simdgroups. Each has RUN times SIDE chunks, LANES lanes for one, so that queries are loaded once for
+// many; or SIDE tokens of a window. Grid: (32 x simdgroups, 1, heads of the batch).
 //
 // q_pages, q_window, sink_k, live_k, lengths, scale: as in attend.metal
 // summaries [.., chunks, WIDTH]: the codes of the means of the stored dims, four to a word, those of the deviations, and
@@ -9,12 +9,13 @@
 // size [rows, capacity of records, sink capacity, live capacity, new tokens, kv heads, chunks, units: chunks, and
 //       those of windows]
 // logs [heads, rows, units]: first the chunks, then the sink, then live; NOTHING where there is none
-constexpr int LANES = 8;
-constexpr int SIDE = 32 / LANES;
+constexpr int LANES = RK > 128 || D > 128 ? 16 : 8;
+constexpr int SIDE = 32 / LANES;  // chunks, or tokens, side by side
 constexpr int WORDS = (RK + 3) / 4;
 constexpr int WIDTH = 2 * WORDS + 1;
 constexpr int EACH = (WORDS + LANES - 1) / LANES;  // of a lane
 constexpr int OF_HEAD = (D + 4 * LANES - 1) / (4 * LANES);
+constexpr int ROWS = 4;  // at a time
 constexpr float NOTHING = -1.0e30f;
 
 const int lane = thread_index_in_simdgroup;
@@ -23,57 +24,82 @@ const int head = threadgroup_position_in_grid.z;
 const int rows = size[0];
 const int chunks = size[6];
 const int units = size[7];
-const int of_pages = (chunks + SIDE - 1) / SIDE;
+const int of_pages = (chunks + RUN * SIDE - 1) / (RUN * SIDE);
 const int batch = head / size[5];
 const int n_records = lengths[5 * batch];
 const int n_sink = lengths[5 * batch + 1];
 const int n_live = lengths[5 * batch + 2];
 
 if (unit < of_pages) {
-  const int chunk = SIDE * unit + lane / LANES;
   const int part = lane % LANES;
-  const bool there = chunk < n_records / LIST;
-  const size_t first = (size_t(head % size[5]) * size[1] + size_t(lengths[5 * batch + 3])) / LIST;
-  const device uint* words = summaries + (first + (there ? chunk : 0)) * WIDTH;
-  float steps[2];
+  const int first_chunk = RUN * SIDE * unit + lane / LANES;
+  const int held = n_records / LIST;
+  const size_t start = (size_t(head % size[5]) * size[1] + size_t(lengths[5 * batch + 3])) / LIST;
+  const float half_of = 0.5f / scale[1];  // in base-2 exponents
+  for (int from = 0; from < rows; from += ROWS) {
+    float q[ROWS * 4 * EACH];
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    steps[i] = kv_half_word<half>(words[WIDTH - 1], i);
-  }
-  const float varied = steps[1] * steps[1] * (0.5f / scale[1]);  // halved, in base-2 exponents
-  float mean[4 * EACH];
-  float variance[4 * EACH];
+    for (int row = 0; row < ROWS; row++) {
+      const int at = metal::min(from + row, rows - 1);
 #pragma unroll
-  for (int j = 0; j < EACH; j++) {
-    const int at = part + LANES * j;
-    const bool inside = there && at < WORDS;
-    const uint means = inside ? words[at] : 0u;
-    const uint deviations = inside ? words[WORDS + at] : 0u;
+      for (int j = 0; j < EACH; j++) {
+        float four[4];
+        kv_four<RK>(q_pages + (size_t(head) * rows + at) * RK, part + LANES * j, four);
 #pragma unroll
-    for (int n = 0; n < 4; n++) {
-      const float deviation = float((deviations >> (8 * n)) & 0xFFu);
-      mean[4 * j + n] = (float((means >> (8 * n)) & 0xFFu) - 128.0f) * steps[0];
-      variance[4 * j + n] = deviation * deviation * varied;
-    }
-  }
-  for (int row = 0; row < rows; row++) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-      float q[4];
-      kv_four<RK>(q_pages + (size_t(head) * rows + row) * RK, part + LANES * j, q);
-#pragma unroll
-      for (int n = 0; n < 4; n++) {
-        const float scaled = q[n] * scale[0];
-        sum = metal::fma(scaled, metal::fma(scaled, variance[4 * j + n], mean[4 * j + n]), sum);
+        for (int n = 0; n < 4; n++) {
+          q[(row * EACH + j) * 4 + n] = four[n] * scale[0];
+        }
       }
     }
+    uint next[2 * EACH + 1];
+    kv_chunk<WORDS, EACH, LANES>(summaries + (start + size_t(first_chunk < held ? first_chunk : 0)) * WIDTH, part, next);
+    for (int run = 0; run < RUN; run++) {
+      const int chunk = first_chunk + SIDE * run;
+      uint words[2 * EACH + 1];
 #pragma unroll
-    for (int step = 1; step < LANES; step *= 2) {
-      sum += simd_shuffle_xor(sum, ushort(step));
-    }
-    if (part == 0 && chunk < chunks) {
-      logs[(size_t(head) * rows + row) * units + chunk] = there ? sum + metal::log2(float(16 * LIST)) : NOTHING;
+      for (int i = 0; i < 2 * EACH + 1; i++) {
+        words[i] = next[i];
+      }
+      const int after = chunk + SIDE;
+      if (run + 1 < RUN) {
+        kv_chunk<WORDS, EACH, LANES>(summaries + (start + size_t(after < held ? after : 0)) * WIDTH, part, next);
+      }
+      const float step = kv_half_word<half>(words[2 * EACH], 0);
+      const float spread = kv_half_word<half>(words[2 * EACH], 1);
+      const float varied = spread * spread * half_of;
+      float sum[ROWS];
+#pragma unroll
+      for (int row = 0; row < ROWS; row++) {
+        sum[row] = 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < EACH; j++) {
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+          const float mean = metal::fma(float((words[j] >> (8 * n)) & 0xFFu), step, -128.0f * step);
+          const float deviation = float((words[EACH + j] >> (8 * n)) & 0xFFu);
+          const float variance = deviation * deviation * varied;
+#pragma unroll
+          for (int row = 0; row < ROWS; row++) {
+            const float asked = q[(row * EACH + j) * 4 + n];
+            sum[row] = metal::fma(asked, metal::fma(asked, variance, mean), sum[row]);
+          }
+        }
+      }
+#pragma unroll
+      for (int distance = 1; distance < LANES; distance *= 2) {
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+          sum[row] += simd_shuffle_xor(sum[row], ushort(distance));
+        }
+      }
+#pragma unroll
+      for (int row = 0; row < ROWS; row++) {
+        if (part == 0 && chunk < chunks && from + row < rows) {
+          logs[(size_t(head) * rows + from + row) * units + chunk] =
+              chunk < held ? sum[row] + metal::log2(float(16 * LIST)) : NOTHING;
+        }
+      }
     }
   }
 } else if (unit - of_pages < units - chunks) {
