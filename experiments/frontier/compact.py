@@ -1,6 +1,6 @@
 """Keep of a study's rows what its page says: `python -m experiments.frontier.compact ROWS... --out FILE.jsonl`.
 
-A line for each arm: KL, tokens alike and drafts accepted by text, answers by document; a line for each layer and size
+A line for each arm: KL and drafts accepted by text, answers by document; a line for each layer and size
 of pages: what an oracle needs, a mean over texts by query head and by kv head, with the spread of texts.
 """
 
@@ -18,7 +18,7 @@ from experiments.frontier.pages import NEED
 from experiments.options import Parser
 from mlxkv import console
 
-PER_TEXT = ("kl", "top1", "accepted")
+PER_TEXT = ("kl", "accepted")
 
 
 def arms(found: Sequence[rows.Row]) -> list[dict]:
@@ -29,13 +29,11 @@ def arms(found: Sequence[rows.Row]) -> list[dict]:
             continue
         where = row["model"], row["context"], row["preset"]
         one = out.setdefault(where, dict(zip(("model", "context", "arm"), where, strict=True)))
-        one["bits"], one["in_all"] = (
-            round(row[name], 4) for name in ("bits_per_value", "bits_with_windows")
-        )
+        one["bits"] = round(row["bits_per_value"], 4)
         if row["task"] == KL:
             one.setdefault("texts", []).append(row["text"])
             for name in PER_TEXT:
-                one.setdefault(name, []).append(float(f"{row[name]:.5g}"))
+                one.setdefault(name, []).append(float(f"{row[name]:.4g}"))
         else:
             answers = [all(values) for kind in row["right"].values() for values in kind]
             one.setdefault("right", []).append([sum(answers), len(answers)])

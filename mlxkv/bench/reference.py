@@ -6,8 +6,11 @@ import math
 
 import mlx.core as mx
 
+from mlxkv.cache.attention import chosen_of, stored_query
 from mlxkv.cache.reading import summary
-from mlxkv.cache.view import View
+from mlxkv.cache.reading.trial import LESS
+from mlxkv.cache.view import RecordPages, View
+from mlxkv.formats.rules.reading import count
 
 # Largest relative_rms(result, reference) that is right: the result is rounded to its type.
 BOUNDS = {mx.float32: 2e-3, mx.float16: 5e-3, mx.bfloat16: 1e-2}
@@ -54,9 +57,36 @@ def _seen(queries: mx.array, keys: mx.array, view: View, scale: float) -> mx.arr
     windows = mx.concatenate([keys[:, :, :start], keys[:, :, tail:]], axis=2)
     beside = mx.logsumexp((q[:, :, :, None] * windows[:, :, None]).sum(-1), axis=-1, keepdims=True)
     weight = summary.weights(logs + math.log(reading.chunk), beside)
-    read = mx.repeat(summary.taken(weight, reading.share), reading.chunk, axis=-1)
+    taken = summary.taken(weight, reading.share)
+    picked = _picked(queries, view, scale, count(chunks, reading.share), chunks)
+    # Near ties may fall to either side: of chunks that promise as much, those that were read count.
+    if picked is not None and mx.all(
+        (weight * picked).sum(-1) >= (1 - LESS) * (weight * taken).sum(-1)
+    ):
+        taken = picked
+    read = mx.repeat(taken, reading.chunk, axis=-1)
     more = keys.shape[2] - tail
     return mx.pad(read, [(0, 0), (0, 0), (start, more)], constant_values=True)
+
+
+def _picked(
+    queries: mx.array, view: View, scale: float, wanted: int, chunks: int
+) -> mx.array | None:
+    """Which chunks the kernels read, boolean [B, G, chunks]; None by plain ops, and where all are read."""
+    pages, live = view.pages, view.live[0]
+    if not isinstance(pages, RecordPages):
+        return None
+    q = queries.reshape(*live.shape[:2], -1, queries.shape[3])
+    sink = view.sink[0].shape[2] if view.sink else 0
+    lengths = ((pages.records, sink, live.shape[2]),) * len(queries)
+    found = chosen_of(
+        *(pages, stored_query(pages, q.astype(mx.float32)), q.astype(live.dtype)),
+        *(view.sink, view.live, lengths, scale, queries.shape[2], None),
+    )
+    if found is None:
+        return None
+    read = (found.chunks[..., :wanted, None] == mx.arange(chunks)).sum(-2)
+    return read > 0 if mx.all(read.sum(-1) == wanted) and read.max() == 1 else None
 
 
 def relative_rms(result: mx.array, expected: mx.array) -> float:

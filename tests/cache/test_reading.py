@@ -11,6 +11,8 @@ import pytest
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms
 
+from mlxkv.bench import reference as reference_of
+from mlxkv.bench.reference import reference, relative_rms
 from mlxkv.cache import selftest, stores
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
@@ -328,6 +330,29 @@ def test_what_cannot_be_read_in_part_is_refused(name):
     text = name if "read" in name else f"{name}+read0.5"
     with pytest.raises(UserError, match=r"\[CacheConfig\].*read"):
         parse_kv(text)
+
+
+def test_a_benchmark_judges_the_chunks_that_were_read(monkeypatch):
+    """Of near ties either may be read; what promises much less, or a chunk read twice, is wrong."""
+    with launch.using(make):
+        out, view = read(filled(HALF))
+        assert relative_rms(out, reference(asked(1), view, SCALE)) < 1e-4
+        choice = reference_of.chosen_of
+
+        def other(*args, at: int, to: int):
+            found = choice(*args)
+            chunks = np.array(found.chunks)
+            chunks[:, :, at] = to
+            return replace(found, chunks=mx.array(chunks))
+
+        weight = summary.weights  # all alike: any choice is as good
+        monkeypatch.setattr(summary, "weights", lambda *args: mx.ones_like(weight(*args)))
+        assert relative_rms(out, reference(asked(1), view, SCALE)) < 1e-4
+        monkeypatch.setattr(reference_of, "chosen_of", lambda *args: other(*args, at=0, to=1))
+        assert relative_rms(out, reference(asked(1), view, SCALE)) > 1e-2
+        monkeypatch.undo()
+        monkeypatch.setattr(summary, "weights", lambda *args: 1 / weight(*args))
+        assert relative_rms(out, reference(asked(1), view, SCALE)) > 1e-2
 
 
 # -- kernels

@@ -39,19 +39,26 @@ def reading(summaries: mx.array | None, share: float, chunk: int) -> Reading | N
 def summary(keys: mx.array, chunk: int) -> mx.array:
     """Stored keys [B, G, T, R] -> what their chunks are ranked by, [B, G, T / chunk, W] uint32, W of `rules.reading.
     words`: the codes of the means, four to a word, those of the deviations, and both steps."""
-    x = keys.astype(mx.float32).reshape(*keys.shape[:2], -1, chunk, keys.shape[3])
+    dims = keys.shape[3]
+    codes, steps = _codes(keys.reshape(*keys.shape[:2], -1, chunk, dims))
+    if dims % 4:
+        codes = mx.pad(codes, [(0, 0)] * 4 + [(0, -dims % 4)])
+    codes = codes.reshape(*codes.shape[:3], -1).view(mx.uint32)
+    return mx.concatenate([codes, steps[..., 0].view(mx.uint32)], axis=-1)
+
+
+@mx.compile  # one kernel where there would be five
+def _codes(keys: mx.array) -> tuple[mx.array, mx.array]:
+    """Keys [B, G, chunks, tokens, R] -> codes [B, G, chunks, 2, R] uint8 and steps [B, G, chunks, 2, 1] float16."""
+    x = keys.astype(mx.float32)
     mean = x.mean(3, keepdims=True)
-    deviation = mx.sqrt(mx.square(x - mean).mean(3))
-    codes, steps, spare = [], [], -keys.shape[3] % 4
-    for numbers, (most, none) in zip((mean[:, :, :, 0], deviation), CODES, strict=True):
-        step = mx.minimum(mx.abs(numbers).max(-1, keepdims=True) / most, MOST).astype(mx.float16)
-        size = step.astype(mx.float32)
-        code = mx.round(numbers / mx.where(size > 0, size, 1))
-        code = mx.clip(code, -most if none else 0, most) + none
-        codes.append(mx.pad(code.astype(mx.uint8), [(0, 0)] * 3 + [(0, spare)]))
-        steps.append(step)
-    words = (mx.concatenate(x, axis=-1).view(mx.uint32) for x in (codes, steps))
-    return mx.concatenate(list(words), axis=-1)
+    both = mx.concatenate([mean, mx.sqrt(mx.square(x - mean).mean(3, keepdims=True))], axis=3)
+    most, none = (mx.array(side, mx.float32)[:, None] for side in zip(*CODES, strict=True))
+    steps = mx.minimum(mx.abs(both).max(-1, keepdims=True) / most, MOST).astype(mx.float16)
+    size = steps.astype(mx.float32)
+    code = mx.round(both / mx.where(size > 0, size, 1))
+    low = mx.where(none > 0, -most, 0)
+    return (mx.clip(code, low, most) + none).astype(mx.uint8), steps
 
 
 def moments(summaries: mx.array, dims: int) -> tuple[mx.array, mx.array]:
