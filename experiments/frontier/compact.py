@@ -22,7 +22,7 @@ PER_TEXT = ("kl", "accepted")
 
 
 def arms(found: Sequence[rows.Row]) -> list[dict]:
-    """Return a dict for each model, context and arm."""
+    """Return a dict for each model, context and arm. Texts are named where they are others than of the arm before."""
     out: dict[tuple, dict] = {}
     for row in found:
         if row["task"] == NEED:
@@ -37,6 +37,11 @@ def arms(found: Sequence[rows.Row]) -> list[dict]:
         else:
             answers = [all(values) for kind in row["right"].values() for values in kind]
             one.setdefault("right", []).append([sum(answers), len(answers)])
+    before = None
+    for one in out.values():
+        if (texts := one.get("texts")) == before and texts is not None:
+            del one["texts"]
+        before = texts or before
     return list(out.values())
 
 
@@ -53,8 +58,8 @@ def needs(found: Sequence[rows.Row]) -> list[dict]:
         for name in ("need", "need_kv"):
             for mass in some[0][name]:
                 shares = np.array([row[name][mass] for row in some])  # [texts, heads]
-                one[f"{name} {mass}"] = [round(float(x), 4) for x in shares.mean(0)]
-                one[f"{name} {mass} texts"] = [round(float(x), 4) for x in shares.mean(1)]
+                one[f"{name} {mass}"] = [round(float(x), 3) for x in shares.mean(0)]
+                one[f"{name} {mass} texts"] = [round(float(x), 3) for x in shares.mean(1)]
         out.append(one)
     return out
 

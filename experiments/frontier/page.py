@@ -28,9 +28,12 @@ def read(files: Sequence[Path]) -> tuple[dict[tuple, Arms], list[dict]]:
     """Return the arms by model and context, and what an oracle needs."""
     found, needs = {}, []
     for file in files:
+        texts = None
         for line in file.read_text(encoding="utf-8").splitlines():
             one = json.loads(line)
             if "arm" in one:
+                if "kl" in one:
+                    texts = one.setdefault("texts", texts)
                 found.setdefault((one["model"], one["context"]), {})[one["arm"]] = one
             else:
                 needs.append(one)

@@ -34,11 +34,12 @@ DRAWN |= dict.fromkeys(("fill-2.25", "fill-2.5", "fill-3", "fill-4.5"), FILL)
 DRAWN |= dict.fromkeys(
     (
         f"2.25: {codes} {rank}"
-        for codes in ("int4", "fill-4", "fill-3")
+        for codes in ("int4", "fill-3")
         for rank in ("diagonal", "boxes")
     ),
     PAGES,
 )
+DRAWN |= {"2.25: int4 diagonal8 32": PAGES, "nested fill 1.6+1.3 base 0.125": NESTED}
 DRAWN |= dict.fromkeys((f"2.25: {codes} oracle" for codes in ("int4", "fill-3")), ORACLE)
 DRAWN |= dict.fromkeys(("nested fill 2+2 base", "nested fill 2+2 whole"), NESTED)
 DRAWN |= dict.fromkeys((f"nested fill 2+2 base {share}" for share in (0.125, 0.25)), NESTED)
@@ -88,7 +89,7 @@ def panels(found: dict[tuple, dict[str, dict]], beside: Sequence[Row]) -> str:
                     beside_marks.append((pair.value, one["bits"], said, colour))
             _named(axis, beside_marks)
             axis.set_yscale("log")
-            axis.set_xlim(1.4, WIDEST)
+            axis.set_xlim(1.1, WIDEST)
             axis.set_ylim(LOWEST, HIGHEST)
             axis.set_title(f"{model}, {context} tokens", fontsize=11)
             axis.set_xlabel("bits read per value and decode step")

@@ -1,6 +1,6 @@
 """Have pictures take fewer bytes: `python -m experiments.pages.smaller FILE.svg...`.
 
-Of what matplotlib writes, coordinates keep one decimal, and styles that come again and again become classes, named by
+Of what matplotlib writes, coordinates keep one decimal, lines are not indented, and styles that come again and again become classes, named by
 what they say, so that several pictures may stand in one page.
 """
 
@@ -17,11 +17,13 @@ from mlxkv import console
 
 OFTEN = 3  # times that a style is written, before it becomes a class
 COORDINATE = re.compile(r'(?<=[ "\n])(-?\d+\.\d)\d+(?=[ "\n])')
+AROUND = re.compile(r"[ \t]*\n[ \t]*")  # a break of a line
 STYLE = re.compile(r' style="([^"]+)"')
 
 
 def smaller(svg: str) -> str:
     """Return the picture; one that is small already stays as it is."""
+    svg = AROUND.sub("\n", svg)
     text = re.sub(r'(?<=[ "\n])(-?\d+)\.0(?=[ "\n])', r"\1", COORDINATE.sub(r"\1", svg))
     counts = Counter(STYLE.findall(text))
     names = {s: f"s{sha256(s.encode()).hexdigest()[:6]}" for s, n in counts.items() if n >= OFTEN}
