@@ -32,11 +32,7 @@ NAMED += ("naive-int4", "kivi-int4", "turbo-int3")
 DRAWN = {"int2": INT, "int3": INT, "int4": INT}
 DRAWN |= dict.fromkeys(("fill-2.25", "fill-2.5", "fill-3", "fill-4.5"), FILL)
 DRAWN |= dict.fromkeys(
-    (
-        f"2.25: {codes} {rank}"
-        for codes in ("int4", "fill-3")
-        for rank in ("diagonal", "boxes")
-    ),
+    (f"2.25: {codes} {rank}" for codes in ("int4", "fill-3") for rank in ("diagonal", "boxes")),
     PAGES,
 )
 DRAWN |= {"2.25: int4 diagonal8 32": PAGES, "nested fill 1.6+1.3 base 0.125": NESTED}

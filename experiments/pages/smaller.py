@@ -1,7 +1,7 @@
 """Have pictures take fewer bytes: `python -m experiments.pages.smaller FILE.svg...`.
 
-Of what matplotlib writes, coordinates keep one decimal, lines are not indented, and styles that come again and again become classes, named by
-what they say, so that several pictures may stand in one page.
+Of what matplotlib writes, coordinates keep one decimal, lines are not indented, and styles that come again and again
+become classes, named by what they say, so that several pictures may stand in one page.
 """
 
 from __future__ import annotations
