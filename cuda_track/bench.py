@@ -217,8 +217,9 @@ def codecs_of(config: CacheConfig, shape: Shape, device: torch.device) -> tuple[
     for side in _sides(config):
         turn = None
         if side.filled:
-            whole = torch.randn(shape.kv_heads, shape.dims, shape.dims, device=device)
-            down = torch.linalg.qr(whole)[0][..., : side.quantizer.dims].contiguous()
+            # On the CPU: a failure of the GPU is then one of what is timed, not of a solver's kernels.
+            whole = torch.randn(shape.kv_heads, shape.dims, shape.dims, device="cpu")
+            down = torch.linalg.qr(whole)[0][..., : side.quantizer.dims].contiguous().to(device)
             turn = Transform(down, down.mT.contiguous())
         made.append(Codec(side, shape.dims, config.page, turn, device))
     return tuple(made)

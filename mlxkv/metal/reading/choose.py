@@ -17,7 +17,7 @@ from mlxkv.metal.template import Pair, exponents, ints
 SIMDGROUPS = 8  # of a threadgroup that ranks, or chooses from few chunks
 MANY = 2048  # chunks, above which a threadgroup that chooses has MOST simdgroups
 MOST = 16
-RUN = 4  # chunks that a lane ranks one after the other
+RUN = 4  # chunks that lanes rank one after the other
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ def choose(
     own = starts or own_starts(batch, heads, room * each)
     at = division(lengths, starts, page)
     longest = min(room, -(-at.records // each))  # of one sequence: a buffer may hold many
-    side = (
-        2 if max(dims, q_pages.shape[3]) > 128 else 4
-    )  # chunks or tokens side by side in a simdgroup
+    side = 2 if max(dims, q_pages.shape[3]) > 128 else 4  # of a simdgroup, as in rank.metal
     beside = sum(-(-n // side) for n in windows)
     units, simdgroups = longest + beside, -(-longest // (RUN * side)) + beside
     sizes = five(lengths, own, 0)

@@ -34,7 +34,9 @@ if (unit < of_pages) {
   const int part = lane % LANES;
   const int first_chunk = RUN * SIDE * unit + lane / LANES;
   const int held = n_records / LIST;
-  const size_t start = (size_t(head % size[5]) * size[1] + size_t(lengths[5 * batch + 3])) / LIST;
+  // A sequence without pages may begin where the buffer ends.
+  const size_t start =
+      held > 0 ? (size_t(head % size[5]) * size[1] + size_t(lengths[5 * batch + 3])) / LIST : 0;
   const float half_of = 0.5f / scale[1];  // in base-2 exponents
   for (int from = 0; from < rows; from += ROWS) {
     float q[ROWS * 4 * EACH];
@@ -51,19 +53,10 @@ if (unit < of_pages) {
         }
       }
     }
-    uint next[2 * EACH + 1];
-    kv_chunk<WORDS, EACH, LANES>(summaries + (start + size_t(first_chunk < held ? first_chunk : 0)) * WIDTH, part, next);
     for (int run = 0; run < RUN; run++) {
       const int chunk = first_chunk + SIDE * run;
       uint words[2 * EACH + 1];
-#pragma unroll
-      for (int i = 0; i < 2 * EACH + 1; i++) {
-        words[i] = next[i];
-      }
-      const int after = chunk + SIDE;
-      if (run + 1 < RUN) {
-        kv_chunk<WORDS, EACH, LANES>(summaries + (start + size_t(after < held ? after : 0)) * WIDTH, part, next);
-      }
+      kv_chunk<WORDS, EACH, LANES>(summaries + (start + size_t(chunk < held ? chunk : 0)) * WIDTH, part, words);
       const float step = kv_half_word<half>(words[2 * EACH], 0);
       const float spread = kv_half_word<half>(words[2 * EACH], 1);
       const float varied = spread * spread * half_of;
