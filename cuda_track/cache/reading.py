@@ -29,8 +29,8 @@ def reading(summaries: torch.Tensor, share: float, chunk: int) -> Reading:
 
 
 def summary(keys: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Stored keys [B, G, T, R] -> what their chunks are ranked by, [B, G, T / chunk, 2 R + 4] uint8: the codes of the
-    means, those of the deviations, and the bytes of both steps in float16."""
+    """Stored keys [B, G, T, R] -> what their chunks are ranked by, [B, G, T / chunk, 2 R + 4] uint8: codes of the
+    means, codes of the deviations, and the bytes of both steps in float16."""
     x, out, steps = keys.float().unflatten(2, (-1, chunk)), [], []
     for numbers, (most, none) in zip((x.mean(3), x.std(3, correction=0)), CODES, strict=True):
         step = (numbers.abs().amax(-1, keepdim=True) / most).clamp(max=MOST).half()

@@ -38,7 +38,7 @@ def reading(summaries: mx.array | None, share: float, chunk: int) -> Reading | N
 
 def summary(keys: mx.array, chunk: int) -> mx.array:
     """Stored keys [B, G, T, R] -> what their chunks are ranked by, [B, G, T / chunk, W] uint32, W of `rules.reading.
-    words`: the codes of the means, four to a word, those of the deviations, and both steps."""
+    words`: codes of the means, four to a word, codes of the deviations, and both steps."""
     dims = keys.shape[3]
     codes, steps = _codes(keys.reshape(*keys.shape[:2], -1, chunk, dims))
     if dims % 4:

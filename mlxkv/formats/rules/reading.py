@@ -26,6 +26,6 @@ def chunk(page: int, whole_pages: bool) -> int:
 
 
 def words(dims: int) -> int:
-    """Return how many uint32 words say what a chunk is ranked by: the codes of the means of so many dims, those of the
+    """Return how many uint32 words say what a chunk is ranked by: codes of the means of so many dims, codes of the
     deviations, and two steps in float16. Each row of codes ends with a whole word."""
     return 2 * -(-dims // 4) + 1

@@ -4,10 +4,10 @@
 // many; or SIDE tokens of a window. Grid: (32 x simdgroups, 1, heads of the batch).
 //
 // q_pages, q_window, sink_k, live_k, lengths, scale: as in attend.metal
-// summaries [.., chunks, WIDTH]: the codes of the means of the stored dims, four to a word, those of the deviations, and
+// summaries [.., chunks, WIDTH]: the codes of the means of the stored dims, four to a word, then codes of deviations, and
 // both steps, halves
-// size [rows, capacity of records, sink capacity, live capacity, new tokens, kv heads, chunks, units: chunks, and
-//       those of windows]
+// size [rows, capacity of records, sink capacity, live capacity, new tokens, kv heads, chunks, units: chunks and
+//       SIDE tokens of a window]
 // logs [heads, rows, units]: first the chunks, then the sink, then live; NOTHING where there is none
 constexpr int LANES = RK > 128 || D > 128 ? 16 : 8;
 constexpr int SIDE = 32 / LANES;  // chunks, or tokens, side by side
