@@ -132,7 +132,7 @@ def models(json: Json = False) -> None:
 
 @app.command()
 def fit(
-    model: Model = "tiny",
+    model: Model = CHAT,
     config: Annotated[
         str | None, typer.Option("--config", help="A config.json in place of --model.")
     ] = None,

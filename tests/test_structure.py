@@ -20,9 +20,8 @@ FLOOR = {room: -i for i, rooms in enumerate(LAYERS.split(">")) for room in rooms
 LOWEST = FLOOR[""] = min(FLOOR.values())  # "": the package itself
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 NO_FRAMEWORK = {"mlxkv.formats", "mlxkv.spec", "mlxkv.texts", "mlxkv.models.catalog"}
-# Planting outliers in weights takes either framework's arrays, handed in; templates are rendered by
-# transformers in a process of its own.
-EXCEPTIONS = {"mlxkv.models.catalog.weights.plant", "mlxkv.models.catalog.rendering"}
+# Templates are rendered by transformers in a process of its own.
+EXCEPTIONS = {"mlxkv.models.catalog.rendering"}
 USES_MLX_LM = ("models", "serve", "bench", "chat.session", "eval.tasks.harness")
 SHARED = [
     "formats",

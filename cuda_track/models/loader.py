@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from cuda_track.models.seam import attach
@@ -22,13 +16,10 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_preset
 from mlxkv.models.catalog import folder
-from mlxkv.models.catalog.aliases import HUB, Source, resolve
+from mlxkv.models.catalog.aliases import HUB, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.rendering import bound
 from mlxkv.models.catalog.reports import LayerReport
-from mlxkv.models.catalog.weights import stored
-from mlxkv.models.catalog.weights.plant import check as check_plant
-from mlxkv.models.catalog.weights.plant import plant_folder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -50,13 +41,13 @@ def default_device() -> torch.device:
 
 
 def load(
-    name: str = "tiny",
+    name: str,
     kv: str | CacheConfig = "fp16",
     dtype: str | None = None,
     device: torch.device | str | None = None,
     calibration: Calibration | Path | str | None = None,
 ) -> Loaded:
-    """Load an embedded model, a folder, or `owner/name` of the hub, with the cache `kv`.
+    """Load a folder, or `owner/name` of the hub, with the cache `kv`.
 
     dtype: "float32", "float16" or "bfloat16"; by default as stored, on a CPU float32. Raises UserError.
     """
@@ -73,18 +64,17 @@ def load(
     mark = None
     if source.folder is not None:
         checked = folder.check(source.folder)
-        mark = fingerprint(checked, source.planted)
-        if "quantization" in checked.config and not source.decoded:
+        mark = fingerprint(checked)
+        if "quantization" in checked.config:
             raise UserError(
-                f"[load] {name} is stored in 8 bits as MLX packs them, which transformers cannot read; choose tiny"
+                f"[load] transformers cannot read weights that MLX has quantized; got {name}; choose a model of "
+                "transformers: owner/name on the hub, or a folder"
             )
-        if source.planted:
-            check_plant(stored.plain(checked.config), source.planted)
     where = source.folder or source.repo
     logging.disable_progress_bar()
     kind = DTYPES[dtype] if dtype else torch.float32 if device.type == "cpu" else "auto"
     try:
-        model = _decoded(source.folder, kind) if source.decoded else _model(where, kind)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=kind)
         tokenizer = AutoTokenizer.from_pretrained(where)
         bound(tokenizer, Path(where))
     except UserError:
@@ -92,8 +82,6 @@ def load(
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"[load] transformers cannot read {name!r}: {first}") from None
-    if source.planted:
-        _plant(model, source)
     model = model.to(device).eval()
     model._mlxkv_fingerprint = mark
     layers = attach(model, kv, calibration)
@@ -105,27 +93,3 @@ def load(
         layers=layers,
         fingerprint=mark,
     )
-
-
-def _model(where: Path | str, kind: torch.dtype | str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(where, dtype=kind)
-
-
-def _decoded(where: Path, kind: torch.dtype | str) -> PreTrainedModel:
-    """Load what `mlxkv.models.catalog.weights.stored` decodes: float16, or `kind` if that is a type."""
-    config = AutoConfig.from_pretrained(where)
-    config.quantization = None
-    dtype = kind if isinstance(kind, torch.dtype) else torch.float16
-    weights = {name: torch.from_numpy(x).to(dtype) for name, x in stored.decode(where).items()}
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    missing = model.load_state_dict(weights, strict=False).missing_keys
-    if missing != ["lm_head.weight"]:  # which is the embedding
-        raise ValueError(f"weights are missing: {', '.join(missing)}")
-    model.generation_config = GenerationConfig.from_pretrained(where)
-    return model
-
-
-def _plant(model: PreTrainedModel, source: Source) -> None:
-    config = stored.plain(folder.check(source.folder).config)
-    weights = plant_folder(dict(model.state_dict()), config, source.planted, source.folder)
-    model.load_state_dict(weights)

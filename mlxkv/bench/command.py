@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mlxkv.errors import UserError
+from mlxkv.models.catalog.aliases import CHAT
 
 Contexts = Annotated[str | None, typer.Option("--contexts", help="Tokens, by commas: 4k,32k.")]
 Kv = Annotated[str, typer.Option("--kv", help="Cache presets, by commas (mlxkv presets).")]
@@ -20,7 +21,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="tiny, a folder, a hub name; gemma-3-1b, qwen2.5-1.5b, qwen3-4b, qwen3-8b: random weights.",
+        help="An alias, a folder, a hub name; gemma-3-1b, qwen2.5-1.5b, qwen3-4b, qwen3-8b: random weights.",
     ),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")]
@@ -63,7 +64,7 @@ bench = typer.Typer(
 @bench.callback(invoke_without_command=True)
 def top(
     ctx: typer.Context,
-    model: Model = "tiny",
+    model: Model = CHAT,
     kv: Annotated[
         str,
         typer.Option(
@@ -176,7 +177,7 @@ def kernels(
 
 @bench.command()
 def decode(
-    model: Model = "tiny",
+    model: Model = CHAT,
     contexts: Contexts = None,
     kv: Kv = "fp16,int4",
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to decode.")] = 64,
@@ -225,7 +226,7 @@ One = Annotated[str, typer.Option("--kv", help="Cache preset (mlxkv presets).")]
 
 @bench.command()
 def load(
-    model: Model = "tiny",
+    model: Model = CHAT,
     kv: One = "int4",
     clients: Annotated[int, typer.Option("--clients", help="Streaming clients at once.")] = 16,
     minutes: Annotated[float, typer.Option("--minutes", help="How long to run.")] = 10,
@@ -262,7 +263,7 @@ def load(
 
 @bench.command()
 def reuse(
-    model: Model = "tiny",
+    model: Model = CHAT,
     kv: One = "int4",
     batches: Annotated[
         str, typer.Option("--batches", help="Requests at once, by commas.")
@@ -304,7 +305,7 @@ def _serve_options(model: str, kv: str, dtype: str | None, more: str) -> tuple[s
 
 @bench.command()
 def batch(
-    model: Model = "tiny",
+    model: Model = CHAT,
     batches: Annotated[
         str, typer.Option("--batches", help="Sequences decoded at once, by commas.")
     ] = "1,4,16",

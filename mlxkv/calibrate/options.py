@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from mlxkv.models.calibration import TOKENS
+from mlxkv.models.catalog.aliases import CHAT
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class CalibrateOptions:
 
     model: Annotated[
         str, Option("--model", "-m", help="An alias (mlxkv models), a hub name or a local folder.")
-    ] = "tiny"
+    ] = CHAT
     text: Annotated[
         list[str] | None,
         Option("--text", help="Text files in UTF-8. Default: text that comes with mlxkv."),

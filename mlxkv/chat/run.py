@@ -72,7 +72,7 @@ def check_session(options: ChatOptions, source: Source) -> None:
         raise head.wrong("is not a session saved by mlxkv chat")
     files.check_version(head)
     if source.folder is not None and source.folder.is_dir():
-        own = fingerprint(folder.check(source.folder), source.planted)
+        own = fingerprint(folder.check(source.folder))
         if not same_model(head.entries["fingerprint"], own):
             raise head.wrong(
                 f"belongs to another model; got {files.shown(head.entries['model'])}; this is "

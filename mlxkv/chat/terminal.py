@@ -26,6 +26,7 @@ from mlxkv.chat.wrap import Wrap
 from mlxkv.console import human_bytes, one_line, plain, say
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.saved.session import path_for
+from mlxkv.models.catalog.aliases import CHAT
 
 HELP = {
     "/help": "this list",
@@ -112,7 +113,7 @@ def interactive(session: Session) -> None:
     """Read prompts and commands until /exit or Ctrl-D."""
     out = Console(highlight=False)
     out.print("[dim]/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves[/dim]")
-    if session.loaded.embedded:
+    if session.loaded.name == CHAT:
         for line in welcome(session.loaded):
             out.print(f"[dim]{escape(line)}[/dim]")
     with History(COMMANDS), left_by_signals():

@@ -169,7 +169,7 @@ def models(as_json: bool) -> None:
         )
         return
     rows = [
-        [name, _embedded(source), "yes" if source.folder.is_dir() else "no"]
+        [name, "embedded", "yes" if source.folder.is_dir() else "no"]
         for name, source in EMBEDDED.items()
     ]
     rows += [
@@ -180,7 +180,3 @@ def models(as_json: bool) -> None:
     print_table(["--model", "what it is", "on disk"], rows)
     print("on disk: size in the hub's cache folder")
     print("--model also takes any hub name (owner/name) and any folder in the hub's format")
-
-
-def _embedded(source) -> str:
-    return f"embedded, planted: {source.planted}" if source.planted else "embedded"

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from mlxkv.models.catalog.aliases import CHAT
+
 
 def evaluate(
     model: Annotated[
@@ -15,7 +17,7 @@ def evaluate(
         typer.Option(
             "--model", "-m", help="An alias (mlxkv models), a hub name or a local folder."
         ),
-    ] = "tiny",
+    ] = CHAT,
     kv: Annotated[
         str, typer.Option("--kv", help="Cache presets, by commas; fp16 is always added.")
     ] = "int8,int4,fill-3,fill-2.25",
@@ -66,8 +68,8 @@ def evaluate(
     ] = "single,multi-key,multi-query,multi-value",
     needles: Annotated[
         str,
-        typer.Option("--needles", help="worlds (embedded models), plain English, or auto."),
-    ] = "auto",
+        typer.Option("--needles", help="plain (English), or worlds: simple sentences for very small models."),
+    ] = "plain",
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")
     ] = None,

@@ -21,12 +21,13 @@ from mlxkv.formats.plans.plan import Plan
 from mlxkv.machine import machine
 from mlxkv.metal.gpu import backends
 from mlxkv.metal.launch import backend
-from mlxkv.models.catalog.aliases import EMBEDDED
+from mlxkv.models.catalog.shapes import parameters
 from mlxkv.texts import sources
 from mlxkv.versions import versions
 
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to seal
-NEEDLES = ("auto", "worlds", "plain")
+NEEDLES = ("plain", "worlds")
+SMALL = 200e6  # weights of a model of which a second process costs little memory
 QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
 
 
@@ -46,7 +47,7 @@ def run(asked: SimpleNamespace) -> int:
         with arms.attached(max(calibrated, key=lambda name: _demand(arms.configs[name]))):
             pass
     console.note(cost(parts, arms))
-    results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(asked.model))
+    results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(arms.loaded.config))
     data = report.assemble(arms, spec.options, results, spec.windows)
     used = next(row for row in backends() if row["used"])
     data["machine"] = machine() | {"backend": used["name"], "device": used["device"]}
@@ -103,9 +104,6 @@ def _spec(asked: SimpleNamespace) -> plan.Spec:
     if asked.needles not in NEEDLES:
         choices = ", ".join(NEEDLES)
         raise UserError(f"[--needles] unknown; got {asked.needles!r}; choose from {choices}")
-    needles = asked.needles
-    if needles == "auto":
-        needles = "worlds" if asked.model.strip() in EMBEDDED else "plain"
     sources.check(asked.text)
     options = TaskOptions(
         contexts=tuple(dict.fromkeys(lengths)),
@@ -113,7 +111,7 @@ def _spec(asked: SimpleNamespace) -> plan.Spec:
         questions=asked.questions or (QUESTIONS_CPU if backend() == "cpu" else QUESTIONS),
         tokens=asked.tokens,
         texts=tuple(asked.text),
-        needles=needles,
+        needles=asked.needles,
         samples=asked.samples,
         kinds=tuple(dict.fromkeys(kind.strip() for kind in asked.kinds.split(","))),
     )
@@ -155,7 +153,7 @@ def _windows(text: str) -> tuple[int, int] | None:
     return int(numbers[0]), int(numbers[1])
 
 
-def _jobs(model: str) -> int:
+def _jobs(config: dict) -> int:
     """Return 2 for a small model on a CPU, where one process uses only one of the cores."""
-    small = model.strip() in EMBEDDED
+    small = parameters(config) < SMALL
     return 2 if small and backend() == "cpu" and (os.cpu_count() or 1) > 1 else 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlxkv import console, versions
 from mlxkv.codec import encoding
@@ -21,14 +20,13 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import rendering
-from mlxkv.models.catalog.aliases import CHAT, EMBEDDED, KV, resolve
+from mlxkv.models.catalog.aliases import CHAT, KV, resolve
 from mlxkv.models.catalog.asked import check_fold, dtype_name
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
 from mlxkv.models.catalog.hub import fetch, first_line
 from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
-from mlxkv.models.catalog.weights import plant, stored
 from mlxkv.models.decoders import not_used
 from mlxkv.models.hooks.mark import steps_of
 from mlxkv.models.loading import shares, weights
@@ -72,11 +70,6 @@ class Loaded:
         return (
             f"Loaded({self.name!r}, kv={self.kv_name!r}, dtype={kind!r}, layers={len(self.layers)})"
         )
-
-    @property
-    def embedded(self) -> bool:
-        """Whether the model comes with mlxkv: it knows only the small worlds of `texts.worlds`."""
-        return self.name in EMBEDDED
 
     def report(self) -> list[str]:
         """Return one line per kind of layer and one for decode steps, then the notes."""
@@ -148,38 +141,24 @@ def load(
     if calibration is not None:
         calibration = given(calibration)
     source = resolve(name)
-    if source.folder is not None and not source.folder.is_dir():
-        raise UserError(
-            f"[load] the embedded model is not installed; got {source.folder}; reinstall mlxkv"
-        )
-    files = check(source.folder or fetch(source.repo))
-    folder = replace(files, config=stored.plain(files.config)) if source.decoded else files
-    if source.planted:
-        plant.check(folder.config, source.planted)
+    folder = check(source.folder or fetch(source.repo))
     _check_temp()
-    foreign = source not in EMBEDDED.values()  # whose templates are our own
-    if foreign:
-        rendering.RENDERER.start()  # it is ready by the time that the weights are
+    rendering.RENDERER.start()  # it is ready by the time that the weights are
     host = host or _host(folder)
     model, full_config = (
-        weights.build(folder, source.decoded) if host == "mlx-lm" else _vision_model(folder)
+        weights.build(folder) if host == "mlx-lm" else _vision_model(folder)
     )
     size = 1 if group is None else group.size()
     if size > 1:
         shares.check(model, folder, size)
     notes = weights.set_dtype(model, dtype)
-    if source.planted:
-        plain = dict(tree_flatten(model.parameters()))
-        planted = plant.plant_folder(plain, full_config, source.planted, folder.path)
-        model.load_weights(list(planted.items()))
     if size == 1:
         weights.read(model, progress)
         weights.try_out(model, folder)
     vision = None if host == "mlx-lm" else _processor(folder, full_config)
     tokenizer = _tokenizer(folder, full_config, vision and vision.template)
-    if foreign:
-        rendering.bound(tokenizer._tokenizer, folder.path)
-    mark = fingerprint(files, source.planted)
+    rendering.bound(tokenizer._tokenizer, folder.path)
+    mark = fingerprint(folder)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
     layers = attach(model, kv, strict, fold=fold, group=group, encode=encode, windows=windows)

@@ -2,5 +2,5 @@
 
 corpus    passages written for this project
 sources   which text a run reads, as tokens
-worlds    generated stories, facts and chats, on which the embedded models are trained
+worlds    generated stories, facts and chats, of which the small models of the tests were trained
 """

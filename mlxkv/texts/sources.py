@@ -35,9 +35,8 @@ class Text:
 def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     """Return `count` tokens of the user's `files` (UTF-8, joined in order), or of built-in text.
 
-    loaded: a `models.Loaded`; its tokenizer and `embedded` are read. Embedded models get held-out
-    stories, because they know nothing else. Other models get the corpus, then the documentation of
-    the running Python. A BOS token comes first if the tokenizer has one, but not before stories.
+    loaded: a `models.Loaded`, whose tokenizer is read. Built in are the corpus, then the documentation of
+    the running Python. A BOS token comes first if the tokenizer has one.
 
     Raises UserError if a file cannot be read or if there are fewer than `count` tokens.
     """
@@ -48,8 +47,6 @@ def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
         name = ", ".join(Path(file).name for file in files)
         text = BETWEEN.join(_read(Path(file)) for file in files)
         return Text(name, _take(loaded, _parts(text), count, name))
-    if loaded.embedded:
-        return Text("stories", story_tokens(loaded, count))
     used = ["corpus evaluation"]
 
     def built_in() -> Iterator[str]:
@@ -69,20 +66,14 @@ def evaluation_texts(loaded, count: int, most: int, files: Sequence[Path] = ()) 
     source has no more, but at least one.
 
     files: the user's files, and folders of .txt and .md files; stretches of them in turn, files that
-    are too short are left out, and joined if all are. Otherwise as in `evaluation_tokens`: stories of
-    different seeds; or a kind of the corpus each, gone on with Python's documentation.
+    are too short are left out, and joined if all are. Otherwise a kind of the corpus each, gone on with
+    Python's documentation.
     Raises UserError as that does.
     """
     if most < 1:
         raise UserError(f"[--samples] at least 1 text is needed; got {most}")
     if files:
         return _stretches(loaded, count, most, expanded(files))
-    if loaded.embedded:
-        seeds = ["perplexity", *(f"perplexity-{i + 1}" for i in range(1, most))]
-        return [
-            Text(f"stories {i + 1}", story_tokens(loaded, count, seed))
-            for i, seed in enumerate(seeds)
-        ]
     kinds = list(corpus.passages("evaluation").items())
     more = _documentation()
     out: list[Text] = []
@@ -153,13 +144,11 @@ def calibration_text() -> str:
 def calibration_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     """Return at most `count` tokens of the user's `files`, or of text that no evaluation reads.
 
-    Without files, embedded models get stories of another seed and others get `calibration_text`.
+    Without files, of `calibration_text`.
     There is no BOS. Raises UserError if a file cannot be read.
     """
     if count < 1:
         raise UserError(f"[--tokens] at least 1 token is needed; got {count}")
-    if not files and loaded.embedded:
-        return Text("stories", story_tokens(loaded, count, seed="calibration"))
     if files:
         name, text = ", ".join(f.name for f in files), BETWEEN.join(_read(f) for f in files)
     else:

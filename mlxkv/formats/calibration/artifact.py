@@ -223,7 +223,6 @@ def find(
     """
     shipped = sorted(model_folder.glob(f"{NAME}*.safetensors")) if model_folder else []
     for path in shipped:
-        # The hard form of an embedded model shares the folder with the plain one; each has a file.
         mark = _open(path, False)[0].get("fingerprint")
         if len(shipped) == 1 or same_model(str(mark), fingerprint):
             found = read(path)

@@ -12,47 +12,22 @@ from pathlib import Path
 
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
-from mlxkv.models.catalog.weights.plant import KINDS
 
 HERE = Path(__file__).resolve().parents[1] / "embedded"
-# What people talk to where they name none, in chat, demo, serve and `load`; commands that measure take tiny.
+# What every command and `load` take where no model is named.
 CHAT, KV = "tiny-chat", "int4"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: a folder on this machine, or `owner/name` on the Hugging Face hub.
-
-    planted: what is planted in the weights while loading, to make caches harder to compress: a kind of
-        `catalog.weights.plant`, "" for nothing.
-    """
+    """Where a model comes from: a folder on this machine, or `owner/name` on the Hugging Face hub."""
 
     name: str
     folder: Path | None = None
     repo: str | None = None
-    planted: str = ""
-
-    @property
-    def decoded(self) -> bool:
-        """Whether its weights are stored in few bits and computed with in 16 (`catalog.weights.stored`)."""
-        return self.folder is not None and self.folder.resolve() in DECODED
 
 
-DECODED = (HERE / "tiny", HERE / "tiny-qwen")
-EMBEDDED: dict[str, Source] = {
-    "tiny": Source("tiny", folder=HERE / "tiny"),
-    "tiny-chat": Source("tiny-chat", folder=HERE / "tiny-chat"),
-    "tiny-hard": Source("tiny-hard", folder=HERE / "tiny", planted="reciprocal"),
-    "tiny-keys": Source("tiny-keys", folder=HERE / "tiny", planted="keys"),
-    "tiny-massive": Source("tiny-massive", folder=HERE / "tiny", planted="massive"),
-    "tiny-qwen": Source("tiny-qwen", folder=HERE / "tiny-qwen"),
-    "tiny-qwen-hard": Source("tiny-qwen-hard", folder=HERE / "tiny-qwen", planted="reciprocal"),
-    "tiny-qwen-keys": Source("tiny-qwen-keys", folder=HERE / "tiny-qwen", planted="keys"),
-    "tiny-qwen-offset": Source("tiny-qwen-offset", folder=HERE / "tiny-qwen", planted="offset"),
-    "tiny-qwen-massive": Source("tiny-qwen-massive", folder=HERE / "tiny-qwen", planted="massive"),
-}
-# Measured in docs, with a calibration in the package, as tiny-chat has. The others' are made on the spot and kept.
-SHIPPED = ("tiny", "tiny-hard", "tiny-qwen", "tiny-qwen-hard")
+EMBEDDED: dict[str, Source] = {"tiny-chat": Source("tiny-chat", folder=HERE / "tiny-chat")}
 
 HUB: dict[str, str] = {
     "gemma-3-1b": "mlx-community/gemma-3-1b-it-4bit",
@@ -84,8 +59,7 @@ def complete_model(incomplete: str) -> list[str]:
 def resolve(name: str) -> Source:
     """Find the source of `name`: an alias, a folder on this machine, or `owner/name` on the hub.
 
-    An alias wins over a folder of the same name; write `./tiny` for the folder. FOLDER+KIND plants what
-    `catalog.weights.plant` calls KIND. Raises UserError for anything else.
+    An alias wins over a folder of the same name; write `./NAME` for the folder. Raises UserError for anything else.
     """
     text = name.strip()
     if text in EMBEDDED:
@@ -95,9 +69,6 @@ def resolve(name: str) -> Source:
     folder = user_path(text, "--model")
     if text and folder.is_dir():
         return Source(text, folder=folder)
-    plain, plus, kind = text.rpartition("+")
-    if plus and kind in KINDS and user_path(plain, "--model").is_dir():
-        return Source(text, folder=user_path(plain, "--model"), planted=kind)
     if folder.is_file():
         raise UserError(
             f"[--model] a model is a folder in the hub's format; got the file {text}; name its "

@@ -15,16 +15,16 @@ MOST = 16  # pieces of one tensor
 ENDS = 64 << 10  # bytes at both ends of a file, in fingerprints of earlier versions
 
 
-def fingerprint(folder: Folder, planted: str = "") -> str:
+def fingerprint(folder: Folder) -> str:
     """32 hex digits that identify a model (`mlxkv.formats.saved.marks`); .1 s to 2 s for any size.
 
-    Hashed: the configuration, the tokenizer, what is planted (keys differ then), and of every
-    tensor its name, type, shape and up to 16 pieces of 4 KiB, evenly spread, both ends among them; 64 MiB
-    of a large model. Names of files and how tensors are dealt to them do not count. A model that differs
+    Hashed: the configuration, the tokenizer, and of every tensor its name, type, shape and up to 16 pieces of
+    4 KiB, evenly spread, both ends among them; 64 MiB of a large model. Names of files and how tensors are
+    dealt to them do not count. A model that differs
     between the pieces only is not told apart: this tells models apart that were made apart, it is no seal.
     """
     digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
-    digest.update(_planted(planted))
+    digest.update(b"plain")
     for file in _tokenizers(folder):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as stream:
@@ -45,12 +45,7 @@ def fingerprint(folder: Folder, planted: str = "") -> str:
     finally:
         for stream in streams:
             os.close(stream)
-    return digest.hexdigest()[:DIGITS] + older(folder, planted)
-
-
-def _planted(kind: str) -> bytes:
-    """The first plant had no name: files name its models without one."""
-    return b"planted" + kind.removeprefix("reciprocal").encode() if kind else b"plain"
+    return digest.hexdigest()[:DIGITS] + older(folder)
 
 
 def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:
@@ -67,11 +62,11 @@ def _tokenizers(folder: Folder) -> list[Path]:
     return [folder.path / name for name in TOKENIZER_FILES if (folder.path / name).is_file()]
 
 
-def older(folder: Folder, planted: str = "") -> str:
+def older(folder: Folder) -> str:
     """16 hex digits, the fingerprint of versions before: the headers of the weight files and 64 KiB at both
     ends of their data and of the tokenizer files. Two models of one shape may have the same."""
     digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
-    digest.update(_planted(planted))
+    digest.update(b"plain")
     starts = {
         file: header.start for file, header in zip(folder.weights, folder.headers, strict=True)
     }

@@ -1,4 +1,4 @@
-"""Find a model's config.json and the size of its weights: embedded, a folder, the hub's cache or the hub.
+"""Find a model's config.json and the size of its weights: a folder, the hub's cache or the hub.
 
 No framework is imported here, and no weights are read: `fit` and `models` need names and sizes only.
 """
@@ -40,7 +40,7 @@ def hub_cache() -> dict[str, int]:
 
 
 def locate(model: str) -> Place:
-    """Find a model by alias, embedded name, folder or hub name."""
+    """Find a model by alias, folder or hub name."""
     source = resolve(model)
     if source.folder is not None:
         return _local(source.name, source.folder)

@@ -11,34 +11,27 @@ from mlx.utils import tree_flatten
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.folder import Folder
 from mlxkv.models.catalog.hub import first_line
-from mlxkv.models.catalog.weights import stored
 
 AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
 
 
-def build(folder: Folder, decoded: bool = False) -> tuple[nn.Module, dict]:
+def build(folder: Folder) -> tuple[nn.Module, dict]:
     """Return the model, its weights not evaluated yet, and the configuration as mlx-lm completes it.
 
-    decoded: with what `catalog.weights.stored` decodes; `folder.config` says nothing of codes then. Raises UserError.
+    Raises UserError.
     """
     from mlx_lm.utils import _get_classes, load_model
 
     kind = folder.config["model_type"]
     try:
-        classes = _get_classes(folder.config)
+        _get_classes(folder.config)
     except (ValueError, AttributeError, TypeError):  # no such file in mlx-lm, or none with a model
         raise UserError(
             f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in "
             f"{folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
         ) from None
     try:
-        if not decoded:
-            return load_model(folder.path, lazy=True)
-        model, config = classes[0](classes[1].from_dict(folder.config)), folder.config
-        given = {name: mx.array(x) for name, x in stored.decode(folder.path).items()}
-        model.load_weights(list(model.sanitize(given).items()))
-        model.eval()
-        return model, dict(config)
+        return load_model(folder.path, lazy=True)
     except Exception as error:  # mlx-lm raises anything when files are wrong
         raise UserError(
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "

@@ -1,4 +1,4 @@
-"""Small worlds in simple English: text to train and judge the embedded models.
+"""Small worlds in simple English: text on which very small models are trained and judged.
 
     haystack(kind, rng, length)   a long text and many questions about it (kinds: needles.KINDS)
     chat_questions(split)         chats that end in a question with one right answer

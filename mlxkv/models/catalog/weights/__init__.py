@@ -1,1 +1,0 @@
-"""What becomes of weights while a model is loaded: codes are decoded, outliers planted. No framework is imported."""
