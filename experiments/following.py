@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from experiments.ablation.domains import JUDGED, judged_on
+from experiments.fixtures import QWEN
 from experiments.options import Parser, at_least, words
 from mlxkv import console
 from mlxkv.cache.adaptive import AdaptiveKVCache
@@ -171,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser("following", __doc__)
     add = parser.add_argument
     add("what", choices=WHAT)
-    add("--model", default="tiny-hard", help="an alias, a hub name or a folder (shift, stored)")
+    add("--model", default=QWEN, help="an alias, a hub name or a folder (shift, stored)")
     add("--kv", type=words, default=words(KV), help="presets, by commas")
     add("--first", default="stories", choices=TEXTS, help="kind of text of the prompt")
     add("--second", default="corpus code", choices=TEXTS, help="kind of text that is decoded")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from experiments import collect
 from experiments.ablation.collect import figure, percent
+from experiments.fixtures import QWEN, TINY
 from experiments.options import Parser, words
 from mlxkv import console, plots
 from mlxkv.errors import MachineError, UserError
@@ -25,7 +26,6 @@ from mlxkv.eval.report.pictures import SMALLEST
 from mlxkv.formats.config import LEARNED
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models.catalog.aliases import SHIPPED
 
 EQUAL, OWN = "64,64", "own"
 TASKS = "divergence,retrieval"
@@ -63,8 +63,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--models",
         type=words,
-        default=list(SHIPPED),
-        help="by commas; default: those with a calibration",
+        default=[TINY, QWEN],
+        help="by commas; default: the small models of the tests",
     )
     add(
         "--kv",

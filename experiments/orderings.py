@@ -16,6 +16,7 @@ import mlx.core as mx
 from rich.console import Console
 from rich.progress import Progress
 
+from experiments.fixtures import QWEN
 from experiments.options import Parser, at_least, write
 from mlxkv import console
 from mlxkv.cache.compressed import CompressedKVCache
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser("orderings", __doc__)
     parser.add_argument("what", choices=("seeds", "scales"))
     add = parser.add_argument
-    add("--model", default="tiny-qwen", help="an alias, a hub name or a folder")
+    add("--model", default=QWEN, help="an alias, a hub name or a folder")
     add("--context", default="4096", help="tokens of the prompt")
     add("--decode", type=int, default=512, help="tokens decoded one by one after the context")
     add("--seeds", type=int, default=5, help="sign seeds (seeds)")

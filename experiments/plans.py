@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.fixtures import QWEN, TINY
 from experiments.options import Parser, check_out, made_on, words, write
 from mlxkv import console
 from mlxkv.calibrate import budget
@@ -143,7 +144,7 @@ def markdown(data: dict) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("plans", __doc__)
-    parser.add_argument("--models", type=words, default=("tiny", "tiny-qwen"))
+    parser.add_argument("--models", type=words, default=(TINY, QWEN))
     parser.add_argument("--budgets", default=BUDGETS)
     parser.add_argument("--menu", default=budget.MENU)
     parser.add_argument("--tokens", type=int, default=8900, help="of calibration text")

@@ -23,13 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.fixtures import QWEN
 from experiments.options import Parser, words
 from mlxkv import console
 from mlxkv.errors import UserError
-from mlxkv.models.catalog.aliases import EMBEDDED
 
 ROOT = Path(__file__).parents[1]
-TINY = EMBEDDED["tiny-qwen"].folder
 WAIT = 900  # seconds for a program to answer
 MLX = "mlx[cpu]" if sys.platform == "linux" else "mlx"
 # The sets do not go into one environment: mlx-openai-server asks for mlx-lm 0.31.
@@ -136,7 +135,7 @@ def prepare(work: Path) -> None:
     """The model without its calibrations, which mlx-vlm would read as weights, and texts for the programs."""
     shutil.rmtree(work, ignore_errors=True)
     ignored = shutil.ignore_patterns("mlxkv-calibration*")
-    shutil.copytree(TINY, work / "model", ignore=ignored)
+    shutil.copytree(QWEN, work / "model", ignore=ignored)
     (work / "texts").mkdir()
     for name in ("train", "valid", "test"):
         lines = [json.dumps({"text": QUESTION})] * 8

@@ -6,6 +6,7 @@ bytes of the sessions with their common beginning stored once, and with a copy i
 
 from __future__ import annotations
 
+from experiments.fixtures import QWEN, TINY
 from experiments.options import Parser, at_least, words
 from mlxkv import console
 from mlxkv.bench.server.asking import QUESTION, Texts
@@ -41,7 +42,7 @@ def row(model: str, kv: str, chats: int, prompt: int) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("sharing", __doc__)
     add = parser.add_argument
-    add("--models", type=words, default=("tiny-qwen", "tiny"), help="by commas")
+    add("--models", type=words, default=(QWEN, TINY), help="by commas")
     add("--kv", default="int4", help="cache preset")
     add("--chats", type=int, default=8, help="chats about the document")
     add("--prompt", default="2700", help="tokens of the document, about")

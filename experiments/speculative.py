@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from experiments.fixtures import QWEN
 from experiments.options import Parser, check_out, made_on, words, write
 from mlxkv import console
 from mlxkv.models import load
@@ -60,8 +61,8 @@ def measure(args, kv: str) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("speculative", __doc__)
-    parser.add_argument("--model", default="tiny-qwen")
-    parser.add_argument("--draft", default="tiny-qwen")
+    parser.add_argument("--model", default=QWEN)
+    parser.add_argument("--draft", default=QWEN)
     parser.add_argument("--draft-kv", default="fp16")
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--kv", type=words, default=("fp16", "int4", "int2"))

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from experiments.fixtures import TINY
 from experiments.options import Parser
 from mlxkv import console
 from mlxkv.errors import UserError
@@ -106,7 +107,7 @@ def step_calls(layout: str = "int4") -> dict[str, tuple[float, float]]:
     from mlxkv.models import load
 
     home = str(Path(mlxkv.models.__file__).parents[1])
-    model = load("tiny", "fp16").model
+    model = load(TINY, "fp16").model
     reports = mlxkv.models.attach(model, layout)
     layers = sum(report.compressed for report in reports)
     cache = model.make_cache()

@@ -16,6 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from experiments.fixtures import QWEN
 from experiments.options import Parser, at_least, check_out, made_on, numbers, words, write
 from mlxkv import console
 from mlxkv.eval.tasks.exact import divergence
@@ -95,7 +96,7 @@ def row(name: str, loaded, data: mx.array, args, base: mx.array) -> dict:
 def main(arguments: list[str] | None = None) -> None:
     parser, start = Parser("taking_back", __doc__), time.perf_counter()
     add = parser.add_argument
-    add("--model", default="tiny-qwen", help="a model with a calibration of its own")
+    add("--model", default=QWEN, help="a model with a calibration of its own")
     add("--presets", type=words, default=tuple(PRESETS), help="by commas; default: all")
     add("--times", default="0,1,10,100", help="replies taken back, by commas")
     add("--prompt", type=int, default=470, help="tokens of each prompt")

@@ -77,7 +77,7 @@ def test_unknown_preset(chat):
 
 def test_unknown_model(chat):
     line = chat("--prompt", "hi", model="no-such-model")
-    assert "'no-such-model'" in line and "tiny" in line
+    assert "'no-such-model'" in line and "gemma-3-1b" in line
 
 
 def test_empty_prompt(chat):

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from small_models import TINY
 
 from mlxkv import files
 from mlxkv.errors import UserError
@@ -138,13 +139,12 @@ def test_what_is_kept_for_a_user(tmp_path, monkeypatch):
     from mlxkv import console
     from mlxkv.chat import typed
     from mlxkv.formats.calibration import artifact
-    from mlxkv.models.catalog import locate
 
     for module in (console, typed):
         monkeypatch.setattr(module, "cache_dir", lambda: tmp_path / "cache" / "mlxkv")
     with typed.History():
         pass
-    made = artifact.read(Path(locate.__file__).parents[1] / "embedded" / "tiny")
+    made = artifact.read(Path(TINY))
     artifact.write(tmp_path / "of" / "mine" / "c.safetensors", made)
     assert artifact.read(tmp_path / "of" / "mine" / "c.safetensors").digest == made.digest
     for path in tmp_path.rglob("*"):

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 from configs import Config
+from mlxkv.models.catalog.weights import stored
 from model import Model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from mlxkv.models.catalog.weights import stored
 
 OUTPUT = "lm_head.weight"
 GENERATION = {"bos_token_id": 1, "eos_token_id": [4, 2], "pad_token_id": 0, "do_sample": False}

@@ -15,10 +15,10 @@ from random import Random
 import export
 import torch
 from evaluate import EXACT, Asker, Scheme, forward, peaks
+from mlxkv.models.catalog.weights.plant import plant
 from model import Model
 from tokenizers import Tokenizer
 
-from mlxkv.models.catalog.weights.plant import plant
 from mlxkv.texts.worlds import chat_questions, haystack, stories
 
 # (kind, thousands of tokens, least share of right values, or None where it is only reported)

@@ -13,6 +13,7 @@ from rich.progress import Progress
 from experiments import ablation
 from experiments.ablation import bits, deal
 from experiments.ablation.asked import Asked
+from experiments.fixtures import QWEN
 from experiments.options import Parser, check_out, made_on, numbers, pairs, words, write
 from mlxkv import console
 from mlxkv.errors import UserError
@@ -66,7 +67,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("ablation", ablation.__doc__)
     add = parser.add_argument
     add("what", help=", ".join(WHAT))
-    add("--model", default="tiny-qwen", help="an alias, a hub name or a folder")
+    add("--model", default=QWEN, help="an alias, a hub name or a folder")
     add("--context", help="tokens; 8192, for bits a list of contexts")
     add("--decode", type=int, default=512, help="tokens decoded one by one after the context")
     add("--questions", type=int, default=16, help="of each kind; 0 means no retrieval (parts)")

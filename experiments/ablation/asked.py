@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experiments.ablation.recipes import RECIPES
+from experiments.fixtures import QWEN
 from experiments.options import at_least
 from mlxkv.errors import UserError
 from mlxkv.eval.tasks.retrieval import SHORTEST
@@ -23,7 +24,7 @@ class Asked:
     with each of them. sinks, recents: of `windows`. only: arms to run, all if empty. recipe: of the
     transforms that `domains` calibrates."""
 
-    model: str = "tiny-qwen"
+    model: str = QWEN
     context: int = 8192
     decode: int = 512
     questions: int = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from experiments.ablation.asked import Asked
 from experiments.ablation.recipes import RECIPES, Kitchen
+from experiments.fixtures import QWEN, TINY
 from mlxkv import console
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.tasks import divergence, retrieval
@@ -55,7 +56,7 @@ def judge(asked: Asked, arms: Arms, names: list[str], progress: Progress) -> Res
     found = divergence.measure(arms, names, text.tokens, asked.context, progress)
     rows = {name: judged(result) for name, result in found.items()}
     if asked.questions:
-        needles = "worlds" if arms.loaded.embedded else "plain"
+        needles = "worlds" if arms.loaded.name in (TINY, QWEN) else "plain"
         options = TaskOptions(
             (asked.context,),
             questions=asked.questions,

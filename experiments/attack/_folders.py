@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.attack.frame import PATIENCE, Attempt
+from experiments.fixtures import QWEN, TINY
 from mlxkv.console import one_line
-from mlxkv.models.catalog.aliases import EMBEDDED
 
 SECONDS = 2.0  # of processor time, until a folder has to be refused
-LOADER = """
+LOADER = (
+    f"""
+MODEL = {QWEN!r}"""
+    + """
 import json, sys, time
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
 from mlxkv.chat.session import Session
-load("tiny-qwen", "int4")  # what is imported once is no part of a check
+load(MODEL, "int4")  # what is imported once is no part of a check
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     name, start = json.loads(line), time.process_time()
@@ -38,6 +41,7 @@ for line in sys.stdin:
         end, seconds = ["raised", type(error).__name__ + ": " + str(error)[:200]], 0.0
     print(json.dumps([*end, seconds]), flush=True)
 """
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,10 @@ class Case:
     harmless: bool = False
 
 
-def whole(folder: Path, model: str = "tiny") -> Path:
-    """A copy of an embedded model: links to its files, to be replaced."""
+def whole(folder: Path, model: str = TINY) -> Path:
+    """A copy of a model: links to its files, to be replaced."""
     folder.mkdir(parents=True)
-    for file in EMBEDDED[model].folder.iterdir():
+    for file in Path(model).iterdir():
         if file.is_file() and "calibration" not in file.name:
             (folder / file.name).symlink_to(file)
     return folder

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 from experiments.attack._folders import whole
 from experiments.attack.frame import Attempt, command
+from experiments.fixtures import TINY
 from mlxkv.cli import main
 
 RAW = "\x1b]0;owned\x07\x1b[31mred"
@@ -50,7 +51,7 @@ def attempts(short: bool) -> Iterator[Attempt]:
     yield from _options(short)
     yield from _commands(short)
     with TemporaryDirectory() as name:
-        folder = whole(Path(name) / "a[" / "b]", "tiny")
+        folder = whole(Path(name) / "a[" / "b]", TINY)
         ran = command("chat", "--model", str(folder), "--prompt", "Hi", "--max-tokens", "2")
         yield Attempt("a model's folder that looks like markup", ran.code == 0, ran.note)
 
@@ -59,7 +60,7 @@ def _options(short: bool) -> Iterator[Attempt]:
     """Every option with every value: refused in one line, mostly in this process, as that is quick."""
     for option, values in OPTIONS.items():
         for name, value in list(values.items())[:: 4 if short else 1]:
-            words = ["chat", "--model", "tiny", "--prompt", "Hi", option, value]
+            words = ["chat", "--model", TINY, "--prompt", "Hi", option, value]
             label = f"{option} {name[:20]!r}"
             if short or (option, name) not in BY_PROCESS:
                 yield _inside(label, words)
@@ -108,7 +109,7 @@ def _commands(short: bool) -> Iterator[Attempt]:
         ["eval", "--model", LONG],
     ):
         yield _inside(_label(words), words)
-    ran = command("chat", RAW, "--model", "tiny", "--max-tokens", "2")  # a prompt: anything goes
+    ran = command("chat", RAW, "--model", TINY, "--max-tokens", "2")  # a prompt: anything goes
     yield Attempt(_label(["chat", RAW]), ran.code == 0 and ran.clean, ran.note)
 
 

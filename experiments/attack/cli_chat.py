@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 from experiments.attack.frame import Attempt
+from experiments.fixtures import TINY
 from mlxkv.chat.session import Session
 from mlxkv.chat.terminal import interactive
 from mlxkv.console import one_line
@@ -48,7 +49,7 @@ LINES = [
 
 
 def attempts(short: bool) -> Iterator[Attempt]:
-    loaded = load("tiny", "int4")
+    loaded = load(TINY, "int4")
     session = Session(loaded, max_tokens=2)
     list(session.ask("Hi"))
     with TemporaryDirectory() as name, _inside(Path(name)):

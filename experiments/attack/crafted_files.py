@@ -13,15 +13,15 @@ from safetensors.numpy import load_file, save
 
 from experiments.attack._folders import Case, replace, tried, whole
 from experiments.attack.frame import Attempt, command
+from experiments.fixtures import QWEN, TINY
 from mlxkv.console import one_line
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import Basis
 from mlxkv.formats.calibration.balance import Balance
-from mlxkv.models.catalog.aliases import EMBEDDED
 
 RAW = "\x1b]0;owned\x07\x1b[31mred"
-FILE = EMBEDDED["tiny-qwen"].folder / "mlxkv-calibration.safetensors"
+FILE = Path(QWEN) / "mlxkv-calibration.safetensors"
 WEIGHTS = "model.safetensors"
 VALUES = ["x", RAW, -1, 0.5, True, None, [], {}, 1 << 70, 10**4000]
 WORDS = ["1e999", "NaN", "Infinity", "-1e999"]
@@ -155,7 +155,7 @@ def _commands(base: Path, short: bool) -> Iterator[Attempt]:
     file.write_bytes(save(tensors, {"mlxkv": json.dumps(header)}))
     pipe = base / "pipe.safetensors"
     os.mkfifo(pipe)
-    chat = ("chat", "--model", "tiny-qwen", "--kv", "oscar-int2", "--prompt", "Hi")
+    chat = ("chat", "--model", QWEN, "--kv", "oscar-int2", "--prompt", "Hi")
     for name, path in {"escapes in the model's name": file, "a pipe": pipe}.items():
         ran = command(*chat, "--calibration", str(path))
         yield Attempt(f"chat --calibration: {name}", ran.one_line, ran.note)
@@ -165,7 +165,7 @@ def _commands(base: Path, short: bool) -> Iterator[Attempt]:
 
 def _weights(base: Path, short: bool) -> Iterator[Case]:
     """Weights whose numbers are wrong; headers are the part of `hostile_model`."""
-    source = EMBEDDED["tiny"].folder / WEIGHTS
+    source = Path(TINY) / WEIGHTS
     weights = load_file(source)
     name = "model.layers.3.mlp.down_proj.scales"  # codes are whole numbers
     assert name in weights
@@ -177,6 +177,6 @@ def _weights(base: Path, short: bool) -> Iterator[Case]:
         yield Case(f"weights: {what}", folder, "weights hold NaN")
     if short:
         return
-    folder = whole(base / "calibration beside the weights", "tiny-qwen")
+    folder = whole(base / "calibration beside the weights", QWEN)
     os.mkfifo(folder / FILE.name)
     yield Case("a pipe as the calibration beside the weights", folder, FILE.name)

@@ -17,6 +17,7 @@ import mlx.core as mx
 from experiments.attack import _crafted
 from experiments.attack.frame import Attempt, alive, command, server
 from experiments.attack.sessions import talk
+from experiments.fixtures import TINY
 from mlxkv.errors import UserError
 from mlxkv.models import load
 from mlxkv.models.generate import new_cache
@@ -32,7 +33,7 @@ def attempts(short: bool) -> Iterator[Attempt]:
     before = os.umask(0)
     logging.disable(logging.CRITICAL)  # what is set aside is counted here
     try:
-        loaded = load("tiny", "int4")
+        loaded = load(TINY, "int4")
         with TemporaryDirectory() as folder:
             yield from _folders(Path(folder), loaded)
         with TemporaryDirectory() as folder:
@@ -242,17 +243,17 @@ def _found(base: Path, loaded, short: bool) -> Iterator[Attempt]:
 
 def _servers(base: Path, short: bool) -> Iterator[Attempt]:
     """A real server in a folder of the worst."""
-    loaded = load("tiny", "int4")
+    loaded = load(TINY, "int4")
     folder = _place(base, loaded)
     for i, (_, put) in enumerate(_crafted.odd_files(folder, "odd.safetensors")):
         put()
         os.rename(folder / "odd.safetensors", folder / f"{i}.safetensors")
     with server("--kv-disk", str(base)) as running:
         yield Attempt("a server starts beside all that may lie there", alive(running.port))
-        ran = command("serve", "--model", "tiny", "--port", "0", "--kv-disk", str(base))
+        ran = command("serve", "--model", TINY, "--port", "0", "--kv-disk", str(base))
         yield Attempt("a second server is refused in one line", ran.one_line, ran.note)
         yield Attempt("and the first goes on", alive(running.port))
     if not short:
         os.chmod(base, 0o777)
-        ran = command("serve", "--model", "tiny", "--port", "0", "--kv-disk", str(base))
+        ran = command("serve", "--model", TINY, "--port", "0", "--kv-disk", str(base))
         yield Attempt("a server in a folder open to all", ran.one_line, ran.note)

@@ -18,9 +18,10 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread
 
 from experiments.attack.frame import Attempt, ask, command, raw, server
+from experiments.fixtures import QWEN
 from mlxkv.serve.run import GRACE, TOLD
 
-MODEL, TOKENS = "tiny-qwen", 1500  # of a reply that is not done when the signal comes
+MODEL, TOKENS = QWEN, 1500  # of a reply that is not done when the signal comes
 PROMPTS = [f"{i} The river is long and nobody knows the way home. " * 12 for i in range(3)]
 TERM, INT, HUP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MOST = GRACE + TOLD + 20  # seconds until a server has ended, on a busy machine

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 from experiments.attack.frame import Attempt, alive, server
+from experiments.fixtures import QWEN, TINY
 from mlxkv.bench.server.served import ServerProcess
 
 LONG = "The river is long and nobody knows the way home. "
@@ -17,10 +18,10 @@ LEAST = 120.0  # seconds; and as long as all would take one after the other, ten
 
 
 def attempts(short: bool) -> Iterator[Attempt]:
-    for model in ("tiny-qwen",) if short else ("tiny-qwen", "tiny"):
+    for model in (QWEN,) if short else (QWEN, TINY):
         with server("--prefill-step", "128", model=model) as running:
             yield from _greedy(model, running.port, 3 if short else 8, 1 if short else 5)
-            if model == "tiny-qwen":  # the caches of tiny do not join: one after the other
+            if model == QWEN:  # the caches of tiny do not join: one after the other
                 yield from _beside_long(model, running.port, 30 if short else 200)
             yield from _left(model, running, 3 if short else 12)
             yield Attempt(f"{model}: the server is well after all of that", alive(running.port))

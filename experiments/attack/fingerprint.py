@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from experiments.attack._folders import edit, replace, whole
 from experiments.attack.frame import Attempt, ask, command, server
+from experiments.fixtures import QWEN
 from mlxkv.chat.session import Session
 from mlxkv.formats.saved.marks import same_model
 from mlxkv.models import load
@@ -32,9 +33,9 @@ def attempts(short: bool) -> Iterator[Attempt]:
 
 def _differing(base: Path, short: bool) -> Iterator[Attempt]:
     """Every tensor changed alone, in a copy; half of them together; the same model in other clothes."""
-    folder = whole(base / "one", "tiny-qwen")
+    folder = whole(base / "one", QWEN)
     first, weights = fingerprint(check(folder)), load_file(folder / WEIGHTS)
-    other = whole(base / "other", "tiny-qwen")
+    other = whole(base / "other", QWEN)
 
     def mark(changed: dict) -> str:
         (other / WEIGHTS).unlink()
@@ -50,7 +51,7 @@ def _differing(base: Path, short: bool) -> Iterator[Attempt]:
     yield Attempt("half of the tensors differ", not same_model(found, first))
     yield Attempt("the same weights, written again", same_model(mark({}), first))
     yield Attempt(
-        "a copy of links", same_model(first, fingerprint(check(whole(base / "copy", "tiny-qwen"))))
+        "a copy of links", same_model(first, fingerprint(check(whole(base / "copy", QWEN))))
     )
     edit(other, "config.json", rope_theta=5.0)
     yield Attempt("config.json differs", not same_model(fingerprint(check(other)), first))
@@ -63,7 +64,7 @@ def _noisy(array: np.ndarray, seed: float) -> np.ndarray:
 
 def _sessions(base: Path, short: bool) -> Iterator[Attempt]:
     """A conversation of one model, given to another: sessions of chat, and of the server."""
-    one, two = whole(base / "a", "tiny-qwen"), whole(base / "b", "tiny-qwen")
+    one, two = whole(base / "a", QWEN), whole(base / "b", QWEN)
     # A quarter of the weights moves by one number. The ends of the file stay, as do names and shapes.
     data = bytearray((one / WEIGHTS).read_bytes())
     start = int.from_bytes(data[:8], "little") + 8 + (1 << 17)

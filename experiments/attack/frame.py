@@ -16,6 +16,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import experiments.attack
+from experiments.fixtures import TINY
 from mlxkv.bench.server.served import ServerProcess
 
 PATIENCE = 60.0  # seconds until an attempt counts as a hang
@@ -111,7 +112,7 @@ def command(
     return Ran(code, out, err, time.perf_counter() - start)
 
 
-def server(*options: str, model: str = "tiny", kv: str = "int4") -> ServerProcess:
+def server(*options: str, model: str = TINY, kv: str = "int4") -> ServerProcess:
     """A server in a process of its own, for `with`. Raises MachineError if it does not start."""
     return ServerProcess("--model", model, "--kv", kv, *options)
 

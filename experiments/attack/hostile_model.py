@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from experiments.attack._folders import Case, edit, replace, tried, whole
 from experiments.attack.frame import Attempt, command
+from experiments.fixtures import TINY
 from mlxkv.models.catalog.folder import INDEX
 from mlxkv.models.catalog.numbers import BOUNDS
 
@@ -83,7 +84,7 @@ ONCE = {
 
 
 def _cases(base: Path) -> Iterator[Case]:
-    def made(name: str, change: Callable[[Path], None], model="tiny", names="", harmless=False):
+    def made(name: str, change: Callable[[Path], None], model=TINY, names="", harmless=False):
         folder = whole(base / str(len(list(base.iterdir()))), model)
         change(folder)
         return Case(name, folder, names, harmless)
@@ -251,9 +252,9 @@ def _weights() -> dict[str, bytes]:
 
 def _commands(base: Path, short: bool) -> Iterator[Attempt]:
     """A few of them by the commands: what the terminal shows is one plain line."""
-    odd = whole(base / "raw", "tiny")
+    odd = whole(base / "raw", TINY)
     edit(odd, "config.json", model_file=RAW)
-    deep = whole(base / "deep", "tiny")
+    deep = whole(base / "deep", TINY)
     replace(deep, "config.json", DEEP["lists"])
     ran = command("chat", "--model", str(odd), "--prompt", "Hi")
     yield Attempt("chat: model_file escapes", ran.one_line, ran.note)
@@ -264,7 +265,7 @@ def _commands(base: Path, short: bool) -> Iterator[Attempt]:
         yield Attempt(f"{name}: config.json nested", ran.one_line, ran.note)
     sizes = ({"num_hidden_layers": 1 << 40}, {"num_attention_heads": 0, "head_dim": None})
     for changes in (*sizes, {"layer_types": [3]}, {"hidden_size": "x"}, {"text_config": [1]}):
-        config = whole(base / f"fit{len(list(base.iterdir()))}", "tiny")
+        config = whole(base / f"fit{len(list(base.iterdir()))}", TINY)
         edit(config, "config.json", **changes)
         ran = command("fit", "--config", str(config))
         yield Attempt(f"fit: {changes}", ran.one_line or ran.code == 0, ran.note)

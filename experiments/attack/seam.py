@@ -17,6 +17,7 @@ from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from experiments.attack.frame import Attempt
+from experiments.fixtures import QWEN, TINY
 from mlxkv.errors import UserError
 from mlxkv.models import attach, detach, load
 
@@ -39,7 +40,7 @@ SIZES = {
 TEXT = mx.arange(400) % 251
 NOT_MODELS = (
     None,
-    "tiny",
+    TINY,
     3,
     {},
     [],
@@ -55,8 +56,8 @@ def attempts(short: bool) -> Iterator[Attempt]:
     models = {name: _random(name) for name in FAMILIES}
     cases = [("llama", kv) for kv in (PRESETS[:2] if short else PRESETS)]
     if not short:
-        models["tiny-qwen"] = load("tiny-qwen", "fp16").model
-        cases += [("tiny-qwen", kv) for kv in CALIBRATED]
+        models[QWEN] = load(QWEN, "fp16").model
+        cases += [(QWEN, kv) for kv in CALIBRATED]
         cases += [(name, "int4") for name in FAMILIES[1:]]
     for name, kv in cases:
         for what, use in USES.items():

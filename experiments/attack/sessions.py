@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from experiments.attack import _crafted
 from experiments.attack.frame import Attempt, command
+from experiments.fixtures import QWEN, TINY
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load, prompt_cache
 from mlxkv.models.generate import new_cache
@@ -22,11 +23,11 @@ from mlxkv.models.generate import new_cache
 LIMIT = 2.0  # seconds of this process until a file is refused
 # Kinds of caches: (model, preset, tokens), and only every so many of their cases in the short form.
 KINDS = {
-    "windows and pages": ("tiny", "int4", 540, 6),
-    "windows in full precision": ("tiny", "fp16", 100, 25),
-    "calibrated pages": ("tiny", "int2", 300, 40),
-    "a basis that follows": ("tiny-qwen", "oja-0.75+int4", 300, 25),
-    "pages that are selected": ("tiny-qwen", "int4+keep0.5", 300, 40),
+    "windows and pages": (TINY, "int4", 540, 6),
+    "windows in full precision": (TINY, "fp16", 100, 25),
+    "calibrated pages": (TINY, "int2", 300, 40),
+    "a basis that follows": (QWEN, "oja-0.75+int4", 300, 25),
+    "pages that are selected": (QWEN, "int4+keep0.5", 300, 40),
 }
 
 
@@ -86,7 +87,7 @@ def _refused(name: str, use: Callable[[], object], named: str) -> Attempt:
 
 
 def _odd_files(folder: Path, short: bool) -> Iterator[Attempt]:
-    loaded, path = load("tiny", "int4"), folder / "odd.safetensors"
+    loaded, path = load(TINY, "int4"), folder / "odd.safetensors"
     for name, put in _crafted.odd_files(folder, path.name):
         put()
         yield _refused(f"{name} is loaded", lambda: prompt_cache.load(str(path), loaded), path.name)
@@ -98,7 +99,7 @@ def _odd_files(folder: Path, short: bool) -> Iterator[Attempt]:
 
 def _saving(folder: Path) -> Iterator[Attempt]:
     """What /save does to its target."""
-    loaded = load("tiny", "int4")
+    loaded = load(TINY, "int4")
     saved = talk(loaded, 40)
     path = prompt_cache.save(str(folder / "talk"), saved, loaded)
     yield _mode("a session is nobody else's", path, 0o600)
@@ -173,7 +174,7 @@ def _private(folder: Path) -> Iterator[Attempt]:
     try:
         with History():
             pass
-        made = artifact.read(load("tiny", "fp16").path)
+        made = artifact.read(load(TINY, "fp16").path)
         artifact.write(folder / "of" / "mine" / "c.safetensors", made)
     finally:
         for name, value in zip(("XDG_CACHE_HOME", "HOME"), before, strict=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from experiments.attack.frame import Attempt, alive, ask, server
+from experiments.fixtures import QWEN, TINY
 
 KEYS = ("operator-key", "victim-key", "attacker-key")
 OPTIONS = [word for key in KEYS for word in ("--api-key", key)]
@@ -19,7 +20,7 @@ LONG = "The river is long and the boat is small, and nobody knows the way home. 
 
 
 def attempts(short: bool) -> Iterator[Attempt]:
-    for model in ("tiny-qwen",) if short else ("tiny-qwen", "tiny"):
+    for model in (QWEN,) if short else (QWEN, TINY):
         with TemporaryDirectory() as folder:
             options = (*OPTIONS, "--kv-disk", folder)
             with server(*options, model=model) as running:
@@ -27,7 +28,7 @@ def attempts(short: bool) -> Iterator[Attempt]:
                 yield from _times(model, running.port, 0 if short else 5)
                 yield from _numbers(model, running.port)
             yield from _restart(model, options, Path(folder))
-    with server(model="tiny-qwen") as running:
+    with server(model=QWEN) as running:
         for name in ("cache_salt",) if short else ("cache_salt", "user"):
             victim, others = {name: "victim"}, [{}, {name: "victi"}, {name: "x" * 512}]
             for other in others[:1] if short else others:

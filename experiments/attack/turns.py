@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 
 from experiments.attack.frame import Attempt, alive, ask, command, server
+from experiments.fixtures import QWEN, TINY
 from mlxkv.models import load
 from mlxkv.models.turns import Cut, Turns
 
@@ -15,7 +16,7 @@ PLACES = ("{}", "a {} b", "{}{}", "\n{}\n", "<{}>", "{} ", "x{}y{}", '{{"a": "{}
 
 
 def attempts(short: bool) -> Iterator[Attempt]:
-    for model in ("tiny-qwen",) if short else ("tiny-qwen", "tiny"):
+    for model in (QWEN,) if short else (QWEN, TINY):
         tokenizer = load(model, "fp16").tokenizer
         words = [str(one) for one in tokenizer.added_tokens_decoder.values()]
         yield from _table(model, tokenizer, words)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from experiments.evidence import corpus, measure, work
 from experiments.evidence.measure import OWN, Asked
+from experiments.fixtures import QWEN, TINY
 from experiments.options import Parser, at_least, words
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.catalog.aliases import EMBEDDED
 
 ROWS = "rows.jsonl"
 RESTARTS = 3
@@ -83,7 +83,7 @@ def planned(args: argparse.Namespace, presets: Presets, splits: tuple) -> tuple[
     for pair in args.windows:
         if pair != OWN and not all(part.isdigit() for part in pair.split(",", 1)):
             raise UserError(f"[--windows] not two numbers; got {pair!r}; write 64,64 or own")
-    if args.texts is None and (others := [m for m in args.models if m not in EMBEDDED]):
+    if args.texts is None and (others := [m for m in args.models if m not in (TINY, QWEN)]):
         raise UserError(f"[--texts] is needed for {others[0]}; got none; name the folder of texts")
     try:
         args.out.mkdir(parents=True, exist_ok=True)

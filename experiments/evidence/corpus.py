@@ -22,14 +22,13 @@ QUESTIONS = ("single", "multi-query")  # of 8 each, a document has 16
 
 @dataclass(frozen=True)
 class Held:
-    """folder: with the splits. embedded: for the models that come with mlxkv, which know stories alone:
-    texts are made of them where the folder is None."""
+    """folder: with the splits. Where it is None, texts are stories, which the small models of the tests know."""
 
     folder: Path | None
 
     @property
     def calibrates(self) -> bool:
-        """Whether `calibration` is to be used: an embedded model comes with its own."""
+        """Whether `calibration` is to be used: the small models of the tests have their own."""
         return self.folder is not None
 
     @cached_property
@@ -101,7 +100,7 @@ class Held:
         return self.folder / split / f"{name}.txt"
 
 
-STORIES = 8  # texts of a split for the embedded models
+STORIES = 8  # texts of a split for the small models of the tests
 
 
 def kind(name: str) -> str:

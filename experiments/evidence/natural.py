@@ -7,7 +7,7 @@ calibrated on HELD/calibration. Results are lines of OUT/rows.jsonl; what is the
 so a run that was stopped goes on. `page` makes tables and a picture of it.
 
 --processes N starts N processes with a share each, on GPUs in turn; on several hosts use --shares I/N and
-read all files together. Without --texts the embedded models read stories of their own world.
+read all files together. Without --texts the small models of the tests read stories of their own world.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from experiments.evidence import corpus, measure, page, rows, shared, work
 from experiments.evidence.command import ROWS
+from experiments.fixtures import QWEN, TINY
 from experiments.options import Parser, at_least, made_on, words
 from mlxkv import console, scrub
 from mlxkv.errors import UserError
 from mlxkv.eval.arms import BASELINE
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.catalog.aliases import EMBEDDED
 from mlxkv.texts import sources
 from mlxkv.texts.corpus import KINDS, passages
 
@@ -46,7 +46,7 @@ MANUAL = "manual"
 
 @dataclass(frozen=True)
 class Bundled(corpus.Held):
-    """Texts that come with mlxkv and with the running Python, for any model but the embedded ones."""
+    """Texts that come with mlxkv and with the running Python, for pretrained models."""
 
     folder: Path | None = None
 
@@ -118,9 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
     at_least("--decode", args.decode, 1)
     at_least("--questions", args.questions, 1)
     at_least("--documents", args.documents, 0)
-    if args.share is not None and args.model in EMBEDDED:
+    if args.share is not None and args.model in (TINY, QWEN):
         raise UserError(
-            f"[--share] is for pretrained models; got {args.model}, which comes with mlxkv"
+            f"[--share] is for pretrained models; got {args.model}, a fixture of the tests"
         )
     name = scrub.public_name(args.model)
     stem = re.sub(r"[^\w.-]+", "-", name)
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"[--out] cannot make it; got {out}: {error.strerror}") from None
-    held = corpus.Held(None) if args.model in EMBEDDED else Bundled()
+    held = corpus.Held(None) if args.model in (TINY, QWEN) else Bundled()
     asked = measure.Asked(held, out, args.decode, args.questions, args.dtype)
     asks = [corpus.TEST], [context], args.documents, document
     units = work.units(asked, {args.model: presets}, [WINDOWS], *asks)

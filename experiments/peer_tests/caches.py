@@ -13,10 +13,10 @@ import mlx_lm.server  # noqa: F401 (all modules that hold what is replaced are i
 import mlx_lm.utils
 from mlx_lm.models import cache
 
-from experiments.peer_tests.names import KINDS, MODEL
+from experiments.fixtures import QWEN
+from experiments.peer_tests.names import KINDS
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach
-from mlxkv.models.catalog.aliases import resolve
 from mlxkv.models.catalog.reports import LayerReport
 
 INT4 = PRESETS["int4"]
@@ -26,7 +26,7 @@ models = {"all": 0, "part": 0, "none": 0}  # how much of each model's caches tha
 
 
 def put(kind: str) -> None:
-    """Models that tests fetch are MODEL; with a kind of ours every model is attached."""
+    """Models that tests fetch are QWEN; with a kind of ours every model is attached."""
     _replace(_local(mlx_lm.utils.load))
     if (kv := CONFIGS[kind]) is not None:
         _replace(_attached(cache.make_prompt_cache, kv))
@@ -50,12 +50,12 @@ def _attached(make, kv):
 
 
 def _local(load):
-    """load that takes MODEL for every name on the hub."""
+    """load that takes QWEN for every name on the hub."""
 
     @wraps(load)
     def local(name, *args, **kwargs):
-        folder = name if Path(name).is_dir() else resolve(MODEL).folder
-        model, *rest = load(str(folder), *args, **kwargs)
+        folder = name if Path(name).is_dir() else QWEN
+        model, *rest = load(folder, *args, **kwargs)
         model.set_dtype(mx.float32)  # 16 bits are slow on a CPU
         mx.eval(model.parameters())  # here: servers of the tests run it in another thread
         return model, *rest

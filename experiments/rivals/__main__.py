@@ -1,4 +1,4 @@
-"""Compare siblings of the balanced maps on one model: `python -m experiments.rivals --model tiny-qwen`.
+"""Compare siblings of the balanced maps on one model: `python -m experiments.rivals --model FOLDER`.
 
 The arms are plain operations on a plain cache, which pay for no speed and save no memory: each codes the tokens
 that have left the windows and decodes them at once. Fits see one calibration, the same for all; presets of
@@ -27,11 +27,12 @@ from mlx_lm.models.cache import KVCache
 from rich.console import Console
 from rich.progress import Progress
 
+from experiments.fixtures import QWEN
 from experiments.options import Parser, at_least, check_out, made_on, words, write
-from experiments.plants import CORPUS, STORIES, calibration_text, markdown, texts, told
 from experiments.rivals import coders
 from experiments.rivals.caches import Lossy
 from experiments.rivals.coders import Coder, Fit
+from experiments.rivals.reading import CORPUS, STORIES, calibration_text, markdown, texts, told
 from mlxkv import console
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence
@@ -179,7 +180,7 @@ def show(document: dict) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("rivals", __doc__)
     add = parser.add_argument
-    add("--model", default="tiny-qwen", help="an alias, a hub name or a folder")
+    add("--model", default=QWEN, help="an alias, a hub name or a folder")
     add("--kv", type=words, default=words(PRESETS), help="presets beside the arms, by commas")
     add("--context", default="768", help="tokens of the prompt")
     add("--decode", type=int, default=32, help="tokens decoded one by one after the context")

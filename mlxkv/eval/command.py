@@ -68,7 +68,9 @@ def evaluate(
     ] = "single,multi-key,multi-query,multi-value",
     needles: Annotated[
         str,
-        typer.Option("--needles", help="plain (English), or worlds: simple sentences for very small models."),
+        typer.Option(
+            "--needles", help="plain (English), or worlds: simple sentences for very small models."
+        ),
     ] = "plain",
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")

@@ -145,9 +145,7 @@ def load(
     _check_temp()
     rendering.RENDERER.start()  # it is ready by the time that the weights are
     host = host or _host(folder)
-    model, full_config = (
-        weights.build(folder) if host == "mlx-lm" else _vision_model(folder)
-    )
+    model, full_config = weights.build(folder) if host == "mlx-lm" else _vision_model(folder)
     size = 1 if group is None else group.size()
     if size > 1:
         shares.check(model, folder, size)

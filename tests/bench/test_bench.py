@@ -8,6 +8,7 @@ from bench_workers import fails, said
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
 from on_emulator import make
+from small_models import TINY
 
 from mlxkv.bench import reference, subject
 from mlxkv.bench.kernels import attend, case, encode, run
@@ -204,7 +205,7 @@ def test_kernels_refuses(capsys, options, words):
         (("--fill", "lazy"), ("[--fill]", "choose from auto, prefill, direct")),
         (("--dtype", "int8"), ("[--dtype]", "choose from float32")),
         (("--bits", "5"), ("[--bits]", "choose from 2, 3, 4")),
-        (("--model", "tiny", "--bits", "4"), ("[--bits]", "random weights")),
+        (("--model", TINY, "--bits", "4"), ("[--bits]", "random weights")),
         (("--model", "no-such-model"), ("no-such-model", "choose")),
     ],
 )

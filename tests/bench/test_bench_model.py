@@ -14,6 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from bench_workers import ABOUT, RUN, shuffle
+from small_models import TINY
 
 from mlxkv.bench.whole import gate, plan, process, rows, share, worker
 from mlxkv.bench.whole import run as whole
@@ -143,7 +144,7 @@ def test_a_worker_that_dies_is_an_answer(monkeypatch, code):
 
 
 def test_a_worker_ends_when_nobody_waits_for_it():
-    request = json.dumps({"task": "about", "watched": True, "model": "tiny", "dtype": None})
+    request = json.dumps({"task": "about", "watched": True, "model": TINY, "dtype": None})
     done = subprocess.run(
         [sys.executable, "-m", "mlxkv.bench.whole.worker", request],
         stdin=subprocess.DEVNULL,

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from batches import alone, together
 from random_models import random_model, tokens
+from small_models import TINY
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
@@ -42,11 +43,11 @@ def test_so_it_is_beside_caches_of_other_kinds(family):
 
 
 def test_the_trained_model_with_calibrated_two_bits():
-    check(load("tiny", "int2").model)
+    check(load(TINY, "int2").model)
 
 
 def test_a_basis_that_follows_the_text():
-    model = load("tiny", "oja-0.75+int4").model
+    model = load(TINY, "oja-0.75+int4").model
     prompts = [tokens(n, seed=n).tolist() for n in (150, 5)]
     expected = [alone(model, p, 12) for p in prompts]
     assert together(model, prompts, (12, 12), late=1) == expected

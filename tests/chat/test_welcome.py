@@ -12,7 +12,7 @@ from mlxkv.models.catalog.aliases import CHAT, EMBEDDED, HUB
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int4"])
-@pytest.mark.parametrize("name", [n for n, source in EMBEDDED.items() if not source.planted])
+@pytest.mark.parametrize("name", EMBEDDED)
 def test_the_prompts_work(name, kv):
     loaded = load(name, kv)
     assert len(answers(name)) == 5

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make
+from small_models import TINY
 
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
@@ -87,7 +88,7 @@ def test_no_kernel_encodes_when_the_cpu_is_asked_for(pair):
 
 
 def test_caches_of_an_attached_model_and_saved_ones_encode_as_asked(tmp_path):
-    loaded = load("tiny", "int4", encode=encoding.COLUMNS)
+    loaded = load(TINY, "int4", encode=encoding.COLUMNS)
     with pytest.raises(UserError, match="kernel, cpu, cpu-columns"):
         attach(loaded.model, "int4", encode="gpu")
     cache = make_prompt_cache(loaded.model)

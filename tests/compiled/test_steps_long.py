@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from small_models import TINY
 from stepping import same_caches, steps_of
 
 import mlxkv
@@ -23,7 +24,7 @@ PROMPT = "Tell me the whole story of the lighthouse, from its first stone on."
 def test_a_thousand_tokens(kv):
     """int2 has maps of its own for every layer. Caches hold the same behind the text, but for a code on a
     rounding tie here and there: keys are products in half precision."""
-    loaded = mlxkv.load("tiny", kv)
+    loaded = mlxkv.load(TINY, kv)
     model, steps = loaded.model, steps_of(loaded.model)
     text, found = mx.array(loaded.tokenizer.encode(PROMPT)), []
     for off in (None, "a test"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from mlx_lm.models.cache import make_prompt_cache
+from small_models import TINY
 from transformers import DynamicCache
 
 from cuda_track import calibrate, eval
@@ -25,7 +26,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def loaded():
-    return load("tiny", "fp16", "float32")
+    return load(TINY, "fp16", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def made(loaded, tokens):
 
 
 def test_moments_are_those_of_mlx(made, tokens):
-    theirs = models.load("tiny", "fp16", dtype="float32")
+    theirs = models.load(TINY, "fp16", dtype="float32")
     right = mlx_calibrate.calibrate(theirs.model, tokens, text="a text", bos=1)
     assert set(made.layers) == set(right.layers)
     assert made.fingerprint == right.fingerprint
@@ -68,7 +69,7 @@ def test_a_file_is_read_by_both(made, loaded, tmp_path):
     assert back.digest == made.digest
     reports = seam.attach(loaded.model, "balanced-int2", path)
     assert [r.compressed for r in reports] == [False, True] * 4
-    assert models.load("tiny", "oscar-int2", calibration=path).layers[1].compressed
+    assert models.load(TINY, "oscar-int2", calibration=path).layers[1].compressed
     seam.attach(loaded.model, "fp16")
 
 
@@ -93,7 +94,7 @@ def test_keys_without_their_mean(made, loaded, tokens):
 
 def test_bits_by_direction_are_those_of_mlx(made, loaded, tokens):
     ids, errors = torch.tensor([tokens[:300]]), []
-    theirs = models.load("tiny", "fill-2.25", dtype="float32", calibration=made)
+    theirs = models.load(TINY, "fill-2.25", dtype="float32", calibration=made)
     right = [one.config for one in make_prompt_cache(theirs.model) if hasattr(one, "config")]
     with torch.no_grad():
         exact = loaded.model(ids, **handed(DynamicCache(config=loaded.model.config))).logits

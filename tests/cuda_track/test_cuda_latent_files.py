@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from small_models import TINY
 
 from cuda_track.cache.latent import LatentKVCache
 from cuda_track.calibrate import calibrate
@@ -44,7 +45,7 @@ def hub(tmp_path_factory) -> Path:
     for name, p in made.named_parameters():
         p.data += (0.1 if "norm" in name else 0.05) * torch.randn_like(p)
     out = tmp_path_factory.mktemp("mla") / "hub"
-    export.write(made, ROOT / "mlxkv" / "models" / "embedded" / "tiny", out)
+    export.write(made, Path(TINY), out)
     return out
 
 

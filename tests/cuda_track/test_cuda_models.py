@@ -1,4 +1,4 @@
-"""The embedded models in transformers and in MLX: the same codes, the same text, the same files."""
+"""The trained models of tests/data in transformers and in MLX: the same codes, the same text, the same files."""
 
 import sys
 from importlib.metadata import version
@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from small_models import DATA, QWEN, TINY
 
 from cuda_track import cli
 from cuda_track import generate as generation
@@ -29,13 +30,13 @@ from mlxkv.texts import corpus
 
 torch.set_num_threads(1)  # small products: threads of a busy machine only wait for each other
 
-PRESET = {"tiny": "int4", "tiny-qwen": "balanced-int3"}
+PRESET = {TINY: "int4", QWEN: "balanced-int3"}
 
 
 @pytest.fixture(scope="module")
 def tokens():
     text = "\n\n".join(corpus.interleaved("evaluation"))
-    made = load("tiny").tokenizer(text)["input_ids"]
+    made = load(TINY).tokenizer(text)["input_ids"]
     return made[:450]
 
 
@@ -169,7 +170,7 @@ def test_left_padded_batches_say_what_single_prompts_say(pair, tokens):
 
 
 def test_generate_makes_its_own_cache_and_detach_undoes(tokens):
-    made = load("tiny", "int4", "float32")
+    made = load(TINY, "int4", "float32")
     before = made.model.config._attn_implementation
     ids = torch.tensor([tokens[:300]])
     out = made.model.generate(
@@ -189,7 +190,7 @@ def test_generate_makes_its_own_cache_and_detach_undoes(tokens):
 
 
 def test_a_preset_without_its_calibration_is_refused(tokens):
-    made = load("tiny", "fp16", "float32")
+    made = load(TINY, "fp16", "float32")
     made.model._mlxkv_fingerprint = "0" * 16
     made.model.config._name_or_path = ""
     with pytest.raises(UserError, match="needs a calibration"):
@@ -197,7 +198,7 @@ def test_a_preset_without_its_calibration_is_refused(tokens):
 
 
 def test_a_model_in_several_processes_is_told_what_it_cannot(tmp_path):
-    made = load("tiny", "fp16", "float32")
+    made = load(TINY, "fp16", "float32")
     made.model._tp_size = 2
     made.model._device_mesh = SimpleNamespace(ndim=1, get_local_rank=lambda: 1)
     assert share_of(made.model) == Share(1, 2)
@@ -224,3 +225,8 @@ def test_mistakes_are_one_line(options, text, monkeypatch, capsys):
     assert found.value.code == 2
     line = capsys.readouterr().err.strip()
     assert text in line and "\n" not in line
+
+
+def test_weights_that_mlx_has_quantized_are_refused_in_one_line():
+    with pytest.raises(UserError, match="cannot read weights that MLX has quantized; got .*tiny"):
+        load(str(DATA / "tiny"), "fp16")

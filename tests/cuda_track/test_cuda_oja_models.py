@@ -1,4 +1,4 @@
-"""The embedded tiny-hard with low rank and token selection: transformers beside MLX."""
+"""The trained model TINY with low rank and token selection: transformers beside MLX."""
 
 from importlib.metadata import version
 
@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from small_models import TINY
 from tensors import to_torch
 
 from cuda_track.models import prompt_cache, seam
@@ -26,7 +27,7 @@ DECODED = 36  # an update of a basis by what was decoded is among them
 
 @pytest.fixture(scope="module")
 def sides():
-    return load("tiny-hard", "fp16", "float32"), models.load("tiny-hard", "fp16", dtype="float32")
+    return load(TINY, "fp16", "float32"), models.load(TINY, "fp16", dtype="float32")
 
 
 @pytest.fixture(scope="module")

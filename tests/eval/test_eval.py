@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from small_models import QWEN, TINY
 
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
@@ -250,7 +251,7 @@ def test_bad_options_are_one_line(options, words, tmp_path, monkeypatch, capsys)
 
 def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
     """With --calibration FILE, other clips or rotations make a kept result unusable."""
-    loaded = load("tiny-qwen", "fp16")
+    loaded = load(QWEN, "fp16")
     own = known(loaded.model)
     part, files = Part("divergence", "512", lambda *_: {}, 1), {}
     layers = {
@@ -267,7 +268,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
         artifact.write(files[name], made)
 
     def arms(file):
-        spec = plan.Spec("tiny-qwen", ("oscar-int2", "int4"), (), SMALL, calibration=str(file))
+        spec = plan.Spec(QWEN, ("oscar-int2", "int4"), (), SMALL, calibration=str(file))
         return plan.make(spec)[0]
 
     first, store = arms(files["own"]), Store(tmp_path)
@@ -280,7 +281,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
 
 
 def test_an_arm_reads_its_calibration_once(monkeypatch):
-    arms, reads, read = Arms(load("tiny-qwen", "fp16"), ["oscar-int2"]), [], artifact.read
+    arms, reads, read = Arms(load(QWEN, "fp16"), ["oscar-int2"]), [], artifact.read
     monkeypatch.setattr(artifact, "read", lambda path: reads.append(path) or read(path))
     for _ in range(3):
         with arms.attached("oscar-int2"):
@@ -314,7 +315,7 @@ def test_an_out_that_cannot_be_written(spec, tmp_path, capsys):
 
 def test_a_context_longer_than_the_model_was_made_for_is_refused(capsys):
     """Before any text is read: 999k tokens of a model made for 8k would take hours."""
-    assert main(["eval", "-m", "tiny", "--context", "2k,999k"]) == 2
+    assert main(["eval", "-m", TINY, "--context", "2k,999k"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("[--context] longer than tiny was made for; got 1022976; choose 8192")
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 from random_model import write_model
+from small_models import TINY
 
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import MachineError
@@ -34,7 +35,7 @@ def run(arms: Arms, options: TaskOptions = SMALL, names=None, tasks=None) -> dic
 
 
 def test_int4_writes_what_full_precision_writes():
-    arms = Arms(load("tiny", "fp16"), ["int4"])
+    arms = Arms(load(TINY, "fp16"), ["int4"])
     found = run(arms)
     exact, small = found["agreement"]["fp16"], found["agreement"]["int4"]
     assert exact["lengths"] == exact["of"] and exact["identical"] == 1 and exact["margin"] is None
@@ -54,7 +55,7 @@ def test_int4_writes_what_full_precision_writes():
 def test_a_broken_cache_is_found_out(monkeypatch):
     encode = Codec.encode
     monkeypatch.setattr(Codec, "encode", lambda self, x, way: encode(self, x[..., ::-1], way))
-    arms = Arms(load("tiny", "fp16"), ["int4"])
+    arms = Arms(load(TINY, "fp16"), ["int4"])
     # The baseline is not asked for: it is made all the same.
     longer = replace(SMALL, tokens=40)
     found = run(arms, longer, names=["int4"], tasks=("agreement",))["agreement"]

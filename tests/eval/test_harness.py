@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+from small_models import TINY
 
 from mlxkv.eval import feed, plan
 from mlxkv.eval.report import report
@@ -62,7 +63,7 @@ def test_full_precision_reads_the_same_whatever_the_chunk(loaded):
 
 def test_chunks_are_part_of_what_a_result_depends_on():
     asks = [harness.parts(["lm-eval:piqa"], 5, chunk)[0].asks for chunk in (512, 0)]
-    assert asks[0] != asks[1] and plan.Spec("tiny", ("int4",)).chunk == 512
+    assert asks[0] != asks[1] and plan.Spec(TINY, ("int4",)).chunk == 512
 
 
 def test_the_report_says_how_much_was_compressed():

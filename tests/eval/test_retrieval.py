@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 from random_model import write_model
+from small_models import TINY
 
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import UserError
@@ -116,7 +117,7 @@ def run(arms: Arms, options: TaskOptions = SMALL, kinds=KINDS) -> dict[str, dict
 
 
 def test_int4_finds_what_full_precision_finds():
-    found = run(Arms(load("tiny", "fp16"), ["int4"]))
+    found = run(Arms(load(TINY, "fp16"), ["int4"]))
     assert set(found) == set(KINDS)
     for kind, arms in found.items():
         exact, small = arms["fp16"], arms["int4"]
@@ -138,7 +139,7 @@ def test_a_broken_cache_is_found_out(monkeypatch):
     encode = Codec.encode
     monkeypatch.setattr(Codec, "encode", lambda self, x, way: encode(self, x[..., ::-1], way))
     one = replace(SMALL, samples=1)
-    found = run(Arms(load("tiny", "fp16"), ["int4"]), one, ("multi-key",))["multi-key"]
+    found = run(Arms(load(TINY, "fp16"), ["int4"]), one, ("multi-key",))["multi-key"]
     assert found["int4"]["values"] <= 0.5 < 0.9 <= found["fp16"]["values"]
     assert found["int4"]["likelihood"] < found["fp16"]["likelihood"] - 1
 

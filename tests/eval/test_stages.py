@@ -15,6 +15,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from on_emulator import make
 from random_models import FAMILIES, random_model, tokens
+from small_models import QWEN
 
 from mlxkv.codec.codec import Codec, codec
 from mlxkv.eval.arms import BASELINE, Arms
@@ -50,7 +51,7 @@ def measure(arms: Arms, names: list[str], count: int, queries: int) -> dict:
 
 @pytest.fixture(scope="module")
 def qwen():
-    loaded = load("tiny-qwen", "fp16")
+    loaded = load(QWEN, "fp16")
     arms = Arms(loaded, ["fp16/int4", "int8", "int4", "srft-int2+g32"])
     options = TaskOptions(contexts=(384,))
     (part,) = stages.parts(arms, options, lambda count: story_tokens(loaded, count))
@@ -192,7 +193,7 @@ def test_records_are_measured_as_codes_are():
 
 def test_shuffled_pages_show(qwen, monkeypatch):
     """Keys of other tokens are unrelated vectors, and mix other values."""
-    loaded, encode, shifts = load("tiny-qwen", "fp16"), Codec.encode, cycle((5, 0))  # keys, values
+    loaded, encode, shifts = load(QWEN, "fp16"), Codec.encode, cycle((5, 0))  # keys, values
     monkeypatch.setattr(
         Codec, "encode", lambda self, x, way: encode(self, mx.roll(x, next(shifts), axis=2), way)
     )

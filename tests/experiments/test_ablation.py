@@ -6,6 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from random_model import write_model
+from small_models import TINY
 
 from experiments import collect
 from experiments.ablation import bits, deal, domains, parts, search, windows
@@ -147,7 +148,7 @@ def test_a_table_on_a_random_model(model_folder, capsys):
 def test_retrieval_on_the_embedded_model(tmp_path, capsys):
     file = tmp_path / "out.json"
     options = ["--context", "512", "--decode", "2", "--questions", "1", "--tokens", "512"]
-    main(["parts", "--model", "tiny", *options, "--only", "full", "--out", str(file)])
+    main(["parts", "--model", TINY, *options, "--only", "full", "--out", str(file)])
     rows = json.loads(file.read_text())["rows"]
     assert rows[BASELINE]["single_right"] == rows[BASELINE]["four_right"] == 1
     assert all(row["four_log_p"] <= 1e-6 for row in rows.values())
@@ -368,7 +369,7 @@ def test_pictures_of_a_report_as_files(tmp_path):
     }
     stages = {name: {"layers": [layer]} for name in ("naive-int2", "oscar-int2")}
     data = {
-        "model": "tiny",
+        "model": TINY,
         "contexts": [512],
         "rows": {"512": {}},
         "parts": {"stages-512": stages},

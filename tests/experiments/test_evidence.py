@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from small_models import QWEN
 
 from experiments.evidence import command, corpus, natural, page, rows, selection, table, work
 from experiments.evidence.command import ROWS
@@ -347,7 +348,7 @@ class Characters:
 
 
 def test_haystacks_are_the_texts_with_facts_between_their_sentences(held):
-    loaded = SimpleNamespace(tokenizer=Characters(), embedded=False)
+    loaded = SimpleNamespace(tokenizer=Characters())
     for file in held.files[corpus.HAYSTACK]:
         file.write_text("It rains. Nobody goes out.\n    a line of code\n" * 300)
     document = held.document(loaded, 0, 9000, 2)
@@ -371,7 +372,7 @@ def test_a_model_is_measured_calibrated_and_resumed(held, tmp_path, monkeypatch)
         for name in HARD:
             words = " ".join(f"The {name} of {i} is {i * i % 97} in {split}." for i in range(400))
             (held.folder / split / f"{name}.txt").write_text(words)
-    given = ["--models", "tiny-qwen", "--texts", str(held.folder), "--out", str(tmp_path / "o")]
+    given = ["--models", QWEN, "--texts", str(held.folder), "--out", str(tmp_path / "o")]
     given += ["--context", "512", "--decode", "16", "--documents", "1", "--document", "1k"]
     given += ["--questions", "1", "--kv", "oscar-int2"]
     natural.main(given)

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from small_models import TINY
 
 from experiments.evidence import corpus, measure, pretrained, rows, shared, table
 from experiments.evidence.pretrained import Bundled
@@ -43,7 +44,7 @@ def topics(monkeypatch):
 
 @pytest.fixture
 def loaded():
-    return SimpleNamespace(tokenizer=Characters(), embedded=False)
+    return SimpleNamespace(tokenizer=Characters())
 
 
 def test_a_text_ends_with_the_passages_of_its_kind(topics, loaded):
@@ -80,7 +81,7 @@ def test_no_topic_is_in_two_texts(topics, loaded):
 def test_calibration_reads_what_no_evaluation_reads():
     used = set(sources.documentation("calibration"))
     assert not used & set(sources.documentation("evaluation"))
-    loaded = SimpleNamespace(tokenizer=Characters(), embedded=False)
+    loaded = SimpleNamespace(tokenizer=Characters())
     assert Bundled().calibrates and not corpus.Held(None).calibrates
     found = "".join(map(chr, Bundled().calibration(loaded, 2000).tokens))
     assert found[:500] in "\n\n".join(passages("calibration").values())
@@ -183,9 +184,9 @@ def test_the_page_of_pretrained_models_is_that_of_its_files():
     assert page.read_text(encoding="utf-8") == shared.markdown(found)
 
 
-def test_embedded_models_are_not_shared(tmp_path):
-    with pytest.raises(UserError, match=r"\[--share\] is for pretrained models; got tiny"):
-        pretrained.main(["tiny", "--share", "--out", str(tmp_path)])
+def test_models_of_the_tests_are_not_shared(tmp_path):
+    with pytest.raises(UserError, match=r"\[--share\] is for pretrained models; got .*tiny"):
+        pretrained.main([TINY, "--share", "--out", str(tmp_path)])
 
 
 def test_a_batch_of_texts_fits_into_memory(monkeypatch):

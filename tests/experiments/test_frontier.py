@@ -5,6 +5,7 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
+from small_models import TINY
 
 from experiments.evidence.corpus import Held
 from experiments.frontier import codes, every, nested, pages, ranking, reading, study
@@ -172,7 +173,7 @@ def test_the_worst_tokens_stay_exact(memory, maps):
 
 @pytest.fixture(scope="module")
 def loaded():
-    return load("tiny", "fp16")  # with sliding windows of 512
+    return load(TINY, "fp16")  # with sliding windows of 512
 
 
 @pytest.fixture(scope="module")
@@ -278,9 +279,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, loaded, maps):
     monkeypatch.setattr(study, "load", lambda *_, **__: loaded)
     one = Maps(*([x[:1] for x in pair] for pair in (maps.keys, maps.values)), maps.levels)
     monkeypatch.setattr(study, "calibrated", lambda *_: Home(dict.fromkeys(range(8), one)))
-    asked = (
-        f"--models tiny --out {tmp_path} --contexts 384 --decode 4 --count 2 --documents 0".split()
-    )
+    asked = f"--models {TINY} --out {tmp_path} --contexts 384 --decode 4 --count 2 --documents 0".split()
     some = [Arm("int2", Codes()), Arm("half", None, "mean", 0.5)]
     study.run("frontier.pages", "", some[:1], asked, pages.need)
     study.run("frontier.pages", "", some, asked, pages.need)
@@ -294,7 +293,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, loaded, maps):
 
 def test_the_product_reads_a_share_token_by_token(tmp_path, monkeypatch, loaded):
     monkeypatch.setattr(reading, "load", lambda *_, **__: loaded)
-    asked = f"--models tiny --out {tmp_path} --context 640 --decode 3 --count 2".split()
+    asked = f"--models {TINY} --out {tmp_path} --context 640 --decode 3 --count 2".split()
     asked += ["--together", "1", "--kv"]
     reading.main([*asked, "naive-int8"])
     reading.main([*asked, "naive-int8,naive-int8+read0.3"])
@@ -311,7 +310,7 @@ def test_arms_of_a_pattern_run_alone(tmp_path, monkeypatch, loaded, maps):
     monkeypatch.setattr(study, "load", lambda *_, **__: loaded)
     one = Maps(*([x[:1] for x in pair] for pair in (maps.keys, maps.values)), maps.levels)
     monkeypatch.setattr(study, "calibrated", lambda *_: Home(dict.fromkeys(range(8), one)))
-    asked = f"--models tiny --out {tmp_path} --contexts 384 --decode 2 --count 1 --documents 0"
+    asked = f"--models {TINY} --out {tmp_path} --contexts 384 --decode 2 --count 1 --documents 0"
     some = [Arm("int2", Codes()), Arm("half", None, "mean", 0.5)]
     study.run("frontier.pages", "", some, [*asked.split(), "--only", "ha.*"])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from small_models import QWEN
 
 from experiments import methods
 from mlxkv.errors import MachineError, UserError
@@ -66,9 +67,9 @@ def test_a_slip_costs_nothing(tmp_path, arguments, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_page_of_an_embedded_model(tmp_path):
+def test_the_page_of_a_trained_model(tmp_path):
     command = [sys.executable, "-m", "experiments.methods", "--out", str(tmp_path)]
-    command += ["--models", "tiny-qwen", "--kv", "int4,naive-int2", "--context", "512"]
+    command += ["--models", QWEN, "--kv", "int4,naive-int2", "--context", "512"]
     command += ["--decode", "4", "--questions", "1", "--shares", "2", "--side", "2"]
     subprocess.run(command, check=True, capture_output=True)
     text = (tmp_path / "methods.md").read_text()

@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from small_models import TINY
 
 from mlxkv import console
 
@@ -18,7 +19,7 @@ NEEDED = {"ablation": ["bits"], "ablation.collect": ["x.json"], "collect": ["x"]
 NEEDED |= {"following": ["shift"], "methods": ["--out", "x"], "orderings": ["seeds"]}
 NEEDED |= {"peer_tests": ["--tests", "x"], "evidence.page": ["x", "--out", "y"]}
 NEEDED |= {
-    "evidence.pretrained": ["tiny"],
+    "evidence.pretrained": [TINY],
     "latent_kl": ["--model", "x", "--out", "y"],
     "programs": ["--folder", "x"],
     "evidence.collect": ["rows", "--out", "y"],

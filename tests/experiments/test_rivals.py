@@ -6,9 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from experiments import plants
 from experiments.rivals import __main__ as rivals
-from experiments.rivals import coders
+from experiments.rivals import coders, reading
 from experiments.rivals.caches import Lossy
 from experiments.rivals.coders import Coder, Fit
 from mlxkv.errors import UserError
@@ -147,10 +146,10 @@ def test_the_cache_codes_what_compressed_caches_seal(steps):
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(plants, "CALIBRATION", 600)
-    monkeypatch.setattr(plants, "STORIES", ("stories-1",))
+    monkeypatch.setattr(reading, "CALIBRATION", 600)
+    monkeypatch.setattr(reading, "STORIES", ("stories-1",))
     monkeypatch.setattr(rivals, "STORIES", ("stories-1",))
-    monkeypatch.setattr(plants, "CORPUS", ("prose",))
+    monkeypatch.setattr(reading, "CORPUS", ("prose",))
     monkeypatch.setattr(rivals, "CORPUS", ("prose",))
 
 
@@ -178,51 +177,12 @@ def test_a_table_of_rivals(short, model_folder, capsys, monkeypatch):
     assert "| arm | bits | prompt | prompt, over oscar-int2 |" in out
 
 
-def test_a_table_of_plants(short, model_folder, capsys, tmp_path):
-    arguments = ["--kv", "int4,oscar-int2,fp16", "--context", "300", "--decode", "4"]
-    out = tmp_path / "plain.json"
-    plants.main(["--models", str(model_folder), *arguments, "--out", str(out)])
-    assert "oscar-int2" in capsys.readouterr().out
-    found = json.loads(out.read_text())["kl"][str(model_folder)]
-    assert set(found) == {"stories-1", "prose"}
-    assert set(found["prose"]) == {"int4", "oscar-int2"}
-    assert 0 < found["prose"]["int4"]["decode"] < found["prose"]["oscar-int2"]["decode"]
-
-
-def test_planted_models_are_divided_by_the_plain_one(tmp_path, capsys):
-    plain = {t: {"int4": {"prompt": 1.0 + i, "decode": 1.0}} for i, t in enumerate("abcdefgh")}
-    hard = {
-        t: {"int4": {"prompt": 3 * x["int4"]["prompt"], "decode": 1.0}} for t, x in plain.items()
-    }
-    names, rows = plants.factors({"tiny": plain, "tiny-keys": hard, "tiny-qwen": plain}, "prompt")
-    assert names == ["tiny-keys"] and rows == [["int4", "3 (3 to 3) *"]]
-    two = {
-        t: x | {"int2": {"prompt": 2 * x["int4"]["prompt"], "decode": 1.0}}
-        for t, x in plain.items()
-    }
-    assert plants.shares({"tiny": two}, "prompt") == [["int4", "0.5 (0.5 to 0.5) *"]]
-    assert plants.factors({"tiny": plain, "tiny-hard": hard}, "decode")[1] == [
-        ["int4", "1 (1 to 1)"]
-    ]
-    files = [tmp_path / f"{i}.json" for i in range(2)]
-    texts = (*plants.STORIES, *plants.CORPUS)
-    for file, name, by in zip(files, ("tiny", "tiny-keys"), (plain, hard), strict=True):
-        kl = {name: dict(zip(texts, by.values(), strict=True))}
-        file.write_text(json.dumps({"context": 8, "decode": 2, "kl": kl}))
-    plants.main(["--read", *map(str, files)])
-    printed = capsys.readouterr().out
-    assert "| int4 | 2.5 / 6.5 | 7.5 / 20 |" in printed and "3 (3 to 3) *" in printed
-    files[1].write_text(files[1].read_text().replace('"decode": 2', '"decode": 4', 1))
-    with pytest.raises(UserError, match="other lengths"):
-        plants.main(["--read", *map(str, files)])
-
-
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        (plants, ["--context", "1"], "--context"),
+        (rivals, ["--context", "1"], "--context"),
         (rivals, ["--decode", "1"], "--decode"),
-        (plants, ["--kv", "int5x"], "int5x"),
+        (rivals, ["--kv", "int5x"], "int5x"),
         (rivals, ["--out", "/nowhere/there.json"], "--out"),
     ],
 )
@@ -233,4 +193,4 @@ def test_a_mistake_is_refused_before_a_model_is_loaded(command, arguments, messa
 
 def test_a_context_beyond_the_corpus_is_refused(model_folder):
     with pytest.raises(UserError, match="choose a shorter context"):
-        plants.main(["--models", str(model_folder), "--kv", "int4", "--context", "60000"])
+        rivals.main(["--model", str(model_folder), "--kv", "int4", "--context", "60000"])

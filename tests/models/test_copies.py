@@ -18,6 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from random_models import random_model, tokens
+from small_models import QWEN, TINY
 
 import mlxkv
 from mlxkv.cache.batch import BatchedKVCache
@@ -157,10 +158,10 @@ def test_kv_of_another_type(model, kv):
     ):
         attach(model, kv)
     with pytest.raises(UserError, match=r"^\[--kv\]"):
-        mlxkv.load("tiny", kv)
+        mlxkv.load(TINY, kv)
 
 
-NO_MODELS = (None, "tiny", nn.Linear(2, 2), (nn.Linear(2, 2), 1), {}, random_model)
+NO_MODELS = (None, TINY, nn.Linear(2, 2), (nn.Linear(2, 2), 1), {}, random_model)
 
 
 @pytest.mark.parametrize("what", NO_MODELS, ids=lambda what: type(what).__name__)
@@ -341,7 +342,7 @@ def test_a_pickle_of_a_batch():
 
 
 def test_a_pickle_of_an_adaptive_cache():
-    model = mlxkv.load("tiny-qwen", "oja-0.5+int4").model
+    model = mlxkv.load(QWEN, "oja-0.5+int4").model
     cache = make_prompt_cache(model)
     last(model, tokens(300), cache)
     back = unpickled(cache)

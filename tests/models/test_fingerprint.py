@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from model_folders import WEIGHTS, folder, saved
 from safetensors.numpy import load_file, save_file
+from small_models import DATA
 
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.saved.marks import names, same_model
-from mlxkv.models.catalog.aliases import EMBEDDED
 from mlxkv.models.catalog.fingerprint import PIECE, PIECES, _pieces, fingerprint, older
 from mlxkv.models.catalog.folder import INDEX, check
 
@@ -98,14 +98,14 @@ def test_pieces_are_spread_and_bounded():
 
 @pytest.mark.parametrize("name", BEFORE)
 def test_files_of_earlier_versions_are_recognised(name, tmp_path, monkeypatch):
-    here = of(EMBEDDED[name].folder)
+    here = of(DATA / name)
     assert here[16:] == BEFORE[name] == names(here)[1]
     assert same_model(BEFORE[name], here) and same_model(here, here)
     for other in ("", here[:16], "0" * 16, "0" * 16 + here[16:], here[16:] * 2):
         assert not same_model(other, here)
     # A calibration that an earlier version kept is found, one of this version goes first.
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    shipped = artifact.find(here, EMBEDDED[name].folder)
+    shipped = artifact.find(here, DATA / name)
     shipped.check({}, here)
     artifact.write(artifact.kept_path(BEFORE[name]), shipped)
     assert artifact.find(here, None).path.stem == BEFORE[name]

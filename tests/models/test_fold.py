@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from on_emulator import make, make_tiles
 from random_models import random_model
+from small_models import TINY
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
@@ -371,6 +372,6 @@ def test_presets_without_calibrated_values_are_refused(capsys):
 
 
 def test_the_command_reports_it(capsys):
-    run(ChatOptions(model="tiny", kv="oscar-int2", fold=True, prompt="hi", max_tokens=2))
+    run(ChatOptions(model=TINY, kv="oscar-int2", fold=True, prompt="hi", max_tokens=2))
     said = capsys.readouterr().err
     assert "values turned by the weights" in said

@@ -20,9 +20,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import context_limit, detach, load
-from mlxkv.models.catalog.aliases import EMBEDDED, HUB, Source, resolve
-from mlxkv.models.catalog.weights import plant
-from mlxkv.models.catalog.weights.plant import KEYS
+from mlxkv.models.catalog.aliases import HUB, Source, resolve
 
 
 def test_a_folder_loads_and_is_attached(folder):
@@ -89,24 +87,6 @@ def test_strict_reaches_attach(tmp_path):
     assert "llama stay in full precision" in error_of(tmp_path, kv="hadamard-int4", strict=True)
 
 
-def test_planted_weights_are_handed_over_and_change_the_fingerprint(folder, monkeypatch):
-    seen = []
-
-    def planted(weights: dict, config: dict, kind: str, path) -> dict:
-        seen.append((set(weights), config["model_type"], kind, path))
-        return {name: 2 * x for name, x in weights.items()}
-
-    monkeypatch.setattr(plant, "plant_folder", planted)
-    monkeypatch.setattr(plant, "check", lambda config, kind: None)
-    monkeypatch.setitem(EMBEDDED, "tiny", Source("tiny", folder=folder))
-    monkeypatch.setitem(EMBEDDED, "tiny-hard", Source("tiny-hard", folder=folder, planted=KEYS))
-    plain, hard = load("tiny", "fp16"), load("tiny-hard", "fp16")
-    names = {name for name, _ in tree_flatten(plain.model.parameters())}
-    assert seen == [(names, "llama", KEYS, folder)]
-    assert mx.array_equal(hard.model.model.norm.weight, 2 * plain.model.model.norm.weight)
-    assert plain.fingerprint != hard.fingerprint
-
-
 def test_load_defaults_as_the_commands_do(folder):
     from mlxkv.chat.options import ChatOptions
     from mlxkv.serve.options import ServeOptions
@@ -155,7 +135,6 @@ def test_importing_the_names_imports_no_framework(with_torch):
 
 def test_aliases():
     assert resolve("gemma-3-1b") == Source("gemma-3-1b", repo="mlx-community/gemma-3-1b-it-4bit")
-    assert resolve("tiny-hard").planted and resolve("tiny-hard").folder == resolve("tiny").folder
     assert resolve("owner/Some-Model_1.5") == Source(
         "owner/Some-Model_1.5", repo="owner/Some-Model_1.5"
     )
@@ -171,7 +150,7 @@ def test_a_folder_on_this_machine_wins_over_the_hub(folder, monkeypatch):
 @pytest.mark.parametrize("name", ["gema-3-1b", "", "a b", "../missing", "a/b/c", "Tiny"])
 def test_unknown_names(name):
     text = error_of(name)
-    assert f"got {name!r}" in text and "choose from tiny, tiny-chat, tiny-hard" in text
+    assert f"got {name!r}" in text and "choose from tiny-chat, gemma-3-1b" in text
     if name == "gema-3-1b":
         assert "did you mean gemma-3-1b" in text
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from random_models import random_model, tokens
+from small_models import TINY
 from stepping import Twins, same_caches, small
 
 from mlxkv.cache.compressed import CompressedKVCache
@@ -113,7 +114,7 @@ def test_layers_that_a_model_does_not_have_are_refused_and_nothing_is_attached()
     with pytest.raises(UserError, match="another number of layers; got 3"):
         attach(model, ["int4"] * 3)
     with pytest.raises(UserError, match="leave it out"):
-        load("tiny", {"default": "int2"}, fold=True)
+        load(TINY, {"default": "int2"}, fold=True)
     assert all(type(cache) is KVCache for cache in make_prompt_cache(model))
 
 
@@ -128,7 +129,7 @@ def test_a_plan_that_only_leaves_exact_what_could_be_compressed_is_told_aloud():
 def planned(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"default": "int4", "layers": {"3": "int2", "7": "fp16"}}))
-    return load("tiny", str(file)), file
+    return load(TINY, str(file)), file
 
 
 def test_sessions_name_the_plan_and_come_back_under_it_alone(planned, tmp_path):
@@ -141,13 +142,13 @@ def test_sessions_name_the_plan_and_come_back_under_it_alone(planned, tmp_path):
     again.load(str(path))
     assert "".join(again.ask("go on")) == "".join(session.ask("go on"))
 
-    plain = Session(load("tiny", "int4"), max_tokens=4)
+    plain = Session(load(TINY, "int4"), max_tokens=4)
     with pytest.raises(
         UserError, match="another cache; got --kv mine.json; this session runs --kv int4"
     ):
         plain.load(str(path))
     file.write_text(json.dumps({"default": "int4", "layers": {"3": "int2"}}))
-    changed = Session(load("tiny", str(file)), max_tokens=4)
+    changed = Session(load(TINY, str(file)), max_tokens=4)
     with pytest.raises(UserError, match="another cache; got --kv mine.json"):
         changed.load(str(path))
 

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from model_folders import save
 from random_models import VOCAB, config_of, random_model
+from small_models import TINY
 from stepping import INT8, small
 
 from mlxkv.cache.compressed import CompressedKVCache
@@ -258,7 +259,7 @@ def test_what_cannot_draft_or_verify_is_refused_in_one_line(folders, tmp_path):
     with pytest.raises(
         UserError, match=r"tiny has another tokenizer than .*; got \d+ tokens for 64"
     ):
-        check(loaded, load("tiny", "fp16"))
+        check(loaded, load(TINY, "fp16"))
     follows = load(str(folders["large"]), "oja-0.75")
     with pytest.raises(
         UserError, match="cannot verify drafts: its cache has seen the queries"
@@ -279,11 +280,11 @@ class ArraysLike:
     ("given", "said"),
     [
         ((None, 3), "is for a draft model; got 3"),
-        (("tiny", 0), "from 1 to 15; got 0"),
-        (("tiny", 16), "from 1 to 15; got 16"),
+        ((TINY, 0), "from 1 to 15; got 0"),
+        ((TINY, 16), "from 1 to 15; got 16"),
     ],
 )
 def test_numbers_out_of_range_are_refused(given, said):
     with pytest.raises(UserError, match=said):
         check_draft(*given)
-    check_draft("tiny", 15)
+    check_draft(TINY, 15)

@@ -1,10 +1,10 @@
-"""The embedded models tell the presets apart (the gates of the full-precision cache are
-`training/gates.py`'s): smaller contexts than the README's table, the same orderings."""
+"""The small trained models find facts and predict text with int4 as in full precision."""
 
 from functools import cache
 from math import log
 
 import pytest
+from small_models import QWEN, TINY
 
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence, retrieval
@@ -37,10 +37,10 @@ def loss(model: str, kv: str) -> float:
 @pytest.mark.parametrize(
     ("model", "kv"),
     (
-        ("tiny", "int4"),
-        ("tiny-hard", "hadamard-int4"),
-        ("tiny-qwen", "srft-int4"),
-        ("tiny-qwen-hard", "int4"),
+        (TINY, "int4"),
+        (TINY, "hadamard-int4"),
+        (QWEN, "srft-int4"),
+        (QWEN, "int4"),
     ),
 )
 def test_facts_are_found_with_int4_as_in_full_precision(model, kv):
@@ -48,15 +48,7 @@ def test_facts_are_found_with_int4_as_in_full_precision(model, kv):
     assert single(model, kv)["values"] >= single(model, "fp16")["values"] - 0.07
 
 
-@pytest.mark.parametrize("model", ("tiny", "tiny-qwen"))
+@pytest.mark.parametrize("model", (TINY, QWEN))
 def test_int4_raises_perplexity_by_less_than_a_hundredth(model):
     for kv in ("int4", "hadamard-int4"):
         assert loss(model, kv) < 0.01
-
-
-@pytest.mark.parametrize("model", ("tiny-hard", "tiny-qwen-hard"))
-def test_naive_codes_break_on_the_hard_models(model):
-    assert single(model, "naive-int2")["values"] <= single(model, "fp16")["values"] - 0.5
-    # In so short a text few tokens are sealed: the values are still right, but less certain.
-    naive, rotated = single(model, "naive-int4"), single(model, "int4")
-    assert naive["likelihood"] < 3 * rotated["likelihood"] < 0

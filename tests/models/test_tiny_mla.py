@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_models import TINY
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
@@ -20,7 +21,7 @@ mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed"
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
 ROOT = Path(__file__).parents[2]
-TOKENIZER = ROOT / "mlxkv" / "models" / "embedded" / "tiny"
+TOKENIZER = Path(TINY)
 NAME = "tiny-mla"
 
 
@@ -179,7 +180,7 @@ def test_the_experiment_refuses_models_without_latents(tmp_path):
 
     with pytest.raises(UserError, match="no latents"):
         latent_kl.main(
-            ["--model", "tiny", "--out", str(tmp_path), "--kv", "int8", "--context", "600"]
+            ["--model", TINY, "--out", str(tmp_path), "--kv", "int8", "--context", "600"]
         )
 
 

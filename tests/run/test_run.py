@@ -13,11 +13,10 @@ import time
 import urllib.request
 from pathlib import Path
 
-import decoded
 import pytest
 from patience import PATIENCE
+from small_models import QWEN as TINY
 
-TINY = str(decoded.folder("tiny-qwen"))
 ROOT = Path(__file__).parents[2]
 BYTES = r"longest cache ([\d,]+) tokens(?: of \d sequences)? in ([\d.]+) ([KMG]iB), in 16 bits ([\d.]+) ([KMG]iB)"
 SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -12,12 +12,12 @@ import json
 import shutil
 from itertools import count
 
-import decoded
 import mlx.core as mx
 import pytest
 from mlx_lm import server as lm_server
 from saying import call
 from serving import post, serving, settled
+from small_models import QWEN
 
 from mlxkv.serve.apis import anthropic
 from mlxkv.serve.http.request import Served
@@ -53,7 +53,7 @@ def said() -> list[str | None]:
 @pytest.fixture(scope="module", params=["int4", "kivi-int4"])
 def server(request, said, tmp_path_factory):
     folder = tmp_path_factory.mktemp("loop") / "loop"
-    shutil.copytree(decoded.folder("tiny-qwen"), folder)
+    shutil.copytree(QWEN, folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from serving import post, refused, serving
+from small_models import TINY
 
 from mlxkv.models.continuing import continued
 
@@ -15,7 +16,7 @@ ASK = [{"role": "user", "content": "Tell me a story about a mouse."}]
 
 @pytest.fixture(scope="module")
 def server():
-    with serving("tiny") as server:
+    with serving(TINY) as server:
         yield server
 
 

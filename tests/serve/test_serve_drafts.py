@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from serving import LONG, complete, get, serving, text_of
+from small_models import TINY
 
 from mlxkv.errors import UserError
 from mlxkv.serve.options import ServeOptions
@@ -35,6 +36,6 @@ def test_compressed_caches_are_kept_without_the_draft_models(model_folder):
 
 def test_wrong_options_are_refused_before_a_model_is_read():
     with pytest.raises(UserError, match="from 1 to 15; got 99"):
-        ServeOptions(draft="tiny", draft_tokens=99)
+        ServeOptions(draft=TINY, draft_tokens=99)
     with pytest.raises(UserError, match="is for a draft model"):
         ServeOptions(draft_tokens=2)

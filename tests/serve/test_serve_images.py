@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from small_models import TINY
 
 pytest.importorskip("mlx_vlm")
 
@@ -130,5 +131,5 @@ def test_a_server_of_text_takes_none(tiny_server):
 
 @pytest.fixture(scope="module")
 def tiny_server():
-    with serving("tiny") as server:
+    with serving(TINY) as server:
         yield server

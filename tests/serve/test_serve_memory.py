@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model, tokens
 from read_caches import maker, memory_of, read
 from serving import LONG, complete, get, refused, send, serving, text_of
+from small_models import TINY
 
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
@@ -136,7 +137,7 @@ def test_the_least_recently_used_go_to_disk_and_come_back(small, tmp_path):
     assert len(sessions) == 0
     again = Disk(tmp_path, 1 << 30, small)
     assert sorted(entry.tokens for entry in again.entries) == sorted(prompts)
-    assert Disk(tmp_path, 1 << 30, load("tiny", "int4")).entries == []  # of another model
+    assert Disk(tmp_path, 1 << 30, load(TINY, "int4")).entries == []  # of another model
 
 
 def test_a_longer_session_takes_the_place_of_its_start_on_disk(small, tmp_path):

@@ -37,6 +37,7 @@ from serving import (
     text_of,
     until,
 )
+from small_models import TINY
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
@@ -347,6 +348,6 @@ def test_silence_is_the_end(monkeypatch, capsys):
 def test_models_that_cannot_be_spread(model_folder):
     two = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     with pytest.raises(UserError, match="gemma3_text for 2 processes"):
-        load("tiny", group=two)
+        load(TINY, group=two)
     with pytest.raises(UserError, match="kv heads cannot be shared evenly; got 1 of them"):
         load(str(model_folder), group=two)

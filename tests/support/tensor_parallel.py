@@ -1,4 +1,4 @@
-"""Run by test_cuda_parallel.py: the embedded tiny-qwen by two processes, one kv head each, beside one
+"""Run by test_cuda_parallel.py: the trained QWEN by two processes, one kv head each, beside one
 process. Its last line is JSON.
 
 A process of its own, so that it may fork before anything of it has threads; forked, so that torch and
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from small_models import QWEN
 
 from cuda_track.models import seam
 from cuda_track.models.handing import handed
@@ -79,7 +80,7 @@ def worker(rank: int, loaded, ids, alone: dict, folder: Path) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    loaded = load("tiny-qwen", "fp16", "float32")
+    loaded = load(QWEN, "fp16", "float32")
     ids = torch.randint(5, 3000, (1, 330), generator=torch.Generator().manual_seed(0))
     alone = {kv: run(loaded.model, kv, ids) for kv in PRESETS}
     seam.detach(loaded.model)

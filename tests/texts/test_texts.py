@@ -1,4 +1,4 @@
-"""Where evaluation text comes from: files, stories, the corpus, Python's documentation."""
+"""Where evaluation text comes from: files, the corpus, Python's documentation."""
 
 import re
 import subprocess
@@ -11,14 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from mlxkv.errors import UserError
-from mlxkv.models.catalog.aliases import EMBEDDED
 from mlxkv.texts import corpus, sources
 from mlxkv.texts.sources import (
     calibration_text,
     documentation,
     evaluation_texts,
     evaluation_tokens,
-    story_tokens,
 )
 from mlxkv.texts.worlds.pydocs import python_docs, python_topics
 
@@ -37,8 +35,8 @@ class Characters:
         return [ord(c) for c in text]
 
 
-def model(name: str = "some-model", bos: int | None = BOS) -> SimpleNamespace:
-    return SimpleNamespace(embedded=name in EMBEDDED, tokenizer=Characters(bos))
+def model(bos: int | None = BOS) -> SimpleNamespace:
+    return SimpleNamespace(tokenizer=Characters(bos))
 
 
 def decode(tokens: list[int]) -> str:
@@ -63,7 +61,7 @@ def no_documentation(monkeypatch):
     monkeypatch.setattr(sources, "python_topics", refuse)
 
 
-def test_other_models_read_the_corpus_in_turn(no_documentation):
+def test_models_read_the_corpus_in_turn(no_documentation):
     text = evaluation_tokens(model(), sizes() + 1)
     assert text.name == "corpus evaluation"
     assert text.tokens[0] == BOS
@@ -96,14 +94,6 @@ def test_too_much_is_refused_with_what_there_is(monkeypatch):
         evaluation_tokens(model(), there + 1)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-qwen-hard"])
-def test_embedded_models_read_their_stories(name, no_documentation):
-    text = evaluation_tokens(model(name), 2000)
-    assert text.name == "stories"
-    assert text.tokens == story_tokens(model(name), 2000)
-    assert BOS not in text.tokens
-
-
 def test_files_are_joined_in_order(tmp_path, no_documentation):
     one, two = tmp_path / "b.txt", tmp_path / "a.txt"
     one.write_text("Grüße aus B", encoding="utf-8-sig")  # the mark at the start is not text
@@ -111,7 +101,6 @@ def test_files_are_joined_in_order(tmp_path, no_documentation):
     text = evaluation_tokens(model(), 20, [one, two])
     assert text.name == "b.txt, a.txt"
     assert decode(text.tokens[1:]) == "Grüße aus B\n\nand from A"[:19]
-    assert evaluation_tokens(model("tiny"), 20, [one, two]) == text
     with pytest.raises(UserError, match=r"in b.txt, a.txt .*got 24 of 25"):
         evaluation_tokens(model(), 25, [one, two])
 
@@ -181,12 +170,6 @@ def test_built_in_texts_have_nothing_in_common():
     assert len(set(parts)) > 0.97 * len(parts) > 20  # topics of Python repeat some paragraphs
     for kind, text in zip(corpus.KINDS, texts, strict=False):
         assert text.startswith(corpus.passages("evaluation")[kind][:500])
-
-
-def test_embedded_models_read_several_stories(no_documentation):
-    found = evaluation_texts(model("tiny"), 200, 3)
-    assert found[0].tokens == story_tokens(model("tiny"), 200)
-    assert len({tuple(text.tokens) for text in found}) == 3
 
 
 @pytest.mark.parametrize("count", [0, -1])
