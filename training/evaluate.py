@@ -1,6 +1,5 @@
 """Read a long prompt once and ask many questions about it, with an exact or a fake-quantised cache."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -193,19 +192,3 @@ def value_tokens(needle: Needle, offsets: list[tuple[int, int]], first: int) -> 
         cursor = begin + len(value)
         spans.append([first + i for i, (a, b) in enumerate(offsets) if b > begin and a < cursor])
     return spans
-
-
-def peaks(model: Model, run: Callable[[], object]) -> float:
-    """Return the largest absolute input or output of a linear layer while `run` runs."""
-    top = 0.0
-
-    def hook(module, inputs, output) -> None:
-        nonlocal top
-        top = max(top, inputs[0].abs().max().item(), output.abs().max().item())
-
-    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    handles = [m.register_forward_hook(hook) for m in linears]
-    run()
-    for handle in handles:
-        handle.remove()
-    return top

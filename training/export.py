@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from configs import Config
-from mlxkv.models.catalog.weights import stored
 from model import Model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,9 +21,7 @@ GENERATION = {"bos_token_id": 1, "eos_token_id": [4, 2], "pad_token_id": 0, "do_
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Round weights to float16: three bits more than bfloat16, and no tiny weight comes near its range.
 
-    The gains of q_norm and k_norm, stored as gain - 1, become multiples of 1/128, so that a gain
-    times or divided by a power of two up to 16, less 1, is a float16 again, and the planted form of
-    the model (mlxkv/models/catalog/weights/plant.py) computes exactly the same function.
+    The gains of q_norm and k_norm, stored as gain - 1, become multiples of 1/128.
     """
     out = {}
     for name, w in weights.items():
@@ -59,11 +56,13 @@ def write_weights(config: Config, weights: dict[str, Tensor], tokenizer: Path, o
 
 
 def read(folder: Path, device: str = "cpu") -> Model:
-    """Read the model of a hub folder, in float32; the embedded ones are stored in fewer bits."""
+    """Read the model of a hub folder, in float32, decoded where it is stored in fewer bits."""
     config = json.loads((folder / "config.json").read_text())
     model = Model(Config.from_hub(config))
     if "quantization" in config:
-        weights = {name: torch.from_numpy(w) for name, w in stored.decode(folder).items()}
+        from small_models import decode  # tests/support
+
+        weights = {name: torch.from_numpy(w) for name, w in decode(folder)[1].items()}
     else:
         weights = load_file(folder / "model.safetensors")
     weights.pop(OUTPUT, None)  # the input's

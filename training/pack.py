@@ -1,6 +1,6 @@
 """Store a trained folder in 8 bits, and its MLPs in 6, as mlx-lm does; norms and biases stay fp16.
 
-    PYTHONPATH=.:training python training/pack.py runs/tiny/hub mlxkv/models/embedded/tiny
+    PYTHONPATH=.:training python training/pack.py runs/tiny/hub tests/data/tiny
     PYTHONPATH=.:training python training/pack.py average runs/one/hub runs/other/hub runs/mean     # float16, before
 
 Groups of 64 (half a bit a weight), and of 32 where a width is no multiple of 64. MLPs hold over half of the weights.

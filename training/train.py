@@ -1,6 +1,6 @@
 """Train one of the models within a budget of minutes.
 
-    python training/train.py tiny --minutes 20 --tokenizer mlxkv/models/embedded/tiny --out runs/tiny
+    python training/train.py tiny --minutes 20 --tokenizer tests/data/tiny --out runs/tiny
 
 Writes log.csv, checkpoint.pt (--resume continues from it) and hub/ (the exported model).
 """

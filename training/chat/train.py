@@ -32,7 +32,7 @@ from chat.dialogues import dialogue
 from mlxkv.texts.worlds.chat import messages
 from mlxkv.texts.worlds.documents import render
 
-START = Path("mlxkv/models/embedded/tiny")
+START = Path("tests/data/tiny")
 LENGTH, ROWS = 192, 12  # tokens a row of dialogues, rows a step and process
 LONG = ((1024, 2), (2048, 1))  # rows of retrieval, by turns
 EVERY = 24  # one step in so many reads long rows
