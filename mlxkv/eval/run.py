@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.eval import plan, workers
@@ -21,13 +24,12 @@ from mlxkv.formats.plans.plan import Plan
 from mlxkv.machine import machine
 from mlxkv.metal.gpu import backends
 from mlxkv.metal.launch import backend
-from mlxkv.models.catalog.shapes import parameters
 from mlxkv.texts import sources
 from mlxkv.versions import versions
 
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to seal
 NEEDLES = ("plain", "worlds")
-SMALL = 200e6  # weights of a model of which a second process costs little memory
+SMALL = 1 << 30  # bytes of a model of which a second process costs little memory
 QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
 
 
@@ -47,7 +49,7 @@ def run(asked: SimpleNamespace) -> int:
         with arms.attached(max(calibrated, key=lambda name: _demand(arms.configs[name]))):
             pass
     console.note(cost(parts, arms))
-    results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(arms.loaded.config))
+    results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(arms.loaded.model))
     data = report.assemble(arms, spec.options, results, spec.windows)
     used = next(row for row in backends() if row["used"])
     data["machine"] = machine() | {"backend": used["name"], "device": used["device"]}
@@ -153,7 +155,7 @@ def _windows(text: str) -> tuple[int, int] | None:
     return int(numbers[0]), int(numbers[1])
 
 
-def _jobs(config: dict) -> int:
+def _jobs(model: nn.Module) -> int:
     """Return 2 for a small model on a CPU, where one process uses only one of the cores."""
-    small = parameters(config) < SMALL
+    small = sum(x.nbytes for _, x in tree_flatten(model.parameters())) < SMALL
     return 2 if small and backend() == "cpu" and (os.cpu_count() or 1) > 1 else 1
