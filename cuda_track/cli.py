@@ -14,7 +14,7 @@ def parser(text: str) -> ArgumentParser:
 
 
 def model_options(parser: ArgumentParser, kv: str = "int4") -> None:
-    parser.add_argument("--model", required=True, help="a folder, or owner/name on the hub")
+    parser.add_argument("--model", default="", help="a folder, or owner/name on the hub")
     parser.add_argument("--kv", default=kv, help="preset, or KEYS/VALUES")
     parser.add_argument("--dtype", help="float32, float16 or bfloat16")
     parser.add_argument("--device", help="cuda, cpu, ...")

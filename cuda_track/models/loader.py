@@ -55,6 +55,8 @@ def load(
         parse_preset(kv)  # before a download
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
+    if not name:
+        raise UserError("[--model] is needed; got none; choose a folder, or owner/name on the hub")
     source, device = resolve(name), torch.device(device or default_device())
     if name in HUB:
         raise UserError(

@@ -216,6 +216,7 @@ def test_a_model_in_several_processes_is_told_what_it_cannot(tmp_path):
         (["--model", "no-such-model", "--prompt", "a"], "no such model"),
         (["--model", "qwen3-4b", "--prompt", "a"], "a name for MLX weights"),
         (["--dtype", "int4", "--prompt", "a"], "unknown dtype"),
+        (["--prompt", "a"], "[--model] is needed"),
     ],
 )
 def test_mistakes_are_one_line(options, text, monkeypatch, capsys):
