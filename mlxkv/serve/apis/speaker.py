@@ -123,7 +123,7 @@ class Dictation(Completion):
         self.complete(speaker.asked, caller, speaker.model)
         speaker.counts = replace(speaker.counts, cached=caller.cached_tokens)
         if speaker.reason == "stop":
-            speaker.stop_word = caller.stopped_by(speaker.asked.stop)
+            speaker.stop_word = caller.stop_word
         speaker.end()
 
     # -- what mlx-lm's handler calls
