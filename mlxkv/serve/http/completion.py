@@ -66,6 +66,9 @@ class Completion(server.APIHandler):
             if kwargs.get(name):
                 kwargs[name] = plain(kwargs[name])
         response = super().generate_response(text, finish_reason, *args, **kwargs)
+        message = response["choices"][0].get("message", {"content": text})
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""  # as the pieces of a stream join
         if finish_reason is not None:
             response["kv"] = self.response_generator.numbers()
         return response
