@@ -26,6 +26,7 @@ from mlxkv.models.continuing import continued
 from mlxkv.models.decoders import step_down
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
+from mlxkv.models.stops import ReplyText
 from mlxkv.models.turns import Cut, Turns
 from mlxkv.models.usage import Usage, window_of
 from mlxkv.serve import told
@@ -41,7 +42,6 @@ from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.provider import Provider, make_sampler
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
-from mlxkv.serve.stops import ReplyText
 
 MEASURE_SECONDS = 0.25
 LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given

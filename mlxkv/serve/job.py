@@ -9,8 +9,8 @@ from typing import Any
 
 from mlx_lm import server
 
+from mlxkv.models.stops import ReplyText
 from mlxkv.models.usage import Usage, usage
-from mlxkv.serve.stops import ReplyText
 
 
 @dataclass(eq=False)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import decoded
 import pytest
 from saying import call, saying, write_thinker
-from serving import complete, events, post, send, serving, settled, text_of, until
+from serving import LONG, complete, events, post, send, serving, settled, text_of, until
 
 CAPITAL = "The capital of France is Paris. It is old.\n\nYes — naïve 😀 text."
 ASK = [{"role": "user", "content": "Tell me."}]
@@ -64,7 +63,9 @@ def reply(server, path: str, stop: list[str], stream: bool, **more) -> tuple[str
         return _message(data, stream)
     parts = events(data) if stream else [json.loads(data)]
     choices = [choice for part in parts for choice in part["choices"]]
-    said = [one.get("delta") or one.get("message") or {"content": one.get("text")} for one in choices]
+    said = [
+        one.get("delta") or one.get("message") or {"content": one.get("text")} for one in choices
+    ]
     text = "".join((one.get("content") or "") if stream else one["content"] for one in said)
     return text, choices[-1]["finish_reason"], parts[-1]
 
@@ -86,6 +87,13 @@ def before(text: str, stop: list[str]) -> tuple[str, str | None]:
     return (text[: min(places)[0]], min(places)[2]) if places else (text, None)
 
 
+def kept(server) -> list[tuple[list[int], list]]:
+    """Tokens and caches of the sequences that are kept, the latest last."""
+    sessions = server.engine.sessions
+    found = [pair for lru in sessions._lru._lrus.values() for pair in lru]
+    return [(list(key), sessions._trie.get(own, key).prompt_cache) for own, key in found]
+
+
 @pytest.mark.parametrize("stop", STOPS, ids=repr)
 @pytest.mark.parametrize("path", PATHS)
 def test_the_text_ends_before_the_first_stop_word(server, said, path, stop):
@@ -95,7 +103,10 @@ def test_the_text_ends_before_the_first_stop_word(server, said, path, stop):
         text, reason, last = reply(server, path, stop, stream)
         assert text == want
         if path == "/v1/messages":
-            assert (reason, last["stop_sequence"]) == ("stop_sequence" if word else "end_turn", word)
+            assert (reason, last["stop_sequence"]) == (
+                "stop_sequence" if word else "end_turn",
+                word,
+            )
         else:
             assert reason == "stop"
 
@@ -123,9 +134,8 @@ def test_generation_ends_with_the_stop_word_and_what_was_read_is_kept(server, sa
         assert last["kv"]["tokens"] == last["usage"]["prompt_tokens"] + count
     settled(server)
     assert not server.engine.jobs
-    kept = [key for lru in server.engine.sessions._lru._lrus.values() for _, key in lru]
-    held = [list(key) for key in kept if list(key)[-count:] == tokens[:count]]
-    assert len(held) == 1 and len(held[0]) == last["kv"]["tokens"]
+    (held,) = [one for one in kept(server) if one[0][-count:] == tokens[:count]]
+    assert {one.size() for one in held[1]} == {len(held[0])} == {last["kv"]["tokens"]}
 
 
 def test_log_probabilities_are_those_of_the_tokens_that_were_written(server, said):
@@ -202,10 +212,10 @@ def test_a_start_that_goes_on(server, said):
     assert reply(server, PATHS[1], [], False, **more)[0] == said[0]
 
 
-def test_with_drafts_the_reply_ends_there_and_the_cache_holds_what_was_read():
-    folder = decoded.folder("tiny-qwen")
-    prompt = "The capital of"
-    with serving(folder, kv="int4", dtype="float32", draft=str(folder)) as server:
+def test_with_drafts_the_reply_ends_there_and_the_cache_holds_what_was_read(tmp_path):
+    folder = write_thinker(tmp_path / "random", words=400)
+    prompt = LONG[:40]
+    with serving(folder, kv="int4", draft=str(folder)) as server:
         whole = text_of(complete(server, prompt, 24))
         assert len(whole) > 12
         for at, size in ((9, 4), (3, 2), (0, 2), (len(whole) - 3, 3)):
@@ -214,6 +224,9 @@ def test_with_drafts_the_reply_ends_there_and_the_cache_holds_what_was_read():
             assert text_of(found) == before(whole, [stop])[0]
             assert found["choices"][0]["finish_reason"] == "stop"
             usage = found["usage"]
-            assert found["kv"]["tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            settled(server)
+            key, cache = kept(server)[-1]
+            assert len(key) == usage["prompt_tokens"] + usage["completion_tokens"]
+            assert {one.size() for one in cache} == {len(key)}
         assert text_of(complete(server, prompt, 24)) == whole  # behind what was kept
         assert post(server, "/v1/completions", prompt=prompt, max_tokens=3)["kv"]["cached_tokens"]

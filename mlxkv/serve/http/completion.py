@@ -58,7 +58,8 @@ class Completion(server.APIHandler):
 
     def generate_response(self, text, finish_reason, *args, **kwargs):
         self._called = self._called or bool(kwargs.get("tool_calls"))
-        if finish_reason is not None:  # mlx-lm's own is "length", or of calls that could not be read
+        if finish_reason is not None:
+            # mlx-lm's is always "length", and may be that of calls which could not be read.
             finish_reason = self.response_generator.reason
             if finish_reason == "stop" and self._called:
                 finish_reason = "tool_calls"
