@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from mlxkv.models.turns import Turns, pieces
@@ -39,19 +37,3 @@ def _text(tokenizer: Any, state: str, reply: dict) -> tuple[str, str]:
     if opened or reasoning:
         text += tokenizer.think_end
     return text + content, "normal"
-
-
-def spaced(tokenizer: Any, prompt: list[int], responses: Iterator) -> Iterator:
-    """mlx-lm's pieces of a reply that goes on behind `prompt`, with the space between the two: its
-    detokenizers drop one at the start of what they take for a whole text."""
-    before = tokenizer.decode(prompt[-1:])
-    tokens = prompt[-1:]
-    for response in responses:
-        tokens.append(response.token)
-        if response.text:
-            joint = tokenizer.decode(tokens)[len(before) :]
-            lost = joint.startswith(" ") and not response.text.startswith(" ")
-            yield replace(response, text=" " + response.text) if lost else response
-            break
-        yield response
-    yield from responses

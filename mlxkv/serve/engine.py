@@ -26,6 +26,7 @@ from mlxkv.models.continuing import continued
 from mlxkv.models.decoders import step_down
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
+from mlxkv.models.stops import ReplyText
 from mlxkv.models.turns import Cut, Turns
 from mlxkv.models.usage import Usage, window_of
 from mlxkv.serve import told
@@ -229,9 +230,10 @@ class Engine(server.ResponseGenerator):
             self._asides.get_nowait().answer()
         found = super()._next_request(timeout)
         if found is not None:
-            line, _, args = found
+            line, request, args = found
             args.job.line = line
             self._taken.add(args.job)
+            found = args.job, request, args
         return found
 
     def _tokenize(self, tokenizer, request, args: Arguments):
@@ -241,22 +243,28 @@ class Engine(server.ResponseGenerator):
         )
         prompt, limit = found[0], self.model_provider.loaded.context
         args.job.thinks = found[3] == "reasoning"
+        if args.stop_words or args.continues:
+            before = prompt[-1:] if args.continues else ()
+            args.job.text = ReplyText(tokenizer, args.stop_words, before)
         if limit:
             args.max_tokens = min(args.max_tokens, limit - len(prompt))
         if args.shorten:
             fits = self.memory.longest(len(prompt) + args.max_tokens) - len(prompt)
             args.max_tokens = fits if fits > 0 else args.max_tokens  # else `promise` refuses it
         self.memory.promise(args.job, len(prompt) + args.max_tokens)
-        self.sessions.tenant = args.job.tenant  # mlx-lm looks its cache up next
+        # mlx-lm makes the matcher of its stop words next, then looks its cache up.
+        self._text, self.sessions.tenant = args.job.text, args.job.tenant
         return found
+
+    def _make_state_machine(self, model_key, tokenizer, stop_words):
+        """Ends of the reply whose prompt was just read, and the markup that mlx-lm takes out of its text."""
+        ends, markup = super()._make_state_machine(model_key, tokenizer, [])
+        return self._text or ends, markup
 
     def _read(self, tokenizer, request, args: Arguments):
         """For rank 0 alone: templates may look at the clock, and clients may have left."""
         if args.job.given_up:
             raise Refused(504, "[serve] given up before it began", "timeout")
-        for word in args.stop_words:
-            if not tokenizer.encode(word, add_special_tokens=False):
-                raise Refused(400, f"[stop] has no tokens; got {word!r}", "invalid_value")
         found = self._prompt(tokenizer, request, args)
         prompt, limit = found[0], self.model_provider.loaded.context
         if not prompt:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_lm import server
 
+from mlxkv.models.stops import ReplyText
 from mlxkv.models.usage import Usage, usage
 
 
@@ -17,7 +18,8 @@ class Job:
     """What the thread of a client and the generation thread tell each other beside mlx-lm's messages.
 
     given_up: the client has left, or its time is over; told by its thread. line: the queue of those
-    messages. tenant: whose prompt cache it uses. thinks: whether its reply begins with thinking. tokens,
+    messages. tenant: whose prompt cache it uses. thinks: whether its reply begins with thinking. text: of its
+    reply, where it is not all that mlx-lm decodes: up to a stop word, behind a start that was given. tokens,
     usage: of its caches at the end, told by the generation thread. drafts: tokens of a draft model, and those
     that are part of the reply. images: of its messages, in their order.
     """
@@ -29,7 +31,14 @@ class Job:
     line: Queue = field(default_factory=Queue, repr=False)
     tokens: int = 0
     usage: Usage | None = None
+    text: ReplyText | None = None
     drafts: tuple[int, int] | None = None
+
+    def put(self, item: Any) -> None:
+        """Send what mlx-lm's loop says to the client."""
+        if self.text is not None and isinstance(item, server.Response):
+            item.text, item.finish_reason = self.text.take(item.finish_reason)
+        self.line.put(item)
 
     def measured(self, caches: list, tokens: int) -> None:
         """Note the size of the caches, which hold so many tokens."""

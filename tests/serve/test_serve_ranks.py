@@ -92,6 +92,8 @@ def test_two_processes_reply_as_one(folder, tmp_path):
         turns += [text_of(complete(one, LONG + turns[0] + "And then?", 9))]
         drawn = text_of(complete(one, "abc", 16, temperature=1, seed=1))
         whole = complete(one, LONG, 9)["kv"]["bytes"]
+        stop = [turns[0][4:6]]
+        short = complete(one, LONG, 9, stop=stop)
     options = ("--kv-memory", "1400KB", "--kv-disk", str(tmp_path))
     with two_processes(folder, *options) as both:
         with ThreadPoolExecutor(8) as pool:
@@ -116,6 +118,9 @@ def test_two_processes_reply_as_one(folder, tmp_path):
         assert refused(both, 400, prompt="")["code"] == "invalid_value"
         again = complete(both, PROMPTS[4], 16)  # long ago evicted
         assert text_of(again) == alone[4] and again["kv"]["cached_tokens"] > 100
+        cut = complete(both, LONG, 9, stop=stop)
+        assert text_of(cut) == text_of(short) == turns[0][: turns[0].find(stop[0])]
+        assert cut["usage"]["completion_tokens"] == short["usage"]["completion_tokens"] < 9
         both.running[1].send_signal(signal.SIGTERM)  # either may be asked
         assert [process.wait(PATIENCE) for process in both.running] == [0, 0]
     files = [{path.name for path in tmp_path.glob(f"{i}-of-2/*/*")} for i in (1, 2)]

@@ -62,11 +62,17 @@ class Speaker(ABC):
         if usage := document.get("usage"):
             self.counts = replace(self.counts, reply=usage["completion_tokens"])
 
-    def _say(self, kind: str, text: str) -> None:
+    def close(self) -> None:
+        """Nothing more comes: a reply of blanks alone is one."""
+        if self._held and not self.parts:
+            self._say("text", "", blank=True)
+        self.end()
+
+    def _say(self, kind: str, text: str, blank: bool = False) -> None:
         begins = not self.parts or self.parts[-1][0] != kind
         if begins:  # blank lines between thoughts, text and calls are no part of their own
             text, self._held = self._held + text, ""
-            if not text.strip():
+            if not text.strip() and not blank:
                 self._held = text
                 return
             self.parts.append([kind, ""])
@@ -123,8 +129,8 @@ class Dictation(Completion):
         self.complete(speaker.asked, caller, speaker.model)
         speaker.counts = replace(speaker.counts, cached=caller.cached_tokens)
         if speaker.reason == "stop":
-            speaker.stop_word = caller.stopped_by(speaker.asked.stop)
-        speaker.end()
+            speaker.stop_word = caller.stop_word
+        speaker.close()
 
     # -- what mlx-lm's handler calls
 

@@ -4,7 +4,6 @@ time is over, and tells failures in a way that mlx-lm's handler lets through."""
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, Queue
@@ -12,9 +11,7 @@ from queue import Empty, Queue
 from mlx_lm import server
 
 from mlxkv.errors import MachineError
-from mlxkv.models.continuing import spaced
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.http.request import STOP_LENGTH
 from mlxkv.serve.job import Arguments, Job
 from mlxkv.serve.refusals import Refused, ending, fault
 
@@ -36,8 +33,8 @@ class Left(BaseException):
 class Caller:
     """continues: whether the last message is the start of the reply. grammar: that it follows, or None.
     shorten: whether it may be shorter where memory has no room. images: of the messages. started: when the
-    request began to arrive, by `time.monotonic`. gone: whether the client has hung up. stop: ends the
-    reply; does nothing before there is one."""
+    request began to arrive, by `time.monotonic`. gone: whether the client has hung up. reason: why the reply
+    ended, "stop" or "length". stop: ends the reply; does nothing before there is one."""
 
     def __init__(
         self,
@@ -52,7 +49,7 @@ class Caller:
     ):
         self.engine, self.started, self._gone = engine, started, gone
         self.continues, self.grammar, self.shorten = continues, grammar, shorten
-        self._last: deque[int] = deque(maxlen=STOP_LENGTH)  # tokens, a byte each at the least
+        self.reason = "stop"
         self.job = Job(tenant=tenant, images=images or [])
         self.context: server.GenerationContext | None = None
 
@@ -92,8 +89,6 @@ class Caller:
         self.context = context
         if context.tool_parser is not None:
             context.tool_parser = partial(_tool_calls, context.tool_parser)
-        if self.continues:
-            responses = spaced(self.engine.model_provider.tokenizer, context.prompt, responses)
         return context, self._counted(responses)
 
     def _await_response(self, line: Queue):
@@ -114,8 +109,11 @@ class Caller:
             for response in responses:
                 self._check()
                 count += 1
-                self._last.append(response.token)
                 first = first or time.monotonic() - self.started
+                if response.finish_reason is not None:
+                    self.reason = response.finish_reason
+                    # At a "stop", mlx-lm's handler drops what could have become markup, and is the text's end.
+                    response.finish_reason = "length"
                 yield response
         except (Refused, ConnectionError, TimeoutError):
             raise
@@ -145,14 +143,10 @@ class Caller:
     def cached_tokens(self) -> int:
         return max(0, self.context.prompt_cache_count)  # -1 before the cache was looked for
 
-    def stopped_by(self, words: list[str]) -> str | None:
-        """Which of a request's stop words ended its reply; None if none did. mlx-lm matches them as tokens."""
-        tokenizer, last = self.engine.model_provider.tokenizer, list(self._last)
-        for word in words:
-            tokens = tokenizer.encode(word, add_special_tokens=False)
-            if last[-len(tokens) :] == tokens:
-                return word
-        return None
+    @property
+    def stop_word(self) -> str | None:
+        """The stop word that ended the reply, or None."""
+        return self.job.text.word if self.job.text is not None else None
 
     def numbers(self) -> dict:
         """The `kv` field of a reply that has ended."""

@@ -58,12 +58,18 @@ class Completion(server.APIHandler):
 
     def generate_response(self, text, finish_reason, *args, **kwargs):
         self._called = self._called or bool(kwargs.get("tool_calls"))
-        if finish_reason == "tool_calls" and not self._called:  # no call could be read
-            finish_reason = "stop"
+        if finish_reason is not None:
+            # mlx-lm's is always "length", and may be that of calls which could not be read.
+            finish_reason = self.response_generator.reason
+            if finish_reason == "stop" and self._called:
+                finish_reason = "tool_calls"
         for name, plain in (("token_logprobs", finite), ("top_tokens", finite_steps)):
             if kwargs.get(name):
                 kwargs[name] = plain(kwargs[name])
         response = super().generate_response(text, finish_reason, *args, **kwargs)
+        message = response["choices"][0].get("message", {"content": text})
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""  # as the pieces of a stream join
         if finish_reason is not None:
             response["kv"] = self.response_generator.numbers()
         return response

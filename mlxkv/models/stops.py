@@ -1,0 +1,107 @@
+"""Stop words: the text of a reply ends before the first of them, whatever tokens it falls into.
+
+They are looked for in the text as the model writes it, thoughts and the markup of tool calls included, as vLLM
+and llama.cpp do: whoever names a word wants nothing behind it to be generated, and the place where thoughts or
+calls end is part of the same text. `StopMatcher` knows text alone, `ReplyText` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class StopMatcher:
+    """Finds the first stop word of a text that comes in pieces, however it is cut.
+
+    The first is the one that begins first; of two that begin at one place, the shorter. words: none of them
+    empty. word: the stop word that ended the text, or None.
+    """
+
+    def __init__(self, words: Iterable[str]):
+        self._words = list(words)
+        self._longest = max(map(len, self._words), default=0)
+        self._held = ""
+        self.word: str | None = None
+
+    def feed(self, piece: str) -> str:
+        """Text that no stop word can begin in: the end of what came may be held back. Empty once there was one."""
+        if self.word is not None:
+            return ""
+        text = self._held + piece
+        start, _, word = self._first(text)
+        tails = range(max(0, len(text) - self._longest + 1), start)
+        safe = next((i for i in tails if self._begins(text[i:])), start)
+        if word is not None and safe == start:
+            self.word, safe, text = word, start, text[:start]
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """The text that was held back, where nothing comes behind it."""
+        text, self._held = self._held, ""
+        start, _, self.word = self._first(text) if self.word is None else (0, 0, self.word)
+        return text[:start]
+
+    def _first(self, text: str) -> tuple[int, int, str | None]:
+        """Start, length and word of the first stop word; (len(text), 0, None) without any."""
+        found = ((text.find(word), len(word), word) for word in self._words)
+        return min((one for one in found if one[0] >= 0), default=(len(text), 0, None))
+
+    def _begins(self, tail: str) -> bool:
+        return any(word.startswith(tail) for word in self._words)
+
+
+class ReplyText:
+    """The text of one reply, token by token, up to its first stop word.
+
+    It stands where mlx-lm's batches take the stop sequences of a request, so the reply ends with the token that
+    completes a stop word, as it does with one that ends the model's turn.
+
+    tokenizer: mlx-lm's wrapper. before: the last token of a prompt whose end is the start of the reply, else
+    none. Detokenizers drop a space at the start of what they take for a whole text; behind `before` it is kept.
+    """
+
+    def __init__(self, tokenizer: Any, words: Iterable[str], before: Sequence[int] = ()):
+        self._tokenizer, self._detokenizer = tokenizer, tokenizer.detokenizer
+        self._before, self._start = tokenizer.decode(list(before)) if before else "", list(before)
+        self._matcher, self._ready = StopMatcher(words), ""
+
+    @property
+    def word(self) -> str | None:
+        """The stop word that ended the reply, or None."""
+        return self._matcher.word
+
+    def matcher(self) -> ReplyText:
+        """The same: a request has one reply."""
+        return self
+
+    def advance(self, token: int) -> bool:
+        """Take the next token. Returns whether it ends the reply."""
+        if token in self._tokenizer.eos_token_ids:
+            return True
+        if self._start:
+            self._start.append(token)
+        self._detokenizer.add_token(token)
+        self._read()
+        return self.word is not None
+
+    def take(self, reason: str | None) -> tuple[str, str | None]:
+        """The text that may be sent since the last call, and why the reply ends. reason: why it would without
+        stop words; None while it goes on."""
+        if reason is not None and self.word is None:
+            self._detokenizer.finalize()
+            self._read()
+            self._ready += self._matcher.flush()
+            reason = reason if self.word is None else "stop"
+        text, self._ready = self._ready, ""
+        return text, reason
+
+    def _read(self) -> None:
+        text = self._detokenizer.last_segment
+        if text and self._start:
+            joint = self._tokenizer.decode(self._start)[len(self._before) :]
+            if joint.startswith(" ") and not text.startswith(" "):
+                text = " " + text
+            self._start = []
+        self._ready += self._matcher.feed(text)

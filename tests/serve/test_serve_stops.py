@@ -1,0 +1,232 @@
+"""Stop words in all APIs, plain and streamed: the text ends before them, the reply with them."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from saying import call, saying, write_thinker
+from serving import LONG, complete, events, post, send, serving, settled, text_of, until
+
+CAPITAL = "The capital of France is Paris. It is old.\n\nYes — naïve 😀 text."
+ASK = [{"role": "user", "content": "Tell me."}]
+WEATHER = {"name": "weather", "arguments": {"city": "Oslo"}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat")
+STOPS = [
+    ["l of Fr"],  # begins and ends inside tokens
+    [" Paris"],
+    ["The c"],  # the first characters of the reply
+    ["is", "France is P"],  # the longer began first
+    ["France is Q", "is Par"],  # the longer never comes
+    ["naïve 😀"],
+    ["\U0001f600"],
+    ["\U0001f601", "—"],
+    ["text."],
+    ["text.!", "zebra"],  # none
+    [".\n\nYes —!"],  # none
+]
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return [""]
+
+
+@pytest.fixture(scope="module")
+def server(said, tmp_path_factory):
+    """Tokens of several letters, learned from other text: few stop words are whole tokens."""
+    folder = write_thinker(tmp_path_factory.mktemp("stops") / "caller", words=400)
+    with saying(folder, said, kv="int4") as server:
+        yield server
+
+
+def reply(server, path: str, stop: list[str], stream: bool, **more) -> tuple[str, str, dict]:
+    """Text, reason and last document of a reply, whatever the API."""
+    body = {"model": "caller", "max_tokens": 200, "stream": stream, "messages": ASK} | more
+    if path == "/v1/messages":
+        body["stop_sequences"] = stop
+    elif path == "/api/chat":
+        del body["max_tokens"]
+        body["options"] = {"stop": stop, "num_predict": 200}
+    else:
+        body["stop"] = stop
+    if path == "/v1/completions":
+        body["prompt"] = body.pop("messages")[0]["content"]
+    status, _, data = send(server, "POST", path, body)
+    assert status == 200, data
+    if path == "/api/chat":
+        parts = [json.loads(line) for line in data.decode().splitlines()]
+        return "".join(p["message"]["content"] for p in parts), parts[-1]["done_reason"], parts[-1]
+    if path == "/v1/messages":
+        return _message(data, stream)
+    parts = events(data) if stream else [json.loads(data)]
+    choices = [choice for part in parts for choice in part["choices"]]
+    said = [
+        one.get("delta") or one.get("message") or {"content": one.get("text")} for one in choices
+    ]
+    text = "".join((one.get("content") or "") if stream else one["content"] for one in said)
+    return text, choices[-1]["finish_reason"], parts[-1]
+
+
+def _message(data: bytes, stream: bool) -> tuple[str, str, dict]:
+    if not stream:
+        found = json.loads(data)
+        return "".join(one["text"] for one in found["content"]), found["stop_reason"], found
+    lines = [line for line in data.decode().splitlines() if line.startswith("data: ")]
+    parts = [json.loads(line[6:]) for line in lines]
+    text = "".join(one.get("delta", {}).get("text", "") for one in parts)
+    (last,) = [one for one in parts if one["type"] == "message_delta"]
+    return text, last["delta"]["stop_reason"], last["delta"]
+
+
+def before(text: str, stop: list[str]) -> tuple[str, str | None]:
+    """The text before its first stop word, and that word."""
+    places = [(text.find(word), len(word), word) for word in stop if word in text]
+    return (text[: min(places)[0]], min(places)[2]) if places else (text, None)
+
+
+def kept(server) -> list[tuple[list[int], list]]:
+    """Tokens and caches of the sequences that are kept, the latest last."""
+    sessions = server.engine.sessions
+    found = [pair for lru in sessions._lru._lrus.values() for pair in lru]
+    return [(list(key), sessions._trie.get(own, key).prompt_cache) for own, key in found]
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=repr)
+@pytest.mark.parametrize("path", PATHS)
+def test_the_text_ends_before_the_first_stop_word(server, said, path, stop):
+    said[0] = CAPITAL
+    want, word = before(CAPITAL, stop)
+    for stream in (False, True):
+        text, reason, last = reply(server, path, stop, stream)
+        assert text == want
+        if path == "/v1/messages":
+            assert (reason, last["stop_sequence"]) == (
+                "stop_sequence" if word else "end_turn",
+                word,
+            )
+        else:
+            assert reason == "stop"
+
+
+@pytest.mark.parametrize("stop", [["!"], []], ids=str)
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_what_could_have_become_something_is_kept_at_the_end(server, said, path, stop):
+    for text in ("Is 2 <t", "A tag: <tool_cal", "Wow. ", "\n\n", "  \n"):
+        said[0] = text
+        # mlx-lm's detokenizers drop a space at the start of a text.
+        whole = text.removeprefix(" ")
+        assert [reply(server, path, stop, stream)[0] for stream in (False, True)] == [whole] * 2
+
+
+def test_generation_ends_with_the_stop_word_and_what_was_read_is_kept(server, said):
+    said[0] = CAPITAL
+    tokenizer = server.engine.model_provider.tokenizer
+    tokens = tokenizer.encode(CAPITAL, add_special_tokens=False)
+    count = next(n for n in range(len(tokens)) if "of Fr" in tokenizer.decode(tokens[:n]))
+    for stream in (False, True):
+        more = {"stream_options": {"include_usage": True}} if stream else {}
+        text, reason, last = reply(server, PATHS[1], ["l of Fr"], stream, **more)
+        assert (text, reason) == ("The capita", "stop")
+        assert last["usage"]["completion_tokens"] == count
+        assert last["kv"]["tokens"] == last["usage"]["prompt_tokens"] + count
+    settled(server)
+    assert not server.engine.jobs
+    (held,) = [one for one in kept(server) if one[0][-count:] == tokens[:count]]
+    assert {one.size() for one in held[1]} == {len(held[0])} == {last["kv"]["tokens"]}
+
+
+def test_log_probabilities_are_those_of_the_tokens_that_were_written(server, said):
+    said[0] = CAPITAL
+    _, _, last = reply(server, PATHS[1], ["l of Fr"], False, logprobs=True, top_logprobs=1)
+    found = last["choices"][0]["logprobs"]["content"]
+    assert len(found) == last["usage"]["completion_tokens"]
+
+
+def test_streams_of_one_batch_have_their_own_stop_words(server, said):
+    said[0] = CAPITAL
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [
+            (stop, pool.submit(reply, server, path, stop, n % 2 == 0))
+            for n, stop in enumerate(STOPS)
+            for path in PATHS[:2]
+        ]
+        for stop, job in jobs:
+            assert job.result()[0] == before(CAPITAL, stop)[0]
+
+
+def test_a_request_that_is_served_alone(server, said, monkeypatch):
+    monkeypatch.setattr(server.engine.model_provider, "is_batchable", False)
+    said[0] = "Other. " + CAPITAL
+    until(lambda: not server.engine.jobs)
+    for stop in STOPS:
+        for stream in (False, True):
+            text, reason, last = reply(server, PATHS[1], stop, stream)
+            assert (text, reason) == (before(said[0], stop)[0], "stop")
+    said[0] = "Is 2 <t"
+    assert reply(server, PATHS[1], [], False)[0] == said[0]
+
+
+def test_thoughts_and_calls_are_text_of_the_model(server, said):
+    def ask(stop: str, stream: bool) -> tuple[str, str, list, str]:
+        more = {"tools": [TOOL], "messages": ASK, "stop": [stop], "max_tokens": 200}
+        status, _, data = send(server, "POST", PATHS[1], more | {"stream": stream})
+        assert status == 200
+        choices = [
+            choice
+            for part in (events(data) if stream else [json.loads(data)])
+            for choice in part["choices"]
+        ]
+        said = [choice.get("delta") or choice.get("message") or {} for choice in choices]
+        return (
+            "".join(one.get("reasoning") or "" for one in said),
+            "".join(one.get("content") or "" for one in said),
+            [c["function"]["name"] for one in said for c in one.get("tool_calls") or ()],
+            choices[-1]["finish_reason"],
+        )
+
+    said[0] = "<think>Let me look.</think>Well. " + call(WEATHER, WEATHER | {"name": "other"})
+    for stream in (False, True):
+        assert ask("zebra", stream) == (
+            "Let me look.",
+            "Well. ",
+            ["weather", "other"],
+            "tool_calls",
+        )
+        assert ask("me lo", stream) == ("Let ", "", [], "stop")
+        assert ask("look.</th", stream) == ("Let me ", "", [], "stop")
+        assert ask(". <tool_c", stream) == ("Let me look.", "Well", [], "stop")
+        assert ask("</tool_call>", stream)[2:] == (["weather"], "tool_calls")
+        assert ask('"other"', stream)[2:] == (["weather"], "tool_calls")
+        assert ask('"Osl', stream) == ("Let me look.", "Well. ", [], "stop")  # half a call is none
+
+
+def test_a_start_that_goes_on(server, said):
+    said[0] = " of France is Paris."
+    start = {"messages": [*ASK, {"role": "assistant", "content": "The capital"}]}
+    more = start | {"continue_final_message": True}
+    assert reply(server, PATHS[1], [" is"], False, **more)[0] == " of France"
+    assert reply(server, PATHS[1], [" o"], True, **more)[0] == ""
+    assert reply(server, PATHS[1], [], False, **more)[0] == said[0]
+
+
+def test_with_drafts_the_reply_ends_there_and_the_cache_holds_what_was_read(tmp_path):
+    folder = write_thinker(tmp_path / "random", words=400)
+    prompt = LONG[:40]
+    with serving(folder, kv="int4", draft=str(folder)) as server:
+        whole = text_of(complete(server, prompt, 24))
+        assert len(whole) > 12
+        for at, size in ((9, 4), (3, 2), (0, 2), (len(whole) - 3, 3)):
+            stop = whole[at : at + size]
+            found = complete(server, prompt, 24, stop=[stop])
+            assert text_of(found) == before(whole, [stop])[0]
+            assert found["choices"][0]["finish_reason"] == "stop"
+            usage = found["usage"]
+            settled(server)
+            key, cache = kept(server)[-1]
+            assert len(key) == usage["prompt_tokens"] + usage["completion_tokens"]
+            assert {one.size() for one in cache} == {len(key)}
+        assert text_of(complete(server, prompt, 24)) == whole  # behind what was kept
+        assert post(server, "/v1/completions", prompt=prompt, max_tokens=3)["kv"]["cached_tokens"]
