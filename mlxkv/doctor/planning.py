@@ -26,8 +26,8 @@ def read_plan(model: str, config: str | None) -> ModelPlan:
 
     alias = model.strip()
     if alias in HUB and alias in known.CONFIGS and cached(HUB[alias]) is None:
-        more = "as published: it is not downloaded"
-        return plan_of(known.CONFIGS[alias], HUB[alias], more=more)
+        data = {"quantization": known.QUANTIZATION} | known.CONFIGS[alias]
+        return plan_of(data, HUB[alias], more="as published: it is not downloaded")
     place = locate(model)
     data = _read_config(place.config, f"--model {model}")
     return plan_of(data, place.name, place.weights)

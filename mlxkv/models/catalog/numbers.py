@@ -20,7 +20,9 @@ COUNTS = (
 )
 # Names of numbers that loops run over, of sizes, and of lists with an item a layer.
 DEEP = re.compile(r"(^|_)(n|num)_(\w+_)?(layers?|blocks)$")
-COUNTED = re.compile(r"(^|_)(n|num)_(?!param)|(size|dim|dims|heads|layers|experts|rank|width|kernel)$")
+COUNTED = re.compile(
+    r"(^|_)(n|num)_(?!param)|(size|dim|dims|heads|layers|experts|rank|width|kernel)$"
+)
 LISTED = re.compile("layer|block|pattern|idx")
 WIDTHS = (
     *("hidden_size", "n_embd", "d_model", "intermediate_size", "moe_intermediate_size"),

@@ -39,7 +39,8 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes at one context with one preset. dropped: by token selection, once the prompt is read. state: of fixed size."""
+    """Bytes at one context with one preset. dropped: by token selection, once the prompt is read. state: of fixed
+    size."""
 
     weights: int
     cache: int

@@ -95,7 +95,9 @@ def _growth(
         name, kind = type(runs[0][place]).__name__, "own" if each else "state"
         reason = f"mlxkv does not know the class {name}" if each else ""
         state = sizes[0] - each * NEAR if each else sizes[0]
-        out[place] = LayerShape(kind, int(each > 0), each // 2, state=state, reason=reason, index=place[0])
+        out[place] = LayerShape(
+            kind, int(each > 0), each // 2, state=state, reason=reason, index=place[0]
+        )
     return out
 
 

@@ -12,7 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = "mlx_lm"
-TABLES = "MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING"  # of its `utils`: types that share a file
+TABLES = (
+    "MODEL_REMAPPING",
+    "MODEL_ARCHITECTURE_REMAPPING",
+)  # of its `utils`: types that share a file
 
 
 class NotBuilt(Exception):

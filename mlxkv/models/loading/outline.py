@@ -48,14 +48,16 @@ def outline(config: dict) -> Outline:
     sizes that no model has."""
     try:
         model = build(config)
-        layers, widths = _traced(model, lambda: (layers_of(model), _widths(model)))
         dtype = str(text_config(config).get("dtype") or text_config(config).get("torch_dtype"))
         model.set_dtype(mx.float32 if dtype == "float32" else mx.bfloat16)
+        layers, widths = _traced(model, lambda: (layers_of(model), _widths(model)))
         quantise(model, config)
         weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
     except (NotBuilt, Unsound):
         raise
-    except Exception as error:  # mlx-lm raises anything where keys are missing or do not fit together
+    except (
+        Exception
+    ) as error:  # mlx-lm raises anything where keys are missing or do not fit together
         raise NotBuilt(f"{type(error).__name__}: {first_line(error)[:80]}") from error
     heads = [2 * x.key_dim * (x.queries + x.kv_heads) for x in layers]
     return Outline(layers, weights, working_bytes(widths[0], max(heads, default=0), max(widths)))
@@ -66,14 +68,15 @@ def build(config: dict) -> nn.Module:
     mlx-lm raises."""
     check_names(text_config(config))
     model_class, args_class = classes_of(config)
+    tied = text_config(config).get("tie_word_embeddings", True)
     with _bounded():
         model = model_class(args_class.from_dict(config))
     for module in model.modules():
         # Families without this argument tie where a file has no head; transformers does by default.
         args = getattr(module, "args", None)
-        if "lm_head" in module and args and not hasattr(args, "tie_word_embeddings"):
-            if text_config(config).get("tie_word_embeddings", True) and hasattr(module, "sanitize"):
-                module.sanitize({})
+        asks = args is not None and not hasattr(args, "tie_word_embeddings")
+        if asks and tied and "lm_head" in module and hasattr(module, "sanitize"):
+            module.sanitize({})
     model.eval()
     return model
 
@@ -84,7 +87,9 @@ def quantise(model: nn.Module, config: dict) -> None:
     if values is None:
         return
     chosen = getattr(model, "quant_predicate", None)
-    kept = [str(name) for name in values.get("modules_to_not_convert") or values.get("ignore") or ()]
+    kept = [
+        str(name) for name in values.get("modules_to_not_convert") or values.get("ignore") or ()
+    ]
 
     def predicate(path: str, module: nn.Module) -> bool | dict:
         if path in values:
