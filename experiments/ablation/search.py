@@ -16,7 +16,7 @@ from mlxkv.formats.codebook import Codebook
 from mlxkv.formats.config import BALANCED, CALIBRATED, SPREAD, Affine, CacheConfig, Quantizer, Side
 from mlxkv.formats.tile import DualScale
 from mlxkv.models import load
-from mlxkv.models.catalog.shapes import layers_of
+from mlxkv.models.hooks.held import layers_of
 from mlxkv.models.hooks.probe import leaves, put
 
 SINK, RECENT = 64, 64
@@ -98,7 +98,7 @@ def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
         protected={name: arm.protected for name, arm in wanted.items() if arm.protected},
     )
     rows = parts.judge(asked, arms, names, progress)
-    dims = [(s.key_dim, s.value_dim) for s in layers_of(loaded.config) if s.kind == "full"]
+    dims = [(s.key_dim, s.value_dim) for s in layers_of(loaded.model) if s.kind == "full"]
     for name, arm in wanted.items():
         bits = [arm.config.bits_per_value(*pair) for pair in dims]
         for i in arm.protected:

@@ -14,8 +14,8 @@ from mlxkv.eval.tasks.part import Progress, Results
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import load
-from mlxkv.models.catalog.shapes import layers_of
 from mlxkv.models.catalog.sizes import layer_bytes
+from mlxkv.models.hooks.held import layers_of
 from mlxkv.texts.sources import calibration_tokens, evaluation_tokens
 
 PRESET = "oscar-int2"
@@ -49,7 +49,7 @@ def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
     for name, result in divergence.measure(
         arms, names, text.tokens, asked.context, progress
     ).items():
-        layers = [layer for layer in layers_of(loaded.config) if layer.kind == "full"]
+        layers = [layer for layer in layers_of(loaded.model) if layer.kind == "full"]
         stored = sum(layer_bytes(layer, arms.configs[name], asked.context) for layer in layers)
         rows[name] = judged(result) | {
             "bits_per_value": 8 * stored / result["values"],

@@ -30,7 +30,7 @@ from mlxkv.metal.launch import backend
 from mlxkv.models import load
 from mlxkv.models.calibration import TOKENS
 from mlxkv.models.calibration.measure import WINDOW, bos_of, calibrate
-from mlxkv.models.catalog.shapes import layers_of
+from mlxkv.models.hooks.held import layers_of
 
 KL, RETRIEVAL = "kl", "retrieval"
 BLOCK = 64  # tokens whose mean KL a row keeps
@@ -225,7 +225,7 @@ class Subject:
         held = self.arms(first.windows).stored(first.preset, cache) / len(units)
         logs = feed.log_probabilities(loaded, cache, tokens[:, first.context : -1])
         values = sum(
-            s.values(first.context) for s in layers_of(self.loaded.config) if s.kind == "full"
+            s.values(first.context) for s in layers_of(self.loaded.model) if s.kind == "full"
         )
         return [
             self._scored(unit, text, log) | {"kv_bytes": held, "values": values}

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from experiments.options import Parser
 from mlxkv import console
+from mlxkv.doctor.planning import plan_of
 from mlxkv.formats.names import parse_preset
 from mlxkv.machine import USABLE
 from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
-from mlxkv.models.catalog.shapes import activation_bytes, layers_of, weight_bytes
 from mlxkv.models.catalog.sizes import CHUNK, ModelPlan, layer_bytes, need
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
@@ -38,6 +38,7 @@ LLAMA_70B = CONFIGS["llama-3.1-8b"] | {
 }
 MISTRAL_24B = {
     "model_type": "mistral",
+    "rms_norm_eps": 1e-5,
     "hidden_size": 5120,
     "num_hidden_layers": 40,
     "num_attention_heads": 32,
@@ -86,8 +87,7 @@ def mac(gib: float) -> str:
 
 def bars(config: dict) -> list[Bar]:
     """A bar for each of CACHES."""
-    config = config | {"quantization": QUANTIZATION}
-    plan = ModelPlan("", config, layers_of(config), weight_bytes(config), "")
+    plan = plan_of(config | {"quantization": QUANTIZATION})
     return [_bar(plan, name) for name in CACHES]
 
 
@@ -97,8 +97,8 @@ def _bar(plan: ModelPlan, name: str) -> Bar:
         return Bar(name, found.weights / GIB, found.cache / GIB, found.transient / GIB)
     kv = replace(parse_preset("naive-int4"), sink=0, recent=0)
     stored = sum(layer_bytes(layer, kv, CONTEXT) for layer in plan.layers)
-    working = activation_bytes(plan.config, CHUNK)
-    scores = 2 * plan.config["num_attention_heads"] * CHUNK * CONTEXT
+    working = plan.working * CHUNK
+    scores = 2 * plan.layers[0].queries * CHUNK * CONTEXT
     return Bar(name, *(size / GIB for size in (plan.weights, stored, working, scores)))
 
 

@@ -20,12 +20,12 @@ from mlxkv.cache import selftest
 from mlxkv.cache.choose import Question
 from mlxkv.cli import app
 from mlxkv.doctor.listing import HEAD_DIM, LISTED, MEASURED, PAPERS
+from mlxkv.doctor.planning import plan_of
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import COMPARED
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.known import CONFIGS
-from mlxkv.models.catalog.shapes import layers_of
 from mlxkv.models.hooks.refused import LATENTS, REFUSED, REFUSED_BEFORE_0_32
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
@@ -273,7 +273,7 @@ def _layers(name: str) -> str:
     if name not in CONFIGS:
         return ""
     counts: dict[tuple[str, int], int] = {}
-    for layer in layers_of(CONFIGS[name]):
+    for layer in plan_of(CONFIGS[name]).layers:
         counts[layer.kind, layer.window] = counts.get((layer.kind, layer.window), 0) + 1
     return ", ".join(
         KINDS.get(kind, f"{{}} {kind}").format(n, window) for (kind, window), n in counts.items()

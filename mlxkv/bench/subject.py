@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,10 +24,13 @@ from mlxkv.metal.launch import backend
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration.measure import calibrate
 from mlxkv.models.catalog import known
-from mlxkv.models.catalog.shapes import layers_of, text_config
+from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.catalog.sizes import COMPRESSED
+from mlxkv.models.hooks.held import layers_of
 from mlxkv.models.hooks.mark import mark, steps_of
 from mlxkv.models.hooks.rebind import bind
+from mlxkv.models.loading.families import NotBuilt, classes_of
+from mlxkv.models.loading.outline import build
 
 GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
 # Of these a benchmark runs the true shape with random weights.
@@ -79,8 +81,8 @@ class Subject:
         if preset in MLX_LM:
             return "mlx-lm"
         config, labels = cache_config(preset), []
-        for i, shape in enumerate(layers_of(self.config)):
-            if shape.kind in COMPRESSED and (own := config.at(i)).compresses:
+        for shape in layers_of(self.model):
+            if shape.kind in COMPRESSED and (own := config.at(shape.index)).compresses:
                 dims, latent = (shape.key_dim, shape.value_dim), shape.kind == "latent"
                 own = allotted(own, shape.key_dim)
                 labels.append(choose.plan(own, dims, self.dtype, latent=latent).label)
@@ -130,8 +132,8 @@ def _bare_config(folder: Path) -> dict | None:
         return None
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        import_module(f"mlx_lm.models.{config['model_type']}")
-    except (ValueError, KeyError, TypeError, ImportError) as error:
+        classes_of(config)
+    except (ValueError, AttributeError, NotBuilt) as error:
         raise UserError(
             f"[--model] no config.json of a model that mlx-lm knows ({type(error).__name__}); got "
             f"{folder}; choose another folder"
@@ -142,16 +144,10 @@ def _bare_config(folder: Path) -> dict | None:
 def _random(config: dict, dtype: mx.Dtype, bits: int | None) -> nn.Module:
     """A model with MLX's initial weights in `dtype`, quantised as mlx-lm does it if `bits` are given."""
     mx.random.seed(0)
-    family = import_module(f"mlx_lm.models.{config['model_type']}")
-    model = family.Model(family.ModelArgs.from_dict(config))
-    if config.get("tie_word_embeddings") and "lm_head" in model:
-        # `sanitize` ties the head when a file has none.
-        found = tree_flatten(model.parameters())
-        model.sanitize({name: x for name, x in found if name != "lm_head.weight"})
+    model = build(config)
     model.set_dtype(dtype)
     if bits is not None:
         nn.quantize(model, GROUP, bits)
-    model.eval()
     for _, x in tree_flatten(model.parameters()):
         mx.eval(x)  # one by one: frees the float32 that each is made from
     mx.clear_cache()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx.utils import tree_flatten
+
 from mlxkv.models.catalog.aliases import CHAT
-from mlxkv.models.catalog.shapes import parameters
 
 # Prompts with a word of the right answer. Each is answered right at temperature 0, with fp16 and with int4, alone
 # and one after the other (tests/chat/test_welcome.py). Those of tiny-chat first, then those of the other models.
@@ -33,7 +34,7 @@ def answers(name: str) -> dict[str, str]:
 
 def welcome(loaded: Any) -> list[str]:
     """Two lines for a model that comes with mlxkv."""
-    count = parameters(loaded.config) / 1e6
+    count = sum(x.size for _, x in tree_flatten(loaded.model.parameters())) / 1e6
     return [
         f"{loaded.name} has {count:.0f} million parameters and comes with mlxkv, to try the cache without a "
         f"download; a real model: mlxkv chat -m {REAL}",

@@ -1,6 +1,7 @@
-"""`mlxkv fit`: estimate the memory that a model and a context need, from config.json alone.
+"""`mlxkv fit`: say what memory a model and a context need, from config.json alone.
 
-The sum counts the weights, the cache and the transients of the prefill: the working memory of one chunk, and
+mlx-lm's own model is made of it, without weights: its parameters and its caches are counted. The sum counts the
+weights, the cache, states of fixed size and the transients of the prefill: the working memory of one chunk, and
 one layer's keys and values in 16 bits over the whole context. A compressed cache decodes them, a plain one copies
 them when it grows; from latents mlx-lm's code also makes the keys and values of every head. `mlxkv chat --json`
 measures.
@@ -12,15 +13,14 @@ import sys
 from collections.abc import Iterator
 
 from mlxkv.console import human_bytes, parse_size, parse_tokens, plain, print_json, print_table
+from mlxkv.doctor.planning import read_plan
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, canonical, check_rotary, parse_kv
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.machine import USABLE, machine_memory
-from mlxkv.models.catalog.shapes import (
-    LayerShape,
-)
-from mlxkv.models.catalog.sizes import ModelPlan, longest, need, read_plan, why_16_bits
+from mlxkv.models.catalog.shapes import LayerShape
+from mlxkv.models.catalog.sizes import ModelPlan, longest, need, why_16_bits
 
 DEFAULT_CONTEXT = "32k"
 
@@ -61,6 +61,8 @@ def run(
         "usable_bytes": usable,
         "weights_bytes": plan.weights,
         "weights_source": plan.weights_source,
+        "estimate": plan.estimate or None,
+        "state_bytes": plan.state,
         "transient_bytes": rows[0]["transient_bytes"],
         "context_limit": plan.limit or None,
         "layers": _layer_counts(plan),
@@ -105,7 +107,10 @@ def _layer_counts(plan: ModelPlan) -> list[dict]:
     counts: dict[LayerShape, int] = {}
     for layer in plan.layers:
         counts[layer] = counts.get(layer, 0) + 1
-    return [{"count": count, **vars(layer)} for layer, count in counts.items()]
+    return [
+        {"count": count, **{name: x for name, x in vars(layer).items() if name != "index"}}
+        for layer, count in counts.items()
+    ]
 
 
 def _show(plan: ModelPlan, data: dict, file) -> None:
@@ -114,14 +119,17 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         "full": "keep the whole context",
         "sliding": "keep the last {window} tokens, never compressed",
         "latent": "keep a latent of {key_dim} and a rotary key of {value_dim} per token (MLA)",
+        "chunked": "keep a chunk of at most {window} tokens, never compressed",
         "index": "keep a key of a sparse index per token, never compressed",
-        "state": "keep a state of fixed size, not counted",
+        "own": "keep {key_dim} numbers per token and {size} in all, never compressed",
+        "state": "keep a state of fixed size, {size} in all",
     }
     print(plain(plan.name), file=file)
     for group in data["layers"]:
-        said = group["kv_heads"] and group["kind"] != "latent"
+        said = group["kind"] not in ("latent", "own", "state")
         heads = f": {group['kv_heads']} kv heads x {group['key_dim']}" if said else ""
-        text = texts[group["kind"]].format(**group)
+        size = human_bytes(group["count"] * group["state"])
+        text = texts[group["kind"]].format(**group, size=size)
         print(f"  {group['count']} layers {text}{heads}", file=file)
     print(
         f"  weights {human_bytes(plan.weights)}, {plan.weights_source}\n"
@@ -131,11 +139,17 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         f"  context {data['context']} tokens of {plan.limit or 'unknown'}",
         file=file,
     )
+    if plan.estimate:
+        print(
+            f"  an estimate: mlx-lm makes no model of this here ({plan.estimate}); every layer is taken to keep "
+            "the whole context",
+            file=file,
+        )
     for kv in (row["preset"] for row in data["presets"]):
-        reasons = {why_16_bits(layer, parse_kv(kv).at(i)) for i, layer in enumerate(plan.layers)}
+        reasons = {why_16_bits(layer, parse_kv(kv).at(layer.index)) for layer in plan.layers}
         for reason in filter(None, reasons):
             print(f"  {kv}: some layers stay in 16 bits ({reason})", file=file)
-        configs = dict.fromkeys(parse_kv(kv).at(i) for i in range(len(plan.layers)))
+        configs = dict.fromkeys(parse_kv(kv).at(layer.index) for layer in plan.layers)
         for note in dict.fromkeys(note for one in configs for note in _notes(one)):
             print(f"  {kv}: {note}", file=file)
 

@@ -8,9 +8,9 @@ import pytest
 import repo_pages
 
 from experiments.pages import memory
+from mlxkv.doctor.planning import plan_of
 from mlxkv.formats.names import parse_preset
 from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
-from mlxkv.models.catalog.shapes import layers_of
 from mlxkv.models.catalog.sizes import layer_bytes
 
 ROOT = repo_pages.ROOT
@@ -79,7 +79,7 @@ def test_the_answer_of_the_results_is_the_same():
 
 @pytest.mark.parametrize("preset", SAVED)
 def test_bytes_are_those_of_fit(preset):
-    layers = layers_of(CONFIGS["llama-3.1-8b"])
+    layers = plan_of(CONFIGS["llama-3.1-8b"]).layers
     kv = parse_preset(preset)
     stored = sum(layer_bytes(layer, kv, 131072) for layer in layers)
     close(SAVED[preset][2], [stored / 2**30])

@@ -35,7 +35,7 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import seconds_to_run
-from mlxkv.models.catalog.shapes import layers_of, text_config
+from mlxkv.models.hooks.held import layers_of
 from mlxkv.versions import versions
 
 CONTEXT, CONTEXT_CPU = "16k", "1k"
@@ -186,16 +186,14 @@ def _repeated(cache, batch: int):
 def attention_seconds(it: Subject, caches: list, batch: int) -> float | None:
     """Of one step, in all layers that keep the whole context: a token's keys and values are written, then
     attention, layer by layer. Building the graph is left out. None where there is no such layer."""
-    shapes = layers_of(
-        it.config
-    )  # several to a cache where a layer has several, which are no keys and values
+    shapes = layers_of(it.model)  # several to a cache where a layer has several
     pairs = zip(caches, shapes, strict=True) if len(caches) == len(shapes) else ()
     own = [(c, s) for c, s in pairs if s.kind == "full"]
-    heads = int(text_config(it.config)["num_attention_heads"])
     new = [
         [mx.random.normal((batch, count, 1, dims), it.dtype) for count, dims in sizes]
         for sizes in (
-            ((heads, s.key_dim), (s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim)) for _, s in own
+            ((s.queries, s.key_dim), (s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim))
+            for _, s in own
         )
     ]
 

@@ -34,8 +34,8 @@ from mlxkv.bench.whole.rows import add_ratios, medians, speed_cells
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import interleaved
-from mlxkv.models.catalog.shapes import layers_of
 from mlxkv.models.generate import PREFILL_STEP
+from mlxkv.models.hooks.held import layers_of
 from mlxkv.versions import versions
 
 WARM = 4  # tokens decoded before the clock starts
@@ -214,7 +214,7 @@ def measure(
 
 def fill_directly(cache: list, it: Subject, tokens: int) -> None:
     """Put random keys and values of `tokens` tokens into every layer's cache, in chunks as a prefill."""
-    shapes = layers_of(it.config)
+    shapes = layers_of(it.model)
     if len(shapes) != len(cache) or any(s.kind not in ("full", "sliding") for s in shapes):
         raise UserError(
             "[--fill] this model has caches of other kinds than keys and values; got direct; "

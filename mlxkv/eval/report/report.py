@@ -10,8 +10,8 @@ from mlxkv.eval.report.compare import limits
 from mlxkv.eval.tasks import divergence, retrieval, subspace
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.eval.tasks.statistics import block
-from mlxkv.models.catalog.shapes import layers_of
 from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
+from mlxkv.models.hooks.held import layers_of
 
 RETRIEVAL = ("single", "multi-key", "multi-query", "multi-value")
 TASK_COLUMNS = {"single", "m-key", "m-query", "m-value", "text", "answers", "tools"}
@@ -114,8 +114,8 @@ def bits(arms: Arms, name: str, context: int) -> dict:
     """Return bits per value, over the layers that grow with the context: inside pages, and of the
     whole cache of `context` tokens with its windows at 16 bits per number; and that cache's bytes."""
     config = arms.configs[name]
-    every = enumerate(layers_of(arms.loaded.config))
-    layers = [(s, config.at(i)) for i, s in every if s.kind in COMPRESSED]
+    every = layers_of(arms.loaded.model)
+    layers = [(s, config.at(s.index)) for s in every if s.kind in COMPRESSED]
     values = sum(s.values(context) for s, _ in layers)
     inside = sum(s.values(context) * bits_in_pages(s, own) for s, own in layers)
     whole = 8 * sum(layer_bytes(s, own, context) for s, own in layers)

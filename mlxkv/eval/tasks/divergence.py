@@ -17,8 +17,9 @@ from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.tasks.exact import divergence
 from mlxkv.eval.tasks.part import Part, Progress, Results, TaskOptions
 from mlxkv.eval.tasks.statistics import Tokens, by_position, joined, summary
-from mlxkv.models.catalog.shapes import layers_of, text_config
+from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.generate import prefill_step
+from mlxkv.models.hooks.held import layers_of
 from mlxkv.texts.sources import Text
 
 LOGITS = 1 << 27  # most numbers in the logits of one chunk
@@ -106,7 +107,7 @@ def measure(
                 logits = base if name == BASELINE else _logits(arms, new, caches[name])
                 scored[name][leg].append(compare(base, logits, targets))
                 progress(stop - start)
-        values = sum(s.values(context) for s in layers_of(arms.loaded.config) if s.kind == "full")
+        values = sum(s.values(context) for s in layers_of(arms.loaded.model) if s.kind == "full")
     out = {}
     for name in names:
         prompt, decode = (joined(scored[name][leg]) for leg in LEGS)

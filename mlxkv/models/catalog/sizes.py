@@ -1,26 +1,12 @@
-"""Estimate what a model and a context need in memory, from config.json alone. No framework."""
+"""Estimate what a model and a context need in memory. No framework is imported here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from mlxkv import untrusted
-from mlxkv.console import user_path
-from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.plans.plan import Plan
-from mlxkv.models.catalog import known, numbers
-from mlxkv.models.catalog.aliases import HUB
-from mlxkv.models.catalog.folder import SMALL
-from mlxkv.models.catalog.shapes import (
-    LayerShape,
-    activation_bytes,
-    context_limit,
-    layers_of,
-    weight_bytes,
-)
-from mlxkv.untrusted import Unsound
+from mlxkv.models.catalog.shapes import LayerShape
 
 CHUNK = 2048  # tokens that a prefill takes at a time
 COMPRESSED = ("full", "latent")  # kinds of layers
@@ -31,36 +17,47 @@ TIED = "a sink logit or a cap on scores asks for keys with their mean"
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model as `fit` sees it."""
+    """A model as `fit` sees it.
+
+    weights: bytes of them, and where that number comes from. limit: tokens that it was made for, 0 where config.json
+    does not say. working: bytes a token of a prefill, in one layer. estimate: why its sizes are guessed, or "".
+    """
 
     name: str
-    config: dict
     layers: list[LayerShape]
     weights: int
     weights_source: str
+    limit: int = 0
+    working: int = 0
+    estimate: str = ""
 
     @property
-    def limit(self) -> int:
-        return context_limit(self.config) or 0
+    def state(self) -> int:
+        """Bytes of states of fixed size."""
+        return sum(layer.state for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes at one context with one preset. dropped: by token selection, once the prompt is read."""
+    """Bytes at one context with one preset. dropped: by token selection, once the prompt is read. state: of fixed
+    size."""
 
     weights: int
     cache: int
     transient: int
     values: int
     dropped: int = 0
+    state: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.transient + self.dropped
+        return self.weights + self.cache + self.transient + self.dropped + self.state
 
 
 def why_16_bits(layer: LayerShape, kv: CacheConfig) -> str | None:
     """Why a layer that a preset compresses in other models stays in 16 bits, or None."""
+    if layer.reason:
+        return layer.reason if kv.compresses and layer.kind != "index" else None
     if layer.kind == "latent":
         dims = layer.key_dim, layer.value_dim
         return kv.compresses and (kv.why_no_latents or kv.of_latents.why_not(*dims)) or None
@@ -92,15 +89,15 @@ def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
 
 def need(plan: ModelPlan, kv: CacheConfig | Plan, tokens: int) -> Need:
     """What `tokens` tokens need."""
-    own = [(layer, kv.at(i)) for i, layer in enumerate(plan.layers)]
+    own = [(layer, kv.at(layer.index)) for layer in plan.layers]
     cache = sum(layer_bytes(layer, one, tokens) for layer, one in own)
     whole = sum(layer_bytes(layer, replace(one, keep=1.0), tokens) for layer, one in own)
     one_layer = max(
         (2 * (layer.values(tokens) + tokens * layer.expanded) for layer in plan.layers), default=0
     )
-    transient = activation_bytes(plan.config, min(CHUNK, tokens)) + one_layer
+    transient = plan.working * min(CHUNK, tokens) + one_layer
     values = sum(layer.values(tokens) for layer in plan.layers)
-    return Need(plan.weights, int(cache), transient, values, int(whole - cache))
+    return Need(plan.weights, int(cache), transient, values, int(whole - cache), plan.state)
 
 
 def longest(plan: ModelPlan, kv: CacheConfig | Plan, usable: int) -> int:
@@ -113,54 +110,3 @@ def longest(plan: ModelPlan, kv: CacheConfig | Plan, usable: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-def read_plan(model: str, config: str | None) -> ModelPlan:
-    """Finds config.json and the weights' size: a file, a local folder, the hub's cache, for an alias that is
-    not there its known shape, or the hub."""
-    if config is not None:
-        data = _read_config(user_path(config, "--config"), "--config")
-        return _plan(str(config), data, None)
-    from mlxkv.models.catalog.locate import cached, locate
-
-    alias = model.strip()
-    if alias in HUB and alias in known.CONFIGS and cached(HUB[alias]) is None:
-        return _known(alias)
-    place = locate(model)
-    data = _read_config(place.config, f"--model {model}")
-    return _plan(place.name, data, place.weights)
-
-
-def _known(alias: str) -> ModelPlan:
-    """An alias that was not downloaded."""
-    config = known.CONFIGS[alias] | {"quantization": known.QUANTIZATION}
-    more = known.MORE_PARAMETERS.get(alias, 0) * 4.5 / 8
-    weights = weight_bytes(config) + int(more)
-    source = "estimated from the model's shape: it is not downloaded"
-    return ModelPlan(HUB[alias], config, layers_of(config), weights, source)
-
-
-def _plan(name: str, config: dict, weights: int | None) -> ModelPlan:
-    source = "from the files" if weights else "estimated from config.json"
-    try:
-        return ModelPlan(name, config, layers_of(config), weights or weight_bytes(config), source)
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"[config.json] sizes that do not fit together ({error}); got {name}"
-        ) from None
-
-
-def _read_config(path: Path, where: str) -> dict:
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        data = untrusted.read_json(path, SMALL, infinity=True)
-        if not isinstance(data, dict):
-            raise Unsound("is not the config of a model")
-        numbers.check(data, numbers.LAYERS)
-    except FileNotFoundError:
-        raise UserError(f"[{where}] no such file; got {str(path)!r}") from None
-    except Unsound as error:
-        raise UserError(f"[{where}] {str(path)!r} {error}") from None
-    return data

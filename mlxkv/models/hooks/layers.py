@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import mlx.nn as nn
-from mlx_lm import __version__ as mlx_lm_version
+from mlx_lm._version import __version__ as mlx_lm_version
 
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.plans.plan import Plan

@@ -1,0 +1,109 @@
+"""What the caches that a model makes for itself hold, found by dry runs that compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxkv.models.catalog.shapes import LayerShape
+from mlxkv.models.compiled.weights import kept
+from mlxkv.models.hooks import latent, layers
+from mlxkv.models.hooks.mark import cached_part, own_make_cache
+from mlxkv.models.hooks.probe import PROMPT, Findings, Place, leaves
+from mlxkv.models.hooks.rebind import bind, release
+
+# Tokens at which a cache of a family's own class is looked at: whole groups of them, beyond its windows.
+NEAR, FAR = 1 << 14, 1 << 15
+# The kinds of mlx-lm's classes, and the attributes that name their windows.
+KINDS = {"KVCache": ("full", ""), "RotatingKVCache": ("sliding", "max_size")}
+KINDS |= {"ChunkedKVCache": ("chunked", "chunk_size")}
+STATES = ("ArraysCache", "MambaCache")
+
+
+def layers_of(model: nn.Module) -> list[LayerShape]:
+    """The shape of every cache that `model` makes for itself and uses, attached or not.
+
+    Layers behind a place where the model's code fails hold what others of their class do. Raises what the code
+    raised where none of a class was reached.
+    """
+    model = cached_part(model)
+    make, slots = own_make_cache(model), bind(model)
+    try:
+        with kept(model):
+            caches, error = _run(model, make, PROMPT)
+            found = Findings({}, {}) if error else layers.find(model, make)
+            own = [place for place, cache in caches if type(cache).__name__ not in KINDS]
+            grown = _growth(model, make, own) if own and not error else {}
+    finally:
+        release(slots)
+    expanded = _expanded(model)
+    held: dict[Place, LayerShape] = {}
+    reached: dict[type, LayerShape] = {}
+    for place, cache in caches:
+        if getattr(cache, "keys", None) is not None and type(cache).__name__ in KINDS:
+            held[place] = _of_keys(place, cache, found, expanded)
+            reached[type(cache)] = held[place]
+        elif place in grown:
+            held[place] = grown[place]
+        elif error is not None:
+            if type(cache) not in reached:
+                raise error
+            held[place] = reached[type(cache)]
+    return list(held.values())
+
+
+def _run(
+    model: nn.Module, make_cache: Callable[[], list], tokens: int
+) -> tuple[list[tuple[Place, object]], Exception | None]:
+    """The model's own caches, with their places, behind a prompt of `tokens`; and what its code raised."""
+    caches, raised = make_cache(), None
+    try:
+        model(mx.zeros((1, tokens), mx.int32), cache=caches)
+    except Exception as error:  # a foreign model may raise anything at all
+        raised = error
+    return [(place, cache) for place, cache in leaves(caches) if cache is not None], raised
+
+
+def _of_keys(place: Place, cache, found: Findings, expanded: int) -> LayerShape:
+    """The shape of a cache of keys and values that has been written to."""
+    kind, window = KINDS[type(cache).__name__]
+    sizes = (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
+    reason, shape = found.refused.get(place, ""), found.shapes.get(place)
+    more = {"window": getattr(cache, window)} if window else {}
+    if reason == latent.INDEX_KEYS:
+        kind = "index"
+    elif shape is not None:
+        more |= {"queries": shape.queries, "tied": shape.sinks or shape.softcap is not None}
+        if shape.latent:
+            kind, more["expanded"] = "latent", expanded
+    return LayerShape(kind, *sizes, reason=reason, index=place[0], **more)
+
+
+def _growth(
+    model: nn.Module, make_cache: Callable[[], list], places: list[Place]
+) -> dict[Place, LayerShape]:
+    """The shapes of caches of other classes: states of fixed size, or what grows by tokens, which is not compressed."""
+    runs = [dict(_run(model, make_cache, PROMPT)[0])]
+    if any(type(runs[0][place]).__name__ not in STATES for place in places):
+        runs = [dict(_run(model, make_cache, tokens)[0]) for tokens in (NEAR, FAR)]
+    out = {}
+    for place in places:
+        sizes = [run[place].nbytes for run in runs]
+        each = (sizes[-1] - sizes[0]) // (FAR - NEAR)
+        name, kind = type(runs[0][place]).__name__, "own" if each else "state"
+        reason = f"mlxkv does not know the class {name}" if each else ""
+        state = sizes[0] - each * NEAR if each else sizes[0]
+        out[place] = LayerShape(
+            kind, int(each > 0), each // 2, state=state, reason=reason, index=place[0]
+        )
+    return out
+
+
+def _expanded(model: nn.Module) -> int:
+    """Numbers that a prefill makes of one token's latent: keys and values of every head. 0 without latents."""
+    for module in latent.modules_of(model)[:1]:
+        sizes = [getattr(module, name).weight.shape for name in latent.ABSORBED]
+        return sum(heads * dims for heads, dims in ((sizes[0][0], sizes[0][2]), sizes[1][:2]))
+    return 0

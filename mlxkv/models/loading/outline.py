@@ -1,0 +1,179 @@
+"""A model of mlx-lm made of its config.json alone: sizes without weights, which are never computed.
+
+MLX is lazy: a parameter that nobody reads has a shape and takes no memory. Dry runs happen while MLX traces, when it
+refuses to compute anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxkv.models.catalog.hub import first_line
+from mlxkv.models.catalog.numbers import check_names
+from mlxkv.models.catalog.shapes import LayerShape, text_config, working_bytes
+from mlxkv.models.hooks.held import layers_of
+from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.hooks.probe import PROMPT
+from mlxkv.models.hooks.taps import hook, restore_classes
+from mlxkv.models.loading.families import NotBuilt, classes_of
+from mlxkv.untrusted import Unsound
+
+MODULES = 1 << 15  # of a model; the largest have some thousands
+# What mlx-lm makes of the names of others' quantisations: bits, weights with one scale, mode.
+METHODS = {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "modelopt": (4, 16, "nvfp4")}
+PACKED = {"nvfp4-pack-quantized": (4, 16, "nvfp4"), "mxfp4-pack-quantized": (4, 32, "mxfp4")}
+PACKED |= {"pack-quantized": (4, 32, "affine")}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a config.json comes to. weights: their bytes as stored. working: bytes a token of a prefill."""
+
+    layers: list[LayerShape]
+    weights: int
+    working: int
+
+
+def outline(config: dict) -> Outline:
+    """Read off a model that is made of `config` without weights. Raises NotBuilt where mlx-lm cannot, Unsound for
+    sizes that no model has."""
+    try:
+        model = build(config)
+        dtype = str(text_config(config).get("dtype") or text_config(config).get("torch_dtype"))
+        model.set_dtype(mx.float32 if dtype == "float32" else mx.bfloat16)
+        layers, widths = _traced(model, lambda: (layers_of(model), _widths(model)))
+        quantise(model, config)
+        weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+    except (NotBuilt, Unsound):
+        raise
+    except (
+        Exception
+    ) as error:  # mlx-lm raises anything where keys are missing or do not fit together
+        raise NotBuilt(f"{type(error).__name__}: {first_line(error)[:80]}") from error
+    heads = [2 * x.key_dim * (x.queries + x.kv_heads) for x in layers]
+    return Outline(layers, weights, working_bytes(widths[0], max(heads, default=0), max(widths)))
+
+
+def build(config: dict) -> nn.Module:
+    """The model of `config` with MLX's initial weights, none of them computed. Raises NotBuilt, Unsound, and what
+    mlx-lm raises."""
+    check_names(text_config(config))
+    model_class, args_class = classes_of(config)
+    tied = text_config(config).get("tie_word_embeddings", True)
+    with _bounded():
+        model = model_class(args_class.from_dict(config))
+    for module in model.modules():
+        # Families without this argument tie where a file has no head; transformers does by default.
+        args = getattr(module, "args", None)
+        asks = args is not None and not hasattr(args, "tie_word_embeddings")
+        if asks and tied and "lm_head" in module and hasattr(module, "sanitize"):
+            module.sanitize({})
+    model.eval()
+    return model
+
+
+def quantise(model: nn.Module, config: dict) -> None:
+    """Quantise `model` as mlx-lm does for this config.json, or leave it where that names no quantisation."""
+    values = _quantisation(config)
+    if values is None:
+        return
+    chosen = getattr(model, "quant_predicate", None)
+    kept = [
+        str(name) for name in values.get("modules_to_not_convert") or values.get("ignore") or ()
+    ]
+
+    def predicate(path: str, module: nn.Module) -> bool | dict:
+        if path in values:
+            return values[path]
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % values["group_size"]:
+            return False
+        if any(name in path or fnmatch(path, f"*{name}*") for name in kept):
+            return False
+        return True if chosen is None else chosen(path, module)
+
+    nn.quantize(
+        model, values["group_size"], values["bits"], mode=values["mode"], class_predicate=predicate
+    )
+
+
+def _quantisation(config: dict) -> dict[str, Any] | None:
+    """The `quantization` of a config.json, as mlx-lm takes it; what it decodes to 16 bits has none."""
+    if isinstance(values := config.get("quantization"), dict):
+        return {"mode": "affine", **values}
+    values = config.get("quantization_config", text_config(config).get("quantization_config"))
+    if not isinstance(values, dict):
+        return None
+    method = values.get("quant_method")
+    if method is None and "bits" in values:  # a copy of `quantization`
+        return {"mode": "affine", **values}
+    if method in ("awq", "gptq"):
+        found = values.get("bits", 4), values.get("group_size", 128), "affine"
+    else:
+        found = METHODS.get(method) or PACKED.get(values.get("format"))
+    if found is None:
+        return None
+    return values | dict(zip(("bits", "group_size", "mode"), found, strict=True))
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Raise NotBuilt inside where more modules are made than any model has."""
+    init, count = nn.Module.__init__, 0
+
+    def counting(self) -> None:
+        nonlocal count
+        count += 1
+        if count > MODULES:
+            raise NotBuilt(f"more than {MODULES} modules")
+        init(self)
+
+    nn.Module.__init__ = counting
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = init
+
+
+def _traced(model: nn.Module, run: Callable[[], T]) -> T:
+    """What `run` returns, which sees `model` while MLX traces: nothing that depends on a weight can be computed."""
+    out, raised = [], []
+
+    def body() -> mx.array:
+        try:
+            out.append(run())
+        except Exception as error:  # MLX puts weights back only where nothing is raised
+            raised.append(error)
+        return mx.zeros(())
+
+    mx.compile(body, inputs=model.state)()
+    if raised:
+        raise raised[0]
+    return out[0]
+
+
+def _widths(model: nn.Module) -> list[int]:
+    """Numbers a token that go into each map of a dry run, in their order."""
+    widths = [0]
+
+    def observe(call: Callable, x: mx.array, *args, **kwargs):
+        widths.append(x.size // PROMPT)
+        return call(x, *args, **kwargs)
+
+    maps = [m for m in model.modules() if getattr(m.get("weight"), "ndim", 0) > 1]
+    hooked = [hook(m, observe) for m in maps if not isinstance(m, nn.Embedding)]
+    try:
+        model(mx.zeros((1, PROMPT), mx.int32), cache=own_make_cache(model)())
+    except Exception:  # `layers_of` judges that; this is an estimate
+        pass
+    finally:
+        restore_classes(hooked)
+    return widths[1:] or widths
