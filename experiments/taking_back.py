@@ -2,7 +2,8 @@
 
 A cut inside a sealed page decodes the tokens of that page which stay, and they are encoded a second time later. Each
 column is a cache that holds the same prompt, by other ways; its divergence from full precision over the text behind
-it stands there. Several prompts run as one batch, one from each place of the text.
+it stands there. Several prompts run as one batch, one from each place of the text. By the torch track, whose caches
+follow the same rule: a CPU runs a whole model there.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import time
 from pathlib import Path
 from random import Random
 
-import mlx.core as mx
 import numpy as np
+import torch
 
+from cuda_track.calibrate import calibrate
+from cuda_track.models.handing import handed
+from cuda_track.models.layers import CompressedCache
+from cuda_track.models.loader import load
+from cuda_track.models.seam import attach, new_cache
 from experiments.options import Parser, at_least, check_out, made_on, words, write
 from mlxkv import console
-from mlxkv.eval.tasks.exact import divergence
-from mlxkv.models import cut_back, load
-from mlxkv.models.generate import new_cache
 from mlxkv.texts.corpus import interleaved
 
 CHUNK = 512  # tokens of a prompt at once
@@ -28,65 +31,61 @@ STEP = 8  # of these at once, which caches take as decode steps
 PRESETS = ("int8", "int4", "int3", "int2", "fill-2.25", "naive-int4", "kivi-int2")
 
 
-def places(tokenizer, count: int, length: int) -> mx.array:
-    """[count, length] tokens, from places of the text that do not overlap."""
-    tokens = tokenizer.encode("\n\n".join(interleaved("evaluation")))[: count * length]
-    return mx.array(tokens).reshape(count, length)
+def texts(tokenizer, kind: str) -> list[int]:
+    return tokenizer("\n\n".join(interleaved(kind)), add_special_tokens=False)["input_ids"]
 
 
-def read(model, cache: list, tokens: mx.array, chunk: int = CHUNK) -> None:
-    for start in range(0, tokens.shape[1], chunk):
-        model(tokens[:, start : start + chunk], cache=cache)
-        mx.eval([layer.state for layer in cache])
+@torch.no_grad()
+def read(model, cache, tokens: torch.Tensor, chunk: int = CHUNK) -> None:
+    for part in tokens.split(chunk, 1):
+        model(part, logits_to_keep=1, **handed(cache))
 
 
-def scores(model, cache: list, tokens: mx.array) -> mx.array:
-    """Logits [B, T, V] float32 after each token, read a few at a time."""
-    out = []
-    for start in range(0, tokens.shape[1], STEP):
-        out.append(model(tokens[:, start : start + STEP], cache=cache).astype(mx.float32))
-        mx.eval(out[-1])
-    return mx.concatenate(out, axis=1)
+@torch.no_grad()
+def scores(model, cache, tokens: torch.Tensor) -> torch.Tensor:
+    """Log probabilities [B, T, V] float32 after each token, read a few at a time."""
+    parts = [model(part, **handed(cache)).logits.float() for part in tokens.split(STEP, 1)]
+    return torch.cat(parts, 1).log_softmax(-1)
 
 
 class Ways:
     """Caches of `prompts` [B, T]. replies: other tokens, [B, L]. last: how many of the last tokens cuts end in."""
 
-    def __init__(self, loaded, prompts: mx.array, replies: mx.array, last: int):
-        self.loaded, self.prompts, self.replies, self.last = loaded, prompts, replies, last
+    def __init__(self, model, prompts: torch.Tensor, replies: torch.Tensor, last: int):
+        self.model, self.prompts, self.replies, self.last = model, prompts, replies, last
         self.length = prompts.shape[1]
-        self.config = next(one.config for one in new_cache(loaded) if hasattr(one, "config"))
+        self.config = new_cache(model).layers[0].cache.config
 
-    def fresh(self, chunk: int = CHUNK) -> list:
-        cache = new_cache(self.loaded)
-        read(self.loaded.model, cache, self.prompts, chunk)
+    def fresh(self, chunk: int = CHUNK) -> CompressedCache:
+        cache = new_cache(self.model)
+        read(self.model, cache, self.prompts, chunk)
         return cache
 
-    def answered(self, again: int = 0) -> list:
+    def answered(self, again: int = 0) -> CompressedCache:
         """A reply is read and taken back, to the last tokens of the prompt, of which `again` are read once more."""
         cache, left = self.fresh(), self.length - again
-        read(self.loaded.model, cache, self.replies)
-        assert cut_back(cache, self.length + self.replies.shape[1], left)
+        read(self.model, cache, self.replies)
+        assert cache.cut_back(left)
         if again:
-            read(self.loaded.model, cache, self.prompts[:, left:])
+            read(self.model, cache, self.prompts[:, left:])
         return cache
 
-    def cut(self, times: int) -> list:
+    def cut(self, times: int) -> CompressedCache:
         """The prompt is cut inside a sealed page and read on until what was decoded is sealed again, so many times."""
         cache, dice, c = self.fresh(), Random(8), self.config
         places = range(self.length - self.last, self.length - c.recent - c.page - 1)
         inside = [left for left in places if (left - c.sink) % c.page]
         for _ in range(times):
             left = dice.choice(inside)
-            assert cut_back(cache, self.length, left)
-            read(self.loaded.model, cache, self.prompts[:, left:])
+            assert cache.cut_back(left)
+            read(self.model, cache, self.prompts[:, left:])
         return cache
 
 
-def row(name: str, loaded, data: mx.array, args, base: mx.array) -> dict:
+def row(name: str, model, data: torch.Tensor, args, base: torch.Tensor) -> dict:
     """KL in nats, mean and standard error over the places, by the way of the cache."""
     end = args.prompt + GOES_ON
-    ways = Ways(loaded, data[:, : args.prompt], data[:, end:], args.last)
+    ways = Ways(model, data[:, : args.prompt], data[:, end:], args.last)
     behind, recent, out = data[:, args.prompt : end], ways.config.recent, {}
     for column, make in {
         "fresh": ways.fresh,
@@ -96,8 +95,8 @@ def row(name: str, loaded, data: mx.array, args, base: mx.array) -> dict:
         "1 cut": lambda: ways.cut(1),
         f"{args.cuts} cuts": lambda: ways.cut(args.cuts),
     }.items():
-        each = divergence(base, scores(loaded.model, make(), behind)).mean(1)
-        each = np.array(each, np.float64)
+        divergence = (base.exp() * (base - scores(model, make(), behind))).sum(-1)
+        each = np.array(divergence.mean(1), np.float64)
         out[column] = (float(each.mean()), float(each.std(ddof=1) / len(each) ** 0.5))
     return {"preset": name, "kl": out}
 
@@ -112,6 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--last", type=int, default=300, help="tokens at its end that cuts end in")
     add("--reply", type=int, default=200, help="tokens of each reply")
     add("--places", type=int, default=4, help="prompts")
+    add("--tokens", type=int, default=8192, help="tokens of the calibration")
     add("--out", type=Path, help="write the document here")
     add("--show", type=Path, nargs="+", help="only print the table of these documents, in Markdown")
     args = parser.parse_args(arguments)
@@ -122,16 +122,19 @@ def main(arguments: list[str] | None = None) -> None:
     at_least("--places", args.places, 2)
     at_least("--prompt", args.prompt, args.last)
     at_least("--reply", args.reply, 1)
-    plain = load(args.model, "fp16")
-    data = places(plain.tokenizer, args.places, args.prompt + GOES_ON + args.reply)
-    cache = new_cache(plain)
-    read(plain.model, cache, data[:, : args.prompt])
-    base = scores(plain.model, cache, data[:, args.prompt : args.prompt + GOES_ON])
-    names = ("prompt", "last", "reply", "places", "cuts")
+    loaded = load(args.model, "fp16", "float32")
+    model, length = loaded.model, args.prompt + GOES_ON + args.reply
+    made = calibrate(loaded, texts(loaded.tokenizer, "calibration")[: args.tokens])
+    data = torch.tensor(texts(loaded.tokenizer, "evaluation")[: args.places * length])
+    data, cache = data.view(args.places, length), new_cache(model)
+    read(model, cache, data[:, : args.prompt])
+    base = scores(model, cache, data[:, args.prompt : args.prompt + GOES_ON])
+    names = ("prompt", "last", "reply", "places", "cuts", "tokens")
     rows: list[dict] = []
     with console.counted("presets", len(args.presets)) as done:
         for name in args.presets:
-            rows.append(row(name, load(args.model, name), data, args, base))
+            attach(model, name, made)
+            rows.append(row(name, model, data, args, base))
             asked = {name: getattr(args, name) for name in names}
             document = {"model": Path(args.model).name, **asked, "rows": rows, **made_on(start)}
             if args.out is not None:  # a run that is cut off keeps what it has
