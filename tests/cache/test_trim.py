@@ -132,12 +132,16 @@ def test_any_trim_leaves_what_was_read(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_reading_on_seals_again_what_was_decoded(name):
-    """Pages that stay are untouched; what is encoded twice stays near; saved, copied and pickled caches are the same."""
+    """Pages that stay are untouched, what is encoded twice stays near, and saved and copied caches are the same."""
     cache = filled(name)
     before, page = shown(cache), cache.config.page
     left = 4 + page + page // 2 + 3
     cache.cut(left)
-    others = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), type(cache).from_state(cache.state)]
+    others = [
+        copy.deepcopy(cache),
+        pickle.loads(pickle.dumps(cache)),
+        type(cache).from_state(cache.state),
+    ]
     for one in (cache, *others):
         read(one, left, left + 3 * page + 20, seed=1)
         assert one._count_pages >= 3 and one.offset == left + 3 * page + 20
@@ -175,7 +179,10 @@ def test_sequences_of_a_batch_are_cut_alike(n, factory):
         both = BatchedKVCache.merge(rows)
 
         def step(seed):
-            q, k, v = (mx.concatenate([x[:, :, seed + i : seed + i + 1] for i in range(3)]) for x in text(HEADS, 512, 2))
+            q, k, v = (
+                mx.concatenate([x[:, :, seed + i : seed + i + 1] for i in range(3)])
+                for x in text(HEADS, 512, 2)
+            )
             view, _ = both.update_and_fetch(k, v)
             out = attend(q, view, DIMS**-0.5, None)
             for i, row in enumerate(rows):

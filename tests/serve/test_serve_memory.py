@@ -16,7 +16,6 @@ from read_caches import maker, memory_of, read
 from serving import LONG, complete, get, refused, send, serving, text_of
 
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, load, prompt_cache
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
