@@ -4,7 +4,7 @@
 
 `live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
 and sealed. The page that was sealed last keeps its exact tokens beside its codes, until the next one
-is sealed: so that a `trim` into it can take the seal back, and nothing is ever encoded twice.
+is sealed: so that a `trim` into it can take the seal back (`mlxkv.formats.rules.going_back`).
 """
 
 from __future__ import annotations
@@ -168,6 +168,10 @@ class CompressedKVCache(GoesBack):
     def _last_and_live(self) -> Pair:
         pairs = zip(self._last, self._read_live(), strict=True)
         return tuple(torch.cat(pair, 2) for pair in pairs)
+
+    def _decoded(self, page: int, count: int) -> Pair:
+        pages, live = self._store.read(page, page + 1), self._live
+        return tuple(pages.decode(side, x.dtype)[:, :, :count] for side, x in enumerate(live))
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order: beams, finished sequences, repeats."""

@@ -137,7 +137,7 @@ class CompressedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens of all layers. Raises UserError, and changes nothing, where
-        a layer cannot take so many back without loss."""
+        a layer cannot take so many back."""
         _check_crop(tokens_to_remove)
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
@@ -145,27 +145,15 @@ class CompressedCache(Cache):
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CompressedLayer)):
             layer.crop(tokens_to_remove)  # layers of transformers may refuse: first
 
-    def cut_back(self, left: int) -> int:
-        """Keep the first `left` tokens, or fewer, which are to be read again; return how many are kept. 0:
-        some layer cannot go back, and nothing has changed.
-
-        A compressed layer has no exact tokens left but the last ones: to keep `recent` exact ones it
-        goes back to the end of a page more than that before `left`.
-        """
+    def cut_back(self, left: int) -> bool:
+        """Keep the first `left` tokens of all layers. False, and nothing has changed, where some layer cannot."""
         held = self.get_seq_length()
-        ours = [layer.cache for layer in self.layers if isinstance(layer, CompressedLayer)]
-        limit, before = min(left, held), None
-        if not all(cache.keeps(limit) for cache in ours):
-            limit -= max(cache.config.recent for cache in ours) + 1
-        while limit != before and limit > 0:
-            before, limit = limit, min(_restart(layer, held, limit) for layer in self.layers)
-        if 0 < limit < held:
+        if not 0 < left <= held or not all(_keeps(layer, held, left) for layer in self.layers):
+            return False
+        if left < held:
             for layer in self.layers:
-                if isinstance(layer, CompressedLayer):
-                    layer.cache.cut(limit)
-                else:
-                    layer.crop(limit - held)
-        return max(limit, 0)
+                layer.crop(left - held)
+        return True
 
     def __iter__(self):
         """Keys, values and window of each layer in full precision: `DynamicCache(cache)` takes them."""
@@ -185,14 +173,14 @@ class CompressedCache(Cache):
         return sum(_bytes(layer) for layer in self.layers)
 
 
-def _restart(layer, held: int, limit: int) -> int:
-    """The longest start, of at most `limit` of `held` tokens, that a layer can keep; 0: none."""
+def _keeps(layer, held: int, left: int) -> bool:
+    """Whether a layer can keep the first `left` of `held` tokens."""
+    if left == held:
+        return True
     if isinstance(layer, CompressedLayer):
-        return layer.cache.restart(limit)
-    if limit == held:
-        return limit
+        return layer.cache.keeps(left)
     full = getattr(layer, "is_sliding", False) and held >= layer.sliding_window
-    return 0 if full or holds_state(layer) else limit
+    return not full and not holds_state(layer)
 
 
 def _bytes(layer: CacheLayerMixin) -> int:

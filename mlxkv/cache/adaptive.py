@@ -152,8 +152,9 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     # -- the rest of mlx-lm's contract
 
     def is_trimmable(self) -> bool:
-        """False once tokens were dropped: they were chosen for this prompt."""
-        return not self.dropped
+        """False where tokens of a prompt are dropped or moved once it is read: a host that asks now may trim
+        into it later."""
+        return self.config.keep == 1 and not self.config.pinned
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         moved = self.dropped or self.pinned

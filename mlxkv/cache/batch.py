@@ -305,11 +305,13 @@ class BatchedKVCache(Contract):
 
     def trim(self, n: int) -> int:
         """Drop the last n tokens of every sequence, at most what the shortest one has. Raises UserError,
-        and changes nothing, where a sequence cannot take them back without loss."""
+        and changes nothing, where a sequence cannot take them back."""
         n = min([n, *self.offsets])
         if self._ragged is None or not self._ragged.trim(n):
             rows = self.rows
-            for row in sorted(rows, key=lambda row: row.keeps(row.offset - n)):  # refusals first
+            for row in rows:
+                row.check_trim(n)
+            for row in rows:
                 row.trim(n)
         return n
 

@@ -4,7 +4,7 @@
 
 `live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
 and sealed. The page that was sealed last keeps its exact tokens beside its codes, until the next one
-is sealed: so that a `trim` into it can take the seal back, and nothing is ever encoded twice. Works
+is sealed: so that a `trim` into it can take the seal back (`formats.rules.going_back`). Works
 with both contracts of the pinned range of mlx-lm (0.31: `meta_state`; 0.32: not).
 """
 
@@ -292,6 +292,12 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def _last_and_live(self) -> Pair:
         pairs = zip(self._last, self._read_live(), strict=True)
         return tuple(mx.concatenate(pair, axis=2) for pair in pairs)
+
+    def _decoded(self, page: int, count: int) -> Pair:
+        pages, live = self._store.read(page, page + 1), self._live
+        pair = tuple(pages.decode(side, x.dtype)[:, :, :count] for side, x in enumerate(live))
+        mx.async_eval(pair)  # or it would hold the pages that go
+        return pair
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """None, "causal" or a boolean [N, offset + N], as of mlx-lm's own cache."""

@@ -222,8 +222,7 @@ class Session:
     def _reuse(self, tokens: list[int]) -> int:
         """Cut the cache back to what it shares with `tokens`; returns how many tokens that is.
 
-        At least one token is left to feed, and as many as it takes to be as good as a fresh cache. A
-        cache that cannot be cut (a sliding window that has moved on) is dropped.
+        At least one token is left to feed. A cache that cannot be cut (a sliding window that has moved on) is dropped.
         """
         shared = 0
         for ours, theirs in zip(self.tokens, tokens[:-1], strict=False):
@@ -232,8 +231,7 @@ class Session:
             shared += 1
         if shared == len(self.tokens):
             return shared
-        shared = cut_back(self.cache, len(self.tokens), shared)
-        if not shared:
+        if not cut_back(self.cache, len(self.tokens), shared):
             self._forget_cache()
             return 0
         self.tokens = self.tokens[:shared]

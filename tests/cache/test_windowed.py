@@ -149,9 +149,15 @@ def read_first(count):
 
 def test_what_has_left_the_window_is_not_taken_back():
     ours = read([200])
-    with pytest.raises(UserError, match="can be taken back"):
-        ours.trim(40)
-    assert ours.restart(150) == 0 and ours.offset == 200
+    most = ours.trimmable
+    assert 0 < most < 40
+    with pytest.raises(UserError, match=f"choose at most {most}, or all 200"):
+        ours.trim(most + 1)
+    assert ours.offset == 200 and not ours.keeps(199 - most)
+    assert ours.trim(most) == most
+    fresh = WindowedKVCache(INT8.in_window(0, SIZE))
+    step(fresh, *(x[:, :, : 200 - most] for x in tokens(200, 0)))
+    assert off(go_on(ours), go_on(fresh)) < 0.02
 
 
 def test_a_state_that_lacks_tokens_of_its_window_is_refused():

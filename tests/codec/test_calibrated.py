@@ -172,11 +172,11 @@ def test_saved_prompt_caches_come_back(model, made, caches, tmp_path):
     np.testing.assert_array_equal(next_logits(model, back), next_logits(model, caches))
 
 
-def test_cutting_back_to_a_page(model, caches):
+def test_cutting_back_into_a_page(model, caches):
     before = [np.array(attention._whole(c.keys_and_values()[0], mx.float32)[0]) for c in caches]
     held = caches[0].offset
-    kept = cut_back(caches, held, held - 50)
-    assert 0 < kept < held - 50
+    assert cut_back(caches, held, kept := held - 150)
+    assert {cache.offset for cache in caches} == {kept}
     for cache, keys in zip(caches, before, strict=True):
         after = np.array(attention._whole(cache.keys_and_values()[0], mx.float32)[0])
         np.testing.assert_allclose(after, keys[:, :, :kept], atol=1e-5)

@@ -143,16 +143,18 @@ def test_headers_of_pages(emulated, body):
     go(model, parts=(1, 4, 8, 8, 8, 8, 1), prompt=80)
 
 
-def test_pages_that_are_taken_back_and_sealed_again(emulated):
-    """Buffers have the room of steps of fixed shapes again, as many pages as before or not."""
+@pytest.mark.parametrize("behind, fewer", [(-1, 1), (16 + 5, 2), (3 * 16 + 9, 4)])
+def test_pages_that_are_taken_back_and_sealed_again(emulated, behind, fewer):
+    """Buffers have the room of steps of fixed shapes again, as many pages as before or not. behind: tokens that are
+    taken back beside the live ones."""
     model = emulated("portable", num_hidden_layers=1)
     twins = go(model, parts=(1, 1), prompt=184)
     ours, plain = twins.traced[0], twins.plain[0]
-    before, n = (ours.store.count, ours.store.pages.capacity), ours.trimmable
+    before, n = (ours.store.count, ours.store.pages.capacity), ours.count + behind
     assert before[0] < before[1]
     for cache in (ours, plain):
         cache.trim(n)
-        assert cache.store.count == before[0] - 1
+        assert cache.store.count == before[0] - fewer
     twins.read(tokens(n))
     twins.read(tokens(1))
     assert (ours.store.count, ours.store.pages.capacity) == before

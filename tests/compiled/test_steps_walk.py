@@ -15,7 +15,6 @@ from random_models import VOCAB, random_model
 from stepping import INT4, INT8, Twins, small
 
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.errors import UserError
 from mlxkv.formats.presets import FULL
 from mlxkv.models import attach, detach
 from mlxkv.models.taking_back import cut_back
@@ -57,8 +56,7 @@ class Walk(Twins):
         new = self.random.randint(2, 8)
         self.next = self.read(self._text(new))
         rejected = self.random.randint(0, new - 1)
-        if all(c.trimmable >= rejected for c in self.plain):
-            self._take_back(rejected)
+        self._take_back(rejected)
 
     def _chunk(self) -> None:
         self.next = self.read(self._text(self.random.randint(9, 70)))
@@ -73,14 +71,7 @@ class Walk(Twins):
     def _trim(self) -> None:
         page = self.plain[0].config.page
         some = (0, 1, 2, 8, page, page + 1, self.random.randint(0, self.tokens))
-        n = min(self.random.choice(some), self.tokens)
-        if n <= self.plain[0].trimmable:
-            return self._take_back(n)
-        with pytest.raises(UserError):
-            self.plain[0].trim(n)
-        with pytest.raises(UserError):
-            self.traced[0].trim(n)
-        return None
+        self._take_back(min(self.random.choice(some), self.tokens))
 
     def _take_back(self, n: int) -> None:
         for caches in (self.traced, self.plain):
@@ -90,11 +81,8 @@ class Walk(Twins):
 
     def _cut(self) -> None:
         left = self.random.randint(1, min(self.tokens, LONGEST // 2))
-        kept = [cut_back(caches, self.tokens, left) for caches in (self.traced, self.plain)]
-        assert kept[0] == kept[1]
-        if kept[0] == 0:
-            for cache in (*self.traced, *self.plain):
-                cache.cut(0)
+        held = self.tokens
+        assert all(cut_back(caches, held, left) for caches in (self.traced, self.plain))
         self.next = self.read(self._text(10))
 
     def _copy(self) -> None:

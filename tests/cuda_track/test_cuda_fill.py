@@ -246,7 +246,7 @@ def test_a_cache_in_a_pool_is_a_cache():
             cache = caches[way] = CompressedKVCache(config, turns)
             for tokens in (100, 1, 60):
                 cache.update_and_fetch(*(torch.randn(2, 1, tokens, 64) for _ in "kv"))
-            cache.cut(cache.restart(91))
+            cache.cut(91)
             cache.update_and_fetch(*(torch.randn(2, 1, 90, 64) for _ in "kv"))
             cache.select(torch.tensor([1, 0, 1]))
     ours, plain = caches[choose.TRITON], caches[choose.OPS]

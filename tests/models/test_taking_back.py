@@ -1,4 +1,4 @@
-"""Caches of whole models cut back: as good as fresh ones, however often, and all layers alike."""
+"""Caches of whole models cut back: any number of tokens, however often, and all layers alike."""
 
 import mlx.core as mx
 import pytest
@@ -27,23 +27,21 @@ def model():
     detach(model)
 
 
-def test_replies_taken_back_leave_the_codes_of_a_fresh_cache(model):
+def test_replies_taken_back_leave_what_was_read(model):
+    """A reply is taken back thrice, though the exact tokens of the pages it filled are gone."""
     fresh, cache = make_prompt_cache(model), make_prompt_cache(model)
     read(model, fresh, 0, PROMPT)
     read(model, cache, 0, PROMPT)
+    right, held = read(model, fresh, PROMPT, PROMPT + 8, seed=9), None
     for turn in range(3):
         read(model, cache, PROMPT, PROMPT + REPLY, seed=turn + 1)
-        kept = cut_back(cache, PROMPT + REPLY, PROMPT)
-        assert 0 < kept <= PROMPT
-        read(model, cache, kept, PROMPT)
-    first = [one[0].keys_and_values()[0] for one in (cache, fresh)]
-    for ours, theirs in zip(*(_whole(view, mx.float32) for view in first), strict=True):
-        assert mx.array_equal(
-            ours, theirs
-        )  # later layers have seen codes where a fresh one saw tokens
-    assert [c._count_pages for c in cache] == [c._count_pages for c in fresh]
-    ours, theirs = (read(model, c, PROMPT, PROMPT + 8, seed=9) for c in (cache, fresh))
-    assert mx.abs(ours - theirs).max() < 0.05 * mx.abs(theirs).max()
+        before = [x[:, :, :PROMPT] for x in _whole(cache[0].keys_and_values()[0], mx.float32)]
+        assert cut_back(cache, PROMPT + REPLY, PROMPT)
+        held = _whole(cache[0].keys_and_values()[0], mx.float32)
+        for x, y in zip(held, before, strict=True):
+            assert mx.abs(x - y).max() < 1e-5
+    ours = read(model, cache, PROMPT, PROMPT + 8, seed=9)
+    assert mx.abs(ours - right).max() < 0.2 * mx.abs(right).max()
 
 
 def test_a_short_way_back_needs_no_reading(model):
@@ -51,7 +49,7 @@ def test_a_short_way_back_needs_no_reading(model):
     read(model, cache, 0, PROMPT)
     read(model, cache, PROMPT, PROMPT + 20, seed=1)
     read(model, fresh, 0, PROMPT)
-    assert cut_back(cache, PROMPT + 20, PROMPT) == PROMPT
+    assert cut_back(cache, PROMPT + 20, PROMPT)
     ours, theirs = (read(model, c, PROMPT, PROMPT + 4, seed=9) for c in (cache, fresh))
     assert mx.array_equal(ours, theirs)  # the seal was taken back
 
@@ -63,10 +61,10 @@ def test_layers_with_sliding_windows_decide_for_all():
     kinds = {type(one) for _, one in leaves(cache)}
     assert CompressedKVCache in kinds and len(kinds) == 2
     read(model, cache, 0, 6)
-    assert cut_back(cache, 6, 4) == 4 and {one.offset for one in cache} == {4}
+    assert cut_back(cache, 6, 4) and {one.offset for one in cache} == {4}
     model(tokens(400)[None], cache=cache)
     held = cache[0].offset
-    assert cut_back(cache, held, 200) == 0  # the windows have moved on
+    assert not cut_back(cache, held, 200)  # the windows have moved on
     assert {one.offset for one in cache} == {held}
     detach(model)
 
@@ -74,5 +72,5 @@ def test_layers_with_sliding_windows_decide_for_all():
 def test_nothing_to_take_back_is_nothing(model):
     cache = make_prompt_cache(model)
     read(model, cache, 0, 10)
-    assert cut_back(cache, 10, 10) == 10 == cache[0].offset
-    assert cut_back(cache, 10, 0) == 0
+    assert cut_back(cache, 10, 10) and cache[0].offset == 10
+    assert not cut_back(cache, 10, 0)

@@ -123,6 +123,29 @@ def test_its_prefix_cache_keeps_codes():
     assert replies == [alone(model, (ids, {}), 6)[0] for ids in (longer, other)]
 
 
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("shared", [299, 250, 180, 90, 6])
+def test_a_second_turn_goes_back_as_far_as_it_likes(kv, shared):
+    """As `prompt_cache_state` does: how much its rule drops, and then `trim` of each cache."""
+    from mlx_vlm.generate.dispatch import PromptCacheState, _prefix_cache_trim_amount
+
+    model = vision_model("llava")
+    lm, ids = model.language_model, prompt_with_image("llava", 306, seed=1)[0][:, 6:]
+    attach(model, kv)
+    caches, fresh = (vlm_cache.make_prompt_cache(lm) for _ in "ab")
+    lm(ids, cache=caches)
+    state = PromptCacheState()
+    state.update(ids[0].tolist(), caches)
+    again = mx.concatenate([ids[:, :shared], 1 + ids[:, shared:]], axis=1)
+    assert state.find_prefix_length(again[0].tolist()) == shared
+    dropped = _prefix_cache_trim_amount(state.cache, shared)
+    assert dropped == 300 - shared
+    assert all(one.trim(dropped) == dropped for one in state.cache)
+    lm(again[:, :shared], cache=fresh)
+    ours, right = (lm(again[:, shared:], cache=one).logits for one in (caches, fresh))
+    assert mx.abs(ours - right).max() < 0.1 * mx.abs(right).max()
+
+
 def test_its_decode_steps_are_replayed(monkeypatch):
     monkeypatch.setenv("MLXKV_COMPILE", "1")
     model, prompt = vision_model("llava"), prompt_with_image("llava", 250)

@@ -121,8 +121,9 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def ask(port: int, prompt: str) -> dict:
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 8, "temperature": 0}
+def ask(port: int, prompt: str | list[dict]) -> dict:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),
@@ -149,6 +150,52 @@ def test_server_answers_and_its_report_comes_from_a_thread(tmp_path):
     assert long["usage"]["prompt_tokens"] > 200
     assert log.read_text().count("[mlxkv] --kv int4: ") == 1
     assert "int4, 4.5 bits per value" in log.read_text()
+
+
+def found_again(*words) -> list[int]:
+    """Tokens that a server finds again in the turns of a chat: asked again, edited, another question."""
+    port, out = free_port(), []
+    system = {"role": "system", "content": LONG[:700]}
+    with subprocess.Popen([*words, "--port", str(port)], stderr=subprocess.DEVNULL) as process:
+        try:
+            end = time.monotonic() + PATIENCE
+            while True:
+                with socket.socket() as one:
+                    if not one.connect_ex(("127.0.0.1", port)):
+                        break
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.1)
+            for question in (
+                "Who went out?",
+                "Who went out?",
+                "Who went home?",
+                "Where is the mill?",
+            ):
+                messages = [system, {"role": "user", "content": question}]
+                details = ask(port, messages)["usage"].get("prompt_tokens_details") or {}
+                out.append(details.get("cached_tokens") or 0)
+        finally:
+            process.terminate()
+    return out
+
+
+def test_the_server_finds_again_what_it_finds_in_full_precision():
+    words = "mlx_lm.server", "--model", TINY
+    alone = found_again(MLX_LM / words[0], *words[1:])
+    ours = found_again(sys.executable, "-m", "mlxkv", "run", "--kv", "int4", "--", *words)
+    assert ours == alone and min(alone[1:]) > 100
+
+
+@pytest.mark.parametrize("kinds", [("int4", "int4"), ("int4", "int8"), ("fp16", "int4")])
+def test_a_saved_prompt_is_read_before_the_model_is_loaded(tmp_path, kinds):
+    file = tmp_path / "prompt.safetensors"
+    words = "mlx_lm.cache_prompt", "--model", TINY, "--prompt-cache-file", file, "--prompt", LONG
+    done = run("--kv", kinds[0], "--", *words)
+    assert done.returncode == 0 and file.exists(), done.stderr
+    words = "mlx_lm.generate", "--prompt-cache-file", file, "--max-tokens", 8, "--prompt", "Who?"
+    done = run("--kv", kinds[1], "--", *words)
+    assert done.returncode == 0 and text_of(done.stdout).strip(), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 ENDS = """

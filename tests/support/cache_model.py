@@ -13,7 +13,7 @@ class CacheModel:
     """seen: (keys, values) as stored, each [B, G, T, D] float64; raw: as they came.
 
     pages: sealed pages. parted: the sink is a window of its own. undoable: the page sealed last can
-    be taken back.
+    be taken back. decoded: up to which token values have gone through codes, though some may be live.
     """
 
     def __init__(self, config: CacheConfig):
@@ -23,7 +23,7 @@ class CacheModel:
     def _clear(self) -> None:
         self.seen: tuple[np.ndarray, np.ndarray] | None = None
         self.raw: tuple[np.ndarray, np.ndarray] | None = None
-        self.pages, self.parted, self.undoable = 0, False, False
+        self.pages, self.parted, self.undoable, self.decoded = 0, False, False, 0
 
     @property
     def tokens(self) -> int:
@@ -60,35 +60,23 @@ class CacheModel:
         self.undoable = True
         return step
 
-    def fresh(self, tokens: int) -> int:
-        """Pages of a cache that has read so many tokens one by one."""
-        c = self.config
-        over = tokens - c.sink - c.recent - c.page
-        return max(0, -(-over // c.page))
-
-    def takes_back(self, count: int) -> bool:
-        """Whether the last tokens can go so that a fresh cache's state is left."""
-        left = max(0, self.tokens - count)
-        if count == 0 or left <= self.sink:
-            return True
-        return self.pages - self.fresh(left) <= self.undoable
-
-    def trim(self, count: int) -> None:
-        """Drop the last tokens, where `takes_back`: what was sealed too early is exact again."""
-        self.cut(left := max(0, self.tokens - count), min(self.pages, self.fresh(left)))
-
-    def cut(self, left: int, pages: int) -> None:
-        """Keep the first tokens, so many pages of them sealed."""
+    def cut(self, left: int) -> None:
+        """Keep the first `left` tokens: exact where they are live, of the sink, or of the page sealed last; else as
+        they were seen."""
         if left == 0:
             return self._clear()
         if left == self.tokens:
             return None
-        if left <= self.sink:  # what is left of the sink is live again
-            self.parted, pages = False, 0
-        self.undoable &= pages == self.pages
-        self.pages = pages
+        page, live = self.config.page, self.live - (self.tokens - left)
+        if left <= self.sink:  # live again
+            self.parted, self.pages, self.undoable, self.decoded = False, 0, False, 0
+        elif self.undoable and -page < live <= self.config.recent:  # its seal is taken back
+            self.pages, self.undoable = self.pages - 1, False
+        elif live < 0:
+            self.pages, self.undoable = self.pages + live // page, False
+            self.raw, self.decoded = self.seen, left
+        end = self.sink + self.pages * page
         self.raw = tuple(x[:, :, :left] for x in self.raw)
-        end = self.sink + pages * self.config.page
         self.seen = tuple(
             np.concatenate([x[:, :, :end], y[:, :, end:]], 2)[:, :, :left]
             for x, y in zip(self.seen, self.raw, strict=True)

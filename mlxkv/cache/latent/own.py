@@ -20,7 +20,7 @@ from mlxkv.cache.contract import IntoBatch
 from mlxkv.cache.latent.batch import BatchedLatentCache
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import LatentCodes
-from mlxkv.cache.view import BY_OPS, KernelPlan, View
+from mlxkv.cache.view import BY_OPS, KernelPlan, Pair, View
 from mlxkv.metal.launch import ahead, backend
 
 
@@ -114,6 +114,18 @@ class LatentKVCache(CompressedKVCache):
         return LatentCodes(self._stored, dims, self.layer_maps, self.way, plan)
 
     # -- the rest of mlx-lm's contract
+
+    def _decoded(self, page: int, count: int) -> Pair:
+        pages, (latents, rotary) = self._store.read(page, page + 1), self._live
+        start = self._sunk + page * self.config.page
+        turned = self._rotary if self.config.rotary == 16 else pages.decode_rotary(rotary.dtype)
+        first = start if self.config.rotary == 16 else 0
+        pair = (
+            pages.decode(0, latents.dtype)[:, :, :count],
+            turned[:, :, first : first + count],
+        )
+        mx.async_eval(pair)
+        return pair
 
     def cut(self, left: int) -> None:
         rotary = self._rotary

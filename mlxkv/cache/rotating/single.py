@@ -105,18 +105,10 @@ class WindowedKVCache(CompressedKVCache):
         """As of mlx-lm's RotatingKVCache: as long as nothing has left the window."""
         return self.offset < self.max_size
 
-    # -- going back (`GoesBack`)
-
-    def _covers(self, left: int) -> bool:
-        """Whether all that the next token sees is there with the first `left` tokens."""
-        return not self.dropped or self._first(left) >= self.dropped + self._sunk
-
-    def keeps(self, left: int) -> bool:
-        return super().keeps(left) and (self._covers(left) or not left)
-
-    def restart(self, limit: int) -> int:
-        kept = super().restart(limit)
-        return kept if self._covers(kept) else 0
+    @property
+    def _least(self) -> int:
+        """The shortest start whose next token sees no page that has left."""
+        return self.dropped + self.max_size - 1 if self.dropped else 0
 
     # -- what is saved
 

@@ -2,9 +2,11 @@
 
     tokens:  [ sink ][ page ] ... [ last page ][ live ]
 
-Behind pages nothing exact is left but the live tokens and the page that was sealed last, whose exact tokens
-are kept until the next one is sealed. So a short way back takes that seal back and leaves what a cache that
-read only the other tokens would hold; a longer one ends at a page, and what was lost is read again.
+Any number of the last tokens can go, and what stays is read as before. Exact tokens stay exact where they exist: live
+ones, the sink, and the page that was sealed last, whose exact tokens are kept until the next one is sealed. A
+cut into that page takes the seal back and leaves what a cache that read only the other tokens would hold. A cut
+into an older page decodes the tokens of it that stay into the live window; they are encoded a second time when
+that is sealed.
 """
 
 from __future__ import annotations
@@ -40,15 +42,25 @@ class GoesBack:
         """The exact tokens of the page sealed last, and the live ones behind them."""
         raise NotImplementedError
 
+    def _decoded(self, page: int, count: int) -> Pair:
+        """The first `count` tokens of a sealed page as attention reads them, in the type of the live ones."""
+        raise NotImplementedError
+
     # -- how far
 
     @property
     def trimmable(self) -> int:
-        """How many of the last tokens `trim` takes back, though it may take all but the sink, too."""
-        if not self._count_pages or (self._count_pages == 1 and self._last is not None):
-            return self.offset
-        exact = self._count + (self.config.page if self._last is not None else 0)
-        return max(0, exact - self.config.recent - 1)
+        """How many of the last tokens `trim` takes back, though it may take all, too."""
+        return self.offset - self._least
+
+    @property
+    def _least(self) -> int:
+        """The shortest start that can be kept, beside an empty one: nothing ends among tokens that were chosen
+        for a prompt, or moved."""
+        if not self.dropped:
+            return self.pinned
+        chosen = self.dropped + self._sunk + self._chosen * self.config.page
+        return max(chosen, self.pinned)
 
     @property
     def _sunk(self) -> int:
@@ -61,51 +73,36 @@ class GoesBack:
         return 0
 
     def keeps(self, left: int) -> bool:
-        """Whether the first `left` tokens can be kept as a cache that read only them holds them: with
-        `recent` exact tokens, or all."""
-        whole = 0 if self.pinned else self._sunk
-        return self.offset - left <= self.trimmable or (left <= whole and not self.dropped)
-
-    def restart(self, limit: int) -> int:
-        """The longest start of the tokens, of at most `limit`, that `cut` can keep, where tokens will be
-        read again behind it: it may end at a page."""
-        if self.keeps(limit):
-            return limit
-        whole = (limit - self.dropped - self._sunk) // self.config.page
-        whole = min(whole, self._count_pages)
-        kept = self.dropped + self._sunk + whole * self.config.page
-        return 0 if whole < self._chosen or kept < self.pinned else kept
+        """Whether the first `left` tokens can be kept alone."""
+        return not left or left >= self._least
 
     # -- going
 
     def trim(self, n: int) -> int:
-        """Drop the last n tokens, return how many were dropped.
-
-        Leaves what a cache that read only the other tokens would hold. Raises UserError, and changes
-        nothing, where that would take tokens whose exact values are gone (`keeps`).
-        """
+        """Drop the last n tokens, return how many were dropped. Raises UserError, and changes nothing, where what
+        is left cannot be kept alone (`keeps`)."""
         n = max(0, min(self.offset, n))
         self.check_trim(n)
         self.cut(self.offset - n)
         return n
 
     def check_trim(self, n: int) -> None:
-        """Raises UserError where the last n tokens cannot be taken back without loss."""
+        """Raises UserError where the last n tokens cannot be taken back."""
         if not self.keeps(self.offset - min(self.offset, n)):
             raise UserError(
-                f"[cache] at most {self.trimmable} tokens can be taken back without loss; got {n}; "
-                "read the prompt again, or use cut_back"
+                f"[cache] tokens before the last {self.trimmable} were dropped or moved, and only go together; "
+                f"got {n} to take back; choose at most {self.trimmable}, or all {self.offset}"
             )
 
     def cut(self, left: int) -> None:
-        """Keep the first `left` tokens, a length of `keeps` or `restart`."""
+        """Keep the first `left` tokens, a length of `keeps`."""
         if left == self.offset:
             return
         page = self.config.page
         live = left - self.dropped - self._sunk - self._count_pages * page
         out_of_order = self.dropped or self.pinned
         if not left or (left <= self._sunk and not out_of_order):  # of the sink: live again
-            kept = tuple(x[:, :, :left] for x in self._sink) if left else None
+            kept = tuple(x[:, :, :left] for x in self._sink) if left and self._sink else None
             self._forget()
             if kept is not None:
                 self._put_live(kept)
@@ -114,8 +111,7 @@ class GoesBack:
         elif live >= 0:
             self._count = live
         else:
-            self._store.truncate(self._count_pages + live // page)
-            self._count, self._last = 0, None
+            self._decode_end(self._count_pages + live // page, live % page)
         self.offset = left
 
     def _unseal(self, live: int) -> None:
@@ -124,3 +120,12 @@ class GoesBack:
         self._store.truncate(self._count_pages - 1)
         self._live, self._count, self._last = None, 0, None
         self._put_live(kept)
+
+    def _decode_end(self, pages: int, count: int) -> None:
+        """Keep so many pages, and `count` tokens of the next one as live tokens."""
+        kept = self._decoded(pages, count) if count else None
+        self._store.truncate(pages)
+        self._count, self._last = 0, None
+        if kept is not None:
+            self._live = None
+            self._put_live(kept)

@@ -40,7 +40,6 @@ class Observing:
         self._queries: tuple[Tensor, float] | None = None
         self.dropped = 0  # tokens
         self.pinned = 0  # length of the prompt whose last tokens were moved
-        self._settled = 0  # pages that there were then
         self._fixed = 0  # pages that have been chosen from
 
     # -- what a track adds: how much the last queries look at each token (`importance`, [B, G, T]), and
@@ -158,19 +157,9 @@ class Observing:
         self._live, self._count, self._last = None, 0, None
         if head < tail:
             self._put_live(rest)
-        self.pinned, self._settled = self.offset, self._count_pages
+        self.pinned = self.offset
 
     # -- the rest of the contract
-
-    @property
-    def trimmable(self) -> int:
-        """As without selection, but never into the prompt once tokens of it are gone or moved."""
-        since = self._count + (self._count_pages - self._fixed) * self.config.page
-        most = min(super().trimmable, since) if self.dropped else super().trimmable
-        if not self.pinned:
-            return most
-        since = self.offset - self.pinned
-        return since if self._count_pages == self._settled else min(most, since)
 
     @property
     def _chosen(self) -> int:
@@ -189,7 +178,7 @@ class Observing:
     def _extra(self) -> tuple[dict, dict]:
         header = {"since": self._since, "dropped": self.dropped, "fixed": self._fixed}
         if self.config.pinned:
-            header |= {"pinned": self.pinned, "settled": self._settled, "chunk": self._chunk}
+            header |= {"pinned": self.pinned, "chunk": self._chunk}
         tree: dict = {}
         if self._now is not None:
             tree["basis"] = self._saved(self._now)
@@ -199,8 +188,7 @@ class Observing:
 
     def _restore_extra(self, header: dict, tree: dict) -> None:
         self._since, self.dropped, self._fixed = (header[n] for n in ("since", "dropped", "fixed"))
-        names = ("pinned", "settled", "chunk")
-        self.pinned, self._settled, self._chunk = (header.get(name, 0) for name in names)
+        self.pinned, self._chunk = (header.get(name, 0) for name in ("pinned", "chunk"))
         if "basis" in tree:
             self._now = self._loaded(tree["basis"])
         if ("asked" in tree) != ("scale" in header):

@@ -14,7 +14,6 @@ from mlx_lm.models import cache as mlx_cache
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.view import CacheView
-from mlxkv.errors import UserError
 from mlxkv.models.hooks import own_code
 from mlxkv.models.hooks.probe import Handle
 from mlxkv.models.hooks.taps import LatentObserver, ObservedView
@@ -24,7 +23,6 @@ CALL = "__call__"
 MARK = "_mlxkv_attachment"  # the attribute of an attached model
 
 Slot = tuple[str, str]  # module name, attribute, of a class in it where there is a dot
-REUSE: Slot = (mlx_cache.__name__, "LRUPromptCache.fetch_nearest_cache")
 
 
 @dataclass
@@ -53,7 +51,7 @@ def bind(model: nn.Module) -> list[Slot]:
     own = [(f"mlx_lm.models.{family}", name) for family, name in OWN_CODE]
     there = {file.__name__ for file in files}
     slots += [slot for slot in own if slot[0] in there and slot not in slots]
-    return take([*slots, REUSE, *_call_of(model)])
+    return take([*slots, *_call_of(model)])
 
 
 def _call_of(model: nn.Module) -> list[Slot]:
@@ -86,7 +84,7 @@ def _wrap(slot: Slot) -> Callable:
     package, _, family = slot[0].rpartition(".")
     if package == "mlx_lm.models" and (family, slot[1]) in OWN_CODE:
         return OWN_CODE[family, slot[1]]
-    return afresh if slot == REUSE else through if slot[1] == NAME else stepped
+    return through if slot[1] == NAME else stepped
 
 
 def release(slots: list[Slot]) -> None:
@@ -107,20 +105,6 @@ def _place(slot: Slot) -> tuple[ModuleType | type, str]:
     inside, _, name = slot[1].rpartition(".")
     file = sys.modules[slot[0]]
     return (getattr(file, inside) if inside else file), name
-
-
-def afresh(original):
-    """Wrap `original`, by which mlx-lm's server finds a cache for a prompt: where one would have to be cut
-    back further than is exact, there is none, and the prompt is read afresh."""
-
-    @wraps(original)
-    def fetch_nearest_cache(self, model, tokens):
-        try:
-            return original(self, model, tokens)
-        except UserError:
-            return None, tokens
-
-    return fetch_nearest_cache
 
 
 def stepped(original):

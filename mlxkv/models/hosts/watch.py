@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
-HOSTS = ("mlx_lm.utils", "mlx_vlm.utils")
+HOSTS = ("mlx_lm.utils", "mlx_vlm.utils", "mlx_lm.models.cache")
 # Environment variables: a preset; 1: refuse rather than go on; 1: no reports, only what is wrong; tokens of the
 # smallest sliding window that is compressed.
 KV, STRICT, QUIET, WINDOWS = "MLXKV", "MLXKV_STRICT", "MLXKV_QUIET", "MLXKV_WINDOWS"

@@ -9,15 +9,18 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 from mlxkv.models.hosts import watch
 
-# Of each host, the functions that return a model, alone or first of a tuple. The first one reads a folder.
+# Of each host, the functions that return a model, alone or first of a tuple, of which the first one reads a folder;
+# or saved caches.
 LOADERS = {
     "mlx_lm.utils": ("load_model", "load", "sharded_load"),
     "mlx_vlm.utils": ("load_model", "load"),
+    "mlx_lm.models.cache": ("load_prompt_cache",),
 }
 NAMES = ("model_path", "path_or_hf_repo", "repo")  # of what their first parameter takes
 OURS = "__mlxkv_original__"  # of a wrapped function
@@ -39,7 +42,8 @@ def wrap(module: ModuleType) -> None:
     for name in LOADERS.get(module.__name__, ()):
         original = getattr(module, name, None)
         if callable(original) and not hasattr(original, OURS):
-            _rename(original, _wrapped(original))
+            made = _reader if name == "load_prompt_cache" else _wrapped
+            _rename(original, made(original))
 
 
 def unwrap(module: ModuleType) -> None:
@@ -84,6 +88,18 @@ def _wrapped(original: Callable) -> Callable:
 
     setattr(loader, OURS, original)
     return loader
+
+
+def _reader(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def load_prompt_cache(*args, **kwargs):
+        import_module(
+            "mlxkv.models.hooks"
+        )  # mlx-lm finds our classes from here on, before a model is loaded
+        return original(*args, **kwargs)
+
+    setattr(load_prompt_cache, OURS, original)
+    return load_prompt_cache
 
 
 def _asked(args: tuple, kwargs: dict) -> object:

@@ -61,7 +61,7 @@ class Draft:
                 break
             shared += 1
         if self._cache is not None and shared < len(self._held):
-            shared = cut_back(self._cache, len(self._held), shared)
+            shared *= cut_back(self._cache, len(self._held), shared)
         if self._cache is None or not shared:
             self._cache, shared = make_prompt_cache(self.loaded.model), 0
         for start in range(shared, len(tokens), step):

@@ -57,8 +57,7 @@ class Sessions(LRUPromptCache):
         cache, found = self._nearest(own, tokens)
         if self.disk is not None:
             entry, shared = self.disk.nearest(tokens, self.tenant)
-            near = found + self._reread if found else 0  # what is in memory shares as much
-            if shared > near and self._from_disk(own, entry):
+            if min(shared, len(tokens) - 1) > found and self._from_disk(own, entry):
                 before, (cache, found) = found, self._nearest(own, tokens)
                 if found == before:  # it cannot be cut back to the shared start
                     self._useless.add(entry.path)
@@ -76,12 +75,6 @@ class Sessions(LRUPromptCache):
         self.shrink()
         return Owned(cache, self.tenant), rest
 
-    @property
-    def _reread(self) -> int:
-        """The most tokens that a cache is cut back before the end of a shared start."""
-        configs = [shape.config for shape in self.memory.shapes if shape.config is not None]
-        return 1 + max((c.recent + c.page for c in configs), default=0)
-
     def _nearest(self, own: tuple, tokens: list[int]) -> tuple[list | None, int]:
         """A working cache of the start of `tokens`, and how many of them it holds; (None, 0) if none does."""
         near, last = self._trie.search(own, tokens), len(tokens) - 1
@@ -90,9 +83,9 @@ class Sessions(LRUPromptCache):
         shared = len(tokens) if near.exact is not None else near.common_prefix
         if whole is not None and shared > short:
             cache = deepcopy(self._trie.get(near.model, whole).prompt_cache)
-            found = cut_back(cache, len(whole), min(shared, last))
-            if found > short:
-                return cache, found
+            kept = min(shared, last)
+            if kept > short and cut_back(cache, len(whole), kept):
+                return cache, kept
         if not short:
             return None, 0
         return deepcopy(self._trie.get(near.model, near.shorter).prompt_cache), short

@@ -75,7 +75,7 @@ class Shelf:
 
     def _kept(self, place: tuple, tokens: list[int], cache: CompressedKVCache) -> Kept:
         state, config = cache.state, cache.config
-        state.pop("last", None)  # who uses this cache again cuts it back by whole pages
+        state.pop("last", None)  # its codes are as good for who uses this cache again
         paged = [(f"pages.{name}", x) for name, x in tree_flatten(state.pop("pages", {}))]
         sink = [(f"sink.{name}", x) for name, x in tree_flatten(state.pop("sink", {}))]
         start = sink[0][1].shape[2] if sink else 0

@@ -1,0 +1,256 @@
+"""Caches are cut back to any length: what stays is read as before, alone, in batches, saved, and by hosts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from functools import lru_cache
+
+import mlx.core as mx
+import mlx_lm.models.cache as mlx_cache
+import pytest
+from methods import METHODS
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from on_emulator import make
+from random_models import random_model, tokens
+
+from mlxkv.cache.adaptive import AdaptiveKVCache
+from mlxkv.cache.attention import attend
+from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.latent.own import LatentKVCache, decoded
+from mlxkv.codec import maps
+from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
+from mlxkv.metal import launch
+from mlxkv.models import attach, detach
+
+HEADS, DIMS = 2, 64
+CALIBRATED = (
+    "oscar-int4",
+    "int2",
+    "static-0.75+int4",
+    "centred-int3",
+    "oja-0.75",
+    "oja-0.5+int4",
+)
+INT4 = replace(parse_kv("naive-int4"), sink=4, recent=16, page=16)
+
+
+@lru_cache
+def made(name: str):
+    """An empty cache of this method or preset, with small windows."""
+    if name in METHODS:
+        return CompressedKVCache(METHODS[name].config(DIMS))
+    latent = name.startswith("latents of ")
+    config = parse_kv(name.removeprefix("latents of "))
+    config = replace(config, sink=4, recent=16, page=min(config.page, 64))
+    if latent:
+        return LatentKVCache(config.of_latents)
+    turns = None
+    if config.calibrated:
+        turns = replace(
+            maps.sample(HEADS, (DIMS, DIMS), config.fitted), digest=f"trim {name}", layer="0"
+        )
+        turns = pickle.loads(pickle.dumps(turns))
+    return (AdaptiveKVCache if config.listens else CompressedKVCache)(config, turns)
+
+
+@lru_cache
+def text(heads: int, count: int, seed: int = 0):
+    mx.random.seed(seed)
+    return tuple(mx.random.normal((1, heads, count, DIMS)) for _ in "qkv")
+
+
+def read(cache, start: int, stop: int, seed: int = 0) -> None:
+    """Read tokens start .. stop - 1 at once, attention included."""
+    heads = 1 if isinstance(cache, LatentKVCache) else HEADS
+    q, k, v = (x[:, :, start:stop] for x in text(heads, 512, seed))
+    view, _ = cache.update_and_fetch(k, v)
+    if heads > 1:
+        mx.eval(attend(q, view, DIMS**-0.5, "causal"))
+
+
+def shown(cache) -> tuple[mx.array, mx.array]:
+    """Keys and values of all tokens as attention sees them."""
+    view, rotary = cache.keys_and_values()
+    if isinstance(cache, LatentKVCache):
+        return decoded(view), rotary
+    parts = [view.sink, view.live]
+    parts = [[pair[side] for pair in parts if pair is not None] for side in (0, 1)]
+    if view.pages is not None:
+        for side in (0, 1):
+            parts[side].insert(-1, view.pages.decode(side, mx.float32))
+    return tuple(mx.concatenate(part, axis=2) for part in parts)
+
+
+def last_page(cache, page: int) -> tuple[mx.array, mx.array]:
+    """A sealed page as attention sees it."""
+    one = cache._store.read(page, page + 1)
+    if isinstance(cache, LatentKVCache):
+        return (one.decode(0, mx.float32),)
+    return tuple(one.decode(side, mx.float32) for side in (0, 1))
+
+
+def filled(name: str):
+    """A cache of 4 pages or more; the second chunk seals pages of its own."""
+    cache = copy.deepcopy(made(name))
+    count = 4 + 3 * cache.config.page + 40
+    read(cache, 0, count)
+    read(cache, count, count + cache.config.page)
+    return cache
+
+
+EVERY = (*METHODS, *CALIBRATED, "latents of int4", "latents of int4+rope16", "latents of int8")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_any_trim_leaves_what_was_read(name):
+    cache = filled(name)
+    before, held, page = shown(cache), cache.offset, cache.config.page
+    live = cache._count
+    for n in range(1, held + 1):
+        one = copy.deepcopy(cache)
+        assert one.is_trimmable() and one.trim(n) == n and one.offset == held - n
+        if n == held:
+            assert one.empty()
+            continue
+        kept = shown(one)
+        assert {x.shape[2] for x in kept} == {held - n}
+        first, count = divmod(held - n - one._sunk, page)
+        if n > live + page and one._sink and count:  # rows of a page are live now, to the last bit
+            assert one._count_pages == first and one._count == count
+            for x, y in zip(one._read_live(), last_page(cache, first), strict=False):
+                assert mx.array_equal(x, y[:, :, :count]).item()
+        whole = one._sunk + one._paged
+        for side, (x, y) in enumerate(zip(kept, before, strict=True)):
+            at = slice(whole) if n <= live + page else slice(None)
+            part = x[:, :, at], y[:, :, : held - n][:, :, at]
+            assert mx.abs(part[0] - part[1]).max().item() < 2e-6, (n, side)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_reading_on_seals_again_what_was_decoded(name):
+    """Pages that stay are untouched, what is encoded twice stays near, and saved and copied caches are the same."""
+    cache = filled(name)
+    before, page = shown(cache), cache.config.page
+    left = 4 + page + page // 2 + 3
+    cache.cut(left)
+    others = [
+        copy.deepcopy(cache),
+        pickle.loads(pickle.dumps(cache)),
+        type(cache).from_state(cache.state),
+    ]
+    for one in (cache, *others):
+        read(one, left, left + 3 * page + 20, seed=1)
+        assert one._count_pages >= 3 and one.offset == left + 3 * page + 20
+    after = shown(cache)
+    for one in others:
+        for x, y in zip(shown(one), after, strict=True):
+            assert mx.allclose(x, y, atol=1e-5)
+    exact = text(before[0].shape[1], 512)[1:]
+    for x, y, z in zip(after, before, exact, strict=True):
+        assert mx.abs(x[:, :, : 4 + page] - y[:, :, : 4 + page]).max().item() < 2e-6
+        again, once, truth = (a[:, :, 4 + page : left] for a in (x, y, z))
+        if name.startswith("oja"):  # the basis has learned since
+            continue
+        errors = [mx.sqrt(mx.mean((x - truth) ** 2)).item() for x in (again, once)]
+        assert errors[0] <= 1.7 * errors[1] + 1e-6, errors
+
+
+def test_small_caches_take_long_and_short_trims():
+    """The walk that was refused: a cache of pages of 16, trims of 5, 50 and 130."""
+    cache, held = CompressedKVCache(INT4), 0
+    for n in (5, 50, 130, 50, 5, 130, 50, 50):
+        read(cache, held, held + n + 23)
+        held += 23
+        assert cache.trim(n) == n and cache.offset == held
+
+
+@pytest.mark.parametrize("n", [3, 30, 47, 90])
+@pytest.mark.parametrize("factory", [None, make])
+def test_sequences_of_a_batch_are_cut_alike(n, factory):
+    """One cut ends at another place of a page in each; by kernels they go on in shared arrays."""
+    with launch.using(factory):
+        rows = [CompressedKVCache(INT4) for _ in range(3)]
+        for i, row in enumerate(rows):
+            read(row, 0, 100 + 37 * i)
+        both = BatchedKVCache.merge(rows)
+
+        def step(seed):
+            q, k, v = (
+                mx.concatenate([x[:, :, seed + i : seed + i + 1] for i in range(3)])
+                for x in text(HEADS, 512, 2)
+            )
+            view, _ = both.update_and_fetch(k, v)
+            out = attend(q, view, DIMS**-0.5, None)
+            for i, row in enumerate(rows):
+                own = row.update_and_fetch(k[i : i + 1], v[i : i + 1])[0]
+                alone = attend(q[i : i + 1], own, DIMS**-0.5, None)
+                assert mx.abs(alone - out[i : i + 1]).max().item() < 2e-3
+                assert mx.allclose(alone, out[i : i + 1], atol=1e-4)
+
+        for seed in range(4):
+            step(seed)
+        assert (both.ragged is not None) == (factory is not None)
+        assert both.is_trimmable() and both.trim(n) == n
+        for row in rows:
+            row.trim(n)
+        assert both.offsets == [row.offset for row in rows]
+        for seed in range(20):
+            step(10 + seed)
+        for i, row in enumerate(rows):
+            assert both.extract(i)._count_pages == row._count_pages
+
+
+def test_what_is_chosen_for_a_prompt_says_so_before_it_is_trimmed():
+    """mlx-lm asks `is_trimmable` and trims without asking how far: silently not at all, or into the prompt."""
+    for name in ("int4+keep0.5", "oja-0.75+pinned"):
+        cache = copy.deepcopy(made(name))
+        assert not cache.is_trimmable()
+        read(cache, 0, 150)
+        read(cache, 150, 151)
+        assert not cache.is_trimmable() and 1 <= (most := cache.trimmable) < 30
+        with pytest.raises(UserError, match=f"choose at most {most}, or all 151"):
+            cache.trim(most + 1)
+        assert cache.trim(1) == 1 and cache.trim(150) == 150
+
+
+# -- hosts
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = random_model("llama")
+    attach(model, "int4")
+    yield model
+    detach(model)
+
+
+def test_mlx_lms_prompt_cache_finds_what_it_finds_in_full_precision(model):
+    """Edited questions, replies without their reasoning, other questions under the same system prompt."""
+    plain = random_model("llama")
+    asked, found = tokens(400).tolist(), ([], [])
+    for one, lengths in zip((model, plain), found, strict=True):
+        kept = LRUPromptCache()
+        cache = make_prompt_cache(one)
+        one(mx.array(asked)[None], cache=cache)
+        kept.insert_cache("m", asked, cache)
+        for shared in (399, 380, 300, 222, 150, 64, 20):
+            cache, rest = kept.fetch_nearest_cache("m", [*asked[:shared], 1, 2])
+            lengths.append(len(rest))
+            assert {layer.offset for layer in cache} == {shared}
+            assert mx.isfinite(one(mx.array(rest)[None], cache=cache)).all().item()
+    assert found == ([2] * 7, [2] * 7)
+
+
+def test_what_comes_behind_a_long_trim_is_what_the_tokens_say(model):
+    """The logits behind a cut are those of a new cache, up to codes."""
+    cache, fresh = make_prompt_cache(model), make_prompt_cache(model)
+    text = tokens(420)[None]
+    model(text, cache=cache)
+    assert mlx_cache.trim_prompt_cache(cache, 170) == 170
+    model(text[:, :250], cache=fresh)
+    ours, theirs = (model(text[:, 250:258], cache=one) for one in (cache, fresh))
+    assert mx.abs(ours - theirs).max() < 0.05 * mx.abs(theirs).max()
