@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical, check_windows, complete_kv, parse_kv, with_keep
-from mlxkv.models.catalog.aliases import CHAT, complete_model
+from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
     check_draft,
     check_fold,
@@ -35,7 +35,7 @@ class ChatOptions:
             help="An alias (mlxkv models), a hub name or a local folder.",
             autocompletion=complete_model,
         ),
-    ] = CHAT
+    ] = DEFAULT
     kv: Annotated[
         str,
         Option(

@@ -20,11 +20,12 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import rendering
-from mlxkv.models.catalog.aliases import CHAT, KV, resolve
+from mlxkv.models.catalog.aliases import DEFAULT, KV, resolve
 from mlxkv.models.catalog.asked import check_fold, dtype_name
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
 from mlxkv.models.catalog.hub import fetch, first_line
+from mlxkv.models.catalog.locate import require
 from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.decoders import not_used
@@ -106,7 +107,7 @@ class Loaded:
 
 
 def load(
-    name: str = CHAT,
+    name: str = DEFAULT,
     kv: str | CacheConfig | Plan | Mapping[str, Any] = KV,
     strict: bool = False,
     dtype: str | None = None,
@@ -141,6 +142,7 @@ def load(
     if calibration is not None:
         calibration = given(calibration)
     source = resolve(name)
+    require(source)
     folder = check(source.folder or fetch(source.repo))
     _check_temp()
     rendering.RENDERER.start()  # it is ready by the time that the weights are

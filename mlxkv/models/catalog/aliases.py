@@ -1,4 +1,4 @@
-"""Short names for models: the embedded ones, and common ones on the hub.
+"""Short names for common models of the hub, and for those of packages.
 
 No framework is imported here.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
+from mlxkv.models.catalog.packaged import PACKAGES, kept
 
-HERE = Path(__file__).resolve().parents[1] / "embedded"
 # What every command and `load` take where no model is named.
-CHAT, KV = "tiny-chat", "int4"
+DEFAULT, KV = "smollm2", "int4"
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,6 @@ class Source:
     folder: Path | None = None
     repo: str | None = None
 
-
-EMBEDDED: dict[str, Source] = {"tiny-chat": Source("tiny-chat", folder=HERE / "tiny-chat")}
 
 HUB: dict[str, str] = {
     "gemma-3-1b": "mlx-community/gemma-3-1b-it-4bit",
@@ -44,6 +42,7 @@ HUB: dict[str, str] = {
     "qwen3-0.6b": "mlx-community/Qwen3-0.6B-4bit",
     "qwen3-4b": "mlx-community/Qwen3-4B-4bit",
     "qwen3-8b": "mlx-community/Qwen3-8B-4bit",
+    "smollm2": PACKAGES["smollm2"].repo,
     "smollm2-1.7b": "mlx-community/SmolLM2-1.7B-Instruct-4bit",
     "smollm3-3b": "mlx-community/SmolLM3-3B-4bit",
 }
@@ -53,7 +52,7 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 def complete_model(incomplete: str) -> list[str]:
     """Names for a shell that completes `--model`."""
-    return [name for name in (*EMBEDDED, *HUB) if name.startswith(incomplete)]
+    return [name for name in HUB if name.startswith(incomplete)]
 
 
 def resolve(name: str) -> Source:
@@ -62,8 +61,8 @@ def resolve(name: str) -> Source:
     An alias wins over a folder of the same name; write `./NAME` for the folder. Raises UserError for anything else.
     """
     text = name.strip()
-    if text in EMBEDDED:
-        return EMBEDDED[text]
+    if text in PACKAGES and (file := kept(text)) is not None:
+        return Source(text, folder=file)
     if text in HUB:
         return Source(text, repo=HUB[text])
     folder = user_path(text, "--model")
@@ -76,10 +75,9 @@ def resolve(name: str) -> Source:
         )
     if REPO.fullmatch(text):
         return Source(text, repo=text)
-    choices = [*EMBEDDED, *HUB]
-    close = get_close_matches(text.lower(), choices, n=3)
+    close = get_close_matches(text.lower(), HUB, n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
-        f"[--model] no such model; got {text[:60]!r}; {hint}choose from {', '.join(choices)}, a folder, "
+        f"[--model] no such model; got {text[:60]!r}; {hint}choose from {', '.join(HUB)}, a folder, "
         "or owner/name on the hub"
     )
