@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
+from mlxkv.models.catalog.gguf.header import is_gguf
 from mlxkv.models.catalog.weights.plant import KINDS
 
 HERE = Path(__file__).resolve().parents[1] / "embedded"
@@ -21,7 +22,7 @@ CHAT, KV = "tiny-chat", "int4"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: a folder on this machine, or `owner/name` on the Hugging Face hub.
+    """Where a model comes from: a folder or a GGUF file on this machine, or `owner/name` on the Hugging Face hub.
 
     planted: what is planted in the weights while loading, to make caches harder to compress: a kind of
         `catalog.weights.plant`, "" for nothing.
@@ -82,7 +83,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def resolve(name: str) -> Source:
-    """Find the source of `name`: an alias, a folder on this machine, or `owner/name` on the hub.
+    """Find the source of `name`: an alias, a folder or a GGUF file on this machine, or `owner/name` on the hub.
 
     An alias wins over a folder of the same name; write `./tiny` for the folder. FOLDER+KIND plants what
     `catalog.weights.plant` calls KIND. Raises UserError for anything else.
@@ -93,15 +94,15 @@ def resolve(name: str) -> Source:
     if text in HUB:
         return Source(text, repo=HUB[text])
     folder = user_path(text, "--model")
-    if text and folder.is_dir():
+    if text and (folder.is_dir() or is_gguf(folder)):
         return Source(text, folder=folder)
     plain, plus, kind = text.rpartition("+")
     if plus and kind in KINDS and user_path(plain, "--model").is_dir():
         return Source(text, folder=user_path(plain, "--model"), planted=kind)
     if folder.is_file():
         raise UserError(
-            f"[--model] a model is a folder in the hub's format; got the file {text}; name its "
-            "folder"
+            f"[--model] a model is a folder in the hub's format, or a GGUF file; got the file {text}; "
+            "name its folder"
         )
     if REPO.fullmatch(text):
         return Source(text, repo=text)
@@ -110,5 +111,5 @@ def resolve(name: str) -> Source:
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
         f"[--model] no such model; got {text[:60]!r}; {hint}choose from {', '.join(choices)}, a folder, "
-        "or owner/name on the hub"
+        "a GGUF file, or owner/name on the hub"
     )

@@ -12,14 +12,22 @@ from mlxkv.errors import UserError
 from mlxkv.models.catalog.folder import Folder
 from mlxkv.models.catalog.hub import first_line
 from mlxkv.models.catalog.weights import stored
+from mlxkv.models.loading import gguf
 
 AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
 
 
-def build(folder: Folder, decoded: bool = False) -> tuple[nn.Module, dict]:
+def build(
+    folder: Folder,
+    decoded: bool = False,
+    bits: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[nn.Module, dict]:
     """Return the model, its weights not evaluated yet, and the configuration as mlx-lm completes it.
 
-    decoded: with what `catalog.weights.stored` decodes; `folder.config` says nothing of codes then. Raises UserError.
+    decoded: with what `catalog.weights.stored` decodes; `folder.config` says nothing of codes then. bits: of the
+    codes that matrices are rounded to where they come in none. progress: of a GGUF file, which is read at once.
+    Raises UserError.
     """
     from mlx_lm.utils import _get_classes, load_model
 
@@ -31,19 +39,35 @@ def build(folder: Folder, decoded: bool = False) -> tuple[nn.Module, dict]:
             f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in "
             f"{folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
         ) from None
+    modules: dict[str, dict[str, int]] = {}
     try:
-        if not decoded:
-            return load_model(folder.path, lazy=True)
-        model, config = classes[0](classes[1].from_dict(folder.config)), folder.config
-        given = {name: mx.array(x) for name, x in stored.decode(folder.path).items()}
-        model.load_weights(list(model.sanitize(given).items()))
+        if folder.is_gguf:
+            given, modules = gguf.read(folder, bits, progress)
+        elif decoded:
+            given = {name: mx.array(x) for name, x in stored.decode(folder.path).items()}
+        else:
+            model, config = load_model(folder.path, lazy=True)
+            if bits is not None:
+                nn.quantize(model, bits=bits, class_predicate=_roundable)
+            return model, config
+        model = classes[0](classes[1].from_dict(folder.config))
+        given = model.sanitize(given)
+        nn.quantize(model, class_predicate=lambda path, _: modules.get(path, False))
+        model.load_weights(list(given.items()))
         model.eval()
-        return model, dict(config)
+        return model, dict(folder.config)
     except Exception as error:  # mlx-lm raises anything when files are wrong
         raise UserError(
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
             f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
         ) from error
+
+
+def _roundable(_: str, module: nn.Module) -> bool | dict[str, int]:
+    """How a module is rounded to codes, if it holds a matrix whose rows take whole groups."""
+    if not hasattr(module, "to_quantized"):
+        return False
+    return next(({"group_size": n} for n in (64, 32) if module.weight.shape[-1] % n == 0), False)
 
 
 def read(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
