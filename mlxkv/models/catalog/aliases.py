@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
+from mlxkv.models.catalog.gguf.header import is_gguf
 from mlxkv.models.catalog.packaged import PACKAGES, kept
 
 # What every command and `load` take where no model is named.
@@ -20,7 +21,7 @@ DEFAULT, KV = "smollm2", "int4"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: a folder on this machine, or `owner/name` on the Hugging Face hub."""
+    """Where a model comes from: a folder or a GGUF file on this machine, or `owner/name` on the Hugging Face hub."""
 
     name: str
     folder: Path | None = None
@@ -56,7 +57,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def resolve(name: str) -> Source:
-    """Find the source of `name`: an alias, a folder on this machine, or `owner/name` on the hub.
+    """Find the source of `name`: an alias, a folder or a GGUF file on this machine, or `owner/name` on the hub.
 
     An alias wins over a folder of the same name; write `./NAME` for the folder. Raises UserError for anything else.
     """
@@ -66,12 +67,12 @@ def resolve(name: str) -> Source:
     if text in HUB:
         return Source(text, repo=HUB[text])
     folder = user_path(text, "--model")
-    if text and folder.is_dir():
+    if text and (folder.is_dir() or is_gguf(folder)):
         return Source(text, folder=folder)
     if folder.is_file():
         raise UserError(
-            f"[--model] a model is a folder in the hub's format; got the file {text}; name its "
-            "folder"
+            f"[--model] a model is a folder in the hub's format, or a GGUF file; got the file {text}; "
+            "name its folder"
         )
     if REPO.fullmatch(text):
         return Source(text, repo=text)
@@ -79,5 +80,5 @@ def resolve(name: str) -> Source:
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
         f"[--model] no such model; got {text[:60]!r}; {hint}choose from {', '.join(HUB)}, a folder, "
-        "or owner/name on the hub"
+        "a GGUF file, or owner/name on the hub"
     )
