@@ -19,6 +19,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.plans.plan import Plan
+from mlxkv.metal.launch import backend
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.aliases import DEFAULT, KV, resolve
@@ -163,6 +164,8 @@ def load(
     if size == 1:
         reading.read(model, None if folder.is_gguf else progress)
         reading.try_out(model, folder)
+        if backend() == "cpu" and dtype is None:
+            reading.fit_cpu(model)
     vision = None if host == "mlx-lm" else _processor(folder, full_config)
     tokenizer = _tokenizer(folder, full_config, vision and vision.template)
     rendering.bound(tokenizer._tokenizer, folder.path)
