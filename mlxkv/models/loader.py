@@ -35,6 +35,8 @@ from mlxkv.models.decoders import not_used
 from mlxkv.models.hooks.mark import steps_of
 from mlxkv.models.loading import shares
 from mlxkv.models.loading import weights as reading
+from mlxkv.models.loading.sampling import Sampling
+from mlxkv.models.loading.sampling import read as read_sampling
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach, name_of, read_kv
 from mlxkv.models.vision.host import VisionModel, check_host, load_inner
@@ -48,7 +50,7 @@ class Loaded:
     name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache
     stores, and its name. layers: one report per cache. dtype: of the activations. fingerprint: of
     its files. context: the longest context the model was made for, in tokens, or None. notes: lines
-    to show after the layers. vision: turns images into tokens, for a model that mlx-vlm has loaded.
+    to show after the layers. sampling: what its makers recommend. vision: turns images into tokens, for a model that mlx-vlm has loaded.
     """
 
     model: nn.Module
@@ -64,6 +66,7 @@ class Loaded:
     context: int | None = None
     notes: list[str] = field(default_factory=list)
     encode: str = encoding.KERNEL
+    sampling: Sampling = field(default_factory=Sampling)
     vision: Processor | None = None
     _told: bool = field(default=False, init=False, repr=False)
 
@@ -189,6 +192,9 @@ def load(
         context=context,
         notes=notes,
         encode=encode,
+        sampling=read_sampling(
+            folder.path, source.name, text_config(folder.config).get("vocab_size") or 0
+        ),
         vision=vision,
     )
 

@@ -70,11 +70,11 @@ def check_fold(config: CacheConfig | Plan, label: str, fold: bool) -> None:
         )
 
 
-def check_sampling(temp: float, top_p: float) -> None:
-    """Raises UserError for settings out of range."""
-    if not 0 <= temp < float("inf"):  # refuses NaN too
+def check_sampling(temp: float | None, top_p: float | None) -> None:
+    """Raises UserError for settings out of range; None is for what the model's makers recommend."""
+    if temp is not None and not 0 <= temp < float("inf"):  # refuses NaN too
         raise UserError(f"[--temp] must be 0 or more, and finite; got {temp:g}")
-    if not 0 < top_p <= 1:
+    if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"[--top-p] must be above 0 and at most 1; got {top_p:g}")
 
 

