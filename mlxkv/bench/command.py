@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mlxkv.errors import UserError
-from mlxkv.models.catalog.aliases import CHAT
+from mlxkv.models.catalog.aliases import DEFAULT
 
 Contexts = Annotated[str | None, typer.Option("--contexts", help="Tokens, by commas: 4k,32k.")]
 Kv = Annotated[str, typer.Option("--kv", help="Cache presets, by commas (mlxkv presets).")]
@@ -64,7 +64,7 @@ bench = typer.Typer(
 @bench.callback(invoke_without_command=True)
 def top(
     ctx: typer.Context,
-    model: Model = CHAT,
+    model: Model = DEFAULT,
     kv: Annotated[
         str,
         typer.Option(
@@ -177,7 +177,7 @@ def kernels(
 
 @bench.command()
 def decode(
-    model: Model = CHAT,
+    model: Model = DEFAULT,
     contexts: Contexts = None,
     kv: Kv = "fp16,int4",
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to decode.")] = 64,
@@ -226,7 +226,7 @@ One = Annotated[str, typer.Option("--kv", help="Cache preset (mlxkv presets).")]
 
 @bench.command()
 def load(
-    model: Model = CHAT,
+    model: Model = DEFAULT,
     kv: One = "int4",
     clients: Annotated[int, typer.Option("--clients", help="Streaming clients at once.")] = 16,
     minutes: Annotated[float, typer.Option("--minutes", help="How long to run.")] = 10,
@@ -263,7 +263,7 @@ def load(
 
 @bench.command()
 def reuse(
-    model: Model = CHAT,
+    model: Model = DEFAULT,
     kv: One = "int4",
     batches: Annotated[
         str, typer.Option("--batches", help="Requests at once, by commas.")
@@ -305,7 +305,7 @@ def _serve_options(model: str, kv: str, dtype: str | None, more: str) -> tuple[s
 
 @bench.command()
 def batch(
-    model: Model = CHAT,
+    model: Model = DEFAULT,
     batches: Annotated[
         str, typer.Option("--batches", help="Sequences decoded at once, by commas.")
     ] = "1,4,16",

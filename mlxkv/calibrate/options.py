@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from mlxkv.models.calibration import TOKENS
-from mlxkv.models.catalog.aliases import CHAT
+from mlxkv.models.catalog.aliases import DEFAULT
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class CalibrateOptions:
 
     model: Annotated[
         str, Option("--model", "-m", help="An alias (mlxkv models), a hub name or a local folder.")
-    ] = CHAT
+    ] = DEFAULT
     text: Annotated[
         list[str] | None,
         Option("--text", help="Text files in UTF-8. Default: text that comes with mlxkv."),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors
 
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.pictures import PictureSession
@@ -15,6 +17,7 @@ from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, sampler_for
 from mlxkv.models.loader import Loaded
+from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.speculative.draft import Draft, make
 from mlxkv.models.vision.host import check_host
 from mlxkv.models.vision.images import read_source
@@ -23,7 +26,6 @@ from mlxkv.models.vision.images import read_source
 def talk(options: ChatOptions, prompt: str | None) -> None:
     """Answer `prompt`, or talk in the terminal where there is none."""
     encoding.check(options.encode)
-    sampler = sampler_for(options.temp, options.top_p)
     check_host(options.host)
     images = [read_source(source, "--image") for source in options.image or ()]
     mx.random.seed(options.seed)
@@ -42,9 +44,17 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             windows=options.kv_windows,
         )
     draft = with_draft(loaded, options)
+    sampler, processors = drawing(loaded.sampling, options)
     kind = Session if loaded.vision is None else PictureSession
     session = kind(
-        loaded, options.system, options.raw, sampler, options.max_tokens, options.template, draft
+        loaded,
+        options.system,
+        options.raw,
+        sampler,
+        options.max_tokens,
+        options.template,
+        draft,
+        processors,
     )
     for image in images:
         session.add(image, "--image")
@@ -69,6 +79,15 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
         one_shot(session, prompt, show=True)
         if not options.quiet:
             note(stats_line(session))
+
+
+def drawing(makers: Sampling, options: ChatOptions) -> tuple[Callable, list[Callable]]:
+    """mlx-lm's sampler and logits processors: what the model's makers recommend, but for what was asked for."""
+    temp = makers.temperature if options.temp is None else options.temp
+    top_p = makers.top_p if options.top_p is None else options.top_p
+    penalty = makers.repetition_penalty or None
+    processors = make_logits_processors(repetition_penalty=penalty)
+    return sampler_for(temp, top_p, makers.top_k, makers.min_p), processors
 
 
 def with_draft(loaded: Loaded, options: ChatOptions) -> Draft | None:

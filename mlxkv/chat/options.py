@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical, check_windows, complete_kv, parse_kv, with_keep
-from mlxkv.models.catalog.aliases import CHAT, complete_model
+from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
     check_draft,
     check_fold,
@@ -35,7 +35,7 @@ class ChatOptions:
             help="An alias (mlxkv models), a hub name or a local folder.",
             autocompletion=complete_model,
         ),
-    ] = CHAT
+    ] = DEFAULT
     kv: Annotated[
         str,
         Option(
@@ -59,11 +59,21 @@ class ChatOptions:
         bool, Option("--vision", help="Load the model with mlx-vlm, for /image. --image does, too.")
     ] = False
     system: Annotated[str | None, Option("--system", "-s", help="System prompt.")] = None
-    max_tokens: Annotated[int, Option("--max-tokens", help="Longest reply.")] = 512
+    max_tokens: Annotated[
+        int | None,
+        Option("--max-tokens", help="Longest reply. Default: until the context is full."),
+    ] = None
     temp: Annotated[
-        float, Option("--temp", "--temperature", help="Temperature; 0 takes the likeliest.")
-    ] = 0.0
-    top_p: Annotated[float, Option("--top-p", help="Nucleus sampling.")] = 1.0
+        float | None,
+        Option(
+            "--temp",
+            "--temperature",
+            help="Temperature; 0 takes the likeliest. Default: what the model's makers recommend.",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None, Option("--top-p", help="Nucleus sampling. Default: as for --temp.")
+    ] = None
     seed: Annotated[int, Option("--seed", help="Seed of the sampling.")] = 0
     quiet: Annotated[
         bool, Option("--quiet", "-q", help="No banner, report and figures on stderr.")
@@ -130,7 +140,7 @@ class ChatOptions:
                 f"[--prompt] says what the text says; got both, {self.prompt[:40]!r} and "
                 f"{' '.join(self.text)[:40]!r}; leave one of them out"
             )
-        if self.max_tokens < 1:
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise UserError(f"[--max-tokens] must be at least 1; got {self.max_tokens}")
         check_windows(self.kv_windows)
         if not 0 <= self.seed < 2**64:

@@ -14,6 +14,7 @@ from mlxkv.formats.saved.marks import same_model
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import Source, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
+from mlxkv.models.catalog.locate import require
 
 PATIENCE = 1.0  # seconds without text on stdin before the terminal says what is waited for
 
@@ -21,6 +22,7 @@ PATIENCE = 1.0  # seconds without text on stdin before the terminal says what is
 def run(options: ChatOptions) -> None:
     """Answer once with a prompt or piped text, else talk in the terminal."""
     source = resolve(options.model)
+    require(source)
     if options.load is not None:
         check_session(options, source)
     prompt = read_prompt(options)

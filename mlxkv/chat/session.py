@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -17,6 +17,7 @@ from mlxkv.models.turns import Turns, cut_front
 from mlxkv.models.usage import Usage, usage
 
 THINKING = "enable_thinking"  # what chat templates of thinking models call their switch
+UNKNOWN = 1 << 20  # tokens of a reply of a model that names no context
 
 
 class Session:
@@ -24,7 +25,8 @@ class Session:
 
     messages: the conversation. tokens: what the cache holds. text: the same as text, as the chat
     template wrote it. stats: of the last reply. raw: no chat template; prompts and replies are joined
-    as plain text. template: what the chat template is given besides messages. draft: a model that drafts.
+    as plain text. max_tokens: of a reply; None until the context is full. template: what the chat template is given
+    besides messages. draft: a model that drafts. processors: mlx-lm's logits processors.
     """
 
     def __init__(
@@ -33,11 +35,12 @@ class Session:
         system: str | None = None,
         raw: bool = False,
         sampler: Callable[[mx.array], mx.array] | None = None,
-        max_tokens: int = 512,
+        max_tokens: int | None = None,
         template: dict | None = None,
         draft: Draft | None = None,
+        processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
     ):
-        if max_tokens < 1:
+        if max_tokens is not None and max_tokens < 1:
             raise UserError(f"[--max-tokens] must be at least 1; got {max_tokens}")
         if not raw and not loaded.tokenizer.has_chat_template:
             raise UserError(
@@ -47,6 +50,7 @@ class Session:
             raise UserError("[--system] needs a chat template; it cannot go with --raw")
         self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
         self.system, self.template, self.draft = system, template or {}, draft
+        self.processors = processors
         own = str(getattr(loaded.tokenizer, "chat_template", None) or "")
         if THINKING in self.template and THINKING not in own:
             raise UserError(
@@ -84,7 +88,9 @@ class Session:
                 f"[chat] prompt is longer than the model's context; got {len(tokens)} tokens; "
                 f"{self.loaded.name} takes {self.limit}, the reply included"
             )
-        room = self.limit - len(tokens) if self.limit else self.max_tokens
+        room = self.limit - len(tokens) if self.limit else UNKNOWN
+        if self.max_tokens is not None:
+            room = min(room, self.max_tokens)
         reused = self._reuse(tokens)
         self.stats, reply, asked, earlier = Stats(), "", len(tokens), []
         clean = False
@@ -96,11 +102,12 @@ class Session:
                         tokens[reused:],
                         self.cache,
                         sampler=self.sampler,
-                        max_tokens=max(1, min(self.max_tokens, room) - len(tokens) + asked),
+                        max_tokens=max(1, room - len(tokens) + asked),
                         progress=None if earlier else progress,
                         stop=stop,
                         stats=self.stats,
                         draft=self.draft,
+                        processors=self.processors,
                         before=tokens[:reused],
                         **self._more(tokens),
                     ):

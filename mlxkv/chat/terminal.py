@@ -21,12 +21,11 @@ from mlxkv import console
 from mlxkv.chat.pictures import PictureSession
 from mlxkv.chat.session import Session
 from mlxkv.chat.typed import History, read_message
-from mlxkv.chat.welcome import welcome
 from mlxkv.chat.wrap import Wrap
 from mlxkv.console import human_bytes, one_line, plain, say
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.saved.session import path_for
-from mlxkv.models.catalog.aliases import CHAT
+from mlxkv.models.catalog.aliases import DEFAULT
 
 HELP = {
     "/help": "this list",
@@ -41,6 +40,9 @@ HELP = {
 }
 COMMANDS = tuple(name.split()[0] for name in HELP if name.startswith("/"))
 LONG_PROMPT = 1024
+SMALL = (
+    "SmolLM2 has 135 million weights: quick, and often wrong; a larger one: mlxkv chat -m qwen3-4b"
+)
 
 
 @contextlib.contextmanager
@@ -113,9 +115,8 @@ def interactive(session: Session) -> None:
     """Read prompts and commands until /exit or Ctrl-D."""
     out = Console(highlight=False)
     out.print("[dim]/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves[/dim]")
-    if session.loaded.name == CHAT:
-        for line in welcome(session.loaded):
-            out.print(f"[dim]{escape(line)}[/dim]")
+    if session.loaded.name == DEFAULT:
+        out.print(f"[dim]{SMALL}[/dim]")
     with History(COMMANDS), left_by_signals():
         while True:
             line = _read(out)

@@ -150,16 +150,27 @@ def _preset(name: str, kv: CacheConfig) -> dict:
 
 
 def models(as_json: bool) -> None:
-    """Print embedded models, aliases, and the models in the hub's cache folder."""
-    from mlxkv.models.catalog.aliases import EMBEDDED, HUB
+    """Print aliases with what of them is on this machine, and the other models in the hub's cache folder."""
+    from mlxkv.models.catalog.aliases import DEFAULT, HUB
     from mlxkv.models.catalog.locate import hub_cache
+    from mlxkv.models.catalog.packaged import PACKAGES, kept
 
     cached = hub_cache()
+    files = {name: kept(name) for name in PACKAGES}
     others = {name: size for name, size in cached.items() if name not in HUB.values()}
     if as_json:
         print_json(
             {
-                "embedded": list(EMBEDDED),
+                "default": DEFAULT,
+                "packages": [
+                    {
+                        "name": name,
+                        "package": package.requirement,
+                        "download_bytes": package.wheel_bytes,
+                        "file": str(files[name]) if files[name] else None,
+                    }
+                    for name, package in PACKAGES.items()
+                ],
                 "aliases": [
                     {"name": name, "model": target, "cached_bytes": cached.get(target)}
                     for name, target in HUB.items()
@@ -169,14 +180,19 @@ def models(as_json: bool) -> None:
         )
         return
     rows = [
-        [name, "embedded", "yes" if source.folder.is_dir() else "no"]
-        for name, source in EMBEDDED.items()
+        [
+            name,
+            f"{package.requirement} of the package index, {package.megabytes}",
+            str(files[name]) if files[name] else f"mlxkv models get {name}",
+        ]
+        for name, package in PACKAGES.items()
     ]
     rows += [
         [name, target, human_bytes(cached[target]) if target in cached else "no"]
         for name, target in HUB.items()
+        if name not in PACKAGES or target in cached
     ]
     rows += [["-", name, human_bytes(size)] for name, size in others.items()]
     print_table(["--model", "what it is", "on disk"], rows)
-    print("on disk: size in the hub's cache folder")
+    print(f"without --model: {DEFAULT}; on disk: its file, or the size in the hub's cache folder")
     print("--model also takes any hub name (owner/name) and any folder in the hub's format")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mlxkv.models.catalog.aliases import CHAT
+from mlxkv.models.catalog.aliases import DEFAULT
 
 
 def evaluate(
@@ -17,7 +17,7 @@ def evaluate(
         typer.Option(
             "--model", "-m", help="An alias (mlxkv models), a hub name or a local folder."
         ),
-    ] = CHAT,
+    ] = DEFAULT,
     kv: Annotated[
         str, typer.Option("--kv", help="Cache presets, by commas; fp16 is always added.")
     ] = "int8,int4,fill-3,fill-2.25",

@@ -69,10 +69,12 @@ class Piece:
     text: str
 
 
-def sampler_for(temp: float = 0.0, top_p: float = 1.0) -> Callable[[mx.array], mx.array]:
+def sampler_for(
+    temp: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
+) -> Callable[[mx.array], mx.array]:
     """mlx-lm's sampler. Raises UserError for settings out of range."""
     check_sampling(temp, top_p)
-    return make_sampler(temp=temp, top_p=top_p)
+    return make_sampler(temp=temp, top_p=top_p, top_k=top_k, min_p=min_p)
 
 
 class _CheckedSampler:
@@ -114,6 +116,7 @@ def stream(
     draft: Draft | None = None,
     before: Sequence[int] = (),
     embeddings: mx.array | None = None,
+    processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
 ) -> Iterator[Piece]:
     """Feed `tokens` to the model and yield the reply token by token.
 
@@ -122,7 +125,8 @@ def stream(
     and each prefill chunk; true ends the reply and leaves the cache consistent. stats: filled in
     place; `stats.held` is right whenever this generator is not running. draft: a model that drafts, checked
     before (`speculative.draft.check`); it reads `before`, the tokens that the cache holds, too. embeddings:
-    [T, hidden], of `tokens`, where some are places of images; without a draft.
+    [T, hidden], of `tokens`, where some are places of images; without a draft. processors: mlx-lm's logits
+    processors.
 
     Raises UserError for an empty prompt, MachineError when the logits hold NaN or infinity.
     """
@@ -143,6 +147,8 @@ def stream(
 
     start = time.perf_counter()
     asked = {"max_tokens": max_tokens, "sampler": checked, "prefill_step_size": prefill_step()}
+    if processors:
+        asked["logits_processors"] = list(processors)
     if draft is None:
         responses = stream_generate(
             loaded.model,

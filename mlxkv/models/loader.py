@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -18,18 +19,24 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.plans.plan import Plan
+from mlxkv.metal.launch import backend
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import rendering
-from mlxkv.models.catalog.aliases import CHAT, KV, resolve
-from mlxkv.models.catalog.asked import check_fold, dtype_name
+from mlxkv.models.catalog.aliases import DEFAULT, KV, resolve
+from mlxkv.models.catalog.asked import check_fold, check_weights, dtype_name
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
+from mlxkv.models.catalog.gguf import tokens
 from mlxkv.models.catalog.hub import fetch, first_line
+from mlxkv.models.catalog.locate import require
 from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.decoders import not_used
 from mlxkv.models.hooks.mark import steps_of
-from mlxkv.models.loading import shares, weights
+from mlxkv.models.loading import shares
+from mlxkv.models.loading import weights as reading
+from mlxkv.models.loading.sampling import Sampling
+from mlxkv.models.loading.sampling import read as read_sampling
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach, name_of, read_kv
 from mlxkv.models.vision.host import VisionModel, check_host, load_inner
@@ -43,7 +50,7 @@ class Loaded:
     name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache
     stores, and its name. layers: one report per cache. dtype: of the activations. fingerprint: of
     its files. context: the longest context the model was made for, in tokens, or None. notes: lines
-    to show after the layers. vision: turns images into tokens, for a model that mlx-vlm has loaded.
+    to show after the layers. sampling: what its makers recommend. vision: turns images into tokens, for a model that mlx-vlm has loaded.
     """
 
     model: nn.Module
@@ -59,6 +66,7 @@ class Loaded:
     context: int | None = None
     notes: list[str] = field(default_factory=list)
     encode: str = encoding.KERNEL
+    sampling: Sampling = field(default_factory=Sampling)
     vision: Processor | None = None
     _told: bool = field(default=False, init=False, repr=False)
 
@@ -106,7 +114,7 @@ class Loaded:
 
 
 def load(
-    name: str = CHAT,
+    name: str = DEFAULT,
     kv: str | CacheConfig | Plan | Mapping[str, Any] = KV,
     strict: bool = False,
     dtype: str | None = None,
@@ -117,8 +125,9 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     windows: int | None = None,
     host: str | None = None,
+    weights: int | None = None,
 ) -> Loaded:
-    """Load `name` (an alias, a folder, or `owner/name` on the hub) with the cache that `kv` names:
+    """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) with the cache that `kv` names:
     a preset, or a plan with a preset for each layer (`load("qwen3-4b", "plan.json")`, or what a file holds).
 
     strict, windows: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
@@ -128,7 +137,8 @@ def load(
     share the model (`model.shard` of mlx-lm): each keeps its part of the weights and of the kv heads.
     progress: called with (bytes read, all bytes) while weights are read. host: the library whose code of the
     model runs, "mlx-lm" or "mlx-vlm"; with the second, which is optional, prompts may hold images. By default
-    mlx-lm; mlx-vlm, where it is installed, for models that mlx-lm does not know.
+    mlx-lm; mlx-vlm, where it is installed, for models that mlx-lm does not know. weights: 8 rounds matrices to
+    codes of 8 bits that are in none as stored; of a GGUF file those of types that MLX has no codes for.
 
     Raises UserError, before anything heavy is done where that is possible, and MachineError for a
     full disk.
@@ -138,21 +148,27 @@ def load(
     check_fold(config, name_of(kv), fold)
     check_host(host)
     dtype = dtype_name(dtype)
+    check_weights(weights, host)
     if calibration is not None:
         calibration = given(calibration)
     source = resolve(name)
+    require(source)
     folder = check(source.folder or fetch(source.repo))
     _check_temp()
     rendering.RENDERER.start()  # it is ready by the time that the weights are
     host = host or _host(folder)
-    model, full_config = weights.build(folder) if host == "mlx-lm" else _vision_model(folder)
+    model, full_config = (
+        reading.build(folder, weights, progress) if host == "mlx-lm" else _vision_model(folder)
+    )
     size = 1 if group is None else group.size()
     if size > 1:
         shares.check(model, folder, size)
-    notes = weights.set_dtype(model, dtype)
+    notes = reading.set_dtype(model, dtype)
     if size == 1:
-        weights.read(model, progress)
-        weights.try_out(model, folder)
+        reading.read(model, None if folder.is_gguf else progress)
+        reading.try_out(model, folder)
+        if backend() == "cpu" and dtype is None:
+            reading.fit_cpu(model)
     vision = None if host == "mlx-lm" else _processor(folder, full_config)
     tokenizer = _tokenizer(folder, full_config, vision and vision.template)
     rendering.bound(tokenizer._tokenizer, folder.path)
@@ -171,11 +187,14 @@ def load(
         kv=config,
         kv_name=name_of(kv),
         layers=layers,
-        dtype=weights.dtype_of(model),
+        dtype=reading.dtype_of(model),
         fingerprint=mark,
         context=context,
         notes=notes,
         encode=encode,
+        sampling=read_sampling(
+            folder.path, source.name, text_config(folder.config).get("vocab_size") or 0
+        ),
         vision=vision,
     )
 
@@ -238,6 +257,10 @@ def _tokenizer(folder: Folder, config: dict, template: str | None = None):
     extra = {"trust_remote_code": False}
     eos = config.get("eos_token_id", text_config(config).get("eos_token_id"))
     try:
+        if folder.is_gguf:
+            with TemporaryDirectory() as place:
+                tokens.write(folder.headers[0].metadata, Path(place))
+                return load_tokenizer(Path(place), extra, eos_token_ids=eos)
         found = load_tokenizer(folder.path, extra, eos_token_ids=eos)
         if template and not found.has_chat_template:
             extra["chat_template"] = template

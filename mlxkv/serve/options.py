@@ -12,7 +12,7 @@ from typer import Option
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.names import check_windows, complete_kv, parse_kv
-from mlxkv.models.catalog.aliases import CHAT, complete_model
+from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import check_draft, check_fold, dtype_name, template_arguments
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -31,7 +31,7 @@ class ServeOptions:
             help="An alias (mlxkv models), a hub name or a local folder.",
             autocompletion=complete_model,
         ),
-    ] = CHAT
+    ] = DEFAULT
     kv: Annotated[
         str,
         Option(

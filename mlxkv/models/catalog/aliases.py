@@ -1,4 +1,4 @@
-"""Short names for models: the embedded ones, and common ones on the hub.
+"""Short names for common models of the hub, and for those of packages.
 
 No framework is imported here.
 """
@@ -12,22 +12,21 @@ from pathlib import Path
 
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
+from mlxkv.models.catalog.gguf.header import is_gguf
+from mlxkv.models.catalog.packaged import PACKAGES, kept
 
-HERE = Path(__file__).resolve().parents[1] / "embedded"
 # What every command and `load` take where no model is named.
-CHAT, KV = "tiny-chat", "int4"
+DEFAULT, KV = "smollm2", "int4"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: a folder on this machine, or `owner/name` on the Hugging Face hub."""
+    """Where a model comes from: a folder or a GGUF file on this machine, or `owner/name` on the Hugging Face hub."""
 
     name: str
     folder: Path | None = None
     repo: str | None = None
 
-
-EMBEDDED: dict[str, Source] = {"tiny-chat": Source("tiny-chat", folder=HERE / "tiny-chat")}
 
 # No test reaches the hub: these names are as others' public code and notes write them.
 HUB: dict[str, str] = {
@@ -59,6 +58,7 @@ HUB: dict[str, str] = {
     "qwen3.6-27b": "mlx-community/Qwen3.6-27B-4bit",
     "qwen3.6-35b": "mlx-community/Qwen3.6-35B-A3B-4bit",
     "qwen3.8-27b": "mlx-community/Qwen3.8-27B-4bit",
+    "smollm2": PACKAGES["smollm2"].repo,
     "smollm2-1.7b": "mlx-community/SmolLM2-1.7B-Instruct-4bit",
     "smollm3-3b": "mlx-community/SmolLM3-3B-4bit",
 }
@@ -68,33 +68,32 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 def complete_model(incomplete: str) -> list[str]:
     """Names for a shell that completes `--model`."""
-    return [name for name in (*EMBEDDED, *HUB) if name.startswith(incomplete)]
+    return [name for name in HUB if name.startswith(incomplete)]
 
 
 def resolve(name: str) -> Source:
-    """Find the source of `name`: an alias, a folder on this machine, or `owner/name` on the hub.
+    """Find the source of `name`: an alias, a folder or a GGUF file on this machine, or `owner/name` on the hub.
 
     An alias wins over a folder of the same name; write `./NAME` for the folder. Raises UserError for anything else.
     """
     text = name.strip()
-    if text in EMBEDDED:
-        return EMBEDDED[text]
+    if text in PACKAGES and (file := kept(text)) is not None:
+        return Source(text, folder=file)
     if text in HUB:
         return Source(text, repo=HUB[text])
     folder = user_path(text, "--model")
-    if text and folder.is_dir():
+    if text and (folder.is_dir() or is_gguf(folder)):
         return Source(text, folder=folder)
     if folder.is_file():
         raise UserError(
-            f"[--model] a model is a folder in the hub's format; got the file {text}; name its "
-            "folder"
+            f"[--model] a model is a folder in the hub's format, or a GGUF file; got the file {text}; "
+            "name its folder"
         )
     if REPO.fullmatch(text):
         return Source(text, repo=text)
-    choices = [*EMBEDDED, *HUB]
-    close = get_close_matches(text.lower(), choices, n=3)
+    close = get_close_matches(text.lower(), HUB, n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
-        f"[--model] no such model; got {text[:60]!r}; {hint}choose from {', '.join(choices)}, a folder, "
-        "or owner/name on the hub"
+        f"[--model] no such model; got {text[:60]!r}; {hint}choose from {', '.join(HUB)}, a folder, "
+        "a GGUF file, or owner/name on the hub"
     )

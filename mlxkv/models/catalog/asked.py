@@ -47,6 +47,14 @@ def dtype_name(name: str | None) -> str | None:
     return found
 
 
+def check_weights(bits: int | None, host: str | None = None) -> None:
+    """Raises UserError for bits of weights other than 8, and for a model that mlx-vlm has to load."""
+    if bits not in (None, 8):
+        raise UserError(f"[--weights] must be 8, or left out for weights as stored; got {bits}")
+    if bits is not None and host == "mlx-vlm":
+        raise UserError("[--weights] is for models that mlx-lm loads; leave it out with images")
+
+
 def check_fold(config: CacheConfig | Plan, label: str, fold: bool) -> None:
     """Raises UserError if `fold` is asked for and `config` has no calibrated map of values."""
     if fold and isinstance(config, Plan):
@@ -62,11 +70,11 @@ def check_fold(config: CacheConfig | Plan, label: str, fold: bool) -> None:
         )
 
 
-def check_sampling(temp: float, top_p: float) -> None:
-    """Raises UserError for settings out of range."""
-    if not 0 <= temp < float("inf"):  # refuses NaN too
+def check_sampling(temp: float | None, top_p: float | None) -> None:
+    """Raises UserError for settings out of range; None is for what the model's makers recommend."""
+    if temp is not None and not 0 <= temp < float("inf"):  # refuses NaN too
         raise UserError(f"[--temp] must be 0 or more, and finite; got {temp:g}")
-    if not 0 < top_p <= 1:
+    if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"[--top-p] must be above 0 and at most 1; got {top_p:g}")
 
 

@@ -19,11 +19,11 @@ def fingerprint(folder: Folder) -> str:
     """32 hex digits that identify a model (`mlxkv.formats.saved.marks`); .1 s to 2 s for any size.
 
     Hashed: the configuration, the tokenizer, and of every tensor its name, type, shape and up to 16 pieces of
-    4 KiB, evenly spread, both ends among them; 64 MiB of a large model. Names of files and how tensors are
-    dealt to them do not count. A model that differs
-    between the pieces only is not told apart: this tells models apart that were made apart, it is no seal.
+    4 KiB, evenly spread, both ends among them; 64 MiB of a large model. Of a GGUF file all of its header stands
+    for configuration and tokenizer. Names of files and how tensors are dealt to them do not count. A model that
+    differs between the pieces only is not told apart: this tells models apart that were made apart, it is no seal.
     """
-    digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
+    digest = hashlib.sha256(_configuration(folder))
     digest.update(b"plain")
     for file in _tokenizers(folder):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
@@ -48,6 +48,13 @@ def fingerprint(folder: Folder) -> str:
     return digest.hexdigest()[:DIGITS] + older(folder)
 
 
+def _configuration(folder: Folder) -> bytes:
+    if folder.is_gguf:
+        with folder.path.open("rb") as stream:
+            return stream.read(folder.headers[0].start)
+    return json.dumps(folder.config, sort_keys=True).encode()
+
+
 def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:
     """(start, bytes) of `count` pieces between two places, or of all that lies between if that is no more."""
     if last - first <= count * PIECE:
@@ -65,7 +72,7 @@ def _tokenizers(folder: Folder) -> list[Path]:
 def older(folder: Folder) -> str:
     """16 hex digits, the fingerprint of versions before: the headers of the weight files and 64 KiB at both
     ends of their data and of the tokenizer files. Two models of one shape may have the same."""
-    digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
+    digest = hashlib.sha256(_configuration(folder))
     digest.update(b"plain")
     starts = {
         file: header.start for file, header in zip(folder.weights, folder.headers, strict=True)

@@ -1,4 +1,4 @@
-"""Check a model folder in the hub's format before the heavy work; every fault is one line.
+"""Check a model folder in the hub's format, or a GGUF file, before the heavy work; every fault is one line.
 
 No framework is imported here: this reads JSON and the headers of weight files, all of it bounded
 (`mlxkv.untrusted`). A whole folder takes well under a second.
@@ -14,6 +14,7 @@ from pathlib import Path
 from mlxkv import untrusted
 from mlxkv.errors import UserError
 from mlxkv.models.catalog import numbers
+from mlxkv.models.catalog.gguf import config as gguf
 from mlxkv.untrusted import Header, Unsound
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -29,16 +30,25 @@ TEMPLATE = 1 << 20  # bytes of a chat template in a file of its own
 
 @dataclass(frozen=True)
 class Folder:
-    """A checked folder with its config.json and its weight files. headers: of these, in their order."""
+    """A checked folder with its config.json and its weight files. headers: of these, in their order.
+
+    Of a GGUF file: `path` is that file, which is all of `weights`, and `config` what config.json would say.
+    """
 
     path: Path
     config: dict
     weights: list[Path]
     headers: list[Header]
 
+    @property
+    def is_gguf(self) -> bool:
+        return self.weights == [self.path]
+
 
 def check(path: Path) -> Folder:
-    """Check the folder at `path`. Raises UserError for the first fault found."""
+    """Check the folder, or the GGUF file, at `path`. Raises UserError for the first fault found."""
+    if path.is_file():
+        return _check_gguf(path)
     config = _json(path / "config.json", SMALL)
     if not isinstance(config.get("model_type"), str):
         raise UserError(
@@ -67,6 +77,15 @@ def check(path: Path) -> Folder:
         if file.exists():
             _sound(file, untrusted.read, TEMPLATE)
     return Folder(path, config, weights, headers)
+
+
+def _check_gguf(path: Path) -> Folder:
+    header, config = _sound(path, gguf.read)
+    try:
+        numbers.check(config, len(header.tensors))
+    except Unsound as error:
+        raise _fault(path, str(error)) from None
+    return Folder(path, config, [path], [header])
 
 
 def _fault(file: Path, what: str) -> UserError:
@@ -127,6 +146,11 @@ def _weights(path: Path) -> list[Path]:
     others = sorted(
         f.name for f in path.iterdir() if f.suffix in (".bin", ".gguf", ".pth", ".safetensors")
     )
+    if any(name.endswith(".gguf") for name in others):
+        raise UserError(
+            f"[load] a model of GGUF files is named by its file; got {path}; choose --model "
+            f"{path / next(name for name in others if name.endswith('.gguf'))}"
+        )
     what = f"only {others[0]}" if others else "no weights at all"
     raise UserError(
         f"[load] model*.safetensors is missing; got {what} in {path}; convert the model with "

@@ -40,7 +40,7 @@ MODEL = Words(
     "load",
     "no such folder here and no such model on the hub",
     "the hub cannot be reached and this model is not on this machine",
-    "choose a model folder on this machine",
+    "choose a model folder on this machine, or run mlxkv models get smollm2, which needs no hub",
 )
 
 

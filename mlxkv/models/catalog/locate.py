@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxkv import untrusted
-from mlxkv.models.catalog.aliases import resolve
+from mlxkv.errors import UserError
+from mlxkv.models.catalog.aliases import Source, resolve
 from mlxkv.models.catalog.folder import INDEX, SMALL
 from mlxkv.models.catalog.hub import fetch
+from mlxkv.models.catalog.packaged import PACKAGES
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,18 @@ def hub_cache() -> dict[str, int]:
         return {}
     sizes = {repo.repo_id: repo.size_on_disk for repo in repos if repo.repo_type == "model"}
     return dict(sorted(sizes.items()))
+
+
+def require(source: Source) -> None:
+    """Raise UserError, with the command that gets it, for a model of a package that is neither in its file nor in
+    the hub's cache: nothing is downloaded unasked."""
+    package = PACKAGES.get(source.name)
+    if package is None or source.folder is not None or cached(source.repo) is not None:
+        return
+    raise UserError(
+        f"[load] {source.name} is not on this machine; got no {package.file}; run mlxkv models get {source.name} "
+        f"({package.megabytes}, once), or take it from the hub: --model {package.repo}"
+    )
 
 
 def locate(model: str) -> Place:

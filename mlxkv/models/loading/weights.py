@@ -11,32 +11,57 @@ from mlx.utils import tree_flatten
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.folder import Folder
 from mlxkv.models.catalog.hub import first_line
+from mlxkv.models.loading import gguf
 
 AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
+DECODED = 1 << 30  # bytes of matrices in float32
 
 
-def build(folder: Folder) -> tuple[nn.Module, dict]:
+def build(
+    folder: Folder,
+    bits: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[nn.Module, dict]:
     """Return the model, its weights not evaluated yet, and the configuration as mlx-lm completes it.
 
-    Raises UserError.
+    bits: of the codes that matrices are rounded to where they come in none. progress: of a GGUF file, which is read
+    at once. Raises UserError.
     """
     from mlx_lm.utils import _get_classes, load_model
 
     kind = folder.config["model_type"]
     try:
-        _get_classes(folder.config)
+        classes = _get_classes(folder.config)
     except (ValueError, AttributeError, TypeError):  # no such file in mlx-lm, or none with a model
         raise UserError(
             f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in "
             f"{folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
         ) from None
     try:
-        return load_model(folder.path, lazy=True)
+        if not folder.is_gguf:
+            model, config = load_model(folder.path, lazy=True)
+            if bits is not None:
+                nn.quantize(model, bits=bits, class_predicate=_roundable)
+            return model, config
+        given, modules = gguf.read(folder, bits, progress)
+        model = classes[0](classes[1].from_dict(folder.config))
+        given = model.sanitize(given)
+        nn.quantize(model, class_predicate=lambda path, _: modules.get(path, False))
+        model.load_weights(list(given.items()))
+        model.eval()
+        return model, dict(folder.config)
     except Exception as error:  # mlx-lm raises anything when files are wrong
         raise UserError(
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
             f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
         ) from error
+
+
+def _roundable(_: str, module: nn.Module) -> bool | dict[str, int]:
+    """How a module is rounded to codes, if it holds a matrix whose rows take whole groups."""
+    if not hasattr(module, "to_quantized"):
+        return False
+    return next(({"group_size": n} for n in (64, 32) if module.weight.shape[-1] % n == 0), False)
 
 
 def read(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
@@ -86,6 +111,22 @@ def set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
         f"no GPU: {str(have).split('.')[-1]} weights run as float32, which is faster here (--dtype "
         "overrides)"
     ]
+
+
+def fit_cpu(model: nn.Module) -> None:
+    """Prepare a model for products on a CPU, where the reference BLAS of MLX's wheel for Linux adds up columns several
+    times faster than rows: matrices stay [out, in], but lie in memory by columns. Codes are decoded up to DECODED
+    bytes, which is faster than to decode them in every product."""
+    from mlx_lm.utils import dequantize_model
+
+    sizes = (m.weight.size * 32 // m.bits * 4 for m in model.modules() if hasattr(m, "bits"))
+    if 0 < sum(sizes) <= DECODED:
+        dequantize_model(model)
+        model.set_dtype(mx.float32)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and "scales" not in module:
+            module.weight = mx.contiguous(module.weight.T).T
+            mx.eval(module.weight)  # one by one: the matrix by rows is let go
 
 
 def dtype_of(model: nn.Module) -> mx.Dtype:

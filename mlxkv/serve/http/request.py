@@ -7,12 +7,13 @@ that no client of such servers has: it would be a typing error. What else client
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
 from mlxkv.models.catalog.asked import RESERVED
+from mlxkv.models.loading.sampling import Sampling
 from mlxkv.serve.grammar import Calls, of_choice, of_format
 from mlxkv.serve.http.fields import IGNORED
 from mlxkv.serve.http.pictures import taken_out
@@ -97,6 +98,7 @@ NUMBERS = {one.name: one.metadata["limits"] for one in fields(Request) if one.me
 NUMBERS["max_completion_tokens"] = NUMBERS["max_tokens"]  # OpenAI's newer name
 
 
+ENDLESS = -1  # as max_tokens, as in llama.cpp: until the context or the memory is full
 # Fields that mean something here, and all that are taken.
 TAKEN = (
     *NUMBERS,
@@ -111,7 +113,7 @@ KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 class Served:
     """What requests are checked against: the names of the model and of its preset; the longest reply,
     and the one of a request that names none; the size of the vocabulary; whether messages may hold images; how
-    the model's tool calls begin and end. Counts are in tokens."""
+    the model's tool calls begin and end; how its makers want replies drawn. Counts are in tokens."""
 
     model: str
     kv: str
@@ -120,6 +122,7 @@ class Served:
     vocabulary: int
     images: bool = False
     calls: Calls | None = None
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 def bad(name: str, what: str, got: object = None) -> Refused:
@@ -194,7 +197,9 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
     if kv != served.kv:  # a batch has one kind of cache
         raise bad("kv", f"this server's caches are {served.kv}; choose that, or start another", kv)
     stream = _boolean(body, "stream")
-    numbers = _numbers(body)
+    if body.get("max_tokens") == ENDLESS:
+        body, shorten = body | {"max_tokens": served.longest}, True
+    numbers = asdict(served.sampling) | _numbers(body)
     max_tokens = numbers.pop("max_completion_tokens", None) or numbers.get("max_tokens")
     if max_tokens is not None:
         max_tokens = min(max_tokens, served.longest)

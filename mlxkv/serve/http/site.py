@@ -40,6 +40,7 @@ class Site:
             vocabulary=engine.vocabulary,
             images=self.loaded.vision is not None,
             calls=calls_of(self.loaded.tokenizer),
+            sampling=self.loaded.sampling,
         )
 
     def kv(self, whole: bool = True) -> dict:

@@ -170,7 +170,6 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) poll
 async function poll() {
   if (document.hidden) return;
   await gauge.refresh();
-  settings.allow(gauge.server.max_tokens);
   gauge.show(chat.path().findLast((message) => message.kv)?.kv);
   // A reply of another tab that has gone quiet is shown as what it is.
   if ([...chat.messages.values()].some((m) => m.state === "running" && !m.live)) await changed({ chat: chat.id });

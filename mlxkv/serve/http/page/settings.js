@@ -8,9 +8,6 @@ export function usual() {
   try { return JSON.parse(localStorage.getItem(KEY)) || {}; } catch { return {}; }
 }
 
-// Say how long a reply may be; most: what the server allows, undefined until it has answered.
-export function allow(most) { $("max-tokens").placeholder = most || "the server's"; }
-
 // Let the user change a chat's settings; changed() is called if something was saved.
 export function edit(chat, changed) {
   const box = $("options"), { system = "", temperature, maxTokens, thinking = "" } = chat.settings;

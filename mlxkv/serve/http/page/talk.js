@@ -27,6 +27,7 @@ const FIELDS = { temperature: "temperature", maxTokens: "max_tokens" };
 function body(chat, reply, more) {
   const { settings } = chat, out = { messages: chat.request(reply.parent), stream: true };
   for (const [own, name] of Object.entries(FIELDS)) if (settings[own] !== undefined) out[name] = settings[own];
+  out.max_tokens ??= -1;  // until the context is full
   if (settings.thinking) out.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
   if (more) {  // a reply that was cut off is the start of what is asked for
     const { content, reasoning } = reply;

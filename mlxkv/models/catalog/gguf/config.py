@@ -1,0 +1,302 @@
+"""The configuration of a GGUF model in the hub's terms: what its config.json would say, and its tensors' names.
+
+Sources: the converters of llama.cpp (gguf-py and convert_hf_to_gguf.py), and what its graphs take for granted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from math import isfinite, log, pi, prod
+from pathlib import Path
+from typing import Any
+
+from mlxkv import untrusted
+from mlxkv.models.catalog.gguf.header import BY_NAME
+from mlxkv.models.catalog.gguf.header import read as read_header
+from mlxkv.models.catalog.gguf.tokens import end_tokens, vocabulary
+from mlxkv.untrusted import Header, Tensor, Unsound, whole
+
+MODELS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
+BIAS = ("attn_q", "attn_k", "attn_v")
+# Names inside of a layer, without their ending.
+NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+FACTORS = "rope_freqs.weight"
+UNUSED = ("v.", "mm.")  # of the images' side, which ollama keeps in the same file
+# Bits of the affine codes that MLX computes with, in groups of 32; others are decoded to 16 bits.
+CODES = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q8_0": 8}
+GROUP = 32
+GEMMA_27B = 62  # layers: the only Gemma 3 whose scores are scaled by the width of a head in the hidden state
+
+
+class Values:
+    """Values of the model by llama.cpp's names, of checked types."""
+
+    def __init__(self, header: Header):
+        self._metadata = header.metadata
+        self.kind = header.metadata.get("general.architecture")
+        if self.kind not in MODELS:
+            got = self.kind[:60] if isinstance(self.kind, str) else "none"
+            raise Unsound(
+                f"is of the architecture {got!r}, which is not read; those are {', '.join(MODELS)}"
+            )
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A number above 0; of a list with one for each layer, all of which have to agree."""
+        value = self._metadata.get(f"{self.kind}.{name}", default)
+        if isinstance(value, array) and len(set(value)) == 1:
+            value = value[0]
+        return whole(value, name, 1, 1 << 31)
+
+    def real(self, name: str, default: float | None = None) -> float:
+        value = self._metadata.get(f"{self.kind}.{name}", default)
+        if type(value) not in (int, float) or not isfinite(value) or value <= 0:
+            raise Unsound(f"has no {name} above 0")
+        # Stored in 32 bits: the number that was meant is the shortest one that rounds to it.
+        return float(f"{value:.7g}")
+
+    def get(self, name: str) -> Any:
+        return self._metadata.get(f"{self.kind}.{name}")
+
+
+def read(path: Path) -> tuple[Header, dict[str, Any]]:
+    """The checked header of a GGUF file, and what its config.json would say. Raises FileNotFoundError and Unsound."""
+    header = read_header(path)
+    factors = header.tensors.get(FACTORS)
+    if factors is None:
+        return header, config(header)
+    if factors.dtype != "F32" or not 1 <= factors.shape[0] == prod(factors.shape) <= 1 << 16:
+        raise Unsound("scales positions by factors of another form")
+    with untrusted.opened(path) as file:
+        file.seek(factors.span[0])
+        return header, config(header, tuple(array("f", file.read(4 * factors.shape[0]))))
+
+
+def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str, Any]:
+    """What config.json would say. factors: the numbers of `FACTORS`, where the file has them.
+
+    Raises Unsound for another architecture, and for values or tensors that do not fit together.
+    """
+    values = Values(header)
+    if type(count := header.metadata.get("split.count", 1)) is not int or count > 1:
+        raise Unsound(
+            "is a part of a model in several files; join them by llama-gguf-split --merge"
+        )
+    if values.get("expert_count"):
+        raise Unsound("has experts, which are not read; choose a model without them")
+    hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
+    dims = values.whole(
+        "attention.key_length", values.get("rope.dimension_count") or max(1, hidden // heads)
+    )
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if values.whole(name, dims) != dims:
+            raise Unsound(f"has a {name} that differs from the width of a head, {dims}")
+    table = header.tensors.get("token_embd.weight")
+    tokens = vocabulary(header.metadata)
+    if table is None or len(table.shape) != 2 or table.shape[0] < len(tokens):
+        raise Unsound("has no embedding for each of its tokens")
+    out = {
+        "model_type": MODELS[values.kind],
+        "architectures": [f"{CLASSES[values.kind]}ForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": values.whole("feed_forward_length"),
+        "num_hidden_layers": values.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.whole("attention.head_count_kv", heads),
+        "head_dim": dims,
+        "rms_norm_eps": values.real("attention.layer_norm_rms_epsilon"),
+        "vocab_size": table.shape[0],
+        "max_position_embeddings": values.whole("context_length"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "eos_token_id": end_tokens(header.metadata),
+    }
+    if heads % out["num_key_value_heads"]:
+        raise Unsound("has kv heads whose number does not divide that of its heads")
+    bos = header.metadata.get("tokenizer.ggml.bos_token_id")
+    if bos is not None:
+        out["bos_token_id"] = bos
+    if values.kind == "gemma3":
+        out |= _gemma(values, out)
+    else:
+        out |= {"hidden_act": "silu", "rope_theta": values.real("rope.freq_base", 10000.0)}
+    if "blk.0.attn_output.bias" in header.tensors:
+        out["attention_bias"] = True
+    if (scaling := _scaling(values, out, factors)) is not None:
+        out["rope_scaling"] = scaling
+    _check_tensors(header.tensors, out, values.kind)
+    out["dtype"] = _dtype(header.tensors)
+    if codes := [bits for _, bits in _matrices(header.tensors) if bits]:
+        out["quantization"] = {"group_size": GROUP, "bits": max(codes, key=codes.count)}
+    return out
+
+
+def _gemma(values: Values, known: dict[str, Any]) -> dict[str, Any]:
+    layers, pattern = known["num_hidden_layers"], values.get("attention.sliding_window_pattern")
+    if isinstance(pattern, array):  # for each layer, whether it slides
+        found = next((i + 1 for i, slides in enumerate(pattern) if not slides), layers + 1)
+        if list(pattern) != [int((i + 1) % found != 0) for i in range(layers)]:
+            raise Unsound("has sliding layers in no regular pattern")
+        pattern = found
+    scale = known["hidden_size"] // known["num_attention_heads"]
+    base = values.real("rope.freq_base", values.get("rope.global.freq_base") or 1e6)
+    local = values.real("rope.freq_base_swa", values.get("rope.local.freq_base") or 1e4)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": base,
+        "rope_local_base_freq": local,
+        "sliding_window": values.whole("attention.sliding_window"),
+        "sliding_window_pattern": whole(6 if pattern is None else pattern, "pattern", 1, 1 << 16),
+        "query_pre_attn_scalar": scale if layers == GEMMA_27B else known["head_dim"],
+    }
+
+
+def _scaling(
+    values: Values, known: dict[str, Any], factors: tuple[float, ...] | None
+) -> dict[str, Any] | None:
+    """rope_scaling of config.json."""
+    kind = values.get("rope.scaling.type")
+    if factors is not None:
+        return _llama3(factors, known)
+    if kind is None and values.kind == "gemma3" and values.get("vision.block_count"):
+        return {"rope_type": "linear", "factor": 8.0}  # ollama's files do not say it
+    if kind in (None, "none"):
+        return None
+    factor = values.real("rope.scaling.factor", 1.0)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor} if factor != 1 else None
+    if kind == "yarn":
+        before = values.whole(
+            "rope.scaling.original_context_length", known["max_position_embeddings"]
+        )
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": before,
+        }
+    got = kind[:60] if isinstance(kind, str) else "none"
+    raise Unsound(f"scales positions by {got!r}, which is not read; those are linear and yarn")
+
+
+def _llama3(factors: tuple[float, ...], known: dict[str, Any]) -> dict[str, Any]:
+    """Llama 3's scaling, of which a file holds what it multiplies each wavelength by."""
+    dims, base, whole_factor = known["head_dim"], known["rope_theta"], max(factors)
+    low, high, before = 1.0, 4.0, 8192
+    expected = []
+    for i in range(dims // 2):
+        length = 2 * pi * base ** (2 * i / dims)
+        smooth = min(1.0, max(0.0, (before / length - low) / (high - low)))
+        expected.append(1 / ((1 - smooth) / whole_factor + smooth))
+    sound = len(factors) == len(expected) and all(isfinite(x) and x >= 1 for x in factors)
+    if not sound or any(abs(log(x / y)) > 1e-3 for x, y in zip(factors, expected, strict=True)):
+        raise Unsound("scales positions by factors that are not Llama 3's")
+    return {
+        "rope_type": "llama3",
+        "factor": float(f"{whole_factor:.6g}"),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": before,
+    }
+
+
+def hub_name(name: str, kind: str) -> str | None:
+    """The hub's name of a tensor; None for one that is not part of the language model's weights."""
+    if name in OUTSIDE:
+        return OUTSIDE[name]
+    block, _, rest = name.partition(".")
+    layer, _, rest = rest.partition(".")
+    part, _, end = rest.rpartition(".")
+    found = (NAMES | GEMMA if kind == "gemma3" else NAMES).get(part)
+    if block != "blk" or found is None or not (layer.isascii() and layer.isdigit()):
+        return None
+    return f"model.layers.{layer}.{found}.{end}"
+
+
+def _shapes(c: dict[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model by llama.cpp's names."""
+    hidden, inner = c["hidden_size"], c["intermediate_size"]
+    queries = c["num_attention_heads"] * c["head_dim"]
+    keys = c["num_key_value_heads"] * c["head_dim"]
+    layer = {
+        "attn_norm.weight": (hidden,),
+        "ffn_norm.weight": (hidden,),
+        "attn_q.weight": (queries, hidden),
+        "attn_k.weight": (keys, hidden),
+        "attn_v.weight": (keys, hidden),
+        "attn_output.weight": (hidden, queries),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }
+    if kind in ("qwen3", "gemma3"):
+        layer |= {f"attn_{one}_norm.weight": (c["head_dim"],) for one in "qk"}
+    if kind == "gemma3":
+        layer |= {"post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,)}
+    if kind == "qwen2" or c.get("attention_bias"):
+        layer |= {f"attn_{one}.bias": (queries if one == "q" else keys,) for one in "qkv"}
+    if c.get("attention_bias"):
+        layer["attn_output.bias"] = (hidden,)
+    out = {f"blk.{i}.{n}": s for i in range(c["num_hidden_layers"]) for n, s in layer.items()}
+    out |= {"token_embd.weight": (c["vocab_size"], hidden), "output_norm.weight": (hidden,)}
+    if not c["tie_word_embeddings"]:
+        out["output.weight"] = (c["vocab_size"], hidden)
+    return out
+
+
+def _check_tensors(tensors: dict[str, Tensor], c: dict[str, Any], kind: str) -> None:
+    if c["num_hidden_layers"] > len(tensors):
+        raise Unsound(f"names {c['num_hidden_layers']} layers, but has {len(tensors)} tensors")
+    expected = _shapes(c, kind)
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise Unsound(f"lacks the tensor {name}")
+        if tensors[name].shape != shape:
+            raise Unsound(f"has {name} in a shape that does not fit its values")
+        if len(shape) == 1 and tensors[name].dtype not in ("F32", "F16", "BF16"):
+            raise Unsound(f"has {name} in codes")
+    for name in tensors:
+        if name not in expected and name != FACTORS and not name.startswith(UNUSED):
+            raise Unsound(f"has a tensor that its architecture does not: {name[:60]!r}")
+
+
+def _matrices(tensors: dict[str, Tensor]) -> list[tuple[Tensor, int]]:
+    """Matrices with the bits of their codes, 0 for those that are decoded."""
+    every = [x for name, x in tensors.items() if not name.startswith(UNUSED)]
+    return [(x, CODES.get(x.dtype, 0)) for x in every if len(x.shape) == 2]
+
+
+def _dtype(tensors: dict[str, Tensor]) -> str:
+    """The type to compute in: of the matrices, and float16 as the scales where there are codes."""
+    kinds = [x.dtype for x, _ in _matrices(tensors)]
+    if any(BY_NAME[kind].block > 1 for kind in kinds):
+        return "float16"
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    return names[max(kinds, key=kinds.count)]
+
+
+def memory(header: Header) -> int:
+    """Bytes of the weights as they are computed with."""
+    plain = 32 if _dtype(header.tensors) == "float32" else 16
+    every = _matrices(header.tensors)
+    return int(sum(prod(x.shape) * (code + 32 / GROUP if code else plain) / 8 for x, code in every))

@@ -1,0 +1,229 @@
+"""The tokenizer of a GGUF file as the files that transformers reads: tokenizer.json and tokenizer_config.json.
+
+transformers reads GGUF tokenizers itself, but only beside torch, without the digits that SmolLM2 splits, and it
+adds no first token. Here the vocabulary is put into the form of the `tokenizers` library, and the splitting of
+text that the file only names is written out. Its patterns are those of the models' own tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+from mlxkv.untrusted import Unsound
+
+NORMAL, CONTROL, USER = 1, 3, 4  # types of tokens
+TEMPLATE = 1 << 20  # characters of a chat template
+# Tokens that end a turn, in chat templates and in llama.cpp's list.
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>")
+ENDS += ("<|endoftext|>", "<|end|>", "<|end_of_turn|>", "<EOT>")
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = _WORDS + r"\p{N}" + _OTHERS
+LLAMA3 = _WORDS + r"\p{N}{1,3}" + _OTHERS
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{one}{_LOWER}{two}" for one, two in ("*+", "+*")]
+_CASED_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = "|".join(_CASED) + r"|\p{N}" + _CASED_OTHERS
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O = "|".join(one + _SUFFIX for one in _CASED) + r"|\p{N}{1,3}" + _CASED_OTHERS
+GPT2, DIGITS = "gpt-2", "digits"  # the pattern of the ByteLevel step; each digit alone before it
+# By the name of the splitting in the file: the pattern. Other names of llama.cpp belong to other architectures.
+SPLITS = dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), QWEN2)
+SPLITS |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), LLAMA3)
+SPLITS |= dict.fromkeys(("midm-2.0", "smaug-bpe", "dbrx"), LLAMA3)
+SPLITS |= {"tekken": TEKKEN} | dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GPT4O)
+SPLITS |= dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS)
+SPLITS |= dict.fromkeys(("exaone", "minerva-7b"), DIGITS)
+SPLITS |= dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "gigachat", "trillion"), GPT2)
+# Whole words of the vocabulary are taken before merges; a first token unless the file says no.
+WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
+COMPOSED = ("qwen2",)  # whose own tokenizer brings text to Unicode's form C
+
+
+def vocabulary(metadata: dict[str, Any]) -> list[str]:
+    """The tokens by number. Raises Unsound for a tokenizer that is not read, or values that do not fit."""
+    tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
+    model, split = _values(metadata, "model"), _split(metadata)
+    if model not in ("gpt2", "llama"):
+        got = model[:60] if isinstance(model, str) else "none"
+        raise Unsound(f"has the tokenizer {got!r}, which is not read; those are gpt2 and llama")
+    if model == "gpt2" and split not in SPLITS:
+        got = split[:60] if isinstance(split, str) else "no name"
+        raise Unsound(f"splits text by {got!r}, which is not read; those are {', '.join(SPLITS)}")
+    if not (isinstance(tokens, list) and tokens):
+        raise Unsound("has no tokens")
+    if not (isinstance(kinds, array) and len(kinds) == len(tokens)):
+        raise Unsound("has no type for each of its tokens")
+    needed, form = ("merges", list) if model == "gpt2" else ("scores", array)
+    values = _values(metadata, needed)
+    if not isinstance(values, form) or (form is array and len(values) != len(tokens)):
+        raise Unsound(f"has no sound {needed} of its tokens")
+    if form is list and not all(" " in one[1:] for one in values):
+        raise Unsound("has merges that are no pairs")
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        number = _values(metadata, f"{name}_token_id")
+        if number is not None and not (type(number) is int and 0 <= number < len(tokens)):
+            raise Unsound(f"has a {name} token that is none of its tokens")
+    template = metadata.get("tokenizer.chat_template", "")
+    if not isinstance(template, str) or len(template) > TEMPLATE:
+        raise Unsound(f"has a chat template that is no text of up to {TEMPLATE} characters")
+    return tokens
+
+
+def _values(metadata: dict[str, Any], name: str) -> Any:
+    return metadata.get(f"tokenizer.ggml.{name}")
+
+
+def _split(metadata: dict[str, Any]) -> Any:
+    """The name of the splitting; files of before llama.cpp had one are known by their architecture."""
+    named = _values(metadata, "pre")
+    qwen = metadata.get("general.architecture") in ("qwen2", "qwen3")
+    return "qwen2" if named in (None, "default") and qwen else named
+
+
+def end_tokens(metadata: dict[str, Any]) -> list[int]:
+    """The tokens that end a reply: those that the file names, and control tokens that end turns elsewhere."""
+    tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
+    named = {_values(metadata, f"{name}_token_id") for name in ("eos", "eot", "eom")}
+    known = {i for i, x in enumerate(tokens) if x in ENDS and kinds[i] in (CONTROL, USER)}
+    return sorted((named | known) - {None})
+
+
+def write(metadata: dict[str, Any], folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json, of metadata that `vocabulary` has checked."""
+    tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
+    bytes_model = _values(metadata, "model") == "gpt2"
+    data = _byte_level(metadata) if bytes_model else _sentencepiece(metadata)
+    added = [
+        {
+            "id": i,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind == CONTROL,
+        }
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if token and (kind == CONTROL or (kind == USER and not token.isspace()))
+    ]
+    special = {
+        name: None if (i := _values(metadata, f"{of}_token_id")) is None else tokens[i]
+        for name, of in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("unk_token", "unknown"),
+            ("pad_token", "padding"),
+        )
+    }
+    data |= {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    first = _values(metadata, "add_bos_token")
+    if first is None:
+        first = not bytes_model or _split(metadata) in WHOLE
+    data["post_processor"] = None
+    if first and (bos := special["bos_token"]) is not None:
+        start, text = (
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        )
+        data["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [start, text],
+            "pair": [start, text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {
+                bos: {"id": bos, "ids": [_values(metadata, "bos_token_id")], "tokens": [bos]}
+            },
+        }
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    about |= {name: token for name, token in special.items() if token is not None}
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        about["chat_template"] = template
+    for name, value in (("tokenizer.json", data), ("tokenizer_config.json", about)):
+        (folder / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+
+
+def _bpe(vocab: dict[str, int], merges: list[list[str]], **more: Any) -> dict[str, Any]:
+    plain = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    return plain | more | {"vocab": vocab, "merges": merges}
+
+
+def _byte_level(metadata: dict[str, Any]) -> dict[str, Any]:
+    """BPE over bytes, as GPT-2: the merges are in the file."""
+    split = _split(metadata)
+    pattern = SPLITS[split]
+    spelled = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    spelled["use_regex"] = pattern in (GPT2, DIGITS)
+    first = {"type": "Digits", "individual_digits": True}
+    if pattern not in (GPT2, DIGITS):
+        first = {"type": "Split", "pattern": {"Regex": pattern}}
+        first |= {"behavior": "Isolated", "invert": False}
+    steps = [spelled] if pattern == GPT2 else [first, spelled]
+    vocab = {token: i for i, token in enumerate(_values(metadata, "tokens"))}
+    pairs = []
+    for merge in _values(metadata, "merges"):
+        at = merge.index(" ", 1)
+        one, two = merge[:at], merge[at + 1 :]
+        if one in vocab and two in vocab and one + two in vocab:
+            pairs.append([one, two])
+    return {
+        "normalizer": {"type": "NFC"} if split in COMPOSED else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": spelled,
+        "model": _bpe(vocab, pairs, ignore_merges=split in WHOLE),
+    }
+
+
+def _sentencepiece(metadata: dict[str, Any]) -> dict[str, Any]:
+    """BPE over characters, as SentencePiece: merges follow from the vocabulary, the best score first.
+
+    Gemma's scores do not follow its merges; its numbers of tokens do. Runs of spaces are stored as such there.
+    """
+    kinds, scores = _values(metadata, "token_type"), _values(metadata, "scores")
+    gemma = str(metadata.get("general.architecture")).startswith("gemma")
+    tokens = [x if kind == CONTROL else x.replace(" ", "▁") for x, kind in
+              zip(_values(metadata, "tokens"), kinds, strict=True)]  # fmt: skip
+    vocab = {token: i for i, token in enumerate(tokens)}
+    found = []
+    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        if kind not in (NORMAL, USER):
+            continue
+        rank = 0.0 if gemma else -scores[i]
+        for cut in range(1, len(token)):
+            one, two = token[:cut], token[cut:]
+            if one in vocab and two in vocab:
+                found.append((rank, i if gemma else 0, vocab[one], vocab[two], one, two))
+    found.sort()
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    prefix = _values(metadata, "add_space_prefix")
+    if prefix is None or prefix:
+        spaces = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces]}
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = _values(metadata, "unknown_token_id")
+    unknown = None if unknown is None else tokens[unknown]
+    return {
+        "normalizer": spaces,
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": _bpe(
+            vocab,
+            [pair[-2:] for pair in found],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        ),  # fmt: skip
+    }

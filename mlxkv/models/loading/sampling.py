@@ -1,0 +1,63 @@
+"""How the makers of a model want its replies drawn: generation_config.json, or what their model card says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+from mlxkv import untrusted
+from mlxkv.models.catalog.folder import SMALL
+from mlxkv.models.catalog.packaged import PACKAGES
+
+FILE = "generation_config.json"
+# The lowest and the highest value that mlx-lm's samplers take.
+LIMITS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-3, 1.0),
+    "top_k": (0, 1 << 20),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 100.0),
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of mlx-lm's samplers, by their names in requests. The usual ones take the likeliest token.
+    repetition_penalty: 0 for none."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 0.0
+
+
+def read(path: Path, name: str, vocabulary: int) -> Sampling:
+    """Return the settings for the model `name` in the folder `path`; the usual ones where its makers say nothing.
+    A value that no sampler can take counts as not said."""
+    try:
+        said = untrusted.read_json(path / FILE, SMALL)
+    except (OSError, ValueError):  # a GGUF file has none; Unsound is a ValueError
+        said = {}
+    said = said if isinstance(said, dict) else {}
+    if said.get("do_sample") is False:
+        return Sampling()
+    if not said.get("do_sample") and "temperature" not in said:
+        said = PACKAGES[name].sampling if name in PACKAGES else {}
+    found = {key: said[key] for key in LIMITS if _takes(key, said.get(key))}
+    if said.get("do_sample") and "temperature" not in found:
+        found["temperature"] = 1.0  # as transformers
+    if found.get("top_k", 0) >= vocabulary:  # all of them, which mlx-lm's sampler refuses
+        del found["top_k"]
+    if found.get("repetition_penalty") == 1:
+        del found["repetition_penalty"]
+    return Sampling(**found) if found.get("temperature") else Sampling()
+
+
+def _takes(key: str, value: object) -> bool:
+    kinds = int if key == "top_k" else (int, float)
+    low, high = LIMITS[key]
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return False
+    return isfinite(value) and low <= value <= high
