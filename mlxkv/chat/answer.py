@@ -40,6 +40,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             progress=progress,
             host=options.host,
             windows=options.kv_windows,
+            weights=options.weights,
         )
     draft = with_draft(loaded, options)
     kind = Session if loaded.vision is None else PictureSession

@@ -162,6 +162,10 @@ def load(
     folder = replace(files, config=stored.plain(files.config)) if source.decoded else files
     if source.planted:
         plant.check(folder.config, source.planted)
+    if folder.is_gguf and host == "mlx-vlm":
+        raise UserError(
+            f"[load] mlx-vlm reads no GGUF files; got {folder.path}; choose a model folder for images"
+        )
     _check_temp()
     foreign = source not in EMBEDDED.values()  # whose templates are our own
     if foreign:

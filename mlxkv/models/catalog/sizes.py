@@ -10,9 +10,12 @@ from mlxkv.console import user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.plans.plan import Plan
-from mlxkv.models.catalog import known, numbers
+from mlxkv.models.catalog import folder, known, numbers
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.folder import SMALL
+from mlxkv.models.catalog.gguf.config import memory
+from mlxkv.models.catalog.gguf.header import is_gguf
+from mlxkv.models.catalog.locate import Place, cached, locate
 from mlxkv.models.catalog.shapes import (
     LayerShape,
     activation_bytes,
@@ -121,12 +124,12 @@ def read_plan(model: str, config: str | None) -> ModelPlan:
     if config is not None:
         data = _read_config(user_path(config, "--config"), "--config")
         return _plan(str(config), data, None)
-    from mlxkv.models.catalog.locate import cached, locate
-
     alias = model.strip()
     if alias in HUB and alias in known.CONFIGS and cached(HUB[alias]) is None:
         return _known(alias)
     place = locate(model)
+    if is_gguf(place.config):
+        return _gguf(place)
     data = _read_config(place.config, f"--model {model}")
     return _plan(place.name, data, place.weights)
 
@@ -138,6 +141,13 @@ def _known(alias: str) -> ModelPlan:
     weights = weight_bytes(config) + int(more)
     source = "estimated from the model's shape: it is not downloaded"
     return ModelPlan(HUB[alias], config, layers_of(config), weights, source)
+
+
+def _gguf(place: Place) -> ModelPlan:
+    """A GGUF file: types that MLX has no codes for take 16 bits in memory."""
+    file = folder.check(place.config)
+    weights = memory(file.headers[0])
+    return ModelPlan(place.name, file.config, layers_of(file.config), weights, "from the file")
 
 
 def _plan(name: str, config: dict, weights: int | None) -> ModelPlan:
