@@ -172,7 +172,7 @@ def load(
         rendering.RENDERER.start()  # it is ready by the time that the weights are
     host = host or _host(folder)
     model, full_config = (
-        reading.build(folder, source.decoded, weights, progress)
+        reading.build(folder, source.decoded, dtype, weights, progress)
         if host == "mlx-lm"
         else _vision_model(folder)
     )

@@ -20,14 +20,15 @@ AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
 def build(
     folder: Folder,
     decoded: bool = False,
+    dtype: str | None = None,
     bits: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, dict]:
     """Return the model, its weights not evaluated yet, and the configuration as mlx-lm completes it.
 
-    decoded: with what `catalog.weights.stored` decodes; `folder.config` says nothing of codes then. bits: of the
-    codes that matrices are rounded to where they come in none. progress: of a GGUF file, which is read at once.
-    Raises UserError.
+    decoded: with what `catalog.weights.stored` decodes; `folder.config` says nothing of codes then. dtype: what
+    `set_dtype` is asked for, so that a GGUF file is decoded to it. bits: of the codes that matrices are rounded to
+    where they come in none. progress: of a GGUF file, which is read at once. Raises UserError.
     """
     from mlx_lm.utils import _get_classes, load_model
 
@@ -42,13 +43,15 @@ def build(
     modules: dict[str, dict[str, int]] = {}
     try:
         if folder.is_gguf:
-            given, modules = gguf.read(folder, bits, progress)
+            given, modules = gguf.read(
+                folder, getattr(mx, dtype or _usual(folder.config["dtype"])), bits, progress
+            )
         elif decoded:
             given = {name: mx.array(x) for name, x in stored.decode(folder.path).items()}
         else:
             model, config = load_model(folder.path, lazy=True)
             if bits is not None:
-                nn.quantize(model, bits=bits, class_predicate=_roundable)
+                nn.quantize(model, class_predicate=lambda _, module: _rounded(module, bits))
             return model, config
         model = classes[0](classes[1].from_dict(folder.config))
         given = model.sanitize(given)
@@ -63,11 +66,12 @@ def build(
         ) from error
 
 
-def _roundable(_: str, module: nn.Module) -> bool | dict[str, int]:
+def _rounded(module: nn.Module, bits: int) -> bool | dict[str, int]:
     """How a module is rounded to codes, if it holds a matrix whose rows take whole groups."""
     if not hasattr(module, "to_quantized"):
         return False
-    return next(({"group_size": n} for n in (64, 32) if module.weight.shape[-1] % n == 0), False)
+    groups = (n for n in (64, 32) if module.weight.shape[-1] % n == 0)
+    return next(({"group_size": n, "bits": bits} for n in groups), False)
 
 
 def read(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
@@ -104,17 +108,22 @@ def try_out(model: nn.Module, folder: Folder) -> None:
         ) from error
 
 
+def _usual(stored: str) -> str:
+    """The type to compute in where nobody asks for one."""
+    return "float32" if mx.default_device() == mx.Device(mx.cpu) else stored
+
+
 def set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
     """Convert the weights if asked, or if 16 bits are slow here. Returns notes for the user."""
-    have = dtype_of(model)
+    have = str(dtype_of(model)).split(".")[-1]
     if wanted is not None:
         model.set_dtype(getattr(mx, wanted))
         return []
-    if have == mx.float32 or mx.default_device() != mx.Device(mx.cpu):
+    if _usual(have) == have:
         return []
     model.set_dtype(mx.float32)
     return [
-        f"no GPU: {str(have).split('.')[-1]} weights run as float32, which is faster here (--dtype "
+        f"no GPU: {have} weights run as float32, which is faster here (--dtype "
         "overrides)"
     ]
 
