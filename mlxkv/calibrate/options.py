@@ -15,7 +15,10 @@ class CalibrateOptions:
     """The command line, in the order of `--help`."""
 
     model: Annotated[
-        str, Option("--model", "-m", help="An alias (mlxkv models), a hub name, a folder or a GGUF file.")
+        str,
+        Option(
+            "--model", "-m", help="An alias (mlxkv models), a hub name, a folder or a GGUF file."
+        ),
     ] = "tiny"
     text: Annotated[
         list[str] | None,

@@ -122,10 +122,7 @@ def set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
     if _usual(have) == have:
         return []
     model.set_dtype(mx.float32)
-    return [
-        f"no GPU: {have} weights run as float32, which is faster here (--dtype "
-        "overrides)"
-    ]
+    return [f"no GPU: {have} weights run as float32, which is faster here (--dtype overrides)"]
 
 
 def dtype_of(model: nn.Module) -> mx.Dtype:

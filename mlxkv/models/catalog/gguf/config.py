@@ -101,7 +101,9 @@ def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str
     """
     values = Values(header)
     if type(count := header.metadata.get("split.count", 1)) is not int or count > 1:
-        raise Unsound("is a part of a model in several files; join them by llama-gguf-split --merge")
+        raise Unsound(
+            "is a part of a model in several files; join them by llama-gguf-split --merge"
+        )
     if values.get("expert_count"):
         raise Unsound("has experts, which are not read; choose a model without them")
     hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
@@ -207,9 +209,7 @@ def _llama3(factors: tuple[float, ...], known: dict[str, Any]) -> dict[str, Any]
         smooth = min(1.0, max(0.0, (before / length - low) / (high - low)))
         expected.append(1 / ((1 - smooth) / whole_factor + smooth))
     sound = len(factors) == len(expected) and all(isfinite(x) and x >= 1 for x in factors)
-    if not sound or any(
-        abs(log(x / y)) > 1e-3 for x, y in zip(factors, expected, strict=True)
-    ):
+    if not sound or any(abs(log(x / y)) > 1e-3 for x, y in zip(factors, expected, strict=True)):
         raise Unsound("scales positions by factors that are not Llama 3's")
     return {
         "rope_type": "llama3",
