@@ -55,7 +55,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="An alias (mlxkv models), a hub name or a local folder.",
+        help="An alias (mlxkv models), a hub name, a folder or a GGUF file.",
         autocompletion=complete_model,
     ),
 ]

@@ -59,9 +59,9 @@ def default_file(data: dict, folder: Path, kind: str = "bench") -> Path:
 
 
 def public_name(model: str) -> str:
-    """Return an alias or hub name unchanged, of a folder its last name."""
+    """Return an alias or hub name unchanged, of a folder or file its last name."""
     path = user_path(model, "--model")
-    if path.is_dir() or path.is_absolute() or model.startswith((".", "~")):
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")):
         return path.resolve().name or "model"
     return model
 

@@ -64,6 +64,11 @@ def load(
             "transformers: owner/name on the hub, or a folder"
         )
     mark = None
+    if source.folder is not None and source.folder.is_file():
+        raise UserError(
+            f"[--model] GGUF files are for MLX; got {source.folder}; choose a model of transformers: "
+            "owner/name on the hub, or a folder"
+        )
     if source.folder is not None:
         checked = folder.check(source.folder)
         mark = fingerprint(checked)

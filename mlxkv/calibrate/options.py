@@ -16,7 +16,10 @@ class CalibrateOptions:
     """The command line, in the order of `--help`."""
 
     model: Annotated[
-        str, Option("--model", "-m", help="An alias (mlxkv models), a hub name or a local folder.")
+        str,
+        Option(
+            "--model", "-m", help="An alias (mlxkv models), a hub name, a folder or a GGUF file."
+        ),
     ] = DEFAULT
     text: Annotated[
         list[str] | None,

@@ -42,6 +42,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             progress=progress,
             host=options.host,
             windows=options.kv_windows,
+            weights=options.weights,
         )
     draft = with_draft(loaded, options)
     sampler, processors = drawing(loaded.sampling, options)

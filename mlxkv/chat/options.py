@@ -14,6 +14,7 @@ from mlxkv.models.catalog.asked import (
     check_draft,
     check_fold,
     check_sampling,
+    check_weights,
     dtype_name,
     template_arguments,
 )
@@ -32,7 +33,7 @@ class ChatOptions:
         Option(
             "--model",
             "-m",
-            help="An alias (mlxkv models), a hub name or a local folder.",
+            help="An alias (mlxkv models), a hub name, a folder or a GGUF file.",
             autocompletion=complete_model,
         ),
     ] = DEFAULT
@@ -102,6 +103,10 @@ class ChatOptions:
     dtype: Annotated[
         str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
     ] = None
+    weights: Annotated[
+        int | None,
+        Option("--weights", help="8 rounds weights of 16 bits to 8. Default: as stored."),
+    ] = None
     calibration: Annotated[
         str | None,
         Option(
@@ -150,6 +155,7 @@ class ChatOptions:
         parse_kv(self.draft_kv)
         check_fold(parse_kv(self.preset), self.preset, self.fold)
         dtype_name(self.dtype)
+        check_weights(self.weights, self.host)
         _ = self.template  # raises where it is no JSON
         if self.raw and self.host is not None:
             name = "--image" if self.image else "--vision"

@@ -7,9 +7,11 @@ from pathlib import Path
 from mlxkv import untrusted
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
-from mlxkv.models.catalog import known, numbers
+from mlxkv.models.catalog import folder, known, numbers
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.folder import SMALL
+from mlxkv.models.catalog.gguf.config import memory
+from mlxkv.models.catalog.gguf.header import is_gguf
 from mlxkv.models.catalog.shapes import context_limit, estimated_layers, estimated_sizes
 from mlxkv.models.catalog.sizes import ModelPlan
 from mlxkv.models.loading import families
@@ -29,6 +31,9 @@ def read_plan(model: str, config: str | None) -> ModelPlan:
         data = {"quantization": known.QUANTIZATION} | known.CONFIGS[alias]
         return plan_of(data, HUB[alias], more="as published: it is not downloaded")
     place = locate(model)
+    if is_gguf(place.config):
+        file = folder.check(place.config)
+        return plan_of(file.config, place.name, memory(file.headers[0]))
     data = _read_config(place.config, f"--model {model}")
     return plan_of(data, place.name, place.weights)
 

@@ -15,7 +15,7 @@ def evaluate(
     model: Annotated[
         str,
         typer.Option(
-            "--model", "-m", help="An alias (mlxkv models), a hub name or a local folder."
+            "--model", "-m", help="An alias (mlxkv models), a hub name, a folder or a GGUF file."
         ),
     ] = DEFAULT,
     kv: Annotated[

@@ -154,11 +154,17 @@ def load(
     source = resolve(name)
     require(source)
     folder = check(source.folder or fetch(source.repo))
+    if folder.is_gguf and host == "mlx-vlm":
+        raise UserError(
+            f"[load] mlx-vlm reads no GGUF files; got {folder.path}; choose a model folder for images"
+        )
     _check_temp()
     rendering.RENDERER.start()  # it is ready by the time that the weights are
     host = host or _host(folder)
     model, full_config = (
-        reading.build(folder, weights, progress) if host == "mlx-lm" else _vision_model(folder)
+        reading.build(folder, dtype, weights, progress)
+        if host == "mlx-lm"
+        else _vision_model(folder)
     )
     size = 1 if group is None else group.size()
     if size > 1:

@@ -13,7 +13,13 @@ from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.names import check_windows, complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
-from mlxkv.models.catalog.asked import check_draft, check_fold, dtype_name, template_arguments
+from mlxkv.models.catalog.asked import (
+    check_draft,
+    check_fold,
+    check_weights,
+    dtype_name,
+    template_arguments,
+)
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -28,7 +34,7 @@ class ServeOptions:
         Option(
             "--model",
             "-m",
-            help="An alias (mlxkv models), a hub name or a local folder.",
+            help="An alias (mlxkv models), a hub name, a folder or a GGUF file.",
             autocompletion=complete_model,
         ),
     ] = DEFAULT
@@ -109,6 +115,10 @@ class ServeOptions:
     dtype: Annotated[
         str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
     ] = None
+    weights: Annotated[
+        int | None,
+        Option("--weights", help="8 rounds weights of 16 bits to 8. Default: as stored."),
+    ] = None
     calibration: Annotated[
         str | None,
         Option(
@@ -160,6 +170,7 @@ class ServeOptions:
         check_draft(self.draft, self.draft_tokens)
         parse_kv(self.draft_kv)
         dtype_name(self.dtype)
+        check_weights(self.weights, "mlx-vlm" if self.vision else None)
         _ = self.template  # raises where it is no JSON
         _ = self.body_bytes, self.memory_bytes, self.disk_bytes  # raise where a text is no size
 

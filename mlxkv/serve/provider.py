@@ -40,7 +40,7 @@ class Provider:
             )
         given = o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group
         host = "mlx-vlm" if o.vision else None
-        loaded = load(o.model, *given, host=host, windows=o.kv_windows)
+        loaded = load(o.model, *given, host=host, windows=o.kv_windows, weights=o.weights)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
         if o.draft is not None:
             self.draft = self._draft(loaded)

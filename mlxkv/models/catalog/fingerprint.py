@@ -79,7 +79,7 @@ def older(folder: Folder) -> str:
     }
     for file in [*folder.weights, *_tokenizers(folder)]:
         size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
+        digest.update(f"{'' if folder.is_gguf else file.name} {size}".encode())
         with file.open("rb") as stream:
             # The older form read 8 bytes, the header that they announce if it is of weights, and 64 KiB.
             digest.update(stream.read(starts.get(file, 8) + ENDS))

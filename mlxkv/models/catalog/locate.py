@@ -19,7 +19,8 @@ from mlxkv.models.catalog.packaged import PACKAGES
 
 @dataclass(frozen=True)
 class Place:
-    """A model that was found. weights: their bytes, None when only config.json is known."""
+    """A model that was found. config: its config.json, or its GGUF file. weights: their bytes, None when only
+    config.json is known."""
 
     name: str
     config: Path
@@ -62,6 +63,8 @@ def locate(model: str) -> Place:
 
 
 def _local(name: str, folder: Path) -> Place:
+    if folder.is_file():
+        return Place(name, folder, None)
     return Place(name, folder / "config.json", _weights(folder))
 
 

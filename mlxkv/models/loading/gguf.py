@@ -16,18 +16,20 @@ AT_ONCE = 1 << 24  # numbers that are decoded at once, in float32
 
 
 def read(
-    folder: Folder, bits: int | None = None, progress: Callable[[int, int], None] | None = None
+    folder: Folder,
+    dtype: mx.Dtype,
+    bits: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, mx.array], dict[str, dict[str, int]]]:
     """Return arrays by the hub's names, and the bits and the group of each module whose weights are codes.
 
-    bits: of the codes that matrices are rounded to which come in none, or None to keep them in 16 bits.
+    dtype: of all numbers but scales and biases of codes, which are float16 as stored. bits: of the codes that matrices are rounded to which come in none, or None to keep them in 16 bits.
     progress: called with (bytes read, all bytes). One tensor at a time is in memory twice.
     """
     header, gemma = folder.headers[0], folder.config["model_type"].startswith("gemma")
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     arrays: dict[str, mx.array] = {}
     modules: dict[str, dict[str, int]] = {}
-    dtype = getattr(mx, folder.config["dtype"])
     names = {x: hub_name(x, "gemma3" if gemma else "") for x in header.tensors}
     tensors = {name: header.tensors[x] for x, name in names.items() if name is not None}
     source = {name: x for x, name in names.items()}

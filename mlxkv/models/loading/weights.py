@@ -19,13 +19,14 @@ DECODED = 1 << 30  # bytes of matrices in float32
 
 def build(
     folder: Folder,
+    dtype: str | None = None,
     bits: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, dict]:
     """Return the model, its weights not evaluated yet, and the configuration as mlx-lm completes it.
 
-    bits: of the codes that matrices are rounded to where they come in none. progress: of a GGUF file, which is read
-    at once. Raises UserError.
+    dtype: what `set_dtype` is asked for, so that a GGUF file is decoded to it. bits: of the codes that matrices are
+    rounded to where they come in none. progress: of a GGUF file, which is read at once. Raises UserError.
     """
     from mlx_lm.utils import _get_classes, load_model
 
@@ -41,9 +42,10 @@ def build(
         if not folder.is_gguf:
             model, config = load_model(folder.path, lazy=True)
             if bits is not None:
-                nn.quantize(model, bits=bits, class_predicate=_roundable)
+                nn.quantize(model, class_predicate=lambda _, module: _rounded(module, bits))
             return model, config
-        given, modules = gguf.read(folder, bits, progress)
+        computed = getattr(mx, dtype or _usual(folder.config["dtype"]))
+        given, modules = gguf.read(folder, computed, bits, progress)
         model = classes[0](classes[1].from_dict(folder.config))
         given = model.sanitize(given)
         nn.quantize(model, class_predicate=lambda path, _: modules.get(path, False))
@@ -57,11 +59,12 @@ def build(
         ) from error
 
 
-def _roundable(_: str, module: nn.Module) -> bool | dict[str, int]:
+def _rounded(module: nn.Module, bits: int) -> bool | dict[str, int]:
     """How a module is rounded to codes, if it holds a matrix whose rows take whole groups."""
     if not hasattr(module, "to_quantized"):
         return False
-    return next(({"group_size": n} for n in (64, 32) if module.weight.shape[-1] % n == 0), False)
+    groups = (n for n in (64, 32) if module.weight.shape[-1] % n == 0)
+    return next(({"group_size": n, "bits": bits} for n in groups), False)
 
 
 def read(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
@@ -98,19 +101,21 @@ def try_out(model: nn.Module, folder: Folder) -> None:
         ) from error
 
 
+def _usual(stored: str) -> str:
+    """The type to compute in where nobody asks for one."""
+    return "float32" if mx.default_device() == mx.Device(mx.cpu) else stored
+
+
 def set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
     """Convert the weights if asked, or if 16 bits are slow here. Returns notes for the user."""
-    have = dtype_of(model)
+    have = str(dtype_of(model)).split(".")[-1]
     if wanted is not None:
         model.set_dtype(getattr(mx, wanted))
         return []
-    if have == mx.float32 or mx.default_device() != mx.Device(mx.cpu):
+    if _usual(have) == have:
         return []
     model.set_dtype(mx.float32)
-    return [
-        f"no GPU: {str(have).split('.')[-1]} weights run as float32, which is faster here (--dtype "
-        "overrides)"
-    ]
+    return [f"no GPU: {have} weights run as float32, which is faster here (--dtype overrides)"]
 
 
 def fit_cpu(model: nn.Module) -> None:

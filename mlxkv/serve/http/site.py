@@ -28,8 +28,8 @@ class Site:
         self.options, self.engine, self.metrics = options, engine, metrics
         self.loaded, self.keys = engine.started(), Keys()
         name = Path(self.loaded.name).expanduser()
-        # The name of a local folder, but not where it lies.
-        self.name = name.resolve().name if name.is_dir() else self.loaded.name
+        # The name of a local folder or file, but not where it lies.
+        self.name = name.resolve().name if name.exists() else self.loaded.name
         self.since = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
         self.fingerprint = server.get_system_fingerprint()
         self.served = Served(

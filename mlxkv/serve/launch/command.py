@@ -30,7 +30,7 @@ def launch(
         Option(
             "--model",
             "-m",
-            help="Start a server with this one: an alias, a hub name or a local folder.",
+            help="Start a server with this one: an alias, a hub name, a folder or a GGUF file.",
             autocompletion=complete_model,
         ),
     ] = None,

@@ -94,4 +94,4 @@ class Own:
 def name_of(model: str) -> str:
     """The name under which a server of this model is asked."""
     path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
+    return path.resolve().name if path.exists() else model

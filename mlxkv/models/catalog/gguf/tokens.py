@@ -109,7 +109,7 @@ def write(metadata: dict[str, Any], folder: Path) -> None:
             "special": kind == CONTROL,
         }
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if token and (kind == CONTROL or (kind == USER and not token.isspace()))
+        if token and kind in (CONTROL, USER)
     ]
     special = {
         name: None if (i := _values(metadata, f"{of}_token_id")) is None else tokens[i]
@@ -189,22 +189,19 @@ def _byte_level(metadata: dict[str, Any]) -> dict[str, Any]:
 def _sentencepiece(metadata: dict[str, Any]) -> dict[str, Any]:
     """BPE over characters, as SentencePiece: merges follow from the vocabulary, the best score first.
 
-    Gemma's scores do not follow its merges; its numbers of tokens do. Runs of spaces are stored as such there.
+    Tokens of the user, runs of spaces among them, are looked for before text is normalized, and take no part.
     """
     kinds, scores = _values(metadata, "token_type"), _values(metadata, "scores")
-    gemma = str(metadata.get("general.architecture")).startswith("gemma")
-    tokens = [x if kind == CONTROL else x.replace(" ", "▁") for x, kind in
-              zip(_values(metadata, "tokens"), kinds, strict=True)]  # fmt: skip
+    tokens = _values(metadata, "tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     found = []
     for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind not in (NORMAL, USER):
+        if kind != NORMAL:
             continue
-        rank = 0.0 if gemma else -scores[i]
         for cut in range(1, len(token)):
             one, two = token[:cut], token[cut:]
             if one in vocab and two in vocab:
-                found.append((rank, i if gemma else 0, vocab[one], vocab[two], one, two))
+                found.append((-scores[i], vocab[one], vocab[two], one, two))
     found.sort()
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]

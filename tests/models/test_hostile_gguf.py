@@ -1,0 +1,187 @@
+"""GGUF files that mean harm, or that are of another kind: one line, exit code 2, and no memory taken by their counts."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+
+import pytest
+from gguf_files import tensors, write_gguf
+
+from mlxkv.cli import main
+from mlxkv.errors import UserError
+from mlxkv.models import load
+from mlxkv.models.catalog.folder import check
+
+HUGE = 1 << 60
+STRING, ARRAY, U32, F32 = 8, 9, 4, 6
+
+
+def text(value: str | bytes) -> bytes:
+    data = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def entry(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def tensor(name="t", shape=(32,), kind=0, offset=0, dims=None) -> bytes:
+    dims = len(shape) if dims is None else dims
+    out = text(name) + struct.pack("<I", dims) + struct.pack(f"<{len(shape)}Q", *shape)
+    return out + struct.pack("<IQ", kind, offset)
+
+
+def file(entries=(), tensors=(), version=3, counts=None, data=b"\0" * 4096) -> bytes:
+    counts = counts or (len(tensors), len(entries))
+    return b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join([*entries, *tensors]) + data
+
+
+NUMBER = struct.pack("<I", 7)
+CASES = {
+    "nothing behind the magic": (b"GGUF", "ends inside its header"),
+    "version 1": (file(version=1), "of version 1; versions 2 and 3"),
+    "other byte order": (file(version=3 << 24), "other byte order"),
+    "2^60 tensors": (file(counts=(HUGE, 0)), "more than 65536 values or tensors"),
+    "2^60 values": (file(counts=(0, HUGE)), "more than 65536 values or tensors"),
+    "a name of 2^60 bytes": (file([struct.pack("<Q", HUGE)], counts=(0, 1)), "length there is too"),
+    "a name of 2^64 - 1 bytes": (file([b"\xff" * 8], counts=(0, 1)), "length there is too large"),
+    "a text of 2^60 bytes": (
+        file([entry("a", STRING, struct.pack("<Q", HUGE))]),
+        "length there is too large",
+    ),
+    "2^60 numbers": (
+        file([entry("a", ARRAY, struct.pack("<IQ", U32, HUGE))]),
+        "length there is too large",
+    ),
+    "2^60 texts": (
+        file([entry("a", ARRAY, struct.pack("<IQ", STRING, HUGE))]),
+        "more than 2097152 texts",
+    ),
+    "an array of arrays": (
+        file([entry("a", ARRAY, struct.pack("<IQ", ARRAY, 3))]),
+        "array of arrays",
+    ),
+    "a value of no type": (file([entry("a", 99, NUMBER)]), "value of an unknown type"),
+    "two values of one name": (file([entry("a", U32, NUMBER)] * 2), "two values of one name"),
+    "a name that is not UTF-8": (file([text(b"\xff\xfe")], counts=(0, 1)), "not UTF-8"),
+    "alignment 0": (
+        file([entry("general.alignment", U32, struct.pack("<I", 0))]),
+        "alignment that is no power of two",
+    ),
+    "alignment as text": (
+        file([entry("general.alignment", STRING, text("32"))]),
+        "alignment that is no power of two",
+    ),
+    "2^31 dimensions": (file(tensors=[tensor(dims=1 << 31)]), "tensor of 2147483648 dimensions"),
+    "no dimensions": (file(tensors=[tensor(shape=())]), "tensor of 0 dimensions"),
+    "sizes whose product overflows": (
+        file(tensors=[tensor(shape=(1 << 32, 1 << 32, 1 << 32))]),
+        "is not whole: its header promises",
+    ),
+    "an offset of 2^60": (file(tensors=[tensor(offset=HUGE)]), "is not whole: its header promises"),
+    "an odd offset": (file(tensors=[tensor(offset=5)]), "where its alignment says"),
+    "tensors that overlap": (file(tensors=[tensor("a"), tensor("b", offset=64)]), "overlap"),
+    "two tensors of one name": (
+        file(tensors=[tensor(), tensor(offset=128)]),
+        "two tensors of one name",
+    ),
+    "a type that is not read": (
+        file(tensors=[tensor(kind=77)]),
+        "type 77, which is not read; those",
+    ),
+    "half a block": (file(tensors=[tensor(shape=(31,), kind=8)]), "no whole number of blocks"),
+    "no architecture": (file(), "architecture 'none', which is not read; those are llama, qwen2"),
+    "another architecture": (
+        file([entry("general.architecture", STRING, text("mamba"))]),
+        "architecture 'mamba', which is not read; those are llama, qwen2, qwen3, gemma3",
+    ),
+}
+
+
+@pytest.mark.parametrize("data, expected", CASES.values(), ids=list(CASES))
+def test_crafted_files(tmp_path, capsys, data, expected):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(UserError) as fault:
+        check(path)
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+    assert expected in str(fault.value) and "\n" not in str(fault.value)
+    for command in (["chat", "--prompt", "a"], ["fit"]):
+        assert main([command[0], "--model", str(path), *command[1:]]) == 2
+        said = capsys.readouterr()
+        assert expected in said.err and "Traceback" not in said.err + said.out
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    made = tensors("qwen2", ["Q4_0", "Q6_K"])
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "x.gguf", "qwen2", made)
+
+
+def test_cut_anywhere(sound, tmp_path):
+    """In each value before the tokens, at many places in these, and in the data."""
+    data, path = sound.read_bytes(), tmp_path / "x.gguf"
+    start = check(sound).headers[0].start
+    places = [*range(4, 900, 7), *range(900, start, 4999), start, start + 1, len(data) - 1]
+    for at in places:
+        path.write_bytes(data[:at])
+        with pytest.raises(UserError, match="is not whole|no sound|ends inside"):
+            check(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"leave": ("block_count",)}, "has no block_count from 1"),
+        ({"leave": ("block_count",), "block_count": 3}, "lacks the tensor blk.2."),
+        ({"leave": ("block_count",), "block_count": 1}, "tensor that its architecture does not"),
+        ({"leave": ("block_count",), "block_count": 1 << 30}, "layers, but has"),
+        ({"leave": ("block_count",), "block_count": 0}, "has no block_count from 1"),
+        ({"leave": ("block_count",), "block_count": "2"}, "has no block_count from 1"),
+        ({"leave": ("embedding_length",), "embedding_length": 128}, "does not fit its values"),
+        ({"leave": ("attention.head_count",), "attention__head_count": 3}, "does not divide"),
+        ({"rope__dimension_count": 32}, "differs from the width of a head, 64"),
+        ({"rope__scaling__type": "longrope"}, "'longrope', which is not read; those are linear"),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": float("nan")}, "no rope.scal"),
+        ({"expert_count": 8}, "has experts"),
+    ],
+)
+def test_values_that_do_not_fit(tmp_path, values, expected):
+    made = tensors("qwen2", ["Q4_0"])
+    path = write_gguf(tmp_path / "x.gguf", "qwen2", made, **values)
+    with pytest.raises(UserError, match=expected):
+        load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (b"deepseek-r1-qwen", b"deepseek-v9-qwen", "'deepseek-v9-qwen', which is not read; those"),
+        (text("gpt2"), text("bert"), "tokenizer 'bert', which is not read"),
+        (b"tokenizer.ggml.merges", b"tokenizer.ggml.nothing"[:21], "no sound merges"),
+        (b"tokenizer.ggml.token_type", b"tokenizer.ggml.token_typo", "no type for each"),
+    ],
+)
+def test_tokenizers_that_are_not_read(sound, tmp_path, old, new, expected):
+    path = tmp_path / "x.gguf"
+    assert sound.read_bytes().count(old) == 1
+    path.write_bytes(sound.read_bytes().replace(old, new))
+    with pytest.raises(UserError, match=expected):
+        check(path)
+
+
+def test_a_number_of_no_token(sound, tmp_path):
+    data, name = sound.read_bytes(), b"tokenizer.ggml.eos_token_id"
+    at = data.index(name) + len(name) + 4
+    (tmp_path / "x.gguf").write_bytes(data[:at] + b"\xff" * 4 + data[at + 4 :])
+    with pytest.raises(UserError, match="eos token that is none of its tokens"):
+        check(tmp_path / "x.gguf")
+
+
+def test_another_file_is_no_model(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"GGML" + b"\0" * 100)
+    with pytest.raises(UserError, match="folder in the hub's format, or a GGUF file"):
+        load(str(tmp_path / "x.gguf"))
