@@ -18,6 +18,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.metal.timing import chain, interleaved, order
+from mlxkv.models.loading.outline import outline
 
 SHAPE = Shape(1, 2, 1, 64)
 ONE = ("--shapes", SHAPE, "--kv", "int4")
@@ -272,10 +273,9 @@ def test_both_fills_leave_the_same_cache(preset, gemma_folder):
     [("gemma-3-1b", 1.00, 26), ("qwen2.5-1.5b", 1.54, 28), ("qwen3-4b", 4.02, 36)],
 )
 def test_the_shapes_have_the_weights_of_the_real_models(name, billions, caches):
-    from mlxkv.models.catalog.shapes import layers_of, parameters
-
-    assert parameters(subject.CONFIGS[name]) / 1e9 == pytest.approx(billions, abs=0.01)
-    assert len(layers_of(subject.CONFIGS[name])) == caches
+    made = outline(subject.CONFIGS[name])
+    assert made.weights / 2e9 == pytest.approx(billions, abs=0.01)
+    assert len(made.layers) == caches
 
 
 def test_random_weights_are_tied_and_quantised_as_asked():

@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 
 import pytest
+import random_models
+from random_models import LATENT_ATTENTION
 
 from mlxkv.cli import main
 from mlxkv.console import human_bytes, parse_size, parse_tokens
+from mlxkv.doctor.planning import plan_of, read_plan
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models.catalog import known
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.locate import Place
-from mlxkv.models.catalog.shapes import LayerShape, layers_of, parameters, weight_bytes
+from mlxkv.models.catalog.shapes import LayerShape
 from mlxkv.models.catalog.sizes import (
     TIED,
-    ModelPlan,
     bits_in_pages,
     layer_bytes,
     longest,
     need,
-    read_plan,
     why_16_bits,
 )
 
@@ -37,11 +38,16 @@ QWEN3_4B = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
 }
 GEMMA3_1B = {
     "model_type": "gemma3_text",
     "hidden_size": 1152,
     "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
     "intermediate_size": 6912,
     "sliding_window": 512,
     "vocab_size": 262144,
@@ -49,15 +55,22 @@ GEMMA3_1B = {
 }
 
 
-def plan(config: dict) -> ModelPlan:
-    return ModelPlan("m", config, layers_of(config), weight_bytes(config), "estimated")
+def layers_of(config: dict) -> list[LayerShape]:
+    made = plan_of(config)
+    assert not made.estimate, made.estimate
+    return made.layers
+
+
+def parameters(config: dict) -> float:
+    """Of 16 bits."""
+    return plan_of(config).weights / 2
 
 
 def test_published_sizes():
     """Qwen3-4B has 4.02 billion weights and needs 4608 MiB at 32K; Gemma-3-1B has 1.0 billion."""
     assert parameters(QWEN3_4B) == pytest.approx(4.02e9, rel=0.01)
     assert parameters(GEMMA3_1B) == pytest.approx(1.0e9, rel=0.01)
-    assert need(plan(QWEN3_4B), PRESETS["fp16"], 32768).cache == 4608 * 2**20
+    assert need(plan_of(QWEN3_4B), PRESETS["fp16"], 32768).cache == 4608 * 2**20
     layers = layers_of(GEMMA3_1B)
     assert [layer.kind for layer in layers].count("full") == 4
     assert sum(2 * layer.values(32768) for layer in layers if layer.kind == "full") == 128 * 2**20
@@ -79,9 +92,9 @@ def test_compressed_layer_by_hand():
 
 
 def test_selection_needs_room_for_the_whole_prompt_first():
-    whole, half = (need(plan(QWEN3_4B), parse_kv(kv), 32768) for kv in ("int4", "int4+keep0.5"))
+    whole, half = (need(plan_of(QWEN3_4B), parse_kv(kv), 32768) for kv in ("int4", "int4+keep0.5"))
     assert half.total == whole.total and half.cache < 0.6 * whole.cache
-    plain, half = (need(plan(QWEN3_4B), parse_kv(kv), 32768) for kv in ("fp16", "fp16+keep0.5"))
+    plain, half = (need(plan_of(QWEN3_4B), parse_kv(kv), 32768) for kv in ("fp16", "fp16+keep0.5"))
     assert half.total == plain.total and half.cache < 0.6 * plain.cache
 
 
@@ -95,21 +108,17 @@ def test_layers_that_stay_in_16_bits():
 
 def test_keys_that_keep_their_mean_stay_in_16_bits():
     """As loading decides: gpt-oss has a sink logit beside its scores, Gemma 2 a cap on them."""
-    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64, "hidden_size": 128}
-    for config in (
-        {"model_type": "gpt_oss"},
-        {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
-    ):
-        full = next(layer for layer in layers_of(small | config) if layer.kind == "full")
+    for family in ("gpt_oss", "gemma2"):
+        full = next(x for x in layers_of(random_models.config_of(family)) if x.kind == "full")
         assert why_16_bits(full, parse_kv("fill-2.25")) == TIED
         assert bits_in_pages(full, parse_kv("centred-int2")) == 16
         assert why_16_bits(full, PRESETS["int4"]) is None
-    plain = layers_of(small | {"model_type": "llama"})[0]
+    plain = layers_of(random_models.config_of("llama"))[0]
     assert why_16_bits(plain, parse_kv("fill-2.25")) is None
 
 
 def test_longest_is_the_last_that_fits():
-    model, kv = plan(QWEN3_4B), PRESETS["int4"]
+    model, kv = plan_of(QWEN3_4B), PRESETS["int4"]
     usable = need(model, kv, 20000).total
     found = longest(model, kv, usable)
     assert need(model, kv, found).total <= usable < need(model, kv, found + 1).total
@@ -117,36 +126,14 @@ def test_longest_is_the_last_that_fits():
     assert longest(model, kv, 2**50) == 40960
 
 
-def test_kinds_of_layers():
-    def kinds(**config) -> str:
-        base = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
-        return "".join(layer.kind[0] + layer.kind[1] for layer in layers_of(base | config))
-
-    types = ["sliding_attention", "full_attention"] * 2
-    assert kinds(model_type="llama") == "fufufufu"
-    assert kinds(model_type="gpt_oss", layer_types=types) == "slfuslfu"
-    assert kinds(model_type="gpt_oss") == "slfuslfu"
-    # mlx-lm keeps everything for these, whatever the config says
-    assert kinds(model_type="qwen2", layer_types=types, sliding_window=8) == "fufufufu"
-    assert kinds(model_type="qwen3_next", full_attention_interval=4) == "stststfu"
-    assert kinds(model_type="deepseek_v3", kv_lora_rank=8) == "lalalala"
-    assert (
-        kinds(model_type="gemma3n", layer_types=types, sliding_window=8, num_kv_shared_layers=2)
-        == "slfu"
-    )
-    with pytest.raises(UserError, match="layer_types names 4"):
-        kinds(num_hidden_layers=5, layer_types=types)
-
-
 def test_a_vision_model_has_its_text_config():
-    inner = {k: v for k, v in GEMMA3_1B.items() if k != "vocab_size"}
-    config = {"model_type": "gemma3", "text_config": inner}
+    config = {"model_type": "gemma3", "text_config": GEMMA3_1B, "vocab_size": 262144}
     assert layers_of(config) == layers_of(GEMMA3_1B)
 
 
 def test_quantised_weights():
     quantised = QWEN3_4B | {"quantization": {"bits": 4, "group_size": 64}}
-    assert weight_bytes(quantised) == pytest.approx(4.02e9 * 4.5 / 8, rel=0.01)
+    assert plan_of(quantised).weights == pytest.approx(4.02e9 * 4.5 / 8, rel=0.01)
 
 
 def test_sizes():
@@ -175,7 +162,7 @@ def test_the_command(config_file, capsys):
     assert main([*args, "--kv", "fp16", "--kv", "int8/int4", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["context"], data["memory_bytes"]) == (32768, 16 * 2**30)
-    assert data["weights_source"] == "estimated from config.json"
+    assert data["weights_source"] == "computed from config.json"
     assert [row["preset"] for row in data["presets"]] == ["fp16", "int8/int4"]
     plain, pair = data["presets"]
     assert plain["kv_bytes"] == 4608 * 2**20 and not plain["fits"]
@@ -220,13 +207,20 @@ def test_weights_are_read_from_the_files(tmp_path, model_folder):
 
 # As their authors say, in thousand millions; gemma-3-4b without its eyes, gemma-3n-e2b without eyes and ears.
 PARAMETERS = {
+    "devstral-small-2": 23.57,
     "gemma-3-1b": 1.0,
     "gemma-3-4b": 3.88,
     "gemma-3n-e2b": 4.46,
+    "gemma-4-26b": 25.2,
+    "gemma-4-31b": 30.7,
+    "gemma-4-e4b": 7.5,
+    "glm-4.7-flash": 29.9,
+    "gpt-oss-120b": 116.8,
     "gpt-oss-20b": 20.9,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
     "llama-3.2-3b": 3.21,
+    "minimax-m2.5": 228.7,
     "mistral-7b": 7.25,
     "phi-4-mini": 3.84,
     "qwen2.5-1.5b": 1.54,
@@ -234,6 +228,13 @@ PARAMETERS = {
     "qwen3-0.6b": 0.6,
     "qwen3-4b": 4.02,
     "qwen3-8b": 8.19,
+    "qwen3-coder-30b": 30.5,
+    "qwen3.5-35b": 34.7,
+    "qwen3.5-4b": 4.21,
+    "qwen3.5-9b": 8.95,
+    "qwen3.6-27b": 26.9,
+    "qwen3.6-35b": 34.7,
+    "qwen3.8-27b": 26.9,
     "smollm2-1.7b": 1.71,
     "smollm3-3b": 3.08,
 }
@@ -246,17 +247,17 @@ def test_fit_knows_the_aliases_without_the_hub(alias, capsys, monkeypatch):
 
     monkeypatch.setattr("mlxkv.models.catalog.locate.fetch", no_network)
     monkeypatch.setattr("mlxkv.models.catalog.locate.cached", lambda name: None)
-    count = parameters(known.CONFIGS[alias]) + known.MORE_PARAMETERS.get(alias, 0)
-    assert count / 1e9 == pytest.approx(PARAMETERS[alias], rel=0.02)
+    plain = {k: v for k, v in known.CONFIGS[alias].items() if k != "quantization"}
+    assert parameters(plain) / 1e9 == pytest.approx(PARAMETERS[alias], rel=0.02)
     assert main(["fit", "-m", alias, "--memory", "64GB", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["model"] == HUB[alias] and "not downloaded" in data["weights_source"]
     assert data["context_limit"] >= 8192
     stored = {row["preset"]: row["kv_bytes"] for row in data["presets"]}
     assert stored["fp16"] > stored["int4"]
-    if alias == "gpt-oss-20b":  # whose sink logits ask for keys with their mean
+    if alias.startswith("gpt-oss"):  # whose sink logits ask for keys with their mean
         assert stored["fill-2.25"] == stored["fp16"]
-    else:
+    elif alias != "glm-4.7-flash":  # which stores latents, coded as values are
         assert stored["int4"] > stored["fill-2.25"]
 
 
@@ -286,6 +287,10 @@ DEEPSEEK_V3 = {
     "v_head_dim": 128,
     "vocab_size": 129280,
     "max_position_embeddings": 163840,
+    "num_key_value_heads": 128,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
 }
 
 
@@ -294,7 +299,7 @@ def test_latents_by_hand():
     assert parameters(DEEPSEEK_V3) == pytest.approx(671e9, rel=0.002)
     (layer,) = set(layers_of(DEEPSEEK_V3))
     assert (layer.kind, layer.key_dim, layer.value_dim) == ("latent", 512, 64)
-    assert need(plan(DEEPSEEK_V3), PRESETS["fp16"], 32768).cache == 32768 * 61 * 576 * 2
+    assert need(plan_of(DEEPSEEK_V3), PRESETS["fp16"], 32768).cache == 32768 * 61 * 576 * 2
     # 1000 tokens: 13 pages of 64 latents at 4.5 bits, the rest in 16; rotary keys in pages by a byte each and a
     # scale a token, or exact.
     packed, exact = 13 * 64 * 512 * 4.5 / 8, 2 * (1000 - 13 * 64) * 576
@@ -303,22 +308,13 @@ def test_latents_by_hand():
     for kv in ("static-0.75", "polar"):
         assert layer_bytes(layer, PRESETS[kv], 1000) == 2 * 1000 * 576
     # A prefill makes keys and values of 128 heads from the latents of one layer.
-    wide = need(plan(DEEPSEEK_V3), PRESETS["int4"], 32768).transient
+    wide = need(plan_of(DEEPSEEK_V3), PRESETS["int4"], 32768).transient
     assert wide > 2 * 32768 * 128 * (128 + 128)
 
 
-def test_which_layers_hold_latents():
-    def kinds(**config) -> list[str]:
-        return [layer.kind for layer in layers_of(DEEPSEEK_V3 | {"num_hidden_layers": 4} | config)]
-
-    assert kinds() == ["latent"] * 4
-    assert kinds(model_type="deepseek_v32", index_head_dim=128) == ["latent", "index"] * 4
-    assert kinds(model_type="longcat_flash", num_hidden_layers=None, num_layers=2) == ["latent"] * 4
-    linear = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
-    assert kinds(model_type="kimi_linear", linear_attn_config=linear) == ["state"] * 3 + ["latent"]
-    assert kinds(model_type="bailing_hybrid", layer_group_size=2) == ["state", "latent"] * 2
-    # mlx-lm caches keys and values of every head of these
-    (layer,) = set(layers_of(DEEPSEEK_V3 | {"model_type": "deepseek_v2"}))
+def test_deepseek_v2_caches_keys_and_values_of_every_head():
+    rope = {"rope_scaling": LATENT_ATTENTION["rope_scaling"]}
+    (layer,) = set(layers_of(DEEPSEEK_V3 | {"model_type": "deepseek_v2"} | rope))
     assert (layer.kind, layer.kv_heads, layer.key_dim, layer.value_dim) == ("full", 128, 192, 128)
 
 

@@ -101,9 +101,7 @@ def estimated_layers(config: dict) -> list[LayerShape]:
 
 
 def estimated_sizes(config: dict) -> tuple[int, int]:
-    """Weights of a usual decoder, dense or mixture of experts, and bytes of working memory a token.
-
-    Raises UserError."""
+    """Weights of a usual decoder, dense or of experts, and bytes of working memory a token. Raises UserError."""
     config = text_config(config)
     hidden, count, heads = (_number(config, *names) for names in (WIDTH, DEPTH, HEADS))
     dim = int(config.get("head_dim") or hidden // heads)

@@ -1,0 +1,86 @@
+"""What `mlxkv fit` computes from a config.json, against mlx-lm's own model and caches."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import pytest
+import random_models
+from latent_models import latent_model
+from mlx.utils import tree_flatten
+
+from mlxkv.cli import main
+from mlxkv.doctor.planning import plan_of
+from mlxkv.models.catalog import known
+from mlxkv.models.hooks.held import layers_of
+
+FAMILIES = [name for name in random_models.FAMILIES if name not in ("gemma3", "gemma3_text")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_and_caches_are_those_of_a_made_model(family):
+    made = plan_of(random_models.config_of(family))
+    assert not made.estimate
+    model = random_models.random_model(family)
+    model.set_dtype(mx.bfloat16)
+    assert made.layers == layers_of(model)
+    weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+    assert made.weights == pytest.approx(weights, rel=0.001)
+
+
+def test_latents_are_told_from_keys():
+    kinds = [layer.kind for layer in layers_of(latent_model("deepseek_v32"))]
+    assert kinds == ["latent", "index"] * 2
+    assert {layer.kind for layer in layers_of(latent_model("kimi_linear"))} == {"state", "latent"}
+
+
+# GiB of what grows at 128K in 16 bits.
+AT_128K = {"minimax-m2.5": 31, "devstral-small-2": 20, "qwen3-coder-30b": 12, "gemma-4-31b": 10}
+AT_128K |= {"qwen3.8-27b": 8, "qwen3.6-27b": 8, "glm-4.7-flash": 6.61, "gpt-oss-120b": 4.5}
+AT_128K |= {"gpt-oss-20b": 3, "qwen3.5-9b": 4, "qwen3.5-4b": 4, "qwen3.6-35b": 2.5}
+AT_128K |= {"gemma-4-26b": 2.5, "gemma-4-e4b": 2}
+
+
+@pytest.mark.parametrize("alias", AT_128K)
+def test_caches_of_the_aliases(alias):
+    layers = [x for x in plan_of(known.CONFIGS[alias]).layers if x.kind in ("full", "latent")]
+    assert sum(2 * x.values(131072) for x in layers) / 2**30 == pytest.approx(
+        AT_128K[alias], abs=0.01
+    )
+
+
+def test_nothing_is_computed():
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    plan_of(known.CONFIGS["minimax-m2.5"])
+    assert mx.get_peak_memory() - before < 1 << 20
+
+
+HOSTILE = [
+    {"num_hidden_layers": 10**9},
+    {"num_hidden_layers": 300},
+    {"hidden_size": -4},
+    {"hidden_size": "4096"},
+    {"vocab_size": 10**12},
+    {"vocab_size": 1 << 30},
+    {"num_transformer_layers": 10**9},
+    {"layer_types": ["full_attention"] * 10**5},
+]
+
+
+@pytest.mark.parametrize("changes", HOSTILE, ids=lambda changes: next(iter(changes)))
+def test_sizes_that_no_model_has(changes, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(known.CONFIGS["qwen3-4b"] | changes))
+    assert main(["fit", "--config", str(path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_what_mlx_lm_does_not_know_is_said_to_be_an_estimate(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(known.CONFIGS["qwen3-4b"] | {"model_type": "of_tomorrow"}))
+    assert main(["fit", "--config", str(path), "--json"]) == 0
+    said = capsys.readouterr()
+    assert "an estimate: mlx-lm makes no model of this" in said.err
+    assert "of_tomorrow" in json.loads(said.out)["estimate"]
