@@ -54,7 +54,8 @@ class Ways:
     def __init__(self, model, prompts: torch.Tensor, replies: torch.Tensor, last: int):
         self.model, self.prompts, self.replies, self.last = model, prompts, replies, last
         self.length = prompts.shape[1]
-        self.config = new_cache(model).layers[0].cache.config
+        layers = new_cache(model).layers
+        self.config = next(one.cache.config for one in layers if hasattr(one, "cache"))
         self._fresh = new_cache(model)
         read(model, self._fresh, prompts)
 
