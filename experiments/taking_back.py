@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import time
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import torch
 
 from cuda_track.calibrate import calibrate
@@ -29,7 +29,7 @@ from mlxkv.texts.corpus import interleaved
 CHUNK = 512  # tokens of a prompt at once
 GOES_ON = 100  # tokens of the text behind the prompt that are scored
 STEP = 8  # of these at once, which caches take as decode steps
-PRESETS = ("int8", "int4", "int3", "int2", "fill-2.25", "naive-int4", "kivi-int2")
+PRESETS = ("int4", "int3", "int2", "fill-2.25", "naive-int4")
 
 
 def texts(tokenizer, kind: str) -> list[int]:
@@ -37,8 +37,8 @@ def texts(tokenizer, kind: str) -> list[int]:
 
 
 @torch.no_grad()
-def read(model, cache, tokens: torch.Tensor, chunk: int = CHUNK) -> None:
-    for part in tokens.split(chunk, 1):
+def read(model, cache, tokens: torch.Tensor) -> None:
+    for part in tokens.split(CHUNK, 1):
         model(part, logits_to_keep=1, **handed(cache))
 
 
@@ -55,12 +55,13 @@ class Ways:
     def __init__(self, model, prompts: torch.Tensor, replies: torch.Tensor, last: int):
         self.model, self.prompts, self.replies, self.last = model, prompts, replies, last
         self.length = prompts.shape[1]
-        self.config = new_cache(model).layers[0].cache.config
+        layers = new_cache(model).layers
+        self.config = next(one.cache.config for one in layers if hasattr(one, "cache"))
+        self._fresh = new_cache(model)
+        read(model, self._fresh, prompts)
 
-    def fresh(self, chunk: int = CHUNK) -> CompressedCache:
-        cache = new_cache(self.model)
-        read(self.model, cache, self.prompts, chunk)
-        return cache
+    def fresh(self) -> CompressedCache:
+        return deepcopy(self._fresh)
 
     def answered(self, again: int = 0) -> CompressedCache:
         """A reply is read and taken back, to the last tokens of the prompt, of which `again` are read once more."""
@@ -90,14 +91,13 @@ def row(name: str, model, data: torch.Tensor, args, base: torch.Tensor) -> dict:
     behind, recent, out = data[:, args.prompt : end], ways.config.recent, {}
     for column, make in {
         "fresh": ways.fresh,
-        "fresh, in chunks of 128": lambda: ways.fresh(128),
         "a reply taken back": ways.answered,
         "a reply taken back, `recent` tokens read again": lambda: ways.answered(recent),
         "1 cut": lambda: ways.cut(1),
         f"{args.cuts} cuts": lambda: ways.cut(args.cuts),
     }.items():
         divergence = (base.exp() * (base - scores(model, make(), behind))).sum(-1)
-        each = np.array(divergence.mean(1), np.float64)
+        each = divergence.mean(1).double().numpy()
         out[column] = (float(each.mean()), float(each.std(ddof=1) / len(each) ** 0.5))
     return {"preset": name, "kl": out}
 
@@ -111,8 +111,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--prompt", type=int, default=600, help="tokens of each prompt")
     add("--last", type=int, default=300, help="tokens at its end that cuts end in")
     add("--reply", type=int, default=200, help="tokens of each reply")
-    add("--places", type=int, default=4, help="prompts")
-    add("--tokens", type=int, default=8192, help="tokens of the calibration")
+    add("--places", type=int, default=3, help="prompts")
+    add("--tokens", type=int, default=4096, help="tokens of the calibration")
     add("--out", type=Path, help="write the document here")
     add("--show", type=Path, nargs="+", help="only print the table of these documents, in Markdown")
     args = parser.parse_args(arguments)

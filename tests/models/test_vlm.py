@@ -127,7 +127,8 @@ def test_its_prefix_cache_keeps_codes():
 @pytest.mark.parametrize("shared", [299, 250, 180, 90, 6])
 def test_a_second_turn_goes_back_as_far_as_it_likes(kv, shared):
     """As `prompt_cache_state` does: how much its rule drops, and then `trim` of each cache."""
-    from mlx_vlm.generate.dispatch import PromptCacheState, _prefix_cache_trim_amount
+    from mlx_vlm.generate.common import PromptCacheState
+    from mlx_vlm.generate.dispatch import _prefix_cache_trim_amount
 
     model = vision_model("llava")
     lm, ids = model.language_model, prompt_with_image("llava", 306, seed=1)[0][:, 6:]

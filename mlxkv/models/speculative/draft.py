@@ -2,7 +2,7 @@
 
 mlx-lm's loop does the work (`stream_generate(draft_model=...)`): the draft model says N tokens greedily or by
 the sampler, the model reads them in one step, and the tokens up to the first that it would not have said are
-kept; caches are trimmed by the others. Compressed caches take a seal back where that cuts into a page
+kept; caches are trimmed by the others. Compressed caches take a seal back where that cuts into the last page
 (`formats/rules/going_back`), so they hold afterwards what they would hold had the refused tokens never been read.
 Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding (2211.17192).
 """
