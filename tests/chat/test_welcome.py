@@ -25,7 +25,7 @@ def test_the_prompts_work(name, kv):
 
 
 def test_two_lines():
-    for name in (CHAT, "tiny"):
+    for name in (CHAT,):
         what, prompts = welcome(load(name))
         assert what.startswith(f"{name} has 8 million parameters")
         assert f"mlxkv chat -m {REAL}" in what and REAL in HUB
