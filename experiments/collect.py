@@ -11,6 +11,7 @@ from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.eval.report import report
 from mlxkv.eval.report.pictures import all_of, panels
+from mlxkv.scrub import public_name
 
 
 def read(folder: Path) -> dict:
@@ -62,7 +63,9 @@ def pictures(reports: list[dict], folder: Path) -> list[Path]:
     out = []
     for data in reports:
         for title, _, svg in all_of(data):
-            stem = re.sub(r"[^a-z0-9]+", "-", f"{data['model']} {title}".lower()).strip("-")
+            stem = re.sub(
+                r"[^a-z0-9]+", "-", f"{public_name(data['model'])} {title}".lower()
+            ).strip("-")
             out.append(folder / f"{stem}.svg")
             out[-1].write_text(svg, encoding="utf-8")
     return out

@@ -78,7 +78,7 @@ def test_the_chart_has_the_heights_of_its_numbers():
         (("--tokens", "100"), "too short"),
         (("--tokens", "many"), "not a number of tokens"),
         (("--kv", "int5"), "unknown preset"),
-        (("-m", "tinny"), "did you mean tiny"),
+        (("-m", "gema-3-1b"), "did you mean gemma-3-1b"),
     ],
 )
 def test_what_cannot_be_shown(wrong, said, capsys):
