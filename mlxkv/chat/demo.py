@@ -25,9 +25,9 @@ from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.usage import usage
 from mlxkv.texts import corpus
 
-FACT = "The secret password of the old library is marmalade."
-QUESTION = "What is the secret password of the old library?"
-PASSWORD, DEPTH = "marmalade", 0.7  # the share of the text before the fact
+FACT = "Captain Miller sailed to Portugal in 1923."
+QUESTION = "According to the text, in which year did Captain Miller sail to Portugal?"
+YEAR, DEPTH = "1923", 0.7  # the share of the text before the fact
 CHUNK = 128  # tokens that are read into one cache, then into the other
 SECONDS = 30.0  # of reading, about
 LEAST, MOST = 512, 7680  # tokens; of a text that this machine reads in that time
@@ -77,7 +77,7 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
     seconds = time.perf_counter() - begun
     full, found = (usage(cache) for cache in caches.values())  # of what the chart shows
     answers = {kind: _answer(loaded, text.tokens[-1:], cache) for kind, cache in caches.items()}
-    right = {kind: PASSWORD in answer.lower() for kind, answer in answers.items()}
+    right = {kind: YEAR in answer for kind, answer in answers.items()}
     if as_json:
         data = {
             "model": loaded.name,
