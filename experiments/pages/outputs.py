@@ -80,6 +80,8 @@ def environment(folder: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
     }
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MLXKV_")}
+    if "MLXKV_MODELS" in os.environ:  # where SmolLM2 is
+        kept["MLXKV_MODELS"] = os.environ["MLXKV_MODELS"]
     return kept | own
 
 

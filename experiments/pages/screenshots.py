@@ -1,6 +1,6 @@
 """Take the ten pictures of the chat page: `python -m experiments.pages.screenshots` (needs Chromium and Pillow).
 
-`tiny-chat` answers, except where a picture needs what it does not write (reasoning, Markdown, errors):
+SmolLM2 answers, except where a picture needs what it does not write (reasoning, Markdown, errors):
 there a server says what is written below, and the page calls its model "scripted".
 """
 
@@ -81,7 +81,7 @@ def opened(browser: chromium.Browser, url: str, theme: str = "light") -> Tab:
 
 
 def embedded(browser: chromium.Browser, folder: Path) -> None:
-    with serving("tiny-chat", prefill_step=128) as server:
+    with serving("smollm2", prefill_step=128) as server:
         tab = opened(browser, server.url)
         for text in ("Who are you?", "What is the capital of France?", "What is 17 plus 26?"):
             tab.ask(text)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors
 
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.pictures import PictureSession
@@ -15,7 +14,7 @@ from mlxkv.codec import encoding
 from mlxkv.console import note, print_json, say, working
 from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
-from mlxkv.models.generate import backend, sampler_for
+from mlxkv.models.generate import backend, processors_for, sampler_for
 from mlxkv.models.loader import Loaded
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.speculative.draft import Draft, make
@@ -86,9 +85,8 @@ def drawing(makers: Sampling, options: ChatOptions) -> tuple[Callable, list[Call
     """mlx-lm's sampler and logits processors: what the model's makers recommend, but for what was asked for."""
     temp = makers.temperature if options.temp is None else options.temp
     top_p = makers.top_p if options.top_p is None else options.top_p
-    penalty = makers.repetition_penalty or None
-    processors = make_logits_processors(repetition_penalty=penalty)
-    return sampler_for(temp, top_p, makers.top_k, makers.min_p), processors
+    sampler = sampler_for(temp, top_p, makers.top_k, makers.min_p)
+    return sampler, processors_for(makers.repetition_penalty)
 
 
 def with_draft(loaded: Loaded, options: ChatOptions) -> Draft | None:
@@ -112,7 +110,7 @@ def one_shot(session: Session, prompt: str, show: bool) -> None:
         pieces = session.ask(prompt, progress)
         first = next(pieces, "")
     if show:
-        with wrapped() as write:
+        with wrapped(session) as write:
             write(first)
             for piece in pieces:
                 write(piece)

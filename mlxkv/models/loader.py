@@ -50,7 +50,8 @@ class Loaded:
     name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache
     stores, and its name. layers: one report per cache. dtype: of the activations. fingerprint: of
     its files. context: the longest context the model was made for, in tokens, or None. notes: lines
-    to show after the layers. sampling: what its makers recommend. vision: turns images into tokens, for a model that mlx-vlm has loaded.
+    to show after the layers. sampling: what its makers recommend. vision: turns images into tokens, for a model
+    that mlx-vlm has loaded.
     """
 
     model: nn.Module

@@ -92,7 +92,7 @@ def test_long_texts_are_cleaned_in_time():
 @pytest.mark.parametrize(
     ("name", "public"),
     [
-        ("tiny-chat", "tiny-chat"),
+        ("smollm2", "smollm2"),
         ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B-4bit"),
         ("/Users/ada/models/gone", "gone"),
         ("~/models/gone", "gone"),

