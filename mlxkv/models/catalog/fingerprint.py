@@ -20,8 +20,9 @@ def fingerprint(folder: Folder, planted: str = "") -> str:
 
     Hashed: the configuration, the tokenizer, what is planted (keys differ then), and of every
     tensor its name, type, shape and up to 16 pieces of 4 KiB, evenly spread, both ends among them; 64 MiB
-    of a large model. Of a GGUF file all of its header stands for configuration and tokenizer. Names of files and how tensors are dealt to them do not count. A model that differs
-    between the pieces only is not told apart: this tells models apart that were made apart, it is no seal.
+    of a large model. Of a GGUF file all of its header stands for configuration and tokenizer. Names of files and
+    how tensors are dealt to them do not count. A model that differs between the pieces only is not told apart:
+    this tells models apart that were made apart, it is no seal.
     """
     digest = hashlib.sha256(_configuration(folder))
     digest.update(_planted(planted))
