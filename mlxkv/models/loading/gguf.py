@@ -23,7 +23,8 @@ def read(
 ) -> tuple[dict[str, mx.array], dict[str, dict[str, int]]]:
     """Return arrays by the hub's names, and the bits and the group of each module whose weights are codes.
 
-    dtype: of all numbers but scales and biases of codes, which are float16 as stored. bits: of the codes that matrices are rounded to which come in none, or None to keep them in 16 bits.
+    dtype: of all numbers but scales and biases of codes, which are float16 as stored. bits: of the codes that
+    matrices are rounded to which come in none, or None to keep them in `dtype`.
     progress: called with (bytes read, all bytes). One tensor at a time is in memory twice.
     """
     header, gemma = folder.headers[0], folder.config["model_type"].startswith("gemma")

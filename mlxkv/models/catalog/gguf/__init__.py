@@ -1,1 +1,1 @@
-"""GGUF files, as llama.cpp, LM Studio and ollama keep models: header, configuration tokenizer in the hub's terms."""
+"""GGUF files, as llama.cpp, LM Studio and ollama keep models: read in the hub's terms."""
