@@ -17,6 +17,7 @@ from mlxkv.texts.worlds.words import PEOPLE, PLACES, THINGS
 SEED = "pretrained-1"  # count it up when documents or questions change
 SHOTS, ASKED, FEW = 1, 6, 2  # examples and questions of a form; FEW: in documents of less than LONG tokens
 LONG = 3072
+ROOM = 44  # tokens of a question with its answer, at most
 FAR = 0.85  # facts stand in the first share of a document
 CUE, GOES_ON = 24, 8  # tokens of a passage that are repeated, and that have to follow
 LEAST = 0.8  # share that full precision has to answer
