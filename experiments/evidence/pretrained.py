@@ -53,7 +53,6 @@ ALL_STORED = ("naive-", "turbo-")
 CONTEXTS = ("4k", "8k", "32k", "16k", "1k")  # the most important first
 KL, ANSWERS, FORM = "kl", "answers", "form"
 BUDGET = 12 << 30  # bytes for a batch of texts
-LATER = 600.0  # seconds to wait for another process to choose the forms of question
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,9 @@ class Subject:
         which, of = args.share
         self.names = texts.names[which - 1 :: of][: args.texts_at_most]
         self.documents = list(range(args.documents))[which - 1 :: of]
-        self.known = {rows.key(row): row for row in (rows.read([self.file]) if self.file.exists() else ())}
+        self.known = {
+            rows.key(row): row for row in (rows.read([self.file]) if self.file.exists() else ())
+        }
         self.counts = [0, 0]  # measured, failed
 
     @cached_property
@@ -131,7 +132,9 @@ class Subject:
                 console.note(f"{self.name}: calibrating on {len(text.tokens)} tokens")
                 window = min(WINDOW, self.positions)
                 bos = bos_of(self.loaded.tokenizer)
-                made = calibrate(self.loaded.model, text.tokens, text=text.name, window=window, bos=bos)
+                made = calibrate(
+                    self.loaded.model, text.tokens, text=text.name, window=window, bos=bos
+                )
                 artifact.write(file, made)
         return artifact.read(file)
 
@@ -147,7 +150,9 @@ class Subject:
         long_enough = {name: self.texts.tokens(self.loaded, name, count) for name in self.names}
         for name, tokens in long_enough.items():
             if tokens is None:
-                self.row(job, BASELINE, name, {"short": len(self.texts.encoded(self.loaded, name))}, "")
+                self.row(
+                    job, BASELINE, name, {"short": len(self.texts.encoded(self.loaded, name))}, ""
+                )
         wanted = {name: tokens for name, tokens in long_enough.items() if tokens is not None}
         for some in _batches(list(wanted), self._at_once(length)):
             left = self._left(job, {name: wanted[name] for name in some})
@@ -165,12 +170,19 @@ class Subject:
                         cache = context.stored(loaded)
                         held = arms.stored(preset, cache) // len(some)
                         found = exact.logits(loaded, context, cache)
-                    return [self._scored(context, base, found, i) | {"kv_bytes": held} for i in range(len(some))]
+                    return [
+                        self._scored(context, base, found, i) | {"kv_bytes": held}
+                        for i in range(len(some))
+                    ]
 
                 found = self._tried(measured, preset)
                 seconds = round((time.perf_counter() - start) / len(some), 2)
                 for i, name in enumerate(some):
-                    numbers = {"error": found} if isinstance(found, str) else found[i] | {"seconds": seconds}
+                    numbers = (
+                        {"error": found}
+                        if isinstance(found, str)
+                        else found[i] | {"seconds": seconds}
+                    )
                     self.row(job, preset, name, numbers, states[name])
 
     def _scored(self, context: exact.Context, base: mx.array, found: mx.array, i: int) -> dict:
@@ -212,7 +224,11 @@ class Subject:
                 found = self._tried(measured, preset)
                 seconds = round((time.perf_counter() - start) / len(some), 2)
                 for k, i in enumerate(some):
-                    numbers = {"error": found} if isinstance(found, str) else found[k] | {"seconds": seconds}
+                    numbers = (
+                        {"error": found}
+                        if isinstance(found, str)
+                        else found[k] | {"seconds": seconds}
+                    )
                     name = f"document-{i + 1}"
                     self.row(job, preset, name, numbers, states[name])
 
@@ -229,7 +245,9 @@ class Subject:
             if row is None or row.get("state") != state:
                 right = {form: [] for form in questions.NAMES}
                 with self.arms(OURS).attached(BASELINE) as loaded:
-                    for some in _batches(list(made), self._at_once(self.length(context), scored=False)):
+                    for some in _batches(
+                        list(made), self._at_once(self.length(context), scored=False)
+                    ):
                         read = self._read(loaded, [made[i] for i in some])
                         found = exact.likely(loaded, read, read.stored(loaded))
                         for k, i in enumerate(some):
@@ -237,15 +255,25 @@ class Subject:
                             for form, one in answers.items():
                                 right[form] += one
                 shares = {form: sum(x) / len(x) if x else 0.0 for form, x in right.items()}
-                row = self.row(job, BASELINE, "all", {"shares": shares, "asked": len(right[questions.PASSAGE])}, state)
+                row = self.row(
+                    job,
+                    BASELINE,
+                    "all",
+                    {"shares": shares, "asked": len(right[questions.PASSAGE])},
+                    state,
+                )
                 told = ", ".join(f"{form} {100 * x:.0f} %" for form, x in shares.items())
                 console.note(f"{self.name}, {context} tokens, full precision answers: {told}")
         return tuple(form for form, x in row["shares"].items() if x >= questions.LEAST)
 
-    def _documents(self, context: int, places: Sequence[int], forms: Sequence[str]) -> dict[int, Asked]:
+    def _documents(
+        self, context: int, places: Sequence[int], forms: Sequence[str]
+    ) -> dict[int, Asked]:
         """Return documents, of one length whatever the forms: shorter than the context where the model has no more
         positions for the questions behind them."""
-        room = questions.ROOM * len(questions.NAMES) * (questions.per_form(context) + questions.SHOTS)
+        room = (
+            questions.ROOM * len(questions.NAMES) * (questions.per_form(context) + questions.SHOTS)
+        )
         length = min(context, self.positions - room)
         out = {}
         for i in places:
@@ -296,7 +324,9 @@ class Subject:
                     self.row(job, preset, name, {"error": faults.reason(error)}, "")
                 continue
             rows_of = {n: self.known.get(rows.key(self._identity(job, preset, n))) for n in wanted}
-            if any(r is None or "error" in r or r["state"] != states[n] for n, r in rows_of.items()):
+            if any(
+                r is None or "error" in r or r["state"] != states[n] for n, r in rows_of.items()
+            ):
                 out[preset] = states
         return out
 
@@ -315,7 +345,10 @@ class Subject:
         found = self._identity(job, preset, text) | {"state": state, "when": round(time.time(), 3)}
         if job.task != FORM and not {"short", "error"} & set(numbers):
             found |= bits(self.arms(job.windows), preset, self.length(job.context))
-        found |= {"length": self.length(job.context), "dtype": str(self.loaded.dtype).split(".")[-1]} | numbers
+        found |= {
+            "length": self.length(job.context),
+            "dtype": str(self.loaded.dtype).split(".")[-1],
+        } | numbers
         rows.append(self.file, found)
         self.counts["error" in numbers] += 1
         self.known[rows.key(found)] = found
@@ -394,7 +427,9 @@ def main(arguments: list[str] | None = None) -> None:
             (subject.read_texts if job.task == KL else subject.ask)(job)
             if done := sum(subject.counts) - before:
                 took = time.perf_counter() - begun
-                console.note(f"{subject.name} {job.task} {job.context} {job.windows}: {done} rows in {took:.0f} s")
+                console.note(
+                    f"{subject.name} {job.task} {job.context} {job.windows}: {done} rows in {took:.0f} s"
+                )
         measured, failed = subject.counts
         rest = "; the time is over, the same command goes on" if over else ""
         console.note(f"{subject.name}: {measured} rows, {failed} failed: {subject.file}{rest}")
@@ -407,7 +442,12 @@ def _parser() -> Parser:
     add("--kv", type=words, default=(*FIRST, *SECOND), help="presets by commas")
     add("--out", type=Path, default=Path("runs/evidence"), help="folder of results")
     add("--texts", type=Path, help="folder of texts; default: OUT/texts, made there")
-    add("--contexts", type=words, default=CONTEXTS, help="tokens, by commas, the most important first")
+    add(
+        "--contexts",
+        type=words,
+        default=CONTEXTS,
+        help="tokens, by commas, the most important first",
+    )
     add("--decode", type=int, default=256, help="tokens after each context")
     add("--documents", type=int, default=DOCUMENTS, help="of questions; 0: none")
     add("--texts-at-most", type=int, default=len(TEXTS), help="for a short trial")
@@ -444,7 +484,12 @@ def _checked(args):
 def _given(args) -> list[str]:
     """Return the options as a process takes them."""
     found = [*args.models, "--kv", ",".join(args.kv), "--out", str(args.out)]
-    found += ["--texts", str(args.texts or args.out / "texts"), "--contexts", ",".join(map(str, args.contexts))]
+    found += [
+        "--texts",
+        str(args.texts or args.out / "texts"),
+        "--contexts",
+        ",".join(map(str, args.contexts)),
+    ]
     for name in ("decode", "documents", "dtype", "cache_gib", "texts_at_most", "minutes"):
         if (value := getattr(args, name)) is not None:
             found += [f"--{name.replace('_', '-')}", str(value)]

@@ -15,15 +15,21 @@ from random import Random
 from mlxkv.texts.worlds.words import PEOPLE, PLACES, THINGS
 
 SEED = "pretrained-1"  # count it up when documents or questions change
-SHOTS, ASKED, FEW = 1, 6, 2  # examples and questions of a form; FEW: in documents of less than LONG tokens
+SHOTS, ASKED, FEW = (
+    1,
+    5,
+    1,
+)  # examples and questions of a form; FEW: in documents of less than LONG tokens
 LONG = 3072
 ROOM = 44  # tokens of a question with its answer, at most
 FAR = 0.85  # facts stand in the first share of a document
-CUE, GOES_ON = 24, 8  # tokens of a passage that are repeated, and that have to follow
+CUE, GOES_ON = 24, 6  # tokens of a passage that are repeated, and that have to follow
 LEAST = 0.8  # share that full precision has to answer
 PASSAGE = "passage"
 COLOURS = "red blue green yellow white black brown grey pink purple orange silver golden".split()
-VERBS = "load read write scale merge split count check clean sort trim pack send keep find mark".split()
+VERBS = (
+    "load read write scale merge split count check clean sort trim pack send keep find mark".split()
+)
 
 
 @dataclass(frozen=True)
@@ -43,21 +49,44 @@ def _numbers(rng: Random, name: str) -> Fact:
 
 def _settings(rng: Random, name: str) -> Fact:
     key = f"{name.split()[0].lower()}_{rng.choice(THINGS)}_{rng.choice(VERBS)}"
-    value = f"{rng.choice(COLOURS)} {rng.choice(THINGS)}"
+    value = _value(rng)
     return Fact(f'{key} = "{value}"', f'\n{key} = "', f'{value}"')
+
+
+def _value(rng: Random) -> str:
+    return f"{rng.choice(COLOURS)} {rng.choice(THINGS)}"
 
 
 def _functions(rng: Random, name: str) -> Fact:
     called = f"{rng.choice(VERBS)}_{rng.choice(THINGS)}_{name.split()[0].lower()}"
+    value = _value(rng)
+    planted = f'def {called}():\n    return "{value}"'
+    return Fact(planted, f'\ndef {called}():\n    return "', f'{value}"')
+
+
+def _evaluated(rng: Random, name: str) -> Fact:
+    called = f"{name.split()[0].lower()}_{rng.choice(THINGS)}"
     number = rng.randrange(10_000, 100_000)
     planted = f"def {called}():\n    return {number}"
     return Fact(planted, f"\n>>> {called}()\n", str(number))
 
 
+def _records(rng: Random, name: str) -> Fact:
+    start, value = f'{{"name": "{name}", "gift": "', _value(rng)
+    return Fact(f'{start}{value}"}}', f"\n{start}", f'{value}"')
+
+
+def _said(rng: Random, name: str) -> Fact:
+    start, value = f"{name} said that the prize was a", _value(rng)
+    return Fact(f"{start} {value}.", f"\n{start}", f" {value}.")
+
+
 def _towns(rng: Random, name: str) -> Fact:
     thing, place = rng.choice(THINGS), rng.choice(list(PLACES))
     planted = f"{name} left the {thing} in the {place}."
-    return Fact(planted, f"\nQuestion: Where did {name} leave the {thing}? Answer: in the", f" {place}")
+    return Fact(
+        planted, f"\nQuestion: Where did {name} leave the {thing}? Answer: in the", f" {place}"
+    )
 
 
 def _calls(rng: Random, name: str) -> Fact:
@@ -70,6 +99,9 @@ FORMS: dict[str, Callable[[Random, str], Fact]] = {
     "number": _numbers,
     "setting": _settings,
     "function": _functions,
+    "record": _records,
+    "speech": _said,
+    "result": _evaluated,
     "place": _towns,
     "call": _calls,
 }
@@ -77,7 +109,10 @@ NAMES = (PASSAGE, *FORMS)
 HEADINGS = {
     "number": "\n\nThe locker numbers again:",
     "setting": "\n\n# The settings again",
-    "function": "\n\nThe functions in use:",
+    "function": "\n\n# The functions again",
+    "record": "\n\nThe records again:",
+    "speech": "\n\nThe prizes again:",
+    "result": "\n\nThe functions in use:",
     "place": "\n\nQuestions about the text:",
     "call": "\n\nCalls to make:",
 }
@@ -108,9 +143,7 @@ def document(
     encode = _encoder(loaded)
     rng = Random(f"{SEED}-{context}-{index}")
     facts = _facts(rng, per_form(context) + SHOTS)
-    planted = [
-        encode(f"\n\n{fact.planted}\n\n") for some in facts.values() for fact in some
-    ]
+    planted = [encode(f"\n\n{fact.planted}\n\n") for some in facts.values() for fact in some]
     rng.shuffle(planted)
     bos = getattr(loaded.tokenizer, "bos_token_id", None)
     start = [] if bos is None else [bos]

@@ -100,7 +100,10 @@ def _made() -> Iterator[tuple[str, str]]:
         code = islice(modules, place, None, len(filled) + 2)
         yield name, _cut([*code, *docs], own)
     for extra in range(2):
-        yield f"source-{extra + 1}", _cut(islice(modules, len(filled) + extra, None, len(filled) + 2))
+        yield (
+            f"source-{extra + 1}",
+            _cut(islice(modules, len(filled) + extra, None, len(filled) + 2)),
+        )
     yield "readme", _cut(_unlike(_descriptions()))
     yield "licence", _cut(_unlike(_licences()))
     yield "records", _cut(_records())
@@ -136,7 +139,9 @@ def _library() -> list[tuple[str, Path]]:
     return [
         (parts[0], file)
         for parts, file in found
-        if not SKIPPED & set(parts) and not parts[0].startswith("_sysconfig") and _evaluated(parts[0])
+        if not SKIPPED & set(parts)
+        and not parts[0].startswith("_sysconfig")
+        and _evaluated(parts[0])
     ]
 
 
