@@ -1,8 +1,8 @@
 """Measure presets on pretrained models: `python -m experiments.evidence.pretrained [MODEL ...]` (`make evidence`).
 
-MODEL is a name of `mlxkv models` or of the hub, or a folder; without any, the models of MODELS. For each text (`texts`):
-a context is read once in full precision, each preset's cache stores it, and 256 more tokens are read through it (`exact`).
-For each document (`questions`): answers, of the forms of question that full precision answers there. Results are lines of
+MODEL is a name of `mlxkv models` or of the hub, or a folder. For each text (`texts`): a context is read once in full
+precision, each preset's cache stores it, and 256 more tokens are read through it (`exact`). For each document
+(`questions`): answers, of the forms of question that full precision answers there. Results are lines of
 OUT/MODEL.jsonl, appended as they come; the same command goes on where it was stopped. `results` makes the page.
 
 --processes N --gpus G starts N processes for each model over G GPUs, with a share of the texts and documents each.
@@ -165,7 +165,7 @@ class Subject:
             for preset, states in left.items():
                 start = time.perf_counter()
 
-                def measured(preset=preset, context=context, base=base, some=some):
+                def measured(preset=preset, context=context, base=base, some=some, arms=arms):
                     with arms.attached(preset) as loaded:
                         cache = context.stored(loaded)
                         held = arms.stored(preset, cache) // len(some)
@@ -216,7 +216,7 @@ class Subject:
             for preset, states in left.items():
                 start = time.perf_counter()
 
-                def measured(preset=preset, context=context, some=some):
+                def measured(preset=preset, context=context, some=some, arms=arms):
                     with arms.attached(preset) as loaded:
                         found = exact.likely(loaded, context, context.stored(loaded))
                     return [_right(made[i], *(x[k] for x in found)) for k, i in enumerate(some)]

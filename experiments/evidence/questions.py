@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from mlxkv.texts.worlds.words import PEOPLE, PLACES, THINGS
+from mlxkv.texts.worlds.words import COLOURS, PEOPLE, PLACES, THINGS
 
 SEED = "pretrained-1"  # count it up when documents or questions change
 SHOTS, ASKED, FEW = (
@@ -26,7 +26,6 @@ FAR = 0.85  # facts stand in the first share of a document
 CUE, GOES_ON = 24, 6  # tokens of a passage that are repeated, and that have to follow
 LEAST = 0.8  # share that full precision has to answer
 PASSAGE = "passage"
-COLOURS = "red blue green yellow white black brown grey pink purple orange silver golden".split()
 VERBS = (
     "load read write scale merge split count check clean sort trim pack send keep find mark".split()
 )
