@@ -27,7 +27,19 @@ CUE, GOES_ON = 24, 6  # tokens of a passage that are repeated, and that have to 
 LEAST = 0.8  # share that full precision has to answer
 PASSAGE = "passage"
 VERBS = (
-    "load read write scale merge split count check clean sort trim pack send keep find mark".split()
+    "load",
+    "read",
+    "write",
+    "scale",
+    "merge",
+    "split",
+    "count",
+    "check",
+    "clean",
+    "sort",
+    "trim",
+    "pack",
+    "send",
 )
 
 
