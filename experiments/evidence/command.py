@@ -57,7 +57,7 @@ def execute(
         parse_kv(preset)  # a mistake in the last name must not cost the work on the first
     asked, units = planned(args, presets, splits)
     if args.processes > 1:
-        _side_by_side(args, given, name)
+        side_by_side(args, given, name)
         done = (0, 0, 0)
     else:
         which, of = work.parse_share(args.shares)
@@ -97,7 +97,7 @@ def planned(args: argparse.Namespace, presets: Presets, splits: tuple) -> tuple[
     )
 
 
-def _side_by_side(args: argparse.Namespace, given: list[str], name: str) -> None:
+def side_by_side(args: argparse.Namespace, given: list[str], name: str) -> None:
     """Start the processes and wait for them. One that ends with an error is started again, RESTARTS times
     at most, since what is measured stays. Raises MachineError if an error remains."""
     # By share: the process, and which start it is.

@@ -1,192 +1,499 @@
-"""Measure presets on a pretrained model: `python -m experiments.evidence.pretrained MODEL` (`make evidence MODEL=...`).
+"""Measure presets on pretrained models: `python -m experiments.evidence.pretrained [MODEL ...]` (`make evidence`).
 
-MODEL is a name of `mlxkv models` or of the hub, or a folder. Nothing else is needed: the texts come with
-mlxkv and with Python (a kind of the corpus each, and Python's documentation). Calibrates on texts that no
-evaluation reads, measures KL over twelve texts of seven kinds, asks questions about documents, and writes
-OUT/MODEL.md with a picture and all rows. Goes on where it was stopped: give the same command again. After
-each preset it says how long the rest takes. --documents 0 leaves out the questions, about half of the time.
+MODEL is a name of `mlxkv models` or of the hub, or a folder. For each text (`texts`): a context is read once in full
+precision, each preset's cache stores it, and 256 more tokens are read through it (`exact`). For each document
+(`questions`): answers, of the forms of question that full precision answers there. Results are lines of
+OUT/MODEL.jsonl, appended as they come; the same command goes on where it was stopped. `results` makes the page.
 
---share writes one small file, without texts, paths and user names, of which docs/results/pretrained.md is
-made (`python -m experiments.evidence.shared`).
+--processes N --gpus G starts N processes for each model over G GPUs, with a share of the texts and documents each.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
+import gc
+import hashlib
+import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from experiments.evidence import corpus, measure, page, rows, shared, work
-from experiments.evidence.command import ROWS
-from experiments.fixtures import QWEN, TINY
-from experiments.options import Parser, at_least, made_on, words
-from mlxkv import console, scrub
-from mlxkv.errors import UserError
-from mlxkv.eval.arms import BASELINE
-from mlxkv.formats.names import parse_kv
-from mlxkv.texts import sources
-from mlxkv.texts.corpus import KINDS, passages
+import mlx.core as mx
+import numpy as np
 
-PRESETS = (
-    "int4", "fill-2.25", "fill-3", "int2", "int3", "oscar-int2", "kivi-int2", "kvarn-int2",
-    "hadamard-int2", "turbo-int2", "naive-int4", "naive-int2", "srft-scaled-int4",
+from experiments.evidence import exact, questions, rows
+from experiments.evidence.command import side_by_side
+from experiments.evidence.questions import Asked, document
+from experiments.evidence.texts import DOCUMENTS, TEXTS, Texts
+from experiments.options import Parser, at_least, made_on, words
+from mlxkv import __version__, console, faults, scrub
+from mlxkv.errors import MachineError, UserError
+from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.report.report import bits
+from mlxkv.eval.tasks.divergence import compare
+from mlxkv.formats.calibration import artifact
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.metal.launch import backend
+from mlxkv.models import load
+from mlxkv.models.calibration import TOKENS
+from mlxkv.models.calibration.measure import WINDOW, bos_of, calibrate
+from mlxkv.models.catalog.shapes import text_config
+from mlxkv.texts import sources
+
+FIRST = ("int4", "fill-2.25", "fill-3", "int3", "int2", "naive-int4", "kivi-int2", "oscar-int2")
+SECOND = (
+    "int8", "centred-int2", "kvarn-int2", "turbo-int2", "turbo-int4", "hadamard-int2", "hadamard-int4",
+    "kivi-int4", "naive-int2", "srft-int4", "srft-scaled-int4", "polar", "polar-tree", "oja-0.75+int4",
 )  # fmt: skip
-WINDOWS = "64,64"
-MANUALS, HAYSTACKS = (
-    6,
-    8,
-)  # texts of Python's documentation: KL is of the first, questions are in the others
-MANUAL = "manual"
+OURS, PAPER = "64,64", "paper"  # windows: first and last exact tokens; those of each method's paper
+# Methods that quantise every token, as mlx-lm's --kv-bits does, and those whose presets have other windows than OURS.
+ALL_STORED = ("naive-", "turbo-")
+CONTEXTS = ("4k", "8k", "32k", "16k", "1k")  # the most important first
+KL, ANSWERS, FORM = "kl", "answers", "form"
+BUDGET = 12 << 30  # bytes for a batch of texts
 
 
 @dataclass(frozen=True)
-class Bundled(corpus.Held):
-    """Texts that come with mlxkv and with the running Python, for pretrained models."""
+class Job:
+    """Texts (KL) or documents (ANSWERS) of one context, presets with one kind of windows."""
 
-    folder: Path | None = None
+    task: str
+    context: int
+    windows: str
+    presets: tuple[str, ...]
 
-    @property
-    def calibrates(self) -> bool:
-        return True
 
-    def names(self, split: str) -> list[str]:
-        return [*(f"{kind}-1" for kind in KINDS), *(f"{MANUAL}-{i + 1}" for i in range(MANUALS))]
+def jobs(contexts: Sequence[int], presets: Sequence[str], documents: int) -> list[Job]:
+    """Return all jobs, the most important first: in FIRST's presets all contexts, then the others, then the windows
+    of the papers."""
+    out = []
+    tiers = [[p for p in presets if p in FIRST], [p for p in presets if p not in FIRST]]
+    for tier in filter(None, tiers):
+        for context in contexts:
+            out.append(Job(KL, context, OURS, (BASELINE, *tier)))
+            if documents:
+                out.append(Job(ANSWERS, context, OURS, (BASELINE, *tier)))
+    differ = tuple(p for p in presets if configured(p, PAPER) != configured(p, OURS))
+    if differ:
+        out += [Job(KL, context, PAPER, differ) for context in contexts]
+    return out
 
-    def tokens(self, loaded, split: str, name: str, count: int) -> list[int]:
-        """Return `count` tokens: a kind's passages at the end, so that they are what is decoded, after as
-        much of Python's documentation as is needed."""
-        place = self.names(split).index(name)
-        bos = getattr(loaded.tokenizer, "bos_token_id", None)
-        start = [] if bos is None else [bos]
-        room = count - len(start)
-        own = (
-            []
-            if place >= len(KINDS)
-            else self._encoded(loaded, passages("evaluation")[KINDS[place]])
+
+def configured(name: str, windows: str) -> CacheConfig:
+    """Return what a preset says, with these windows, unless its name has windows of its own."""
+    config = parse_kv(name)
+    if name == BASELINE or "+sink" in name or "+recent" in name:
+        return config
+    if windows == OURS:
+        return replace(config, sink=64, recent=64)
+    return replace(config, sink=0, recent=0) if name.startswith(ALL_STORED) else config
+
+
+class Subject:
+    """One model, its share of the texts and documents, and what is known of it."""
+
+    def __init__(self, args, model: str, texts: Texts):
+        self.args, self.texts, self.name = args, texts, scrub.public_name(model)
+        self.loaded = load(model, BASELINE, dtype=args.dtype)
+        self.file = args.out / f"{self.name.replace('/', '--')}.jsonl"
+        self._arms: dict[str, Arms] = {}
+        which, of = args.share
+        self.names = texts.names[which - 1 :: of][: args.texts_at_most]
+        self.documents = list(range(args.documents))[which - 1 :: of]
+        self.known = {
+            rows.key(row): row for row in (rows.read([self.file]) if self.file.exists() else ())
+        }
+        self.counts = [0, 0]  # measured, failed
+
+    @cached_property
+    def positions(self) -> int:
+        """Return how many tokens the model takes."""
+        return self.loaded.context or 1 << 30
+
+    def arms(self, windows: str) -> Arms:
+        if windows not in self._arms:
+            made = Arms(self.loaded, {p: configured(p, windows) for p in self.args.kv})
+            needy = [name for name, config in made.configs.items() if config.calibrated]
+            if needy:
+                made.calibrations = dict.fromkeys(needy, self.calibration)
+            self._arms[windows] = made
+        return self._arms[windows]
+
+    @cached_property
+    def calibration(self) -> artifact.Calibration:
+        """Return the calibration on texts that nothing here evaluates; one process makes it."""
+        print_of = self.loaded.fingerprint[:12]
+        file = self.args.out / f"calibration-{self.file.stem}-{print_of}.safetensors"
+        with rows.locked(file.with_suffix(".lock")):
+            if not file.exists():
+                text = sources.calibration_tokens(self.loaded, TOKENS)
+                console.note(f"{self.name}: calibrating on {len(text.tokens)} tokens")
+                window = min(WINDOW, self.positions)
+                bos = bos_of(self.loaded.tokenizer)
+                made = calibrate(
+                    self.loaded.model, text.tokens, text=text.name, window=window, bos=bos
+                )
+                artifact.write(file, made)
+        return artifact.read(file)
+
+    def length(self, context: int) -> int:
+        """Return the tokens of a context: fewer where the model has no more positions behind them."""
+        return min(context, self.positions - self.args.decode)
+
+    # -- KL
+
+    def read_texts(self, job: Job) -> None:
+        length = self.length(job.context)
+        count = length + self.args.decode + 1
+        long_enough = {name: self.texts.tokens(self.loaded, name, count) for name in self.names}
+        for name, tokens in long_enough.items():
+            if tokens is None:
+                self.row(
+                    job, BASELINE, name, {"short": len(self.texts.encoded(self.loaded, name))}, ""
+                )
+        wanted = {name: tokens for name, tokens in long_enough.items() if tokens is not None}
+        for some in _batches(list(wanted), self._at_once(length)):
+            left = self._left(job, {name: wanted[name] for name in some})
+            if not left:
+                continue
+            arms = self.arms(job.windows)
+            with arms.attached(BASELINE) as loaded:
+                context = exact.Context.read(loaded, [wanted[name] for name in some], length)
+                base = exact.logits(loaded, context, context.stored(loaded))
+            for preset, states in left.items():
+                start = time.perf_counter()
+
+                def measured(preset=preset, context=context, base=base, some=some, arms=arms):
+                    with arms.attached(preset) as loaded:
+                        cache = context.stored(loaded)
+                        held = arms.stored(preset, cache) // len(some)
+                        found = exact.logits(loaded, context, cache)
+                    return [
+                        self._scored(context, base, found, i) | {"kv_bytes": held}
+                        for i in range(len(some))
+                    ]
+
+                found = self._tried(measured, preset)
+                seconds = round((time.perf_counter() - start) / len(some), 2)
+                for i, name in enumerate(some):
+                    numbers = (
+                        {"error": found}
+                        if isinstance(found, str)
+                        else found[i] | {"seconds": seconds}
+                    )
+                    self.row(job, preset, name, numbers, states[name])
+
+    def _scored(self, context: exact.Context, base: mx.array, found: mx.array, i: int) -> dict:
+        true = context.tokens[i, context.length + 1 :]
+        scored = compare(base[i], found[i], true)
+        if not np.isfinite(scored.kl).all():
+            raise MachineError("[evidence] NaN or infinity in the KL")
+        return {
+            "tokens": len(scored),
+            "kl": float(scored.kl.mean()),
+            "kl_p99": float(np.percentile(scored.kl, 99)),
+            "top1": float(scored.same.mean()),
+            "nll": float(scored.nll.mean()),
+            "nll_base": float(scored.nll_base.mean()),
+        }
+
+    # -- questions
+
+    def ask(self, job: Job) -> None:
+        forms = self.forms(job.context)
+        if not forms:
+            return
+        made = self._documents(job.context, self.documents, forms)
+        for some in _batches(list(made), self._at_once(self.length(job.context), scored=False)):
+            left = self._left(job, {f"document-{i + 1}": made[i].tokens for i in some})
+            if not left:
+                continue
+            arms = self.arms(job.windows)
+            with arms.attached(BASELINE) as loaded:
+                context = self._read(loaded, [made[i] for i in some])
+            for preset, states in left.items():
+                start = time.perf_counter()
+
+                def measured(preset=preset, context=context, some=some, arms=arms):
+                    with arms.attached(preset) as loaded:
+                        found = exact.likely(loaded, context, context.stored(loaded))
+                    return [_right(made[i], *(x[k] for x in found)) for k, i in enumerate(some)]
+
+                found = self._tried(measured, preset)
+                seconds = round((time.perf_counter() - start) / len(some), 2)
+                for k, i in enumerate(some):
+                    numbers = (
+                        {"error": found}
+                        if isinstance(found, str)
+                        else found[k] | {"seconds": seconds}
+                    )
+                    name = f"document-{i + 1}"
+                    self.row(job, preset, name, numbers, states[name])
+
+    def forms(self, context: int) -> tuple[str, ...]:
+        """Return the forms of question that full precision answers at this context. One process tries them all, on
+        every document."""
+        job = Job(FORM, context, OURS, (BASELINE,))
+        with rows.locked(self.args.out / f"forms-{self.file.stem}.lock"):
+            known = {rows.key(r): r for r in (rows.read([self.file]) if self.file.exists() else ())}
+            made = self._documents(context, list(range(self.args.documents)), questions.NAMES)
+            tokens = [one.tokens for one in made.values()]
+            state = self._state(tokens, BASELINE, OURS)
+            row = known.get(rows.key(self._identity(job, BASELINE, "all")))
+            if row is None or row.get("state") != state:
+                right = {form: [] for form in questions.NAMES}
+                with self.arms(OURS).attached(BASELINE) as loaded:
+                    for some in _batches(
+                        list(made), self._at_once(self.length(context), scored=False)
+                    ):
+                        read = self._read(loaded, [made[i] for i in some])
+                        found = exact.likely(loaded, read, read.stored(loaded))
+                        for k, i in enumerate(some):
+                            answers = _right(made[i], *(x[k] for x in found))["right"]
+                            for form, one in answers.items():
+                                right[form] += one
+                shares = {form: sum(x) / len(x) if x else 0.0 for form, x in right.items()}
+                row = self.row(
+                    job,
+                    BASELINE,
+                    "all",
+                    {"shares": shares, "asked": len(right[questions.PASSAGE])},
+                    state,
+                )
+                told = ", ".join(f"{form} {100 * x:.0f} %" for form, x in shares.items())
+                console.note(f"{self.name}, {context} tokens, full precision answers: {told}")
+        return tuple(form for form, x in row["shares"].items() if x >= questions.LEAST)
+
+    def _documents(
+        self, context: int, places: Sequence[int], forms: Sequence[str]
+    ) -> dict[int, Asked]:
+        """Return documents, of one length whatever the forms: shorter than the context where the model has no more
+        positions for the questions behind them."""
+        room = (
+            questions.ROOM * len(questions.NAMES) * (questions.per_form(context) + questions.SHOTS)
         )
-        own = own[:room]
-        before: list[int] = []
-        for topic in _stretch(place):
-            if len(before) + len(own) >= room:
-                break
-            before += self._encoded(loaded, topic + sources.BETWEEN)
-        found = [*start, *before[: room - len(own)], *own]
-        if len(found) < count:
-            raise UserError(
-                f"[--context] the text {name} has {len(found)} tokens for this model; got {count}; "
-                "choose a shorter context"
-            )
+        length = min(context, self.positions - room)
+        out = {}
+        for i in places:
+            text = self.texts.encoded(self.loaded, f"document-{i + 1}")
+            try:
+                one = document(self.loaded, text, i, length, context, forms)
+            except ValueError:  # the text is too short for this model
+                continue
+            out[i] = one
+        return out
+
+    def _read(self, loaded, some: Sequence[Asked]) -> exact.Context:
+        """Read documents of one length, with the shorter tails filled up behind their last answers."""
+        most = max(len(one.tokens) for one in some)
+        texts = [one.tokens + [one.tokens[-1]] * (most - len(one.tokens)) for one in some]
+        return exact.Context.read(loaded, texts, some[0].length)
+
+    # -- rows
+
+    def _at_once(self, length: int, scored: bool = True) -> int:
+        """Return how many texts fit into BUDGET: keys and values, scores of a chunk, logits and their copies."""
+        if backend() == "cpu":
+            return 1
+        config = text_config(self.loaded.config)
+        heads = config["num_attention_heads"]
+        held = sum(x.nbytes for x in _per_token(self.loaded)) * length * 2
+        logits = 4 * self.args.decode * config["vocab_size"] * (2 if scored else 0)
+        each = held + logits + 2 * 4 * heads * 512 * length
+        once = 4 * 4 * self.args.decode * config["vocab_size"]
+        return max(1, (BUDGET - once) // each)
+
+    def _state(self, tokens: list, preset: str, windows: str) -> str:
+        config = configured(preset, windows)
+        used = self.calibration.digest if config.calibrated else None
+        data = [self.loaded.fingerprint, str(self.loaded.dtype), backend(), tokens]
+        data += [config.as_dict(), used, __version__]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _left(self, job: Job, wanted: dict[str, list[int]]) -> dict[str, dict[str, str]]:
+        """Return by preset the states of texts that have no result, full precision first; all texts of a batch are
+        measured again where one is missing."""
+        out = {}
+        for preset in dict.fromkeys(job.presets):
+            try:
+                states = {name: self._state(t, preset, job.windows) for name, t in wanted.items()}
+            except (UserError, ValueError) as error:
+                for name in wanted:
+                    self.row(job, preset, name, {"error": faults.reason(error)}, "")
+                continue
+            rows_of = {n: self.known.get(rows.key(self._identity(job, preset, n))) for n in wanted}
+            if any(
+                r is None or "error" in r or r["state"] != states[n] for n, r in rows_of.items()
+            ):
+                out[preset] = states
+        return out
+
+    def _identity(self, job: Job, preset: str, text: str) -> dict:
+        return {
+            "task": job.task,
+            "split": "test",
+            "model": self.name,
+            "preset": preset,
+            "windows": job.windows,
+            "text": text,
+            "context": job.context,
+        }
+
+    def row(self, job: Job, preset: str, text: str, numbers: dict, state: str) -> dict:
+        found = self._identity(job, preset, text) | {"state": state, "when": round(time.time(), 3)}
+        if job.task != FORM and not {"short", "error"} & set(numbers):
+            found |= bits(self.arms(job.windows), preset, self.length(job.context))
+        found |= {
+            "length": self.length(job.context),
+            "dtype": str(self.loaded.dtype).split(".")[-1],
+        } | numbers
+        rows.append(self.file, found)
+        self.counts["error" in numbers] += 1
+        self.known[rows.key(found)] = found
         return found
 
-    def calibration(self, loaded, count: int) -> sources.Text:
-        return sources.calibration_tokens(loaded, count)
+    def _tried(self, measured, preset: str) -> list[dict] | str:
+        """Return what `measured` does, or the reason why it failed. Raises MachineError where all that follows would
+        fail, too."""
+        try:
+            return measured()
+        except Exception as error:
+            reason = faults.reason(error)
+            if faults.is_of_memory(error):  # what fails after it says something else
+                raise MachineError(
+                    f"[evidence] memory ran out with {preset}; got {reason}; what was measured is kept, the same "
+                    "command goes on, with fewer processes on a GPU"
+                ) from error
+            if faults.is_of_lost_gpu(error):
+                raise MachineError(
+                    f"[evidence] the GPU failed with {preset}; got {reason}; what was measured is kept, the same "
+                    "command goes on"
+                ) from error
+            console.note(f"{self.name}, {preset}: {type(error).__name__}: {reason}")
+            return f"{type(error).__name__}: {reason}"
+        finally:
+            gc.collect()
 
-    def haystack(self, index: int) -> str:
-        first = len(KINDS) + MANUALS
-        return sources.BETWEEN.join(_stretch(first + index % HAYSTACKS))
 
-    def document_name(self, index: int) -> str:
-        name = f"python-{index % HAYSTACKS + 1}"
-        return name if index < HAYSTACKS else f"{name}+{index // HAYSTACKS}"
+def _per_token(loaded) -> list[mx.array]:
+    """Return the keys and values of one token in full precision."""
+    from mlxkv.models.generate import new_cache
 
-    def _encoded(self, loaded, text: str) -> list[int]:
-        return loaded.tokenizer.encode(text, add_special_tokens=False)
+    cache = new_cache(loaded)
+    loaded.model(mx.array([[1]]), cache=cache)
+    return [x[:, :, :1] for one in cache for x in (one.keys, one.values)]
 
 
-@cache
-def _topics() -> list[str]:
-    return sources.documentation("evaluation")
+def _right(asked: Asked, same: mx.array, nll: mx.array) -> dict:
+    """Return for each form which answers are right, and their mean negative log likelihood a token."""
+    same, nll = np.array(same), np.array(nll)
+    right, means = {}, {}
+    for form, spans in asked.spans.items():
+        places = [slice(a - asked.length - 1, b - asked.length - 1) for a, b in spans]
+        right[form] = [bool(same[p].all()) for p in places]
+        means[form] = float(np.mean([nll[p].mean() for p in places]))
+    return {"right": right, "answer_nll": means}
 
 
-def _stretch(place: int) -> Iterator[str]:
-    """Yield the topics of Python's documentation that belong to a text, none to two texts."""
-    return islice(_topics(), place, None, len(KINDS) + MANUALS + HAYSTACKS)
+def _batches(names: list, most: int) -> Iterator[list]:
+    for start in range(0, len(names), most):
+        yield names[start : start + most]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = _parser().parse_args(arguments)
-    presets = list(dict.fromkeys([BASELINE, *args.kv]))
-    for preset in presets:
-        parse_kv(preset)
-    context = console.parse_tokens(args.context, "--context")
-    document = console.parse_tokens(args.document, "--document")
-    at_least("--decode", args.decode, 1)
-    at_least("--questions", args.questions, 1)
-    at_least("--documents", args.documents, 0)
-    if args.share is not None and args.model in (TINY, QWEN):
-        raise UserError(
-            f"[--share] is for pretrained models; got {args.model}, a fixture of the tests"
-        )
-    name = scrub.public_name(args.model)
-    stem = re.sub(r"[^\w.-]+", "-", name)
-    out = args.out or Path("runs") / "evidence" / stem
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"[--out] cannot make it; got {out}: {error.strerror}") from None
-    held = corpus.Held(None) if args.model in (TINY, QWEN) else Bundled()
-    asked = measure.Asked(held, out, args.decode, args.questions, args.dtype)
-    asks = [corpus.TEST], [context], args.documents, document
-    units = work.units(asked, {args.model: presets}, [WINDOWS], *asks)
-    _before(asked, presets, args.documents, context)
-    start = time.perf_counter()
-    seconds = None if args.minutes is None else 60 * args.minutes
-    done = work.run(asked, units, {args.model: presets}, out / ROWS, seconds)
-    console.note(f"{done[0]} measured, {done[1]} failed, {done[2]} left")
-    made = made_on(start)
-    wanted = {rows.key(unit.identity) for unit in units}
-    ran = [row for row in rows.current(rows.read([out / ROWS])) if rows.key(row) in wanted]
-    blocks = page.write(ran, out / f"{stem}.md", corpus.TEST, "int2", _head(args, name, made))
-    if not done[2] and not done[1]:
-        shutil.rmtree(out / measure.SCRATCH, ignore_errors=True)
-    if args.share is not None:
-        data = shared.document(blocks[0], ran, name, made, args.decode, document)
-        console.note(f"{scrub.put(data, args.share, shared.KIND)}: attach it to an issue")
+    args = _checked(_parser().parse_args(arguments))
+    texts = Texts(args.texts or args.out / "texts")
+    texts.make()
+    if args.processes > 1:
+        side_by_side(args, _given(args), "pretrained")
+        return
+    mx.set_cache_limit(args.cache_gib << 30)
+    start, over = time.perf_counter(), False
+    for model in args.models:
+        subject = Subject(args, model, texts)
+        made = made_on(start)
+        (args.out / f"{subject.file.stem}.machine.json").write_text(json.dumps(made))
+        contexts = [c for c in args.contexts if subject.length(c) > c // 2]
+        contexts = list({subject.length(c): c for c in reversed(contexts)}.values())[::-1]
+        if args.share[0] == 1 and any(parse_kv(p).calibrated for p in args.kv):
+            subject.calibration  # noqa: B018 - made while other processes measure what needs none
+        for job in jobs(contexts, args.kv, args.documents):
+            over = args.minutes is not None and time.perf_counter() - start > 60 * args.minutes
+            if over:
+                break
+            begun, before = time.perf_counter(), sum(subject.counts)
+            (subject.read_texts if job.task == KL else subject.ask)(job)
+            if done := sum(subject.counts) - before:
+                took = time.perf_counter() - begun
+                console.note(
+                    f"{subject.name} {job.task} {job.context} {job.windows}: {done} rows in {took:.0f} s"
+                )
+        measured, failed = subject.counts
+        rest = "; the time is over, the same command goes on" if over else ""
+        console.note(f"{subject.name}: {measured} rows, {failed} failed: {subject.file}{rest}")
 
 
 def _parser() -> Parser:
     parser = Parser("evidence.pretrained", __doc__)
     add = parser.add_argument
-    add("model", help="name of `mlxkv models` or of the hub, or a folder")
-    add("--kv", type=words, default=PRESETS, help="presets by commas")
-    add("--out", type=Path, help="folder of results; default: runs/evidence/MODEL")
-    add("--context", default="2k", help="tokens of each text before the decoded ones")
+    add("models", nargs="*", help="names of `mlxkv models` or of the hub, or folders")
+    add("--kv", type=words, default=(*FIRST, *SECOND), help="presets by commas")
+    add("--out", type=Path, default=Path("runs/evidence"), help="folder of results")
+    add("--texts", type=Path, help="folder of texts; default: OUT/texts, made there")
+    add(
+        "--contexts",
+        type=words,
+        default=CONTEXTS,
+        help="tokens, by commas, the most important first",
+    )
     add("--decode", type=int, default=256, help="tokens after each context")
-    add("--documents", type=int, default=8, help="of questions; 0: none")
-    add("--document", default="4k", help="tokens of each")
-    add("--questions", type=int, default=8, help="of one key, and of four, about each document")
-    add("--dtype", help="float32, float16 or bfloat16; default: the model's")
-    add("--minutes", type=float, help="stop after the text that is being read then")
-    add("--share", nargs="?", const="", metavar="FILE", help="write a file for an issue")
+    add("--documents", type=int, default=DOCUMENTS, help="of questions; 0: none")
+    add("--texts-at-most", type=int, default=len(TEXTS), help="for a short trial")
+    add("--dtype", default="float32", help="float32, float16 or bfloat16")
+    add("--minutes", type=float, help="stop after the job that runs then")
+    add("--shares", default="1/1", help="I/N: measure share I of N")
+    add("--processes", type=int, default=1, help="at the same time, a share each")
+    add("--gpus", type=int, default=0, help="spread the processes over so many NVIDIA GPUs")
+    add("--cache-gib", type=int, default=2, help="memory that MLX keeps for later, in GiB")
     return parser
 
 
-def _before(asked: measure.Asked, presets: list[str], documents: int, context: int) -> None:
-    texts = len(asked.held.names(corpus.TEST))
-    console.note(
-        f"{len(presets)} caches, {texts} texts of {context} and {asked.decode} tokens, {documents} documents; "
-        f"results: {asked.out / ROWS}; stop it at any time, the same command goes on"
-    )
+def _checked(args):
+    """Return the options with numbers in place of texts. Raises UserError."""
+    from experiments.evidence.work import parse_share
+
+    args.kv = [name for name in args.kv if name != BASELINE]
+    for preset in args.kv:
+        parse_kv(preset)
+    args.contexts = [console.parse_tokens(text, "--contexts") for text in args.contexts]
+    at_least("--decode", args.decode, 8)
+    at_least("--processes", args.processes, 1)
+    at_least("--documents", args.documents, 0)
+    if args.documents > DOCUMENTS:
+        raise UserError(f"[--documents] there are {DOCUMENTS}; got {args.documents}; choose fewer")
+    args.share = parse_share(args.shares)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"[--out] cannot make it; got {args.out}: {error.strerror}") from None
+    return args
 
 
-def _head(args, name: str, made: dict) -> list[str]:
-    used, found = made["machine"], made["versions"]
-    where = f"{used.get('device') or used['chip']} ({used['backend']}), {scrub.public_system(used['system'])}"
-    packages = ", ".join(f"{one} {found[one]}" for one in ("mlxkv", "mlx", "mlx-lm"))
-    return [
-        f"# Evidence on {name}",
-        "",
-        f"Measured on {where}, {packages}, Python {used['python']}. The texts come with mlxkv and with that "
-        "Python's documentation; calibrations read others.",
-        "",
-        f"    make evidence MODEL={name}"
-        + ("" if tuple(args.kv) == PRESETS else f' ARGS="--kv {",".join(args.kv)}"'),
+def _given(args) -> list[str]:
+    """Return the options as a process takes them."""
+    found = [*args.models, "--kv", ",".join(args.kv), "--out", str(args.out)]
+    found += [
+        "--texts",
+        str(args.texts or args.out / "texts"),
+        "--contexts",
+        ",".join(map(str, args.contexts)),
     ]
+    for name in ("decode", "documents", "dtype", "cache_gib", "texts_at_most", "minutes"):
+        if (value := getattr(args, name)) is not None:
+            found += [f"--{name.replace('_', '-')}", str(value)]
+    return found
 
 
 if __name__ == "__main__":

@@ -178,16 +178,21 @@ def documentation(split: str) -> list[str]:
     """
     topics = python_topics()
     order = sorted(topics, key=_hash)
-    evaluation = [name for name in order if _hash(name) % CALIBRATES]
+    evaluation = [name for name in order if in_evaluation(name)]
     if split == "evaluation":
         return [text for name in evaluation for text in topics[name]]
     seen = set().union(*(_paragraphs(topics[name]) for name in evaluation))
     return [
         text
         for name in order
-        if not _hash(name) % CALIBRATES and not _paragraphs(topics[name]) & seen
+        if not in_evaluation(name) and not _paragraphs(topics[name]) & seen
         for text in topics[name]
     ]
+
+
+def in_evaluation(topic: str) -> bool:
+    """Return whether a topic of Python's documentation is read by evaluations, and by no calibration."""
+    return _hash(topic) % CALIBRATES != 0
 
 
 def _hash(name: str) -> int:

@@ -1,0 +1,233 @@
+"""Make the texts that `pretrained` reads: twelve of twelve kinds, and documents for questions.
+
+    prose dialogue code mathematics languages tables    passages of the corpus (its evaluation split), after
+                                                        Python's documentation and source code
+    manual                                              Python's documentation: help topics and docstrings
+    source-1, source-2                                  source code of the standard library
+    readme, licence                                     descriptions and licences of installed packages
+    records                                             JSON of the standard library's functions, and tables of
+                                                        Unicode's characters
+
+A file is read from its end: the last tokens are the ones that are decoded, whatever the context. No topic, module or
+paragraph is in two texts, and none in what presets are calibrated on (`mlxkv.texts.sources`).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sysconfig
+import unicodedata
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from hashlib import sha256
+from importlib.metadata import distributions
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+from mlxkv.errors import UserError
+from mlxkv.texts import sources
+from mlxkv.texts.corpus import KINDS, passages
+from mlxkv.texts.worlds.pydocs import python_topics
+
+LENGTH = 190_000  # characters of a text: 32K tokens of any model
+DOCUMENTS = 8
+MANUAL, READ = "manual", ("source-1", "source-2", "readme", "licence", "records")
+TEXTS = (*KINDS, MANUAL, *READ)
+SKIPPED = {"test", "tests", "site-packages", "idlelib", "lib2to3", "__pycache__"}
+SEED = "pretrained-1"  # count it up when texts change
+LICENCES = ("LICEN", "COPYING", "NOTICE")
+
+
+class Texts:
+    """The texts in a folder: NAME.txt and document-N.txt, made where they are missing."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._tokens: dict[tuple[str, str], list[int]] = {}
+
+    def make(self) -> None:
+        """Write the files. Raises UserError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (self.folder / f"{TEXTS[-1]}.txt").exists():  # written last
+                return
+            for name, text in _made():
+                scratch = self.folder / f"{name}.tmp"
+                scratch.write_text(text, encoding="utf-8")
+                scratch.replace(self.folder / f"{name}.txt")
+        except OSError as error:
+            reason = error.strerror
+            raise UserError(f"[--texts] cannot write; got {self.folder}: {reason}") from None
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Return the names of the texts. Raises UserError if there are none."""
+        there = {file.stem for file in self.folder.glob("*.txt")}
+        found = [name for name in TEXTS if name in there]
+        if not found:
+            raise UserError(f"[--texts] no texts; got {self.folder}; leave the option out")
+        return found
+
+    def tokens(self, loaded, name: str, count: int) -> list[int] | None:
+        """Return the last `count` tokens of a text, the first of them BOS if the model has one; None if it
+        has fewer."""
+        found = self.encoded(loaded, name)
+        bos = getattr(loaded.tokenizer, "bos_token_id", None)
+        start = [] if bos is None else [bos]
+        room = count - len(start)
+        return [*start, *found[-room:]] if len(found) >= room else None
+
+    def encoded(self, loaded, name: str) -> list[int]:
+        """Return all tokens of a text."""
+        key = loaded.fingerprint, name
+        if key not in self._tokens:
+            text = (self.folder / f"{name}.txt").read_text(encoding="utf-8")
+            self._tokens[key] = loaded.tokenizer.encode(text, add_special_tokens=False)
+        return self._tokens[key]
+
+
+def _made() -> Iterator[tuple[str, str]]:
+    """Yield name and text of each file."""
+    topics, modules = iter(_topics()), _modules()
+    yield MANUAL, _cut(_until(topics, LENGTH))
+    topics = list(topics)
+    filled = [*KINDS, *(f"document-{i + 1}" for i in range(DOCUMENTS))]
+    for place, name in enumerate(filled):
+        own = passages("evaluation")[name] if name in KINDS else ""
+        docs = islice(topics, place, None, len(filled))
+        code = islice(modules, place, None, len(filled) + 2)
+        yield name, _cut([*code, *docs], own)
+    for extra in range(2):
+        yield (
+            f"source-{extra + 1}",
+            _cut(islice(modules, len(filled) + extra, None, len(filled) + 2)),
+        )
+    yield "readme", _cut(_unlike(_descriptions()))
+    yield "licence", _cut(_unlike(_licences()))
+    yield "records", _cut(_records())
+
+
+def _until(parts: Iterator[str], length: int) -> Iterator[str]:
+    """Yield parts until they have `length` characters; the iterator has the others."""
+    while length > 0 and (part := next(parts, None)) is not None:
+        yield part
+        length -= len(part)
+
+
+def _cut(parts: Iterable[str], end: str = "") -> str:
+    """Join parts with `end` behind them, LENGTH characters from the end."""
+    text = sources.BETWEEN.join(part for part in [*parts, end] if part)
+    return text[-LENGTH:]
+
+
+def _place(name: str) -> int:
+    return int.from_bytes(sha256(f"{SEED} {name}".encode()).digest()[:8], "big")
+
+
+def _evaluated(module: str) -> bool:
+    """Return whether calibration never reads the documentation of this module."""
+    return sources.in_evaluation(f"module {module}")
+
+
+def _library() -> list[tuple[str, Path]]:
+    """Return module and file of the standard library's code that calibration never reads of."""
+    home = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted([*home.glob("*.py"), *home.glob("*/*.py"), *home.glob("*/*/*.py")])
+    found = [(file.relative_to(home).with_suffix("").parts, file) for file in files]
+    return [
+        (parts[0], file)
+        for parts, file in found
+        if not SKIPPED & set(parts)
+        and not parts[0].startswith("_sysconfig")
+        and _evaluated(parts[0])
+    ]
+
+
+def _documented(module: str) -> bool:
+    """Return whether a module's docstrings are read as documentation, and the module not as source code."""
+    return _place(module) % 2 == 0
+
+
+def _topics() -> list[str]:
+    """Return topics of Python's documentation, in a fixed order that mixes subjects."""
+    found = python_topics()
+    names = [name for name in sorted(found, key=_place) if sources.in_evaluation(name)]
+    kept = [n for n in names if not n.startswith("module ") or _documented(n.split()[1])]
+    return ["\n\n".join(found[name]) for name in kept]
+
+
+def _modules() -> list[str]:
+    """Return source code, module by module."""
+    files = [file for module, file in _library() if not _documented(module)]
+    return [_read(file) for file in sorted(files, key=lambda file: _place(file.name))]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _packages() -> list:
+    """Return the installed packages, an arbitrary but fixed order, without this one."""
+    found = {one.metadata["Name"] or "": one for one in distributions()}
+    return [found[name] for name in sorted(found, key=_place) if name not in ("", "mlxkv")]
+
+
+def _descriptions() -> Iterator[str]:
+    for package in _packages():
+        yield package.metadata.get_payload() or ""
+
+
+def _licences() -> Iterator[str]:
+    for package in _packages():
+        for file in package.files or ():
+            if file.name.upper().startswith(LICENCES) and file.suffix not in (".py", ".pyc"):
+                yield _read(Path(package.locate_file(file)))
+
+
+def _unlike(texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts without paragraphs that an earlier one has: licences quote each other."""
+    seen: set[str] = set()
+    for text in texts:
+        kept = []
+        for part in text.replace("\r\n", "\n").split("\n\n"):
+            plain = " ".join(part.split()).lower()
+            if plain and plain not in seen:
+                seen.add(plain)
+                kept.append(part)
+        if kept:
+            yield "\n\n".join(kept)
+
+
+def _records() -> Iterator[str]:
+    """Yield JSON of functions, and tables of characters between."""
+    letters = [chr(i) for i in range(0x21, 0x3000) if unicodedata.name(chr(i), "")]
+    Random(SEED).shuffle(letters)
+    files = [file for module, file in _library() if _documented(module)]
+    for at, file in enumerate(sorted(files, key=lambda file: _place(file.name))):
+        yield from _functions(file)
+        rows = letters[20 * at : 20 * at + 20]
+        head = ["| code | name | category | direction |", "| --- | --- | --- | --- |"]
+        yield "\n".join(head + [_row(letter) for letter in rows]) if rows else ""
+
+
+def _functions(file: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(_read(file))
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            names = [one.arg for one in node.args.args]
+            record = {"file": file.name, "line": node.lineno, "function": node.name}
+            record |= {"arguments": names, "statements": len(node.body)}
+            yield json.dumps(record)
+
+
+def _row(letter: str) -> str:
+    kinds = unicodedata.category(letter), unicodedata.bidirectional(letter)
+    return f"| U+{ord(letter):04X} | {unicodedata.name(letter)} | {kinds[0]} | {kinds[1]} |"
