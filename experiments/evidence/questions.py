@@ -14,7 +14,7 @@ from random import Random
 
 from mlxkv.texts.worlds.words import COLOURS, PEOPLE, PLACES, THINGS
 
-SEED = "pretrained-1"  # count it up when documents or questions change
+SEED = "pretrained-2"  # count it up when documents or questions change
 SHOTS, ASKED, FEW = (
     1,
     5,
@@ -45,11 +45,13 @@ VERBS = (
 
 @dataclass(frozen=True)
 class Fact:
-    """planted: what stands in the document. question, answer: what follows it, without a gap."""
+    """planted: what stands in the document. question, answer, end: what follows it, without a gap. The end does not
+    count: where a text goes on, many tokenizers write it together with what comes next."""
 
     planted: str
     question: str
     answer: str
+    end: str = ""
 
 
 def _numbers(rng: Random, name: str) -> Fact:
@@ -61,7 +63,7 @@ def _numbers(rng: Random, name: str) -> Fact:
 def _settings(rng: Random, name: str) -> Fact:
     key = f"{name.split()[0].lower()}_{rng.choice(THINGS)}_{rng.choice(VERBS)}"
     value = _value(rng)
-    return Fact(f'{key} = "{value}"', f'\n{key} = "', f'{value}"')
+    return Fact(f'{key} = "{value}"', f'\n{key} = "', f"{value}", '"')
 
 
 def _value(rng: Random) -> str:
@@ -72,7 +74,7 @@ def _functions(rng: Random, name: str) -> Fact:
     called = f"{rng.choice(VERBS)}_{rng.choice(THINGS)}_{name.split()[0].lower()}"
     value = _value(rng)
     planted = f'def {called}():\n    return "{value}"'
-    return Fact(planted, f'\ndef {called}():\n    return "', f'{value}"')
+    return Fact(planted, f'\ndef {called}():\n    return "', f"{value}", '"')
 
 
 def _evaluated(rng: Random, name: str) -> Fact:
@@ -84,12 +86,12 @@ def _evaluated(rng: Random, name: str) -> Fact:
 
 def _records(rng: Random, name: str) -> Fact:
     start, value = f'{{"name": "{name}", "gift": "', _value(rng)
-    return Fact(f'{start}{value}"}}', f"\n{start}", f'{value}"')
+    return Fact(f'{start}{value}"}}', f"\n{start}", f"{value}", '"')
 
 
 def _said(rng: Random, name: str) -> Fact:
     start, value = f"{name} said that the prize was a", _value(rng)
-    return Fact(f"{start} {value}.", f"\n{start}", f" {value}.")
+    return Fact(f"{start} {value}.", f"\n{start}", f" {value}", ".")
 
 
 def _towns(rng: Random, name: str) -> Fact:
@@ -103,7 +105,7 @@ def _towns(rng: Random, name: str) -> Fact:
 def _calls(rng: Random, name: str) -> Fact:
     number = rng.randrange(10_000, 100_000)
     question = f'\nUser: Dial {name}.\nAssistant: <tool_call>{{"name": "dial", "arguments": {{"extension": "'
-    return Fact(f'The extension of {name} is "{number}".', question, f'{number}"')
+    return Fact(f'The extension of {name} is "{number}".', question, f"{number}", '"')
 
 
 FORMS: dict[str, Callable[[Random, str], Fact]] = {
@@ -166,15 +168,15 @@ def document(
     for form in forms:
         spans[form] = []
         if form == PASSAGE:
-            asked = list(_passages(rng, text[-room:], per_form(context)))
+            asked = [(*x, []) for x in _passages(rng, text[-room:], per_form(context))]
         else:
             tokens += encode(HEADINGS[form])
             asked = [_pieces(encode, fact) for fact in facts[form]]
-        for at, (question, answer) in enumerate(asked):
+        for at, (question, answer, end) in enumerate(asked):
             tokens += question
             if at >= SHOTS or form == PASSAGE:
                 spans[form].append((len(tokens), len(tokens) + len(answer)))
-            tokens += answer
+            tokens += answer + end
     return Asked(tokens, length, spans)
 
 
@@ -240,10 +242,10 @@ def _passages(
     raise ValueError("the text repeats itself")
 
 
-def _pieces(encode: Callable[[str], list[int]], fact: Fact) -> tuple[list[int], list[int]]:
-    """Return question and answer as the tokens of both together."""
+def _pieces(encode: Callable[[str], list[int]], fact: Fact) -> tuple[list[int], ...]:
+    """Return question and answer as the tokens of both together, and the tokens of the end."""
     question, both = encode(fact.question), encode(fact.question + fact.answer)
     same = 0
     while same < len(question) and question[same] == both[same]:
         same += 1
-    return both[:same], both[same:]
+    return both[:same], both[same:], encode(fact.end) if fact.end else []
