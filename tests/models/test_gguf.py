@@ -24,7 +24,9 @@ from gguf_files import (
     write_gguf,
 )
 from mlx_lm.utils import load as load_folder
+from small_models import TINY
 
+from mlxkv.doctor.planning import read_plan
 from mlxkv.errors import UserError
 from mlxkv.models import load
 from mlxkv.models.catalog.aliases import resolve
@@ -32,7 +34,6 @@ from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.gguf.config import CODES
 from mlxkv.models.catalog.gguf.header import KINDS
-from mlxkv.models.catalog.sizes import read_plan
 from mlxkv.models.loading import gguf
 
 DATA = Path(__file__).parents[1] / "data"
@@ -175,7 +176,7 @@ def test_llama_3_positions(tmp_path):
 def test_tokens_and_template(tmp_path):
     """A byte-level tokenizer comes out as it went in, with its template and the tokens that end a turn."""
     file = write_gguf(tmp_path / "x.gguf", "qwen2", tensors("qwen2", ["Q8_0"]))
-    got, want = load(str(file), "fp16").tokenizer, load("tiny-chat", "fp16").tokenizer
+    got, want = load(str(file), "fp16").tokenizer, load(TINY, "fp16").tokenizer
     texts = [f"{x:c}{x + 1:c} {x + 2:c}a" for x in range(1, 0x3000, 7)]
     texts += ["I'll say  it   twice\n\n\t", "<start_of_turn>user\nhi<end_of_turn>\n", "x" * 99, ""]
     for text in texts:

@@ -15,10 +15,9 @@ from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import save_file
+from small_models import TINY
 
-from mlxkv.models.catalog.aliases import HERE
-
-TOKENIZER = HERE / "tiny-chat"
+TOKENIZER = Path(TINY)
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 3072, 256, 512, 2, 4, 2
 DIMS = HIDDEN // HEADS
@@ -151,8 +150,8 @@ def write_folder(folder: Path, arch: str, made: dict, **more) -> Path:
 
 
 def write_gguf(path: Path, arch: str, made: dict, leave: tuple[str, ...] = (), **more) -> Path:
-    """The same as a GGUF file, with the tokenizer of tiny-chat. leave: values to leave out; more: others, by their
-    name with _ for a dot."""
+    """The same as a GGUF file, with the tokenizer of the small Gemma. leave: values to leave out; more: others, by
+    their name with _ for a dot."""
     writer = GGUFWriter(path, arch)
     for name, value in {
         "context_length": 1024,
@@ -194,7 +193,7 @@ def write_tokenizer(writer: GGUFWriter) -> None:
     tokens = sorted(vocab, key=vocab.get)
     special = {one["content"] for one in data["added_tokens"] if one["special"]}
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("deepseek-r1-qwen")  # the split of tiny-chat, without a normal form
+    writer.add_tokenizer_pre("deepseek-r1-qwen")  # its split, without a normal form
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     merges = data["model"]["merges"]
