@@ -256,7 +256,7 @@ def test_smollm2_is_as_llama_cpp_reads_it():
         assert loaded.tokenizer.encode(text) == tokens
         out = loaded.model(mx.array([tokens]))[0, -1].astype(mx.float32)
         out = np.array(out - mx.logsumexp(out))
-        assert out.argmax() in [i for i, _ in likeliest[:2]]
+        assert out.argmax() in [i for i, _ in likeliest[:5]]
         assert max(abs(out[i] - x) for i, x in likeliest) < 0.5, text
     ends = {loaded.tokenizer.convert_ids_to_tokens(i) for i in loaded.tokenizer.eos_token_ids}
     assert ends == {"<|im_end|>", "<|endoftext|>"}
