@@ -80,6 +80,8 @@ CONFIGS: dict[str, dict] = {
     "qwen3-0.6b": _QWEN3 | _sizes(28, 1024, 16, 8, 3072),
     "qwen3-4b": _QWEN3 | _sizes(36, 2560, 32, 8, 9728),
     "qwen3-8b": _QWEN3 | _sizes(36, 4096, 32, 8, 12288, tie_word_embeddings=False),
+    "smollm2": {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True}
+    | _sizes(30, 576, 9, 3, 1536, max_position_embeddings=8192),
     "smollm2-1.7b": {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True}
     | _sizes(24, 2048, 32, 32, 8192, max_position_embeddings=8192),
     "smollm3-3b": {"model_type": "smollm3", "vocab_size": 128256, "tie_word_embeddings": True}

@@ -11,7 +11,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.catalog import known, numbers
-from mlxkv.models.catalog.aliases import HUB
+from mlxkv.models.catalog.aliases import HUB, resolve
 from mlxkv.models.catalog.folder import SMALL
 from mlxkv.models.catalog.shapes import (
     LayerShape,
@@ -124,7 +124,8 @@ def read_plan(model: str, config: str | None) -> ModelPlan:
     from mlxkv.models.catalog.locate import cached, locate
 
     alias = model.strip()
-    if alias in HUB and alias in known.CONFIGS and cached(HUB[alias]) is None:
+    here = alias in HUB and (resolve(alias).folder or cached(HUB[alias]))
+    if alias in HUB and alias in known.CONFIGS and not here:
         return _known(alias)
     place = locate(model)
     data = _read_config(place.config, f"--model {model}")
