@@ -73,7 +73,7 @@ def check_session(options: ChatOptions, source: Source) -> None:
     if head.path.suffix != files.ENDING:
         raise head.wrong("is not a session saved by mlxkv chat")
     files.check_version(head)
-    if source.folder is not None and source.folder.is_dir():
+    if source.folder is not None and source.folder.exists():
         own = fingerprint(folder.check(source.folder))
         if not same_model(head.entries["fingerprint"], own):
             raise head.wrong(
