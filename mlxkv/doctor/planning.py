@@ -8,7 +8,7 @@ from mlxkv import untrusted
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
 from mlxkv.models.catalog import folder, known, numbers
-from mlxkv.models.catalog.aliases import HUB
+from mlxkv.models.catalog.aliases import HUB, resolve
 from mlxkv.models.catalog.folder import SMALL
 from mlxkv.models.catalog.gguf.config import memory
 from mlxkv.models.catalog.gguf.header import is_gguf
@@ -27,7 +27,8 @@ def read_plan(model: str, config: str | None) -> ModelPlan:
     from mlxkv.models.catalog.locate import cached, locate
 
     alias = model.strip()
-    if alias in HUB and alias in known.CONFIGS and cached(HUB[alias]) is None:
+    here = alias in HUB and (resolve(alias).folder or cached(HUB[alias]))
+    if alias in HUB and alias in known.CONFIGS and not here:
         data = {"quantization": known.QUANTIZATION} | known.CONFIGS[alias]
         return plan_of(data, HUB[alias], more="as published: it is not downloaded")
     place = locate(model)

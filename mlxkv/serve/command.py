@@ -7,6 +7,7 @@ import os
 
 from mlxkv.console import note, working
 from mlxkv.models.catalog.aliases import resolve
+from mlxkv.models.catalog.locate import require
 from mlxkv.serve.options import ServeOptions
 
 
@@ -16,7 +17,7 @@ def serve(**given) -> None:
     if given["api_key"] in (None, []):  # "" was meant to be one, and is refused
         given["api_key"] = os.environ.get("MLXKV_API_KEY", "").splitlines()
     options = ServeOptions(**given)
-    resolve(options.model)
+    require(resolve(options.model))
     if os.environ.get("MLX_RANK", "0") == "0":  # of several processes the first one speaks
         note(f"{options.model.strip()} · --kv {options.kv.strip()}")
     with working("importing MLX and mlx-lm"):

@@ -78,10 +78,10 @@ def test_the_chart_has_the_heights_of_its_numbers():
         (("--tokens", "100"), "too short"),
         (("--tokens", "many"), "not a number of tokens"),
         (("--kv", "int5"), "unknown preset"),
-        (("-m", "gema-3-1b"), "did you mean gemma-3-1b"),
+        (("-m", "smolm2"), "did you mean smollm2"),
     ],
 )
-def test_what_cannot_be_shown(wrong, said, capsys):
+def test_what_cannot_be_shown(wrong, said, capsys, smollm2):
     assert main(["demo", *wrong]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
 

@@ -184,6 +184,8 @@ CONFIGS: dict[str, dict] = {
     "qwen3.6-27b": _QWEN3_5_27B,
     "qwen3.6-35b": _QWEN3_5_MOE,
     "qwen3.8-27b": _QWEN3_5_27B,
+    "smollm2": {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True}
+    | _sizes(30, 576, 9, 3, 1536, max_position_embeddings=8192, rms_norm_eps=1e-5),
     "smollm2-1.7b": {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True}
     | _sizes(24, 2048, 32, 32, 8192, max_position_embeddings=8192, rms_norm_eps=1e-5),
     "smollm3-3b": {"model_type": "smollm3", "vocab_size": 128256, "tie_word_embeddings": True}
