@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -27,6 +28,30 @@ def test_weights_and_caches_are_those_of_a_made_model(family):
     assert made.layers == layers_of(model)
     weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
     assert made.weights == pytest.approx(weights, rel=0.001)
+
+
+REPORTED = json.loads((Path(__file__).parents[1] / "data" / "fit_configs.json").read_text())
+
+
+@pytest.mark.parametrize("name", REPORTED["small"])
+def test_bytes_of_700_tokens_are_those_of_mlx_lms_caches(name, tmp_path, capsys):
+    """Families with config keys of their own; the bytes were read off mlx-lm's caches after 700 tokens."""
+    case = REPORTED["small"][name]
+    (tmp_path / "c.json").write_text(json.dumps(case["config"]))
+    asked = ["--config", str(tmp_path / "c.json"), "--context", "700", "--kv", "fp16", "--json"]
+    assert main(["fit", *asked, "--memory", "64GB"]) == 0
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert made["presets"][0]["kv_bytes"] == case["kv_bytes"]
+
+
+@pytest.mark.parametrize("name", REPORTED["large"])
+def test_weights_as_published(name):
+    """GiB in 16 bits, and layers that keep the whole context."""
+    case = REPORTED["large"][name]
+    plan = plan_of(case["config"])
+    assert not plan.estimate
+    assert plan.weights / 2**30 == pytest.approx(case["gib"], abs=0.06)
+    assert sum(layer.kind == "full" for layer in plan.layers) == case["grow"]
 
 
 def test_latents_are_told_from_keys():
