@@ -92,7 +92,9 @@ def cells(name: str, found: Iterable[rows.Row]) -> Cells:
             out.texts.setdefault(place, []).append(row)
             out.lengths[row["context"]] = row["length"]
         elif row["task"] == ANSWERS and set(row["right"]) == set(out.counted(row["context"])):
-            out.right.setdefault(place, []).append([x for one in row["right"].values() for x in one])
+            out.right.setdefault(place, []).append(
+                [x for one in row["right"].values() for x in one]
+            )
     if out.texts:
         out.bits.setdefault(BASELINE, 16.0)
     return out

@@ -98,9 +98,7 @@ def _table(cells: Cells, context: int) -> list[str]:
         heads.append("answers")
     elif cells.forms.get(context):
         best = max(cells.forms[context].values())
-        about += (
-            f" Full precision fails the questions here ({100 * best:.0f} % of its best form): none count."
-        )
+        about += f" Full precision fails the questions here ({100 * best:.0f} % of its best form): none count."
     lines = [title, "", about, "", line(heads), line(["---"] * len(heads))]
     for preset in presets:
         row = _cells(cells, preset, context, OURS)

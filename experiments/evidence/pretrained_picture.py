@@ -31,7 +31,7 @@ def maker(preset: str) -> str:
 
 def against_bits(found: Mapping[str, Cells], names: Mapping[str, str]) -> str:
     with plots.pyplot() as plt:
-        figure, axes = plt.subplots(1, len(found), figsize=(5.2 * len(found), 6), squeeze=False)
+        figure, axes = plt.subplots(1, len(found), figsize=(5.2 * len(found), 6.8), squeeze=False)
         for axis, (name, cells) in zip(axes[0], found.items(), strict=True):
             context = max((c for c in cells.contexts if c <= CONTEXT), default=cells.contexts[0])
             presets = [
@@ -43,7 +43,8 @@ def against_bits(found: Mapping[str, Cells], names: Mapping[str, str]) -> str:
             for preset, (x, y) in points.items():
                 axis.plot([x], [y], "o", color=COLOURS[maker(preset)], markersize=5)
             axis.set_yscale("log")
-            axis.set_xlim(1.9, MOST_BITS + 0.75)
+            axis.set_xlim(1.0, MOST_BITS + 0.9)
+            axis.set_xticks([2, 3, 4, 5])
             axis.set_title(f"{names.get(name, name)}, {cells.lengths[context]:,} tokens")
             axis.set_xlabel("bits per value")
             _labelled(figure, axis, points)
@@ -62,16 +63,14 @@ def _labelled(figure, axis, points: Mapping[str, tuple[float, float]]) -> None:
     size, scale = 8.5, figure.dpi / 72
     high = 1.18 * size * scale
     taken: list[tuple[float, float, float, float]] = []
-    dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
+    dots = [(x - 8, y - 8, x + 8, y + 8) for x, y in at.values()]
     for name in sorted(at, key=lambda n: -at[n][1]):
         x, y = at[name]
         wide = 0.58 * size * scale * len(name)
         steps = [0.0] + [s * k * high / 4 for k in range(1, 80) for s in (1, -1)]
         sides = (x + 9, x - 9 - wide)
         boxes = [
-            (a, y + step - high / 2, a + wide, y + step + high / 2)
-            for step in steps
-            for a in sides
+            (a, y + step - high / 2, a + wide, y + step + high / 2) for step in steps for a in sides
         ]
         low, top = axis.bbox.y0, axis.bbox.y1
         free = (
@@ -93,7 +92,13 @@ def _labelled(figure, axis, points: Mapping[str, tuple[float, float]]) -> None:
             fontsize=size,
             va="center",
             color=COLOURS[maker(name)],
-            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6}
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#bbbbbb",
+                "linewidth": 0.6,
+                "shrinkA": 1,
+                "relpos": (0.0 if middle[0] > 0 else 1.0, 0.5),
+            }
             if abs(middle[1]) > size / 2
             else None,
         )
@@ -117,7 +122,12 @@ def against_context(found: Mapping[str, Cells], names: Mapping[str, str]) -> str
                 means = [cells.kl(preset, c).value for c in some]
                 dashed = maker(preset) != "ours"
                 axis.plot(
-                    some, means, "o--" if dashed else "o-", color=f"C{i}", markersize=4, linewidth=1.5
+                    some,
+                    means,
+                    "o--" if dashed else "o-",
+                    color=f"C{i}",
+                    markersize=4,
+                    linewidth=1.5,
                 )
                 ends[preset] = (some[-1], means[-1], f"C{i}")
             axis.set_xscale("log", base=2)

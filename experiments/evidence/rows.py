@@ -58,7 +58,9 @@ def _lines(file: Path) -> Iterator[Row]:
         data = file.read_bytes()
         text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode(errors="replace")
     except (OSError, EOFError) as error:
-        raise UserError(f"[rows] cannot read; got {file}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(
+            f"[rows] cannot read; got {file}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     for line in text.splitlines():
         try:
             found = spread(json.loads(line))
