@@ -161,7 +161,7 @@ def test_every_preset_stands_below_its_paper(run):
 
 
 def test_the_picks_say_what_was_measured():
-    """Quality of `mlxkv presets` is of the rows of pretrained models, the worst of three; speed of the page of kernels."""
+    """Quality of `mlxkv presets` is of the rows of pretrained models, the worst of three; speed of kernels.md."""
     folder = Path(__file__).parents[1] / "docs"
     speeds = (folder / "internals" / "kernels.md").read_text(encoding="utf-8")
     models = list(cells.read(folder / "results" / "pretrained").values())

@@ -6,7 +6,7 @@ every interval here resamples texts or documents, and two presets are compared o
 Which bootstrap: with 8 to 16 skewed samples (log-normal, as KL is over texts) the plain percentile
 interval of a mean covers 66 to 89 % where it says 95. Studentised on the logarithm it covers 86 to 94, and
 the ratio of two means of the same texts 91 to 94 with widened percentiles
-(`python -m experiments.evidence.coverage`).
+(tests/eval/test_intervals.py bounds it).
 """
 
 from __future__ import annotations

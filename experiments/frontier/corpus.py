@@ -14,6 +14,7 @@ from mlxkv.eval.questions.document import Document
 from mlxkv.eval.tasks.retrieval import MARGIN
 from mlxkv.texts import sources
 
+KL, RETRIEVAL = "kl", "retrieval"
 CALIBRATION, SELECTION, TEST, HAYSTACK = "calibration", "selection", "test", "haystack"
 SPLITS = (SELECTION, TEST)  # whose KL is measured
 SEED = "evidence-1"  # count it up when documents or questions change
