@@ -31,7 +31,7 @@ SHAPES = {
 }
 SHORT = {"smollm2": "SmolLM2", "gemma-3-270m": "Gemma", "qwen2.5-coder-0.5b": "Qwen"}
 FIGURE = re.compile(r"\{(\w+) ([\w.+-]+) (\d+)k(?: (\w+))?\}")
-SAYS = (Path(__file__).parent / "pretrained_says.md").read_text(encoding="utf-8")
+SAYS = (Path(__file__).parent / "pretrained_says.txt").read_text(encoding="utf-8")
 COLUMNS = ("preset", "bits per value", "KL [95 %]", "dNLL [95 %]", "same next token, %")
 
 

@@ -83,7 +83,9 @@ def test_the_page_of_rows(ran, tmp_path):
     text = (tmp_path / "run.md").read_text(encoding="utf-8")
     assert "| full precision | 16 | 0 | 0 | 100 | 8/8 |" in text
     assert "| `int4` | 4.50 | 0.0035 [" in text and "| 97.5 | 7/8 |" in text
-    assert "| `naive-int4` | 4.50 | 0.50 [0.50, 0.50] | 0.0035 |" in text, "the windows of its paper"
+    assert "| `naive-int4` | 4.50 | 0.50 [0.50, 0.50] | 0.0035 |" in text, (
+        "the windows of its paper"
+    )
     assert "Full precision fails the questions here (50 % of its best form): none count." in text
     below = text[text.index("### 2K tokens") :].partition("###")[2].partition("###")[0]
     assert "answers" not in below and "/8" not in below

@@ -10,7 +10,7 @@ from mlxkv.errors import UserError
 from mlxkv.models import load
 from mlxkv.texts.corpus import passages
 
-GIVEN = ["--kv", "int4,naive-int4", "--contexts", "128", "--decode", "16"]
+GIVEN = ["--kv", "int4,naive-int4", "--contexts", "384", "--decode", "16"]
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +40,30 @@ def test_texts_are_measured_once(model_folder, texts, tmp_path):
     assert {(row["preset"], row["windows"]) for row in kl} == {
         ("fp16", "64,64"), ("int4", "64,64"), ("naive-int4", "64,64"), ("naive-int4", "paper"),
     }  # fmt: skip
-    assert len(kl) == 8 and all(row["length"] == 128 and row["tokens"] == 16 for row in kl)
+    assert len(kl) == 8 and all(row["length"] == 384 and row["tokens"] == 16 for row in kl)
     assert all((row["kl"] == 0) == (row["preset"] == "fp16") for row in kl)
     _, again = run(model_folder, tmp_path, texts, *few)
     assert again == found, "nothing is measured twice"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-1]) + lines[-1][:40])  # ended while it wrote
-    assert run(model_folder, tmp_path, texts, *few[:2], "--texts-at-most", "2")
-    assert read(tmp_path)[file.stem].measured("naive-int4", 128, "paper")
+    pretrained.main(
+        [str(model_folder), "--out", str(tmp_path), "--texts", str(texts), *GIVEN, *few]
+    )
+    after = file.read_text().splitlines(keepends=True)
+    assert after[: len(lines) - 1] == lines[:-1] and len(after) == len(lines) + 1
+    last = json.loads(after[-1])
+    assert [last[x] for x in ("preset", "windows", "text")] == [
+        kl[-1][x] for x in ("preset", "windows", "text")
+    ]
 
 
 def test_a_text_that_is_too_short_is_said_and_left_out(model_folder, texts, tmp_path):
-    _, found = run(model_folder, tmp_path, texts, "--documents", "0")
+    _, found = run(model_folder, tmp_path, texts, "--documents", "0", "--texts-at-most", "12")
     short = [row for row in found if "short" in row]
-    assert {row["text"] for row in short} == {"licence"} and short[0]["short"] < 128
+    assert {row["text"] for row in short} == {"licence"} and short[0]["short"] < 384
     assert all(row["preset"] == "fp16" and "kl" not in row for row in short)
     (cells,) = read(tmp_path).values()
-    assert len(cells.values("int4", 128)) == len(list(texts.glob("*.txt"))) - 3
+    assert len(cells.values("int4", 384)) == len(list(texts.glob("*.txt"))) - 3
 
 
 def asked(model, out, texts, *more):
