@@ -168,7 +168,7 @@ def test_the_picks_say_what_was_measured():
     assert len(models) == 3
     for name, said in MEASURED.items():
         kl = max(one.kl(name, 8192).value for one in models)
-        assert said.kl == pytest.approx(kl, rel=0.02), name
+        assert said.kl == pytest.approx(kl, rel=0.05), name
         assert said.same == round(min(one.same(name, 8192) for one in models), 1), name
         found = re.search(rf"\| {re.escape(name)} \| [\d.]+ \| [\d.]+ \(([\d.]+)\)", speeds)
         assert float(found[1]) == said.speed

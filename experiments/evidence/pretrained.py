@@ -7,7 +7,7 @@ document (`questions`): answers, of the forms of question that full precision an
 OUT/MODEL.jsonl, appended as they come; the same command goes on where it was stopped. `pretrained_page --folder OUT`
 makes a page of them.
 
-On a machine without a GPU the defaults are fewer: 1K tokens, four texts, four documents, eight presets.
+On a machine without a GPU the defaults are fewer: 1K tokens, four texts, four documents, and presets without calibration.
 
 --processes N --gpus G starts N processes for each model over G GPUs, with a share of the texts and documents each.
 """
@@ -56,9 +56,10 @@ SECOND = (
 ALL_STORED = ("naive-", "turbo-")
 CONTEXTS = ("4k", "8k", "32k", "16k", "1k")  # the most important first
 MODELS = (packages.SMOLLM2, packages.GEMMA)
-# Options of a machine with a GPU, and of one without.
+# Options of a machine with a GPU, and of one without: presets that need no calibration, which takes a CPU longest.
+UNCALIBRATED = ("int8", "kivi-int4", "int4", "naive-int4", "kivi-int2")
 DEFAULTS = {
-    "kv": ((*FIRST, *SECOND), FIRST),
+    "kv": ((*FIRST, *SECOND), UNCALIBRATED),
     "contexts": (CONTEXTS, ("1k",)),
     "documents": (DOCUMENTS, 4),
     "texts_at_most": (len(TEXTS), 4),
