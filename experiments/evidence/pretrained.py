@@ -7,7 +7,7 @@ document (`questions`): answers, of the forms of question that full precision an
 OUT/MODEL.jsonl, appended as they come; the same command goes on where it was stopped. `pretrained_page --folder OUT`
 makes a page of them.
 
-On a machine without a GPU the defaults are fewer: 1K tokens, four texts, four documents, and presets without calibration.
+On a machine without a GPU the defaults are fewer: 1K tokens, four texts and documents, presets without calibration.
 
 --processes N --gpus G starts N processes for each model over G GPUs, with a share of the texts and documents each.
 """
