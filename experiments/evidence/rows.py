@@ -8,6 +8,7 @@ the model's files and the text, "when" seconds since 1970.
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -54,9 +55,12 @@ def _what(row: Row) -> Key:
 
 def _lines(file: Path) -> Iterator[Row]:
     try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"[rows] cannot read; got {file}: {error.strerror}") from None
+        data = file.read_bytes()
+        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode(errors="replace")
+    except (OSError, EOFError) as error:
+        raise UserError(
+            f"[rows] cannot read; got {file}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     for line in text.splitlines():
         try:
             found = spread(json.loads(line))

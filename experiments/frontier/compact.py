@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.evidence import rows
-from experiments.evidence.measure import KL
+from experiments.frontier.corpus import KL
 from experiments.frontier.pages import NEED
 from experiments.options import Parser
 from mlxkv import console

@@ -1,6 +1,6 @@
 """Print the tables of docs/results/frontier.md: `python -m experiments.frontier.page docs/results/frontier/*.jsonl`.
 
---picture FILE draws KL against bits read; --beside adds published methods, in rows of `experiments.evidence.natural`.
+--picture FILE draws KL against bits read; --beside adds published methods, in rows of `evidence`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.evidence import rows, table
-from experiments.evidence.measure import KL
 from experiments.frontier import every
+from experiments.frontier.corpus import KL
 from experiments.options import Parser
 from experiments.pages.smaller import smaller
 from mlxkv import console

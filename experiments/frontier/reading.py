@@ -15,9 +15,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from experiments.evidence import corpus, rows
-from experiments.evidence.corpus import Held
-from experiments.evidence.measure import KL
+from experiments.evidence import rows
+from experiments.frontier import corpus
+from experiments.frontier.corpus import KL, Held
 from experiments.frontier.study import compared, named
 from experiments.options import Parser, at_least, words
 from mlxkv import console

@@ -11,10 +11,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from experiments.evidence import corpus, rows
-from experiments.evidence.corpus import Held
-from experiments.evidence.measure import KL, RETRIEVAL
+from experiments.evidence import rows
+from experiments.frontier import corpus
 from experiments.frontier.arms import Arm, attend
+from experiments.frontier.corpus import KL, RETRIEVAL, Held
 from experiments.frontier.engine import PAGE, RECENT, SINK, Memory, prefill, read_on
 from experiments.frontier.home import Home, calibrated
 from experiments.options import Parser, at_least, numbers, words

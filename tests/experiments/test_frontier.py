@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from small_models import TINY
 
-from experiments.evidence.corpus import Held
 from experiments.frontier import codes, every, nested, pages, ranking, reading, study
 from experiments.frontier.arms import Arm, attend
 from experiments.frontier.coding import KEYS, VALUES, Codes, Maps, coded, even, learned, uneven
+from experiments.frontier.corpus import Held
 from experiments.frontier.engine import Memory, prefill, read_on
 from experiments.frontier.filled import Filled, tree
 from experiments.frontier.home import Home, calibrated

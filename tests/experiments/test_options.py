@@ -17,12 +17,11 @@ COMMANDS = sorted(
 )
 NEEDED = {"ablation": ["bits"], "ablation.collect": ["x.json"], "collect": ["x"]}
 NEEDED |= {"following": ["shift"], "methods": ["--out", "x"], "orderings": ["seeds"]}
-NEEDED |= {"peer_tests": ["--tests", "x"], "evidence.page": ["x", "--out", "y"]}
+NEEDED |= {"peer_tests": ["--tests", "x"]}
 NEEDED |= {
     "evidence.pretrained": [TINY],
     "latent_kl": ["--model", "x", "--out", "y"],
     "programs": ["--folder", "x"],
-    "evidence.collect": ["rows", "--out", "y"],
 }
 NEEDED |= {
     f"frontier.{n}": ["--models", "x", "--out", "y"]
@@ -30,7 +29,6 @@ NEEDED |= {
 }
 NEEDED |= {"frontier.compact": ["x", "--out", "y"], "frontier.page": ["x"]}
 NEEDED |= {"pages.smaller": ["x"]}
-NEEDED |= {f"evidence.{name}": ["--models", "x", "--out", "y"] for name in ("natural", "selection")}
 
 
 def main_of(name):

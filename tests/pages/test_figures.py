@@ -7,6 +7,7 @@ import re
 import pytest
 import repo_pages
 
+from experiments.evidence import cells
 from experiments.pages import memory
 from mlxkv.doctor.planning import plan_of
 from mlxkv.formats.names import parse_preset
@@ -15,7 +16,8 @@ from mlxkv.models.catalog.sizes import layer_bytes
 
 ROOT = repo_pages.ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODELS = ("natural-gemma", "natural-qwen")
+MODELS = ("smollm2", "gemma-3-270m", "qwen2.5-coder-0.5b")
+CONTEXT = 8192
 NUMBER = re.compile(r"(?<![\w.])\d*\.?\d+")
 
 
@@ -36,14 +38,7 @@ def numbers(cell: str) -> list[float]:
 SAVED = rows(README, "## What you save")
 
 
-def measured(model: str) -> dict[str, list[str]]:
-    """The rows of one model in natural.md, by preset."""
-    text = (ROOT / "docs/results/natural.md").read_text(encoding="utf-8")
-    part = re.split(r"^## natural-", text, flags=re.M)
-    own = next(section for section in part if section.startswith(model.removeprefix("natural-")))
-    own = own.partition("Questions with every value right")[0]
-    lines = re.findall(r"^\| `([\w+.-]+)` \|(.*\[.*)$", own, re.M)
-    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
+FOUND = cells.read(ROOT / "docs/results/pretrained")
 
 
 def close(shown: str, exact: list[float]) -> None:
@@ -55,26 +50,45 @@ def close(shown: str, exact: list[float]) -> None:
         assert abs(float(text) - number) <= half * 1.01, (shown, exact)
 
 
-@pytest.mark.parametrize("preset", [name for name in SAVED if name != "fp16"])
+@pytest.mark.parametrize("preset", SAVED)
 @pytest.mark.parametrize("model", MODELS)
-def test_quality_is_that_of_the_page_of_natural_models(preset, model):
-    cell = SAVED[preset][3 + MODELS.index(model)]
-    found = measured(model).get(preset)
-    if cell == "–":
-        assert found is None, f"{preset} has been measured on {model}"
-        return
-    close(cell, numbers(found[2]))
-    shares = re.findall(r"[\d.]+", SAVED[preset][5])
-    close(shares[min(MODELS.index(model), len(shares) - 1)], numbers(found[6]))
+def test_quality_is_that_of_the_rows_of_pretrained_models(preset, model):
+    found, place = FOUND[model], MODELS.index(model)
+    cells_of = SAVED[preset]
+    close(cells_of[3 + place], [found.kl(preset, CONTEXT).value])
+    shares = NUMBER.findall(cells_of[6])
+    close(shares[min(place, len(shares) - 1)], [found.same(preset, CONTEXT)])
+    if place:
+        assert cells_of[6 + place] == "{} of {}".format(*found.answers(preset, CONTEXT))
+    else:
+        assert not found.counted(CONTEXT), "SmolLM2 answers at 8K: README says it does not"
 
 
-def test_the_answer_of_the_results_is_the_same():
-    answer = rows((ROOT / "docs/results/README.md").read_text(encoding="utf-8"), "| preset |")
-    both = set(answer) & set(SAVED)
-    assert {"int4", "fill-3", "fill-2.25", "int2", "kivi-int2", "oscar-int2"} <= both
+def test_the_table_of_the_results_is_the_same():
+    table = rows((ROOT / "docs/results/README.md").read_text(encoding="utf-8"), "| preset |")
+    both = set(table) & set(SAVED)
+    assert both == set(SAVED) - {"fp16"}
     for name in both:
-        for column in (3, 4, 5):
-            assert numbers(SAVED[name][column]) == numbers(answer[name][column]), (name, column)
+        for place, model in enumerate(MODELS):
+            kl = FOUND[model].kl(name, CONTEXT)
+            close(table[name][2 + place], [kl.value, kl.low, kl.high])
+            assert numbers(SAVED[name][3 + place])[0] == numbers(table[name][2 + place])[0]
+        assert SAVED[name][6] == table[name][5]
+        assert numbers(SAVED[name][7])[0] == numbers(table[name][6])[0]
+        assert numbers(SAVED[name][8])[0] == numbers(table[name][7])[0]
+
+
+def test_what_readme_says_of_bits_and_contexts():
+    part = README[README.index("## What you save") : README.index("## Against")]
+    assert "`int3` has 3.50" in part
+    assert {FOUND[m].bits["int3"] for m in MODELS[::2]} == {3.5}
+    assert "`fill-*` get worse with the context" in part
+    for model in MODELS:
+        for preset in ("fill-3", "fill-2.25"):
+            kl = [FOUND[model].kl(preset, c).value for c in (1024, 4096, 8192)]
+            assert kl == sorted(kl) and kl[-1] > 3 * kl[0], (model, preset)
+    qwen = FOUND[MODELS[2]]
+    assert qwen.kl("int3", 8192).value > 5 * qwen.kl("int3", 4096).value
 
 
 @pytest.mark.parametrize("preset", SAVED)
@@ -89,9 +103,9 @@ def test_bytes_are_those_of_fit(preset):
 
 def test_speed_is_that_of_the_decode_step():
     text = (ROOT / "docs/internals/decode_step.md").read_text(encoding="utf-8")
-    cells = re.search(r"^\| qwen3-4b, 4 bits \| 131072 \|.*", text, re.M)[0].split("|")
-    for preset, column in (("int4", 6), ("int2", 7)):
-        assert numbers(SAVED[preset][6])[0] == numbers(cells[column])[0]
+    cells_of = re.search(r"^\| qwen3-4b, 4 bits \| 131072 \|.*", text, re.M)[0].split("|")
+    said = re.search(r"Decoding at 128K is ([\d.]+) times as fast with `int4`", README)[1]
+    assert float(said) == numbers(cells_of[6])[0]
     at_32k = re.search(r"^\| qwen3-4b, 4 bits \| 32768 \|.*", text, re.M)[0].split("|")
     assert numbers(at_32k[8])[0] < 1, "compression gains something at 32K: README says it does not"
 
@@ -105,15 +119,14 @@ def test_the_table_against_mlx_lm():
     sdpa = re.search(r"\| \| 32768 \|.*\| (\d+) / \d+ us \|", kernels)[1]
     assert numbers(table[name][1]) == [float(sdpa)]
     assert numbers(table[name][2]) == [float(re.search(r"\| int4 \| 4.50 \| ([\d.]+)", kernels)[1])]
-    gemma, qwen = measured("natural-gemma"), measured("natural-qwen")
-    quality = table["quality at 4 bits, gemma and qwen"]
-    for cell, preset in ((quality[1], "naive-int4"), (quality[2].partition(",")[0], "int4")):
-        close(cell, [numbers(found[preset][2])[0] for found in (gemma, qwen)])
-    two = table["quality at 2 bits, natural-gemma"]
-    for cell, preset in ((two[1], "naive-int2"), (two[2].partition("(")[0], "fill-2.25")):
-        shown, _, bits = cell.partition(" at ")
-        close(shown, numbers(gemma[preset][2]))
-        close(bits.split()[0], numbers(gemma[preset][0]))
+    quality = table["KL at 4.5 bits: SmolLM2, Gemma 3, Qwen2.5"]
+    name = next(key for key in table if key.startswith("answers at 8K"))
+    of_full = [FOUND[m].answers("fp16", CONTEXT) for m in MODELS[1:]]
+    assert "full precision {} of {}, {} of {}".format(*of_full[0], *of_full[1]) in name
+    for column, preset in ((1, "naive-int4"), (2, "int4")):
+        close(quality[column], [FOUND[m].kl(preset, CONTEXT).value for m in MODELS])
+        right = [x for m in MODELS[1:] for x in FOUND[m].answers(preset, CONTEXT)]
+        assert numbers(table[name][column]) == right
 
 
 def test_the_picture_is_drawn_by_the_code():
@@ -148,6 +161,5 @@ def test_readme_is_short_and_honest_first():
     lines = README.splitlines()
     assert len(lines) <= 150
     assert lines[3].startswith("**No Mac has run it yet**")
-    quality = README.index("natural-gemma: mean KL")
-    assert "No pretrained model has been run." in README[README.index("## What you save") : quality]
-    assert "make evidence MODEL=" in README[quality : README.index("## Against")]
+    part = README[README.index("## What you save") : README.index("## Against")]
+    assert "Three pretrained models" in part and "make evidence MODEL=" in part

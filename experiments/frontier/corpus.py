@@ -14,8 +14,8 @@ from mlxkv.eval.questions.document import Document
 from mlxkv.eval.tasks.retrieval import MARGIN
 from mlxkv.texts import sources
 
-CALIBRATION, SELECTION, TEST, HAYSTACK = "calibration", "selection", "test", "haystack"
-SPLITS = (SELECTION, TEST)  # whose KL is measured
+KL, RETRIEVAL = "kl", "retrieval"
+CALIBRATION, TEST, HAYSTACK = "calibration", "test", "haystack"
 SEED = "evidence-1"  # count it up when documents or questions change
 QUESTIONS = ("single", "multi-query")  # of 8 each, a document has 16
 
@@ -26,18 +26,13 @@ class Held:
 
     folder: Path | None
 
-    @property
-    def calibrates(self) -> bool:
-        """Whether `calibration` is to be used: the small models of the tests have their own."""
-        return self.folder is not None
-
     @cached_property
     def files(self) -> dict[str, list[Path]]:
         if self.folder is None:
             return {}
         return {
             split: sorted((self.folder / split).glob("*.txt"), key=_order)
-            for split in (CALIBRATION, *SPLITS, HAYSTACK)
+            for split in (CALIBRATION, TEST, HAYSTACK)
         }
 
     def names(self, split: str) -> list[str]:
@@ -101,11 +96,6 @@ class Held:
 
 
 STORIES = 8  # texts of a split for the small models of the tests
-
-
-def kind(name: str) -> str:
-    """Return the kind of a text: prose-3 -> prose."""
-    return re.sub(r"-\d+(\+\d+)?$", "", name)
 
 
 def _order(file: Path) -> tuple[int, str]:

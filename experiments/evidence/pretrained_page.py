@@ -1,0 +1,175 @@
+"""Write the page of pretrained models: `python -m experiments.evidence.pretrained_page`.
+
+It is made of the rows in FOLDER, NAME.jsonl or NAME.jsonl.gz, one file a model, with pictures beside them.
+--keep NAME=FILE first stores the rows of a run of `evidence.pretrained` there, without what no page needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from experiments.evidence import pretrained_picture as picture
+from experiments.evidence.cells import OURS, PAPER, Cells, keep, machine, read
+from experiments.evidence.table import divergence, line, signed
+from experiments.options import Parser, words
+from mlxkv import console
+from mlxkv.errors import UserError
+from mlxkv.eval.arms import BASELINE
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+TITLES = {
+    "smollm2": "SmolLM2 135M Instruct",
+    "gemma-3-270m": "Gemma 3 270M",
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder 0.5B Instruct",
+}
+SHAPES = {
+    "smollm2": "Llama's family; 30 layers, 3 kv heads of 64, 8,192 positions; Q4_1",
+    "gemma-3-270m": "18 layers, 3 of them with full attention, 1 kv head of 256, k-norm; Q4_K_M",
+    "qwen2.5-coder-0.5b": "24 layers, 2 kv heads of 64, keys with a bias; Q4_K_M",
+}
+SHORT = {"smollm2": "SmolLM2", "gemma-3-270m": "Gemma", "qwen2.5-coder-0.5b": "Qwen"}
+FIGURE = re.compile(r"\{(\w+) ([\w.+-]+) (\d+)k(?: (\w+))?\}")
+SAYS = (Path(__file__).parent / "pretrained_says.txt").read_text(encoding="utf-8")
+COLUMNS = ("preset", "bits per value", "KL [95 %]", "dNLL [95 %]", "same next token, %")
+
+
+def page(folder: Path, found: Mapping[str, Cells]) -> str:
+    """Return the page: what it says, where it is of the kept models, then tables."""
+    parts = ["# Pretrained models", ""]
+    known = all(name in found for name in TITLES)
+    if known:
+        parts += [filled(SAYS, found).strip(), ""]
+    parts += [f"![KL against bits per value]({folder.name}/{picture.BITS})", ""]
+    parts += [f"![KL against context]({folder.name}/{picture.CONTEXTS})", ""]
+    for name, cells in found.items():
+        parts += [f"## {TITLES.get(name, name)}", "", _about(folder, cells), ""]
+        for context in cells.contexts:
+            parts += [*_table(cells, context), ""]
+        parts += _papers(cells)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def filled(text: str, found: Mapping[str, Cells]) -> str:
+    """Put figures in place of {MODEL PRESET CONTEXTk WHAT}: KL, or `same`, `right`, `bits`, `rise`, `limits`."""
+
+    def figure(match: re.Match) -> str:
+        short, preset, context, kind = match.groups()
+        name = next(name for name, title in SHORT.items() if title.lower() == short)
+        return _figure(found[name], preset, 1024 * int(context), kind)
+
+    return FIGURE.sub(figure, text)
+
+
+def _figure(cells: Cells, preset: str, context: int, kind: str | None) -> str:
+    if kind == "right":
+        return "{} of {}".format(*cells.answers(preset, context))
+    if kind == "same":
+        return f"{cells.same(preset, context):.1f}"
+    if kind == "bits":
+        return f"{cells.bits[preset]:.4g}"
+    if kind == "limits":
+        return divergence(cells.kl(preset, context))
+    return divergence(cells.kl(preset, context).value)
+
+
+def _about(folder: Path, cells: Cells) -> str:
+    made = machine(folder, cells.name)
+    device = made.get("machine", {}).get("device") or made.get("machine", {}).get("chip", "")
+    versions = made.get("versions", {})
+    used = ", ".join(f"{x} {versions[x]}" for x in ("mlxkv", "mlx", "mlx-lm") if x in versions)
+    about = [SHAPES.get(cells.name), device, used]
+    return ". ".join(filter(None, about)) + "."
+
+
+def _table(cells: Cells, context: int) -> list[str]:
+    """Return the table of one context with our windows, or nothing."""
+    presets = cells.presets(OURS, context)
+    if not presets:
+        return []
+    length, texts = cells.lengths[context], len(cells.values(presets[0], context))
+    title = f"### {_k(context)} tokens"
+    about = f"{texts} texts, {length:,} tokens before the ones that count."
+    counted = cells.counted(context)
+    heads = list(COLUMNS)
+    if counted:
+        about += f" Questions that full precision answers: {', '.join(counted)}."
+        heads.append("answers")
+    elif cells.forms.get(context):
+        best = max(cells.forms[context].values())
+        about += f" Full precision fails the questions here ({100 * best:.0f} % of its best form): none count."
+    lines = [title, "", about, "", line(heads), line(["---"] * len(heads))]
+    for preset in presets:
+        row = _cells(cells, preset, context, OURS)
+        if counted:
+            right = cells.answers(preset, context)
+            row.append("/".join(map(str, right)) if right else "–")
+        lines.append(line(row))
+    return lines
+
+
+def _cells(cells: Cells, preset: str, context: int, windows: str) -> list[str]:
+    name = "full precision" if preset == BASELINE else f"`{preset}`"
+    if preset == BASELINE:
+        return [name, "16", "0", "0", "100"]
+    rise = signed(cells.likelihood(preset, context, windows))
+    kl = divergence(cells.kl(preset, context, windows))
+    return [name, _bits(cells, preset), kl, rise, f"{cells.same(preset, context, windows):.1f}"]
+
+
+def _bits(cells: Cells, preset: str) -> str:
+    return f"{cells.bits[preset]:.2f}"
+
+
+def _papers(cells: Cells) -> list[str]:
+    """Return one table of the windows of each method's paper: KL by context."""
+    contexts = [c for c in cells.contexts if cells.presets(PAPER, c)]
+    if not contexts:
+        return []
+    presets = list(dict.fromkeys(p for c in contexts for p in cells.presets(PAPER, c)))
+    heads = ["preset", "bits per value", *(f"KL at {_k(c)} [95 %]" for c in contexts)]
+    heads.append("the same with first and last 64 exact, " + _k(contexts[-1]))
+    lines = ["### Each method's own windows", ""]
+    lines += ["`naive-*` and `turbo-*` keep no token exact there, as their authors do.", ""]
+    lines += [line(heads), line(["---"] * len(heads))]
+    for preset in presets:
+        row = [f"`{preset}`", _bits(cells, preset)]
+        row += [
+            divergence(cells.kl(preset, c, PAPER)) if cells.measured(preset, c, PAPER) else "–"
+            for c in contexts
+        ]
+        row.append(divergence(cells.kl(preset, contexts[-1]).value))
+        lines.append(line(row))
+    return [*lines, ""]
+
+
+def _k(context: int) -> str:
+    return f"{context // 1024}K" if context % 1024 == 0 else str(context)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("evidence.pretrained_page", __doc__)
+    add = parser.add_argument
+    add("--folder", type=Path, default=RESULTS / "pretrained", help="of rows and pictures")
+    add("--out", type=Path, help="the page; default: FOLDER.md")
+    add("--keep", type=words, default=(), help="NAME=FILE,...: rows of runs to store in FOLDER")
+    args = parser.parse_args(arguments)
+    for text in args.keep:
+        name, _, file = text.partition("=")
+        if not file or "/" in name:
+            raise UserError(f"[--keep] not NAME=FILE; got {text!r}; write gemma=gemma.jsonl")
+        console.note(f"kept {keep(Path(file), name, args.folder)}")
+    found = {name: one for name, one in read(args.folder).items() if one.texts}
+    if not found:
+        raise UserError(f"[--folder] no rows; got {args.folder}; run evidence.pretrained first")
+    found = dict(sorted(found.items(), key=lambda x: (*TITLES, x[0]).index(x[0])))
+    out = args.out or args.folder.with_suffix(".md")
+    for name, text in picture.drawn(found, SHORT).items():
+        (args.folder / name).write_text(text, encoding="utf-8")
+    out.write_text(page(args.folder, found), encoding="utf-8")
+    console.note(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    console.run_tool(main)

@@ -1,0 +1,164 @@
+"""Draw KL of pretrained models against bits per value, and against the context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from experiments.evidence.cells import OURS, Cells
+from experiments.pages.smaller import smaller
+from mlxkv import plots
+from mlxkv.eval.arms import BASELINE
+
+BITS, CONTEXTS = "bits.svg", "contexts.svg"
+CONTEXT = 8192  # of the first picture, or the longest below it
+LINES = ("int4", "int3", "fill-3", "fill-2.25", "int2", "naive-int4", "kivi-int2")
+COLOURS = {"ours": "#0b5cad", "mlx-lm": "#c2410c", "papers": "#6b7280"}
+LABELS = {"ours": "mlxkv's presets", "mlx-lm": "mlx-lm's codes", "papers": "methods of papers"}
+MOST_BITS = 5.3  # 8 bits would press the others together
+OWN = ("int", "fill-", "centred-")
+
+
+def drawn(found: Mapping[str, Cells], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the SVG text of both pictures, by file."""
+    return {BITS: against_bits(found, names), CONTEXTS: against_context(found, names)}
+
+
+def maker(preset: str) -> str:
+    if preset.startswith("naive-"):
+        return "mlx-lm"
+    return "ours" if preset.startswith(OWN) else "papers"
+
+
+def against_bits(found: Mapping[str, Cells], names: Mapping[str, str]) -> str:
+    with plots.pyplot() as plt:
+        figure, axes = plt.subplots(1, len(found), figsize=(5.2 * len(found), 6.8), squeeze=False)
+        for axis, (name, cells) in zip(axes[0], found.items(), strict=True):
+            context = max((c for c in cells.contexts if c <= CONTEXT), default=cells.contexts[0])
+            presets = [
+                p
+                for p in cells.presets(OURS, context)
+                if p != BASELINE and cells.bits[p] <= MOST_BITS
+            ]
+            points = {p: (cells.bits[p], cells.kl(p, context).value) for p in presets}
+            for preset, (x, y) in points.items():
+                axis.plot([x], [y], "o", color=COLOURS[maker(preset)], markersize=5)
+            axis.set_yscale("log")
+            axis.set_xlim(1.0, MOST_BITS + 0.9)
+            axis.set_xticks([2, 3, 4, 5])
+            axis.set_title(f"{names.get(name, name)}, {cells.lengths[context]:,} tokens")
+            axis.set_xlabel("bits per value")
+            _labelled(figure, axis, points)
+        axes[0, 0].set_ylabel("mean KL over texts (nats)")
+        for kind, label in LABELS.items():
+            axes[0, 0].plot([], [], "o", color=COLOURS[kind], label=label)
+        figure.legend(loc="upper center", ncol=3, bbox_to_anchor=(0.5, 1.05))
+        figure.tight_layout()
+        return smaller(plots.svg(figure))
+
+
+def _labelled(figure, axis, points: Mapping[str, tuple[float, float]]) -> None:
+    """Write each name right of its point, moved up or down until it lies on no other name or point."""
+    figure.canvas.draw()
+    at = {name: axis.transData.transform(point) for name, point in points.items()}
+    size, scale = 8.5, figure.dpi / 72
+    high = 1.18 * size * scale
+    taken: list[tuple[float, float, float, float]] = []
+    dots = [(x - 8, y - 8, x + 8, y + 8) for x, y in at.values()]
+    for name in sorted(at, key=lambda n: -at[n][1]):
+        x, y = at[name]
+        wide = 0.58 * size * scale * len(name)
+        steps = [0.0] + [s * k * high / 4 for k in range(1, 80) for s in (1, -1)]
+        sides = (x + 9, x - 9 - wide)
+        boxes = [
+            (a, y + step - high / 2, a + wide, y + step + high / 2) for step in steps for a in sides
+        ]
+        low, top = axis.bbox.y0, axis.bbox.y1
+        free = (
+            box
+            for box in boxes
+            if box[0] >= axis.bbox.x0 + 2
+            and low <= box[1]
+            and box[3] <= top
+            and not any(_meet(box, other) for other in [*taken, *dots])
+        )
+        box = next(free, boxes[0])
+        taken.append(box)
+        middle = ((box[0]) - x) / scale, ((box[1] + box[3]) / 2 - y) / scale
+        axis.annotate(
+            name,
+            points[name],
+            xytext=middle,
+            textcoords="offset points",
+            fontsize=size,
+            va="center",
+            color=COLOURS[maker(name)],
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#bbbbbb",
+                "linewidth": 0.6,
+                "shrinkA": 1,
+                "relpos": (0.0 if middle[0] > 0 else 1.0, 0.5),
+            }
+            if abs(middle[1]) > size / 2
+            else None,
+        )
+
+
+def _meet(a: tuple, b: tuple) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def against_context(found: Mapping[str, Cells], names: Mapping[str, str]) -> str:
+    with plots.pyplot() as plt:
+        figure, axes = plt.subplots(
+            1, len(found), figsize=(4.6 * len(found), 4.6), sharey=True, squeeze=False
+        )
+        for axis, (name, cells) in zip(axes[0], found.items(), strict=True):
+            ends = {}
+            for i, preset in enumerate(LINES):
+                some = [c for c in cells.contexts if cells.measured(preset, c)]
+                if not some:
+                    continue
+                means = [cells.kl(preset, c).value for c in some]
+                dashed = maker(preset) != "ours"
+                axis.plot(
+                    some,
+                    means,
+                    "o--" if dashed else "o-",
+                    color=f"C{i}",
+                    markersize=4,
+                    linewidth=1.5,
+                )
+                ends[preset] = (some[-1], means[-1], f"C{i}")
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xticks(cells.contexts, [f"{c // 1024}K" for c in cells.contexts])
+            axis.minorticks_off()
+            axis.set_title(names.get(name, name))
+            axis.set_xlabel("context, tokens")
+            axis.set_ylim(5e-4, 4)
+            axis.set_xlim(0.85 * cells.contexts[0], 3.2 * cells.contexts[-1])
+            _at_the_ends(figure, axis, ends)
+        axes[0, 0].set_ylabel("mean KL over texts (nats)")
+        figure.tight_layout()
+        return smaller(plots.svg(figure))
+
+
+def _at_the_ends(figure, axis, ends: Mapping[str, tuple[float, float, str]]) -> None:
+    """Write each name right of the end of its line, none on another."""
+    figure.canvas.draw()
+    size, scale = 9, figure.dpi / 72
+    above = float("inf")
+    for name, (x, y, colour) in sorted(ends.items(), key=lambda one: -one[1][1]):
+        place = axis.transData.transform((x, y))[1]
+        target = min(place, above - 1.25 * size * scale)
+        above = target
+        axis.annotate(
+            name,
+            (x, y),
+            xytext=(8, (target - place) / scale),
+            textcoords="offset points",
+            fontsize=size,
+            va="center",
+            color=colour,
+        )
