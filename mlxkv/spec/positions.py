@@ -13,7 +13,7 @@ moment at position 0,
 
 so its mean over positions multiplies the entries by means of exp(j w t), which are geometric sums:
 
-    mean over start <= t < stop of exp(j w t) = exp(j w (start + stop - 1) / 2) sin(w n / 2) / (n sin(w / 2)), n = stop - start.
+    mean over start <= t < start + n of exp(j w t) = exp(j w (start + (n - 1) / 2)) sin(n w / 2) / (n sin(w / 2)).
 
 A pair keeps its energy (w = 0), gives up what tells its two channels apart (2 w), and its products with other pairs
 (w_a - w_b, w_a + w_b) and with channels that do not turn (w_a), each as soon as n is past a turn: slow pairs keep all
