@@ -107,3 +107,27 @@ def test_keys_without_positions_do_not_turn():
 def test_other_dependence_on_position_is_no_rotation(kind):
     assert rotary.measured(rows("turns"), 2**-23) is not None
     assert rotary.measured(rows(kind), 2**-23) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "pairs"),
+    (
+        ("gpt_oss", positions.rotary_pairs(64)),  # YaRN, sinks
+        ("gemma4_text", np.array([(i, i + 64) for i in range(16)])),  # a quarter of the pairs turns
+        (
+            "deepseek_v2",
+            positions.rotary_pairs(32, 32, interleaved=True),
+        ),  # rotary channels come last
+        ("falcon_h1", positions.rotary_pairs(64)),  # base 1e11: slow pairs stand still
+        ("jamba", np.zeros((0, 2), int)),  # no RoPE
+    ),
+)
+def test_other_families(family, pairs):
+    wanted = {tuple(one) for one in pairs}
+    for one in measure(family, longest=16384):
+        got = {tuple(pair) for pair in one.pairs}
+        assert got <= wanted and (family == "falcon_h1" or got == wanted)
+
+
+def test_layers_that_read_the_keys_of_another():
+    assert all(len(one.pairs) for one in measure("gemma3n"))

@@ -48,14 +48,13 @@ def measured(rows: Mapping[int, np.ndarray], resolution: float) -> Rotary | None
     norms = np.sqrt((moved**2).sum(0))
     least = STILL * resolution * np.sqrt((start**4).sum(0) * len(others))
     turning = np.flatnonzero(norms > least)
-    opposite = moved[:, turning].T @ moved[:, turning]
-    gap = norms[turning, None] ** 2 + norms[turning] ** 2 + 2 * opposite  # |d_a + d_b|^2
+    gap = norms[:, None] ** 2 + norms**2 + 2 * moved.T @ moved  # |d_a + d_b|^2
     np.fill_diagonal(gap, np.inf)
-    partner = gap.argmin(1) if len(turning) > 1 else np.zeros(len(turning), int)
-    if len(turning) % 2 or (partner[partner] != np.arange(len(turning))).any():
+    partner = gap.argmin(1)
+    if (partner[partner[turning]] != turning).any():
         return None
-    pairs = np.array([(turning[i], turning[j]) for i, j in enumerate(partner) if i < j], int)
-    pairs = pairs.reshape(-1, 2)
+    found = {(min(a, b), max(a, b)) for a, b in zip(turning, partner[turning], strict=True)}
+    pairs = np.array(sorted(found), int).reshape(-1, 2)
     z = start[:, pairs[:, 0]] + 1j * start[:, pairs[:, 1]]
     w, t = np.zeros(len(pairs)), 1
     while t in others:

@@ -28,11 +28,16 @@ class PositionCache:
     def __init__(self, offset: int):
         self.offset = offset
         self.keys: mx.array | None = None
+        self.values: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.keys = keys
+        self.keys, self.values = keys, values
         self.offset += keys.shape[2]
-        return keys, values
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """As they were handed over, for layers that read those of another."""
+        return self.keys, self.values
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return None  # one token sees itself
