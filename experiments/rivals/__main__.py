@@ -2,7 +2,7 @@
 
 The arms are plain operations on a plain cache, which pay for no speed and save no memory: each codes the tokens
 that have left the windows and decodes them at once. Fits see one calibration, the same for all; presets of
-mlxkv stand beside them with the same calibration and windows. `mlxkv.spec.transform_coding` says which published
+mlxkv stand beside them with the same calibration and windows. `mlxkv.spec.mixed.transform_coding` says which published
 text each arm follows, and how far:
 
 rotation           OSCAR at 2 bits, as a control: the preset oscar-int2 has to come out alike

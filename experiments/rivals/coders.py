@@ -1,4 +1,4 @@
-"""Code vectors and decode them at once, by plain operations in float32. Spec: `mlxkv.spec.transform_coding`.
+"""Code vectors and decode them at once, by plain operations in float32. Spec: `mlxkv.spec.mixed.transform_coding`.
 
 A coder maps x [B, G, T, D] to what a cache would give back, and knows its bits per number, headers included,
 without maps, means and codebooks, which belong to the model.
@@ -18,7 +18,7 @@ from mlxkv.formats import matrices
 from mlxkv.formats.affine import Affine
 from mlxkv.formats.calibration import balance
 from mlxkv.formats.config import Side
-from mlxkv.spec import transform_coding as spec
+from mlxkv.spec.mixed import transform_coding as spec
 
 HEADER = 16  # bits of one number in float16
 

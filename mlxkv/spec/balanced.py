@@ -24,7 +24,7 @@ Centred keys: with the mean m of a kv head's keys after RoPE taken from every ke
 exactly, since all scores of a query lose the same number. That holds as long as every key which the query sees
 is without m, those of the exact windows too, and nothing stands beside the scores (sink logits) or bends
 them (soft-capping). What is left has Sigma - m m^T as its second moment, and the map is made for that. After
-OptR (arXiv 2608.02691), which removes the mean before its rotations; `transform_coding.centred` is its formula.
+OptR (arXiv 2608.02691), which removes the mean before its rotations; `mixed.transform_coding.centred` is its formula.
 
 Row vectors: stored = x @ down, x = stored @ up, query @ up^T meets stored. `G` kv heads, `H` query
 heads, `D` head dim.

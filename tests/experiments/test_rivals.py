@@ -12,7 +12,7 @@ from experiments.rivals.caches import Lossy
 from experiments.rivals.coders import Coder, Fit
 from mlxkv.errors import UserError
 from mlxkv.spec import affine, oscar
-from mlxkv.spec import transform_coding as spec
+from mlxkv.spec.mixed import transform_coding as spec
 
 DIMS = 32
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlxkv.spec import affine, balanced
-from mlxkv.spec import transform_coding as spec
+from mlxkv.spec.mixed import transform_coding as spec
 
 
 def normal(*shape, seed=0):

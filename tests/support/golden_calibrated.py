@@ -9,7 +9,7 @@ from golden_learned import learned
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as balanced_ref
 from mlxkv.spec import oscar as oscar_ref
-from mlxkv.spec import transform_coding
+from mlxkv.spec.mixed import transform_coding
 
 BALANCED = ((16, 4, 2), (24, 2, 1))  # D, H, G
 SCALED = ((32, 2, 2), (40, 2, 1))  # D, H, G

@@ -1,1 +1,1 @@
-"""The law of codes whose bits differ by channel or direction, and how backends are compared with it."""
+"""The law of codes whose bits differ by channel or direction, their comparison, and published siblings."""

@@ -1,0 +1,132 @@
+"""What keys turn by, measured on models of many families, against the formulas of their configs."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from random_models import random_model
+
+from mlxkv.formats.calibration import rotary
+from mlxkv.models.calibration.rotations import ROWS, rotations
+from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.hooks.probe import leaves
+from mlxkv.spec import positions
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def plain(dims, base=1e4):
+    return base ** (-np.arange(0, dims, 2) / dims)
+
+
+def llama3(dims, base=1e4):
+    wave = 2 * np.pi / plain(dims, base)
+    smooth = np.clip((64 / wave - 1) / 3, 0, 1)
+    return plain(dims, base) * ((1 - smooth) / 8 + smooth)
+
+
+def measure(family, longest=32768, dtype=None, **changes):
+    model = random_model(family, **changes)
+    if dtype is not None:
+        model.set_dtype(dtype)
+    make = own_make_cache(model)
+    places = [place for place, cache in leaves(make()) if type(cache).__name__.endswith("KVCache")]
+    found = rotations(model, make, places, mx.arange(ROWS) % 64, longest)
+    return [found[place] for place in places]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "pairs", "frequencies"),
+    (
+        ("llama", {}, positions.rotary_pairs(64), plain(64)),
+        ("llama", {"rope_theta": 1e6}, positions.rotary_pairs(64), plain(64, 1e6)),
+        (
+            "llama",
+            {"rope_traditional": True},
+            positions.rotary_pairs(64, interleaved=True),
+            plain(64),
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            positions.rotary_pairs(64),
+            plain(64) / 4,
+        ),
+        ("llama", {"rope_scaling": LLAMA3}, positions.rotary_pairs(64), llama3(64)),
+        ("qwen2", {"rope_theta": 1e6}, positions.rotary_pairs(64), plain(64, 1e6)),
+        ("stablelm", {}, positions.rotary_pairs(32), plain(32)),
+    ),
+)
+def test_pairs_and_frequencies_are_those_of_the_config(family, changes, pairs, frequencies):
+    for one in measure(family, **changes):
+        np.testing.assert_array_equal(one.pairs, pairs)
+        np.testing.assert_allclose(one.frequencies, frequencies, rtol=1e-4, atol=1e-7)
+
+
+def test_layers_of_gemma_have_bases_of_their_own():
+    local, whole, *_ = measure("gemma3_text", rope_theta=1e6)
+    np.testing.assert_allclose(local.frequencies, plain(64, 1e4), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(whole.frequencies, plain(64, 1e6), rtol=1e-4, atol=1e-7)
+
+
+def test_yarn_is_measured_with_its_factor():
+    (one, *_) = measure("llama", rope_scaling=YARN)
+    fast, slow = one.frequencies[0], one.frequencies[-1]
+    assert fast == pytest.approx(1.0, rel=1e-4)
+    assert slow == pytest.approx(plain(64)[-1] / 4, rel=1e-3)
+
+
+def test_half_precision_is_as_exact_far_away():
+    for one in measure("llama", dtype=mx.bfloat16):
+        np.testing.assert_array_equal(one.pairs, positions.rotary_pairs(64))
+        np.testing.assert_allclose(one.frequencies * 32768, plain(64) * 32768, atol=0.05)
+
+
+def rows(kind, count=ROWS, dims=8):
+    x = np.random.default_rng(0).standard_normal((count, dims))
+    pairs = positions.rotary_pairs(dims)
+    out = {}
+    for t in rotary.positions(4096):
+        frequencies = plain(dims) * (t > 1000 and kind == "bends") + plain(dims)
+        turned = positions.turned(x, np.full(count, t), pairs, frequencies)
+        out[t] = {"none": x, "grows": x * (1 + 1e-3 * t), "added": x + np.sin(t)}.get(kind, turned)
+    return out
+
+
+def test_keys_without_positions_do_not_turn():
+    assert len(rotary.measured(rows("none"), 2**-23).pairs) == 0
+
+
+@pytest.mark.parametrize("kind", ("grows", "added", "bends"))
+def test_other_dependence_on_position_is_no_rotation(kind):
+    assert rotary.measured(rows("turns"), 2**-23) is not None
+    assert rotary.measured(rows(kind), 2**-23) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "pairs"),
+    (
+        ("gpt_oss", positions.rotary_pairs(64)),  # YaRN, sinks
+        ("gemma4_text", np.array([(i, i + 64) for i in range(16)])),  # a quarter of the pairs turns
+        (
+            "deepseek_v2",
+            positions.rotary_pairs(32, 32, interleaved=True),
+        ),  # rotary channels come last
+        ("falcon_h1", positions.rotary_pairs(64)),  # base 1e11: slow pairs stand still
+        ("jamba", np.zeros((0, 2), int)),  # no RoPE
+    ),
+)
+def test_other_families(family, pairs):
+    wanted = {tuple(one) for one in pairs}
+    got = {tuple(pair) for pair in measure(family, longest=16384)[-1].pairs}
+    assert got <= wanted and (family == "falcon_h1" or got == wanted)
+
+
+def test_layers_that_read_the_keys_of_another():
+    assert all(len(one.pairs) for one in measure("gemma3n"))
