@@ -21,6 +21,7 @@ from cuda_track.codec import maps
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.packing import as_file, from_file
 from cuda_track.models import latent, restored
+from cuda_track.models.examine import layers_of
 from cuda_track.models.layers import CompressedCache, CompressedLayer, holds_state, plain_layers
 from cuda_track.models.loader import Loaded
 from cuda_track.models.parallel import insist_on_one
@@ -31,7 +32,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_preset
 from mlxkv.formats.saved import session
 from mlxkv.formats.saved.session import Saved
-from mlxkv.models.catalog.shapes import layers_of, text_config
+from mlxkv.models.catalog.shapes import text_config
 
 MLX_LM = "0.32"  # whose format of prompt caches this is
 PLAIN, ROTATING = "KVCache", "RotatingKVCache"

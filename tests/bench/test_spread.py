@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from on_emulator import make
-from random_models import random_model
+from random_models import config_of, random_model
 
 from mlxkv.bench.kernels import attend, encode
 from mlxkv.bench.kernels.case import Shape
@@ -55,7 +55,7 @@ def test_kernels_are_timed(monkeypatch):
         assert row["by"] == "kernels" and not row["wrong"] and row["us"] > 0
         row = encode.row("fill-2.25", presets["fill-2.25"], SHAPE, 128, dtype, 1e9)
         assert row["by"] == "kernels" and row["page_us"] > 0
-        config = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2}
-        config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-        subject = Subject(None, config, "random", mx.float32)
+        sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+        model = random_model("llama", **sizes, head_dim=64)
+        subject = Subject(model, config_of("llama") | sizes, "random", mx.float32)
         assert subject.decoded_by("fill-2.25") == "kernels"

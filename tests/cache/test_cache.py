@@ -246,7 +246,8 @@ def test_a_trim_beyond_exact_tokens_leaves_what_was_read(left):
     assert cache.trimmable == 400 and cache.trim(400 - left) == 400 - left
     assert cache._count_pages == (left - SMALL.sink) // SMALL.page
     for x, y in zip(seen(cache), before, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-6)
+        # A page alone is turned back by another order of sums than all pages at once.
+        np.testing.assert_allclose(x, y, atol=1e-5)
     feed(cache, values, keys, [60, 1, 39])
     assert cache.offset == left + 100
     whole = SMALL.sink + (left - SMALL.sink) // SMALL.page * SMALL.page
