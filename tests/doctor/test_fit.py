@@ -235,16 +235,18 @@ PARAMETERS = {
     "qwen3.6-27b": 26.9,
     "qwen3.6-35b": 34.7,
     "qwen3.8-27b": 26.9,
+    "smollm2": 0.1345,
     "smollm2-1.7b": 1.71,
     "smollm3-3b": 3.08,
 }
 
 
 @pytest.mark.parametrize("alias", HUB)
-def test_fit_knows_the_aliases_without_the_hub(alias, capsys, monkeypatch):
+def test_fit_knows_the_aliases_without_the_hub(alias, capsys, monkeypatch, tmp_path):
     def no_network(*args, **kwargs):
         raise AssertionError("reached for the hub")
 
+    monkeypatch.setenv("MLXKV_MODELS", str(tmp_path))
     monkeypatch.setattr("mlxkv.models.catalog.locate.fetch", no_network)
     monkeypatch.setattr("mlxkv.models.catalog.locate.cached", lambda name: None)
     plain = {k: v for k, v in known.CONFIGS[alias].items() if k != "quantization"}
