@@ -167,7 +167,7 @@ def _weights(base: Path, short: bool) -> Iterator[Case]:
     """Weights whose numbers are wrong; headers are the part of `hostile_model`."""
     source = Path(TINY) / WEIGHTS
     weights = load_file(source)
-    name = "model.layers.3.mlp.down_proj.scales"  # codes are whole numbers
+    name = "model.layers.3.mlp.down_proj.weight"
     assert name in weights
     for what, value in {"NaN": np.nan, "infinity": np.inf}.items():
         folder = whole(base / f"weights {what}")

@@ -10,6 +10,7 @@ import pytest
 from random_models import tokens
 from read_caches import maker, memory_of, read
 from serving import LONG, get, send, serving, until
+from small_models import TINY
 
 from mlxkv.errors import UserError
 from mlxkv.models import load
@@ -44,8 +45,8 @@ def test_keys_come_from_options_and_the_environment(monkeypatch):
     seen = []
     monkeypatch.setenv("MLXKV_API_KEY", "x\ny")
     monkeypatch.setattr("mlxkv.serve.run.run", seen.append)
-    serve(api_key=None)
-    serve(api_key=["z"])
+    serve(model=TINY, api_key=None)
+    serve(model=TINY, api_key=["z"])
     assert [one.api_keys for one in seen] == [("x", "y"), ("z",)]
 
 
