@@ -90,6 +90,7 @@ def steps(asked: Asked) -> int:
 def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
     """Return rows as in `parts`, with the bits per value of pages over all compressed layers."""
     loaded = load(asked.model, "fp16")
+    dims = [(s.key_dim, s.value_dim) for s in layers_of(loaded.model) if s.kind == "full"]
     found = candidates()
     wanted = {name: found[name] for name in names if name != BASELINE}
     arms = Protecting(
@@ -98,7 +99,6 @@ def measure(asked: Asked, names: list[str], progress: Progress) -> Results:
         protected={name: arm.protected for name, arm in wanted.items() if arm.protected},
     )
     rows = parts.judge(asked, arms, names, progress)
-    dims = [(s.key_dim, s.value_dim) for s in layers_of(loaded.model) if s.kind == "full"]
     for name, arm in wanted.items():
         bits = [arm.config.bits_per_value(*pair) for pair in dims]
         for i in arm.protected:
