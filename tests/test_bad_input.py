@@ -7,6 +7,7 @@ import json
 
 import pytest
 from random_model import write_model, write_tokenizer
+from small_models import TINY
 
 from mlxkv.chat.session import Session
 from mlxkv.cli import main
@@ -87,7 +88,7 @@ def test_empty_prompt(chat):
 
 def test_no_stdin_at_all(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
-    assert main(["chat"]) == 2
+    assert main(["chat", "-m", TINY]) == 2
     assert capsys.readouterr().err.startswith("[chat] empty prompt")
 
 
@@ -184,14 +185,14 @@ def test_fit(fails, tmp_path):
     config.write_text("[]")
     assert "not the config" in fails("fit", "--config", config)
     config.write_text('{"model_type": "bert"}')
-    assert "num_hidden_layers" in fails("fit", "--config", config)
+    assert "no hidden_size" in fails("fit", "--config", config)
     assert "--context" in fails("fit", "--context", "long")
     assert "--memory" in fails("fit", "--memory", "much")
     assert "--kv" in fails("fit", "--kv", "int5")
     assert "no such model" in fails("fit", "--model", "no-such-model")
     assert "hub" in fails("fit", "--model", "nobody/no-such-model-here")
     config.write_text(json.dumps({"num_hidden_layers": 2}))
-    assert "num_attention_heads" in fails("fit", "--config", config)
+    assert "no hidden_size" in fails("fit", "--config", config)
 
 
 def test_interrupt_is_130(fails, monkeypatch, capsys):
