@@ -1,4 +1,4 @@
-"""Intervals of means, ratios and shares from few texts.
+"""Intervals of means, ratios and shares from few texts, and letters for what they do not tell apart.
 
 Texts are what is drawn at random: tokens of one text, and questions about one document, are alike. So
 every interval here resamples texts or documents, and two presets are compared on the same ones.
@@ -11,7 +11,7 @@ the ratio of two means of the same texts 91 to 94 with widened percentiles
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import exp, log, sqrt
@@ -205,3 +205,40 @@ def _wider(plain: Interval, drawn: Interval) -> Interval:
     if not (plain.known and drawn.known):
         return plain
     return Interval(plain.value, min(plain.low, drawn.low), max(plain.high, drawn.high))
+
+
+def apart(texts: Mapping[str, Sequence[float]], level: float = LEVEL) -> set[frozenset[str]]:
+    """Return the pairs of names whose ratio of means is told apart from 1. texts: by name, numbers over
+    the same texts."""
+    names = list(texts)
+    return {
+        frozenset((a, b))
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        if not ratio(texts[a], texts[b], level).holds(1.0)
+    }
+
+
+def letters(names: Sequence[str], pairs: set[frozenset[str]]) -> dict[str, str]:
+    """Return letters for `names`, in their order: two names share one exactly if they are not in `pairs`
+    (insert and absorb; Piepho, J. Computational and Graphical Statistics 13, 2004)."""
+    columns = [set(names)]
+    for pair in sorted(pairs, key=sorted):
+        one, other = sorted(pair)
+        for column in [c for c in columns if pair <= c]:
+            columns.remove(column)
+            for left in (column - {one}, column - {other}):
+                if not any(left <= c for c in columns):
+                    columns = [c for c in columns if not c < left] + [left]
+    place = {name: i for i, name in enumerate(names)}
+    columns.sort(key=lambda column: sorted(place[name] for name in column))
+    return {
+        name: "".join(_letter(i) for i, column in enumerate(columns) if name in column)
+        for name in names
+    }
+
+
+def _letter(index: int) -> str:
+    """a to z, A to Z, then numbers in brackets."""
+    alphabet = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return alphabet[index] if index < len(alphabet) else f"({index})"

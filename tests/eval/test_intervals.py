@@ -102,3 +102,31 @@ def test_what_is_lost_is_paired_by_question():
     assert found.value == pytest.approx(3 / 16) and found.low > 0.1
     assert intervals.lost(base, base).holds(0.0)
     assert intervals.lost(base, base).high == pytest.approx(0.029, abs=1e-3)
+
+
+def pair(a, b):
+    return frozenset((a, b))
+
+
+def test_letters_are_shared_exactly_by_what_is_not_told_apart():
+    assert intervals.letters("abc", set()) == {"a": "a", "b": "a", "c": "a"}
+    assert intervals.letters("ab", {pair("a", "b")}) == {"a": "a", "b": "b"}
+    chain = intervals.letters("abc", {pair("a", "c")})
+    assert chain == {"a": "a", "b": "ab", "c": "b"}
+    rng = np.random.default_rng(3)
+    for _ in range(30):
+        names = [f"n{i}" for i in range(9)]
+        apart = {
+            pair(x, y) for i, x in enumerate(names) for y in names[i + 1 :] if rng.random() < 0.5
+        }
+        found = intervals.letters(names, apart)
+        for i, x in enumerate(names):
+            for y in names[i + 1 :]:
+                assert bool(set(found[x]) & set(found[y])) == (pair(x, y) not in apart)
+
+
+def test_apart_takes_pairs_whose_ratio_excludes_one():
+    hard = [0.1, 0.5, 0.2, 2.0, 0.7, 0.3, 0.9, 0.4]
+    texts = {"a": hard, "b": [1.01 * x + 0.02 * (-1) ** i for i, x in enumerate(hard)]}
+    texts["c"] = [3 * x for x in hard]
+    assert intervals.apart(texts) == {pair("a", "c"), pair("b", "c")}
