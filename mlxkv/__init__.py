@@ -1,8 +1,15 @@
 """Local LLMs with a compressed KV cache, on MLX. Importing this brings no framework in: `load`, `attach` and
 `detach` of `mlxkv.models` do when they are first asked for."""
 
+import sys
+
 __version__ = "0.1.0"
 __all__ = ["attach", "detach", "load"]
+
+if sys.platform == "linux":
+    from mlxkv import blas
+
+    blas.put_in_front()
 
 
 def __getattr__(name: str):

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-import fast_blas
 import pytest
 
 # Nothing in the suite may reach for the hub: a test that does fails at once. `smollm2` alone asks the package index.
@@ -25,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-BLAS, BLAS_SAID = fast_blas.put_in_front()  # before anything imports MLX
+from mlxkv import blas  # noqa: E402 - before anything imports MLX
 
 
 def pytest_report_header() -> list[str]:
@@ -49,7 +48,7 @@ def pytest_report_header() -> list[str]:
     lacking = [f"{name} ({reason})" for name, reason in checks.items() if reason]
     return [
         f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, numpy {version('numpy')}",
-        f"BLAS of the CPU backend: {BLAS_SAID}",
+        f"BLAS of the CPU backend: {'NumPy' if blas.in_front else 'MLX'}'s",
         f"backends that run: {', '.join(runs)}; not on this machine: {', '.join(missing) or 'none'}",
         f"kernel checks that do not run: {'; '.join(lacking) or 'none'}",
     ]
@@ -178,8 +177,6 @@ def _light_processes():
     with pytest.MonkeyPatch.context() as patch:
         paths = (processes, os.environ.get("PYTHONPATH"))
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        if BLAS:
-            patch.setenv("MLXKV_TEST_BLAS", str(BLAS))
         yield
 
 

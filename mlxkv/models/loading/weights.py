@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxkv import blas
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.folder import Folder
 from mlxkv.models.catalog.hub import first_line
@@ -119,15 +120,17 @@ def set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
 
 
 def fit_cpu(model: nn.Module) -> None:
-    """Prepare a model for products on a CPU, where the reference BLAS of MLX's wheel for Linux adds up columns several
-    times faster than rows: matrices stay [out, in], but lie in memory by columns. Codes are decoded up to DECODED
-    bytes, which is faster than to decode them in every product."""
+    """Prepare a model for products on a CPU. Codes are decoded up to DECODED bytes, which is faster than to decode them
+    in every product. The reference BLAS of MLX's wheel for Linux adds up columns several times faster than rows: for
+    it matrices stay [out, in], but lie in memory by columns."""
     from mlx_lm.utils import dequantize_model
 
     sizes = (m.weight.size * 32 // m.bits * 4 for m in model.modules() if hasattr(m, "bits"))
     if 0 < sum(sizes) <= DECODED:
         dequantize_model(model)
         model.set_dtype(mx.float32)
+    if blas.in_front:
+        return
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding) and "scales" not in module:
             module.weight = mx.contiguous(module.weight.T).T

@@ -2,7 +2,7 @@
 
 It finds no torch, as on most Macs: transformers, which mlx-lm imports, takes it wherever it is, and that is
 most of what such a process would do. With `MLXKV_TEST_TORCH=1` (the fixture `with_torch`) it finds it.
-And it multiplies as the tests do (fast_blas.py): `MLXKV_TEST_BLAS` is the library.
+And it multiplies as mlxkv does (mlxkv/blas.py), whether it imports that or not.
 """
 
 import os
@@ -10,7 +10,6 @@ import sys
 from importlib.machinery import PathFinder
 
 TORCH = os.environ.get("MLXKV_TEST_TORCH") == "1"
-BLAS = os.environ.get("MLXKV_TEST_BLAS")
 
 
 class Light(PathFinder):
@@ -18,11 +17,8 @@ class Light(PathFinder):
     def find_spec(cls, fullname, path=None, target=None):
         if fullname == "torch" and not TORCH:
             return None
-        if fullname == "mlx.core" and BLAS:
-            import ctypes
-
-            # Global names are looked up before those that MLX's library brings along.
-            ctypes.CDLL(BLAS, os.RTLD_NOW | os.RTLD_GLOBAL)
+        if fullname == "mlx.core":
+            import mlxkv  # noqa: F401
         return super().find_spec(fullname, path, target)
 
 

@@ -1,0 +1,86 @@
+"""Multiply MLX's matrices by NumPy's OpenBLAS, on Linux.
+
+MLX's wheel for Linux brings Netlib's reference BLAS, a tenth as fast as the OpenBLAS in NumPy's wheel, whose names have
+an affix and whose integers have 64 bits. A library of three functions, compiled once by the C compiler of this machine
+and kept in the user's cache folder, hands the products over. Without a compiler MLX multiplies by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+
+from mlxkv import console, files
+from mlxkv.errors import UserError
+
+# One row times a large matrix is a product with a vector, which OpenBLAS gives to all cores.
+TEXT = """
+#include <stdint.h>
+#define FORWARD(NAME, T, SCALAR) \\
+  void scipy_##NAME##64_(int, int, int, int64_t, int64_t, int64_t, SCALAR, const T*, int64_t, const T*, int64_t, \\
+                         SCALAR, T*, int64_t); \\
+  void NAME(int layout, int ta, int tb, int m, int n, int k, SCALAR alpha, const T* a, int lda, const T* b, int ldb, \\
+            SCALAR beta, T* c, int ldc) { \\
+    BEFORE scipy_##NAME##64_(layout, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc); \\
+  }
+#define BEFORE
+FORWARD(cblas_dgemm, double, double)
+FORWARD(cblas_cgemm, void, const void*)
+#undef BEFORE
+#define BEFORE \\
+    if (m == 1 && layout == 101 && ta == 111 && (int64_t)n * k > 1 << 16) { \\
+      int plain = tb == 111; \\
+      scipy_cblas_sgemv64_(101, plain ? 112 : 111, plain ? k : n, plain ? n : k, alpha, b, ldb, a, 1, beta, c, 1); \\
+      return; \\
+    }
+void scipy_cblas_sgemv64_(int, int, int64_t, int64_t, float, const float*, int64_t, const float*, int64_t, float,
+                          float*, int64_t);
+FORWARD(cblas_sgemm, float, float)
+"""
+in_front = False  # whether OpenBLAS multiplies
+
+
+def put_in_front() -> None:
+    """Load the library before MLX is imported, if this machine can have it."""
+    global in_front
+    if sys.platform != "linux" or "mlx.core" in sys.modules or in_front:
+        return
+    openblas, compiler = _openblas(), shutil.which("cc") or shutil.which("gcc")
+    if openblas is None or compiler is None:
+        return
+    with suppress(OSError, UserError, subprocess.SubprocessError):
+        # Global names are looked up before those that MLX's library brings along.
+        ctypes.CDLL(str(_library(openblas, compiler)), os.RTLD_NOW | os.RTLD_GLOBAL)
+        in_front = True
+
+
+def _openblas() -> Path | None:
+    """The OpenBLAS of NumPy 2's wheels; other builds of NumPy have none, or name it otherwise."""
+    numpy = find_spec("numpy")
+    folder = Path(numpy.origin).parents[1] / "numpy.libs" if numpy else Path()
+    return next(folder.glob("libscipy_openblas64_*.so"), None)
+
+
+def _library(openblas: Path, compiler: str) -> Path:
+    folder = console.cache_dir() / "blas"
+    os.close(files.own_folder(folder, "blas"))
+    path = folder / f"{sha256(f'{TEXT}{openblas}'.encode()).hexdigest()[:24]}.so"
+    if not path.exists():
+        draft = path.with_suffix(f".{os.getpid()}")
+        command = [compiler, "-O1", "-fPIC", "-shared", "-x", "c", "-", "-x", "none", str(openblas)]
+        command += [f"-Wl,-rpath,{openblas.parent}", "-o", str(draft)]
+        try:
+            subprocess.run(
+                command, input=TEXT, text=True, capture_output=True, check=True, timeout=60
+            )
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    return path
