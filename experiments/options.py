@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,28 +33,6 @@ class Parser(argparse.ArgumentParser):
 def words(text: str) -> tuple[str, ...]:
     """'a, b,a' -> ('a', 'b')."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    """'128,64' -> (128, 64). Raises UserError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise UserError(f"[{option}] not whole numbers; got {text!r}; write them like 128,64,32")
-    return tuple(dict.fromkeys(map(int, parts)))
-
-
-def pairs(texts: Sequence[str], option: str) -> tuple[tuple[float, float], ...]:
-    """['.96,.92'] -> ((.96, .92),). Raises UserError."""
-    out = []
-    for text in texts:
-        try:
-            keys, values = map(float, text.split(","))
-        except ValueError:
-            raise UserError(
-                f"[{option}] not two numbers; got {text!r}; write KEYS,VALUES such as .96,.92"
-            ) from None
-        out.append((keys, values))
-    return tuple(dict.fromkeys(out))
 
 
 def at_least(option: str, got: int, least: int) -> None:

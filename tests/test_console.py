@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from experiments import orderings
 from mlxkv import console
 from mlxkv.cli import main
 from mlxkv.errors import MachineError, UserError
@@ -32,13 +31,6 @@ def test_a_tool_ends_in_one_line(outcome, code, said, capsys):
     with pytest.raises(SystemExit) as ended:
         console.run_tool(main)
     assert ended.value.code == code and capsys.readouterr().err == said
-
-
-def test_orderings_refuse_too_few_seeds(capsys):
-    with pytest.raises(SystemExit) as ended:
-        console.run_tool(lambda: orderings.main(["seeds", "--seeds", "1"]))
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("[--seeds]")
 
 
 RAW = "\x1b]0;owned\x07\x1b[31mred\x9b\x7f\r\nnext\tend\u202e\udc9b [/b]"

@@ -164,14 +164,14 @@ def presets() -> list[str]:
         "**Bits** are per stored value of a page at head dim 128, scales included, without the tokens that stay "
         "exact (the first 64 and at least the last 64, unless the row says otherwise).",
         "**Needs** is what has to be made first: `mlxkv calibrate` is one pass over 8,900 tokens, made on first "
-        "use by `chat` and `serve` and kept; the embedded models bring theirs.",
+        "use by `chat` and `serve` and kept.",
         "**Decodes by**: kernels that read codes on a GPU, or plain operations of MLX everywhere. What each costs "
         "in quality is in [results](../results/README.md), how fast in [kernels](../internals/kernels.md).",
         "",
         "A pair takes its keys from one preset and its values from another (`int8/int4`). Names take numbers: "
         "`int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens, "
         "`+read0.5` keeps all and [reads half](../internals/page_selection.md) of them at each step. "
-        "`fill-2.25`, or any number of bits a value: [bits by direction](../results/fill.md).",
+        "`fill-2.25`, or any number of bits a value: [bits by direction](../internals/README.md).",
     ]
     left = dict(LISTED)
     for title, starts in (*PAPERS, ("others", ("",))):

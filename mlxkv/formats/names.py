@@ -36,7 +36,7 @@ from mlxkv.formats.presets import PRESETS, filled, low_rank
 
 METHODS = ("static", "oja")
 FILL = "fill"
-# As measured in docs/results/oja.md.
+# Codes of the low-rank presets, a scale a token in groups of 64.
 PLAIN = {
     "int8": Affine(8, 64),
     "int4": Affine(4, 64),

@@ -124,7 +124,7 @@ def _oja(share: float, quantizer: Quantizer | None = None) -> CacheConfig:
 
 def filled(rate: float) -> CacheConfig:
     """Bits by direction, `rate` a value: keys without their mean. Of 128 exact tokens the first four and the last 124
-    cost least (docs/results/selection.md)."""
+    cost least (docs/results/history.md)."""
     sides = (Side(Fill(rate), name) for name in (f"{FILLED}-centred", FILLED))
     return CacheConfig(*sides, sink=4, recent=124)
 
@@ -143,7 +143,7 @@ CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
 
 PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
-    # int8 and int4 need no calibration. int3 and int2 do, and bits by direction do better (docs/results/natural.md).
+    # int8 and int4 need no calibration. int3 and int2 do.
     "int8": _both(8, "none"),
     # Beside latents these three have rotary keys of 8 bits (docs/results/latents.md).
     "int4": _short(CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64)))),

@@ -1,7 +1,6 @@
 """A folder of a model with latents (MLA), random weights, in transformers and in MLX: logits, maps, sessions."""
 
-import sys
-from dataclasses import replace
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+import transformers
 from small_models import TINY
 
 from cuda_track.cache.latent import LatentKVCache
@@ -24,7 +24,6 @@ from mlxkv.models import prompt_cache as mlx_prompt_cache
 from mlxkv.models.calibration import measure
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).parents[2]
 IDS = np.random.default_rng(0).integers(5, 3000, 460).tolist()
 KV = ("int8", "int4+rope8", "hadamard-int3", "balanced-int3")
 NEW = [5, 77, 300]
@@ -32,20 +31,22 @@ NEW = [5, 77, 300]
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> Path:
-    """tiny-mla with two narrow layers and random weights, as training/ exports it."""
-    sys.path.insert(0, str(ROOT / "training"))
-    try:
-        import configs
-        import export
-        import model
-    finally:
-        sys.path.remove(str(ROOT / "training"))
+    """Two narrow layers of DeepSeek-V3 with latents of 128 and rotary keys of 32, without experts."""
     torch.manual_seed(0)
-    made = model.Model(replace(configs.CONFIGS["tiny-mla"], layers=2, width=128, ff=128))
+    config = transformers.DeepseekV3Config(
+        vocab_size=3072, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=8, q_lora_rank=None, kv_lora_rank=128,
+        qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64, first_k_dense_replace=2,
+        max_position_embeddings=8192, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=[4, 2],
+        pad_token_id=0,
+    )  # fmt: skip
+    made = transformers.DeepseekV3ForCausalLM(config).half()
     for name, p in made.named_parameters():
         p.data += (0.1 if "norm" in name else 0.05) * torch.randn_like(p)
     out = tmp_path_factory.mktemp("mla") / "hub"
-    export.write(made, Path(TINY), out)
+    made.save_pretrained(out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(Path(TINY) / name, out / name)
     return out
 
 

@@ -1,12 +1,13 @@
-"""Steps over latents, timed against mlx-lm's own: what is compared first, and what becomes of an error."""
+"""Latents: their bytes, and steps timed against mlx-lm's own."""
 
 import json
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from on_emulator import make_mma
 
-from experiments import latent_speed
+from experiments import latent_bytes, latent_speed
 from mlxkv.metal import launch
 
 
@@ -68,3 +69,13 @@ def test_a_kernel_that_does_not_build_is_plain_ops_with_its_reason(tmp_path):
 def test_rows_stop_when_the_time_is_over(tmp_path, capsys):
     latent_speed.main(["--tokens", "500", "--steps", "1", "--seconds", "0"])
     assert "no time" in capsys.readouterr().err
+
+
+def test_bytes_are_those_of_the_page(capsys):
+    latent_bytes.main(["--tokens", "600", "--kv", "int4,int4+rope16"])
+    said = capsys.readouterr().out.split("\n")
+    page = Path(__file__).parents[2] / "docs/results/latents.md"
+    for preset in ("int4", "int4+rope16"):
+        bits, size, share = next(x.split()[1:4] for x in said if x.split()[:1] == [preset])
+        start = f"| {bits} | {size} | {share.lstrip('0')} |"
+        assert start in page.read_text(encoding="utf-8")

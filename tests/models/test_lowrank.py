@@ -168,14 +168,6 @@ def test_a_text_that_changes_its_kind_shows_in_the_table():
     ]
 
 
-def test_orthonormality_and_memory_over_many_tokens(capsys):
-    from experiments import following
-
-    following.main(["drift", "--decode", "96", "--kv", "oja-0.75+int4"])
-    row = next(line for line in capsys.readouterr().out.splitlines() if "oja-0.75+int4" in line)
-    assert float(row.split()[1]) < 1e-5 and int(row.split()[2]) > 0
-
-
 def test_plain_codes_are_per_token_and_presets_bring_theirs():
     assert parse_kv("oja-0.75+int4") == parse_kv("oja-0.750+int4")  # a preset, and the grammar
     for name, bits in (("static-0.5+int3", 3), ("oja-r96+int2", 2)):

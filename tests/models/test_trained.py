@@ -15,7 +15,6 @@ from mlxkv.texts.worlds.documents import render
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
 
-ROOT = Path(__file__).parents[2]
 PATHS = {"tiny": TINY, "tiny-qwen": QWEN}
 MODELS = tuple(PATHS)
 FILES = (
@@ -172,25 +171,3 @@ def test_codes_are_found_in_a_long_text(loaded):
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         reply = greedy(model, ids, make_prompt_cache(model), set(tokenizer.eos_token_ids))
         assert tokenizer.decode(reply) == needle.answer
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_training_code_and_huggingface_agree(name, tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    monkeypatch.syspath_prepend(str(ROOT / "training"))
-    import export
-    from configs import CONFIGS
-    from model import Model
-
-    torch.manual_seed(0)
-    model = Model(CONFIGS[name])
-    for key, p in model.named_parameters():
-        if "norm" in key or key.endswith("bias"):
-            p.data += 0.1 * torch.randn_like(p)
-    export.write(model, folder(name), tmp_path)
-    ours = export.read(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ids = torch.randint(5, CONFIGS[name].vocab, (1, 700))
-    with torch.no_grad():
-        torch.testing.assert_close(ours.logits(ours(ids)), theirs(ids).logits, rtol=0, atol=1e-4)

@@ -30,7 +30,7 @@ class Block:
 
 def pages() -> list[Path]:
     """All Markdown pages that belong to the repository."""
-    folders = ("docs", "cuda_track", "experiments", "mlxkv", "tests", "training")
+    folders = ("docs", "cuda_track", "experiments", "mlxkv", "tests")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*.md")]
     return sorted([*ROOT.glob("*.md"), *found])
 
