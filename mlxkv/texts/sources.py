@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from random import Random
 
 from mlxkv.errors import UserError
 from mlxkv.texts import corpus
-from mlxkv.texts.worlds import stories
-from mlxkv.texts.worlds.pydocs import python_topics
+from mlxkv.texts.pydocs import python_topics
 
 CALIBRATES = 4  # one in this many topics of Python's documentation is for calibration
 PARAGRAPH = 80  # characters; a paragraph at least this long in two topics counts as shared text
@@ -119,14 +117,6 @@ def _stretches(loaded, count: int, most: int, files: list[Path]) -> list[Text]:
         if turn < len(found) and len(found[turn]) == own
     ]
     return out[:most] or [evaluation_tokens(loaded, count, files)]
-
-
-def story_tokens(loaded, count: int, seed: str = "perplexity") -> list[int]:
-    """Return `count` tokens of held-out stories, without BOS."""
-    tokens, source = [], stories(Random(seed))
-    while len(tokens) < count:
-        tokens += loaded.tokenizer.encode(next(source) + BETWEEN, add_special_tokens=False)
-    return tokens[:count]
 
 
 def check(files: Sequence[Path]) -> None:

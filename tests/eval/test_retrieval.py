@@ -19,17 +19,10 @@ from mlxkv.eval.questions.document import KINDS, QUERIES, Question, rounds, spre
 from mlxkv.eval.tasks import greedy, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load
-from mlxkv.texts.worlds import haystack
 
 MAKERS = {"worlds": planted.document, "plain": plain.document}
-# Gates and published results depend on these texts.
-HAYSTACKS = {
-    "single": "05eafe2b1ec1933a",
-    "multi4": "32d1a5bc6c0d9ce7",
-    "values": "9883cc5904df50f4",
-    "unseen": "344f4d0875dcda59",
-    "mixed": "b3a1123869b27326",
-}
+# What was measured depends on these texts.
+TEXTS = {900: "aa2f4d621d5baee2", 3000: "a94f36ff72c99847"}
 SMALL = TaskOptions(contexts=(768,), questions=3, samples=2)
 
 
@@ -37,11 +30,11 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-@pytest.mark.parametrize("kind", HAYSTACKS)
-def test_haystacks_are_what_they_were(kind):
-    stack = haystack(kind, Random(f"fixed-{kind}"), 900)
-    digest = hashlib.sha256((stack.text + repr(stack.needles)).encode()).hexdigest()
-    assert digest[:16] == HAYSTACKS[kind]
+@pytest.mark.parametrize("length", TEXTS)
+def test_documents_of_the_small_worlds_are_what_they_were(length):
+    made = planted.document(Random(f"fixed-{length}"), length, 8, words)
+    digest = hashlib.sha256((made.text + repr(made.questions)).encode()).hexdigest()
+    assert digest[:16] == TEXTS[length]
 
 
 @pytest.mark.parametrize("needles", MAKERS)

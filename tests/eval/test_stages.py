@@ -15,7 +15,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from on_emulator import make
 from random_models import FAMILIES, random_model, tokens
-from small_models import QWEN
+from small_models import QWEN, story_tokens
 
 from mlxkv.codec.codec import Codec, codec
 from mlxkv.eval.arms import BASELINE, Arms
@@ -25,7 +25,6 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach, load
 from mlxkv.models.hooks.taps import observe, put_observers
-from mlxkv.texts.sources import story_tokens
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 LEFT_OUT = {"deepseek_v3", "mamba2"}

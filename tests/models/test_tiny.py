@@ -4,13 +4,12 @@ from functools import cache
 from math import log
 
 import pytest
-from small_models import QWEN, TINY
+from small_models import QWEN, TINY, story_tokens
 
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load
-from mlxkv.texts.sources import story_tokens
 
 CONTEXT, QUESTIONS = 1536, 12
 

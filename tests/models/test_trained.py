@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from small_models import DATA, QWEN, TINY, decode
 
+from mlxkv.eval.questions import planted
 from mlxkv.models import detach, load
-from mlxkv.texts.worlds import chat_questions, haystack
-from mlxkv.texts.worlds.documents import render
+from mlxkv.texts.worlds import chat_questions
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
@@ -40,7 +40,7 @@ def loaded(request):
 
 
 def ids_of(tokenizer, length: int) -> list[int]:
-    text = haystack("single", Random("ids"), length, measure=lambda t: len(t) // 3).text
+    text = planted.document(Random("ids"), length, 4, lambda text: len(text) // 3).text
     return tokenizer.encode(text)[:length]
 
 
@@ -133,7 +133,11 @@ def test_the_chat_template_writes_what_training_saw(loaded):
         {"role": "user", "content": "What is 2 plus 3?"},
     ]
     written = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert written == "<bos>" + "".join(text for text, _ in render(chat))
+    assert written == (
+        "<bos><start_of_turn>user\nBe kind.\n\nHello!<end_of_turn>\n"
+        "<start_of_turn>model\nHello! How can I help you?<end_of_turn>\n"
+        "<start_of_turn>user\nWhat is 2 plus 3?<end_of_turn>\n<start_of_turn>model\n"
+    )
     assert set(tokenizer.eos_token_ids) >= {2, 4}
 
 
@@ -165,9 +169,9 @@ def test_codes_are_found_in_a_long_text(loaded):
     from mlx_lm.models.cache import make_prompt_cache
 
     _, model, tokenizer = loaded
-    stack = haystack("unseen", Random("found"), 3000, measure=len)
-    for needle in stack.needles[:1]:
-        chat = [{"role": "user", "content": f"{stack.text}\n\n{needle.question}"}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-        reply = greedy(model, ids, make_prompt_cache(model), set(tokenizer.eos_token_ids))
-        assert tokenizer.decode(reply) == needle.answer
+    document = planted.document(Random("found"), 3000, 1, len)
+    asked = document.of("multi-key")[0]  # a name that training never saw
+    chat = [{"role": "user", "content": f"{document.text}\n\n{asked.question}"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    reply = greedy(model, ids, make_prompt_cache(model), set(tokenizer.eos_token_ids))
+    assert tokenizer.decode(reply) == asked.answer

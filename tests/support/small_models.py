@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from mlxkv.formats.calibration import artifact
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
+from mlxkv.texts.worlds import stories
 
 DATA = Path(__file__).parents[1] / "data"
 WEIGHTS, CALIBRATION = "model.safetensors", f"{artifact.NAME}.safetensors"
@@ -72,3 +74,11 @@ def _folder(name: str) -> str:
 
 
 TINY, QWEN = map(_folder, ("tiny", "tiny-qwen"))
+
+
+def story_tokens(loaded, count: int) -> list[int]:
+    """Return `count` tokens of held-out stories, without BOS."""
+    tokens, source = [], stories(Random("perplexity"))
+    while len(tokens) < count:
+        tokens += loaded.tokenizer.encode(f"{next(source)}\n\n", add_special_tokens=False)
+    return tokens[:count]

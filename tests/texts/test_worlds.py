@@ -4,11 +4,8 @@ import re
 from itertools import islice
 from random import Random
 
-import pytest
-
-from mlxkv.texts.worlds import KINDS, chat_questions, documents, haystack, stories
-from mlxkv.texts.worlds.chat import conversation
-from mlxkv.texts.worlds.facts import RELATIONS, new_facts, new_key
+from mlxkv.texts.worlds import chat_questions, stories
+from mlxkv.texts.worlds.facts import CODE, ask, more_values, new_facts
 from mlxkv.texts.worlds.grammar import (
     article,
     choose_form,
@@ -28,63 +25,10 @@ def sample_stories(n: int = 400) -> list[str]:
     return list(islice(stories(Random("test-sample")), n))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_gives_the_same_haystack(kind):
-    assert haystack(kind, Random("a"), 400) == haystack(kind, Random("a"), 400)
-    assert haystack(kind, Random("a"), 400) != haystack(kind, Random("b"), 400)
-
-
 def test_chat_questions_are_fixed():
     assert chat_questions("test") == chat_questions("test")
     assert len(chat_questions("test")) == 50
     assert len(chat_questions("test", 7)) == 7
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [300, 2000])
-def test_a_haystack_holds_its_answers(kind, length):
-    stack = haystack(kind, Random(f"holds-{kind}"), length, questions=12)
-    assert 0.9 * length <= len(stack.text.split()) <= 1.05 * length
-    assert stack.needles
-    for needle in stack.needles:
-        assert needle.kind == kind
-        assert 0 <= needle.depth < 1
-        cursor = 0
-        for value in needle.values:
-            assert value in stack.text
-            cursor = needle.answer.index(value, cursor) + len(value)
-        assert needle.question[-1] in "?." and needle.answer[-1] == "."
-
-
-def test_kinds_ask_for_as_many_values_as_they_say():
-    for kind, least, most in (
-        ("single", 1, 1),
-        ("multi2", 2, 2),
-        ("multi4", 4, 4),
-        ("values", 2, 3),
-    ):
-        needles = haystack(kind, Random(1), 600).needles
-        assert all(least <= len(needle.values) <= most for needle in needles)
-
-
-def test_needles_stand_at_every_depth():
-    depths = [n.depth for s in range(6) for n in haystack("single", Random(s), 900).needles]
-    assert min(depths) < 0.1 and max(depths) > 0.9
-
-
-def test_distractors_have_the_form_of_the_needle():
-    stack = haystack("single", Random(2), 1500, facts=40)
-    assert len(re.findall(r"\b\d{4}\b", stack.text)) == 40
-
-
-def test_length_may_be_measured_in_another_unit():
-    stack = haystack("single", Random(3), 4000, measure=len)
-    assert 0.9 * 4000 <= len(stack.text) <= 1.05 * 4000
-
-
-def test_an_unknown_kind_is_named_with_the_choices():
-    with pytest.raises(ValueError, match="unknown kind 'triple'. Choose from: single"):
-        haystack("triple", Random(0), 100)
 
 
 def test_made_up_names_are_split():
@@ -94,33 +38,20 @@ def test_made_up_names_are_split():
     assert not any(map(held_out, train)) and all(map(held_out, test))
 
 
-def test_training_keys_never_are_held_out_names():
+def test_keys_of_tests_are_held_out_names():
     rng = Random(6)
-    words = [word for _ in range(4000) for word in new_key(rng).split()]
+    assert all(held_out(fact.key) for fact in new_facts(rng, CODE, 200, names="test"))
+    words = [word for fact in new_facts(rng, CODE, 400) for word in fact.key.split()]
     assert {word for word in words if held_out(word)} <= set(PEOPLE)  # ordinary names are in both
 
 
-def test_unseen_haystacks_ask_for_held_out_names_only():
-    for needle in haystack("unseen", Random(7), 900).needles:
-        key = next(f for f in re.findall(r"[A-Z][a-z]+", needle.answer) if f != "The")
-        assert held_out(key)
-
-
 def test_ways_to_ask_are_split():
-    for relation in RELATIONS:
-        for said in range(len(relation.statements)):
-            forms = len(relation.questions)
-            assert forms >= 6
-            for split in ("train", "test"):
-                form = choose_form(Random(0), relation.name, said, forms, split)
-                assert combination_held_out(relation.name, said, form) == (split == "test")
-
-
-def test_no_test_question_comes_up_in_training():
-    asked = {messages[-1]["content"] for messages, _ in chat_questions("test")}
-    rng = Random("train-sample")
-    seen = {user for _ in range(4000) for user, _ in conversation(rng)}
-    assert not asked & seen
+    forms = len(CODE.questions)
+    assert forms >= 6
+    for said in range(len(CODE.statements)):
+        for split in ("train", "test"):
+            form = choose_form(Random(0), CODE.name, said, forms, split)
+            assert combination_held_out(CODE.name, said, form) == (split == "test")
 
 
 def test_articles_plurals_and_lists():
@@ -168,16 +99,14 @@ def test_a_world_remembers_its_state():
             assert any(place in s for s in story.sentences)
 
 
-def test_facts_of_one_relation_have_keys_of_their_own():
-    for relation in RELATIONS:
-        facts = new_facts(Random(9), relation, 30)
-        assert len({f.key for f in facts}) == 30
-        for fact in facts:
-            assert fact.key.removeprefix("the ") in fact.sentence and fact.value in fact.sentence
-
-
-def test_documents_mark_answers():
-    source = documents(Random("train-test"), 1024)
-    pieces = [piece for _ in range(60) for piece in next(source)]
-    assert {weight for _, weight in pieces} >= {1, 3, 4}
-    assert all(text for text, _ in pieces)
+def test_facts_have_keys_of_their_own_and_answers_name_them():
+    rng = Random(9)
+    facts = new_facts(rng, CODE, 30)
+    assert len({f.key for f in facts}) == 30
+    for fact in facts:
+        assert fact.key in fact.sentence and fact.value in fact.sentence
+        question, answer = ask(rng, fact, "test")
+        assert fact.key in question and fact.value in answer
+        same = more_values(rng, fact, 3)
+        assert {f.key for f in same} == {fact.key} and len({f.value for f in same}) == 3
+        assert same[0].value == fact.value

@@ -1,14 +1,12 @@
 """A document of the small worlds, for models that were trained on them: codes in a long story.
 
-Keys, forms and questions are as in `worlds.haystack`, but all kinds of questions share one text,
-which is read once, and the facts of each kind are at even depths.
+All kinds of questions share one text, which is read once, and the facts of each kind are at even depths.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from random import Random
 
 from mlxkv.errors import UserError
@@ -22,8 +20,15 @@ from mlxkv.eval.questions.document import (
     rounds,
     spread,
 )
-from mlxkv.texts.worlds.facts import CODE, Fact, ask, ask_many, ask_values, four_digits, new_facts
-from mlxkv.texts.worlds.needles import more_values, paragraphs
+from mlxkv.texts.worlds.facts import (
+    CODE,
+    Fact,
+    ask,
+    ask_many,
+    ask_values,
+    more_values,
+    new_facts,
+)
 from mlxkv.texts.worlds.stories import stories
 
 FACT = 17  # tokens of a fact, about
@@ -44,16 +49,15 @@ def document(
     is too short.
     """
     sizes = Sizes.fit(length, questions, FACT)
-    relation = replace(CODE, value=four_digits)
-    seen = new_facts(rng, relation, sizes.keys + sizes.lists)
+    seen = new_facts(rng, CODE, sizes.keys + sizes.lists)
     single, firsts = seen[: sizes.keys], seen[sizes.keys :]
-    near = new_facts(rng, relation, sizes.near, names="test")
+    near = new_facts(rng, CODE, sizes.near, names="test")
     lists = [more_values(rng, first, rng.randrange(2, 4)) for first in firsts]
     groups = [single, near, [fact for same in lists for fact in same]]
     room = length - sum(measure(" " + fact.sentence) for group in groups for fact in group)
     said = [[fact.sentence for fact in group] for group in groups]
     if text is None:
-        made = paragraphs(rng, spread(rng, filler(_sentences(rng), room, measure), said))
+        made = _paragraphs(rng, spread(rng, filler(_sentences(rng), room, measure), said))
     else:
         made = _inside(rng, text, room, measure, said)
     depth = depth_of(made)
@@ -94,6 +98,14 @@ def _inside(rng: Random, text: str, room: int, measure, groups: list[list[str]])
             gap = "\n" if piece.endswith("\n") else " "
         out.append(f"{piece}{gap}" if piece in facts else piece)
     return "".join(out)
+
+
+def _paragraphs(rng: Random, sentences: list[str]) -> str:
+    """Join sentences to a text, sometimes with a new paragraph."""
+    parts = [sentences[0]] if sentences else []
+    for sentence in sentences[1:]:
+        parts += ["\n\n" if rng.random() < 0.1 else " ", sentence]
+    return "".join(parts)
 
 
 def _sentences(rng: Random) -> Iterator[str]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from random import Random
 from zlib import crc32
 
-SPLITS = ("train", "test")
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
 
 _SILENT_H = ("hour", "honest", "heir")

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - one step or answer a line reads better than wrapped ones
-"""A little knowledge and small talk: (direct question, indirect question, answer), and set phrases."""
+"""A little knowledge: (direct question, indirect question, answer)."""
 
 # Asked in the frames of grammar.ways.
 KNOWN = (
@@ -47,36 +47,4 @@ KNOWN = (
     ("where does the sun set", "where the sun sets", "The sun sets in the west."),
     ("when is Christmas", "when Christmas is", "Christmas is in December."),
     ("who wrote Hamlet", "who wrote Hamlet", "William Shakespeare wrote Hamlet."),
-)  # fmt: skip
-
-SORRY = "I am sorry, I do not know that. I am a small model."
-
-# What the models cannot do; {x} is any word.
-BEYOND = (
-    "Write a poem.", "Write a poem about {x}.", "Write a song about {x}.", "Write a letter to {x}.",
-    "Write an essay about {x}.", "Can you help me with my {x}?", "Help me with {x}.", "Explain {x}.",
-    "Explain how {x} works.", "How does {x} work?", "What do you think about {x}?", "What is {x}?",
-    "Who is {x}?", "Who was {x}?", "How do I repair {x}?", "How can I learn {x}?", "How do I cook {x}?",
-    "Translate {x} into French.", "What does {x} mean?", "Is {x} good for me?", "Why is {x} important?",
-    "When was {x} invented?", "Who invented {x}?", "How much is {x}?", "Where can I buy {x}?",
-    "Can you write {x} for me?", "Give me advice about {x}.", "Compare {x} and {y}.", "Summarise {x}.",
-    "What is better, {x} or {y}?", "Do you know {x}?", "Tell me the history of {x}.", "Draw {x}.",
-    "Please solve {x}.", "What happened to {x}?", "How old is {x}?", "How tall is {x}?", "Plan a trip to {x}.",
-    "What should I eat with {x}?", "Can you teach me {x}?", "Describe {x}.", "Why do people like {x}?",
-)  # fmt: skip
-
-# Lines of everyday talk, each with ways to say it and one answer.
-SMALL_TALK = (
-    (("Hello!", "Hi!", "Hello there.", "Good morning.", "Hey!", "Hi there!", "hello", "hi", "Hello", "Hi", "Good evening."), "Hello! How can I help you?"),
-    (("How are you?", "How are you today?", "Are you well?", "How do you feel?", "How is it going?", "Are you fine?"), "I am fine, thank you."),
-    (("Who are you?", "What are you?", "Tell me who you are.", "Please introduce yourself.", "What is your name?", "Do you have a name?", "Are you a person?"), "I am a small language model. I can tell stories and answer simple questions."),
-    (("What can you do?", "How can you help me?", "What do you know?", "Tell me what you can do.", "What are you good at?", "Help!"), "I can tell a story, remember facts from a text, and do small sums."),
-    (("Thank you.", "Thanks!", "Thank you very much.", "Thanks a lot!", "That was helpful.", "Well done."), "You are welcome!"),
-    (("Goodbye.", "Bye!", "See you tomorrow.", "Good night.", "I have to go now.", "bye"), "Goodbye! Have a nice day."),
-    (("I am sad.", "I feel sad today.", "I am not well.", "Today was a bad day.", "I am lonely.", "I feel bad."), "I am sorry to hear that. Shall I tell you a story?"),
-    (("I am happy.", "Today was a good day.", "I feel great.", "I am so glad today.", "Life is good.", "I had a nice day."), "I am glad to hear that!"),
-    (("I am bored.", "What shall I do?", "Give me an idea.", "I have nothing to do.", "Entertain me.", "What should I do today?"), "You could read a book, take a walk, or write a letter to a friend."),
-    (("Do you like music?", "Do you like books?", "What do you like?", "Do you like stories?", "What is your hobby?", "Do you have a hobby?"), "I like stories best of all."),
-    (("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Say something funny.", "A joke, please.", "Can you tell me a joke?"), "Why did the book go to the doctor? Because its back hurt."),
-    (("What is the meaning of life?", "Who won the game yesterday?", "What will happen tomorrow?", "How does an engine work?", "What is the news today?", "Who is the president?", "What time is it?", "What is the weather like?", "How old is the king?", "Explain physics."), SORRY),
 )  # fmt: skip

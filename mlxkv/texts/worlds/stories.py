@@ -6,7 +6,7 @@ from random import Random
 
 from mlxkv.texts.worlds.grammar import capital, choose_form, counted, number, ways
 from mlxkv.texts.worlds.plots_away import AWAY
-from mlxkv.texts.worlds.plots_home import HOME, Plot
+from mlxkv.texts.worlds.plots_home import HOME
 from mlxkv.texts.worlds.words import (
     ANIMALS,
     COLOURS,
@@ -40,7 +40,6 @@ class Story:
     sentences: list[str] = field(default_factory=list)
     questions: list[tuple[tuple[str, ...], str, int]] = field(default_factory=list)
     where: dict[str, str] = field(default_factory=dict)
-    hero: str = ""
 
     @property
     def text(self) -> str:
@@ -93,12 +92,10 @@ def _slots(rng: Random) -> dict[str, str]:
     }
 
 
-def plot(rng: Random, **chosen: str) -> Story:
-    """Return a story of one of the plots. chosen: slots that it must name, with values if given."""
-    steps, questions = rng.choice([p for p in PLOTS if all(uses(p, slot) for slot in chosen)])
-    slots = _slots(rng)
-    slots |= {slot: value for slot, value in chosen.items() if value}
-    story = Story(hero=slots["a"])
+def plot(rng: Random) -> Story:
+    """Return a story of one of the plots."""
+    steps, questions = rng.choice(PLOTS)
+    slots, story = _slots(rng), Story()
     said = [rng.randrange(len(forms)) for forms in steps]
     for form, forms in zip(said, steps, strict=True):
         text = forms[form].format_map(slots)
@@ -107,11 +104,6 @@ def plot(rng: Random, **chosen: str) -> Story:
         filled = [t.format_map(slots) for t in (direct, indirect, answer)]
         story.questions.append((ways(*filled[:2]), filled[2], said[n] + 3 * n))
     return story
-
-
-def uses(steps_and_questions: Plot, slot: str) -> bool:
-    """Return whether a question of the plot, and so every telling of it, is about the slot."""
-    return any(f"{{{slot}}}" in answer for _, _, answer in steps_and_questions[1])
 
 
 class World:
@@ -325,10 +317,10 @@ class World:
         story.questions.append((forms, answer, self.said.get(name, 0)))
 
 
-def simulate(rng: Random, events: int | None = None) -> Story:
+def simulate(rng: Random) -> Story:
     """Return the story of a small world after some events."""
     world = World(rng, people=rng.randrange(2, 4), things=rng.randrange(1, 4))
-    for _ in range(events or rng.randrange(4, 14)):
+    for _ in range(rng.randrange(4, 14)):
         world.step()
     return world.story()
 

@@ -55,9 +55,6 @@ pot""".split()
 COLOURS = """red blue green yellow white black brown grey pink purple orange silver
 golden""".split()
 
-KINDS = """old new small big round heavy light wooden broken shiny soft little strange lovely tiny
-dusty clean simple pretty plain""".split()
-
 MOODS = """happy sad tired proud angry calm afraid hungry thirsty curious glad lonely nervous
 quiet surprised excited bored cheerful""".split()
 

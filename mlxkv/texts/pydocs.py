@@ -5,7 +5,6 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 
 _TOO_ODD = re.compile(r"[^\x00-\x7f]")
 
@@ -36,22 +35,11 @@ def _texts() -> Iterator[tuple[str, str]]:
                 yield f"module {module}", text
 
 
-def python_docs() -> list[str]:
-    """Return help topics and longer docstrings of the standard library, ASCII, in a fixed order."""
-    return [text.strip() for _, text in _texts() if not _TOO_ODD.search(text)]
-
-
 def python_topics() -> dict[str, list[str]]:
-    """Return the same texts by topic: a help topic, or a module or package with all its docstrings."""
+    """Return help topics and longer docstrings of the standard library, ASCII, in a fixed order, by topic: a help
+    topic, or a module or package with all its docstrings."""
     found: dict[str, list[str]] = {}
     for topic, text in _texts():
         if not _TOO_ODD.search(text):
             found.setdefault(topic, []).append(text.strip())
     return found
-
-
-def excerpt(rng: Random, docs: list[str], chars: int) -> str:
-    """Return at most `chars` characters of one text, from the start of a paragraph on."""
-    paragraphs = rng.choice(docs).split("\n\n")
-    first = rng.randrange(len(paragraphs)) if rng.random() < 0.7 else 0
-    return "\n\n".join(paragraphs[first:])[:chars]
