@@ -24,7 +24,7 @@ Centred keys: with the mean m of a kv head's keys after RoPE taken from every ke
 exactly, since all scores of a query lose the same number. That holds as long as every key which the query sees
 is without m, those of the exact windows too, and nothing stands beside the scores (sink logits) or bends
 them (soft-capping). What is left has Sigma - m m^T as its second moment, and the map is made for that. After
-OptR (arXiv 2608.02691), which removes the mean before its rotations; `mixed.transform_coding.centred` is its formula.
+OptR (arXiv 2608.02691), which removes the mean before its rotations.
 
 Row vectors: stored = x @ down, x = stored @ up, query @ up^T meets stored. `G` kv heads, `H` query
 heads, `D` head dim.
@@ -71,6 +71,11 @@ def balanced(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np
     down = np.linalg.inv(lower).T @ turn[:, ::-1] * np.sqrt(sigma)
     top = np.abs(down).argmax(0)
     return down * np.sign(down[top, np.arange(len(top))]), sigma
+
+
+def centred(k: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Return keys after RoPE [..., D] without their calibrated mean [D]."""
+    return k - mean
 
 
 def about_mean(noise: np.ndarray, mean: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import pytest
 
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance
+from mlxkv.spec import affine
 from mlxkv.spec import balanced as spec
 
 
@@ -150,3 +151,18 @@ def test_faults_are_named():
     assert "condition" in balance.fault(flat)
     flat[0, 3, 3] = 0
     assert "condition" in balance.fault(flat)
+
+
+def test_a_mean_that_all_keys_lose_changes_no_attention():
+    q, k, v = (
+        normal(1, heads, n, 16, seed=s) for s, (heads, n) in enumerate([(4, 5), (2, 40), (2, 40)])
+    )
+    mean = 30 * normal(2, 1, 16, seed=3)
+    out = affine.attention(q, k, v, 0.25)
+    np.testing.assert_allclose(affine.attention(q, spec.centred(k, mean), v, 0.25), out, atol=1e-12)
+    # Not if a window keeps the mean, nor beside the logit of a sink.
+    part = np.concatenate([k[:, :, :8], spec.centred(k, mean)[:, :, 8:]], 2)
+    assert np.abs(affine.attention(q, part, v, 0.25) - out).max() > 0.1
+    sinks = np.zeros(4)
+    with_sinks = [affine.attention(q, x, v, 0.25, sinks=sinks) for x in (k, spec.centred(k, mean))]
+    assert np.abs(with_sinks[0] - with_sinks[1]).max() > 0.1

@@ -9,7 +9,6 @@ from golden_learned import learned
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as balanced_ref
 from mlxkv.spec import oscar as oscar_ref
-from mlxkv.spec.mixed import transform_coding
 
 BALANCED = ((16, 4, 2), (24, 2, 1))  # D, H, G
 SCALED = ((32, 2, 2), (40, 2, 1))  # D, H, G
@@ -122,7 +121,7 @@ def centred(rng) -> dict:
         # Several standard deviations.
         came = left + np.rint(256 * rng.standard_normal((1, kv_heads, 1, dims))) / 64
         mean, noise = came.mean((0, 2)), oscar_ref.own_target(came).astype(np.float32)
-        k = transform_coding.centred(came, mean[:, None])
+        k = balanced_ref.centred(came, mean[:, None])
         for x in (came, k):
             np.testing.assert_array_equal(x, x.astype(np.float16))
         v, w = inputs(rng, 1, kv_heads, total, dims), rng.standard_normal((heads, dims, dims))

@@ -1,1 +1,1 @@
-"""The law of codes whose bits differ by channel or direction, their comparison, and published siblings."""
+"""The law of codes whose bits differ by channel or direction, and their comparison."""

@@ -2,8 +2,7 @@
 
 Reverse water-filling (Cover and Thomas, Elements of Information Theory, theorem 10.3.3) over the directions
 of balanced maps (`balanced.py`), in whole bits and in blocks of 16: a block has 8, 4, 3, 2, 1 or 0 bits. Its
-own work, not a paper's; AATC (arXiv 2608.14191) and NOVA-KV (2608.04074) spend bits by direction, too
-(`transform_coding.py`).
+own work, not a paper's; AATC (arXiv 2608.14191) and NOVA-KV (2608.04074) spend bits by direction, too.
 
 Keys lose their mean first, as in `balanced.py`; values keep theirs. In balanced coordinates direction i of a
 head has the second moment sigma_i of what is stored and sigma_i of what reads it, falling. The n directions
