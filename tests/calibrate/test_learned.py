@@ -1,4 +1,4 @@
-"""Learned transforms at work: the command, the file, and the presets."""
+"""Learned transforms at work: the command, the file, the presets, and the evidence."""
 
 import dataclasses
 import json
@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 from small_models import QWEN
 
+from experiments import learned as evidence
 from mlxkv.cli import main
 from mlxkv.codec import maps
 from mlxkv.codec.transform import Transform
@@ -227,3 +228,78 @@ def test_slips_of_the_command_are_one_line(more, message, capsys):
     assert main(["calibrate", *more]) == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith(message) and "\n" not in said
+
+
+def test_the_evidence(model_folder, tmp_path, capsys):
+    out = tmp_path / "a.json"
+    options = [
+        "--bits",
+        "2",
+        "--steps",
+        "3",
+        "--tokens",
+        "600",
+        "--context",
+        "300",
+        "--decode",
+        "4",
+    ]
+    learned = ["--learn", "scale,rotation,householder"]
+    evidence.main(["--model", str(model_folder), *options, *learned, "--out", str(out)])
+    said, data = capsys.readouterr().out, json.loads(out.read_text())
+    assert list(data["rows"]) == [
+        "fp16",
+        *("srft, 2 bits", "none, 2 bits", "oscar, 2 bits", "balanced, 2 bits"),
+        *(
+            f"{base}learned {variant}, 2 bits"
+            for variant in ("scale", "rotation", "householder")
+            for base in ("srft + ", "")
+        ),
+    ]
+    row = data["rows"]["srft + learned rotation, 2 bits"]
+    assert 0 <= row["gains"]["keys"]["gain"] <= 1 and len(row["gains"]["values"]["layers"]) == 2
+    assert row["kl_mean"] > 0 == data["rows"]["fp16"]["kl_mean"]
+    found = data["claims"]["2"]
+    assert set(found["without_srft"]) == {"scale", "rotation", "householder"}
+    assert found["householder"]["dims"] == 64
+    assert "householder at D = 64" in said and "rotation without SRFT, against" in said
+
+
+def test_claims_are_read_off_the_rows():
+    def row(kl, ppl, error):
+        gains = {side: {"layers": [{"error": error}]} for side in ("keys", "values")}
+        return {"kl_mean": kl, "ppl": ppl, "ppl_base": 2.0, "gains": gains}
+
+    rows = {
+        "fp16": {"dims": 256},
+        "srft, 4 bits": {"kl_mean": 1.0},
+        "srft + learned scale, 4 bits": row(0.4, 2.2, 0.5),
+        "srft + learned rotation, 4 bits": row(0.2, 2.1, 0.4),
+        "learned rotation, 4 bits": row(0.3, 2.3, 0.3),
+        "srft + learned householder, 4 bits": row(0.25, 2.0, 0.4),
+    }
+    found = evidence.claims(rows, 4)
+    assert found["scale"] == {"best": "rotation", "share": pytest.approx(0.75)}
+    more = {"error": pytest.approx(-0.25), "ppl": pytest.approx(2.3 / 2.1 - 1)}
+    assert found["without_srft"] == {"rotation": more | {"kl_mean": pytest.approx(0.5)}}
+    assert found["householder"] == {"dims": 256, "kl_mean": 0.25, "ppl_more": 0.0}
+    lines = list(evidence.said(found))
+    assert lines[0].endswith("(rotation) takes off: 75%")
+    assert lines[1] == (
+        "rotation without SRFT, against behind it: error -25.0%, perplexity +9.52%, KL +50.0%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        (["--learn", "cayley"], r"\[--learn\] unknown"),
+        (["--bits", "4,5"], r"\[--bits\] unknown; got 5"),
+        (["--decode", "1"], r"\[--decode\] must be at least 2; got 1; choose 2 or more"),
+        (["--out", "/nowhere/a.json"], r"\[--out\] no such folder"),
+        (["--frobnicate"], r"\[learned\] .*--help"),
+    ),
+)
+def test_slips_of_the_evidence_are_one_line(options, message):
+    with pytest.raises(UserError, match=message):
+        evidence.main(options)
