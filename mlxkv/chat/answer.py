@@ -13,7 +13,7 @@ from mlxkv.chat.session import Session
 from mlxkv.codec import encoding
 from mlxkv.console import note, print_json, say, working
 from mlxkv.errors import UserError
-from mlxkv.models import load, warm_up
+from mlxkv.models import load, quality, warm_up
 from mlxkv.models.generate import backend, processors_for, sampler_for
 from mlxkv.models.loader import Loaded
 from mlxkv.models.loading.sampling import Sampling
@@ -59,6 +59,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
     for image in images:
         session.add(image, "--image")
     loaded.tell(backend(), options.quiet)
+    quality.warn(loaded)
     if draft is not None and not options.quiet:
         note(
             f"  {draft.loaded.name} drafts {draft.count} tokens at once, --kv {draft.loaded.kv_name}"
