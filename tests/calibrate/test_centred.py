@@ -280,6 +280,23 @@ def test_values_keep_their_mean():
         CacheConfig(side, side)
 
 
+@pytest.mark.parametrize(("dialled", "stored"), [("fill-2.25", "int2"), ("fill-3", "int3")])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "deepseek_v3"])
+def test_every_step_of_the_dial_compresses_models_whose_keys_need_their_mean(
+    family, dialled, stored
+):
+    model = random_model(family)
+    made = measure.calibrate(model, TEXT)
+    wanted = attach(model, stored, calibration=made)
+    reports = attach(model, dialled, calibration=made, strict=True)
+    for report, want in zip(reports, wanted, strict=True):
+        assert report.compressed == want.compressed
+        assert report.bits_per_value == want.bits_per_value
+        assert f"{stored} in place of {dialled}" in report.reason or not report.compressed
+    assert any(report.compressed for report in reports)
+    detach(model)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_models_with_sink_logits_are_left_out(name):
     model = random_model("gpt_oss")
