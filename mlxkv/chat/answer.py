@@ -13,9 +13,10 @@ from mlxkv.chat.session import Session
 from mlxkv.codec import encoding
 from mlxkv.console import note, print_json, say, working
 from mlxkv.errors import UserError
-from mlxkv.models import load, quality, warm_up
+from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, processors_for, sampler_for
 from mlxkv.models.loader import Loaded
+from mlxkv.models.loading import quality
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.speculative.draft import Draft, make
 from mlxkv.models.vision.host import check_host

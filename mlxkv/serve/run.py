@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
-from mlxkv.models import quality
+from mlxkv.models.loading import quality
 from mlxkv.serve import ranks
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.arrival import Line

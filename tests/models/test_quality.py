@@ -7,7 +7,8 @@ import json
 import mlx.core as mx
 import pytest
 
-from mlxkv.models import load, quality
+from mlxkv.models import load
+from mlxkv.models.loading import quality
 
 
 @pytest.fixture
