@@ -37,10 +37,10 @@ def call(*functions: dict) -> str:
     return "".join(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in functions)
 
 
-def write_thinker(folder: Path, words: int = 0, **changes) -> Path:
+def write_thinker(folder: Path, words: int = 0, template: str = TEMPLATE, **changes) -> Path:
     """A random model whose tokenizer knows <think> and </think>, and whose template calls tools. words: tokens
     of several letters, so that long prompts have fewer tokens than bytes."""
-    write_model(folder, template=TEMPLATE, vocab_size=260 + words, **changes)
+    write_model(folder, template=template, vocab_size=260 + words, **changes)
     path = folder / "tokenizer.json"
     if words:
         _learn(path, words)
