@@ -141,10 +141,18 @@ def report(session: Session) -> dict:
         **drafts(session),
         **usage.figures,
         "peak_bytes": mx.get_peak_memory(),
-        "text": session.messages[-1]["content"] if session.messages else "",
+        **said(session),
         "steps": loaded.steps,
         "layers": [asdict(layer) for layer in loaded.layers],
     }
+
+
+def said(session: Session) -> dict:
+    """The fields of `--json` about the text of the last reply: `reasoning` only where the model thought."""
+    last = session.messages[-1] if session.messages else {"content": ""}
+    if "reasoning_content" not in last:
+        return {"text": last["content"]}
+    return {"reasoning": last["reasoning_content"].strip(), "text": last["content"].lstrip("\n")}
 
 
 def drafts(session: Session) -> dict:
