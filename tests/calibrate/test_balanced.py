@@ -10,6 +10,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from older_file import older
 from on_emulator import make, make_tiles
 from random_models import random_model
+from turning import at_zero, moments_over
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
@@ -84,11 +85,13 @@ def seen_by(model, window):
 
 @pytest.mark.parametrize(("window", "chunk"), [(700, 512), (350, 50)])
 def test_streamed_balances_equal_those_of_the_spec(model, window, chunk, monkeypatch):
-    """Keys and values without the first 64 of a window, all queries, and W_o of the layer."""
+    """Keys and values without the first 64 of a window, all queries, and W_o of the layer; keys and queries over all
+    positions."""
     monkeypatch.setattr(measure, "CHUNK", chunk)
     found = measure.calibrate(model, TEXT, window=window)
     for index, windows in enumerate(seen_by(model, window)):
-        q, k, v = (np.concatenate(parts, axis=2) for parts in zip(*windows, strict=True))
+        turned = ((at_zero(q), at_zero(k), v) for q, k, v in windows)
+        q, k, v = (np.concatenate(parts, axis=2) for parts in zip(*turned, strict=True))
         late = np.arange(len(TEXT)) % window >= moments.SINK
         heads, dims = q.shape[1], q.shape[3]
         w = np.array(model.layers[index].self_attn.o_proj.weight, np.float64)
@@ -99,6 +102,8 @@ def test_streamed_balances_equal_those_of_the_spec(model, window, chunk, monkeyp
             (layer.values, v, spec.output_moment(w, 2)),
         ):
             noise = spec.oscar.own_target(x[:, :, late])
+            if basis is layer.keys:
+                noise, reads = moments_over(noise), moments_over(reads)
             for g in range(2):
                 s = spec.balanced(spec.regular(noise[g]), spec.regular(reads[g]))[1]
                 ours = basis.balance.sigma[g].astype(np.float64)
@@ -137,7 +142,7 @@ def test_planted_outliers_are_undone(model):
 def test_families(family):
     """Gates and norms before the output projection too: then errors of values count alike."""
     model = random_model(family)
-    made = measure.calibrate(model, TEXT[:512])
+    made = measure.calibrate(model, TEXT[:512], positions=512)
     assert made.balanced
 
     def last(config):
