@@ -14,7 +14,7 @@ from on_emulator import make, make_tiles
 from random_models import random_model
 from safetensors import safe_open
 from safetensors.numpy import save
-from turning import at_zero, means_over, moments_over
+from turning import means_over, moments_over, seen_by, stored
 
 from cuda_track.cache import attention as torch_attention
 from cuda_track.cache.compressed import CompressedKVCache as TorchCache
@@ -83,16 +83,14 @@ def logits(model, cache=None, prompt=90, end=100):
     return np.array(mx.concatenate(parts, axis=1)[0])
 
 
-def keys_of(model, window, turn=lambda x: x):
-    """Per layer the keys [G, T, D] of every token behind the first 64 of a window, from plain caches. turn: of all keys
-    of a window."""
+def keys_of(model, window):
+    """Per layer the keys [G, T, D] of every token behind the first 64 of a window, from plain caches."""
     out = [[] for _ in model.layers]
     for start in range(0, len(TEXT), window):
         cache = make_prompt_cache(model)
         mx.eval(model(mx.array(TEXT[start : start + window])[None], cache=cache))
         for one, parts in zip(cache, out, strict=True):
-            keys = turn(np.array(one.state[0][0, :, : one.offset], np.float64))
-            parts.append(keys[:, moments.SINK :])
+            parts.append(np.array(one.state[0][0, :, moments.SINK : one.offset], np.float64))
     return [np.concatenate(parts, 1) for parts in out]
 
 
@@ -106,23 +104,24 @@ def test_the_mean_is_of_keys_that_caches_would_store_over_all_positions(
     monkeypatch.setattr(measure, "CHUNK", chunk)
     found = measure.calibrate(model, TEXT, window=window)
     whole = measure.calibrate(model, TEXT, window=window, per_layer=True)
-    for index, keys in enumerate(keys_of(model, window, at_zero)):
+    for index, windows in enumerate(seen_by(model, TEXT, window)):
+        exact = means_over(stored(windows)[1])
         for made in (found, whole):  # of each kv head, even where they share a map
             mean = made.layers[str(index)].keys.mean
             assert mean.dtype == np.float32
-            np.testing.assert_allclose(mean, means_over(keys.mean(1)), rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(mean, exact, rtol=1e-3, atol=1e-4)
         assert found.layers[str(index)].values.mean is None
 
 
 def test_maps_are_made_for_what_is_left_without_the_mean(model, made):
     """From the moments in the file, as good as from the keys themselves; the maps of raw moments are not."""
-    for index, keys in enumerate(keys_of(model, 700, at_zero)):
+    for index, windows in enumerate(seen_by(model, TEXT, len(TEXT))):
         layer = made.layers[str(index)]
         down = layers.pairs(made, KINDS, str(index))[0][0]
         reads = layers.subspace.read_moment(layer.keys.values, layer.keys.vectors)
         raw = layer.keys.balance.pair("uhp")[0]
-        noise = moments_over(keys.swapaxes(1, 2) @ keys / keys.shape[1], len(TEXT))
-        means = means_over(keys.mean(1), len(TEXT))
+        noise, means = stored(windows)
+        noise, means = moments_over(noise, len(TEXT)), means_over(means, len(TEXT))
         for g, mean in enumerate(means):
             left = spec.about_mean(noise[g], mean)
             best = spec.balanced(spec.regular(left), spec.regular(reads[g]))[0]

@@ -16,9 +16,12 @@ from mlxkv.formats.calibration import artifact, layers, rotary
 from mlxkv.formats.calibration.rotary import Rotary
 from mlxkv.formats.calibration.sums import Sums
 from mlxkv.models import load
-from mlxkv.models.calibration import fitting, measure
+from mlxkv.models.calibration import fitting, measure, moments
+from mlxkv.models.calibration.attended import received
 from mlxkv.models.calibration.moments import grouped, products, turned
+from mlxkv.models.hooks.taps import AttentionCall
 from mlxkv.models.origin import origin_of
+from mlxkv.spec import attended
 from mlxkv.spec import positions as spec
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
@@ -86,6 +89,46 @@ def test_drawn_positions_are_spread_over_the_spans(longest):
     np.testing.assert_allclose(means, [stop / 2 for _, stop in spans], rtol=0.02)
 
 
+@pytest.mark.parametrize("mask", ("causal", "boolean", "additive"))
+def test_attention_that_keys_get_is_the_laws(mask):
+    """In chunks of any size, with masks of any kind; sink logits and caps lower it."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((1, 4, 300, 64)), rng.standard_normal((1, 2, 300, 64))
+    law = attended.received(q[0], k[0], 0.3, 16)
+    found = np.zeros((2, 300))
+    for start, stop in ((0, 130), (130, 137), (137, 300)):
+        seen = mx.arange(stop)[None] <= mx.arange(start, stop)[:, None]
+        masks = {"boolean": seen, "additive": mx.where(seen, 0.0, -1e9)}
+        call = AttentionCall(
+            None,
+            (mx.array(k[:, :, :stop]), None),
+            mx.array(q[:, :, start:stop]),
+            0.3,
+            masks.get(mask, mask),
+            None,
+            None,
+        )
+        more = received(call, 16)
+        assert (more is None) == (stop < 145)
+        if more is not None:
+            found[:, :stop] += more
+    np.testing.assert_allclose(found[:, 16:], law[:, 16:], rtol=1e-4)
+    for change in ({"sinks": mx.ones(4) * 3}, {"softcap": 0.1}):
+        other = received(replace(call, **change), 16)
+        assert not np.allclose(other, more, rtol=1e-2)
+
+
+def test_half_of_a_moment_is_what_attention_reads():
+    rng = np.random.default_rng(0)
+    k, a, stored = rng.standard_normal((2, 50, 8)), rng.random((2, 50)), np.arange(50) >= 7
+    moment, mean = attended.halves(k, a, stored)
+    for g in range(2):
+        rows = np.concatenate([k[g, 7:] / np.sqrt(43), k[g] * np.sqrt(a[g] / a[g].sum())[:, None]])
+        np.testing.assert_allclose(moment[g], rows.T @ rows / 2)
+        exact = (k[g, 7:].mean(0) + np.average(k[g], 0, a[g])) / 2
+        np.testing.assert_allclose(mean[g], exact)
+
+
 # -- calibrations
 
 
@@ -118,7 +161,8 @@ KINDS = (
 
 @pytest.mark.parametrize(("family", "changes"), KINDS)
 def test_position_0_is_before_rope(family, changes, monkeypatch):
-    """The first layer of a model sees the same without RoPE: moments and means at position 0 are those."""
+    """The first layer of a model sees the same without RoPE, but for what attention reads."""
+    monkeypatch.setattr(moments, "received", lambda *args: None)
     model = random_model(family, **changes)
     first = measure.calibrate(model, TEXT[:512], positions=1).layers["0"]
     monkeypatch.setattr(mx.fast, "rope", lambda x, *args, **more: x)

@@ -186,6 +186,9 @@ def _read(
         mx.eval([cache.state for _, cache in leaves(caches) if not cache.empty()])
         if progress:
             progress(len(part))
+    for place, cache in leaves(caches):
+        if type(cache) is PlainObserver:
+            moments[place].end_window(cache.exact[0])
 
 
 def calibrate_with_samples(

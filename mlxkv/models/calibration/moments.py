@@ -1,14 +1,15 @@
 """Sum the second moments of what a layer stores and of what reads it, while a text is read.
 
 Keys and queries are turned back to position 0 as they are summed, where they turn as RoPE does, and averaged over the
-positions of the model at the end (`spec/positions.py`). Letters: `B` batch, `G` kv heads, `H` query heads, `L` new
+positions of the model at the end (`spec/positions.py`). Half of the weight of keys is the attention that they get
+(`spec/attended.py`). Letters: `B` batch, `G` kv heads, `H` query heads, `L` new
 tokens, `D` head dim.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from mlxkv.codec import transform
 from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.formats.calibration.rotary import Rotary, Span, drawn
 from mlxkv.formats.calibration.sums import Sums
+from mlxkv.models.calibration.attended import received
 from mlxkv.models.calibration.latents import Readers
 from mlxkv.models.hooks.probe import Shape
 from mlxkv.models.hooks.taps import AttentionCall
@@ -25,6 +27,7 @@ from mlxkv.models.hooks.taps import AttentionCall
 SINK = 64  # first tokens of a window, which presets keep exact
 ROWS = 4096  # of a sample, at most, per kv head
 KEYS = "stored keys"  # those that caches would compress
+READ = "read keys"  # the same, weighted by the attention that they get
 
 
 @dataclass
@@ -63,7 +66,8 @@ class Moments:
     queries at position 0. rotary: how they turn; None where it is not as RoPE does: they are summed as they are.
     spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the first tokens of
     a window, at the positions of the text. weights: Sigma_K of a first pass, for the surrogate. output: M_o of
-    `sensitivities`, or None. begun: tokens of this window. sample: the rows to keep, keys turned to positions of
+    `sensitivities`, or None. begun: tokens of this window. received: [G, T], the attention that its keys got, or None.
+    sample: the rows to keep, keys turned to positions of
     `spans`, or None. readers: of latents, or None; their values are rotary keys, which are stored as they are.
     seconds: spent on sums.
     """
@@ -77,6 +81,7 @@ class Moments:
     weights: mx.array | None = None
     output: np.ndarray | None = None
     begun: int = 0
+    received: np.ndarray | None = None
     sample: Sample | None = None
     readers: Readers | None = None
     seconds: float = 0.0
@@ -96,6 +101,10 @@ class Moments:
             self._add("keys", self._at_zero(call.queries, start))
         if self.target == "attention":
             self._add("values", call.out)
+            if (found := received(call, SINK)) is not None:
+                if self.received is not None:
+                    found[:, : self.received.shape[1]] += self.received
+                self.received = found
 
     def add_update(self, keys: mx.array, values: mx.array) -> None:
         """Add what a cache was handed, [B, G, L, D]; each token once."""
@@ -117,6 +126,19 @@ class Moments:
             self.sample.add(self._spread(keys, start), values)
         self._add(KEYS, self._at_zero(keys, start))
         self._add("stored values", values)
+
+    def end_window(self, keys: mx.array) -> None:
+        """Add all keys of a window, [B, G, L, D], by the attention that they got."""
+        if self.received is None:
+            return
+        weights = self.received[:, SINK:]
+        rows = grouped(
+            self._at_zero(keys, 0)[:, :, SINK : self.received.shape[1]], self.shape.heads
+        )
+        sums = self.sums.setdefault(READ, Sums(self.sums[KEYS].centre))
+        found = products(rows, mx.array(sums.centre), mx.array(weights.astype(np.float32)))
+        sums.add(*map(np.array, found), weights.sum(1))
+        self.received = None
 
     def _at_zero(self, x: mx.array, start: int) -> mx.array:
         """Keys or queries of positions `start` and on, turned back to position 0."""
@@ -144,7 +166,7 @@ class Moments:
 
     def moment(self, name: str) -> np.ndarray:
         """Return the second moment [G, D, D] of a sum, over the positions of `spans`; of the "keys" of latents M."""
-        moment = self.sums[name].moment()
+        moment = self._keys(Sums.moment) if name == KEYS else self.sums[name].moment()
         if self.readers and name == "keys" and self.target == "attention":
             return self.readers.whole(moment)
         turns = self.rotary is not None and name in ("keys", KEYS)
@@ -154,8 +176,15 @@ class Moments:
         """Return the mean [G, D] of stored keys over the positions of `spans`; None where there are none."""
         if KEYS not in self.sums:
             return None
-        mean = self.sums[KEYS].mean()
+        mean = self._keys(Sums.mean)
         return mean if self.rotary is None else self.rotary.mean_over(mean, self.spans)
+
+    def _keys(self, of: Callable[[Sums], np.ndarray]) -> np.ndarray:
+        """What `of` makes of stored keys: half of all alike, half by the attention that they get."""
+        alike, read = self.sums[KEYS], self.sums.get(READ)
+        if read is None or not (read.weight > 0).all():
+            return of(alike)
+        return (of(alike) + of(read)) / 2
 
 
 def turned(x: mx.array, rotary: Rotary | None, t: np.ndarray) -> mx.array:
@@ -175,10 +204,15 @@ def grouped(x: mx.array, kv_heads: int) -> mx.array:
     return rows.swapaxes(0, 1).reshape(kv_heads, -1, dims)
 
 
-def products(rows: mx.array, centre: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the sums of y^T y [G, D, D] and of y [G, D] over y = x - centre, of rows x [G, N, D]."""
+def products(
+    rows: mx.array, centre: mx.array, weights: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """Return the sums of w y^T y [G, D, D] and of w y [G, D] over y = x - centre, of rows x [G, N, D].
+
+    weights: w [G, N]; None for 1."""
     left = rows - centre[:, None]
-    return left.swapaxes(-1, -2) @ left, left.sum(1)
+    weighted = left if weights is None else left * weights[..., None]
+    return weighted.swapaxes(-1, -2) @ left, weighted.sum(1)
 
 
 def peaks(x: mx.array) -> mx.array:
