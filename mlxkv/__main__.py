@@ -1,7 +1,17 @@
-"""`python -m mlxkv` is the `mlxkv` command."""
+"""The `mlxkv` command, also `python -m mlxkv`."""
 
 import sys
 
-from mlxkv.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run a command and return its exit code; Ctrl-C ends it in silence while it is imported, too."""
+    try:
+        from mlxkv.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

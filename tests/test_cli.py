@@ -178,11 +178,19 @@ def test_the_picks_say_what_was_measured():
 @pytest.mark.parametrize(
     ("typed", "name"),
     [("INT4", "int4"), ("4", "int4"), ("q4_0", "int4"), ("int-4", "int4"), ("4bit", "int4")]
+    + [("3", "fill-3"), ("2.25", "fill-2.25"), ("3.5/2", "fill-3.5/fill-2"), ("4.9", "int4")]
+    + [("5", "kivi-int4"), ("12", "int8"), ("20", "fp16"), ("3bit", "int3"), ("q2_0", "int2")]
     + [("q8_0", "int8"), ("8", "int8"), ("f16", "fp16"), ("none", "fp16"), ("16", "fp16")]
     + [("Q8_0/4", "int8/int4"), ("q4_0+keep0.5", "int4+keep0.5"), ("oja-r96+int4", "oja-r96+int4")],
 )
-def test_names_that_users_of_other_tools_type(typed, name):
+def test_numbers_and_names_that_users_of_other_tools_type(typed, name):
     assert canonical(typed) == name and parse_kv(typed) == parse_kv(name)
+
+
+def test_numbers_that_leave_no_bits_are_refused():
+    for typed in ("0", "0.2", ".4/4"):
+        with pytest.raises(UserError, match="no bits by direction"):
+            parse_kv(typed)
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("fill3", "fill-3"), ("fill_2.25", "fill-2.25")])

@@ -16,6 +16,7 @@ from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, processors_for, sampler_for
 from mlxkv.models.loader import Loaded
+from mlxkv.models.loading import quality
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.speculative.draft import Draft, make
 from mlxkv.models.vision.host import check_host
@@ -59,6 +60,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
     for image in images:
         session.add(image, "--image")
     loaded.tell(backend(), options.quiet)
+    quality.warn(loaded)
     if draft is not None and not options.quiet:
         note(
             f"  {draft.loaded.name} drafts {draft.count} tokens at once, --kv {draft.loaded.kv_name}"
@@ -139,10 +141,18 @@ def report(session: Session) -> dict:
         **drafts(session),
         **usage.figures,
         "peak_bytes": mx.get_peak_memory(),
-        "text": session.messages[-1]["content"] if session.messages else "",
+        **said(session),
         "steps": loaded.steps,
         "layers": [asdict(layer) for layer in loaded.layers],
     }
+
+
+def said(session: Session) -> dict:
+    """The fields of `--json` about the text of the last reply: `reasoning` only where the model thought."""
+    last = session.messages[-1] if session.messages else {"content": ""}
+    if "reasoning_content" not in last:
+        return {"text": last["content"]}
+    return {"reasoning": last["reasoning_content"].strip(), "text": last["content"].lstrip("\n")}
 
 
 def drafts(session: Session) -> dict:

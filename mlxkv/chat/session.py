@@ -11,6 +11,7 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.models import prompt_cache
 from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import Stats, new_cache, stream
+from mlxkv.models.replies.thinking import Thinking
 from mlxkv.models.speculative.draft import Draft
 from mlxkv.models.taking_back import cut_back
 from mlxkv.models.turns import Turns, cut_front
@@ -57,7 +58,7 @@ class Session:
             raise UserError(
                 f"[--think] the chat template of {loaded.name} has no switch for thinking; leave it out"
             )
-        self.turns = Turns(loaded.tokenizer)
+        self.turns, self.thinking = Turns(loaded.tokenizer), Thinking(loaded.tokenizer)
         self.limit = loaded.context or 0
         self.reset()
 
@@ -89,7 +90,7 @@ class Session:
                 f"[chat] prompt is longer than the model's context; got {len(tokens)} tokens; "
                 f"{self.loaded.name} takes {self.limit}, the reply included"
             )
-        start = getattr(self.loaded.tokenizer, "think_start", None)
+        start = self.thinking.start
         self.opened = bool(start) and text.rstrip().endswith(start)
         room = self.limit - len(tokens) if self.limit else UNKNOWN
         if self.max_tokens is not None:
@@ -199,13 +200,18 @@ class Session:
         Templates that write a space themselves need this, others need `exact`.
         """
         for content in (shown, exact):
-            candidate = [*messages, {"role": "assistant", "content": content}]
+            candidate = [*messages, self._reply(content)]
             try:
                 if "".join(self._pieces(candidate)).startswith(self.text):
                     return candidate
             except UserError:  # the next question raises it
                 pass
-        return [*messages, {"role": "assistant", "content": shown}]
+        return [*messages, self._reply(shown)]
+
+    def _reply(self, text: str) -> dict:
+        if self.raw:
+            return {"role": "assistant", "content": text}
+        return self.thinking.message(text, self.opened)
 
     def _render(self, messages: list[dict]) -> tuple[str, list[int]]:
         """The conversation as text and as tokens.
@@ -225,7 +231,9 @@ class Session:
         if self.raw:
             return ["".join(message["content"] for message in messages)]
         try:
-            return self.turns.render(messages, add_generation_prompt=True, **self.template)
+            return self.turns.render(
+                self.thinking.named(messages), add_generation_prompt=True, **self.template
+            )
         except Exception as error:  # of jinja, or raised by the template
             raise UserError(f"[chat] the model's chat template refuses this: {error}") from None
 

@@ -158,7 +158,7 @@ def wrapped(session: Session) -> Iterator[Callable[[str], None]]:
         yield lambda piece: say(piece, end="")
         return
     wrap = Wrap(lambda text: say(text, end=""), shutil.get_terminal_size().columns)
-    write = Thoughts(wrap, session.loaded.tokenizer, session.opened)
+    write = Thoughts(wrap, session.thinking, session.opened)
     try:
         yield write
     finally:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from mlxkv.chat.wrap import Wrap
+from mlxkv.models.replies.thinking import Thinking
 
 DIM, PLAIN = "\x1b[2m", "\x1b[22m"
 
 
 class Thoughts:
-    """Writes pieces of a reply into `wrap`, to a terminal; text between the tokenizer's marks of thinking is dim.
+    """Writes pieces of a reply into `wrap`, to a terminal; text between the marks of thinking is dim.
 
     opened: whether the prompt ended with the first mark, as some chat templates write it.
     """
 
-    def __init__(self, wrap: Wrap, tokenizer: Any, opened: bool = False):
+    def __init__(self, wrap: Wrap, thinking: Thinking, opened: bool = False):
         self._wrap, self._held, self._thinking = wrap, "", False
-        marks = (getattr(tokenizer, f"think_{end}", None) or "" for end in ("start", "end"))
-        self._start, self._end = marks
+        self._start, self._end = thinking.start, thinking.end
         if opened:
             self._switch()
 

@@ -1,5 +1,6 @@
 """Parse what `--kv` takes: presets, pairs, and names with numbers in them.
 
+    NUMBER                   the best codes of about so many bits a value: 8, 4, 3, 2.25 (`dialled`)
     fill-NUMBER              bits by direction, so many a value with scales: fill-2.25; of a pair of equal numbers
                              (fill-3) one budget, of others (fill-3/fill-2) one each
     KEYS/VALUES              int8/int4: keys and windows of the first, values of the second
@@ -47,6 +48,7 @@ PICKS = ("fp16", "int8", "int4", "fill-3", "fill-2.25")  # what to choose from a
 # What other tools call full precision, and widths: q4_0 (llama.cpp), 4 (mlx-lm's --kv-bits), INT4, 4bit.
 PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16", "16bit")
 WIDTH = re.compile(r"(?:int|q|kv)?[-_ ]?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
+DIAL = re.compile(r"\d*\.?\d+")
 NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
 SIZES = {"": "share", "r": "rank", "e": "energy"}
 KEEP = re.compile(r"\+(?P<what>keep|pages|read)(?P<share>\d*\.?\d+)$")
@@ -77,8 +79,25 @@ def _own_name(name: str) -> str:
     name = name.strip()
     if name in PLAIN_NAMES:
         return "fp16"
+    if DIAL.fullmatch(name):
+        return dialled(float(name))
     found = WIDTH.fullmatch(name)
     return f"int{found['bits']}" if found else name
+
+
+def dialled(bits: float) -> str:
+    """Return the name of the best preset of about `bits` a value (docs/results/pretrained.md)."""
+    steps = ((16, "fp16"), (8, "int8"), (5, "kivi-int4"), (4, "int4"))
+    return next((name for least, name in steps if bits >= least), f"{FILL}-{bits:g}")
+
+
+def stand_in(config: CacheConfig) -> str | None:
+    """Return the name of the preset that takes the place of bits by direction in models whose keys need their mean (a
+    sink logit, a cap on scores) or are latents; None for other configurations."""
+    rates = [getattr(side.quantizer, "rate", None) for side in (config.keys, config.values)]
+    if None in rates:
+        return None
+    return "int3" if min(rates) >= 3 else "int2"
 
 
 def check_rotary(kv: CacheConfig | Plan, label: str, where: str = "--kv") -> None:

@@ -25,7 +25,7 @@ from mlxkv.codec import encoding, maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import canonical, check_rotary, parse_kv, parse_preset
+from mlxkv.formats.names import canonical, check_rotary, parse_kv, parse_preset, stand_in
 from mlxkv.formats.plans import files
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.formats.presets import PRESETS
@@ -104,6 +104,9 @@ def attach(
             if isinstance(config, Plan):
                 config.check(len(own()))
             reports, places = examine(model, own, config, label, windows)
+            if not places and isinstance(config, CacheConfig) and (other := stand_in(config)):
+                config, label = parse_kv(other), f"{other} in place of {label}"
+                reports, places = examine(model, own, config, label, windows)
         if strict:
             _insist(model, reports, label)
         if any(shape.latent for shape in places.values()):

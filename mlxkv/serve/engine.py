@@ -22,11 +22,12 @@ from mlxkv import faults
 from mlxkv.console import warn
 from mlxkv.errors import MachineError
 from mlxkv.machine import USABLE, machine_memory
-from mlxkv.models.continuing import continued
 from mlxkv.models.decoders import step_down
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
-from mlxkv.models.stops import ReplyText
+from mlxkv.models.replies.continuing import continued
+from mlxkv.models.replies.stops import ReplyText
+from mlxkv.models.replies.thinking import Thinking
 from mlxkv.models.turns import Cut, Turns
 from mlxkv.models.usage import Usage, window_of
 from mlxkv.serve import told
@@ -171,7 +172,7 @@ class Engine(server.ResponseGenerator):
         logits = loaded.model(mx.array([[0]]), cache=caches)
         mx.eval(logits)
         self.vocabulary = logits.shape[-1]
-        self.turns = Turns(loaded.tokenizer)
+        self.turns, self.thinking = Turns(loaded.tokenizer), Thinking(loaded.tokenizer)
         self.grammars = Grammars(loaded.tokenizer, self.vocabulary)
         bound = self.options.memory_bytes
         if bound is None:
@@ -280,12 +281,14 @@ class Engine(server.ResponseGenerator):
 
     def _prompt(self, tokenizer, request, args: Arguments):
         """What mlx-lm's `_tokenize` returns, of any length. Raises Refused where a template fails."""
+        asked = replace(request, messages=self.thinking.named(request.messages or []))
         try:
             if args.job.images:
                 template = self.cli_args.chat_template_args | (args.chat_template_kwargs or {})
                 loaded = self.model_provider.loaded
-                return pictures.read(loaded, self.turns, request, args, template)
-            asked = replace(request, messages=request.messages[:-1]) if args.continues else request
+                return pictures.read(loaded, self.turns, asked, args, template)
+            if args.continues:
+                asked = replace(asked, messages=asked.messages[:-1])
             found = super()._tokenize(*self._with_text(tokenizer, asked, args))
             if args.continues:
                 found = continued(tokenizer, self.turns, found, request.messages[-1])

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_lm import server
 
-from mlxkv.models.stops import ReplyText
+from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage, usage
 
 

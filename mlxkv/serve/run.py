@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
+from mlxkv.models.loading import quality
 from mlxkv.serve import ranks
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.arrival import Line
@@ -119,6 +120,8 @@ def run(options: ServeOptions) -> None:
         ) from None
     loaded, memory = server.site.loaded, server.engine.memory
     loaded.tell(backend())
+    if group.size() == 1:
+        quality.warn(loaded)
     each = memory.need(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
     where = f" in each of {size} processes" if (size := group.size()) > 1 else ""
     note(

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from older_file import older
 from on_emulator import make, make_tiles
 from random_models import random_model
+from turning import at_zero, moments_over, seen_by, stored
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
@@ -63,32 +64,15 @@ def logits(model, cache=None):
 # Calibration
 
 
-def seen_by(model, window):
-    """Per layer, per window: (q, k, v) [1, H or G, T, D], from the model itself."""
-    from mlx_lm.models import llama
-
-    seen, original = [], llama.scaled_dot_product_attention
-
-    def spy(q, k, v, **rest):
-        seen.append([np.array(x, np.float64) for x in (q, k, v)])
-        return original(q, k, v, **rest)
-
-    llama.scaled_dot_product_attention = spy
-    try:
-        for start in range(0, len(TEXT), window):
-            mx.eval(model(mx.array(TEXT[start : start + window])[None]))
-    finally:
-        llama.scaled_dot_product_attention = original
-    return [seen[i :: len(model.layers)] for i in range(len(model.layers))]
-
-
 @pytest.mark.parametrize(("window", "chunk"), [(700, 512), (350, 50)])
 def test_streamed_balances_equal_those_of_the_spec(model, window, chunk, monkeypatch):
-    """Keys and values without the first 64 of a window, all queries, and W_o of the layer."""
+    """Keys and values without the first 64 of a window, all queries, and W_o of the layer; keys and queries over all
+    positions, keys half by the attention that they get."""
     monkeypatch.setattr(measure, "CHUNK", chunk)
     found = measure.calibrate(model, TEXT, window=window)
-    for index, windows in enumerate(seen_by(model, window)):
-        q, k, v = (np.concatenate(parts, axis=2) for parts in zip(*windows, strict=True))
+    for index, windows in enumerate(seen_by(model, TEXT, window)):
+        turned = ((at_zero(q), at_zero(k), v) for q, k, v in windows)
+        q, k, v = (np.concatenate(parts, axis=2) for parts in zip(*turned, strict=True))
         late = np.arange(len(TEXT)) % window >= moments.SINK
         heads, dims = q.shape[1], q.shape[3]
         w = np.array(model.layers[index].self_attn.o_proj.weight, np.float64)
@@ -99,6 +83,8 @@ def test_streamed_balances_equal_those_of_the_spec(model, window, chunk, monkeyp
             (layer.values, v, spec.output_moment(w, 2)),
         ):
             noise = spec.oscar.own_target(x[:, :, late])
+            if basis is layer.keys:
+                noise, reads = moments_over(stored(windows)[0]), moments_over(reads)
             for g in range(2):
                 s = spec.balanced(spec.regular(noise[g]), spec.regular(reads[g]))[1]
                 ours = basis.balance.sigma[g].astype(np.float64)
@@ -137,7 +123,7 @@ def test_planted_outliers_are_undone(model):
 def test_families(family):
     """Gates and norms before the output projection too: then errors of values count alike."""
     model = random_model(family)
-    made = measure.calibrate(model, TEXT[:512])
+    made = measure.calibrate(model, TEXT[:512], positions=512)
     assert made.balanced
 
     def last(config):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
+from turning import at_zero, moments_over
 
 from cuda_track.codec import maps as torch_maps
 from mlxkv.codec import maps
@@ -17,7 +18,7 @@ from mlxkv.formats.calibration import artifact
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration import measure
-from mlxkv.models.calibration.moments import Moments, second_moment
+from mlxkv.models.calibration.moments import Moments, grouped, products
 from mlxkv.models.hooks.probe import Shape
 from mlxkv.spec import affine as ref
 from mlxkv.spec import oscar as spec
@@ -47,15 +48,16 @@ def direct(model, tokens, window, bos=None):
 
 
 def targets(windows, kind):
-    """(keys, values) targets [G, D, D] of the windows of one layer, by the spec."""
+    """(keys, values) targets [G, D, D] of the windows of one layer, by the spec; keys over all positions."""
     keys, rows = 0.0, 0
     parts = []
     for (q, k, v), scale in windows:
         n = q.shape[2]
         parts.append((q, k, v, n, scale))
         rows += n
-        keys = keys + n * (spec.own_target(k) if kind == "tensor" else spec.key_target(q, 2))
-    keys = keys / rows
+        own = spec.own_target(at_zero(k)) if kind == "tensor" else spec.key_target(at_zero(q), 2)
+        keys = keys + n * own
+    keys = moments_over(keys / rows)
     if kind == "tensor":
         return keys, sum(n * spec.own_target(v) for _, _, v, n, _ in parts) / rows
     if kind == "attention":
@@ -128,7 +130,7 @@ def test_a_preset_has_one_rotation_per_layer_from_a_calibration_per_kv_head():
 
 def test_rows_are_grouped_by_kv_head():
     q = np.random.default_rng(1).standard_normal((2, 6, 5, 8)).astype(np.float32)
-    found = np.array(second_moment(mx.array(q), 2)) / 30
+    found = np.array(products(grouped(mx.array(q), 2), mx.zeros((2, 8)))[0]) / 30
     np.testing.assert_allclose(found, spec.key_target(q.astype(np.float64), 2), atol=1e-5)
 
 
@@ -213,10 +215,10 @@ def test_memory_of_moments_does_not_grow_with_the_text():
     for seed in range(5):
         x = mx.random.normal((1, 2, 100, 64), key=mx.random.key(seed))
         one.add_update(x, x)
-    assert {name: x.shape for name, x in one.sums.items()} == dict.fromkeys(
-        ("keys", "values"), (2, 64, 64)
+    assert {name: x.square.shape for name, x in one.sums.items()} == dict.fromkeys(
+        ("keys", "values", "stored keys", "stored values"), (2, 64, 64)
     )
-    assert one.rows["keys"] == 500
+    assert one.sums["keys"].weight.tolist() == [500, 500]
 
 
 def test_the_command(model_folder, tmp_path, capsys, monkeypatch):

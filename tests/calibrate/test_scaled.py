@@ -151,7 +151,7 @@ def test_an_old_file_that_was_found_is_made_anew(model_folder, tmp_path, monkeyp
     load(str(model_folder), "balanced-int2")
     assert capsys.readouterr().err == ""
     load(str(model_folder), "srft-scaled-int4")
-    assert "making one, once" in capsys.readouterr().err and artifact.read(path).scaled
+    assert "making it anew, once" in capsys.readouterr().err and artifact.read(path).scaled
     load(str(model_folder), "srft-scaled-int2")
     assert capsys.readouterr().err == ""
 

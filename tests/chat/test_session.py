@@ -6,7 +6,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_model import write_model
+from saying import write_thinker
 
+from mlxkv.chat.answer import said
 from mlxkv.chat.session import Session
 from mlxkv.errors import UserError
 from mlxkv.models import load
@@ -273,3 +275,53 @@ def test_a_compressed_session_comes_back_the_same(compressed, tmp_path):
     assert again.usage().kv_bytes_fp16 == compressed.usage().kv_bytes_fp16
     assert ask(again, "go on") == ask(compressed, "go on")
     assert again.stats.read_tokens < 40 and in_step(again)
+
+
+KEEPS = (
+    "{% for m in messages %}<s>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}</s>\n"
+    "{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+DROPS = KEEPS.replace("m.reasoning_content %}", "m.reasoning_content and loop.last %}")
+OPENS = KEEPS.replace("<s>assistant\n", "<s>assistant\n<think>")
+SILENT = KEEPS.replace(
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}", ""
+)
+CUTS = SILENT.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+
+
+@pytest.mark.parametrize("template", [KEEPS, DROPS, OPENS, SILENT, CUTS])
+def test_the_template_says_what_becomes_of_thoughts(tmp_path, template):
+    loaded = load(str(write_thinker(tmp_path / "thinker", template=template)), "fp16")
+    session = Session(loaded)
+    opened = template is OPENS
+    speak(session, ("" if opened else "<think>") + "\nhm\n</think>Yes.</s>")
+    assert ask(session, "hello") == ("" if opened else "<think>") + "\nhm\n</think>Yes."
+    if template is CUTS:  # it takes thoughts out of the text itself
+        assert session.messages[-1]["content"] == "<think>\nhm\n</think>Yes."
+    else:
+        assert session.messages[-1] == {
+            "role": "assistant",
+            "content": "Yes.",
+            "reasoning_content": "\nhm\n",
+        }
+    held = len(session.tokens)
+    session.load(str(session.save(str(tmp_path / "saved"))))  # with its thoughts
+    speak(session, "x</s>")
+    ask(session, "and now?")
+    prompt = loaded.tokenizer.decode(session.tokens[: session.stats.prompt_tokens])
+    kept = template in (KEEPS, OPENS)
+    assert ("<think>\nhm\n</think>Yes.</s>" in prompt) == kept
+    assert ("assistant\nYes.</s>" in prompt) != kept
+    reused = session.stats.prompt_tokens - session.stats.read_tokens
+    assert in_step(session) and (reused == held) == kept
+
+
+def test_a_reply_that_ends_amid_thoughts(tmp_path):
+    session = Session(
+        load(str(write_thinker(tmp_path / "thinker", template=KEEPS)), "fp16"), max_tokens=4
+    )
+    speak(session, "<think>hm, well</think>Yes.</s>")
+    ask(session, "hello")
+    want = {"role": "assistant", "content": "", "reasoning_content": "hm,"}
+    assert session.messages[-1] == want and said(session) == {"reasoning": "hm,", "text": ""}

@@ -8,15 +8,16 @@ import pytest
 
 from mlxkv.chat.terminal import wrapped
 from mlxkv.chat.thoughts import DIM, PLAIN
+from mlxkv.models.replies.thinking import Thinking
 
-THINKS = SimpleNamespace(think_start="<think>", think_end="</think>")
+THINKS = Thinking(SimpleNamespace(think_start="<think>", think_end="</think>"))
 
 
 def shown(pieces, capsys, monkeypatch=None, opened: bool = False) -> str:
     if monkeypatch is not None:  # a terminal
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         monkeypatch.setenv("COLUMNS", "80")
-    session = SimpleNamespace(loaded=SimpleNamespace(tokenizer=THINKS), opened=opened)
+    session = SimpleNamespace(thinking=THINKS, opened=opened)
     with wrapped(session) as write:
         for piece in pieces:
             write(piece)

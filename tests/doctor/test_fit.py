@@ -110,7 +110,9 @@ def test_keys_that_keep_their_mean_stay_in_16_bits():
     """As loading decides: gpt-oss has a sink logit beside its scores, Gemma 2 a cap on them."""
     for family in ("gpt_oss", "gemma2"):
         full = next(x for x in layers_of(random_models.config_of(family)) if x.kind == "full")
-        assert why_16_bits(full, parse_kv("fill-2.25")) == TIED
+        assert why_16_bits(full, parse_kv("centred-int2")) == TIED
+        for dialled, stored in (("fill-2.25", "int2"), ("fill-3", "int3")):
+            assert bits_in_pages(full, parse_kv(dialled)) == bits_in_pages(full, parse_kv(stored))
         assert bits_in_pages(full, parse_kv("centred-int2")) == 16
         assert why_16_bits(full, PRESETS["int4"]) is None
     plain = layers_of(random_models.config_of("llama"))[0]
@@ -257,10 +259,7 @@ def test_fit_knows_the_aliases_without_the_hub(alias, capsys, monkeypatch, tmp_p
     assert data["context_limit"] >= 8192
     stored = {row["preset"]: row["kv_bytes"] for row in data["presets"]}
     assert stored["fp16"] > stored["int4"]
-    if alias.startswith("gpt-oss"):  # whose sink logits ask for keys with their mean
-        assert stored["fill-2.25"] == stored["fp16"]
-    elif alias != "glm-4.7-flash":  # which stores latents, coded as values are
-        assert stored["int4"] > stored["fill-2.25"]
+    assert stored["int4"] > stored["fill-2.25"]  # of gpt-oss and of latents as int2
 
 
 def test_a_model_in_the_hubs_cache_is_read_from_there(tmp_path, monkeypatch):

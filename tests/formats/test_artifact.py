@@ -120,9 +120,9 @@ def test_files_that_are_none(path, tmp_path):
     [
         (lambda text: "[" * 100_000, "header is nested deeper than 64"),
         (lambda text: "[3]", "no such header"),
-        (lambda text: text.replace('"format": 3', '"format": "3"'), "has format 3; this version"),
-        (lambda text: text.replace('"format": 3', '"format": true'), "has format True"),
-        (lambda text: text.replace('"format": 3', '"format": 1e999'), "beyond all bounds"),
+        (lambda text: text.replace('"format": 4', '"format": "4"'), "has format 4; this version"),
+        (lambda text: text.replace('"format": 4', '"format": true'), "has format True"),
+        (lambda text: text.replace('"format": 4', '"format": 1e999'), "beyond all bounds"),
         (lambda text: text.replace('"floored": [0', '"floored": [1e999'), "beyond all bounds"),
         (lambda text: text.replace('"floored": [0', '"floored": [-1'), "parts missing .*floored"),
         (lambda text: text.replace('"floored": [0', '"floored": [0.5'), "parts missing .*floored"),
@@ -161,8 +161,8 @@ def test_what_is_no_file(path):
 
 
 def test_another_version(path):
-    rewritten(path, {"format": 4})
-    refused(path, "has format 4; this version reads 1, 2, 3")
+    rewritten(path, {"format": 5})
+    refused(path, "has format 5; this version reads 1, 2, 3, 4")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,6 @@ def test_an_old_file_that_was_found_is_made_anew(model_folder, tmp_path, monkeyp
     load(str(model_folder), "oscar-int2")
     assert capsys.readouterr().err == ""
     load(str(model_folder), "balanced-int2")
-    assert "making one, once" in capsys.readouterr().err and artifact.read(path).balanced
+    assert "making it anew, once" in capsys.readouterr().err and artifact.read(path).balanced
     load(str(model_folder), "balanced-int3")
     assert capsys.readouterr().err == ""

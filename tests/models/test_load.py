@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate, stream_generate
@@ -83,6 +84,34 @@ def test_quantised_weights(tmp_path, monkeypatch):
     text = tokens(12)[None]
     assert mx.array_equal(loaded.model(text), model(text))
     detach(loaded.model)
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_by_columns_give_the_logits_of_matrices_by_rows(bits, tied):
+    model, config = random_model("llama", tie_word_embeddings=tied), config_of("llama")
+    if bits is not None:
+        quantize_model(model, config, 32, bits)
+    text = tokens(12)[None]
+    want, plain = np.array(model(text)), dict(tree_flatten(model.parameters()))
+    weights.fit_cpu(model)
+    np.testing.assert_allclose(np.array(model(text)), want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(model(text[:, :1])), want[:, :1], rtol=1e-4, atol=1e-4)
+    for name, found in tree_flatten(model.parameters()):
+        assert "scales" not in name
+        if bits is None:
+            assert mx.array_equal(found, plain[name])
+        if found.ndim == 2:
+            assert np.array(found, copy=False).strides == (4, 4 * found.shape[0]), name
+
+
+def test_codes_of_a_large_model_stay_codes_on_a_cpu(monkeypatch):
+    model, _ = quantize_model(random_model("llama"), config_of("llama"), 32, 4)
+    monkeypatch.setattr(weights, "DECODED", 1000)
+    text = tokens(12)[None]
+    want = model(text)
+    weights.fit_cpu(model)
+    assert model.layers[0].self_attn.q_proj.bits == 4 and mx.array_equal(model(text), want)
 
 
 def test_strict_reaches_attach(tmp_path):

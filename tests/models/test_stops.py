@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlxkv.models.stops import ReplyText, StopMatcher
+from mlxkv.models.replies.stops import ReplyText, StopMatcher
 
 LETTERS = st.text("abé😀 ", max_size=24)
 WORDS = st.lists(st.text("abé😀 ", min_size=1, max_size=5), max_size=4)
@@ -134,7 +134,5 @@ def test_behind_a_start_a_space_is_text():
 
 
 def test_the_module_needs_no_mlx():
-    code = (
-        "import sys, mlxkv.models.stops; sys.exit(any(m.startswith('mlx.') for m in sys.modules))"
-    )
+    code = "import sys, mlxkv.models.replies.stops; sys.exit(any(m.startswith('mlx.') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -69,6 +69,13 @@ def available(module: str) -> bool:
     return find_spec(top) is not None or top not in ELSEWHERE
 
 
+@named([block for block in CODE if block.language == "bash" and not block.mark])
+def test_replies_of_blocks_that_run_have_a_limit(block):
+    """Without one a small model may fill its context, on one machine and not on another."""
+    for words in commands(block.text):
+        assert words[:2] != ["mlxkv", "chat"] or "--max-tokens" in words, words
+
+
 @pytest.mark.parametrize("page", outputs.pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run(page, tmp_path, smollm2):
     """In one folder a page, one after the other, so that a block may read what one above it has written."""

@@ -8,7 +8,7 @@ import pytest
 from serving import post, refused, serving
 from small_models import TINY
 
-from mlxkv.models.continuing import continued
+from mlxkv.models.replies.continuing import continued
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "Tell me a story about a mouse."}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import mlx.core as mx
 import pytest
@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import make_sampler
 from request_bodies import BODIES, GOOD, SERVED, VOCABULARY, check
 from transformers import PreTrainedTokenizerBase
 
+from mlxkv.models.loading.sampling import Sampling
 from mlxkv.serve.http import request
 from mlxkv.serve.http.completion import finite, finite_steps
 from mlxkv.serve.refusals import Refused
@@ -242,3 +243,25 @@ def test_what_clients_send_is_taken():
     assert out["max_tokens"] == 100 and out["top_p"] == 1 and out["user"] == "someone"
     text = check({"prompt": ["a"], "logprobs": 3}, False)
     assert (text["prompt"], text["logprobs"], text["top_logprobs"]) == ("a", True, 3)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_the_longest_reply(name):
+    """As asked for, at most the context; -1 is all of it, or what memory holds; SERVED's where nothing is said."""
+    found = {
+        value: [check(GOOD | {name: value}, True)[key] for key in ("max_tokens", "shorten")]
+        for value in (7, 100, 5000, -1)
+    }
+    assert found == {7: [7, False], 100: [100, False], 5000: [100, False], -1: [100, True]}
+    said = check(GOOD, True)
+    assert (said["max_tokens"], said["shorten"]) == (SERVED.max_tokens, False)
+    assert check(GOOD | {"max_tokens": 9, "max_completion_tokens": 7}, True)["max_tokens"] == 7
+    for value in (0, -2, True, "7"):
+        with pytest.raises(Refused, match=rf"\[{name}\]"):
+            check(GOOD | {name: value}, True)
+
+
+def test_what_the_makers_ask_for_is_what_a_request_does_not_say():
+    served = replace(SERVED, sampling=Sampling(temperature=0.6, top_p=0.9, top_k=20))
+    found = request.check(GOOD | {"temperature": 0, "top_k": 0}, True, served)
+    assert (found.temperature, found.top_p, found.top_k) == (0.0, 0.9, 0)

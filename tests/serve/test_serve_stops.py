@@ -6,7 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from saying import call, saying, write_thinker
+from saying import call, saying, write_reciter, write_thinker
 from serving import LONG, complete, events, post, send, serving, settled, text_of, until
 
 CAPITAL = "The capital of France is Paris. It is old.\n\nYes — naïve 😀 text."
@@ -212,13 +212,16 @@ def test_a_start_that_goes_on(server, said):
     assert reply(server, PATHS[1], [], False, **more)[0] == said[0]
 
 
-def test_with_drafts_the_reply_ends_there_and_the_cache_holds_what_was_read(tmp_path):
-    folder = write_thinker(tmp_path / "random", words=400)
-    with serving(folder, kv="int4", draft=str(folder)) as server:
-        replies = (
-            (p, text_of(complete(server, p, 24))) for p in (LONG[:n] for n in range(30, 130, 7))
-        )
-        prompt, whole = next(pair for pair in replies if len(pair[1]) > 12)  # weights are random
+@pytest.mark.parametrize("accepted", [True, False])
+def test_with_drafts_the_reply_ends_there_and_the_cache_holds_what_was_read(tmp_path, accepted):
+    folder, words = write_reciter(tmp_path / "reciter")
+    draft = folder if accepted else write_thinker(tmp_path / "random", words=400)
+    with serving(folder, kv="int4", draft=str(draft)) as server:
+        prompt = LONG[:109] + words[-1]
+        reply = complete(server, prompt, 24)
+        whole = "".join(words[:24]).removeprefix(" ")
+        assert text_of(reply) == whole
+        assert (reply["kv"]["accepted_tokens"] > 12) is accepted
         for at, size in ((9, 4), (3, 2), (0, 2), (len(whole) - 3, 3)):
             stop = whole[at : at + size]
             found = complete(server, prompt, 24, stop=[stop])

@@ -37,10 +37,10 @@ def call(*functions: dict) -> str:
     return "".join(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in functions)
 
 
-def write_thinker(folder: Path, words: int = 0, **changes) -> Path:
+def write_thinker(folder: Path, words: int = 0, template: str = TEMPLATE, **changes) -> Path:
     """A random model whose tokenizer knows <think> and </think>, and whose template calls tools. words: tokens
     of several letters, so that long prompts have fewer tokens than bytes."""
-    write_model(folder, template=TEMPLATE, vocab_size=260 + words, **changes)
+    write_model(folder, template=template, vocab_size=260 + words, **changes)
     path = folder / "tokenizer.json"
     if words:
         _learn(path, words)
@@ -52,6 +52,29 @@ def write_thinker(folder: Path, words: int = 0, **changes) -> Path:
     ]
     path.write_text(json.dumps(tokenizer))
     return folder
+
+
+def write_reciter(folder: Path, count: int = 40) -> tuple[Path, list[str]]:
+    """A model that says the `count` longest words of its tokenizer in turn, on every machine: its head finds each by
+    the embedding of the word before. Returns its folder and the words, each with the space before it."""
+    from tokenizers import Tokenizer
+
+    write_thinker(folder, words=400)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = {token: tokenizer.decode([token]) for token in range(656)}
+    words = [token for token, text in texts.items() if text[0] == " " and text[1:].isalpha()]
+    chain = sorted(words, key=lambda token: -len(texts[token]))[:count]
+    path = folder / "model.safetensors"
+    weights = mx.load(str(path))
+    embedded = 10 * mx.random.normal(
+        weights["model.embed_tokens.weight"].shape, key=mx.random.key(3)
+    )
+    head = mx.zeros_like(embedded)
+    head[mx.array([*chain[1:], chain[0]])] = embedded[mx.array(chain)]
+    new = {"model.embed_tokens.weight": embedded, "lm_head.weight": head}
+    weights |= {name: value.astype(mx.float16) for name, value in new.items()}
+    mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
+    return folder, [texts[token] for token in chain]
 
 
 def _learn(path: Path, words: int) -> None:
@@ -71,9 +94,12 @@ def _learn(path: Path, words: int) -> None:
 
 @contextmanager
 def saying(folder: Path, said: list[str], **options) -> Iterator[Server]:
-    """A server whose next reply is `said[0]`."""
+    """A server whose next reply is `said[0]`; other servers of the process sample as ever."""
+    plain = lm_server._make_sampler
 
     def scripted(args, tokenizer):
+        if tokenizer is not server.engine.model_provider.tokenizer:
+            return plain(args, tokenizer)
         left = [*tokenizer.encode(said[0], add_special_tokens=False), tokenizer.eos_token_id]
         return lambda logprobs: mx.array([left.pop(0) if left else tokenizer.eos_token_id])
 

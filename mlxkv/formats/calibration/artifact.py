@@ -14,6 +14,9 @@ Since format 3 a side may have `LAYER.SIDE.peaks` [G or 1, D], the largest absol
 after SRFT with seed 0, from which presets with a scale per channel make their scales; and there may be
 `LAYER.keys.mean` [G, D], the mean of the keys of each kv head, which presets with centred keys take from them.
 
+Since format 4 the header has an entry `positions`: moments of keys are averages over so many positions, from 0
+(`mlxkv.spec.positions`), or null. Those of older files are of the positions of the text.
+
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
 0.94}]`, or null where none were searched. An entry `plan` is a preset for each layer, found on this model
 (`formats.plans.files` describes it). The formats of other transforms than a rotation per
@@ -54,7 +57,7 @@ from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.untrusted import Unsound, whole
 
 LARGEST = 1 << 30  # bytes; the maps of 80 layers with 8 kv heads of 128 dims have 340 MB
-FORMATS = (1, 2, 3)  # that this version reads
+FORMATS = (1, 2, 3, 4)  # that this version reads
 NAME = "mlxkv-calibration"
 
 
@@ -107,6 +110,9 @@ def read(path: Path | str) -> Calibration:
                 sides[side] = Basis(values, vectors, floored, clips, found, peaks, mean)
             layers[name] = Layer(whole(entry["kv_heads"], "kv_heads", 1), **sides)
         known = {name: header[name] for name in FIELDS}
+        positions = header["positions"] if header["format"] >= 4 else None
+        if positions is not None:
+            whole(positions, "positions", 1)
         learned = Learned.of(header.get("learned"))
         for name, kind in FIELDS.items():
             if type(known[name]) is not kind:
@@ -122,7 +128,9 @@ def read(path: Path | str) -> Calibration:
     plan = header.get("plan")  # looked at where it is asked for: `--kv FILE`
     if plan is not None and not isinstance(plan, dict):
         raise fault(path, "holds a plan that is none")
-    out = Calibration(**known, layers=layers, path=path, learned=learned, plan=plan)
+    out = Calibration(
+        **known, layers=layers, path=path, learned=learned, plan=plan, positions=positions
+    )
     if out.digest != header.get("digest"):
         raise fault(path, "was changed after it was made: its digest differs")
     return out

@@ -18,7 +18,10 @@ from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CENTRED, PAIRED, SCALED, CacheConfig
 from mlxkv.formats.saved.marks import same_model
 
-FORMAT = 3
+FORMAT = 4
+WINDOW = (
+    4096  # most tokens of a window of older formats, whose moments hold for its positions alone
+)
 SIDES = ("keys", "values")
 TENSORS, MORE = ("values", "vectors"), ("down", "sigma")  # of every side; of a balanced transform
 PEAKS, MEAN = "peaks", "mean"
@@ -110,6 +113,7 @@ class Calibration:
     version: version of mlxkv that wrote it.
     learned: how the transforms were learned, None where they are balanced or absent.
     plan: a preset for each layer, as a plan's file holds it, or None.
+    positions: how many, from 0, the moments of keys hold for; None in older files.
     """
 
     fingerprint: str
@@ -126,6 +130,22 @@ class Calibration:
     path: Path | None = field(default=None, compare=False)
     learned: Learned | None = None
     plan: Mapping | None = None
+    positions: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions it holds for, those of a window of an older file; None for all: no text was read."""
+        if self.positions is not None or not self.tokens:
+            return self.positions
+        return -(-self.tokens // -(-self.tokens // WINDOW))
+
+    def shortfall(self, context: int | None) -> str | None:
+        """What to say where a model's context is longer than its reach, or None."""
+        if context is None or self.reach is None or self.reach >= context:
+            return None
+        mend = "; mlxkv calibrate makes it anew" if self.positions is None else ""
+        name = self.path or "this one"
+        return f"[calibration] {name} holds for positions up to {self.reach:,}; longer contexts lose quality{mend}"
 
     @cached_property
     def digest(self) -> str:
@@ -220,6 +240,7 @@ class Calibration:
                 "clips": clips if any(clips) else None,
             }
         known = {name: getattr(self, name) for name in FIELDS}
+        known["positions"] = self.positions
         if self.learned:
             known["learned"] = self.learned.as_dict()
         if self.plan:

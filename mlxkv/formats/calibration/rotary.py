@@ -1,16 +1,22 @@
-"""Measure how keys turn with their position, from the same keys at several positions. NumPy float64.
+"""Measure how keys turn with their position, from the same keys at several positions, and average moments over
+positions. NumPy float64.
 
 No config is read: scaled, partial and interleaved RoPE, and none at all, are seen in what keys do. Spec:
-`mlxkv.spec.positions`. Letters: `N` rows, `D` head dim, `P` pairs.
+`mlxkv.spec.positions`. Letters: `G` kv heads, `N` rows, `D` head dim, `P` pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+Span = tuple[int, int]  # positions from and to, without the last
+UNIFORM = (
+    1 << 15
+)  # up to this context all its positions count alike; the context where none is known
+SHORTEST = 1024  # positions of the shortest session of longer contexts
 STILL = 16  # rounding errors: a pair that moves less does not turn
 OFF = 0.03  # largest error of turned rows, as a share: float32 angles are off by .008 at position 131,072
 
@@ -24,12 +30,68 @@ class Rotary:
 
     def turned(self, x: np.ndarray, t: np.ndarray) -> np.ndarray:
         """Return x [..., N, D], row n turned by t[n] positions."""
-        out, (a, b) = np.array(x, np.float64), self.pairs.T
-        angle = np.asarray(t, np.float64)[:, None] * self.frequencies
-        cos, sin = np.cos(angle), np.sin(angle)
-        out[..., a] = x[..., a] * cos - x[..., b] * sin
-        out[..., b] = x[..., a] * sin + x[..., b] * cos
-        return out
+        partner, cos, sin = self.wheel(t, x.shape[-1])
+        x = np.asarray(x, np.float64)
+        return x * cos + x[..., partner] * sin
+
+    def wheel(self, t: np.ndarray, dims: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return partner [D], cos and sin [N, D]: a row x turns by t[n] as x * cos + x[partner] * sin."""
+        t, (a, b) = np.asarray(t, np.float64), self.pairs.T
+        partner, cos, sin = np.arange(dims), np.ones((len(t), dims)), np.zeros((len(t), dims))
+        partner[a], partner[b] = b, a
+        angle = t[:, None] * self.frequencies
+        cos[:, a] = cos[:, b] = np.cos(angle)
+        sin[:, b] = np.sin(angle)
+        sin[:, a] = -sin[:, b]
+        return partner, cos, sin
+
+    def moment_over(self, moments: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+        """Return the mean of R(t) S R(t)^T over each span, and over `spans`, of moments S [G, D, D] at position 0."""
+        u, theta = self._planes(moments.shape[-1])
+        factors = _harmonics(theta[:, None] - theta, spans)
+        return (u @ (u.conj().T @ moments @ u * factors) @ u.conj().T).real
+
+    def mean_over(self, means: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+        """Return the same of means [G, D] at position 0, turned with it."""
+        u, theta = self._planes(means.shape[-1])
+        return (means @ u.conj() * _harmonics(theta, spans) @ u.T).real
+
+    def _planes(self, dims: int) -> tuple[np.ndarray, np.ndarray]:
+        """Eigenvectors [D, D] of R, a column each, and radians a position [D]."""
+        u, theta, (a, b) = np.eye(dims, dtype=complex), np.zeros(dims), self.pairs.T
+        u[a, a] = u[a, b] = np.sqrt(0.5)
+        u[b, a], u[b, b] = -1j * np.sqrt(0.5), 1j * np.sqrt(0.5)
+        theta[a], theta[b] = self.frequencies, -self.frequencies
+        return u, theta
+
+
+def _harmonics(w: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """The mean of exp(j w t) over each span, and over `spans`, for w of any shape."""
+    turns = w / (2 * np.pi)
+    turns = turns - np.rint(turns)
+    return sum(
+        np.exp(1j * np.pi * turns * (start + stop - 1))
+        * np.sinc(turns * (stop - start))
+        / np.sinc(turns)
+        for start, stop in spans
+    ) / len(spans)
+
+
+def contexts(longest: int) -> list[Span]:
+    """Return the spans of positions that a calibration averages over for a model of `longest`: all of them, and
+    above UNIFORM sessions of that length, of half of it, and so on, which count alike."""
+    spans = [(0, longest)]
+    while longest > UNIFORM and (half := spans[-1][1] // 2) >= SHORTEST:
+        spans.append((0, half))
+    return spans
+
+
+def drawn(start: int, count: int, spans: Sequence[Span]) -> np.ndarray:
+    """Return positions for rows start .. start + count, spread evenly over each of `spans`, the same every time."""
+    index = np.arange(start, start + count)
+    ends = np.array(spans)[index % len(spans)]
+    share = index // len(spans) * (np.sqrt(5) - 1) / 2 % 1
+    return ends[:, 0] + (share * (ends[:, 1] - ends[:, 0])).astype(int)
 
 
 def measured(rows: Mapping[int, np.ndarray], resolution: float) -> Rotary | None:

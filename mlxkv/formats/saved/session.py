@@ -243,6 +243,8 @@ def saved_of(head: Header, cache, vocabulary: int | None) -> Saved:
 
 def _is_message(one) -> bool:
     match one:
+        case {"role": "assistant", "content": str(), "reasoning_content": str()}:
+            return len(one) == 3
         case {"role": "system" | "user" | "assistant", "content": str()}:
             return len(one) == 2
     return False

@@ -42,8 +42,8 @@ def basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
 
 
 def _mean(moments: Moments, name: str, where: str, per_layer: bool) -> np.ndarray:
-    """The mean [G or 1, D, D] of a sum. Raises MachineError for NaN or infinity."""
-    mean = moments.mean(name)
+    """The second moment [G or 1, D, D] of a sum. Raises MachineError for NaN or infinity."""
+    mean = moments.moment(name)
     _check_finite(mean, where)
     return mean.mean(0, keepdims=True) if per_layer else mean
 
@@ -62,10 +62,11 @@ def _peaks(moments: Moments, side: str, where: str, per_layer: bool) -> np.ndarr
 
 def _key_mean(moments: Moments, where: str) -> np.ndarray | None:
     """The mean [G, D] of keys; None where windows ended in their first tokens. Raises MachineError."""
-    if not moments.counted:
+    mean = moments.key_mean()
+    if mean is None:
         return None
-    _check_finite(moments.total, where)
-    return (moments.total / moments.counted).astype(np.float32)
+    _check_finite(mean, where)
+    return mean.astype(np.float32)
 
 
 def _check_finite(x: np.ndarray, where: str) -> None:

@@ -7,6 +7,7 @@ on the spot and kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.nn as nn
@@ -22,6 +23,7 @@ from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.calibration import measure
 from mlxkv.models.catalog.aliases import REPO
 from mlxkv.models.catalog.hub import Words, fetch_file
+from mlxkv.models.hooks.fold import fold_of
 from mlxkv.models.hooks.probe import Place, Shape
 from mlxkv.models.origin import Origin, layer_name, origin_of, sizes
 
@@ -32,6 +34,7 @@ ON_THE_HUB = Words(
     "the hub cannot be reached and this calibration is not on this machine",
     "make one with mlxkv calibrate --model MODEL -o FILE",
 )
+_told: set[str] = set()  # warnings of this process
 
 
 def given(calibration: Calibration | Path | str) -> Calibration:
@@ -50,11 +53,19 @@ def given(calibration: Calibration | Path | str) -> Calibration:
 
 def known(model: nn.Module, config: CacheConfig | Plan | None = None) -> Calibration | None:
     """The calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
-    has to be made. config: one that serves it, unless it was named."""
+    has to be made, or made anew. config: one that serves it, unless it was named."""
     origin = origin_of(model)
     if origin is None or origin.calibration is not None:
         return origin and origin.calibration
-    return artifact.find(origin.fingerprint, origin.folder, config)
+    found = artifact.find(origin.fingerprint, origin.folder, config)
+    return None if _outdated(model, found) else found
+
+
+def _outdated(model: nn.Module, found: Calibration | None) -> bool:
+    """Whether `found` is one that the user keeps, of a format that knows no positions, and a new one can be made."""
+    if found is None or found.positions is not None or not found.tokens:
+        return False
+    return found.path.parent == artifact.folder() and fold_of(model) is None
 
 
 def fit(
@@ -90,6 +101,8 @@ def fit(
         calibration = _on_the_spot(model, origin, label)
     needed = {place: shape for place, shape in places.items() if owns[place].calibrated}
     calibration.check(sizes(needed), origin and origin.fingerprint)
+    if any(owns[place].keys.calibrated and not shape.latent for place, shape in needed.items()):
+        _tell_reach(calibration, origin and origin.context)
     out: dict = {place: (own, None) for place, own in owns.items()}
     by_kinds: dict = {}
     names = {layer_name(place): place for place in needed}
@@ -103,12 +116,29 @@ def fit(
     return {place: out[place] for place in places}
 
 
+def _tell_reach(calibration: Calibration, context: int | None) -> None:
+    """Warn, once a process, where the context of a model is longer than its calibration holds for."""
+    line = calibration.shortfall(context)
+    if line is not None and line not in _told:
+        _told.add(line)
+        console.warn(line)
+
+
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
-    """Make a calibration and keep it in the user's folder, if that can be written."""
-    console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
+    """Make a calibration and keep it in the user's folder, if that can be written; one that is outdated stays beside
+    it, for saved sessions, and hands over its plan and its clips."""
+    old = artifact.find(origin.fingerprint, None)
+    if old is None:
+        console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
+    else:
+        console.note(f"{label}: {old.path} is of an older version; making it anew, once")
     made = measure.from_corpus(model, origin)
     path = artifact.kept_path(origin.fingerprint)
+    if old is not None:
+        made = replace(made.with_clips_of(old)[0], plan=old.plan)
     try:
+        if old is not None:
+            artifact.write(artifact.kept_path(origin.fingerprint, "-older"), old)
         artifact.write(path, made)
     except MachineError as error:
         console.note(f"{error}; it serves this run only")

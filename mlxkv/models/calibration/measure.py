@@ -2,11 +2,13 @@
 some text.
 
 Queries, keys (after RoPE), values and outputs are observed where attention reads our caches, so every
-family that can be compressed can be calibrated. Only second moments are kept, [G, D, D] per layer
-and side. Spec: `spec/oscar.py`. The value target V^T S^T S V is (S V)^T (S V), the second moment of
-the output of attention, so scores need not be kept. Balanced transforms
-(`formats/calibration/balance.py`) also use the moments of keys and values behind the first tokens of
-a window, which caches keep exact, and what the output projection makes of errors in values.
+family that can be compressed can be calibrated. Keys and queries are turned back to position 0, and their
+moments averaged over the positions of the model's whole context (`spec/positions.py`): where a token of the
+text stands does not matter. Only second moments are kept, [G, D, D] per layer and side. Spec:
+`spec/oscar.py`. The value target V^T S^T S V is (S V)^T (S V), the second moment of the output of attention,
+so scores need not be kept. Balanced transforms (`formats/calibration/balance.py`) also use the moments of
+keys and values behind the first tokens of a window, which caches keep exact, and what the output projection
+makes of errors in values.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ import numpy as np
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
+from mlxkv.formats.calibration.rotary import UNIFORM, contexts
 from mlxkv.models.calibration import TOKENS
 from mlxkv.models.calibration.bases import TARGETS, WITHOUT_TEXT, basis
 from mlxkv.models.calibration.latents import Readers
 from mlxkv.models.calibration.moments import ROWS, Moments, Sample
+from mlxkv.models.calibration.rotations import ROWS as PROBES
+from mlxkv.models.calibration.rotations import rotations
 from mlxkv.models.hooks.fold import refuse_folded
 from mlxkv.models.hooks.latent import modules_of
 from mlxkv.models.hooks.layers import find
@@ -56,6 +61,7 @@ def calibrate(
     per_layer: bool = False,
     window: int = WINDOW,
     bos: int | None = None,
+    positions: int | None = None,
     progress: Progress | None = None,
     timing: dict[str, float] | None = None,
     samples: dict[str, Sample] | None = None,
@@ -63,8 +69,9 @@ def calibrate(
     """Calibrate all layers of `model` (any model of mlx-lm) that could be compressed.
 
     tokens: the text, read in windows of `window` tokens that do not see each other, each after
-    `bos`. text: its name. target: one of TARGETS; the last two read no text. parts: of U, H and P,
-    those that the rotations use. per_layer: one rotation for all kv heads of a layer. progress:
+    `bos`. positions: how many the calibration is to hold for; by default those of the model's context, or
+    UNIFORM where that is not known. text: its name. target: one of TARGETS; the last two read no text.
+    parts: of U, H and P, those that the rotations use. per_layer: one rotation for all kv heads of a layer. progress:
     called with the tokens done since the last call; they are read `passes(target)` times. timing:
     filled with the seconds of sums and eigenvectors by layer. samples: filled with up to ROWS keys
     and values per kv head by layer.
@@ -89,7 +96,14 @@ def calibrate(
         if not shapes:
             reason = next(iter(found.refused.values()), "no layer has a cache that grows")
             raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
-        moments = {place: Moments(shape, target) for place, shape in shapes.items()}
+        origin = origin_of(model)
+        positions = positions or (origin and origin.context) or UNIFORM
+        rotaries = dict.fromkeys(shapes)
+        if passes(target):
+            probes, longest = mx.array(tokens[:PROBES]), max(positions, window)
+            rotaries = rotations(model, own, shapes, probes, longest)
+        spans = contexts(positions)
+        moments = {p: Moments(shape, target, rotaries[p], spans) for p, shape in shapes.items()}
         if all(shape.latent for shape in shapes.values()):
             if target == "surrogate":
                 raise UserError(
@@ -110,7 +124,7 @@ def calibrate(
                 _read(model, own, moments, part, [] if bos is None else [bos], progress)
             if target == "surrogate" and not turn:
                 for one in moments.values():
-                    one.weights = mx.array(one.mean("keys").astype(np.float32))
+                    one.weights = mx.array(one.moment("keys").astype(np.float32))
     finally:
         release(slots)
     layers = {}
@@ -121,7 +135,8 @@ def calibrate(
         layers[name] = Layer(one.shape.heads, *bases)
         if timing is not None:
             timing[name] = one.seconds + time.perf_counter() - start
-    origin = origin_of(model)
+    if passes(target) and None in rotaries.values():
+        positions = min(positions, len(next(iter(windows(tokens, window)))))
     return Calibration(
         fingerprint=origin.fingerprint if origin else "",
         model=origin.name if origin else "",
@@ -133,6 +148,7 @@ def calibrate(
         text=text,
         text_digest=sha256(np.array(tokens, "<i4").tobytes()).hexdigest()[:16],
         layers=layers,
+        positions=positions,
     )
 
 
@@ -170,6 +186,9 @@ def _read(
         mx.eval([cache.state for _, cache in leaves(caches) if not cache.empty()])
         if progress:
             progress(len(part))
+    for place, cache in leaves(caches):
+        if type(cache) is PlainObserver:
+            moments[place].end_window(cache.exact[0])
 
 
 def calibrate_with_samples(

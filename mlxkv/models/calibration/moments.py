@@ -1,8 +1,15 @@
-"""Sum the second moments of what a layer stores and of what reads it, while a text is read."""
+"""Sum the second moments of what a layer stores and of what reads it, while a text is read.
+
+Keys and queries are turned back to position 0 as they are summed, where they turn as RoPE does, and averaged over the
+positions of the model at the end (`spec/positions.py`). Half of the weight of keys is the attention that they get
+(`spec/attended.py`). Letters: `B` batch, `G` kv heads, `H` query heads, `L` new
+tokens, `D` head dim.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -10,19 +17,24 @@ import numpy as np
 
 from mlxkv.codec import transform
 from mlxkv.formats.calibration.artifact import SIDES
+from mlxkv.formats.calibration.rotary import Rotary, Span, drawn
+from mlxkv.formats.calibration.sums import Sums
+from mlxkv.models.calibration.attended import received
 from mlxkv.models.calibration.latents import Readers
 from mlxkv.models.hooks.probe import Shape
 from mlxkv.models.hooks.taps import AttentionCall
 
 SINK = 64  # first tokens of a window, which presets keep exact
 ROWS = 4096  # of a sample, at most, per kv head
+KEYS = "stored keys"  # those that caches would compress
+READ = "read keys"  # the same, weighted by the attention that they get
 
 
 @dataclass
 class Sample:
     """Every `every`-th of the keys and values of one layer that caches would compress.
 
-    keys, values: parts [G, N, D] in the model's dtype. seen: how many there were.
+    keys, values: parts [G, N, D]. seen: how many there were.
     """
 
     every: int
@@ -48,97 +60,159 @@ class Sample:
 
 @dataclass
 class Moments:
-    """Sums of x^T x of one layer, and of keys.
+    """Sums of one layer.
 
-    sums: [G, D, D] float64 by name: keys, values (rows of the target), stored keys, stored values
-    (what caches were handed). rows: how many rows each sum has. peaks: [G, D] by side, of the
-    channels after SRFT, behind the first tokens of a window. total: [G, D] float64, the sum of the
-    `counted` keys of each kv head there. weights: Sigma_K of a first pass, for the surrogate. output:
-    M_o of `sensitivities`, or None. begun: tokens of this window. sample: the rows to keep, or None.
-    readers: of latents, or None; their values are rotary keys, which are stored as they are. seconds: spent
-    on sums.
+    sums: by name: keys, values (rows of the target), stored keys, stored values (what caches were handed); keys and
+    queries at position 0. rotary: how they turn; None where it is not as RoPE does: they are summed as they are.
+    spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the first tokens of
+    a window, at the positions of the text. weights: Sigma_K of a first pass, for the surrogate. output: M_o of
+    `sensitivities`, or None. begun: tokens of this window. received: [G, T], the attention that its keys got, or None.
+    sample: the rows to keep, keys turned to positions of
+    `spans`, or None. readers: of latents, or None; their values are rotary keys, which are stored as they are.
+    seconds: spent on sums.
     """
 
     shape: Shape
     target: str
-    sums: dict[str, np.ndarray] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
+    rotary: Rotary | None = None
+    spans: Sequence[Span] = ()
+    sums: dict[str, Sums] = field(default_factory=dict)
     peaks: dict[str, np.ndarray] = field(default_factory=dict)
-    total: np.ndarray | float = 0.0
-    counted: int = 0
     weights: mx.array | None = None
     output: np.ndarray | None = None
     begun: int = 0
+    received: np.ndarray | None = None
     sample: Sample | None = None
     readers: Readers | None = None
     seconds: float = 0.0
 
     def add_queries(self, queries: mx.array, scale: float) -> None:
         """Add the queries that meet latents, [B, H, L, D] (`LatentObserver`)."""
-        if self.target == "attention" and self.counted:
-            mean = self.total[0] / self.counted
-            covariance = self.mean("stored keys")[0] - np.outer(mean, mean)
+        if self.target == "attention" and KEYS in self.sums:
+            keys = self.sums[KEYS]
+            mean = keys.mean()[0]
+            covariance = keys.moment()[0] - np.outer(mean, mean)
             self._add("keys", self.readers.rows(queries, scale, covariance))
 
     def add_attention(self, call: AttentionCall) -> None:
         """Add the queries and outputs of one call of attention, [B, H, L, D]."""
         if self.target == "attention" or (self.target == "surrogate" and self.weights is None):
-            self._add("keys", call.queries)
+            start = call.exact[0].shape[2] - call.queries.shape[2]
+            self._add("keys", self._at_zero(call.queries, start))
         if self.target == "attention":
             self._add("values", call.out)
+            if (found := received(call, SINK)) is not None:
+                if self.received is not None:
+                    found[:, : self.received.shape[1]] += self.received
+                self.received = found
 
     def add_update(self, keys: mx.array, values: mx.array) -> None:
         """Add what a cache was handed, [B, G, L, D]; each token once."""
-        skipped = max(0, SINK - self.begun)
+        start, skipped = self.begun, max(0, SINK - self.begun)
         self.begun += keys.shape[2]
-        if self.sample is not None and skipped < keys.shape[2]:
-            self.sample.add(keys[:, :, skipped:], values[:, :, skipped:])
-        if skipped < keys.shape[2]:
-            for side, x in zip(SIDES, (keys, values), strict=True):
-                self._raise(side, x[:, :, skipped:])
-            self.total = self.total + np.array(total(keys[:, :, skipped:]), np.float64)
-            self.counted += keys.shape[0] * (keys.shape[2] - skipped)
-        if self.target == "attention" and skipped < keys.shape[2]:
-            self._add("stored keys", keys[:, :, skipped:])
-            self._add("stored values", values[:, :, skipped:])
-        elif self.target == "tensor":
-            self._add("keys", keys)
+        if self.target == "tensor":
+            self._add("keys", self._at_zero(keys, start))
             self._add("values", values)
         elif self.weights is not None:
             k = keys.astype(mx.float32)
             energy = ((k @ self.weights) * k).sum(-1, keepdims=True)
             self._add("values", values.astype(mx.float32) * mx.sqrt(mx.maximum(energy, 0)))
+        if skipped >= keys.shape[2]:
+            return
+        keys, values, start = keys[:, :, skipped:], values[:, :, skipped:], start + skipped
+        for side, x in zip(SIDES, (keys, values), strict=True):
+            self._raise(side, x)
+        if self.sample is not None:
+            self.sample.add(self._spread(keys, start), values)
+        self._add(KEYS, self._at_zero(keys, start))
+        self._add("stored values", values)
 
-    def _add(self, side: str, x: mx.array) -> None:
+    def end_window(self, keys: mx.array) -> None:
+        """Add all keys of a window, [B, G, L, D], by the attention that they got."""
+        if self.received is None:
+            return
+        weights = self.received[:, SINK:]
+        rows = grouped(
+            self._at_zero(keys, 0)[:, :, SINK : self.received.shape[1]], self.shape.heads
+        )
+        sums = self.sums.setdefault(READ, Sums(self.sums[KEYS].centre))
+        found = products(rows, mx.array(sums.centre), mx.array(weights.astype(np.float32)))
+        sums.add(*map(np.array, found), weights.sum(1))
+        self.received = None
+
+    def _at_zero(self, x: mx.array, start: int) -> mx.array:
+        """Keys or queries of positions `start` and on, turned back to position 0."""
+        return turned(x, self.rotary, -np.arange(start, start + x.shape[2]))
+
+    def _spread(self, keys: mx.array, start: int) -> mx.array:
+        """Keys of positions `start` and on, turned to others, spread over `spans`."""
+        count = keys.shape[2]
+        to = drawn(self.sample.seen, count, self.spans) if self.spans else 0
+        return turned(keys, self.rotary, to - np.arange(start, start + count))
+
+    def _add(self, name: str, x: mx.array) -> None:
         mx.eval(x)  # outside of the time that is taken
         start = time.perf_counter()
-        moment = second_moment(x, self.shape.heads)
-        rows = x.size // (self.shape.heads * x.shape[-1])
-        self.sums[side] = self.sums.get(side, 0.0) + np.array(moment, np.float64)
-        self.rows[side] = self.rows.get(side, 0) + rows
+        rows = grouped(x, self.shape.heads)
+        if name not in self.sums:
+            self.sums[name] = Sums(np.array(rows.mean(1)))
+        sums = self.sums[name]
+        sums.add(*map(np.array, products(rows, mx.array(sums.centre))), rows.shape[1])
         self.seconds += time.perf_counter() - start
 
     def _raise(self, side: str, x: mx.array) -> None:
         found = np.array(peaks(x))
         self.peaks[side] = np.maximum(self.peaks.get(side, found), found)
 
-    def mean(self, side: str) -> np.ndarray:
-        mean = self.sums[side] / self.rows[side]
-        with_readers = self.readers and side == "keys" and self.target == "attention"
-        return self.readers.whole(mean) if with_readers else mean
+    def moment(self, name: str) -> np.ndarray:
+        """Return the second moment [G, D, D] of a sum, over the positions of `spans`; of the "keys" of latents M."""
+        moment = self._keys(Sums.moment) if name == KEYS else self.sums[name].moment()
+        if self.readers and name == "keys" and self.target == "attention":
+            return self.readers.whole(moment)
+        turns = self.rotary is not None and name in ("keys", KEYS)
+        return self.rotary.moment_over(moment, self.spans) if turns else moment
+
+    def key_mean(self) -> np.ndarray | None:
+        """Return the mean [G, D] of stored keys over the positions of `spans`; None where there are none."""
+        if KEYS not in self.sums:
+            return None
+        mean = self._keys(Sums.mean)
+        return mean if self.rotary is None else self.rotary.mean_over(mean, self.spans)
+
+    def _keys(self, of: Callable[[Sums], np.ndarray]) -> np.ndarray:
+        """What `of` makes of stored keys: half of all alike, half by the attention that they get."""
+        alike, read = self.sums[KEYS], self.sums.get(READ)
+        if read is None or not (read.weight > 0).all():
+            return of(alike)
+        return (of(alike) + of(read)) / 2
 
 
-def second_moment(x: mx.array, kv_heads: int) -> mx.array:
-    """x^T x over the rows of each kv head's group: [B, H, L, D] -> [G, D, D] float32."""
+def turned(x: mx.array, rotary: Rotary | None, t: np.ndarray) -> mx.array:
+    """Return x [B, H, L, D] float32, token n turned by t[n] positions; as it is where nothing turns."""
+    if rotary is None or not len(rotary.pairs):
+        return x
+    partner, *factors = rotary.wheel(t, x.shape[-1])
+    cos, sin = (mx.array(factor.astype(np.float32)) for factor in factors)
+    x = x.astype(mx.float32)
+    return x * cos + x[..., mx.array(partner)] * sin
+
+
+def grouped(x: mx.array, kv_heads: int) -> mx.array:
+    """Return the rows of each kv head's group, [B, H, L, D] -> [G, N, D] float32."""
     batch, _, _, dims = x.shape
     rows = x.astype(mx.float32).reshape(batch, kv_heads, -1, dims)
-    rows = rows.swapaxes(0, 1).reshape(kv_heads, -1, dims)
-    return rows.swapaxes(-1, -2) @ rows
+    return rows.swapaxes(0, 1).reshape(kv_heads, -1, dims)
 
 
-def total(x: mx.array) -> mx.array:
-    """The sum over tokens: [B, G, L, D] -> [G, D] float32."""
-    return x.astype(mx.float32).sum((0, 2))
+def products(
+    rows: mx.array, centre: mx.array, weights: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """Return the sums of w y^T y [G, D, D] and of w y [G, D] over y = x - centre, of rows x [G, N, D].
+
+    weights: w [G, N]; None for 1."""
+    left = rows - centre[:, None]
+    weighted = left if weights is None else left * weights[..., None]
+    return weighted.swapaxes(-1, -2) @ left, weighted.sum(1)
 
 
 def peaks(x: mx.array) -> mx.array:

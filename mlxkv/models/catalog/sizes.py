@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv, stand_in
 from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.catalog.shapes import LayerShape
 
@@ -54,8 +55,15 @@ class Need:
         return self.weights + self.cache + self.transient + self.dropped + self.state
 
 
+def stored(layer: LayerShape, kv: CacheConfig) -> CacheConfig:
+    """Return what `attach` stores of a layer: of bits by direction their stand-in where keys need their mean."""
+    other = (layer.tied or layer.kind == "latent") and stand_in(kv)
+    return parse_kv(other) if other else kv
+
+
 def why_16_bits(layer: LayerShape, kv: CacheConfig) -> str | None:
     """Why a layer that a preset compresses in other models stays in 16 bits, or None."""
+    kv = stored(layer, kv)
     if layer.reason:
         return layer.reason if kv.compresses and layer.kind != "index" else None
     if layer.kind == "latent":
@@ -70,6 +78,7 @@ def bits_in_pages(layer: LayerShape, kv: CacheConfig) -> float:
     """Stored bits per value of a layer inside of pages."""
     if layer.kind not in COMPRESSED or why_16_bits(layer, kv):
         return 16.0
+    kv = stored(layer, kv)
     kv = kv.of_latents if layer.kind == "latent" and kv.compresses else kv
     return kv.bits_per_value(layer.key_dim, layer.value_dim)
 
@@ -77,6 +86,7 @@ def bits_in_pages(layer: LayerShape, kv: CacheConfig) -> float:
 def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
     """Stored bytes of one layer's cache, full-precision windows and bases that follow the text
     included. With token selection: of a prompt, once it is read."""
+    kv = stored(layer, kv)
     if kv.compresses and why_16_bits(layer, kv) is None and layer.kind in COMPRESSED:
         kv = kv.of_latents if layer.kind == "latent" else kv
     else:

@@ -197,8 +197,9 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
     if kv != served.kv:  # a batch has one kind of cache
         raise bad("kv", f"this server's caches are {served.kv}; choose that, or start another", kv)
     stream = _boolean(body, "stream")
-    if body.get("max_tokens") == ENDLESS:
-        body, shorten = body | {"max_tokens": served.longest}, True
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name) == ENDLESS:
+            body, shorten = body | {name: served.longest}, True
     numbers = asdict(served.sampling) | _numbers(body)
     max_tokens = numbers.pop("max_completion_tokens", None) or numbers.get("max_tokens")
     if max_tokens is not None:

@@ -1,0 +1,263 @@
+"""Moments over positions: the law, a calibration against it, and what files and models say of their reach."""
+
+import json
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from random_model import write_model
+from random_models import random_model
+from safetensors import safe_open
+from safetensors.numpy import save
+from turning import ROTARY
+
+from mlxkv.formats.calibration import artifact, layers, rotary
+from mlxkv.formats.calibration.rotary import Rotary
+from mlxkv.formats.calibration.sums import Sums
+from mlxkv.models import load
+from mlxkv.models.calibration import fitting, measure, moments
+from mlxkv.models.calibration.attended import received
+from mlxkv.models.calibration.moments import grouped, products, turned
+from mlxkv.models.hooks.taps import AttentionCall
+from mlxkv.models.origin import origin_of
+from mlxkv.spec import attended
+from mlxkv.spec import positions as spec
+
+TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama", attention_bias=True)
+
+
+def moment(basis):
+    """What the eigenvectors of keys were made from: the moment of queries."""
+    return layers.subspace.read_moment(basis.values, basis.vectors)
+
+
+# -- the law
+
+
+@pytest.mark.parametrize("longest", (1000, 32768, 40000, 131072))
+def test_averages_are_the_laws(longest):
+    rng, one = np.random.default_rng(0), Rotary(*ROTARY)
+    x = rng.standard_normal((2, 90, 64)) + 1
+    moments, means, spans = x.swapaxes(1, 2) @ x / 90, x.mean(1), rotary.contexts(longest)
+    assert spans == (spec.contexts(longest) if longest > 32768 else [(0, longest)])
+    law = np.mean([[spec.moment_over(m, s, *ROTARY) for m in moments] for s in spans], 0)
+    np.testing.assert_allclose(one.moment_over(moments, spans), law, atol=1e-12)
+    law = np.mean([[spec.mean_over(m, s, *ROTARY) for m in means] for s in spans], 0)
+    np.testing.assert_allclose(one.mean_over(means, spans), law, atol=1e-12)
+
+
+@pytest.mark.parametrize("pairs", (ROTARY[0], spec.rotary_pairs(32, 8, interleaved=True)))
+def test_rows_turn_as_the_law_says(pairs):
+    frequencies = ROTARY[1][: len(pairs)]
+    x = np.random.default_rng(0).standard_normal((1, 2, 50, 64))
+    t = np.arange(-20, 30)
+    law = spec.turned(x, t, pairs, frequencies)
+    one = Rotary(pairs, frequencies)
+    np.testing.assert_allclose(one.turned(x, t), law, atol=1e-12)
+    np.testing.assert_allclose(turned(mx.array(x), one, t), law, atol=1e-5)
+    assert turned(mx.array(x), None, t).shape == x.shape
+
+
+def test_sums_lose_nothing_to_a_large_mean():
+    """Of keys with a bias 500 times what varies the covariance keeps five digits."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((1, 1, 4000, 32)) + 500 * rng.standard_normal(32)).astype(np.float32)
+    sums = None
+    for part in np.split(x, 8, 2):
+        rows = grouped(mx.array(part), 1)
+        sums = sums or Sums(np.array(rows.mean(1)))
+        sums.add(*map(np.array, products(rows, mx.array(sums.centre))), rows.shape[1])
+    exact = x[0].astype(np.float64)
+    np.testing.assert_allclose(sums.mean(), exact.mean(1), rtol=1e-9)
+    mean = sums.mean()[0]
+    left = sums.moment()[0] - np.outer(mean, mean)
+    np.testing.assert_allclose(left, np.cov(exact[0].T, bias=True), atol=1e-5)
+
+
+@pytest.mark.parametrize("longest", (700, 40000))
+def test_drawn_positions_are_spread_over_the_spans(longest):
+    spans = rotary.contexts(longest)
+    t = np.concatenate([rotary.drawn(0, 600, spans), rotary.drawn(600, 3400, spans)])
+    np.testing.assert_array_equal(t, rotary.drawn(0, 4000, spans))
+    means = [t[i :: len(spans)].mean() for i in range(len(spans))]
+    np.testing.assert_allclose(means, [stop / 2 for _, stop in spans], rtol=0.02)
+
+
+@pytest.mark.parametrize("mask", ("causal", "boolean", "additive"))
+def test_attention_that_keys_get_is_the_laws(mask):
+    """In chunks of any size, with masks of any kind; sink logits and caps lower it."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((1, 4, 300, 64)), rng.standard_normal((1, 2, 300, 64))
+    law = attended.received(q[0], k[0], 0.3, 16)
+    found = np.zeros((2, 300))
+    for start, stop in ((0, 130), (130, 137), (137, 300)):
+        seen = mx.arange(stop)[None] <= mx.arange(start, stop)[:, None]
+        masks = {"boolean": seen, "additive": mx.where(seen, 0.0, -1e9)}
+        call = AttentionCall(
+            None,
+            (mx.array(k[:, :, :stop]), None),
+            mx.array(q[:, :, start:stop]),
+            0.3,
+            masks.get(mask, mask),
+            None,
+            None,
+        )
+        more = received(call, 16)
+        assert (more is None) == (stop < 145)
+        if more is not None:
+            found[:, :stop] += more
+    np.testing.assert_allclose(found[:, 16:], law[:, 16:], rtol=1e-4)
+    for change in ({"sinks": mx.ones(4) * 3}, {"softcap": 0.1}):
+        other = received(replace(call, **change), 16)
+        assert not np.allclose(other, more, rtol=1e-2)
+
+
+def test_half_of_a_moment_is_what_attention_reads():
+    rng = np.random.default_rng(0)
+    k, a, stored = rng.standard_normal((2, 50, 8)), rng.random((2, 50)), np.arange(50) >= 7
+    moment, mean = attended.halves(k, a, stored)
+    for g in range(2):
+        rows = np.concatenate([k[g, 7:] / np.sqrt(43), k[g] * np.sqrt(a[g] / a[g].sum())[:, None]])
+        np.testing.assert_allclose(moment[g], rows.T @ rows / 2)
+        exact = (k[g, 7:].mean(0) + np.average(k[g], 0, a[g])) / 2
+        np.testing.assert_allclose(mean[g], exact)
+
+
+# -- calibrations
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS = (
+    ("llama", {}),
+    ("llama", {"rope_traditional": True}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("llama", {"rope_scaling": LLAMA3}),
+    (
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    ("stablelm", {}),
+    ("deepseek_v2", {}),
+)
+
+
+@pytest.mark.parametrize(("family", "changes"), KINDS)
+def test_position_0_is_before_rope(family, changes, monkeypatch):
+    """The first layer of a model sees the same without RoPE, but for what attention reads."""
+    monkeypatch.setattr(moments, "received", lambda *args: None)
+    model = random_model(family, **changes)
+    first = measure.calibrate(model, TEXT[:512], positions=1).layers["0"]
+    monkeypatch.setattr(mx.fast, "rope", lambda x, *args, **more: x)
+    plain = measure.calibrate(model, TEXT[:512], positions=4096).layers["0"]
+    ours, law = moment(first.keys), moment(plain.keys)
+    np.testing.assert_allclose(ours, law, atol=2e-4 * np.abs(law).max())
+    law = plain.keys.mean
+    np.testing.assert_allclose(first.keys.mean, law, atol=2e-4 * np.abs(law).max())
+
+
+@pytest.mark.parametrize("family", ("gemma3_text", "jamba", "gpt_oss", "gemma3n"))
+def test_families(family):
+    made = measure.calibrate(random_model(family), TEXT[:512], positions=4096)
+    assert made.positions == 4096 and made.balanced and made.centred
+
+
+def test_moments_and_means_are_averages_of_those_at_position_0(model):
+    made = measure.calibrate(model, TEXT, positions=1)
+    long = measure.calibrate(model, TEXT, positions=4096)
+    for name, layer in made.layers.items():
+        zero, over = (moment(one.layers[name].keys) for one in (made, long))
+        law = np.stack([spec.moment_over(one, (0, 4096), *ROTARY) for one in zero])
+        np.testing.assert_allclose(over, law, atol=2e-4 * np.abs(law).max())
+        law = [spec.mean_over(one, (0, 4096), *ROTARY) for one in layer.keys.mean]
+        np.testing.assert_allclose(long.layers[name].keys.mean, law, atol=1e-4)
+
+
+def test_layers_that_do_not_turn_as_rope_does_hold_for_their_windows(model, monkeypatch):
+    monkeypatch.setattr(measure, "rotations", lambda *args: dict.fromkeys(args[2]))
+    made = measure.calibrate(model, TEXT, window=350)
+    assert made.positions == 350
+    assert measure.calibrate(model, target="random").positions == 32768
+
+
+# -- files and models
+
+
+def without_positions(path):
+    """A file as format 3 holds it."""
+    with safe_open(path, "numpy") as file:
+        header = json.loads(file.metadata()["mlxkv"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del header["positions"]
+    path.write_bytes(save(tensors, {"mlxkv": json.dumps(header | {"format": 3})}))
+
+
+def test_files_say_their_reach(model, tmp_path):
+    path = tmp_path / "a.safetensors"
+    made = measure.calibrate(model, TEXT, positions=5000)
+    artifact.write(path, made)
+    assert artifact.read(path).positions == 5000
+    assert artifact.read(path).shortfall(5000) is None
+    assert "up to 5,000; longer contexts lose quality" in artifact.read(path).shortfall(5001)
+    artifact.write(path, replace(made, tokens=8900))
+    without_positions(path)
+    older = artifact.read(path)
+    assert (older.positions, older.digest) == (None, made.digest)
+    assert older.shortfall(None) is older.shortfall(2967) is None
+    assert older.shortfall(8192) == (
+        f"[calibration] {path} holds for positions up to 2,967; longer contexts lose quality; "
+        "mlxkv calibrate makes it anew"
+    )
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(measure, "TOKENS", 600)
+    monkeypatch.setattr(fitting, "_told", set())
+    return write_model(tmp_path / "model", max_position_embeddings=6000)
+
+
+def test_an_older_file_warns_once(folder, tmp_path, capsys):
+    path = tmp_path / "old.safetensors"
+    loaded = load(str(folder), "fp16")
+    made = measure.from_corpus(loaded.model, origin_of(loaded.model))
+    artifact.write(path, replace(made, tokens=8900))
+    without_positions(path)
+    capsys.readouterr()
+    for kv in ("fill-3", "balanced-int2"):
+        load(str(folder), kv, calibration=path)
+    said = capsys.readouterr().err
+    assert said.count("holds for positions up to 2,967") == 1, said
+
+
+def test_the_users_own_is_made_anew(folder, capsys):
+    load(str(folder), "fill-3")
+    (kept,) = artifact.folder().iterdir()
+    first = artifact.read(kept)
+    assert first.positions == 6000
+    without_positions(kept)
+    capsys.readouterr()
+    for _ in range(2):
+        load(str(folder), "fill-3")
+    said = capsys.readouterr().err
+    assert said.count("is of an older version; making it anew, once") == 1, said
+    assert "holds for positions" not in said
+    assert artifact.read(kept).positions == 6000 and artifact.with_digest(first.digest)

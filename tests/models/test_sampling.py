@@ -1,0 +1,79 @@
+"""Sampling that a model's makers ask for: generation_config.json is read, whatever is in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import mlx.core as mx
+import pytest
+
+from mlxkv.models.catalog.packaged import PACKAGES
+from mlxkv.models.generate import processors_for, sampler_for
+from mlxkv.models.loading.sampling import FILE, LIMITS, Sampling, read
+
+VOCABULARY = 260
+SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}
+
+
+def of(folder, said, name: str = "some-model") -> Sampling:
+    (folder / FILE).write_text(said if isinstance(said, str) else json.dumps(said))
+    return read(folder, name, VOCABULARY)
+
+
+def test_what_the_makers_ask_for(tmp_path):
+    assert of(tmp_path, SAID | {"do_sample": True, "eos_token_id": [1, 2]}) == Sampling(**SAID)
+    assert of(tmp_path, SAID) == Sampling(**SAID)
+    assert of(tmp_path, {"do_sample": True, "top_k": 5}) == Sampling(temperature=1.0, top_k=5)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        SAID | {"do_sample": False},
+        {"do_sample": True, "temperature": 0, "top_p": 0.5},
+        {"top_p": 0.5, "top_k": 5},  # nobody says that replies are drawn
+        {},
+        None,
+        [],
+        "",
+        "{",
+        "\ufeff{}",
+        "[" * 100_000,
+        '{"do_sample": true, "temperature": NaN}',  # no JSON
+        '{"temperature": 1e999}',
+        '{"temperature": ' + "9" * 5000 + "}",
+    ],
+    ids=lambda said: str(said)[:40],
+)
+def test_the_likeliest_token_where_they_say_nothing(tmp_path, said):
+    assert of(tmp_path, said) == Sampling()
+    assert read(tmp_path / "absent", "some-model", VOCABULARY) == Sampling()
+
+
+def test_a_package_says_it_where_the_file_does_not(tmp_path):
+    want = Sampling(**PACKAGES["smollm2"].sampling)
+    assert read(tmp_path, "smollm2", VOCABULARY) == want == of(tmp_path, {"top_p": 0.1}, "smollm2")
+    assert of(tmp_path, {"do_sample": False}, "smollm2") == Sampling()
+    assert of(tmp_path, {"temperature": 0.7}, "smollm2") == Sampling(temperature=0.7)
+
+
+HOSTILE = ("0.5", True, None, [], {}, -1, -0.1, 1e300, 1 << 70)
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=repr)
+@pytest.mark.parametrize("key", LIMITS)
+def test_a_value_that_no_sampler_takes_is_not_said(tmp_path, key, value):
+    said = SAID | {"do_sample": True, key: value}
+    usual = {"temperature": 1.0}.get(key, asdict(Sampling())[key])
+    assert of(tmp_path, said) == Sampling(**SAID | {key: usual})
+
+
+@pytest.mark.parametrize("said", [SAID, SAID | {"top_k": 1 << 20, "repetition_penalty": 1}])
+def test_samplers_take_it(tmp_path, said):
+    found = of(tmp_path, said | {"do_sample": True})
+    sampler = sampler_for(found.temperature, found.top_p, found.top_k, found.min_p)
+    logits = mx.zeros((1, VOCABULARY))
+    for processor in processors_for(found.repetition_penalty):
+        logits = processor(mx.array([1, 2]), logits)
+    assert 0 <= sampler(logits).item() < VOCABULARY

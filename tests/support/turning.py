@@ -1,0 +1,52 @@
+"""What a random llama of 64 dims computes, at position 0, and its moments over positions, by the spec."""
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models import llama
+
+from mlxkv.spec import attended, positions
+
+DIMS, CONTEXT = 64, 1 << 15  # the context of a model that does not say
+PAIRS, FREQUENCIES = positions.rotary_pairs(DIMS), 1e4 ** (-np.arange(0, DIMS, 2) / DIMS)
+ROTARY = PAIRS, FREQUENCIES
+
+
+def seen_by(model, text, window):
+    """Per layer, per window of `text`: (q, k, v) [1, H or G, T, D], from the model itself."""
+    seen, original = [], llama.scaled_dot_product_attention
+
+    def spy(q, k, v, **rest):
+        seen.append([np.array(x, np.float64) for x in (q, k, v)])
+        return original(q, k, v, **rest)
+
+    llama.scaled_dot_product_attention = spy
+    try:
+        for start in range(0, len(text), window):
+            mx.eval(model(mx.array(text[start : start + window])[None]))
+    finally:
+        llama.scaled_dot_product_attention = original
+    return [seen[i :: len(model.layers)] for i in range(len(model.layers))]
+
+
+def at_zero(x):
+    """x [..., N, D] of positions 0 to N - 1, turned back."""
+    return positions.turned(x, -np.arange(x.shape[-2]), *ROTARY)
+
+
+def moments_over(moments, longest=CONTEXT):
+    """[G, D, D] at position 0, over positions 0 to longest - 1."""
+    return np.stack([positions.moment_over(one, (0, longest), *ROTARY) for one in moments])
+
+
+def stored(windows, sink=64):
+    """(moments [G, D, D], means [G, D]) at position 0 of the keys that caches would compress, of the windows
+    (`seen_by`) of one layer, half by the attention that they get."""
+    windows = [(q[0], k[0]) for q, k, _ in windows]
+    rows = [np.broadcast_to(np.arange(k.shape[1]) >= sink, k.shape[:2]) for _, k in windows]
+    heard = [attended.received(q, k, DIMS**-0.5, sink) for q, k in windows]
+    keys = np.concatenate([at_zero(k) for _, k in windows], 1)
+    return attended.halves(keys, np.concatenate(heard, 1), np.concatenate(rows, 1))
+
+
+def means_over(means, longest=CONTEXT):
+    return np.stack([positions.mean_over(one, (0, longest), *ROTARY) for one in means])
