@@ -17,8 +17,8 @@ from random_model import write_model
 from serving import serving
 
 from mlxkv.serve.run import Server
+from mlxkv.texts import corpus
 
-ROOT = Path(__file__).parents[2]
 # mlx-lm finds its parser by the words of the template.
 TEMPLATE = (
     "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
@@ -55,7 +55,7 @@ def write_thinker(folder: Path, words: int = 0, **changes) -> Path:
 
 
 def _learn(path: Path, words: int) -> None:
-    """Give a tokenizer of bytes merges, from the project's own pages."""
+    """Give a tokenizer of bytes merges, learned from the corpus."""
     from tokenizers import AddedToken, Tokenizer, pre_tokenizers, trainers
 
     tokenizer = Tokenizer.from_file(str(path))
@@ -64,7 +64,7 @@ def _learn(path: Path, words: int) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")], trainer)
+    tokenizer.train_from_iterator(corpus.interleaved("evaluation"), trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
     tokenizer.save(str(path))
 
