@@ -3,7 +3,7 @@
     python -m experiments.programs --folder FOLDER [--only mlx_lm.chat,llm] [--python python3.12]
 
 Makes a virtual environment per set of packages in FOLDER and installs them there, unless it is there already; then
-no network is needed. Prints docs/guide/apps.md's table. `alone = fp16`: what the program answers, times left out.
+no network is needed. Prints a table in Markdown. `alone = fp16`: what the program answers, times left out.
 """
 
 from __future__ import annotations

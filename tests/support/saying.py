@@ -17,8 +17,8 @@ from random_model import write_model
 from serving import serving
 
 from mlxkv.serve.run import Server
+from mlxkv.texts import corpus
 
-ROOT = Path(__file__).parents[2]
 # mlx-lm finds its parser by the words of the template.
 TEMPLATE = (
     "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
@@ -78,7 +78,7 @@ def write_reciter(folder: Path, count: int = 40) -> tuple[Path, list[str]]:
 
 
 def _learn(path: Path, words: int) -> None:
-    """Give a tokenizer of bytes merges, from the project's own pages."""
+    """Give a tokenizer of bytes merges, learned from the corpus."""
     from tokenizers import AddedToken, Tokenizer, pre_tokenizers, trainers
 
     tokenizer = Tokenizer.from_file(str(path))
@@ -87,7 +87,7 @@ def _learn(path: Path, words: int) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")], trainer)
+    tokenizer.train_from_iterator(corpus.interleaved("evaluation"), trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
     tokenizer.save(str(path))
 
