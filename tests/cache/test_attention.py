@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxkv.cache import attention
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.formats.config import Affine, CacheConfig, Side
@@ -80,6 +81,23 @@ def test_masks_and_sinks(new):
             )
             spec = ref.attention(q, *exact(view), 0.125, mask, s)
             assert rms(out, spec) < 3e-6
+
+
+def test_a_prefill_in_blocks_gives_each_block_its_rows_of_a_mask(monkeypatch):
+    """Blocks of 8 rows, as a long prompt is read where MLX has no fused kernel."""
+    monkeypatch.setattr(attention, "backend", lambda: "cpu")
+    monkeypatch.setattr(attention, "SCORE_BYTES", 1)
+    _, view = setup(6, 2, 64, 200)
+    rng = np.random.default_rng(9)
+    q = rng.standard_normal((2, 6, 42, 64)).astype(np.float32)
+    causal = ref.causal_mask(42, 200)
+    shuffled = rng.permuted(causal, axis=1)
+    bias = np.where(causal, rng.standard_normal(causal.shape), -1e9).astype(np.float32)
+    for mask, law in (("causal", causal), (causal, causal), (shuffled, shuffled), (bias, bias)):
+        given = mask if isinstance(mask, str) else mx.array(mask)
+        for cap in (None, 3.0):
+            out = attend(mx.array(q), view, 0.125, given, None, cap)
+            assert rms(out, ref.attention(q, *exact(view), 0.125, law, softcap=cap)) < 3e-6
 
 
 @pytest.mark.parametrize("new", (1, 8, 40))

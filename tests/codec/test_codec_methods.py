@@ -11,7 +11,7 @@ import cuda_track.codec
 import mlxkv.codec.codec
 from cuda_track.codec.codec import Codec as TorchCodec
 from mlxkv.codec.codec import Codec
-from mlxkv.formats.config import Codebook, Full, Half, PolarTree, Side
+from mlxkv.formats.config import Affine, Codebook, Full, Half, PolarTree, Side
 
 BACKENDS = {
     "mlx": (Codec, mx.array, np.array, mx.float32),
@@ -68,6 +68,23 @@ def test_it_stores_what_the_law_says(side, dims, page, backend):
         # A code at a rounding boundary may fall the other way, and behind a transform moves its whole token.
         off = np.abs(decoded - law) > 1e-4 * np.abs(law).max()
         assert off.mean() < 0.05 and rms(decoded, law) < 1e-2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+@pytest.mark.parametrize("symmetric", (False, True))
+def test_codes_keep_to_their_bits(bits, symmetric, backend):
+    """Where float16 bends scales and biases most: values far from 0, beyond its range, and next to nothing."""
+    make, array, numpy, float32 = BACKENDS[backend]
+    side = Side(Affine(bits, 32, symmetric))
+    noise = data(1, 2, 32, 64)
+    for x in (1000 + 0.01 * noise, 1e7 * noise, 1e-7 * noise):
+        code = make(side, 64, 32)
+        held = code.encode(array(x))
+        decoded = numpy(code.decode(held, float32))
+        law = stored(x.astype(np.float64), side, 0, 1, 32)
+        step = numpy(held["scale"]).astype(np.float64).max()
+        assert np.abs(decoded - law).max() <= 1.01 * step
 
 
 def law_of(side, x, page):

@@ -17,9 +17,11 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.models.catalog import known
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.locate import Place
-from mlxkv.models.catalog.shapes import LayerShape
+from mlxkv.models.catalog.shapes import LayerShape, estimated_sizes
 from mlxkv.models.catalog.sizes import (
+    CHUNK,
     TIED,
+    ModelPlan,
     bits_in_pages,
     layer_bytes,
     longest,
@@ -53,6 +55,24 @@ GEMMA3_1B = {
     "vocab_size": 262144,
     "max_position_embeddings": 32768,
 }
+
+
+def test_the_largest_layer_is_decoded_for_a_prefill():
+    """Of layers with a window and without, in either order."""
+    layers = [LayerShape("sliding", 1, 64, 64, window=512), LayerShape("full", 1, 64, 64)]
+    for some in (layers, layers[::-1]):
+        plan = ModelPlan("two", some, 0, "", working=10)
+        assert need(plan, PRESETS["int4"], 4096).transient == 10 * CHUNK + 2 * 4096 * 128
+
+
+def test_every_expert_has_weights_and_few_work():
+    dense = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    dense |= {"intermediate_size": 256, "vocab_size": 100}
+    experts = dense | {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    attention = 64 * (2 * 16 * 8)
+    assert estimated_sizes(dense)[0] == 3 * (attention + 64 * 3 * 256) + 6400
+    assert estimated_sizes(experts)[0] == 3 * (attention + 8 * 64 * 3 * 32) + 6400
+    assert estimated_sizes(experts)[1] == 2 * (4 * 64 + max(256, 3 * 64))
 
 
 def layers_of(config: dict) -> list[LayerShape]:

@@ -10,6 +10,7 @@ from mlxkv.codec.codec import Codec
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence
 from mlxkv.eval.tasks.part import TaskOptions
+from mlxkv.eval.tasks.statistics import Tokens
 from mlxkv.models import load
 from mlxkv.texts.sources import Text
 
@@ -66,6 +67,16 @@ def test_masked_tokens_do_not_count():
     logits = mx.array([[0.0, 2.0, -mx.inf]])
     found = divergence.compare(base, logits, mx.array([1]))
     assert np.isfinite(found.kl).all() and found.kl[0] > 0
+
+
+def test_each_token_predicts_the_next_and_half_of_the_prompt_is_scored(arms, tokens):
+    found = divergence.measure(arms, ["fp16"], tokens, CONTEXT, lambda n: None)["fp16"]
+    logits = arms.loaded.model(mx.array(tokens[:-1])[None])[0].astype(mx.float32)
+    logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    exact = -np.array(logs)[np.arange(len(tokens) - 1), tokens[1:]]
+    for leg, part in (("prompt", slice(CONTEXT // 2, CONTEXT)), ("decode", slice(CONTEXT, None))):
+        nll = Tokens.unpacked(found["scored"][leg]).nll
+        np.testing.assert_allclose(nll, exact[part], atol=2e-3)
 
 
 def test_full_precision_against_itself_is_exactly_zero(arms, tokens):

@@ -115,8 +115,8 @@ def plant(tree: Path, fault: Fault, seconds: float) -> tuple[str, str]:
     except (ValueError, SyntaxError) as error:
         return "broken", str(error)
     path.write_text(planted, encoding="utf-8")
-    compiled = Path(cache_from_source(str(path)))  # of the same second and size, for all that Python knows
-    compiled.unlink(missing_ok=True)
+    compiled = Path(cache_from_source(str(path)))
+    compiled.unlink(missing_ok=True)  # of the same second and size, for all that Python knows
     try:
         return run_tests(tree, fault.tests, seconds)
     finally:

@@ -1,0 +1,101 @@
+"""Which tokens and pages a cut keeps, by the rules alone: a cache of numbered tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mlxkv.formats.rules.going_back import GoesBack
+
+SINK, PAGE, RECENT = 3, 8, 5
+ROOM = RECENT + PAGE
+
+
+class Numbered(GoesBack):
+    """Holds the numbers of its tokens. Codes lose nothing, and say that they are codes by .5."""
+
+    def __init__(self, tokens: int):
+        self.config = SimpleNamespace(page=PAGE, recent=RECENT)
+        self._forget()
+        numbers = window(range(tokens))
+        self.offset, live = tokens, numbers
+        if tokens > SINK + ROOM:
+            pages = -(-(tokens - SINK - ROOM) // PAGE)
+            end = SINK + pages * PAGE
+            self._sink = cut(numbers, 0, SINK)
+            self._store.pages = [
+                cut(numbers, at, at + PAGE)[0] + 0.5 for at in range(SINK, end, PAGE)
+            ]
+            self._last, live = cut(numbers, end - PAGE, end), cut(numbers, end, tokens)
+        self._put_live(live)
+
+    def _forget(self):
+        self._sink = self._last = self._live = None
+        self._count, self._store = 0, Pages()
+
+    @property
+    def _count_pages(self):
+        return len(self._store.pages)
+
+    def _put_live(self, pair):
+        self._live, self._count = pair, pair[0].shape[2]
+
+    def _last_and_live(self):
+        live = cut(self._live, 0, self._count)
+        return tuple(np.concatenate(both, 2) for both in zip(self._last, live, strict=True))
+
+    def _decoded(self, page, count):
+        return cut((self._store.pages[page],) * 2, 0, count)
+
+    @property
+    def tokens(self) -> list[float]:
+        windows = [] if self._sink is None else [self._sink[0]]
+        parts = [*windows, *self._store.pages, cut(self._live, 0, self._count)[0]]
+        return np.concatenate(parts, 2).ravel().tolist()
+
+
+class Pages:
+    def __init__(self):
+        self.pages = []
+
+    def truncate(self, count: int) -> None:
+        self.pages = self.pages[:count]
+
+
+def window(numbers) -> tuple[np.ndarray, np.ndarray]:
+    x = np.array(list(numbers), float).reshape(1, 1, -1, 1)
+    return x, x
+
+
+def cut(pair, start: int, stop: int):
+    return tuple(x[:, :, start:stop] for x in pair)
+
+
+@pytest.mark.parametrize("held", (9, SINK + ROOM, SINK + ROOM + 1, 47, 48))
+def test_a_cut_keeps_the_first_tokens_and_whole_pages(held):
+    for left in range(1, held + 1):
+        cache = Numbered(held)
+        pages = cache._count_pages
+        live = left - cache._sunk - pages * PAGE
+        assert cache.trim(held - left) == held - left and cache.offset == left
+        assert [int(n) for n in cache.tokens] == list(range(left))
+        exact = [n for n in cache.tokens if n == int(n)]
+        if not pages or left <= SINK:  # all is live, as it came
+            assert cache._sink is None and cache._count == left == len(exact)
+        elif live > RECENT:
+            assert (cache._count_pages, cache._count) == (pages, live)
+        elif live > -PAGE:  # the last seal is taken back
+            assert (cache._count_pages, cache._count) == (pages - 1, PAGE + live)
+            assert len(exact) == SINK + PAGE + live
+        else:  # whole pages stay codes; of the next one what stays is decoded
+            assert (cache._count_pages, cache._count) == divmod(left - SINK, PAGE)
+            assert len(exact) == SINK
+        assert cache._last is None or live > RECENT
+
+
+def test_all_may_go_and_no_more():
+    cache = Numbered(47)
+    assert cache.trim(-1) == 0 and cache.trim(100) == 47
+    assert cache.offset == 0 and cache._live is None and not cache._count_pages
