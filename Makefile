@@ -3,6 +3,8 @@
 # make test        lint, format check and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
 # make attack      attacks on the server and the commands, on loopback (minutes); writes docs/results/attacks.md
+# make planted     plants faults in a copy of the code, a sample of five minutes, and says which ones tests catch;
+#                  make planted ARGS=--all for every one
 # make evidence    KL and questions of all presets on SmolLM2 and Gemma 3 270M (93 and 238 MB, once), or on MODEL=qwen3-4b;
 #                   goes on where it was stopped, and writes runs/evidence.md
 # make reference   write docs/reference/ from the code (seconds)
@@ -19,7 +21,7 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat demo test test-fast attack evidence reference pictures clean
+.PHONY: chat demo test test-fast attack planted evidence reference pictures clean
 
 # SmolLM2, downloaded once and kept in $(VENV)/models, unless ARGS name another model.
 ASKED = $(filter -m% --model%,$(ARGS))
@@ -44,6 +46,9 @@ test test-fast: $(VENV)/.tested
 
 attack: $(VENV)/.tested
 	@$(BIN)/python -m experiments.attack --out docs/results/attacks.md
+
+planted: $(VENV)/.tested
+	@$(BIN)/python tests/planted/run.py $(ARGS)
 
 evidence: $(VENV)/.installed
 	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(PIP) install "matplotlib>=3.9"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.gguf.config import CODES
 from mlxkv.models.catalog.gguf.header import KINDS
+from mlxkv.models.catalog.gguf.tokens import end_tokens, write
 from mlxkv.models.loading import gguf, weights
 
 DATA = Path(__file__).parents[1] / "data"
@@ -188,6 +190,29 @@ def test_tokens_and_template(tmp_path):
         chat, add_generation_prompt=True
     )
     assert want.eos_token_id in got.eos_token_ids
+
+
+def test_control_tokens_end_a_turn():
+    """Beside the token that the file names; a plain word of the same letters ends nothing."""
+    tokens = ["a", "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "<pad>"]
+    kinds = array("i", [1, 3, 1, 4, 3])
+    data = {"tokens": tokens, "token_type": kinds, "eos_token_id": 4}
+    assert end_tokens({f"tokenizer.ggml.{k}": x for k, x in data.items()}) == [1, 3, 4]
+
+
+def test_merges_of_a_vocabulary_with_scores(tmp_path):
+    """The best score is merged first: "abc" is a and bc, and not ab and c."""
+    tokens = ["<unk>", "a", "b", "c", "ab", "bc", "abc"]
+    data = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": array("i", [2, 1, 1, 1, 1, 1, 1]),
+        "scores": array("f", [0, -9, -9, -9, -2, -1, -3]),
+        "unknown_token_id": 0,
+    }
+    write({f"tokenizer.ggml.{k}": x for k, x in data.items()}, tmp_path)
+    made = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    assert made["merges"] == ["b c", "a b", "a bc", "ab c"]
 
 
 def test_a_blob_without_an_ending(tmp_path):

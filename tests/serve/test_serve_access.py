@@ -50,6 +50,12 @@ def test_guesses_are_slowed_down(clock):
     assert keys.wrong == access.FREE + 1
 
 
+def test_a_key_is_compared_whole(clock):
+    keys = Keys()
+    assert [tried(keys, given) for given in ("secret", "other")] == [200, 200]
+    assert {tried(keys, given) for given in ("secretx", "secre", "SECRET", "secret other")} == {401}
+
+
 def test_no_key_is_no_guess(clock):
     keys = Keys()
     assert {tried(keys, "") for _ in range(50)} == {401}
@@ -63,6 +69,7 @@ def test_memory_and_log_of_guesses_are_bounded(clock, caplog):
             tried(keys, "guess", f"10.{i >> 8}.{i & 255}.1")
             clock[0] += 0.01
     assert len(keys._debts) == access.ADDRESSES
+    assert "10.19.135.1" in keys._debts and "10.0.0.1" not in keys._debts  # the latest of 5000
     assert len(caplog.messages) == 5  # in 50 seconds
     assert caplog.messages[0] == "[Authorization] a wrong key, the last from 10.0.0.1"
     assert "1001 wrong keys" in caplog.messages[1]
@@ -126,6 +133,26 @@ def test_targets():
         "evil.example",
     )
     assert locate("http://localhost:1", head()) == ("/", "localhost:1")
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("localhost:8080", None, 200),
+        ("127.0.0.1", "http://127.0.0.1", 200),
+        ("localhost:8080", "http://evil.example", 403),
+        ("localhost:8080", "http://localhost:1", 403),
+        ("evil.example", None, 403),  # a page's own name, made to point here
+        ("", None, 403),
+    ],
+)
+def test_pages_and_names_that_reach_a_local_server(host, origin, status):
+    headers = head(**({"Origin": origin} if origin else {}))
+    try:
+        access.check_host(host, headers, ServeOptions())
+        assert status == 200
+    except Refused as refused:
+        assert refused.status == status
 
 
 @pytest.mark.parametrize("key", ["ab ", " ab", "ab\n", "\tab", "a\x00b", "a\nb", "a\x7fb"])
