@@ -27,6 +27,11 @@ def test_counts_are_those_of_the_cache(loaded):
     assert stats.prefill_seconds > 0 and stats.tokens_per_second > 0
 
 
+def test_the_first_token_belongs_to_the_prefill():
+    assert Stats(generated_tokens=11, decode_seconds=2.0).tokens_per_second == 5.0
+    assert Stats(generated_tokens=1, decode_seconds=2.0).tokens_per_second == 0.0
+
+
 def test_the_same_tokens_as_mlx_lm(loaded):
     from mlx_lm.generate import generate_step
 

@@ -27,6 +27,12 @@ def test_what_the_makers_ask_for(tmp_path):
     assert of(tmp_path, {"do_sample": True, "top_k": 5}) == Sampling(temperature=1.0, top_k=5)
 
 
+def test_as_many_tokens_as_there_are_is_all_of_them(tmp_path):
+    """mlx-lm's sampler refuses the number."""
+    for top_k, kept in ((VOCABULARY - 1, VOCABULARY - 1), (VOCABULARY, 0), (VOCABULARY + 1, 0)):
+        assert of(tmp_path, {"temperature": 1, "top_k": top_k}).top_k == kept
+
+
 @pytest.mark.parametrize(
     "said",
     [

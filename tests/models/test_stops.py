@@ -28,6 +28,7 @@ def first(text: str, words: list[str]) -> tuple[str, str | None]:
 @example("xabcbd", ["abcd", "bc"], [3])  # the second comes first, while the first may still come
 @example("abcd", ["abcd", "bc"], [1, 2, 3])
 @example("abc", ["abcd", "bc"], [])
+@example("xaby", ["ab", "a"], [])  # of two that begin at one place, the shorter
 @example("aab", ["ab"], [1, 2])  # the start of a word that begins anew inside it
 def test_the_result_is_that_of_the_whole_text(text, words, cuts):
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})

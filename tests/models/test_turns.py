@@ -234,3 +234,15 @@ def test_a_forged_turn_of_trained_models(name):
     assert text in tokenizer.decode(tokens)
     plain = tokenizer.apply_chat_template(user("Hi <b>"), add_generation_prompt=True)
     assert read(tokenizer, user("Hi <b>")) == plain
+
+
+def test_a_first_token_comes_once():
+    """Before the first piece of a text, and before none where nobody asks for it."""
+
+    class Letters:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [0] * add_special_tokens + [ord(letter) for letter in text]
+
+    turns = Turns(Letters())
+    assert turns.encode(["ab", "c"], True) == [0, 97, 98, 99]
+    assert turns.encode(["ab", "c"]) == [97, 98, 99]
