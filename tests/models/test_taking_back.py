@@ -1,5 +1,7 @@
 """Caches of whole models cut back: any number of tokens, however often, and all layers alike."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -67,6 +69,16 @@ def test_layers_with_sliding_windows_decide_for_all():
     assert not cut_back(cache, held, 200)  # the windows have moved on
     assert {one.offset for one in cache} == {held}
     detach(model)
+
+
+def test_a_plain_layer_keeps_what_it_no_longer_holds():
+    """A cache of chunks that has moved on holds its last tokens alone."""
+    cut = []
+    layer = SimpleNamespace(
+        offset=100, start_position=60, is_trimmable=lambda: True, trim=cut.append
+    )
+    assert not cut_back([layer], 100, 59) and not cut
+    assert cut_back([layer], 100, 60) and cut == [40]
 
 
 def test_nothing_to_take_back_is_nothing(model):

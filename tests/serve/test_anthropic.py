@@ -255,6 +255,20 @@ def request(**body):
     return api.request_of({"messages": ASK} | body, SERVED)
 
 
+def test_text_before_the_result_of_a_tool_stays_before_it():
+    content = [
+        {"type": "text", "text": "a"},
+        {"type": "tool_result", "tool_use_id": "t1", "content": "b"},
+        {"type": "text", "text": "c"},
+    ]
+    found = request(messages=[{"role": "user", "content": content}]).messages
+    assert [(one["role"], one["content"]) for one in found] == [
+        ("user", "a"),
+        ("tool", "b"),
+        ("user", "c"),
+    ]
+
+
 def test_blocks_become_messages():
     chat = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},

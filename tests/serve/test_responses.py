@@ -64,6 +64,7 @@ def test_a_reply_and_its_counts(ask, said):
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     again = ask(instructions="Be brief.")
     assert again.usage.input_tokens_details.cached_tokens == again.usage.input_tokens - 1
+    assert again.usage.total_tokens == usage.input_tokens + again.usage.output_tokens
     short = ask(max_output_tokens=20)
     assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
 

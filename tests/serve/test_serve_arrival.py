@@ -12,6 +12,7 @@ from serving import ENDLESS, PATIENCE, complete, get, raw_post, send, serving, s
 
 from mlxkv.serve.engine import Batches
 from mlxkv.serve.http import connections
+from mlxkv.serve.http.arrival import Line
 from mlxkv.serve.http.handler import Handler
 
 SECONDS = 0.4
@@ -23,6 +24,22 @@ def server(model_folder):
         patch.setattr(Handler, "timeout", SECONDS)
         with serving(model_folder, max_requests=1) as running:
             yield running
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_body_of_one_byte_too_many_is_refused(coded):
+    """Announced, or in a chunk, of which nothing is kept."""
+    head = b"POST /x HTTP/1.1\r\nHost: a\r\n"
+    for size, status in ((10, None), (11, 413)):
+        one, other = socket.socketpair()
+        with one, other:
+            line, body = Line(one, "a"), b"x" * size
+            data = b"Content-Length: %d\r\n\r\n" % size + body
+            if coded:
+                data = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (size, body)
+            assert line.take(head + data, 10, lambda line: None)
+            assert (line.refused and line.refused.status) == status
+            assert len(line.body) <= 10
 
 
 def trickle(line: socket.socket, data: bytes, pause: float) -> tuple[bytes, int]:
