@@ -4,7 +4,8 @@ The error e of a key moves the scores of all queries, but an output only by the 
 p (q . e) (v - out). A map that is best for the usual key may be poor for the few that are read. So the second moment
 and the mean of keys are halves of two, of all keys that caches would compress and of the same keys by weight:
 
-    a_j = sum over query heads and queries t of p_tj, where t - j > away,    S = (mean of k k^T + sum a k k^T / sum a) / 2
+    a_j = sum over query heads and queries t of p_tj, where t - j > away,
+    S = (mean of k k^T + sum a k k^T / sum a) / 2.
 
 Nearer tokens are exact in caches, as are the first `sink`. Both halves are about the same mean, the half of both means,
 which is that of their mixture. Queries at positions 0, every, 2 every, ... are asked. Half of the weight is what was

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.cache.attention import _softmax
+from mlxkv.models.calibration.blas import matmul
 from mlxkv.models.hooks.taps import AttentionCall
 
 AWAY = 124  # tokens so near to a query are exact
@@ -25,7 +26,7 @@ def received(call: AttentionCall, sink: int) -> np.ndarray | None:
     q = call.queries[:, :, mx.array(rows)].astype(mx.float32) * call.scale
     batch, heads, count, dims = q.shape
     q = q.reshape(batch, keys.shape[1], -1, dims)
-    scores = q @ keys.astype(mx.float32).swapaxes(-1, -2)
+    scores = matmul(q, keys.astype(mx.float32).swapaxes(-1, -2))
     mask = place <= at
     if isinstance(call.mask, mx.array):
         mask = call.mask[..., mx.array(rows), :] if call.mask.shape[-2] > 1 else call.mask

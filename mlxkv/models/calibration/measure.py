@@ -29,6 +29,7 @@ from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
 from mlxkv.formats.calibration.rotary import UNIFORM, contexts
 from mlxkv.models.calibration import TOKENS
 from mlxkv.models.calibration.bases import TARGETS, WITHOUT_TEXT, basis
+from mlxkv.models.calibration.blas import attended, linear_maps
 from mlxkv.models.calibration.latents import Readers
 from mlxkv.models.calibration.moments import ROWS, Moments, Sample
 from mlxkv.models.calibration.rotations import ROWS as PROBES
@@ -101,7 +102,8 @@ def calibrate(
         rotaries = dict.fromkeys(shapes)
         if passes(target):
             probes, longest = mx.array(tokens[:PROBES]), max(positions, window)
-            rotaries = rotations(model, own, shapes, probes, longest)
+            with linear_maps(model):
+                rotaries = rotations(model, own, shapes, probes, longest)
         spans = contexts(positions)
         moments = {p: Moments(shape, target, rotaries[p], spans) for p, shape in shapes.items()}
         if all(shape.latent for shape in shapes.values()):
@@ -176,13 +178,14 @@ def _read(
     for place, one in moments.items():
         one.begun = 0
         if one.readers is None:
-            put(caches, place, PlainObserver(one.add_attention, one.add_update))
+            put(caches, place, PlainObserver(one.add_attention, one.add_update, attended))
         else:
             put(caches, place, LatentObserver(one.add_queries, one.add_update))
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         lead = [] if start else first
-        model(mx.array([*lead, *part])[None], cache=caches)
+        with linear_maps(model):
+            model(mx.array([*lead, *part])[None], cache=caches)
         mx.eval([cache.state for _, cache in leaves(caches) if not cache.empty()])
         if progress:
             progress(len(part))

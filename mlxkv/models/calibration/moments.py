@@ -20,6 +20,7 @@ from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.formats.calibration.rotary import Rotary, Span, drawn
 from mlxkv.formats.calibration.sums import Sums
 from mlxkv.models.calibration.attended import received
+from mlxkv.models.calibration.blas import matmul
 from mlxkv.models.calibration.latents import Readers
 from mlxkv.models.hooks.probe import Shape
 from mlxkv.models.hooks.taps import AttentionCall
@@ -212,7 +213,7 @@ def products(
     weights: w [G, N]; None for 1."""
     left = rows - centre[:, None]
     weighted = left if weights is None else left * weights[..., None]
-    return weighted.swapaxes(-1, -2) @ left, weighted.sum(1)
+    return matmul(weighted.swapaxes(-1, -2), left), weighted.sum(1)
 
 
 def peaks(x: mx.array) -> mx.array:

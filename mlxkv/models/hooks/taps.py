@@ -35,6 +35,8 @@ class CompressedObserver(AdaptiveKVCache):
     AttentionCall; `observe` sets it.
     """
 
+    attend = staticmethod(attend)
+
     def __init__(self, config: CacheConfig, index: int, rotations: LayerMaps | None = None):
         super().__init__(config, rotations)
         self.index = index
@@ -69,16 +71,17 @@ class PlainObserver(KVCache):
     """A plain cache that reports its updates and attention over it.
 
     on_attention: called with each AttentionCall; `observe` sets it. on_update: called with the new keys
-    and values [B, G, L, D] of each update.
+    and values [B, G, L, D] of each update. attend: what computes attention.
     """
 
     def __init__(
         self,
         on_attention: Callable[[AttentionCall], None] | None = None,
         on_update: Callable[[mx.array, mx.array], None] | None = None,
+        attend: Callable[..., mx.array] = attend,
     ):
         super().__init__()
-        self.on_attention, self.on_update = on_attention, on_update
+        self.on_attention, self.on_update, self.attend = on_attention, on_update, attend
 
     @property
     def exact(self) -> Pair:
@@ -127,7 +130,7 @@ class ObservedView(View):
         self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None, softcap=None
     ) -> mx.array:
         """mlx-lm's signature; attention is the product's own."""
-        out = attend(queries, self, scale, mask, sinks, softcap)
+        out = self.cache.attend(queries, self, scale, mask, sinks, softcap)
         if self.cache.on_attention is not None:
             exact = self.cache.exact
             call = AttentionCall(self, exact, queries, scale, mask, sinks, out, softcap)
