@@ -34,7 +34,8 @@ def matmul(x: mx.array, y: mx.array) -> mx.array:
 @contextmanager
 def linear_maps(model: nn.Module) -> Iterator[None]:
     """Inside, the float32 linear maps of the layers of `model` are products of NumPy, if MLX's are slow."""
-    modules = {id(m): m for layer in model.layers for m in layer.modules()} if is_slow() else {}
+    layers = getattr(model, "layers", ()) if is_slow() else ()
+    modules = {id(m): m for layer in layers for m in layer.modules()}
     hooked = []
     try:
         for module in modules.values():

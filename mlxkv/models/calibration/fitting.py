@@ -61,10 +61,11 @@ def known(model: nn.Module, config: CacheConfig | Plan | None = None) -> Calibra
 
 
 def _outdated(model: nn.Module, found: Calibration | None) -> bool:
-    """Whether `found` is one that the user keeps, of a format that knows no positions, and a new one can be made."""
+    """Whether `found` was made by itself and kept, in a format that knows no positions, and can be made anew."""
     if found is None or found.positions is not None or not found.tokens:
         return False
-    return found.path.parent == artifact.folder() and fold_of(model) is None
+    own = found.path.parent == artifact.folder() and found.text.startswith(measure.CORPUS)
+    return own and fold_of(model) is None
 
 
 def fit(
