@@ -16,13 +16,13 @@ from mlxkv.formats.calibration import artifact, layers, rotary
 from mlxkv.formats.calibration.rotary import Rotary
 from mlxkv.formats.calibration.sums import Sums
 from mlxkv.models import load
-from mlxkv.models.calibration import fitting, measure, moments
+from mlxkv.models.calibration import measure, moments
 from mlxkv.models.calibration.attended import received
 from mlxkv.models.calibration.moments import grouped, products, turned
 from mlxkv.models.hooks.taps import AttentionCall
 from mlxkv.models.origin import origin_of
-from mlxkv.spec import attended
 from mlxkv.spec import positions as spec
+from mlxkv.spec.mixed import attended
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 
@@ -231,7 +231,7 @@ def test_files_say_their_reach(model, tmp_path):
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(measure, "TOKENS", 600)
-    monkeypatch.setattr(fitting, "_told", set())
+    monkeypatch.setattr(artifact, "_told", set())
     return write_model(tmp_path / "model", max_position_embeddings=6000)
 
 

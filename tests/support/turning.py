@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import llama
 
-from mlxkv.spec import attended, positions
+from mlxkv.spec import positions
+from mlxkv.spec.mixed import attended
 
 DIMS, CONTEXT = 64, 1 << 15  # the context of a model that does not say
 PAIRS, FREQUENCIES = positions.rotary_pairs(DIMS), 1e4 ** (-np.arange(0, DIMS, 2) / DIMS)
