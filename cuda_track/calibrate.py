@@ -89,12 +89,11 @@ class Moments:
         if name not in self.sums:
             centre = self.sums[KEYS].centre if name == READ else rows.mean(1).cpu().numpy()
             self.sums[name] = Sums(centre)
-        left = rows - torch.from_numpy(self.sums[name].centre).to(rows.device)[:, None]
-        weighted, count = left, np.float64(rows.shape[1])
+        centre = torch.from_numpy(self.sums[name].centre).to(rows.device)
+        count = np.float64(rows.shape[1])
         if weights is not None:
-            weighted = left * weights[..., None]
             count = weights.sum(1).double().cpu().numpy()
-        found = weighted.mT @ left, weighted.sum(1)
+        found = products(rows, centre, weights)
         self.sums[name].add(*(one.cpu().numpy() for one in found), count)
 
     def moment(self, name: str, where: str) -> np.ndarray:
@@ -123,6 +122,15 @@ def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """The rows of each kv head's group: [B, H, L, D] -> [G, N, D] float32."""
     rows = x.float().reshape(x.shape[0], kv_heads, -1, x.shape[3])
     return rows.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[3])
+
+
+def products(
+    rows: torch.Tensor, centre: torch.Tensor, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of w y^T y [G, D, D] and of w y [G, D] over y = x - centre, of rows x [G, N, D]. weights: w [G, N]."""
+    left = rows - centre[:, None]
+    weighted = left if weights is None else left * weights[..., None]
+    return weighted.mT @ left, weighted.sum(1)
 
 
 def received(call: Call) -> torch.Tensor | None:

@@ -72,7 +72,7 @@ class MLXTable(Table):
 
     def moment(self, rows: mx.array, kv_heads: int) -> mx.array:
         rows = grouped(rows, kv_heads)
-        return products(rows, mx.zeros_like(rows[:, 0]))[0]
+        return products(rows, mx.zeros((kv_heads, rows.shape[-1])))[0]
 
     def view(self, live: tuple[mx.array, mx.array], pages=None) -> View:
         return View(live, None, pages)
