@@ -143,7 +143,7 @@ CLIPPED = Side(Affine(2, 64, clip=0.92), "hadamard")
 
 PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
-    # int8 and int4 need no calibration. int3 and int2 do, and bits by direction do better (docs/results/natural.md).
+    # int8 and int4 need no calibration; int3, int2 and bits by direction do.
     "int8": _both(8, "none"),
     # Beside latents these three have rotary keys of 8 bits (docs/results/latents.md).
     "int4": _short(CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64)))),
