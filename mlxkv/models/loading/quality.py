@@ -28,8 +28,8 @@ TRUSTED = ("fp16", "int8", "int4")
 
 
 def warn(loaded) -> None:
-    """Print one line on stderr if `loaded` (a `models.Loaded`) predicts other tokens with its cache than without. Models
-    with images are not compared.
+    """Print one line on stderr if `loaded` (a `models.Loaded`) predicts other tokens with its cache than without.
+    Models with images are not compared.
 
     The result is kept in the user's cache folder, by model, format and calibration.
     """
