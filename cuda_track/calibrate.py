@@ -38,7 +38,7 @@ SINK = 64  # first tokens of a window, which presets keep exact
 AWAY, EVERY = (
     124,
     8,
-)  # of attention that keys get: farther queries, and one in so many (`mlxkv.spec.mixed.attended`)
+)  # attention counts from farther queries, one in so many (`mlxkv.spec.balanced`)
 PROBES = 32  # tokens whose keys are compared from position to position
 KEYS, READ = "stored keys", "read keys"  # all alike, and by the attention that they get
 
