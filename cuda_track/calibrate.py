@@ -1,13 +1,13 @@
 """`python -m cuda_track.calibrate --model NAME -o FILE`: compute the rotations (OSCAR) and balanced transforms of
 every kv head in one pass over some text. The file is one of `mlxkv calibrate`.
 
-Moments are taken where attention is computed; NumPy code of `mlxkv.formats` makes the maps. Letters: `G`
-kv heads, `D` head dim.
+Moments are taken where attention is computed, of keys and queries over all positions of the model; NumPy code of
+`mlxkv.formats` makes the maps. Letters: `G` kv heads, `D` head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -19,9 +19,12 @@ import torch
 from cuda_track.codec import transform
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import artifact, balance
+from mlxkv.formats.calibration import artifact, balance, rotary
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
+from mlxkv.formats.calibration.rotary import UNIFORM, Rotary, Span, contexts
+from mlxkv.formats.calibration.sums import Sums
+from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.texts import corpus
 
 if TYPE_CHECKING:
@@ -32,32 +35,38 @@ TOKENS = 8900  # about what the paper takes
 LEAST = 512
 WINDOW = 4096  # tokens that see each other
 SINK = 64  # first tokens of a window, which presets keep exact
+AWAY, EVERY = (
+    124,
+    8,
+)  # attention counts from farther queries, one in so many (`mlxkv.spec.balanced`)
+PROBES = 32  # tokens whose keys are compared from position to position
+KEYS, READ = "stored keys", "read keys"  # all alike, and by the attention that they get
 
 
 @dataclass
 class Moments:
-    """Sums of one layer, [G, D, D] float64. peaks: [G, D] by side, of the channels after SRFT. total: [G, D]
-    float64, the sum of the `counted` keys of each kv head behind the first ones. output: how errors in values
-    weigh, [G, D, D], or None."""
+    """Sums of one layer; keys and queries at position 0. rotary: how they turn; None where it is not as RoPE does.
+    spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the first tokens of
+    a window. output: how errors in values weigh, [G, D, D], or None."""
 
     kv_heads: int
-    sums: dict[str, np.ndarray] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
+    rotary: Rotary | None = None
+    spans: Sequence[Span] = ()
+    sums: dict[str, Sums] = field(default_factory=dict)
     peaks: dict[str, np.ndarray] = field(default_factory=dict)
-    total: np.ndarray | float = 0.0
-    counted: int = 0
     output: np.ndarray | None = None
 
     def add(self, call: Call) -> None:
-        self._add("keys", call.queries)
+        """Add a whole window."""
+        keys = self._at_zero(call.keys)
+        self._add("keys", self._at_zero(call.queries))
         self._add("values", call.out)
-        self._add("stored keys", call.keys[:, :, SINK:])
-        self._add("stored values", call.values[:, :, SINK:])
-        rest = call.keys[:, :, SINK:]
-        self.total = self.total + rest.float().sum((0, 2)).cpu().double().numpy()
-        self.counted += rest.shape[0] * rest.shape[2]
-        for side, x in zip(SIDES, (call.keys, call.values), strict=True):
-            if x.shape[2] > SINK:
+        if keys.shape[2] > SINK:
+            self._add(KEYS, keys[:, :, SINK:])
+            self._add("stored values", call.values[:, :, SINK:])
+            if (heard := received(call)) is not None:
+                self._add(READ, keys[:, :, SINK:], heard[:, SINK:])
+            for side, x in zip(SIDES, (call.keys, call.values), strict=True):
                 found = peaks(x[:, :, SINK:]).cpu().numpy()
                 self.peaks[side] = np.maximum(self.peaks.get(side, found), found)
         if self.output is None and call.output is not None:
@@ -66,25 +75,82 @@ class Moments:
             grouped = squares.reshape(self.kv_heads, -1, dims, dims).sum(1)
             self.output = grouped.cpu().numpy()
 
-    def _add(self, name: str, x: torch.Tensor) -> None:
-        moment = second_moment(x, self.kv_heads).double().cpu().numpy()
-        self.sums[name] = self.sums.get(name, 0.0) + moment
-        rows = x.numel() // (self.kv_heads * x.shape[-1])
-        self.rows[name] = self.rows.get(name, 0) + rows
+    def _at_zero(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or queries of a window turned back to position 0, [B, H, L, D] float32."""
+        if self.rotary is None or not len(self.rotary.pairs):
+            return x.float()
+        partner, *factors = self.rotary.wheel(-np.arange(x.shape[2]), x.shape[3])
+        cos, sin = (torch.from_numpy(one).float().to(x.device) for one in factors)
+        return x.float() * cos + x.float()[..., torch.from_numpy(partner).to(x.device)] * sin
 
-    def mean(self, name: str, where: str) -> np.ndarray:
-        """Raises MachineError for NaN or infinity."""
-        mean = self.sums[name] / self.rows[name]
-        if not np.isfinite(mean).all():
+    def _add(self, name: str, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """weights: [G, L] of the rows of each kv head; None for 1."""
+        rows = grouped(x, self.kv_heads)
+        if name not in self.sums:
+            centre = self.sums[KEYS].centre if name == READ else rows.mean(1).cpu().numpy()
+            self.sums[name] = Sums(centre)
+        centre = torch.from_numpy(self.sums[name].centre).to(rows.device)
+        count = np.float64(rows.shape[1])
+        if weights is not None:
+            count = weights.sum(1).double().cpu().numpy()
+        found = products(rows, centre, weights)
+        self.sums[name].add(*(one.cpu().numpy() for one in found), count)
+
+    def moment(self, name: str, where: str) -> np.ndarray:
+        """The second moment [G, D, D], over positions. Raises MachineError for NaN or infinity."""
+        moment = self._keys(Sums.moment) if name == KEYS else self.sums[name].moment()
+        if not np.isfinite(moment).all():
             raise MachineError(f"[calibrate] NaN or infinity in {where}; try another --dtype")
-        return mean
+        turns = self.rotary is not None and name in ("keys", KEYS)
+        return self.rotary.moment_over(moment, self.spans) if turns else moment
+
+    def key_mean(self) -> np.ndarray | None:
+        """The mean [G, D] of stored keys, over positions; None where there are none."""
+        if KEYS not in self.sums:
+            return None
+        mean = self._keys(Sums.mean)
+        return mean if self.rotary is None else self.rotary.mean_over(mean, self.spans)
+
+    def _keys(self, of: Callable[[Sums], np.ndarray]) -> np.ndarray:
+        alike, read = self.sums[KEYS], self.sums.get(READ)
+        if read is None or not (read.weight > 0).all():
+            return of(alike)
+        return (of(alike) + of(read)) / 2
 
 
-def second_moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """x^T x over the rows of each kv head's group: [B, H, L, D] -> [G, D, D] float32."""
+def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """The rows of each kv head's group: [B, H, L, D] -> [G, N, D] float32."""
     rows = x.float().reshape(x.shape[0], kv_heads, -1, x.shape[3])
-    rows = rows.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[3])
-    return rows.mT @ rows
+    return rows.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[3])
+
+
+def products(
+    rows: torch.Tensor, centre: torch.Tensor, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of w y^T y [G, D, D] and of w y [G, D] over y = x - centre, of rows x [G, N, D]. weights: w [G, N]."""
+    left = rows - centre[:, None]
+    weighted = left if weights is None else left * weights[..., None]
+    return weighted.mT @ left, weighted.sum(1)
+
+
+def received(call: Call) -> torch.Tensor | None:
+    """The attention [G, T] that each key of a window gets from far queries, summed over its query heads; None where no
+    query is far from a key behind the first ones."""
+    queries, keys = call.queries, call.keys
+    at = torch.arange(0, keys.shape[2], EVERY, device=keys.device)
+    at = at[at - AWAY > SINK]
+    if not len(at):
+        return None
+    group = queries.shape[1] // keys.shape[1]
+    place = torch.arange(keys.shape[2], device=keys.device)
+    out = torch.zeros(keys.shape[1:3], device=keys.device)
+    for some in at.split(64):
+        q = queries[0, :, some].float().unflatten(0, (-1, group)) * call.scale  # [G, H / G, N, D]
+        scores = q @ keys[0, :, None].float().mT
+        scores = scores.masked_fill(place > some[:, None], float("-inf"))
+        far = scores.softmax(-1).masked_fill(place >= some[:, None] - AWAY, 0)
+        out += far.sum((1, 2))
+    return out
 
 
 def peaks(x: torch.Tensor) -> torch.Tensor:
@@ -117,12 +183,14 @@ def calibrate(
             "the file there, and name it by --calibration FILE"
         )
     growing = {i for i, layer in enumerate(plain_layers(model)) if replaceable(layer)}
+    positions = context_limit(model.config.to_dict()) or UNIFORM
+    rotaries, spans = rotations(model, tokens[:PROBES], max(positions, window)), contexts(positions)
     moments: dict[int, Moments] = {}
 
     def observe(call: Call) -> None:
         if call.layer in growing:
-            one = moments.setdefault(call.layer, Moments(call.keys.shape[1]))
-            one.add(call)
+            new = Moments(call.keys.shape[1], rotaries[call.layer], spans)
+            moments.setdefault(call.layer, new).add(call)
 
     with observing(model, observe), torch.no_grad():
         for part in windows(tokens, window):
@@ -130,6 +198,8 @@ def calibrate(
             model(torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
     if not moments:
         raise UserError("[calibrate] this model has nothing to compress; got no layer that grows")
+    if None in [rotaries[layer] for layer in moments]:
+        positions = min(positions, len(windows(tokens, window)[0]))
     layers = {
         str(i): Layer(one.kv_heads, *(_basis(one, side, f"layer {i}, {side}") for side in SIDES))
         for i, one in sorted(moments.items())
@@ -145,7 +215,29 @@ def calibrate(
         text=text,
         text_digest=sha256(np.array(tokens, "<i4").tobytes()).hexdigest()[:16],
         layers=layers,
+        positions=positions,
     )
+
+
+def rotations(
+    model: torch.nn.Module, tokens: Sequence[int], longest: int
+) -> dict[int, Rotary | None]:
+    """How keys of each layer turn up to position `longest`; None where it is not as RoPE does. Tokens that see
+    themselves alone compute the same at every position."""
+    from cuda_track.models.taps import observing
+
+    kept: dict[int, dict[int, np.ndarray]] = {}
+    ids = torch.tensor(tokens, device=model.device)[:, None]
+    for t in rotary.positions(longest):
+
+        def observe(call: Call, t: int = t) -> None:
+            kept.setdefault(call.layer, {})[t] = call.keys.float().flatten(0, 2).cpu().numpy()
+
+        with observing(model, observe), torch.no_grad():
+            at = torch.full_like(ids, t)
+            model(ids, position_ids=at, use_cache=False, logits_to_keep=1)
+    resolution = torch.finfo(model.dtype).eps
+    return {layer: rotary.measured(rows, resolution) for layer, rows in kept.items()}
 
 
 def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:
@@ -155,22 +247,22 @@ def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:
 
 
 def _basis(moments: Moments, side: str, where: str) -> Basis:
-    mean = moments.mean(side, where)
+    mean = moments.moment(side, where)
     values, vectors, floored = matrices.eigenbasis(mean)
     pair = _balance(moments, side, where, mean)
     found = moments.peaks.get(side)
     if found is not None:
         found = np.where(found > 0, found, 1.0).astype(np.float32)
     values, vectors = values.astype(np.float32), vectors.astype(np.float32)
-    key_mean = None
-    if side == "keys" and moments.counted:
-        key_mean = (moments.total / moments.counted).astype(np.float32)
+    key_mean = moments.key_mean() if side == "keys" else None
+    if key_mean is not None:
+        key_mean = key_mean.astype(np.float32)
     return Basis(values, vectors, floored, balance=pair, peaks=found, mean=key_mean)
 
 
 def _balance(moments: Moments, side: str, where: str, queries: np.ndarray) -> Balance:
     """queries: their second moment, where `side` is keys."""
-    noise, reads = moments.mean(f"stored {side}", where), queries
+    noise, reads = moments.moment(f"stored {side}", where), queries
     if side == "values":
         eye = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)
         reads = eye if moments.output is None else moments.output

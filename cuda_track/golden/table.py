@@ -12,7 +12,7 @@ from cuda_track.cache import adaptive, choose, following, runs
 from cuda_track.cache.attention import attend
 from cuda_track.cache.runs import Segments
 from cuda_track.cache.view import CodePages, View
-from cuda_track.calibrate import peaks, second_moment
+from cuda_track.calibrate import grouped, peaks, products
 from cuda_track.codec import dual_scale, packing, polar_tree, transform
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.maps import LayerMaps
@@ -76,7 +76,8 @@ class TorchTable(Table):
         return peaks(x)
 
     def moment(self, rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        return second_moment(rows, kv_heads)
+        rows = grouped(rows, kv_heads)
+        return products(rows, torch.zeros(kv_heads, rows.shape[-1], device=rows.device))[0]
 
     def view(self, live: tuple[torch.Tensor, torch.Tensor], pages=None) -> View:
         return View(live, None, pages)

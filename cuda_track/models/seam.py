@@ -34,6 +34,7 @@ from mlxkv.formats.names import check_rotary, parse_preset
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.reports import LayerReport, nothing_compressed, with_own
+from mlxkv.models.catalog.shapes import context_limit
 
 _ATTACHED = "_mlxkv_attached"
 
@@ -161,6 +162,8 @@ def _fit(
             "cuda_track.calibrate --model MODEL -o FILE, and name it by --calibration FILE"
         )
     found.check(sizes, mark)
+    if config.keys.calibrated and not all(one.latent for one in chosen.values()):
+        artifact.tell_reach(found, context_limit(model.config.to_dict()))
     wanted = {str(i): one.fitting(config) for i, one in chosen.items()}
     fits, owns = {}, layers.fitted(wanted, found)
     for i in chosen:

@@ -19,14 +19,15 @@ NAME = "mlxkv-observing"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of attention. queries, out: [B, H, L, D]. keys, values: [B, G, L, D]. output: weights of the
-    output projection, [H, D, hidden], or None if they are not known."""
+    """One call of attention. queries, out: [B, H, L, D]. keys, values: [B, G, L, D]. scale: of scores. output: weights
+    of the output projection, [H, D, hidden], or None if they are not known."""
 
     layer: int
     queries: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     out: torch.Tensor
+    scale: float
     output: torch.Tensor | None
 
 
@@ -40,7 +41,9 @@ def _observed(module, query, key, value, attention_mask, **kwargs):
         )
     out, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if _observers:
-        call = Call(module.layer_idx, query, key, value, out.swapaxes(1, 2), _output(module, query))
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        mixed = out.swapaxes(1, 2)
+        call = Call(module.layer_idx, query, key, value, mixed, scale, _output(module, query))
         _observers[-1](call)
     return out, weights
 

@@ -19,7 +19,7 @@ from mlxkv.codec.transform import Centre, Transform
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
 from mlxkv.models.calibration import learn, parametrization
-from mlxkv.models.calibration.moments import peaks, second_moment
+from mlxkv.models.calibration.moments import grouped, peaks, products
 from mlxkv.spec.bounds import BOUNDS, LEARNED_SPEC, Row, keys, read, rms
 from mlxkv.spec.rows import Attention, Stored, Table, shared_rows
 
@@ -71,7 +71,8 @@ class MLXTable(Table):
         return peaks(x)
 
     def moment(self, rows: mx.array, kv_heads: int) -> mx.array:
-        return second_moment(rows, kv_heads)
+        rows = grouped(rows, kv_heads)
+        return products(rows, mx.zeros((kv_heads, rows.shape[-1])))[0]
 
     def view(self, live: tuple[mx.array, mx.array], pages=None) -> View:
         return View(live, None, pages)

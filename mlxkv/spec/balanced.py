@@ -26,6 +26,18 @@ is without m, those of the exact windows too, and nothing stands beside the scor
 them (soft-capping). What is left has Sigma - m m^T as its second moment, and the map is made for that. After
 OptR (arXiv 2608.02691), which removes the mean before its rotations.
 
+Half of the weight of keys is the attention that they get. An error e of a key moves the scores of all queries, but an
+output only by the weight p of its token: by p (q . e) (v - out). A map that is best for the usual key may be poor for
+the few that are read. So the second moment and the mean of keys are halves of two, of all keys that caches would
+compress and of the same keys by weight:
+
+    a_j = sum over query heads and queries t of p_tj, where t - j > away,
+    Sigma = (mean of k k^T + sum a k k^T / sum a) / 2,
+
+and m likewise, the mean of their mixture. Nearer tokens are exact in caches, as are the first `sink`. Queries at
+positions 0, every, 2 every, ... are asked. Half is what was tried (docs/results/positions.md); all of it would leave
+out directions that no key which is read has in a short text.
+
 Row vectors: stored = x @ down, x = stored @ up, query @ up^T meets stored. `G` kv heads, `H` query
 heads, `D` head dim.
 """
@@ -94,3 +106,31 @@ def cost(down: np.ndarray, noise: np.ndarray, sensitivity: np.ndarray) -> float:
     """Return N S of stored = x @ down, as above."""
     up = np.linalg.inv(down)
     return float(np.trace(down.T @ noise @ down) * np.trace(up @ sensitivity @ up.T))
+
+
+def received(
+    q: np.ndarray, k: np.ndarray, scale: float, sink: int = 64, away: int = 124, every: int = 8
+) -> np.ndarray:
+    """Return a [G, T] of one window: what causal attention of q [H, T, D] gives to k [G, T, D]."""
+    heads, tokens, _ = q.shape
+    out, group = np.zeros(k.shape[:2]), heads // len(k)
+    for t in range(0, tokens, every):
+        for head in range(heads):
+            scores = k[head // group, : t + 1] @ q[head, t] * scale
+            weights = np.exp(scores - scores.max())
+            far = weights[: max(0, t - away)] / weights.sum()
+            out[head // group, : len(far)] += far
+    out[:, :sink] = 0
+    return out
+
+
+def weighted(k: np.ndarray, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the second moments [G, D, D] and means [G, D] of keys k [G, T, D] that count a [G, T]."""
+    share = a / a.sum(-1, keepdims=True)
+    return np.einsum("gt,gtd,gte->gde", share, k, k), np.einsum("gt,gtd->gd", share, k)
+
+
+def halves(k: np.ndarray, a: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return S [G, D, D] and the mean [G, D] of keys k [G, T, D], of which those of `stored` [T] are compressed."""
+    plain = weighted(k, np.broadcast_to(stored, a.shape).astype(np.float64))
+    return tuple((x + y) / 2 for x, y in zip(plain, weighted(k, a), strict=True))

@@ -179,7 +179,8 @@ def test_torch_measures_the_same_mean(model, made):
     one = other.Moments(2)
     q = torch.from_numpy(data(1, 4, 90, 64))
     fields = {f.name: None for f in dataclasses.fields(Call)}
-    call = Call(**(fields | {"layer": 0, "queries": q, "keys": both, "values": both, "out": q}))
+    given = {"layer": 0, "queries": q, "keys": both, "values": both, "out": q, "scale": 0.125}
+    call = Call(**(fields | given))
     one.add(call)
     found = other._basis(one, "keys", "layer 0").mean
     np.testing.assert_allclose(found, both[0, :, 64:].mean(1).numpy(), rtol=1e-6)

@@ -16,12 +16,12 @@ from mlxkv.formats.calibration import artifact, layers, rotary
 from mlxkv.formats.calibration.rotary import Rotary
 from mlxkv.formats.calibration.sums import Sums
 from mlxkv.models import load
-from mlxkv.models.calibration import fitting, measure, moments
+from mlxkv.models.calibration import measure, moments
 from mlxkv.models.calibration.attended import received
 from mlxkv.models.calibration.moments import grouped, products, turned
 from mlxkv.models.hooks.taps import AttentionCall
 from mlxkv.models.origin import origin_of
-from mlxkv.spec import attended
+from mlxkv.spec import balanced
 from mlxkv.spec import positions as spec
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
@@ -94,7 +94,7 @@ def test_attention_that_keys_get_is_the_laws(mask):
     """In chunks of any size, with masks of any kind; sink logits and caps lower it."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((1, 4, 300, 64)), rng.standard_normal((1, 2, 300, 64))
-    law = attended.received(q[0], k[0], 0.3, 16)
+    law = balanced.received(q[0], k[0], 0.3, 16)
     found = np.zeros((2, 300))
     for start, stop in ((0, 130), (130, 137), (137, 300)):
         seen = mx.arange(stop)[None] <= mx.arange(start, stop)[:, None]
@@ -121,7 +121,7 @@ def test_attention_that_keys_get_is_the_laws(mask):
 def test_half_of_a_moment_is_what_attention_reads():
     rng = np.random.default_rng(0)
     k, a, stored = rng.standard_normal((2, 50, 8)), rng.random((2, 50)), np.arange(50) >= 7
-    moment, mean = attended.halves(k, a, stored)
+    moment, mean = balanced.halves(k, a, stored)
     for g in range(2):
         rows = np.concatenate([k[g, 7:] / np.sqrt(43), k[g] * np.sqrt(a[g] / a[g].sum())[:, None]])
         np.testing.assert_allclose(moment[g], rows.T @ rows / 2)
@@ -231,7 +231,7 @@ def test_files_say_their_reach(model, tmp_path):
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(measure, "TOKENS", 600)
-    monkeypatch.setattr(fitting, "_told", set())
+    monkeypatch.setattr(artifact, "_told", set())
     return write_model(tmp_path / "model", max_position_embeddings=6000)
 
 

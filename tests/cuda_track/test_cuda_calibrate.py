@@ -1,6 +1,7 @@
 """Calibration and evaluation by torch, beside MLX."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ def test_moments_are_those_of_mlx(made, tokens):
     assert set(made.layers) == set(right.layers)
     assert made.fingerprint == right.fingerprint
     assert made.text_digest == right.text_digest
+    assert made.positions == right.positions > 640
     for name, layer in right.layers.items():
         for side in SIDES:
             ours, exact = getattr(made.layers[name], side), getattr(layer, side)
@@ -70,6 +72,14 @@ def test_a_file_is_read_by_both(made, loaded, tmp_path):
     reports = seam.attach(loaded.model, "balanced-int2", path)
     assert [r.compressed for r in reports] == [False, True] * 4
     assert models.load(TINY, "oscar-int2", calibration=path).layers[1].compressed
+    seam.attach(loaded.model, "fp16")
+
+
+def test_an_older_file_warns_once(made, loaded, monkeypatch, capsys):
+    monkeypatch.setattr(artifact, "_told", set())
+    for _ in range(2):
+        seam.attach(loaded.model, "balanced-int2", replace(made, positions=None, tokens=900))
+    assert capsys.readouterr().err.count("holds for positions up to 900") == 1
     seam.attach(loaded.model, "fp16")
 
 

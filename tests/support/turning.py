@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import llama
 
-from mlxkv.spec import attended, positions
+from mlxkv.spec import balanced, positions
 
 DIMS, CONTEXT = 64, 1 << 15  # the context of a model that does not say
 PAIRS, FREQUENCIES = positions.rotary_pairs(DIMS), 1e4 ** (-np.arange(0, DIMS, 2) / DIMS)
@@ -43,9 +43,9 @@ def stored(windows, sink=64):
     (`seen_by`) of one layer, half by the attention that they get."""
     windows = [(q[0], k[0]) for q, k, _ in windows]
     rows = [np.broadcast_to(np.arange(k.shape[1]) >= sink, k.shape[:2]) for _, k in windows]
-    heard = [attended.received(q, k, DIMS**-0.5, sink) for q, k in windows]
+    heard = [balanced.received(q, k, DIMS**-0.5, sink) for q, k in windows]
     keys = np.concatenate([at_zero(k) for _, k in windows], 1)
-    return attended.halves(keys, np.concatenate(heard, 1), np.concatenate(rows, 1))
+    return balanced.halves(keys, np.concatenate(heard, 1), np.concatenate(rows, 1))
 
 
 def means_over(means, longest=CONTEXT):

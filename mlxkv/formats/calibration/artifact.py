@@ -59,6 +59,7 @@ from mlxkv.untrusted import Unsound, whole
 LARGEST = 1 << 30  # bytes; the maps of 80 layers with 8 kv heads of 128 dims have 340 MB
 FORMATS = (1, 2, 3, 4)  # that this version reads
 NAME = "mlxkv-calibration"
+_told: set[str] = set()  # warnings of this process
 
 
 def write(path: Path, calibration: Calibration) -> None:
@@ -242,6 +243,14 @@ def find(
             found = read(path)
             return found if config is None or found.serves(config) else None
     return None
+
+
+def tell_reach(calibration: Calibration, context: int | None) -> None:
+    """Warn, once a process, where the context of a model is longer than its calibration holds for."""
+    line = calibration.shortfall(context)
+    if line is not None and line not in _told:
+        _told.add(line)
+        console.warn(line)
 
 
 def with_digest(digest: str) -> Calibration | None:

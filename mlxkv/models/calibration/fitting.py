@@ -34,7 +34,6 @@ ON_THE_HUB = Words(
     "the hub cannot be reached and this calibration is not on this machine",
     "make one with mlxkv calibrate --model MODEL -o FILE",
 )
-_told: set[str] = set()  # warnings of this process
 
 
 def given(calibration: Calibration | Path | str) -> Calibration:
@@ -62,10 +61,11 @@ def known(model: nn.Module, config: CacheConfig | Plan | None = None) -> Calibra
 
 
 def _outdated(model: nn.Module, found: Calibration | None) -> bool:
-    """Whether `found` is one that the user keeps, of a format that knows no positions, and a new one can be made."""
+    """Whether `found` was made by itself and kept, in a format that knows no positions, and can be made anew."""
     if found is None or found.positions is not None or not found.tokens:
         return False
-    return found.path.parent == artifact.folder() and fold_of(model) is None
+    own = found.path.parent == artifact.folder() and found.text.startswith(measure.CORPUS)
+    return own and fold_of(model) is None
 
 
 def fit(
@@ -102,7 +102,7 @@ def fit(
     needed = {place: shape for place, shape in places.items() if owns[place].calibrated}
     calibration.check(sizes(needed), origin and origin.fingerprint)
     if any(owns[place].keys.calibrated and not shape.latent for place, shape in needed.items()):
-        _tell_reach(calibration, origin and origin.context)
+        artifact.tell_reach(calibration, origin and origin.context)
     out: dict = {place: (own, None) for place, own in owns.items()}
     by_kinds: dict = {}
     names = {layer_name(place): place for place in needed}
@@ -114,14 +114,6 @@ def fit(
         made = maps.of(calibration, kinds, found)
         out |= {place: (own, made[name]) for name, (place, own) in found.items()}
     return {place: out[place] for place in places}
-
-
-def _tell_reach(calibration: Calibration, context: int | None) -> None:
-    """Warn, once a process, where the context of a model is longer than its calibration holds for."""
-    line = calibration.shortfall(context)
-    if line is not None and line not in _told:
-        _told.add(line)
-        console.warn(line)
 
 
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:

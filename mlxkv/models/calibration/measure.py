@@ -47,6 +47,7 @@ from mlxkv.texts.sources import Text
 
 LEAST = 512  # tokens: fewer are too few for heads of 64 to 256 dims
 WINDOW = 4096  # tokens that see each other
+CORPUS = "corpus calibration"  # the name of the text that is read where none is named
 CHUNK = 512  # tokens that go through the model at once
 Progress = Callable[[int], None]
 
@@ -219,7 +220,7 @@ def from_corpus(model: nn.Module, origin: Origin) -> Calibration:
         return calibrate(
             model,
             tokens,
-            text="corpus calibration",
+            text=CORPUS,
             window=min(WINDOW, origin.context or WINDOW),
             bos=bos_of(origin.tokenizer),
             progress=progress,

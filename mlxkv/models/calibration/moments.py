@@ -2,7 +2,7 @@
 
 Keys and queries are turned back to position 0 as they are summed, where they turn as RoPE does, and averaged over the
 positions of the model at the end (`spec/positions.py`). Half of the weight of keys is the attention that they get
-(`spec/attended.py`). Letters: `B` batch, `G` kv heads, `H` query heads, `L` new
+(`spec/balanced.py`). Letters: `B` batch, `G` kv heads, `H` query heads, `L` new
 tokens, `D` head dim.
 """
 

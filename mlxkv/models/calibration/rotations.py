@@ -17,7 +17,7 @@ from mlxkv.formats.calibration import rotary
 from mlxkv.formats.calibration.rotary import Rotary
 from mlxkv.models.hooks.probe import Place, leaves, put
 
-ROWS = 64  # keys of each kv head that are compared
+ROWS = 32  # keys of each kv head that are compared
 WITH_POSITIONS = ("KVCache", "RotatingKVCache", "ChunkedKVCache")
 RESOLUTION = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 

@@ -150,7 +150,9 @@ def gemma2(original: Callable) -> Callable:
             )
         )
         q, k = (self.rope(one, offset=offset) for one in (q, k))
-        view, _ = cache.update_and_fetch(k, v)
+        view, values = cache.update_and_fetch(k, v)
+        if not isinstance(view, (CacheView, Handle)):  # of a cache that hands keys back
+            return original(self, x, mask, _Updated(offset, (view, values)))
         if is_plain(view):
             return original(self, x, mask, _Updated(offset, view.live))
         out = _capped(q, view, self.scale, mask, self.attn_logit_softcapping)

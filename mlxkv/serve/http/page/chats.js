@@ -104,12 +104,14 @@ export class Chat {
     for (const [i, one] of path.entries()) {
       const next = path[i + 1];
       if (one.role === "user" && (!next || answered(next))) out.push({ role: "user", content: spoken(one) });
-      if (one.role === "assistant" && answered(one)) out.push({ role: "assistant", content: one.content });
+      if (one.role === "assistant" && answered(one)) out.push(said(one));
     }
     return out;
   }
 }
 
+// A reply as part of a request; the chat template says what becomes of its thoughts.
+export const said = ({ content, reasoning }) => ({ role: "assistant", content, ...(reasoning && { reasoning }) });
 export const answered = (message) => message.role === "assistant" && Boolean(message.content.trim());
 
 // The record of a message, without what belongs to this tab alone.

@@ -1,6 +1,6 @@
 // A reply under way: asked for, read as it comes, kept as it grows.
 import { ask, events } from "./api.js";
-import { plain } from "./chats.js";
+import { plain, said } from "./chats.js";
 import * as store from "./store.js";
 import { say } from "./dom.js";
 
@@ -30,8 +30,7 @@ function body(chat, reply, more) {
   out.max_tokens ??= -1;  // until the context is full
   if (settings.thinking) out.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
   if (more) {  // a reply that was cut off is the start of what is asked for
-    const { content, reasoning } = reply;
-    out.messages.push({ role: "assistant", content, ...(reasoning && { reasoning }) });
+    out.messages.push(said(reply));
     out.continue_final_message = true;
   }
   return JSON.stringify({ ...out, stream_options: { include_usage: true } });
