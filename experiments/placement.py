@@ -1,6 +1,6 @@
 """Check the SRFT paper by its own metric: `python -m experiments.placement --model MODEL`.
 
-Every key and value of every layer is replaced by what codes of 4 bits (abs-max, a scale of 32 bits) leave of it, while
+Every key and value of every layer is replaced by what codes of 4 bits (abs-max, scales not rounded) make of it, while
 texts of 512 tokens are read at once: no window is exact, nothing is stored. Three questions of arXiv 2605.05699:
 
     place     behind RoPE, where caches store keys, or before it, at the outputs of k_proj and v_proj, as the paper's
@@ -88,13 +88,12 @@ class Tap:
             peak = mx.abs(stored[:, :, : self.noting]).max(axis=(0, 2))[:, None]
             self.peaks[key] = mx.maximum(self.peaks.get(key, LEAST), peak)
             return x
-        scale = None
+        scale = mx.array(1.0)
         if self.arm.peaks == FROM[3]:
             scale = mx.maximum(mx.abs(stored).max(axis=(0, 2))[:, None], LEAST)
         elif self.arm.peaks:
             scale = self.peaks[key]
-        left = decoded(stored if scale is None else stored / scale, BITS, self.arm.group)
-        return ((left if scale is None else left * scale) @ down.T).astype(x.dtype)
+        return ((decoded(stored / scale, BITS, self.arm.group) * scale) @ down.T).astype(x.dtype)
 
     def _down(self, dims: int) -> mx.array:
         name = self.arm.transform, dims, self.arm.seed
@@ -104,7 +103,7 @@ class Tap:
 
 
 def decoded(x: mx.array, bits: int, group: int) -> mx.array:
-    """Return what abs-max codes leave of x [..., D], with a scale for each `group` values (0: all)."""
+    """Return x [..., D] behind abs-max codes of `bits` bits, with a scale for each `group` values (0: all D)."""
     parts = x.reshape(*x.shape[:-1], -1, group or x.shape[-1])
     top = 2 ** (bits - 1) - 1
     scale = mx.maximum(mx.abs(parts).max(axis=-1, keepdims=True) / top, 1e-30)
@@ -157,21 +156,21 @@ def measure(
     tap, model, out = Tap(), loaded.model, {}
 
     def read(place: str, parts: Sequence[Sequence[int]]) -> list[float]:
-        found = []
+        nll = []
         for tokens in parts:
             cache = [
                 Tapped(tap if place == PLACES[0] else Tap(), i) for i in range(len(model.layers))
             ]
             logits = model(mx.array(tokens)[None, :-1], cache=cache)[0].astype(mx.float32)
             true = mx.take_along_axis(logits, mx.array(tokens)[1:, None], axis=-1)[:, 0]
-            found.append((mx.logsumexp(logits, axis=-1) - true).mean().item())
-        return found
+            nll.append((mx.logsumexp(logits, axis=-1) - true).mean().item())
+        return nll
 
     out["full precision"] = read(PLACES[0], texts)
     noted: dict[tuple, dict] = {}
     for place in PLACES:
         with projections(model, tap if place == PLACES[1] else Tap()):
-            for arm in (one for one in wanted if one.place == place):
+            for arm in (arm for arm in wanted if arm.place == place):
                 start, tap.arm = time.perf_counter(), arm
                 peaks_of = place, arm.transform, arm.seed, arm.peaks
                 if arm.peaks in FROM[:3] and peaks_of not in noted:
@@ -179,8 +178,10 @@ def measure(
                     read(place, other if arm.peaks == FROM[0] else texts)
                     noted[peaks_of], tap.noting = tap.peaks, 0
                 tap.peaks = noted.get(peaks_of, {})
-                out[arm.label + (f", seed {arm.seed}" if arm.seed else "")] = read(place, texts)
-                console.note(f"{arm.label}, seed {arm.seed}: {time.perf_counter() - start:.0f} s")
+                name = arm.label + (f", seed {arm.seed}" if arm.seed else "")
+                out[name] = read(place, texts)
+                more = np.subtract(out[name], out["full precision"]).mean()
+                console.note(f"{name}: {more:+.4f}, {time.perf_counter() - start:.0f} s")
         tap.arm = None
     return out
 
@@ -200,18 +201,18 @@ def main(arguments: list[str] | None = None) -> None:
     bos = bos_of(loaded.tokenizer)
     lead = [] if bos is None else [bos]
     room = LENGTH - len(lead)
-    texts = [lead + one.tokens for one in sources.evaluation_texts(loaded, room, args.texts)]
+    texts = [lead + text.tokens for text in sources.evaluation_texts(loaded, room, args.texts)]
     tokens = sources.calibration_tokens(loaded, room * args.texts).tokens
     other = [lead + tokens[i : i + room] for i in range(0, len(tokens), room)]
-    found = measure(loaded, texts, other, arms(args.seeds))
-    base, rows = found["full precision"], []
-    for name, nll in found.items():
+    measured = measure(loaded, texts, other, arms(args.seeds))
+    base, rows = measured["full precision"], []
+    for name, nll in measured.items():
         more = intervals.share([a - b for a, b in zip(nll, base, strict=True)])
         rows.append((name, f"{more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"))
     console.print_table(
         ("codes of 4 bits", "nats a token more"), rows, f"{args.model}, {len(texts)} texts"
     )
-    write({"model": args.model, "nll": found, **made_on(start)}, args.out)
+    write({"model": args.model, "nll": measured, **made_on(start)}, args.out)
 
 
 if __name__ == "__main__":
