@@ -84,7 +84,8 @@ def test_codes_keep_to_their_bits(bits, symmetric, backend):
         decoded = numpy(code.decode(held, float32))
         law = stored(x.astype(np.float64), side, 0, 1, 32)
         step = numpy(held["scale"]).astype(np.float64).max()
-        assert np.abs(decoded - law).max() <= 1.01 * step
+        off = np.abs(decoded - law)
+        assert off.max() <= 1.01 * step and (off > 0.5 * step).mean() < 0.05
 
 
 def law_of(side, x, page):

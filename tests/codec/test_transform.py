@@ -84,6 +84,7 @@ def test_words_are_in_the_order_of_mlx_quantize(bits, group):
     scale, bias = (np.array(stored[n]).astype(np.float64) for n in ("scale", "bias"))
     spec = ref.affine_decode(codes, scale, bias, group)
     np.testing.assert_allclose(np.array(theirs.astype(mx.float32)), spec, atol=4e-3)
+    assert np.abs(spec - np.array(x)).max() <= 0.51 * scale.max() + 4e-3  # each in its place
 
 
 @pytest.mark.parametrize(

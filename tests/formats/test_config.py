@@ -49,6 +49,20 @@ def test_pairs_take_each_side_from_its_preset():
     assert not parse_kv("fp16").compresses
 
 
+def test_a_pair_has_the_windows_of_the_side_that_compresses():
+    for text in ("fp16/kivi-int4", "kivi-int4/fp16", "kivi-int4/int4"):
+        assert (parse_kv(text).sink, parse_kv(text).recent) == (0, 128), text
+    assert (parse_kv("int4/kivi-int4").sink, parse_kv("int4/kivi-int4").recent) == (64, 64)
+
+
+def test_a_setting_of_one_side_is_of_that_side():
+    plain = PRESETS["int4"]
+    keys, values, both = (parse_kv(f"int4+{text}") for text in ("kg32", "vg32", "g32"))
+    assert keys.keys.quantizer.group == 32 and keys.values == plain.values
+    assert values.values.quantizer.group == 32 and values.keys == plain.keys
+    assert both.keys.quantizer.group == both.values.quantizer.group == 32
+
+
 @pytest.mark.parametrize("text", ("int5", "", "int4/", "int4/int4/int4", "INT5"))
 def test_unknown_presets_name_the_choices(text):
     with pytest.raises(

@@ -91,11 +91,18 @@ def test_scores_are_capped(case):
     check_attend(case, False, 0.7)
 
 
-def check_attend(case, sinks, softcap=None):
+def test_scores_that_grow_along_the_records():
+    """The running maximum is raised again and again, and what was summed before shrinks."""
+    check_attend((64, 4, 1, 1, 80, 16, 20, 4, 4, 0, mx.float16), False, ramp=8)
+
+
+def check_attend(case, sinks, softcap=None, ramp=1):
+    """ramp: how much larger the last stored keys are than the first."""
     dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
     both = layout(k_bits, 64, False, dims, True), layout(v_bits, 32, True, dims, False)
     whole = RecordLayout(*both)
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
+    x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
     buffer = seal.seal(x, whole, make)
     paged = [
         kernels.unseal_side(buffer, count + 2, whole, side, mx.float32, make)[:, :, : count * 16]

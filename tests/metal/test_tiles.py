@@ -44,8 +44,9 @@ def run(
     splits=None,
     formats=((64, 0), (64, 0)),
     softcap=None,
+    ramp=1,
 ):
-    """(output, what softmax over the decoded pages gives)."""
+    """(output, what softmax over the decoded pages gives). ramp: how much larger the last stored keys are."""
     dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
     (k_group, k_symmetric), (v_group, v_symmetric) = formats
     both = RecordLayout(
@@ -53,6 +54,7 @@ def run(
         layout(v_bits, v_group, bool(v_symmetric), dims, False),
     )
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
+    x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
     buffer = seal.seal(tuple(x), both, make)
     turn = transform if isinstance(transform, Transform) else make_transform(transform, dims, 0)
     paged = [
@@ -66,7 +68,7 @@ def run(
     sink = tuple(y[:, :, :n_sink] for y in windows) if n_sink else None
     live = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
     q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
-    logits = mx.array(data(16, seed=6)[:heads]) if sinks else None
+    logits = mx.array(3 * data(16, seed=6)[:heads]) if sinks else None
     out = tiles.attend(
         *(q, buffer, both, (turn, turn), sink, live, ((count, n_sink, n_live),), dims**-0.5),
         *(factory, window, logits, splits),
@@ -85,6 +87,14 @@ def test_scores_are_capped(case, factory):
     assert rms(out, spec) < BOUNDS[case[-1]]
     _, uncapped = run(case, factory)
     assert rms(uncapped, spec) > 0.05  # the cap matters here
+
+
+@pytest.mark.parametrize("factory", [make_tiles, make_mma])
+def test_scores_that_grow_along_the_records(factory):
+    """The running maximum is raised again and again, and what was summed before shrinks."""
+    case = (64, 4, 1, 1, 40, 16, 20, 4, 4, 0, mx.float16)
+    out, spec = run(case, factory, splits=(1, 1), ramp=8)
+    assert rms(out, spec) < 1e-2
 
 
 # Lane maps of CUDA and Metal in turn, of the first shapes both.

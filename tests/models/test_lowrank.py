@@ -9,9 +9,15 @@ from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import subspace
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.lowrank import LowRank
 from mlxkv.formats.names import parse_kv, with_keep
 from mlxkv.formats.presets import PRESETS
 from mlxkv.spec import oja as spec
+
+
+def test_ranks_are_even_and_no_larger_than_a_head():
+    sizes = {(0.3, 64): 20, (0.7, 80): 56, (0.01, 64): 8, (1.0, 96): 96, (0.05, 4): 4}
+    assert {at: LowRank(share=at[0]).dims(at[1]) for at in sizes} == sizes
 
 
 def test_names_have_numbers_codes_and_settings():
