@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_map
 
@@ -213,3 +214,13 @@ def test_snapshots_become_a_batch():
     assert batch.offset.tolist() == [WIDTH + 5, 42, 174]
     assert not batch.is_single_row() and BatchedKVCache([batch.extract(0)]).is_single_row()
     assert alone[0].prefix_cache_merge([alone[0], object()], [1, 1]) is None
+
+
+def test_masks_hide_padding_on_the_left():
+    """From layers that do not compress, too, which read the same mask."""
+    batch = BatchedKVCache.merge([CompressedKVCache(parse_kv("int4")) for _ in range(2)])
+    batch.pad([2, 0])
+    mask = np.array(batch.make_mask(4, return_array=True))
+    rows, columns = np.arange(4)[:, None], np.arange(4)
+    for padding, one in zip((2, 0), mask, strict=True):
+        np.testing.assert_array_equal(one[0], (rows >= columns) & (columns >= padding))
