@@ -82,7 +82,7 @@ def test_what_readme_says_of_bits_and_contexts():
     part = README[README.index("## What you save") : README.index("## Against")]
     assert "`int3` has 3.50" in part
     assert {FOUND[m].bits["int3"] for m in MODELS[::2]} == {3.5}
-    assert "`fill-*` get worse with the context" in part
+    assert "which is why they get worse with the context" in part
     for model in MODELS:
         for preset in ("fill-3", "fill-2.25"):
             kl = [FOUND[model].kl(preset, c).value for c in (1024, 4096, 8192)]
