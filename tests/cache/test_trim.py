@@ -217,6 +217,22 @@ def test_what_is_chosen_for_a_prompt_says_so_before_it_is_trimmed():
         assert cache.trim(1) == 1 and cache.trim(150) == 150
 
 
+def test_tokens_that_two_prompts_drop_add_up():
+    cache = copy.deepcopy(made("int4+keep0.5"))
+    for start, stop in ((0, 150), (150, 151), (151, 300), (300, 301)):
+        read(cache, start, stop)
+    view, _ = cache.keys_and_values()
+    assert cache.dropped > 100 and view.tokens + cache.dropped == cache.offset == 301
+
+
+def test_a_batch_is_cut_as_far_as_the_shortest():
+    rows = [CompressedKVCache(INT4) for _ in range(2)]
+    for row, count in zip(rows, (9, 60), strict=True):
+        read(row, 0, count)
+    both = BatchedKVCache.merge(rows)
+    assert both.trim(12) == 9 and both.offsets == [0, 51]
+
+
 # -- hosts
 
 

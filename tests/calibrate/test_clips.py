@@ -66,7 +66,7 @@ def test_outliers_that_nobody_reads_want_a_clip_and_even_data_none():
 
 
 @pytest.mark.parametrize("side", (0, 1))
-@pytest.mark.parametrize("tokens", (145, 161))
+@pytest.mark.parametrize("tokens", (145, 150, 161))
 def test_what_is_judged_is_what_the_cache_gives(side, tokens):
     """One query behind the whole text: the error of a real cache with one side stored."""
     keys, values = data(1, 2, tokens, 64), data(1, 2, tokens, 64, seed=1)

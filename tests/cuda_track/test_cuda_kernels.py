@@ -120,6 +120,7 @@ def test_attention_over_codes(case, monkeypatch):
     if masked:  # one row begins inside a page
         mask = torch.ones(batch, 1, 1, sink + PAGES * PAGE + live, dtype=torch.bool)
         mask[1, ..., : sink + PAGE + 5] = False
+        mask[0, ..., -2] = False  # and the other lacks a live token
     view = View(*windows, store.read(0, PAGES))
     assert why_not(q, view, mask) is None
     out = attend(q, view, dims**-0.5, mask, logits)
