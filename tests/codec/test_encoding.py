@@ -101,7 +101,8 @@ def test_caches_of_an_attached_model_and_saved_ones_encode_as_asked(tmp_path):
         assert ours and {(c.way, c._store.way) for c in ours} == {(encoding.COLUMNS,) * 2}
 
 
-def test_chat_takes_it_and_says_what_it_does_not_know(capsys):
-    assert main(["chat", "--prompt", "hi", "--encode", "nope"]) == 2
+def test_chat_takes_it_and_says_what_it_does_not_know(model_folder, capsys):
+    named = ["chat", "--prompt", "hi", "-m", str(model_folder)]
+    assert main([*named, "--encode", "nope"]) == 2
     assert "[--encode] unknown; got 'nope'" in capsys.readouterr().err
-    assert main(["chat", "--prompt", "hi", "--max-tokens", "2", "--encode", "cpu-columns"]) == 0
+    assert main([*named, "--max-tokens", "2", "--encode", "cpu-columns"]) == 0
