@@ -35,7 +35,7 @@ FORWARD(cblas_dgemm, double, double)
 FORWARD(cblas_cgemm, void, const void*)
 #undef BEFORE
 #define BEFORE \\
-    if (m == 1 && layout == 101 && ta == 111 && (int64_t)n * k > 1 << 16) { \\
+    if (m == 1 && layout == 101 && ta == 111 && (int64_t)n * k > 1 << 18) { \\
       int plain = tb == 111; \\
       scipy_cblas_sgemv64_(101, plain ? 112 : 111, plain ? k : n, plain ? n : k, alpha, b, ldb, a, 1, beta, c, 1); \\
       return; \\

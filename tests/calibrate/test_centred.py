@@ -60,7 +60,7 @@ def model():
     model = random_model("llama", attention_bias=True)
     for layer in model.layers:
         projection = layer.self_attn.k_proj
-        projection.bias = 3 * mx.abs(projection.bias) + 0.5
+        projection.bias = 3 * mx.abs(projection.bias) + 0.75
     return model
 
 
@@ -109,7 +109,7 @@ def test_the_mean_is_of_keys_that_caches_would_store_over_all_positions(
         for made in (found, whole):  # of each kv head, even where they share a map
             mean = made.layers[str(index)].keys.mean
             assert mean.dtype == np.float32
-            np.testing.assert_allclose(mean, exact, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(mean, exact, rtol=1e-4, atol=1e-5)
         assert found.layers[str(index)].values.mean is None
 
 
@@ -127,7 +127,7 @@ def test_maps_are_made_for_what_is_left_without_the_mean(model, made):
             best = spec.balanced(spec.regular(left), spec.regular(reads[g]))[0]
             least = spec.cost(best, left, reads[g])
             assert spec.cost(down[g], left, reads[g]) < 1.01 * least
-            assert spec.cost(raw[g].astype(np.float64), left, reads[g]) > 1.03 * least
+            assert spec.cost(raw[g].astype(np.float64), left, reads[g]) > 1.05 * least
 
 
 @pytest.mark.parametrize("size", [1, 30, 300])

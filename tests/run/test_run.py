@@ -81,7 +81,9 @@ def test_a_calibration_beside_the_model_is_found():
     words = "mlx_lm.generate", "--model", TINY, "--max-tokens", 4, "--prompt", LONG
     done = run("--kv", "int2", *words)
     assert done.returncode == 0 and "int2, 2.25 bits per value" in done.stderr
-    assert "making one" not in done.stderr and "calibrated on" not in done.stderr
+    lines = done.stderr.splitlines()
+    (reach,) = [line for line in lines if "holds for positions up to 2,967" in line]
+    assert "calibrat" not in done.stderr.replace(reach, "")  # none was made
     assert held(done.stderr)[1] < 0.7 * held(done.stderr)[2]  # windows are exact
 
 
