@@ -7,7 +7,7 @@ Moments are taken where attention is computed, of keys and queries over all posi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -19,11 +19,11 @@ import torch
 from cuda_track.codec import transform
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import artifact, balance, rotary
+from mlxkv.formats.calibration import artifact, balance, rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import UNIFORM, Rotary, Span, contexts
-from mlxkv.formats.calibration.sums import Sums
+from mlxkv.formats.calibration.sums import KEYS, READ, Sums
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.texts import corpus
 
@@ -40,7 +40,6 @@ AWAY, EVERY = (
     8,
 )  # attention counts from farther queries, one in so many (`mlxkv.spec.balanced`)
 PROBES = 32  # tokens whose keys are compared from position to position
-KEYS, READ = "stored keys", "read keys"  # all alike, and by the attention that they get
 
 
 @dataclass
@@ -98,24 +97,14 @@ class Moments:
 
     def moment(self, name: str, where: str) -> np.ndarray:
         """The second moment [G, D, D], over positions. Raises MachineError for NaN or infinity."""
-        moment = self._keys(Sums.moment) if name == KEYS else self.sums[name].moment()
+        moment = sums.moment_over(self.sums, name, self.rotary, self.spans)
         if not np.isfinite(moment).all():
             raise MachineError(f"[calibrate] NaN or infinity in {where}; try another --dtype")
-        turns = self.rotary is not None and name in ("keys", KEYS)
-        return self.rotary.moment_over(moment, self.spans) if turns else moment
+        return moment
 
     def key_mean(self) -> np.ndarray | None:
         """The mean [G, D] of stored keys, over positions; None where there are none."""
-        if KEYS not in self.sums:
-            return None
-        mean = self._keys(Sums.mean)
-        return mean if self.rotary is None else self.rotary.mean_over(mean, self.spans)
-
-    def _keys(self, of: Callable[[Sums], np.ndarray]) -> np.ndarray:
-        alike, read = self.sums[KEYS], self.sums.get(READ)
-        if read is None or not (read.weight > 0).all():
-            return of(alike)
-        return (of(alike) + of(read)) / 2
+        return sums.mean_over(self.sums, self.rotary, self.spans)
 
 
 def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

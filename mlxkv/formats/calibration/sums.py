@@ -7,9 +7,17 @@ head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from mlxkv.formats.calibration.rotary import Rotary, Span
+
+KEYS, READ = (
+    "stored keys",
+    "read keys",
+)  # those that caches would compress: all alike, and by their attention
 
 
 @dataclass
@@ -41,3 +49,30 @@ class Sums:
         cross = centre[:, :, None] * off[:, None]
         outer = centre[:, :, None] * centre[:, None]
         return self.square / weight + cross + cross.swapaxes(-1, -2) + outer
+
+
+def moment_over(
+    sums: Mapping[str, Sums], name: str, rotary: Rotary | None, spans: Sequence[Span]
+) -> np.ndarray:
+    """Return the second moment [G, D, D] of a sum; over the positions of `spans` of "keys" and KEYS, if they turn."""
+    moment = _halves(sums, Sums.moment) if name == KEYS else sums[name].moment()
+    turns = rotary is not None and name in ("keys", KEYS)
+    return rotary.moment_over(moment, spans) if turns else moment
+
+
+def mean_over(
+    sums: Mapping[str, Sums], rotary: Rotary | None, spans: Sequence[Span]
+) -> np.ndarray | None:
+    """Return the mean [G, D] of KEYS over the positions of `spans`; None where there are none."""
+    if KEYS not in sums:
+        return None
+    mean = _halves(sums, Sums.mean)
+    return mean if rotary is None else rotary.mean_over(mean, spans)
+
+
+def _halves(sums: Mapping[str, Sums], of: Callable[[Sums], np.ndarray]) -> np.ndarray:
+    """Half of all stored keys alike, half by the attention that they get (`mlxkv.spec.balanced`)."""
+    alike, read = sums[KEYS], sums.get(READ)
+    if read is None or not (read.weight > 0).all():
+        return of(alike)
+    return (of(alike) + of(read)) / 2

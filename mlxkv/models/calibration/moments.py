@@ -9,16 +9,17 @@ tokens, `D` head dim.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
 from mlxkv.codec import transform
+from mlxkv.formats.calibration import sums
 from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.formats.calibration.rotary import Rotary, Span, drawn
-from mlxkv.formats.calibration.sums import Sums
+from mlxkv.formats.calibration.sums import KEYS, READ, Sums
 from mlxkv.models.calibration.attended import received
 from mlxkv.models.calibration.latents import Readers
 from mlxkv.models.hooks.probe import Shape
@@ -26,8 +27,6 @@ from mlxkv.models.hooks.taps import AttentionCall
 
 SINK = 64  # first tokens of a window, which presets keep exact
 ROWS = 4096  # of a sample, at most, per kv head
-KEYS = "stored keys"  # those that caches would compress
-READ = "read keys"  # the same, weighted by the attention that they get
 
 
 @dataclass
@@ -135,9 +134,9 @@ class Moments:
         rows = grouped(
             self._at_zero(keys, 0)[:, :, SINK : self.received.shape[1]], self.shape.heads
         )
-        sums = self.sums.setdefault(READ, Sums(self.sums[KEYS].centre))
-        found = products(rows, mx.array(sums.centre), mx.array(weights.astype(np.float32)))
-        sums.add(*map(np.array, found), weights.sum(1))
+        read = self.sums.setdefault(READ, Sums(self.sums[KEYS].centre))
+        added = products(rows, mx.array(read.centre), mx.array(weights.astype(np.float32)))
+        read.add(*map(np.array, added), weights.sum(1))
         self.received = None
 
     def _at_zero(self, x: mx.array, start: int) -> mx.array:
@@ -156,8 +155,8 @@ class Moments:
         rows = grouped(x, self.shape.heads)
         if name not in self.sums:
             self.sums[name] = Sums(np.array(rows.mean(1)))
-        sums = self.sums[name]
-        sums.add(*map(np.array, products(rows, mx.array(sums.centre))), rows.shape[1])
+        added = products(rows, mx.array(self.sums[name].centre))
+        self.sums[name].add(*map(np.array, added), rows.shape[1])
         self.seconds += time.perf_counter() - start
 
     def _raise(self, side: str, x: mx.array) -> None:
@@ -166,25 +165,13 @@ class Moments:
 
     def moment(self, name: str) -> np.ndarray:
         """Return the second moment [G, D, D] of a sum, over the positions of `spans`; of the "keys" of latents M."""
-        moment = self._keys(Sums.moment) if name == KEYS else self.sums[name].moment()
         if self.readers and name == "keys" and self.target == "attention":
-            return self.readers.whole(moment)
-        turns = self.rotary is not None and name in ("keys", KEYS)
-        return self.rotary.moment_over(moment, self.spans) if turns else moment
+            return self.readers.whole(self.sums[name].moment())
+        return sums.moment_over(self.sums, name, self.rotary, self.spans)
 
     def key_mean(self) -> np.ndarray | None:
         """Return the mean [G, D] of stored keys over the positions of `spans`; None where there are none."""
-        if KEYS not in self.sums:
-            return None
-        mean = self._keys(Sums.mean)
-        return mean if self.rotary is None else self.rotary.mean_over(mean, self.spans)
-
-    def _keys(self, of: Callable[[Sums], np.ndarray]) -> np.ndarray:
-        """What `of` makes of stored keys: half of all alike, half by the attention that they get."""
-        alike, read = self.sums[KEYS], self.sums.get(READ)
-        if read is None or not (read.weight > 0).all():
-            return of(alike)
-        return (of(alike) + of(read)) / 2
+        return sums.mean_over(self.sums, self.rotary, self.spans)
 
 
 def turned(x: mx.array, rotary: Rotary | None, t: np.ndarray) -> mx.array:
