@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import mlx.core as mx
 import pytest
 
 from mlxkv.models import load
@@ -70,8 +69,8 @@ def test_trusted_presets_start_at_once(model_folder, folder_of_results, kv, monk
     assert not folder_of_results.exists()
 
 
-def test_divergence_is_that_of_the_logits(model_folder, steep, folder_of_results):
-    """Against the same text read in one piece through each cache."""
+def test_a_full_cache_diverges_by_rounding_alone(model_folder, steep, folder_of_results):
+    """The same weights with mlx-lm's four bits diverge ten times as far at least."""
     loaded = steep(model_folder, "naive-int4")
     kl = quality.divergence(loaded)
     plain = load(str(model_folder), "fp16")
@@ -80,4 +79,3 @@ def test_divergence_is_that_of_the_logits(model_folder, steep, folder_of_results
     plain.model.lm_head.weight = loaded.model.lm_head.weight
     again = quality.divergence(plain)
     assert kl > 10 * abs(again) and abs(again) < 1e-5
-    assert mx.isfinite(mx.array(kl))

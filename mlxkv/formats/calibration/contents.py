@@ -19,9 +19,7 @@ from mlxkv.formats.config import CENTRED, PAIRED, SCALED, CacheConfig
 from mlxkv.formats.saved.marks import same_model
 
 FORMAT = 4
-WINDOW = (
-    4096  # most tokens of a window of older formats, whose moments hold for its positions alone
-)
+WINDOW = 4096  # most tokens of a window of older formats, which hold for its positions alone
 SIDES = ("keys", "values")
 TENSORS, MORE = ("values", "vectors"), ("down", "sigma")  # of every side; of a balanced transform
 PEAKS, MEAN = "peaks", "mean"

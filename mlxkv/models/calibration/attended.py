@@ -1,4 +1,4 @@
-"""What attention stored keys get, from queries that read them as pages do. Spec: `mlxkv.spec.balanced`."""
+"""Weigh stored keys by the attention that far queries give them. Spec: `mlxkv.spec.balanced`."""
 
 from __future__ import annotations
 
