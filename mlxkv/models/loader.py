@@ -174,7 +174,7 @@ def load(
     if size == 1:
         reading.read(model, None if folder.is_gguf else progress)
         reading.try_out(model, folder)
-        if backend() == "cpu" and dtype is None:
+        if backend() == "cpu" and dtype in (None, "float32"):
             reading.fit_cpu(model)
     vision = None if host == "mlx-lm" else _processor(folder, full_config)
     tokenizer = _tokenizer(folder, full_config, vision and vision.template)

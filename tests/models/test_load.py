@@ -115,6 +115,15 @@ def test_codes_of_a_large_model_stay_codes_on_a_cpu(monkeypatch):
     assert model.layers[0].self_attn.q_proj.bits == 4 and mx.array_equal(model(text), want)
 
 
+def test_asking_for_float32_decodes_codes_as_the_default_does(tmp_path):
+    model, config = quantize_model(random_model("llama"), config_of("llama"), 32, 8)
+    save(tmp_path, model, config)
+    loaded = load(str(tmp_path), "fp16", dtype="float32")
+    assert not hasattr(loaded.model.layers[0].self_attn.q_proj, "bits")
+    kept = load(str(tmp_path), "fp16", dtype="float16")
+    assert kept.model.layers[0].self_attn.q_proj.bits == 8
+
+
 def test_strict_reaches_attach(tmp_path):
     save(tmp_path, random_model("llama", head_dim=80), config_of("llama") | {"head_dim": 80})
     assert "llama stay in full precision" in error_of(tmp_path, kv="hadamard-int4", strict=True)
