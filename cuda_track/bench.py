@@ -25,14 +25,12 @@ from cuda_track.cache.attention import attend
 from cuda_track.cache.stores import Paged
 from cuda_track.cache.view import CodePages, View
 from cuda_track.codec.codec import Codec
-from cuda_track.codec.transform import Transform
 from cuda_track.kernels import launch as kernels
 from cuda_track.kernels import layout
 from cuda_track.kernels.launch import Launch
 from cuda_track.kernels.pool import PoolPages
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Fill, Side
-from mlxkv.formats.lowrank import DIMS
+from mlxkv.formats.config import Affine, CacheConfig, Side
 
 COLD = 4  # times the L2 cache that rotating buffers fill at least
 CALLS = 16  # of a graph
@@ -54,10 +52,6 @@ def _channels(bits: int, page: int) -> CacheConfig:
     return CacheConfig(keys, Side(Affine(bits, page), "srft"), page=page)
 
 
-def _fill(rate: float, keys: tuple[int, ...], values: tuple[int, ...]) -> CacheConfig:
-    return CacheConfig(Side(Fill(rate, keys), "fill"), Side(Fill(rate, values), "fill"))
-
-
 FORMATS = {
     "int8": _both(8, 64),
     "int4": _both(4, 64),
@@ -67,8 +61,6 @@ FORMATS = {
     "int2": _both(2, 128),
     "int2-g64": _both(2, 64),
     "int2-channels": _channels(2, 128),  # the preset int2, but for its transforms
-    # The widths of a layer of tiny-qwen; the maps of each kv head are random rotations.
-    "fill-2.25": _fill(2.25, (4, 4, 3, 3, 2, 2, 1, 1), (3, 3, 2, 2, 2, 1, 1)),
 }
 # B, H, G, D, tokens; the ratios that int4 and int2 should reach
 CASES = {
@@ -176,7 +168,7 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
     count, device = tokens // config.page, torch.get_default_device()
     codecs = codecs_of(config, shape, device)
     layouts = tuple(
-        layout.side(c.spec, c.dims, config.page, keys)
+        layout.SideLayout(c.spec, c.dims, config.page, keys)
         for c, keys in zip(codecs, (True, False), strict=True)
     )
     total, sides = shape.batch * count, []
@@ -199,30 +191,9 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
     return PoolPages(codecs, layouts, tuple(sides), table, counts, tokens)
 
 
-def config_of(name: str, dims: int) -> CacheConfig:
-    """The format for heads of `dims`. Widths are those of 128 dims, each twice for 256, every other one for 64."""
-    config, sides = FORMATS[name], {}
-    for side in ("keys", "values") if config.filled else ():
-        old = getattr(config, side)
-        all_dims = (*old.quantizer.widths, *[0] * (8 - len(old.quantizer.widths)))
-        widths = tuple(all_dims[8 * i // (dims // DIMS)] for i in range(dims // DIMS))
-        spec = replace(old.quantizer, widths=tuple(b for b in widths if b))
-        sides[side] = replace(old, quantizer=spec)
-    return replace(config, **sides)
-
-
 def codecs_of(config: CacheConfig, shape: Shape, device: torch.device) -> tuple[Codec, Codec]:
-    """The codecs of both sides; a side that would be calibrated has a random rotation for each kv head."""
-    made = []
-    for side in _sides(config):
-        turn = None
-        if side.filled:
-            # On the CPU: a failure of the GPU is then one of what is timed, not of a solver's kernels.
-            whole = torch.randn(shape.kv_heads, shape.dims, shape.dims, device="cpu")
-            down = torch.linalg.qr(whole)[0][..., : side.quantizer.dims].contiguous().to(device)
-            turn = Transform(down, down.mT.contiguous())
-        made.append(Codec(side, shape.dims, config.page, turn, device))
-    return tuple(made)
+    """Return the codecs of keys and of values."""
+    return tuple(Codec(side, shape.dims, config.page, None, device) for side in _sides(config))
 
 
 def _sides(config: CacheConfig) -> tuple[Side, Side]:
@@ -253,7 +224,7 @@ def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, how: Launch) 
 
 def attention(shape: Shape, name: str, dtype: torch.dtype, how: Launch) -> tuple[float, int]:
     """Time decode attention. Returns (microseconds, bytes of codes)."""
-    config = config_of(name, shape.dims)
+    config = FORMATS[name]
     first = pages_of(config, shape, shape.tokens)
     size = sum(x.numel() * x.element_size() for side in first.sides for x in side.values())
     many = [first] + [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
@@ -269,8 +240,8 @@ def attention_rows(cases: list[str], formats: list[str], dtype, tune: bool) -> I
         base, backend = baseline(shape, dtype)
         yield Row("attention", case, f"torch {backend}", base, 1.0)
         for name in formats:
-            config, best = config_of(name, shape.dims), None
-            bits = 0 if config.filled else config.values.quantizer.bits
+            config, best = FORMATS[name], None
+            bits = config.values.quantizer.bits
             for how in TUNED if tune else [kernels.launch(shape.dims, bits)]:
                 try:
                     error = checked(config, replace(shape, batch=1), dtype, how)
@@ -311,7 +282,7 @@ def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
     speed = 2 * other.numel() * other.element_size() / copy / 1e3
     yield Row("seal", "copy", str(dtype).removeprefix("torch."), copy, 1.0, 0, speed)
     for name, (keys, label) in product(formats, ((True, "keys"), (False, "values"))):
-        config = config_of(name, shape.dims)
+        config = FORMATS[name]
         codecs = codecs_of(config, shape, device)
         store, of = Paged(config, codecs), 0 if keys else 1
         code, at, count = codecs[of], store.layouts[of], shape.tokens // config.page
@@ -380,7 +351,7 @@ def _print(rows: list, table: Callable[[list], str], as_json: bool) -> None:
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--cases", default="all", help=", ".join(CASES))
-    parser.add_argument("--formats", default="int4,fill-2.25", help=", ".join(FORMATS))
+    parser.add_argument("--formats", default="int4,int2", help=", ".join(FORMATS))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--tune", action="store_true", help="try every launch, keep the fastest")
     parser.add_argument("--no-attention", action="store_true")

@@ -23,7 +23,7 @@ from mlxkv.formats.records import NAMES, layout_of
 
 GROWTH = 16  # spare room is at most 1/16 of what is stored
 # codec, tensor [B, G, T, D], layout, the side of a pool, places of the pages
-Seal = Callable[[Codec, torch.Tensor, layout.Layout, Stored, list[int]], None]
+Seal = Callable[[Codec, torch.Tensor, layout.SideLayout, Stored, list[int]], None]
 
 
 def codecs_of(
@@ -216,7 +216,7 @@ class Paged:
     ):
         self.config, self.codecs, self.pool, self.seal = config, codecs, pool or Pool(), seal
         self.layouts = tuple(
-            layout.side(code.spec, code.dims, config.page, keys)
+            layout.SideLayout(code.spec, code.dims, config.page, keys)
             for code, keys in zip(codecs, (True, False), strict=True)
         )
         self.rows: list[list[int]] = []  # places of the pages of each row of the batch

@@ -5,34 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from cuda_track.cache.attention import DECODE_TOKENS, attend, why_not
 from cuda_track.cache.stores import Paged, Records
 from cuda_track.cache.view import CodePages, View
-from cuda_track.codec import fill, packing
+from cuda_track.codec import packing
 from cuda_track.codec.codec import Codec
-from cuda_track.codec.transform import Transform
 from cuda_track.golden.table import TABLE
 from cuda_track.kernels import launch, layout
-from cuda_track.kernels.pool import Pool, PoolPages
+from cuda_track.kernels.pool import Pool
 from cuda_track.mps import attend as metal_kernel
 from cuda_track.mps import pages as metal
-from mlxkv.formats.config import CacheConfig, Fill, Full, Side
+from mlxkv.formats.config import CacheConfig, Full, Side
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import (
-    BOUNDS,
     Row,
     compare_codes,
-    mask_at,
     read,
     rms,
-    steps_off,
-    tile_cases,
 )
-from mlxkv.spec.mixed import fill as spec_fill
 from mlxkv.spec.rows import encode_cases, under
 
 WEIGHTS_BOUND = 2e-3  # queries and weights are float16 in the kernel of Triton
@@ -94,44 +86,6 @@ def latent_rows() -> Iterator[Row]:
         yield _row(key, out, given["out"], WEIGHTS_BOUND, "latent")
 
 
-def fill_rows() -> Iterator[Row]:
-    """Bits by direction of 48 stored dims in heads of 64: sealed, unsealed, and one page alone as keys and values."""
-    for key, dims, case in tile_cases("fill"):
-        name, page = f"fill.{key}", case["x"].shape[2]
-        spec = Fill(2.0, tuple(int(b) for b in case["widths"]))
-        whole = torch.eye(HEAD)[:, :dims]
-        code = TABLE.codec(Side(spec), HEAD, page, Transform(whole, whole.mT))
-        x, q = (pad(TABLE.floats(case[n]), (0, HEAD - dims)) for n in "xq")
-        layouts = tuple(layout.side(spec, dims, page, keys) for keys in (True, False))
-        pool = Pool()
-        places = pool.reserve(1, tuple(at.shapes(1) for at in layouts), x.device)
-        right = TABLE.array(fill.unpack(spec, TABLE.tensor(case["codes"])))
-        for at, side in zip(layouts, pool.sides, strict=True):
-            launch.seal(code, x, at, side, places)
-            made = at.restore({n: y[:1, None] for n, y in side.items()})
-            found = TABLE.array(fill.unpack(spec, made["codes"]))
-            of = "keys" if at.keys else "values"
-            yield compare_codes(
-                "encode", f"{name}, {of}", found, right, mask_at(case["near"], right.size)
-            )
-            off = steps_off(TABLE.array(made["scale"]), case["scale"])
-            yield Row("encode", f"{name}.scale, {of}", case["scale"].size, wrong=off)
-        stored = {n: TABLE.tensor(case[n]) for n in spec.tensors}
-        sides = tuple({n: y[0] for n, y in at.arrange(stored).items()} for at in layouts)
-        table, counts = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-        pages = PoolPages((code, code), layouts, sides, table, counts, page)
-        decoded = spec_fill.decode(right, case["scale"].astype(np.float64), spec.widths)
-        for side in (0, 1):
-            out = x.new_empty(1, 1, page, dims)
-            launch.unseal(pages, side, out, 0)
-            yield _row(f"{name}.{NAMES[side]}", out, decoded, BOUNDS["decode"], "fill")
-        scores = case["scores"].astype(np.float64) * HEAD**-0.5
-        weights = np.exp(scores - scores.max())
-        empty = (x[:, :, :0],) * 2
-        out = launch.attend(q, pages, None, empty, HEAD**-0.5)[..., :dims]
-        yield _row(name, out, weights / weights.sum() @ decoded, WEIGHTS_BOUND, "fill")
-
-
 def softcap_rows() -> Iterator[Row]:
     return attention_rows("softcap")
 
@@ -169,4 +123,4 @@ def _moved(x, device: torch.device):
     return tuple(_moved(y, device) for y in x) if isinstance(x, tuple) else x
 
 
-TABLES = (seal_rows, attention_rows, latent_rows, softcap_rows, fill_rows)
+TABLES = (seal_rows, attention_rows, latent_rows, softcap_rows)

@@ -7,7 +7,6 @@ new tokens --seal_kernel--> pages --unseal_kernel--> the stored domain, for pref
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,9 +24,8 @@ from cuda_track.kernels.arguments import (
     per_head,
     rows_together,
 )
-from cuda_track.kernels.filled import launch as filled
 from cuda_track.kernels.pool import PoolPages
-from mlxkv.formats.config import CacheConfig, Fill
+from mlxkv.formats.config import CacheConfig
 
 ROWS = 128  # of a group at most: query heads times new tokens
 LEAST_ROWS = 8  # to which fewer are padded
@@ -57,12 +55,6 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
         return f"no Triton kernels on {device.type}"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
-    fills = [isinstance(side.quantizer, Fill) for side in (config.keys, config.values)]
-    if fills[0] != fills[1]:
-        return "bits by direction beside another format have no kernel"
-    if all(fills) and not interpreted() and os.environ.get("MLXKV_TRITON_FILL") != "1":
-        # A failed launch ends the process's GPU, so it is not tried first, as MLX's kernels are.
-        return "the kernel of bits by direction failed on the GPU that ran it; MLXKV_TRITON_FILL=1 tries it"
     return layout.why_not(config.keys.quantizer, dims[0], config.page) or layout.why_not(
         config.values.quantizer, dims[1], config.page, keys=False
     )
@@ -85,7 +77,7 @@ class Launch:
     asm: bool = True
 
 
-# By head dim and bits of the values, on an H200 (docs/results/cuda.md). 0: bits by direction, as int2, not tuned yet.
+# By head dim and bits of the values, on an H200 (docs/results/cuda.md).
 LAUNCHES: dict[tuple[int, int], Launch] = {
     (64, 4): Launch(1, 8, 5, 168),
     (64, 2): Launch(1, 8, 5, 168),
@@ -93,9 +85,6 @@ LAUNCHES: dict[tuple[int, int], Launch] = {
     (128, 2): Launch(1, 8, 5),
     (256, 4): Launch(2, 2, 5, early=True),
     (256, 2): Launch(2, 2, 5, early=True),
-    (64, 0): Launch(1, 8, 5),
-    (128, 0): Launch(1, 8, 5),
-    (256, 0): Launch(2, 2, 5, early=True),
 }
 
 
@@ -155,6 +144,7 @@ def attend(
     live, sink: (keys, values) [B, G, T, D]; live holds the new tokens. mask: boolean [B, T], tokens that may
     be seen at all. sink_logits: [H]. softcap: scores are bent to stay below it (Gemma 2).
     """
+    from cuda_track.kernels.decode import attend_kernel
     from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
     from cuda_track.kernels.turn import merge_kernel, queries_kernel
 
@@ -163,16 +153,11 @@ def attend(
     rows = heads // kv_heads * new
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
     key_side, value_side = pages.layouts
-    by_block = isinstance(key_side, layout.FillLayout)
-    how = how or launch(dims, 0 if by_block else value_side.spec.bits, padded)
+    how = how or launch(dims, value_side.spec.bits, padded)
     queries = queries.contiguous()
-    if by_block:
-        turns = filled.turns(pages, dims)
-        coded = {"GROUPS": 1, "BITS": 8, "PLANES": 4}  # gains are in the matrix
-    else:
-        turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
-        coded = {"GROUPS": 1 if key_side.channel else key_side.groups}  # of a token
-        coded |= {"BITS": key_side.spec.bits, "PLANES": key_side.planes}
+    turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
+    groups = 1 if key_side.channel else key_side.groups  # of a token
+    coded = {"GROUPS": groups, "BITS": key_side.spec.bits, "PLANES": key_side.planes}
     device, kw = queries.device, {"device": queries.device}
     chained = _chained(device)
     parts, around = splits(
@@ -180,7 +165,7 @@ def attend(
     )
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
-    sums = torch.empty(batch, kv_heads, 2, coded["GROUPS"], padded, dtype=torch.float32, **kw)
+    sums = torch.empty(batch, kv_heads, 2, groups, padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
     # AMD's compiler lacks float32 products in three parts of TF32, which kernels of many rows use.
     many = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
@@ -202,9 +187,9 @@ def attend(
     live = tuple(map(rows_together, live))
     sink = tuple(map(rows_together, sink)) if sink is not None else live
     seen = None if mask is None else mask.to(torch.uint8).contiguous()
-    kernel, codes, kinds = (filled.read if by_block else _read)(pages, dims)
-    kernel[(parts + around, kv_heads, batch)](
-        *((q, factors, queries) if by_block else (q, sums, factors, queries)),
+    codes, kinds = _read(pages, dims)
+    attend_kernel[(parts + around, kv_heads, batch)](
+        *(q, sums, factors, queries),
         *codes,
         *(pages.table, pages.counts, *sink, *live),
         *(0 if sink is live else sink[0].shape[2], live[0].shape[2]),
@@ -250,10 +235,8 @@ def attend(
     return result
 
 
-def _read(pages: PoolPages, dims: int) -> tuple[object, tuple, dict]:
-    """The kernel that reads affine codes, its tensors and what it has to know of them."""
-    from cuda_track.kernels.decode import attend_kernel
-
+def _read(pages: PoolPages, dims: int) -> tuple[tuple, dict]:
+    """Return the tensors of codes and the constants that `attend_kernel` reads them by."""
     codes, kinds = [], {"R": dims}
     for letter, at, side in zip("KV", pages.layouts, pages.sides, strict=True):
         codes += [side["words"], side.get("high", side["words"]), side["numbers"]]
@@ -261,19 +244,17 @@ def _read(pages: PoolPages, dims: int) -> tuple[object, tuple, dict]:
         kinds |= {f"{letter}_BITS": at.spec.bits, f"{letter}_PLANES": at.planes}
         kinds[f"{letter}_GROUPS"] = groups
     keys = pages.layouts[0]
-    return attend_kernel, tuple(codes), kinds | {"CHANNEL": keys.group if keys.channel else 0}
+    return tuple(codes), kinds | {"CHANNEL": keys.group if keys.channel else 0}
 
 
 def seal(
     code: Codec,
     x: torch.Tensor,
-    at: layout.Layout,
+    at: layout.SideLayout,
     side: Stored,
     places: list[int] | torch.Tensor,
 ) -> None:
     """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
-    if isinstance(at, layout.FillLayout):
-        return filled.seal(code, x, at, side, places)
     from cuda_track.kernels.encode import seal_kernel
 
     batch, heads, tokens, dims = x.shape
@@ -300,8 +281,6 @@ def seal(
 def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
     """Decode keys (side 0) or values (1) of all pages, in the stored domain, into out [B, G, T, R] from token
     `start` on."""
-    if isinstance(pages.layouts[side], layout.FillLayout):
-        return filled.unseal(pages, side, out, start)
     from cuda_track.kernels.unsealing import unseal_kernel
 
     at, stored = pages.layouts[side], pages.sides[side]

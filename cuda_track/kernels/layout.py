@@ -13,16 +13,6 @@ nothing is shuffled, and a scale belongs to whole planes.
 
 P pages of the pool, T tokens of a page, G kv heads. Words are int8, int16 or int32. Files never see
 this order.
-
-Bits by direction (`FillLayout`) have no such planes: a block of 16 dims is one step of a matrix unit, and lane j of a
-token holds the codes of dim j of all blocks, as many bits as the token has in files over 16: no byte is added.
-
-    both    words int16 [P, G, T W], W = 32-bit words of a token in files, 2 W bits a lane: *fields* of 16 bits, then
-            of 8, 4 and 2, whose words neighbouring tokens share; numbers float16 [P, G, T], the scales
-    keys    a field is [T, 16] words, values [16, T]; with f bits [T f/16, 16]: of the 64 tokens that a program reads
-            at a time, token t has bits f (t // 4f) of word t % 4f
-    codes   8 bits first, then 4, 3, 2 and 1, where 3 bits are all low 2 bits and then all high bits: so none crosses a
-            field
 """
 
 from __future__ import annotations
@@ -32,11 +22,10 @@ from functools import cached_property
 
 import torch
 
-from cuda_track.codec import fill, packing
+from cuda_track.codec import packing
 from cuda_track.codec.affine import bias_of
 from cuda_track.codec.codec import Stored
 from mlxkv.formats.config import Affine, Fill
-from mlxkv.formats.lowrank import WIDTHS
 
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
@@ -145,133 +134,10 @@ class SideLayout:
         return stored if self.spec.symmetric else stored | {"bias": bias.contiguous()}
 
 
-@dataclass(frozen=True)
-class FillLayout:
-    """The order of one side of bits by direction. Fields as of `SideLayout`."""
-
-    spec: Fill
-    page: int
-    keys: bool
-
-    @property
-    def dims(self) -> int:
-        """Stored dims R."""
-        return self.spec.dims
-
-    @property
-    def turn(self) -> int:
-        """Tokens that a program reads at a time at most."""
-        return min(TURN, self.page)
-
-    @cached_property
-    def fields(self) -> tuple[tuple[int, int], ...]:
-        """(first bit, bits) of each field of a lane."""
-        bits, out = 2 * self.spec.words, []
-        for size in (16, 8, 4, 2):
-            while bits >= size:
-                out.append((2 * self.spec.words - bits, size))
-                bits -= size
-        return tuple(out)
-
-    @cached_property
-    def planes(self) -> tuple[tuple[int, ...], ...]:
-        """(bits, field, bit, field, bit) of each block of dims: where its codes begin in a word of the field. The
-        last two: of the high bit of 3 bits, else -1."""
-        of = {b: [i for i, bits in enumerate(self.spec.widths) if bits == b] for b in WIDTHS}
-        # The high bits of 3 stand behind their low ones, mostly in one field, and one bit makes their number even: of
-        # a block of 1 bit, or what files leave empty of a word.
-        even = of[1][: len(of[3]) % 2]
-        order = [(i, bits) for bits in (8, 4) for i in of[bits]]
-        order += [(i, 2) for i in of[3]] + [(i, 1) for i in of[3]]
-        order += [(i, 1) for i in even or [-1] * (len(of[3]) % 2)]
-        order += [(i, 2) for i in of[2]] + [(i, 1) for i in of[1][len(even) :]]
-        starts, at = {}, 0
-        for i, bits in order:
-            starts[i, bits] = at
-            at += bits
-
-        def place(start: int) -> tuple[int, int]:
-            inside = (k for k, (first, size) in enumerate(self.fields) if start < first + size)
-            k = next(inside)
-            return k, start - self.fields[k][0]
-
-        return tuple(
-            (3, *place(starts[i, 2]), *place(starts[i, 1]))
-            if bits == 3
-            else (bits, *place(starts[i, bits]), -1, -1)
-            for i, bits in enumerate(self.spec.widths)
-        )
-
-    @cached_property
-    def pieces(self) -> tuple[tuple[int, int, int, int, int], ...]:
-        """(block, its lowest bit, bits, field, bit) of all that a lane holds."""
-        out = []
-        for i, (bits, field, bit, more, top) in enumerate(self.planes):
-            out.append((i, 0, 2 if bits == 3 else bits, field, bit))
-            out += [(i, 2, 1, more, top)] if bits == 3 else []
-        return tuple(out)
-
-    def shapes(self, heads: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of a page and dtype of the tensors of a side in a pool, by name."""
-        return {
-            "words": ((heads, 2 * self.page * self.spec.words), torch.int16),
-            "numbers": ((heads, self.page), torch.float16),
-        }
-
-    def arrange(self, stored: Stored) -> Stored:
-        """Convert stored pages [B, G, N T, ...] to tensors of a pool, [B, N, G, ...]."""
-        codes = fill.unpack(self.spec, stored["codes"])
-        batch, heads, tokens, _ = codes.shape
-        blocks = codes.view(batch, heads, -1, self.page, len(self.spec.widths), LEAST).long()
-        parts = []
-        for k, (_, size) in enumerate(self.fields):
-            field = 0
-            for i, low, bits, at, bit in self.pieces:
-                if at == k:
-                    field = field | ((blocks[..., i, :] >> low) & ((1 << bits) - 1)) << bit
-            # Fewer bits: tokens of a turn share words.
-            field = field.unflatten(3, (-1, 16 // size, self.turn * size // 16))
-            shifts = torch.arange(0, 16, size, device=codes.device)[:, None, None]
-            words = (field << shifts).sum(4).flatten(3, 4)
-            parts.append((words if self.keys else words.mT).flatten(3))
-        words = _narrow(torch.cat(parts, -1), torch.int16).swapaxes(1, 2)
-        scale = stored["scale"].view(batch, heads, -1, self.page).swapaxes(1, 2)
-        return {"words": words.contiguous(), "numbers": scale.contiguous()}
-
-    def restore(self, pool: Stored) -> Stored:
-        """Invert `arrange`."""
-        words = pool["words"].swapaxes(1, 2).int()  # [B, G, N, ...]
-        found, turns = [], self.page // self.turn
-        for first, size in self.fields:
-            part = words[..., self.page * first : self.page * (first + size)]
-            rows = self.page * size // 16
-            part = part.unflatten(-1, (rows, LEAST) if self.keys else (LEAST, rows))
-            part = part if self.keys else part.mT
-            part = part.unflatten(3, (turns, 1, -1))
-            shifts = torch.arange(0, 16, size, device=words.device, dtype=torch.int32)
-            found.append((part >> shifts[:, None, None]).flatten(3, 5))  # [B, G, N, T, 16]
-        codes = [0] * len(self.spec.widths)
-        for i, low, bits, at, bit in self.pieces:
-            codes[i] = codes[i] | ((found[at] >> bit) & ((1 << bits) - 1)) << low
-        codes = torch.stack(codes, -2).flatten(-2).flatten(2, 3)
-        scale = pool["numbers"].swapaxes(1, 2).flatten(2)[..., None]
-        return {"codes": fill.pack(self.spec, codes), "scale": scale.contiguous()}
-
-
-Layout = SideLayout | FillLayout
-
-
-def side(spec: Affine | Fill, dims: int, page: int, keys: bool) -> Layout:
-    """The order of a side with `dims` stored dims, in pages of `page` tokens."""
-    if isinstance(spec, Fill):
-        return FillLayout(spec, page, keys)
-    return SideLayout(spec, dims, page, keys)
-
-
 def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
     """Why Triton does not read a side of heads of `dims`, or None."""
     if isinstance(spec, Fill):
-        return _why_no_fill(spec, dims, page)
+        return "bits by direction have no Triton kernel"
     if not isinstance(spec, Affine):
         return "only affine codes have a Triton kernel yet"
     if spec.shared:
@@ -289,18 +155,6 @@ def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
         return f"groups of {at.group} are no multiple of planes of {at.words} dims"
     if page & (page - 1):
         return f"a page of {page} tokens is no power of two"
-    return None
-
-
-def _why_no_fill(spec: Fill, dims: int, page: int) -> str | None:
-    # Reports ask before a calibration has allotted widths: then no dims are stored yet.
-    if dims not in DIMS or spec.dims > dims:
-        choices = ", ".join(map(str, DIMS))
-        return (
-            f"Triton reads heads of {choices} dims and no more stored ones; got {dims}, {spec.dims}"
-        )
-    if page & (page - 1) or page < LEAST:
-        return f"a page of {page} tokens is no power of two from {LEAST} on"
     return None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from cuda_track.codec.codec import Codec, Stored
-from cuda_track.kernels.layout import Layout
+from cuda_track.kernels.layout import SideLayout
 
 GROWTH = 4  # spare room is a quarter of what is stored
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -80,7 +80,7 @@ class PoolPages:
     """
 
     codecs: tuple[Codec, Codec]
-    layouts: tuple[Layout, Layout]
+    layouts: tuple[SideLayout, SideLayout]
     sides: tuple[Stored, Stored]
     table: torch.Tensor
     counts: torch.Tensor

@@ -123,7 +123,6 @@ METHODS = {
         ),  # the second: an odd number of half words
         dims=64,
         mps=False,
-        triton=True,
     ),
     "kitty": Method(Kitty(0.25), Kitty(0.125), kernels=False, tiles=False, mps=False),
     "kvarn": Method(

@@ -16,17 +16,10 @@ from triton.compiler import ASTSource
 
 from cuda_track.kernels.decode import attend_kernel
 from cuda_track.kernels.encode import seal_kernel
-from cuda_track.kernels.filled.kernels import (
-    fill_attend_kernel,
-    fill_seal_kernel,
-    fill_unseal_kernel,
-)
 from cuda_track.kernels.latents import STAGES, latent_kernel
-from cuda_track.kernels.layout import FillLayout
 from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
 from cuda_track.kernels.turn import merge_kernel, queries_kernel
 from cuda_track.kernels.unsealing import unseal_kernel
-from mlxkv.formats.lowrank import Fill
 
 TYPES = {
     attend_kernel: {
@@ -66,18 +59,6 @@ TYPES[latent_kernel] = {
     **dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32"),
     **{"codes": "*i32", "mask": "*u8", "scale": "fp32"},
 }
-TYPES[fill_attend_kernel] = {
-    **TYPES[attend_kernel],
-    **dict.fromkeys(("k_words", "v_words"), "*i16"),
-    **dict.fromkeys(("k_numbers", "v_numbers"), "*fp16"),
-}
-TYPES[fill_seal_kernel] = {
-    **{"x": "*bf16", "down": "*bf16", "words": "*i16", "numbers": "*fp16"},
-    **{"places": "*i64", "dims": "*fp32", "pieces": "*i32"},
-}
-TYPES[fill_unseal_kernel] = {
-    **{"words": "*i16", "numbers": "*fp16", "table": "*i32", "pages": "*i32", "out": "*bf16"},
-}
 TYPES[many_queries_kernel], TYPES[many_merge_kernel] = TYPES[queries_kernel], TYPES[merge_kernel]
 WORDS = {("int4", 128): "*i16", ("int2", 128): "*i16", ("int4", 64): "*i16"}
 STRIDES = ("_stride", "_row", "_head")  # multiples of 16 in every call
@@ -110,46 +91,7 @@ LATENTS["STAGES"] = STAGES
 BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 
 
-def fills(keys: tuple[int, ...], values: tuple[int, ...], page: int = 64) -> dict:
-    """Constants of attention over bits by direction."""
-    sides = {"K": FillLayout(Fill(2.0, keys), page, True)}
-    sides["V"] = FillLayout(Fill(2.0, values), page, False)
-    out = {f"{letter}_PLANES": at.planes for letter, at in sides.items()}
-    return out | {f"{letter}_FIELDS": at.fields for letter, at in sides.items()}
-
-
-def filled(widths: tuple[int, ...], keys: bool) -> dict:
-    """Constants of one side of bits by direction."""
-    at = FillLayout(Fill(2.0, widths), 64, keys)
-    return {"PLANES": at.planes, "FIELDS": at.fields, "KEYS": keys, "PAGE": 64}
-
-
-FILL = {name: x for name, x in PAGES.items() if name != "CHANNEL"} | {"D": 128, "N": 8}
-FILL_225 = (4, 4, 3, 3, 2, 2, 1, 1), (3, 3, 2, 2, 2, 1, 1)  # of a layer of tiny-qwen
 CASES = {
-    "fill 2.25": (fill_attend_kernel, {**FILL, **fills(*FILL_225)}, None, 1),
-    "fill 64": (fill_attend_kernel, {**FILL, "D": 64, **fills((4, 3, 2, 1), (3, 2, 2))}, None, 1),
-    "fill 256": (
-        *(
-            fill_attend_kernel,
-            {
-                **FILL,
-                "D": 256,
-                **fills(
-                    (4, 4, 4, 4, 3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1),
-                    (3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1),
-                ),
-            },
-        ),
-        *(None, 2),
-    ),
-    "seal fill": (
-        fill_seal_kernel,
-        {"D": 128, "R": 112, "T": 128, "TURN": 64, "TURNED": True, "PARTS": 3, "BLOCK": 32}
-        | {n: x for n, x in filled(FILL_225[1], False).items() if n != "PLANES"},
-        *(None, 8),
-    ),
-    "unseal fill": (fill_unseal_kernel, {"T": 64, **filled(FILL_225[1], False)}, None, 4),
     "attend int4": (attend_kernel, {**SIZES, **PAGES, **both(SIDE)}, ("int4", 128), 1),
     "attend int2": (attend_kernel, {**SIZES, **PAGES, **both(INT2)}, ("int2", 128), 1),
     "attend int4 64": (

@@ -1,1 +1,0 @@
-"""Bits by direction: their Triton kernels, and how those are launched."""
