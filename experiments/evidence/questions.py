@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from mlxkv.texts.worlds.words import COLOURS, PEOPLE, PLACES, THINGS
+from experiments.evidence.words import COLOURS, PEOPLE, PLACES, THINGS
 
 SEED = "pretrained-2"  # count it up when documents or questions change
 SHOTS, ASKED, FEW = (
@@ -95,7 +95,7 @@ def _said(rng: Random, name: str) -> Fact:
 
 
 def _towns(rng: Random, name: str) -> Fact:
-    thing, place = rng.choice(THINGS), rng.choice(list(PLACES))
+    thing, place = rng.choice(THINGS), rng.choice(PLACES)
     planted = f"{name} left the {thing} in the {place}."
     return Fact(
         planted, f"\nQuestion: Where did {name} leave the {thing}? Answer: in the", f" {place}"

@@ -66,12 +66,6 @@ def evaluate(
     kinds: Annotated[
         str, typer.Option("--kinds", help="Of questions, by commas.")
     ] = "single,multi-key,multi-query,multi-value",
-    needles: Annotated[
-        str,
-        typer.Option(
-            "--needles", help="plain (English), or worlds: simple sentences for very small models."
-        ),
-    ] = "plain",
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")
     ] = None,

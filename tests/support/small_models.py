@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from safetensors.numpy import load_file, save_file
 from mlxkv.formats.calibration import artifact
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
-from mlxkv.texts.worlds import stories
 
 DATA = Path(__file__).parents[1] / "data"
 WEIGHTS, CALIBRATION = "model.safetensors", f"{artifact.NAME}.safetensors"
@@ -77,8 +75,8 @@ TINY, QWEN = map(_folder, ("tiny", "tiny-qwen"))
 
 
 def story_tokens(loaded, count: int) -> list[int]:
-    """Return `count` tokens of held-out stories, without BOS."""
-    tokens, source = [], stories(Random("perplexity"))
-    while len(tokens) < count:
-        tokens += loaded.tokenizer.encode(f"{next(source)}\n\n", add_special_tokens=False)
+    """Return `count` tokens of stories that the models were not trained on, without BOS."""
+    text = (DATA / "tiny" / "stories.txt").read_text(encoding="utf-8")
+    tokens = loaded.tokenizer.encode(text, add_special_tokens=False)
+    assert len(tokens) >= count
     return tokens[:count]

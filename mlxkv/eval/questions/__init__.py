@@ -1,1 +1,1 @@
-"""What an evaluation asks: texts with planted facts, questions, prompts and tool calls. No MLX."""
+"""What an evaluation asks: texts with facts in them, questions, prompts and tool calls. No MLX."""

@@ -1,16 +1,11 @@
-"""Questions with one short right answer: held-out chats of the small worlds for models trained on
-them, short passages in plain English for other models."""
+"""Questions about short passages, each with one short right answer."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from mlxkv.eval.questions.prompts import Turn
-from mlxkv.texts.worlds import chat_questions
-
 WORDS = 15  # most words of a short answer
-GROUPS = ("about you", "about a story", "about a story", "drill", "drill")  # of chat_questions
 PLAIN = (
     ("person", "Mara left the shop at six. Tobias stayed behind to count the money.",
      "Who counted the money?", "Tobias"),
@@ -41,31 +36,19 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class ShortQuestion:
-    """turns: of the chat before it. exact: the whole reply must be the answer; otherwise its first
-    line must hold the answer and be short."""
+    """A question whose reply is right if its first line is short and holds the answer."""
 
     group: str
     question: str
     answer: str
-    turns: tuple[Turn, ...] = ()
-    exact: bool = False
 
     def right(self, reply: str) -> bool:
-        if self.exact:
-            return reply == self.answer
         line = (reply.strip().splitlines() or [""])[0].lower()
-        held = re.search(rf"\b{self.answer.lower()}\b", line)
-        return held is not None and len(line.split()) <= WORDS
+        named = re.search(rf"\b{self.answer.lower()}\b", line)
+        return named is not None and len(line.split()) <= WORDS
 
 
-def questions(needles: str, count: int) -> list[ShortQuestion]:
-    """Return `count` questions, but at most len(PLAIN) for "plain"."""
-    if needles == "plain":
-        form = "{} {} Answer with one word."
-        return [ShortQuestion(g, form.format(text, q), a) for g, text, q, a in PLAIN[:count]]
-    out = []
-    for at, (messages, answer) in enumerate(chat_questions("test", count)):
-        said = [message["content"] for message in messages]
-        turns = tuple(zip(said[:-1:2], said[1::2], strict=True))
-        out.append(ShortQuestion(GROUPS[at % len(GROUPS)], said[-1], answer, turns, exact=True))
-    return out
+def questions(count: int) -> list[ShortQuestion]:
+    """Return `count` questions, at most len(PLAIN)."""
+    form = "{} {} Answer with one word."
+    return [ShortQuestion(g, form.format(text, q), a) for g, text, q, a in PLAIN[:count]]

@@ -1,5 +1,4 @@
-"""A document in plain English for models that were not trained on the small worlds: access codes
-between everyday sentences."""
+"""A document in plain English: access codes between everyday sentences."""
 
 from __future__ import annotations
 

@@ -55,7 +55,6 @@ def assemble(
             "samples": options.samples,
             "tokens": options.tokens,
             "text": [path.name for path in options.texts],
-            "needles": options.needles,
         },
         "presets": rows[contexts[-1]],
         "rows": {str(context): by_name for context, by_name in rows.items()},
@@ -202,8 +201,8 @@ def notes(data: dict) -> list[str]:
         "prompt KL: its second half, read in chunks; KL in nats against fp16 on the same tokens",
         "[95 %]: from resampling texts or documents; presets that share a letter are not told apart: the "
         "interval of their ratio on the same texts holds 1",
-        f"single, m-: share of right values in percent, {options['questions']} questions of each kind "
-        f"({options['needles']}), with the wider of Wilson's interval and that of resampled documents; ~: not "
+        f"single, m-: share of right values in percent, {options['questions']} questions of each kind, "
+        "with the wider of Wilson's interval and that of resampled documents; ~: not "
         "told apart from fp16's; answers: right ones; "
         "tools: tool calls written as fp16 writes them, in percent; "
         f"text: leading greedy tokens equal to fp16's in percent, of up to {options['tokens']} a prompt",

@@ -11,9 +11,9 @@ from mlxkv.eval import feed
 
 def score(
     loaded, cache: list, prompt: Sequence[int], answer: str, values: Sequence[str]
-) -> tuple[list[bool], list[list[float]]]:
-    """Return for each value of `answer` whether all its tokens are the likeliest, and their log
-    probabilities, after `prompt` and the tokens in the cache. The cache grows by prompt and answer.
+) -> list[list[float]]:
+    """Return the log probabilities of the tokens of each value of `answer`, after `prompt` and the tokens in the
+    cache. The cache grows by prompt and answer.
 
     values: in the order in which they stand in `answer`.
     """
@@ -23,12 +23,7 @@ def score(
         prompt = prompt[-1:]
     logs = feed.log_probabilities(loaded, cache, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
     chosen = mx.take_along_axis(logs, mx.array(tokens)[:, None], axis=-1)[:, 0].tolist()
-    right = (mx.argmax(logs, axis=-1) == mx.array(tokens)).tolist()
-    places = spans(loaded, tokens, values)
-    return (
-        [all(right[i] for i in span) for span in places],
-        [[chosen[i] for i in span] for span in places],
-    )
+    return [[chosen[i] for i in span] for span in spans(loaded, tokens, values)]
 
 
 def spans(loaded, tokens: list[int], values: Sequence[str]) -> list[list[int]]:

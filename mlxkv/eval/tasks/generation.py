@@ -21,7 +21,6 @@ from mlxkv.eval.questions import passages, plain, prompts, tools
 from mlxkv.eval.tasks import answers, retrieval
 from mlxkv.eval.tasks.greedy import Reply, reply
 from mlxkv.eval.tasks.part import Part, Progress, Results, TaskOptions
-from mlxkv.texts.worlds import stories
 
 SEED = "generation-1"  # count it up when prompts or scores change
 CONTINUED = 4  # texts of "agreement": half continue a story, half answer a question
@@ -63,7 +62,7 @@ def parts(arms: Arms, options: TaskOptions) -> list[Part]:
     makers = {"agreement": _agreement, "answers": _answers, "structured": _structured}
     counts = {
         "agreement": CONTINUED,
-        "answers": len(passages.questions(options.needles, _fewer(options))),
+        "answers": len(passages.questions(_fewer(options))),
         "structured": _fewer(options),
     }
     asks = {
@@ -72,7 +71,6 @@ def parts(arms: Arms, options: TaskOptions) -> list[Part]:
         "context": context,
         "questions": options.questions,
         "tokens": options.tokens,
-        "needles": options.needles,
     }
     return [
         Part(
@@ -130,7 +128,7 @@ def _replies(
             rest, logs = prompt.tokens[len(shared) :], []
             if prompt.values:
                 where = loaded, feed.branch(cache), rest
-                logs = answers.score(*where, prompt.answer, prompt.values)[1]
+                logs = answers.score(*where, prompt.answer, prompt.values)
             line = prompt.line and not prompts.has_template(loaded)
             wrote = reply(loaded, feed.branch(cache), rest, prompt.limit, line=line)
             out.append(Written(wrote, tuple(log for value in logs for log in value)))
@@ -141,9 +139,8 @@ def _replies(
 def _agreement(loaded, document, options: TaskOptions) -> tuple[list[Prompt], Judge]:
     rng = Random(f"{SEED}-agreement")
     begin = prompts.prefix(loaded, document.text)
-    source = plain.sentences(rng) if options.needles == "plain" else stories(rng)
     asked = []
-    for at, start in enumerate(islice(source, CONTINUED)):
+    for at, start in enumerate(islice(plain.sentences(rng), CONTINUED)):
         if at % 2:
             question = document.of("multi-query")[at // 2 % options.questions].question
             tokens = prompts.ask(loaded, document.text, question)
@@ -175,11 +172,8 @@ def _agree(limit: int, got: list[Written], baseline: list[Written]) -> dict:
 
 
 def _answers(loaded, document, options: TaskOptions) -> tuple[list[Prompt], Judge]:
-    asked = passages.questions(options.needles, _fewer(options))
-    made = [
-        Prompt(prompts.ask(loaded, document.text, a.question, a.turns), LIMIT, line=True)
-        for a in asked
-    ]
+    asked = passages.questions(_fewer(options))
+    made = [Prompt(prompts.ask(loaded, document.text, a.question), LIMIT, line=True) for a in asked]
 
     def judge(got: list[Written], _: list[Written]) -> dict:
         groups: dict[str, dict[str, int]] = {}

@@ -17,12 +17,10 @@ Results = dict[str, dict]  # arm -> plain data for JSON
 class TaskOptions:
     """The options of all tasks.
 
-    contexts: tokens. decode: tokens decoded one by one after each context (divergence). questions:
-    of each kind and context (retrieval); half as many in generation. tokens: greedy tokens per
-    prompt (generation). texts: the user's files and folders, read instead of built-in text. needles:
-    "worlds" for models trained on `texts.worlds`, "plain" for all others. kinds: of questions
-    (retrieval). samples: texts of divergence, and documents of retrieval, that intervals are
-    resampled from.
+    contexts: tokens. decode: tokens decoded one by one after each context (divergence). questions: of each kind
+    and context (retrieval); half as many in generation. tokens: greedy tokens per prompt (generation). texts:
+    the user's files and folders, read instead of built-in text. kinds: of questions (retrieval). samples: texts
+    of divergence, and documents of retrieval, that intervals are resampled from.
     """
 
     contexts: tuple[int, ...] = (2048,)
@@ -30,7 +28,6 @@ class TaskOptions:
     questions: int = 8
     tokens: int = 64
     texts: tuple[Path, ...] = ()
-    needles: str = "worlds"
     kinds: tuple[str, ...] = KINDS
     samples: int = 8
 

@@ -1,8 +1,7 @@
 """Task `retrieval`: find codes anywhere in a long text, asked for at its end. Kinds as in RULER.
 
-Every arm gets the same questions. A model trained on `texts.worlds` is scored on the right answer:
-a value is right if each of its tokens is the likeliest. For other models the values are searched in
-the greedy answer. The likelihood is of the right answer in both cases.
+Every arm gets the same questions. Values are searched in the greedy answer; the likelihood is of the right
+answer.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from random import Random
 from mlxkv.errors import UserError
 from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.questions import plain, planted, prompts
+from mlxkv.eval.questions import plain, prompts
 from mlxkv.eval.questions.document import KINDS, Document, Question
 from mlxkv.eval.tasks import answers, greedy
 from mlxkv.eval.tasks.part import Part, Results, TaskOptions
 
-NEEDLES: dict[str, Callable] = {"worlds": planted.document, "plain": plain.document}
 SEED = "retrieval-1"  # count it up when texts or scores change
 PER_TEXT = 16  # most questions of a kind about one text
 MARGIN = 200  # tokens of a context that question and answer may take
@@ -48,7 +46,6 @@ def parts(arms: Arms, options: TaskOptions) -> list[Part]:
                 "context": context,
                 "document": index,
                 "questions": asked,
-                "needles": options.needles,
             },
         )
         for context in options.contexts
@@ -96,9 +93,6 @@ def _pooled(kind: str, context: int, documents: list[dict]) -> dict:
 
 
 def check(options: TaskOptions) -> None:
-    if options.needles not in NEEDLES:
-        choices = ", ".join(NEEDLES)
-        raise UserError(f"[needles] unknown; got {options.needles!r}; choose from {choices}")
     if unknown := [kind for kind in options.kinds if kind not in KINDS]:
         choices = ", ".join(KINDS)
         raise UserError(f"[kinds] unknown; got {unknown[0]!r}; choose from {choices}")
@@ -123,9 +117,9 @@ def texts(loaded, options: TaskOptions) -> Callable[[int, int], Document]:
 
     @once
     def text(context: int, index: int) -> Document:
-        rng = Random(f"{SEED}-{options.needles}-{context}-{index}")
+        rng = Random(f"{SEED}-plain-{context}-{index}")
         ask = asked_of(options)[index]
-        return NEEDLES[options.needles](rng, context - MARGIN, ask, measure)
+        return plain.document(rng, context - MARGIN, ask, measure)
 
     return text
 
@@ -152,9 +146,8 @@ def _measure(arms: Arms, loaded, name: str, document: Document, options, progres
             cache = arms.prefixes.read(loaded, name, head)
             tokens, nbytes = len(head), arms.stored(name, cache)
             answer = prompts.answer(loaded, question.answer)
-            found, log = answers.score(loaded, feed.branch(cache), rest, answer, question.values)
-            if options.needles == "plain":
-                found = _found(loaded, feed.branch(cache), rest, question)
+            log = answers.score(loaded, feed.branch(cache), rest, answer, question.values)
+            found = _found(loaded, feed.branch(cache), rest, question)
             for key, value in (("right", found), ("likely", log), ("depths", question.depths)):
                 rows[key].append(value)
             progress(1)
