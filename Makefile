@@ -2,7 +2,6 @@
 # make demo        one minute: a long text in fp16 and int4 side by side, and a question
 # make test        lint, format check and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
-# make attack      attacks on the server and the commands, on loopback (minutes); writes docs/results/attacks.md
 # make planted     plants faults in a copy of the code, a sample of five minutes, and says which ones tests catch;
 #                  make planted ARGS=--all for every one
 # make evidence    KL and questions of all presets on SmolLM2 and Gemma 3 270M (93 and 238 MB, once), or on MODEL=qwen3-4b;
@@ -21,7 +20,7 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat demo test test-fast attack planted evidence reference pictures clean
+.PHONY: chat demo test test-fast planted evidence reference pictures clean
 
 # SmolLM2, downloaded once and kept in $(VENV)/models, unless ARGS name another model.
 ASKED = $(filter -m% --model%,$(ARGS))
@@ -43,9 +42,6 @@ test test-fast: $(VENV)/.tested
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(MARKS)
-
-attack: $(VENV)/.tested
-	@$(BIN)/python -m experiments.attack --out docs/results/attacks.md
 
 planted: $(VENV)/.tested
 	@$(BIN)/python tests/planted/run.py $(ARGS)

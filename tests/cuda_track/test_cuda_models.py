@@ -4,6 +4,7 @@ import sys
 from importlib.metadata import version
 from types import SimpleNamespace
 
+import crafted_files
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
 from cuda_track.models.parallel import Share, share_of
-from experiments.attack import _crafted
 from mlxkv import models
 from mlxkv.errors import UserError
 from mlxkv.models import generate as mlx_generate
@@ -142,7 +142,7 @@ def test_files_that_somebody_changed_are_refused_in_one_line(pair, tokens, tmp_p
     assert path.stat().st_mode & 0o777 == 0o600
     saved = mlx_prompt_cache.Saved(_mlx_cache(theirs, tokens), tokens, [], "")
     for file in (path, mlx_prompt_cache.save(str(tmp_path / "mlx"), saved, theirs)):
-        for name, data in _crafted.cases(file.read_bytes(), every=20):
+        for name, data in crafted_files.cases(file.read_bytes(), every=20):
             bad.write_bytes(data)
             with pytest.raises(UserError) as caught:
                 prompt_cache.load(bad, ours)

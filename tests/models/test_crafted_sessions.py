@@ -6,12 +6,12 @@ import os
 import time
 from types import SimpleNamespace
 
+import crafted_files
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
 
-from experiments.attack import _crafted
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, prompt_cache
@@ -48,13 +48,13 @@ def session(request, tmp_path_factory):
 
 def test_what_is_taken_apart_and_put_together_is_read(session):
     loaded, good, path = session
-    path.write_bytes(_crafted.Crafted(good).file())
+    path.write_bytes(crafted_files.Crafted(good).file())
     assert prompt_cache.read(path, loaded).text == "hi"
 
 
 def test_nothing_that_was_changed_is_used(session):
     loaded, good, path = session
-    for name, data in _crafted.cases(good, every=5):
+    for name, data in crafted_files.cases(good, every=5):
         path.write_bytes(data)
         start = time.process_time()
         with pytest.raises(UserError) as caught:
@@ -67,7 +67,7 @@ def test_nothing_that_was_changed_is_used(session):
 
 def test_what_is_no_file(session, tmp_path):
     loaded = session[0]
-    for name, put in _crafted.odd_files(tmp_path, "x.safetensors"):
+    for name, put in crafted_files.odd_files(tmp_path, "x.safetensors"):
         put()
         for follow in (True, False):
             with pytest.raises(UserError, match=r"^\[load\]"):

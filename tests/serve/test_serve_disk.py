@@ -8,12 +8,12 @@ import stat
 import subprocess
 import sys
 
+import crafted_files
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from read_caches import maker, memory_of, read
 
-from experiments.attack import _crafted
 from mlxkv import files
 from mlxkv.errors import UserError
 from mlxkv.models import load
@@ -107,7 +107,7 @@ def test_a_process_that_is_killed_leaves_no_lock(base):
 def test_odd_files_do_not_stop_a_start(small, base, good, caplog):
     folder, (name, content) = place(base, small), good
     (folder / name).write_bytes(content)
-    for i, (_, put) in enumerate(_crafted.odd_files(folder, "odd.safetensors")):
+    for i, (_, put) in enumerate(crafted_files.odd_files(folder, "odd.safetensors")):
         put()
         os.rename(folder / "odd.safetensors", folder / f"{i}.safetensors")
     (folder / f".draft{i}.safetensors").mkdir()
@@ -124,7 +124,7 @@ def test_odd_files_do_not_stop_a_start(small, base, good, caplog):
 def test_crafted_files_cost_a_session_and_no_request(small, base, good):
     folder, (name, content) = place(base, small), good
     model = memory_of(small.model)
-    for what, data in _crafted.cases(content, every=23):
+    for what, data in crafted_files.cases(content, every=23):
         (folder / name).write_bytes(data)
         disk = Disk(base, ROOM, small)
         sessions = Sessions(model, maker(small), disk)
@@ -140,7 +140,7 @@ def test_crafted_files_cost_a_session_and_no_request(small, base, good):
 
 def test_a_bad_session_is_set_aside_until_the_next_start(small, base, good):
     folder, (name, content) = place(base, small), good
-    crafted = _crafted.Crafted(content)
+    crafted = crafted_files.Crafted(content)
     crafted.metadata["1.0"] = "nn"
     (folder / name).write_bytes(crafted.file())
     disk = Disk(base, ROOM, small)
