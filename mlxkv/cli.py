@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mlxkv import __version__
-from mlxkv.bench.command import SHARE, BenchGroup, ShareCommand, bench
+from mlxkv.bench.command import bench
 from mlxkv.calibrate.command import calibrate
 from mlxkv.chat.command import chat
 from mlxkv.console import forgive, let_go, note, one_line, parse_tokens, working
@@ -23,6 +23,19 @@ from mlxkv.models.catalog.locate import require
 from mlxkv.run.command import run
 from mlxkv.serve.command import serve
 from mlxkv.serve.launch.command import launch
+
+SHARE = "--share"
+
+
+class ShareCommand(TyperCommand):
+    """A command whose --share needs no file name: an empty one is put in its place."""
+
+    def parse_args(self, ctx, args):
+        args = list(args)
+        for i in [i for i, arg in enumerate(args) if arg == SHARE][::-1]:
+            if args[i + 1 : i + 2] == [] or args[i + 1].startswith("-"):
+                args.insert(i + 1, "")
+        return super().parse_args(ctx, args)
 
 
 class Commands(TyperGroup):
@@ -205,11 +218,7 @@ def doctor(
 app.command("eval")(evaluate)
 
 
-class BenchCommands(Commands, BenchGroup):
-    """The commands of `mlxkv bench`, with the same error."""
-
-
-app.add_typer(bench, name="bench", cls=BenchCommands)
+app.add_typer(bench, name="bench", cls=Commands)
 
 
 def _usage_line(error: Exception) -> str:

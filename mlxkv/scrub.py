@@ -36,7 +36,7 @@ PRIVATE = re.compile(
 _OWN = re.compile(r"(?:.*/)?(?:Users|Volumes|home)/[^/]*", re.IGNORECASE)
 
 
-def put(shared: dict, name: str, kind: str = "bench") -> Path:
+def put(shared: dict, name: str, kind: str) -> Path:
     """Write `shared`, already scrubbed, to the file `name`, or for "" to `default_file` in the current
     folder. Returns the file. Raises MachineError if it cannot be written."""
     file = user_path(name, "--share") if name else default_file(shared, Path(), kind)
@@ -47,7 +47,7 @@ def put(shared: dict, name: str, kind: str = "bench") -> Path:
     return file
 
 
-def default_file(data: dict, folder: Path, kind: str = "bench") -> Path:
+def default_file(data: dict, folder: Path, kind: str) -> Path:
     """mlxkv-<kind>-<chip>-<date>.json, with a number if that file exists."""
     chip = re.sub(r"[^a-z0-9]+", "-", data["machine"]["chip"].lower()).strip("-") or "unknown"
     stem = f"mlxkv-{kind}-{chip}-{data.get('date') or time.strftime('%Y-%m-%d')}"

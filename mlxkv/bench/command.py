@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import DEFAULT
@@ -30,30 +28,7 @@ Bits = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Add one JSON document as the last line.")]
 
-SHARE = "--share"
-
-
-class _Shares:
-    """Allow --share without a file name: an empty one is put in its place."""
-
-    def parse_args(self, ctx, args):
-        args = list(args)
-        for i in [i for i, arg in enumerate(args) if arg == SHARE][::-1]:
-            if args[i + 1 : i + 2] == [] or args[i + 1].startswith("-"):
-                args.insert(i + 1, "")
-        return super().parse_args(ctx, args)
-
-
-class BenchGroup(_Shares, TyperGroup):
-    """The commands of `mlxkv bench`."""
-
-
-class ShareCommand(_Shares, TyperCommand):
-    """A command with --share."""
-
-
 bench = typer.Typer(
-    cls=BenchGroup,
     help="Measure a model's speed and memory here, every preset in a fresh process.",
     add_completion=False,
     no_args_is_help=False,
@@ -95,20 +70,11 @@ def top(
         bool, typer.Option("--mlx-lm/--no-mlx-lm", help="Also mlx-lm's own quantized caches.")
     ] = True,
     json: Json = False,
-    share: Annotated[
-        str | None,
-        typer.Option(
-            SHARE,
-            metavar="[FILE]",
-            help="Write a JSON file for an issue: no names, no paths. Default: "
-            "mlxkv-bench-<chip>-<date>.json here.",
-        ),
-    ] = None,
 ) -> None:
     """Measure a model's speed and memory here: first token, prefill, decode, peak, cache, per preset
     and context, each in a fresh process, beside mlx-lm's own caches. Every preset is checked first.
 
-    The commands below measure parts of this, or render shared results.
+    The commands below measure parts of this.
     """
     if ctx.invoked_subcommand is not None:
         given = [p for p in ctx.params if ctx.get_parameter_source(p).name == "COMMANDLINE"]
@@ -133,7 +99,6 @@ def top(
         dtype=dtype,
         bits=bits,
         mlx_lm=mlx_lm,
-        share=share,
     )
     raise typer.Exit(run(plan, json))
 
@@ -218,89 +183,7 @@ def decode(
     )
 
 
-Serve = Annotated[
-    str, typer.Option("--serve", help='More options of mlxkv serve: "--kv-memory 2GB".')
-]
 One = Annotated[str, typer.Option("--kv", help="Cache preset (mlxkv presets).")]
-
-
-@bench.command()
-def load(
-    model: Model = DEFAULT,
-    kv: One = "int4",
-    clients: Annotated[int, typer.Option("--clients", help="Streaming clients at once.")] = 16,
-    minutes: Annotated[float, typer.Option("--minutes", help="How long to run.")] = 10,
-    chats: Annotated[int, typer.Option("--chats", help="Distinct chats, drawn at random.")] = 24,
-    shortest: Annotated[int, typer.Option("--shortest", help="Shortest prompt, in tokens.")] = 100,
-    longest: Annotated[int, typer.Option("--longest", help="Longest prompt, in tokens.")] = 8000,
-    tokens: Annotated[int, typer.Option("--tokens", help="Longest reply, in tokens.")] = 32,
-    tie: Annotated[
-        float,
-        typer.Option("--tie", help="Largest gap of two logits (nats) at which replies may differ."),
-    ] = 0.05,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the order of chats.")] = 0,
-    dtype: Dtype = None,
-    serve: Serve = "",
-    json: Json = False,
-) -> None:
-    """Start a server and put it under many streaming clients: errors, replies, memory, speed."""
-    from mlxkv.bench.server.load import LoadPlan, run
-
-    options = _serve_options(model, kv, dtype, serve)
-    plan = LoadPlan(
-        options=options,
-        clients=clients,
-        minutes=minutes,
-        chats=chats,
-        shortest=shortest,
-        longest=longest,
-        tokens=tokens,
-        tie=tie,
-        seed=seed,
-    )
-    raise typer.Exit(run(plan, json))
-
-
-@bench.command()
-def reuse(
-    model: Model = DEFAULT,
-    kv: One = "int4",
-    batches: Annotated[
-        str, typer.Option("--batches", help="Requests at once, by commas.")
-    ] = "1,8,16,32",
-    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt.")] = 2000,
-    tokens: Annotated[int, typer.Option("--tokens", help="Longest reply, in tokens.")] = 32,
-    rounds: Annotated[
-        int, typer.Option("--rounds", help="Rounds, each with another document.")
-    ] = 3,
-    picture: Annotated[
-        str | None, typer.Option("--picture", help="Write an SVG picture to this file.")
-    ] = None,
-    dtype: Dtype = None,
-    serve: Serve = "",
-    json: Json = False,
-) -> None:
-    """Measure what the prefix cache saves: first token and speed with it off, on, and at replay."""
-    from pathlib import Path
-
-    from mlxkv.bench.options import parse_batches
-    from mlxkv.bench.server.reuse import ReusePlan, run
-
-    plan = ReusePlan(
-        options=_serve_options(model, kv, dtype, serve),
-        batches=parse_batches(batches),
-        prompt=prompt,
-        tokens=tokens,
-        rounds=rounds,
-        picture=Path(picture) if picture else None,
-    )
-    raise typer.Exit(run(plan, json))
-
-
-def _serve_options(model: str, kv: str, dtype: str | None, more: str) -> tuple[str, ...]:
-    """Arguments of `mlxkv serve`."""
-    own = ("--dtype", dtype) if dtype else ()
-    return ("--model", model, "--kv", kv, *own, *shlex.split(more))
 
 
 @bench.command()
@@ -341,13 +224,3 @@ def batch(
         bits=bits,
         as_json=json,
     )
-
-
-@bench.command()
-def render(
-    folder: Annotated[str, typer.Argument(help="Folder of shared files.")] = "docs/results/bench",
-) -> None:
-    """Print shared results (--share) as one Markdown table."""
-    from mlxkv.bench.whole.render import run
-
-    raise typer.Exit(run(folder))

@@ -16,7 +16,7 @@ import pytest
 from bench_workers import ABOUT, RUN, shuffle
 from small_models import TINY
 
-from mlxkv.bench.whole import gate, plan, process, rows, share, worker
+from mlxkv.bench.whole import gate, plan, process, rows, worker
 from mlxkv.bench.whole import run as whole
 from mlxkv.cli import main
 from mlxkv.formats.names import parse_kv
@@ -49,11 +49,10 @@ def test_a_model_with_rotating_caches(capsys, gemma_folder, tmp_path, monkeypatc
     """All tasks of workers, in this process: int4 is measured, mlx-lm's own quantized caches fail with a
     reason."""
     monkeypatch.setattr(whole, "call", lambda request, *_, **__: worker.main(json.dumps(request)))
-    file = tmp_path / "shared.json"
     options = ("--model", gemma_folder, "--kv", "int4", "--contexts", "320", "--tokens", 4)
-    code, out, data = bench(capsys, *options, "--rounds", 1, "--share", file)
+    code, out, data = bench(capsys, *options, "--rounds", 1)
     assert code == 0
-    assert list(data)[:6] == ["format", "version", "date", "machine", "versions", "model"]
+    assert list(data)[:4] == ["date", "machine", "versions", "model"]
     assert [r["preset"] for r in data["rows"]] == ["fp16", "int4", "mlx-lm-kv8", "mlx-lm-kv4"]
     assert all(set(row) == ROW_KEYS for row in data["rows"])
     plain, ours, *theirs = data["rows"]
@@ -71,9 +70,6 @@ def test_a_model_with_rotating_caches(capsys, gemma_folder, tmp_path, monkeypatc
         assert row["error"].startswith("NotImplementedError")
     assert "NotImplementedError" in out and "int4: right" in out
     assert data["gates"][0]["checks"][0]["errors"]["keys"] > 0.01
-    shared = share.read(file)
-    assert shared["model"]["name"] == gemma_folder.name and shared["rows"] == data["rows"]
-    assert str(gemma_folder.parent) not in file.read_text()
 
 
 # `mlxkv bench` whose workers answer at once. In a run they never do; their process id is written to a
@@ -226,10 +222,9 @@ def test_ctrl_c_prints_what_is_measured(capsys, workers, tmp_path):
             raise KeyboardInterrupt from None
 
     workers.answers["run"] = run
-    code, out, data = bench(capsys, "--share", tmp_path / "a.json")
+    code, out, data = bench(capsys)
     assert code == 130 and data["interrupted"] and "so far" in out
     assert [(r["preset"], r["runs"]) for r in data["rows"]] == [("fp16", 1)]
-    assert share.read(tmp_path / "a.json")["interrupted"]
 
 
 def test_faults_of_the_model_end_the_command(capsys, workers):
@@ -251,8 +246,7 @@ def test_faults_of_the_model_end_the_command(capsys, workers):
         (("--timeout", "nan"), ("[--timeout]", "got nan")),
         (("--dtype", "int8"), ("[--dtype]", "choose from float32")),
         (("--bits", "5"), ("[--bits]", "choose from 2, 3, 4")),
-        (("--share", "/no/such/folder/x.json"), ("[--share]", "choose a file")),
-        (("speed",), ("[bench]", "got 'speed'", "kernels, decode, load, reuse, batch, render")),
+        (("speed",), ("[bench]", "got 'speed'", "kernels, decode, batch")),
         (("--rounds", "2", "kernels"), ("[bench]", "--rounds has no effect", "got kernels")),
     ],
 )
@@ -266,7 +260,7 @@ def test_bench_refuses(capsys, workers, options, words):
 def test_help_shows_options_and_commands(capsys):
     assert main(["bench", "--help"]) == 0
     text = capsys.readouterr().out
-    words = ("--model", "--contexts", "--share", "--cooldown", "kernels", "decode", "render")
+    words = ("--model", "--contexts", "--cooldown", "kernels", "decode", "batch")
     assert all(word in text for word in words)
 
 

@@ -23,7 +23,7 @@ from mlxkv.serve.apis import anthropic
 from mlxkv.serve.http.request import Served
 from mlxkv.texts.corpus import pieces
 
-TIE = 0.05  # nats between the two best tokens, as in `mlxkv bench load`
+TIE = 0.05  # nats between the two best tokens
 PAGES = 400  # tokens at the least that a loop holds in pages
 # The embedded model's turns, with tools: a model that says something of its own is needed here.
 TEMPLATE = (

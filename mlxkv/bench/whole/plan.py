@@ -12,7 +12,6 @@ from mlxkv.bench.options import (
     parse_contexts,
     parse_presets,
 )
-from mlxkv.console import user_path
 from mlxkv.errors import UserError
 
 SHORTEST = 16  # tokens of context
@@ -25,7 +24,7 @@ class BenchPlan:
     """Options of `mlxkv bench`.
 
     presets: without BASELINE. contexts, tokens, rounds: None for the defaults of the backend
-    (`filled`). cooldown, timeout: seconds, per worker. share: a file, "" for the default name, or None.
+    (`filled`). cooldown, timeout: seconds, per worker.
     """
 
     model: str
@@ -38,7 +37,6 @@ class BenchPlan:
     dtype: str | None
     bits: int | None
     mlx_lm: bool
-    share: str | None
 
     @property
     def arms(self) -> list[str]:
@@ -74,11 +72,4 @@ def make(*, kv: str, contexts: str | None, **options) -> BenchPlan:
         raise UserError(f"[--cooldown] got {plan.cooldown:g}; choose 0 to 3600 seconds")
     if not 0 < plan.timeout <= 1e6:
         raise UserError(f"[--timeout] got {plan.timeout:g}; choose more than 0 seconds")
-    if plan.share:
-        file = user_path(plan.share, "--share")
-        if file.is_dir() or not file.absolute().parent.is_dir():
-            raise UserError(
-                f"[--share] no file can be written there; got {plan.share}; choose a file in a "
-                "folder that exists"
-            )
     return plan

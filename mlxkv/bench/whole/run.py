@@ -12,7 +12,7 @@ from rich.progress import Progress
 from mlxkv import console
 from mlxkv.bench.options import BASELINE
 from mlxkv.bench.show import print_machine
-from mlxkv.bench.whole import rows, share
+from mlxkv.bench.whole import rows
 from mlxkv.bench.whole.plan import BenchPlan
 from mlxkv.bench.whole.process import call
 from mlxkv.errors import MachineError, UserError
@@ -62,19 +62,12 @@ def run(plan: BenchPlan, as_json: bool) -> int:
     data = document(plan, found)
     print_machine(data["machine"], data["versions"])
     rows.show(data)
-    unwritten = False
-    if plan.share is not None:
-        try:
-            print(f"written: {share.write(data, plan.share)}")
-        except MachineError as error:  # the results are still printed
-            console.note(str(error))
-            unwritten = True
     if as_json:
         console.print_json(data)
     if found.interrupted:
         return INTERRUPTED
     ours = (BASELINE, *plan.presets)
-    return int(unwritten or any(r["error"] for r in data["rows"] if r["preset"] in ours))
+    return int(any(r["error"] for r in data["rows"] if r["preset"] in ours))
 
 
 def _measure(plan: BenchPlan, found: BenchResults, say: Callable, done: Callable) -> None:
@@ -112,7 +105,7 @@ def _one(plan: BenchPlan, found: BenchResults, arm: tuple[str, int]) -> None:
 
 
 def document(plan: BenchPlan, found: BenchResults) -> dict:
-    """Results as plain data: what --json prints and --share writes."""
+    """Results as plain data: what --json prints."""
     machine, model = dict(found.about["machine"]), found.about["model"]
     # The better of two tries, before and after the runs.
     machine["copy_gb_s"] = max(found.copies)
@@ -127,8 +120,6 @@ def document(plan: BenchPlan, found: BenchResults) -> dict:
     rows.add_shares(out, model["weight_bytes"], 1e9 * machine["copy_gb_s"])
     settings = {"tokens": plan.tokens, "rounds": plan.rounds, "cooldown": plan.cooldown}
     return {
-        "format": share.FORMAT,
-        "version": share.VERSION,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine,
         "versions": found.about["versions"],

@@ -1,0 +1,104 @@
+"""Texts for an issue without names and paths; the power of a machine."""
+
+from __future__ import annotations
+
+import platform
+import time
+
+import pytest
+
+from mlxkv.bench.whole import power
+from mlxkv.scrub import clean, public_name
+
+
+@pytest.mark.parametrize(
+    ("text", "shared"),
+    [
+        ("/Volumes/Acme Corp/data: error", "data: error"),
+        ("/Volumes/Acme Corp: error", "PATH: error"),
+        ("in '/Users/John Smith/proj/foo.h' and '/opt/key'", "in 'foo.h' and 'key'"),
+        ("in '/Volumes/John's Disk/foo.h', line 3", "in 'foo.h', line 3"),
+        ('in "/opt/John\'s key/foo.h"', 'in "foo.h"'),
+        ("in \u201c/Users/John Smith/foo.h\u201d", "in \u201cfoo.h\u201d"),
+        ("'/Users/John Smith' is no file", "'PATH' is no file"),
+        ("/Users/john/Library/My Secret Folder/x.metal:3:1: error", "x.metal:3:1: error"),
+        ("/users/john/x y.metal:3\n/HOME/Jo Li/z\nrest 1/2", "x y.metal:3\nz\nrest 1/2"),
+        ("/System/Volumes/Data/Users/Jo Li/z: no", "z: no"),
+        ("-I/Users/Jo Li/include", "include"),
+        ("file:///Users/Jo Li/z: no", "file:z: no"),
+        ("(/private/var/folders/x y/z.metal:3)", "(z.metal:3)"),
+        ("~/My Secret Folder/x.metal:3: error", "x.metal:3: error"),
+        ("@HOME@/My Secret Folder/x.metal:3: error", "x.metal:3: error"),
+        ("/home/ada lovelace/x.metal:3: error", "x.metal:3: error"),
+        ("/home/adam/x.metal:3: error", "x.metal:3: error"),
+        ("/home/ada/x.metal:3: error and ~/key", "x.metal:3: error and key"),
+        ("ADA.Lovelace at Analytical and ANALYTICAL.LOCAL", "USER at HOST and HOST"),
+        ("couldn't build 'x' at 4/8", "couldn't build 'x' at 4/8"),
+        ("'/' and / and ~", "'/' and / and ~"),
+    ],
+)
+def test_paths_with_spaces_and_names_in_capitals(text, shared, monkeypatch, tmp_path):
+    home = str(tmp_path / "Ada Love")
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("LOGNAME", "ada.lovelace")
+    monkeypatch.setattr(platform, "node", lambda: "analytical.local")
+    assert clean(text.replace("@HOME@", home)) == shared
+    monkeypatch.setenv("HOME", "/home/ada")
+    if "@HOME@" not in text:
+        assert clean(text) == shared
+
+
+def test_long_texts_are_cleaned_in_time():
+    begun = time.process_time()  # of this process alone: others may be busy
+    for part in ("/a", "/Users", "'/", "x", "/Users/a ", "~/", "\u201c/", "'/x'y", "'/x "):
+        clean(part * 20_000)
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("smollm2", "smollm2"),
+        ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B-4bit"),
+        ("/Users/ada/models/gone", "gone"),
+        ("~/models/gone", "gone"),
+        ("../gone", "gone"),
+    ],
+)
+def test_public_names_of_models(name, public):
+    assert public_name(name) == public
+
+
+def test_a_relative_folder_is_reduced_too(tmp_path, monkeypatch):
+    (tmp_path / "private" / "model-1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert public_name("private/model-1") == "model-1"
+
+
+def test_power_of_a_mac():
+    text = "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=1)\t87%; discharging;\n"
+    assert power.mac_source(text) == "battery"
+    assert power.mac_source("Now drawing from 'AC Power'\n") == "ac"
+    assert power.mac_source("") == power.mac_mode("") == "unknown"
+    settings = (
+        "System-wide power settings:\nCurrently in use:\n standby 1\n lowpowermode         {}\n"
+    )
+    assert power.mac_mode(settings.format(1)) == "low power"
+    assert power.mac_mode(settings.format(0)) == "normal"
+    assert power.mac_mode(" powermode            2\n") == "high power"
+
+
+def test_power_of_a_linux_machine(tmp_path):
+    def supply(name: str, **values):
+        (tmp_path / name).mkdir(exist_ok=True)
+        for key, value in values.items():
+            (tmp_path / name / key).write_text(value + "\n")
+
+    assert power.linux_source(tmp_path) == "unknown"
+    supply("BAT0", type="Battery", status="Discharging")
+    assert power.linux_source(tmp_path) == "battery"
+    supply("AC", type="Mains", online="0")
+    assert power.linux_source(tmp_path) == "battery"
+    supply("AC", online="1")
+    assert power.linux_source(tmp_path) == "ac"
+    assert set(power.power()) == {"source", "mode"}
