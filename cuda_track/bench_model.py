@@ -28,7 +28,7 @@ from cuda_track.models.layers import CompressedCache, CompressedLayer
 from cuda_track.models.shaped import SHAPES, ModelShape, build, new_cache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import parse_kv
 
 STATIC = "bf16"
 CHUNK = 8192  # tokens of prefill at once
@@ -63,7 +63,7 @@ class ModelRow:
 
 
 def config_of(kv: str) -> CacheConfig:
-    return parse_preset("fp16" if kv == STATIC else kv)
+    return parse_kv("fp16" if kv == STATIC else kv)
 
 
 def row_bytes(shape: ModelShape, config: CacheConfig, context: int) -> float:
@@ -82,7 +82,7 @@ def estimate(
     attention = 2 * shape.layers * shape.heads * shape.dims * context**2
     first = 2 * (2 * shape.weights * context + attention) / FLOPS  # one of two compiles
     if batch > 1:
-        first = 8 * batch * row_bytes(shape, parse_preset("fp16"), context) / BYTES
+        first = 8 * batch * row_bytes(shape, parse_kv("fp16"), context) / BYTES
     return START + first + tokens * max(read, LAUNCHES) + (REPLAYS + 8) * read
 
 

@@ -16,7 +16,7 @@ from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
 from cuda_track.models.seam import attach, new_cache
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import parse_kv
 from mlxkv.texts import corpus
 
 CHUNK = 512  # tokens of the prefill at once
@@ -70,7 +70,7 @@ def main() -> None:
     asked = parser.parse_args()
     presets = asked.kv.split(",")
     for name in presets:
-        parse_preset(name)
+        parse_kv(name)
     loaded = load(asked.model, "fp16", asked.dtype, asked.device)
     text = asked.text.read_text() if asked.text else "\n\n".join(corpus.interleaved("evaluation"))
     tokens = loaded.tokenizer(text)["input_ids"][: asked.context + asked.decode]

@@ -14,7 +14,7 @@ from cuda_track.models.seam import attach
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import HUB, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
@@ -52,7 +52,7 @@ def load(
     dtype: "float32", "float16" or "bfloat16"; by default as stored, on a CPU float32. Raises UserError.
     """
     if isinstance(kv, str):
-        parse_preset(kv)  # before a download
+        parse_kv(kv)  # before a download
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
     if not name:

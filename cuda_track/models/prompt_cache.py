@@ -29,7 +29,7 @@ from cuda_track.models.seam import Attached, attached
 from mlxkv import files
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.saved import session
 from mlxkv.formats.saved.session import Saved
 from mlxkv.models.catalog.shapes import text_config
@@ -47,7 +47,7 @@ def save(path: Path, saved: Saved, loaded: Loaded) -> None:
         model=loaded.name,
         fingerprint=loaded.fingerprint or "",
         kv_name=loaded.kv_name,
-        kv=parse_preset(loaded.kv_name),
+        kv=parse_kv(loaded.kv_name),
         mlx_lm=MLX_LM,
     )
     entries = {f"0.{name}": value for name, value in data.items()}
@@ -74,7 +74,7 @@ def load(path: Path, loaded: Loaded) -> Saved:
     """Read a session of either track. Raises UserError for any other file, model or cache."""
     insist_on_one(loaded.model, "load", "sessions are loaded")
     head = session.read_header(path)
-    kv = parse_preset(loaded.kv_name)
+    kv = parse_kv(loaded.kv_name)
     session.check(head, loaded.name, loaded.fingerprint or "", loaded.kv_name, kv, MLX_LM)
     saved = session.saved_of(
         head, None, text_config(loaded.model.config.to_dict()).get("vocab_size")

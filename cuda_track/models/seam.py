@@ -30,7 +30,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import check_rotary, parse_preset
+from mlxkv.formats.names import check_rotary, parse_kv
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.reports import LayerReport, nothing_compressed, with_own
@@ -72,7 +72,7 @@ def attach(
             f"[attach] not a model of transformers; got {type(model).__name__}; give one that "
             "AutoModelForCausalLM has loaded"
         )
-    config, label = (parse_preset(kv), kv) if isinstance(kv, str) else (kv, "custom")
+    config, label = (parse_kv(kv), kv) if isinstance(kv, str) else (kv, "custom")
     if not isinstance(config, CacheConfig):
         raise UserError(f"[attach] no cache; got {kv!r}; choose a preset such as int4")
     detach(model)

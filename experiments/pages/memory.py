@@ -20,7 +20,7 @@ from pathlib import Path
 from experiments.options import Parser
 from mlxkv import console
 from mlxkv.doctor.planning import plan_of
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import parse_kv
 from mlxkv.machine import USABLE
 from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
 from mlxkv.models.catalog.sizes import CHUNK, ModelPlan, layer_bytes, need
@@ -93,9 +93,9 @@ def bars(config: dict) -> list[Bar]:
 
 def _bar(plan: ModelPlan, name: str) -> Bar:
     if name != MLX_LM:
-        found = need(plan, parse_preset(name), CONTEXT)
+        found = need(plan, parse_kv(name), CONTEXT)
         return Bar(name, found.weights / GIB, found.cache / GIB, found.transient / GIB)
-    kv = replace(parse_preset("naive-int4"), sink=0, recent=0)
+    kv = replace(parse_kv("naive-int4"), sink=0, recent=0)
     stored = sum(layer_bytes(layer, kv, CONTEXT) for layer in plan.layers)
     working = plan.working * CHUNK
     scores = 2 * plan.layers[0].queries * CHUNK * CONTEXT

@@ -6,7 +6,6 @@ from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import canonical, parse_kv
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.formats.presets import FULL_PAGES
 
 BASELINE = "fp16"
@@ -30,7 +29,7 @@ def parse_presets(text: str, others: tuple[str, ...] = ()) -> list[str]:
     return names
 
 
-def cache_config(name: str) -> CacheConfig | Plan:
+def cache_config(name: str) -> CacheConfig:
     """What the caches of a row of this name store."""
     if name == PAGED:
         return FULL_PAGES

@@ -62,33 +62,9 @@ class CalibrateOptions:
     steps: Annotated[int | None, Option("--steps", help="With --learn: of Adam. Default: 300.")] = (
         None
     )
-    budget: Annotated[
-        float | None,
-        Option(
-            "--budget",
-            help="Find a plan, a preset for each layer, of so many bits per value: 3.0.",
-        ),
-    ] = None
-    menu: Annotated[
-        str | None,
-        Option(
-            "--menu",
-            help="With --budget: presets to choose from. Default: fp16 and int8 to 2. Not fill-NUMBER, whose bits "
-            "all layers share already; the plan is compared with it.",
-        ),
-    ] = None
-    plan: Annotated[
-        str | None, Option("--plan", help="With --budget: write the plan to this file, too.")
-    ] = None
     out: Annotated[
         str | None, Option("-o", "--out", help="File. Default: where calibrated presets look.")
     ] = None
-    push_to_hub: Annotated[
-        str | None, Option("--push-to-hub", help="Publish it as owner/name on the hub, too.")
-    ] = None
-    private: Annotated[
-        bool, Option("--private", help="Make a new repository on the hub private.")
-    ] = False
     dtype: Annotated[
         str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
     ] = None

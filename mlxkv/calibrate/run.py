@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from mlxkv.calibrate import budget, publish
 from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.console import human_bytes, note, print_json, print_table, say, user_path
 from mlxkv.errors import UserError
@@ -15,7 +14,7 @@ from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.models import load
 from mlxkv.models.calibration import clips
@@ -51,12 +50,7 @@ LEARNED_COLUMNS = ["layer", "srft K", "error K", "gain K", "srft V", "error V", 
 def run(options: CalibrateOptions) -> None:
     """Read text, write the file, print a report."""
     check(options)  # before a model is loaded
-    publish.check(options.push_to_hub, options.private)
-    if options.budget is not None:
-        chosen = given(options.calibration) if options.calibration else None
-        loaded = load(options.model, "fp16", dtype=options.dtype)
-        budget.run_budget(options, loaded, _read(loaded, options), chosen)
-    elif options.learn is not None:
+    if options.learn is not None:
         run_learning(options)
     else:
         run_fitting(options)
@@ -99,8 +93,6 @@ def run_fitting(options: CalibrateOptions) -> None:
     seconds = time.perf_counter() - start
     artifact.write(path, made)
     report(made, path, seconds, timing, trials, options.json)
-    if options.push_to_hub is not None:
-        publish.publish(made, path, options.push_to_hub, options.private)
     used = artifact.find(made.fingerprint, loaded.path)
     if options.out is None and used.path != path:
         note(
@@ -139,7 +131,7 @@ def learned_path(fingerprint: str) -> Path:
 def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
     """The presets for which clips are searched, by name."""
     names = [name.strip() for name in (options.kv or SEARCHED).split(",")]
-    return {name: parse_preset(name) for name in names} if options.search_clip else {}
+    return {name: parse_kv(name) for name in names} if options.search_clip else {}
 
 
 def check(options: CalibrateOptions) -> None:
@@ -148,10 +140,8 @@ def check(options: CalibrateOptions) -> None:
         choices = ", ".join(TARGETS)
         raise UserError(f"[--target] unknown; got {options.target!r}; choose from {choices}")
     _check_learning(options)
-    budget.check(options)
     for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
-        fits = options.search_clip or (option == "--calibration" and options.budget is not None)
-        if value is not None and not fits:
+        if value is not None and not options.search_clip:
             raise UserError(f"[{option}] is for a search of clips; got {value}; add --search-clip")
     for name, config in searched_presets(options).items():
         if reason := clips.why_not(config):
@@ -171,7 +161,6 @@ def _check_learning(options: CalibrateOptions) -> None:
         ("--target", options.target == "attention"),
         ("--parts", options.parts == matrices.PARTS),
         ("--search-clip", not options.search_clip),
-        ("--push-to-hub", options.push_to_hub is None),
     ):
         if not is_usual:
             raise UserError(
@@ -314,6 +303,6 @@ def report_learned(
     )
     say(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {made.digest}")
     preset = f"learned-int{learned.bits}"
-    if (own := parse_preset(preset).keys.quantizer.group) != learned.group:
+    if (own := parse_kv(preset).keys.quantizer.group) != learned.group:
         note(f"{preset} has groups of {own}; these maps were learned for groups of {learned.group}")
     say(f"use it: --kv {preset} --calibration {path}")

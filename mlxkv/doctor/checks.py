@@ -23,7 +23,7 @@ from mlxkv.doctor.states import (
     name,
 )
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import launch, tiles, trust, whiten
 from mlxkv.metal.timing import chain
@@ -74,7 +74,7 @@ def rows(step: Step, every: bool = False) -> list[dict]:
         return [_row(p, d, "", NONE, launch.absent()) for p, d in cases()]
     found, wanted = [], set(cases(every))
     for preset, dims in cases():
-        config = selftest.stand_in(parse_preset(preset), dims)
+        config = selftest.stand_in(parse_kv(preset), dims)
         for body in BODIES:
             found.append(_designed(config, preset, dims, body, make))
             if (preset, dims) not in wanted and found[-1]["should_run"]:
@@ -127,7 +127,7 @@ def _is_virtual() -> bool:
 
 def _try(row: dict, make: launch.Factory, every: bool) -> None:
     dims, tiled = row["head_dim"], row["body"] == "tiles"
-    config = selftest.stand_in(parse_preset(row["preset"]), dims)
+    config = selftest.stand_in(parse_kv(row["preset"]), dims)
     if make is mx.fast.metal_kernel and not every:
         place = record_layout(config, *config.dims(dims, dims)), dims, mx.float16, tiled
         if trust.state(*place) in (trust.DIED, trust.BUSY):

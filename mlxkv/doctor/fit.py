@@ -17,7 +17,6 @@ from mlxkv.doctor.planning import read_plan
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, canonical, check_rotary, parse_kv
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.catalog.shapes import LayerShape
 from mlxkv.models.catalog.sizes import ModelPlan, longest, need, why_16_bits
@@ -40,9 +39,6 @@ def run(
     names = [canonical(name) for text in kv for name in text.split(",")]
     chosen = {name: parse_kv(name) for name in (names or PICKS)}
     plan = read_plan(model, config)
-    for cache in chosen.values():
-        if isinstance(cache, Plan):
-            cache.check(len(plan.layers))
     if not any(layer.kind == "latent" for layer in plan.layers):
         for name, cache in chosen.items():
             check_rotary(cache, name)
@@ -88,7 +84,7 @@ def run(
     )
 
 
-def _row(plan: ModelPlan, name: str, kv: CacheConfig | Plan, tokens: int, usable: int) -> dict:
+def _row(plan: ModelPlan, name: str, kv: CacheConfig, tokens: int, usable: int) -> dict:
     needed = need(plan, kv, tokens)
     return {
         "preset": name,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlxkv.console import human_bytes, print_json, print_table
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import PICKS, parse_preset
+from mlxkv.formats.names import PICKS, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
 
 HEAD_DIM = 128
@@ -34,7 +34,7 @@ MEASURED = {
     "fill-2.25": Measured(0.191, 78.4, 1.29, "the smallest cache; calibrates once"),
 }
 # Of `fill-NUMBER` those to pick from.
-LISTED = {name: parse_preset(name) for name in PICKS} | PRESETS
+LISTED = {name: parse_kv(name) for name in PICKS} | PRESETS
 # (title, how the names of its presets begin), in the order of `presets --all`.
 PAPERS = (
     ("to pick from", PICKS),

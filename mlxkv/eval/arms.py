@@ -11,7 +11,6 @@ from mlxkv.eval import feed
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.models import Loaded, attach, detach
 from mlxkv.models.calibration.fitting import given, known
 from mlxkv.models.generate import new_cache
@@ -54,7 +53,7 @@ class Arms:
     def __init__(
         self,
         loaded: Loaded,
-        presets: Iterable[str] | Mapping[str, CacheConfig | Plan],
+        presets: Iterable[str] | Mapping[str, CacheConfig],
         windows: tuple[int, int] | None = None,
         prepare: Callable[[str, list], None] | None = None,
         calibrations: Mapping[str, Calibration] | None = None,
@@ -62,10 +61,10 @@ class Arms:
         self.loaded, self.prepare = loaded, prepare
         self.calibrations = dict(calibrations or {})
         asked = presets if isinstance(presets, Mapping) else {n: parse_kv(n) for n in presets}
-        self.configs: dict[str, CacheConfig | Plan] = {BASELINE: parse_kv(BASELINE), **asked}
+        self.configs: dict[str, CacheConfig] = {BASELINE: parse_kv(BASELINE), **asked}
         if windows is not None:
             self.configs = {
-                name: config.each(lambda one: replace(one, sink=windows[0], recent=windows[1]))
+                name: replace(config, sink=windows[0], recent=windows[1])
                 for name, config in self.configs.items()
             }
         self.prefixes = Prefixes()

@@ -20,7 +20,6 @@ from mlxkv.eval.tasks import harness, retrieval
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.machine import machine
 from mlxkv.metal.gpu import backends
 from mlxkv.metal.launch import backend
@@ -80,7 +79,7 @@ def cost(parts: list[Part], arms: Arms) -> str:
     return f"to read: {' and '.join(said)}, by {caches}{less}" if said else caches
 
 
-def _demand(config: CacheConfig | Plan) -> tuple[bool, ...]:
+def _demand(config: CacheConfig) -> tuple[bool, ...]:
     """How much a calibration has to hold for it: what older files lack comes first."""
     return config.centred, config.scaled, bool(config.balanced or config.low)
 

@@ -6,7 +6,6 @@ Letters: `R` stored dims per token, `page` tokens encoded together.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import get_args
 
@@ -273,14 +272,6 @@ class CacheConfig:
             group = spec.group_size(0, self.page)
             whole = max(group, reading.CHUNK) % min(group, reading.CHUNK) > 0
         return reading.chunk(self.page, whole)
-
-    def at(self, layer: int) -> CacheConfig:
-        """What this layer stores: every layer the same (`plans.plan.Plan` has others)."""
-        return self
-
-    def each(self, change: Callable[[CacheConfig], CacheConfig]) -> CacheConfig:
-        """The configuration with `change` made to what every layer stores."""
-        return change(self)
 
     @property
     def compresses(self) -> bool:

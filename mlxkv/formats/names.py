@@ -12,7 +12,6 @@
     PRESET+rope8, +rope16    the rotary keys beside latents (MLA) with 8 bits, or exact; other models refuse it
     NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
     NAME+readX               keeping all, and reading the share X of the sealed tokens at each step
-    FILE.json                a plan: a preset for each layer (`plans.files`); FILE.safetensors: a calibration's
 
 NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
 groups of 64, or a preset (kivi-int4) for its codes and page. For oja also transport, segments, segments4,
@@ -31,8 +30,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine, Full
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import RATES, SEGMENTS, STORED, Half, LowRank
-from mlxkv.formats.plans import files
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.formats.presets import PRESETS, filled, low_rank
 
 METHODS = ("static", "oja")
@@ -65,10 +62,8 @@ SETTINGS = {
 
 
 def canonical(text: str) -> str:
-    """The name of a preset, a pair or a selection for what users of other tools type: 'Q8_0/4' -> 'int8/int4'.
-    Names that are not known stay as they are, and names of plans."""
-    if files.is_plan(text):
-        return text.strip()
+    """Return the name of a preset, a pair or a selection for what users of other tools type: 'Q8_0/4' -> 'int8/int4'.
+    Names that are not known stay as they are."""
     rest, keep = text.strip().lower(), ""
     if found := KEEP.search(rest):
         rest, keep = rest[: found.start()], found[0]
@@ -100,7 +95,7 @@ def stand_in(config: CacheConfig) -> str | None:
     return "int3" if min(rates) >= 3 else "int2"
 
 
-def check_rotary(kv: CacheConfig | Plan, label: str, where: str = "--kv") -> None:
+def check_rotary(kv: CacheConfig, label: str, where: str = "--kv") -> None:
     """Raise UserError where `kv`, of this name, says how rotary keys beside latents are stored. For models that have
     no latents to compress."""
     if not kv.asks_rotary and kv.rotary == 16:
@@ -119,17 +114,8 @@ def complete_kv(incomplete: str) -> list[str]:
     return [done + name for name in dict.fromkeys((*PRESETS, *PICKS)) if name.startswith(last)]
 
 
-def parse_kv(text: str) -> CacheConfig | Plan:
-    """Return the configuration, or the plan, that `--kv TEXT` names. Raises UserError."""
-    return files.read(text, parse_preset) if files.is_plan(text) else parse_preset(text)
-
-
-def parse_preset(text: str) -> CacheConfig:
-    """Return the configuration that `--kv TEXT` names, for all layers alike. Raises UserError."""
-    if files.is_plan(text):
-        raise UserError(
-            f"[--kv] a plan gives each layer its own preset; got {text.strip()!r}; choose a preset here"
-        )
+def parse_kv(text: str) -> CacheConfig:
+    """Return the configuration that `--kv TEXT` names. Raises UserError."""
     rest, selection = canonical(text), {}
     if found := KEEP.search(rest):
         rest = rest[: found.start()]
@@ -171,10 +157,6 @@ def with_keep(names: str, keep: float | None) -> str:
     if not 0 < keep <= 1:
         raise UserError(f"[--keep] must be above 0 and at most 1; got {keep:g}; choose 0.5")
     for name in names.split(","):
-        if files.is_plan(name):
-            raise UserError(
-                f"[--keep] is for presets; got {name.strip()!r}; write +keep{keep:g} behind those of the plan"
-            )
         if KEEP.search(name):
             raise UserError(
                 f"[--keep] the preset says already what stays, or what is read; got {name.strip()!r}; "

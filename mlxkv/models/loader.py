@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,6 @@ from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.metal.launch import backend
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import rendering
@@ -59,7 +58,7 @@ class Loaded:
     name: str
     path: Path
     config: dict
-    kv: CacheConfig | Plan
+    kv: CacheConfig
     kv_name: str
     layers: list[LayerReport]
     dtype: mx.Dtype
@@ -116,7 +115,7 @@ class Loaded:
 
 def load(
     name: str = DEFAULT,
-    kv: str | CacheConfig | Plan | Mapping[str, Any] = KV,
+    kv: str | CacheConfig = KV,
     strict: bool = False,
     dtype: str | None = None,
     calibration: Calibration | Path | str | None = None,
@@ -129,7 +128,7 @@ def load(
     weights: int | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) with the cache that `kv` names:
-    a preset, or a plan with a preset for each layer (`load("qwen3-4b", "plan.json")`, or what a file holds).
+    a preset.
 
     strict, windows: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
     quantised; by default as stored, except that 16-bit weights become float32 where there is no

@@ -7,11 +7,10 @@ mlx-lm that makes or takes a prompt cache runs on them unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,9 +24,7 @@ from mlxkv.codec import encoding, maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import canonical, check_rotary, parse_kv, parse_preset, stand_in
-from mlxkv.formats.plans import files
-from mlxkv.formats.plans.plan import Plan
+from mlxkv.formats.names import canonical, check_rotary, parse_kv, stand_in
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models.calibration.fitting import fit
 from mlxkv.models.catalog.asked import check_fold
@@ -49,7 +46,7 @@ from mlxkv.models.hooks.rebind import bind, release
 
 def attach(
     model: nn.Module,
-    kv: str | CacheConfig | Plan | Mapping[str, Any],
+    kv: str | CacheConfig,
     strict: bool = False,
     calibration: Calibration | Path | str | None = None,
     fold: bool = False,
@@ -58,7 +55,7 @@ def attach(
     windows: int | None = None,
 ) -> list[LayerReport]:
     """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair, a
-    configuration, or a plan, which has a preset for each layer (its file, or what a file holds). A vision
+    configuration. A vision
     model of mlx-vlm is attached at its `language_model`, which makes the caches there.
 
     Returns one report per cache; in all of them, whether the model's decode steps can be traced. Attaching
@@ -101,10 +98,8 @@ def attach(
     slots = bind(model)
     try:
         with kept(model):
-            if isinstance(config, Plan):
-                config.check(len(own()))
             reports, places = examine(model, own, config, label, windows)
-            if not places and isinstance(config, CacheConfig) and (other := stand_in(config)):
+            if not places and (other := stand_in(config)):
                 config, label = parse_kv(other), f"{other} in place of {label}"
                 reports, places = examine(model, own, config, label, windows)
         if strict:
@@ -197,13 +192,11 @@ def _with_fold(report: LayerReport, folded: Fold, asked: bool) -> LayerReport:
     return replace(report, fold=reason) if asked or reason == FOLDED else report
 
 
-def read_kv(kv: str | CacheConfig | Plan | Mapping[str, Any]) -> CacheConfig | Plan:
+def read_kv(kv: str | CacheConfig) -> CacheConfig:
     """The configuration or plan that `kv` is or names, or holds as a plan's file does. Raises UserError."""
     if isinstance(kv, str):
         return parse_kv(kv)
-    if isinstance(kv, Mapping | list):
-        return files.parsed(kv, "plan", parse_preset)
-    if not isinstance(kv, CacheConfig | Plan):
+    if not isinstance(kv, CacheConfig):
         raise UserError(
             f"[--kv] is the name of a preset, a CacheConfig, or a plan; got {kv!r}; choose from "
             f"{', '.join(PRESETS)}"
@@ -222,13 +215,11 @@ def _check_model(model: nn.Module) -> None:
     )
 
 
-def name_of(kv: str | CacheConfig | Plan | Mapping[str, Any]) -> str:
+def name_of(kv: str | CacheConfig) -> str:
     """The name of `kv` in reports, or the labels of its sides; of a plan the name of its file."""
     if isinstance(kv, str):
-        return Path(kv.strip()).name if files.is_plan(kv) else canonical(kv)
-    if isinstance(kv, CacheConfig):
-        return f"{kv.keys.label} / {kv.values.label}"
-    return kv.label if isinstance(kv, Plan) else "plan"
+        return canonical(kv)
+    return f"{kv.keys.label} / {kv.values.label}"
 
 
 def detach(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import repo_pages
 from experiments.evidence import cells
 from experiments.pages import memory
 from mlxkv.doctor.planning import plan_of
-from mlxkv.formats.names import parse_preset
+from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
 from mlxkv.models.catalog.sizes import layer_bytes
 
@@ -94,7 +94,7 @@ def test_what_readme_says_of_bits_and_contexts():
 @pytest.mark.parametrize("preset", SAVED)
 def test_bytes_are_those_of_fit(preset):
     layers = plan_of(CONFIGS["llama-3.1-8b"]).layers
-    kv = parse_preset(preset)
+    kv = parse_kv(preset)
     stored = sum(layer_bytes(layer, kv, 131072) for layer in layers)
     close(SAVED[preset][2], [stored / 2**30])
     if preset != "fp16":

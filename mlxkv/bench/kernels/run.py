@@ -16,7 +16,7 @@ from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import check_rotary, parse_preset
+from mlxkv.formats.names import check_rotary, parse_kv
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
 from mlxkv.versions import versions
@@ -112,7 +112,7 @@ def run(
 
 
 def _preset(name: str) -> CacheConfig:
-    config = parse_preset(name)
+    config = parse_kv(name)
     if any(isinstance(side.quantizer, Full) for side in (config.keys, config.values)):
         raise UserError(
             f"[--kv] full precision is timed beside the others; got {name!r}; choose presets that "

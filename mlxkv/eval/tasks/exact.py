@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxkv.models.calibration.sensitivity import divergence
-
 LOWEST = mx.finfo(mx.float32).min  # not -inf, so that differences of masked scores are numbers
 
 
@@ -59,3 +57,18 @@ def compare(
         apart.append(divergence(scores, others))
         mx.eval(outs[-1], apart[-1])
     return mx.concatenate(outs, axis=1), mx.concatenate(apart, axis=1)
+
+
+def divergence(scores: mx.array, others: mx.array) -> mx.array:
+    """Return KL(softmax(scores) || softmax(others)) over the last axis, in nats: [..., T] -> [...].
+
+    Sums q - p - p log(q / p): no term is negative, so a small divergence is not a difference of
+    large sums.
+    """
+    log_p = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+    log_q = others - mx.logsumexp(others, axis=-1, keepdims=True)
+    p, q, gap = mx.exp(log_p), mx.exp(log_q), log_q - log_p
+    near = p * (mx.expm1(mx.minimum(gap, 1)) - gap)
+    terms = mx.where(gap < 1, near, q - p - p * gap)
+    # Of tokens that have no chance at all (logits of minus infinity) the gap is no number.
+    return mx.where(p > 0, terms, q).sum(axis=-1)

@@ -18,8 +18,7 @@ Since format 4 the header has an entry `positions`: moments of keys are averages
 (`mlxkv.spec.positions`), or null. Those of older files are of the positions of the text.
 
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
-0.94}]`, or null where none were searched. An entry `plan` is a preset for each layer, found on this model
-(`formats.plans.files` describes it). The formats of other transforms than a rotation per
+0.94}]`, or null where none were searched. The formats of other transforms than a rotation per
 kv head begin with their name: "balanced int2 g128", "learned int2 g64", "srft-scaled int4 g32 symmetric".
 """
 
@@ -126,12 +125,7 @@ def read(path: Path | str) -> Calibration:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise fault(path, f"has a header or tensors with parts missing ({error})") from None
-    plan = header.get("plan")  # looked at where it is asked for: `--kv FILE`
-    if plan is not None and not isinstance(plan, dict):
-        raise fault(path, "holds a plan that is none")
-    out = Calibration(
-        **known, layers=layers, path=path, learned=learned, plan=plan, positions=positions
-    )
+    out = Calibration(**known, layers=layers, path=path, learned=learned, positions=positions)
     if out.digest != header.get("digest"):
         raise fault(path, "was changed after it was made: its digest differs")
     return out

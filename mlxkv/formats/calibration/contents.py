@@ -110,7 +110,6 @@ class Calibration:
     layers: by LAYER, as in the file.
     version: version of mlxkv that wrote it.
     learned: how the transforms were learned, None where they are balanced or absent.
-    plan: a preset for each layer, as a plan's file holds it, or None.
     positions: how many, from 0, the moments of keys hold for; None in older files.
     """
 
@@ -127,7 +126,6 @@ class Calibration:
     version: str = __version__
     path: Path | None = field(default=None, compare=False)
     learned: Learned | None = None
-    plan: Mapping | None = None
     positions: int | None = None
 
     @property
@@ -241,8 +239,6 @@ class Calibration:
         known["positions"] = self.positions
         if self.learned:
             known["learned"] = self.learned.as_dict()
-        if self.plan:
-            known["plan"] = dict(self.plan)
         return {"format": FORMAT, "digest": self.digest, **known, "layers": layers}
 
     def check(self, shapes: Mapping[str, tuple[int, int, int]], fingerprint: str | None) -> None:

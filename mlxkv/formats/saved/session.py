@@ -20,7 +20,6 @@ from mlxkv import __version__, untrusted
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.plans.plan import Plan, read_config
 from mlxkv.formats.saved.marks import same_model
 from mlxkv.untrusted import Tensor, Unsound
 
@@ -86,7 +85,7 @@ def file_named(name: str) -> Path:
 
 
 def entries(
-    saved: Saved, model: str, fingerprint: str, kv_name: str, kv: CacheConfig | Plan, mlx_lm: str
+    saved: Saved, model: str, fingerprint: str, kv_name: str, kv: CacheConfig, mlx_lm: str
 ) -> dict[str, str]:
     """The metadata of a session. mlx_lm: the version whose format of prompt caches this is."""
     return {
@@ -177,7 +176,7 @@ def check(
     loaded_name: str,
     fingerprint: str,
     kv_name: str,
-    kv: CacheConfig | Plan,
+    kv: CacheConfig,
     mlx_lm: str,
 ) -> None:
     """Raise UserError unless the file is a whole session of the model with this fingerprint, saved with
@@ -203,11 +202,11 @@ def check_version(head: Header) -> None:
         raise head.wrong(f"has session format {shown(got)}; this version reads {FORMAT}")
 
 
-def check_cache(head: Header, kv_name: str, kv: CacheConfig | Plan) -> None:
+def check_cache(head: Header, kv_name: str, kv: CacheConfig) -> None:
     """Raise UserError unless the file was saved with this cache."""
     data = head.entries
     try:
-        same = read_config(untrusted.parse(data["kv"])) == kv
+        same = CacheConfig.from_dict(untrusted.parse(data["kv"])) == kv
     except (Unsound, UserError):
         raise head.wrong("names a cache that this version does not know") from None
     if not same:

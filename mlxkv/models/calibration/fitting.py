@@ -7,7 +7,6 @@ on the spot and kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.nn as nn
@@ -19,7 +18,6 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.calibration import measure
 from mlxkv.models.catalog.aliases import REPO
 from mlxkv.models.catalog.hub import Words, fetch_file
@@ -50,7 +48,7 @@ def given(calibration: Calibration | Path | str) -> Calibration:
     return artifact.read(calibration)
 
 
-def known(model: nn.Module, config: CacheConfig | Plan | None = None) -> Calibration | None:
+def known(model: nn.Module, config: CacheConfig | None = None) -> Calibration | None:
     """The calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
     has to be made, or made anew. config: one that serves it, unless it was named."""
     origin = origin_of(model)
@@ -70,7 +68,7 @@ def _outdated(model: nn.Module, found: Calibration | None) -> bool:
 
 def fit(
     model: nn.Module,
-    config: CacheConfig | Plan,
+    config: CacheConfig,
     places: Mapping[Place, Shape],
     label: str,
     chosen: Calibration | Path | str | None = None,
@@ -80,12 +78,9 @@ def fit(
     Without a calibrated side: `config` itself and None. label: of `config` in errors. chosen: the
     calibration to use. Raises UserError for a calibration that is missing or does not fit.
     """
-    owns = {place: config.at(place[0]) for place in places}
-    if not any(own.calibrated for own in owns.values()):
-        return {place: (own, None) for place, own in owns.items()}
+    if not config.calibrated:
+        return dict.fromkeys(places, (config, None))
     origin = origin_of(model)
-    if chosen is None and not (origin and origin.calibration):
-        chosen = getattr(config, "calibration", None)  # the one that a plan came with
     if config.learned and chosen is None and not (origin and origin.calibration):
         raise UserError(
             f"[attach] {label} needs learned transforms; got no calibration; make one with mlxkv "
@@ -99,26 +94,23 @@ def fit(
         )
     if calibration is None:
         calibration = _on_the_spot(model, origin, label)
-    needed = {place: shape for place, shape in places.items() if owns[place].calibrated}
-    calibration.check(sizes(needed), origin and origin.fingerprint)
-    if any(owns[place].keys.calibrated and not shape.latent for place, shape in needed.items()):
+    calibration.check(sizes(places), origin and origin.fingerprint)
+    if config.keys.calibrated and not all(shape.latent for shape in places.values()):
         artifact.tell_reach(calibration, origin and origin.context)
-    out: dict = {place: (own, None) for place, own in owns.items()}
+    names = {layer_name(place): place for place in places}
+    fitted = layers.fitted(dict.fromkeys(names, config), calibration)
     by_kinds: dict = {}
-    names = {layer_name(place): place for place in needed}
-    made_of = layers.fitted({name: owns[place] for name, place in names.items()}, calibration)
-    for name, own in made_of.items():
-        place = names[name]
-        by_kinds.setdefault(own.fitted, {})[name] = place, own
-    for kinds, found in by_kinds.items():
-        made = maps.of(calibration, kinds, found)
-        out |= {place: (own, made[name]) for name, (place, own) in found.items()}
-    return {place: out[place] for place in places}
+    for name, layer in fitted.items():
+        by_kinds.setdefault(layer.fitted, {})[name] = layer
+    made: dict = {}
+    for kinds, group in by_kinds.items():
+        made |= maps.of(calibration, kinds, group)
+    return {place: (fitted[name], made[name]) for name, place in names.items()}
 
 
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
     """Make a calibration and keep it in the user's folder, if that can be written; one that is outdated stays beside
-    it, for saved sessions, and hands over its plan and its clips."""
+    it, for saved sessions, and hands over its clips."""
     old = artifact.find(origin.fingerprint, None)
     if old is None:
         console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
@@ -127,7 +119,7 @@ def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
     made = measure.from_corpus(model, origin)
     path = artifact.kept_path(origin.fingerprint)
     if old is not None:
-        made = replace(made.with_clips_of(old)[0], plan=old.plan)
+        made = made.with_clips_of(old)[0]
     try:
         if old is not None:
             artifact.write(artifact.kept_path(origin.fingerprint, "-older"), old)

@@ -6,7 +6,6 @@ import json
 
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.formats.presets import PRESETS
 
 # Names of MLX, and what other tools call them.
@@ -55,12 +54,8 @@ def check_weights(bits: int | None, host: str | None = None) -> None:
         raise UserError("[--weights] is for models that mlx-lm loads; leave it out with images")
 
 
-def check_fold(config: CacheConfig | Plan, label: str, fold: bool) -> None:
+def check_fold(config: CacheConfig, label: str, fold: bool) -> None:
     """Raises UserError if `fold` is asked for and `config` has no calibrated map of values."""
-    if fold and isinstance(config, Plan):
-        raise UserError(
-            f"[--fold] folds the maps of one preset into the weights; got the plan {label}; leave it out"
-        )
     if fold and (not config.values.calibrated or config.values.cut):
         found = ((name, one.values) for name, one in PRESETS.items())
         choices = ", ".join(name for name, side in found if side.calibrated and not side.cut)

@@ -27,13 +27,12 @@ class LayerReport:
     kind: the sort of layer. reason: the preset if compressed, else why not.
     bits_per_value: stored bits per value inside the pages, 16 in full precision.
     kernel: what computes attention. grows: the cache grows with the context.
-    kv_heads, key_dim, value_dim: sizes of a compressed layer, and of one that a plan leaves in full precision;
+    kv_heads, key_dim, value_dim: sizes of a compressed layer;
         0 for others.
     fold: "folded" where the weights turn the values, why they do not where that was asked for.
     clips: of keys and values, where the model's calibration has others than the preset.
     bases: bytes of the bases of a cache of low rank that follows the text, which come on top.
     steps: how the decode steps of the whole model are made, and why; "" where that was not tried.
-    plan: the name of the plan that gave the layer its preset; "" where all layers have one.
     """
 
     index: int
@@ -50,7 +49,6 @@ class LayerReport:
     clips: tuple[float, float] | None = None
     bases: int = 0
     steps: str = ""
-    plan: str = ""
 
 
 def compressed(
@@ -122,8 +120,6 @@ def summarise(reports: list[LayerReport]) -> list[str]:
         elif fold:
             what += f", values turned at run time ({fold})"
         lines.append(f"{name} {ranges(indices)} ({kind}): {what}")
-    if line := of_plan(reports):
-        lines.append(line)
     if silent := nothing_compressed(reports):
         lines.insert(0, silent)
     if steps := next((r.steps for r in reports if r.steps), ""):
@@ -138,15 +134,6 @@ def mean_bits(reports: list[LayerReport]) -> float | None:
     if not sum(sizes):
         return None
     return sum(s * r.bits_per_value for s, r in zip(sizes, reports, strict=True)) / sum(sizes)
-
-
-def of_plan(reports: list[LayerReport]) -> str | None:
-    """The line that says what a plan comes to, or None without one."""
-    name = next((r.plan for r in reports if r.plan), None)
-    if name is None or (bits := mean_bits(reports)) is None:
-        return None
-    counted = ranges([r.index for r in reports if r.kv_heads])
-    return f"{name}: {bits:.3g} bits per value, the mean of layers {counted}"
 
 
 def _clips(reports: list[LayerReport]) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv, stand_in
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.catalog.shapes import LayerShape
 
 CHUNK = 2048  # tokens that a prefill takes at a time
@@ -97,11 +96,10 @@ def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
     return packed + 2 * layer.values(tokens - pages * kv.page) + bases
 
 
-def need(plan: ModelPlan, kv: CacheConfig | Plan, tokens: int) -> Need:
+def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
     """What `tokens` tokens need."""
-    own = [(layer, kv.at(layer.index)) for layer in plan.layers]
-    cache = sum(layer_bytes(layer, one, tokens) for layer, one in own)
-    whole = sum(layer_bytes(layer, replace(one, keep=1.0), tokens) for layer, one in own)
+    cache = sum(layer_bytes(layer, kv, tokens) for layer in plan.layers)
+    whole = sum(layer_bytes(layer, replace(kv, keep=1.0), tokens) for layer in plan.layers)
     one_layer = max(
         (2 * (layer.values(tokens) + tokens * layer.expanded) for layer in plan.layers), default=0
     )
@@ -110,7 +108,7 @@ def need(plan: ModelPlan, kv: CacheConfig | Plan, tokens: int) -> Need:
     return Need(plan.weights, int(cache), transient, values, int(whole - cache), plan.state)
 
 
-def longest(plan: ModelPlan, kv: CacheConfig | Plan, usable: int) -> int:
+def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:
     """The longest context that fits, at most the model's limit; 0 when nothing does."""
     low, high = 0, plan.limit or MOST_TOKENS
     while low < high:

@@ -9,7 +9,6 @@ import mlx.nn as nn
 from mlx_lm._version import __version__ as mlx_lm_version
 
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.plans.plan import Plan
 from mlxkv.models.catalog.reports import (
     ASKED_FOR,
     CAPPED,
@@ -65,22 +64,19 @@ def find(model: nn.Module, make_cache: Callable[[], list], more: Iterable[Place]
 
 
 def rotating(
-    caches: list[tuple[Place, object]], wanted: list[Place], config: CacheConfig | Plan
+    caches: list[tuple[Place, object]], wanted: list[Place], config: CacheConfig
 ) -> tuple[dict[Place, CacheConfig], dict[Place, str]]:
     """The configs of the sliding windows among `caches` that are to be compressed, and why others are not."""
     configs, reasons = {}, {}
     for place, cache in caches:
         if place not in wanted:
             continue
-        own = config.at(place[0])
-        if not own.compresses:
-            reasons[place] = ASKED_FOR
-        elif own.calibrated or own.listens:
+        if config.calibrated or config.listens:
             reasons[place] = CALIBRATED_WINDOW
-        elif cache.max_size < (least := replace(own, sink=cache.keep).least):
+        elif cache.max_size < (least := replace(config, sink=cache.keep).least):
             reasons[place] = f"no page is sealed in less than {least} tokens"
         else:
-            configs[place] = own.in_window(cache.keep, cache.max_size)
+            configs[place] = config.in_window(cache.keep, cache.max_size)
     return configs, reasons
 
 
@@ -95,7 +91,7 @@ def saves_little(config: CacheConfig, shape: Shape) -> str | None:
 def examine(
     model: nn.Module,
     make_cache: Callable[[], list],
-    config: CacheConfig | Plan,
+    config: CacheConfig,
     label: str,
     windows: int | None = None,
 ) -> tuple[list[LayerReport], dict[Place, Shape]]:
@@ -128,27 +124,14 @@ def examine(
     by_layer: dict[int, list[LayerReport]] = {}
     chosen = {}
     for place, cache in caches:
-        shape, reason, own, name = shapes.get(place), reasons.get(place), config.at(place[0]), label
-        if isinstance(config, Plan):
-            name = config.name_at(place[0])
-        if own.centred and shape is not None and (shape.sinks or shape.softcap):
+        shape, reason = shapes.get(place), reasons.get(place)
+        if config.centred and shape is not None and (shape.sinks or shape.softcap):
             shape, reason = None, SINKS if shape.sinks else CAPPED
-        if shape is not None and not own.compresses:  # of a plan that compresses others
-            report = _exact(_judge(place[0], cache, None, ASKED_FOR, own, name), shape)
-        else:
-            report = _judge(place[0], cache, shape, reason, own, name)
-        if isinstance(config, Plan) and config.compresses:
-            report = replace(report, plan=label)
+        report = _judge(place[0], cache, shape, reason, config, label)
         if report.compressed:
             chosen[place] = shapes[place]
         by_layer.setdefault(place[0], []).append(report)
     return [_merge(parts) for parts in by_layer.values()], chosen
-
-
-def _exact(report: LayerReport, shape: Shape) -> LayerReport:
-    """The report of a layer that a plan leaves in full precision, with its sizes, for the mean of all."""
-    sizes = {"kv_heads": shape.heads, "key_dim": shape.key_dim, "value_dim": shape.value_dim}
-    return replace(report, kind=LATENT if shape.latent else report.kind, **sizes)
 
 
 def _judge(
@@ -181,8 +164,8 @@ def _merge(parts: list[LayerReport]) -> LayerReport:
 
 
 def with_searched(
-    reports: list[LayerReport], config: CacheConfig | Plan, used: dict[Place, CacheConfig]
+    reports: list[LayerReport], config: CacheConfig, used: dict[Place, CacheConfig]
 ) -> list[LayerReport]:
     """The reports with the clips and ranks that a calibration gives each layer. used: configs by place."""
     found = {place[0]: own for place, own in used.items()}
-    return [with_own(r, config.at(r.index), found[r.index]) if r.compressed else r for r in reports]
+    return [with_own(r, config, found[r.index]) if r.compressed else r for r in reports]
