@@ -12,7 +12,6 @@ from weakref import ref
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cuda_track.cache import reading
 from cuda_track.cache.view import View
 from cuda_track.kernels import launch
 from cuda_track.kernels.pool import PoolPages
@@ -214,16 +213,7 @@ def weights(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=No
     """The weights of attention, as `attend` takes its arguments: [B, H, L, T] float32."""
     q = _heads_together(queries.float(), view.live[0].shape[1]) * scale
     s = scores(q, view).reshape(*queries.shape[:3], -1)
-    read = None
-    if (it := getattr(view.pages, "reading", None)) is not None:
-        visible = None
-        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim == 4:
-            visible = mask[:, 0, -1].expand(len(q), -1)
-        seen = masked(s, mask).reshape(*q.shape[:3], -1)
-        start = 0 if view.sink is None else view.sink[0].shape[2]
-        read = reading.read_columns(seen, view.pages.codecs[0].query(q), it, start, visible)
-        read = read.expand(seen.shape).reshape(s.shape)
-    return _softmax(s, mask, sink_logits, softcap, read)
+    return _softmax(s, mask, sink_logits, softcap)
 
 
 def scores(q: torch.Tensor, view: View) -> torch.Tensor:
@@ -258,14 +248,11 @@ def _softmax(
     mask: Mask,
     sink_logits: torch.Tensor | None,
     softcap: float | None = None,
-    read: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax of scores [B, H, L, T] float32; the column of attention sinks takes part and is dropped. read: which
-    scores are read at all, boolean; None for all."""
+    """Softmax of scores [B, H, L, T] float32; the column of attention sinks takes part and is dropped."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores, total = masked(scores, mask), scores.shape[3]
-    scores = scores if read is None else masked(scores, read)
     if sink_logits is None:
         return scores.softmax(-1)
     column = sink_logits.float()[None, :, None, None].expand(*scores.shape[:3], 1)

@@ -40,15 +40,11 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
     if asked == OPS:
         return "plain ops were asked for"
     if asked == METAL:
-        if config.read < 1:
-            return "a share of the pages is read by plain ops alone"
         return metal.why_not(config, dims)
     if _asked[-1] != TRITON and device.type != "cuda":
         return f"no Triton kernels on {device.type}"
     if config.low:
         return "low rank has no Triton kernel"
-    if config.read < 1:
-        return "a share of the pages is read by plain ops alone"
     return launch.why_not(config, dims, device)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-from cuda_track.cache import reading
 from cuda_track.cache.view import CodePages, Pair
 from cuda_track.codec.codec import Codec, Stored, codec
 from cuda_track.codec.maps import LayerMaps
@@ -136,37 +135,28 @@ class Codes(_Grown):
     """Sealed pages for plain ops: a set of tensors for each side."""
 
     def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec]):
-        super().__init__(config, codecs, sets=2 if config.read == 1 else 3)
+        super().__init__(config, codecs, sets=2)
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         encoded = self._encoded(pair, count, start)
-        for pages, x in zip(self._pages, [*encoded, *self._summaries(encoded[0])], strict=True):
+        for pages, x in zip(self._pages, encoded, strict=True):
             pages.append(x, count)
-
-    def _summaries(self, keys: Stored) -> list[Stored]:
-        """What chunks of these keys are ranked by, where a step does not read all; else nothing."""
-        if self.config.read == 1:
-            return []
-        decoded = self.codecs[0].decode_stored(keys, torch.float32)
-        return [{"summary": reading.summary(decoded, self.config.chunk)}]
 
     def read(self, start: int, stop: int) -> CodePages:
         """A snapshot of pages start .. stop - 1."""
-        *stored, held = (pages.read(start, stop) for pages in (*self._pages, Pages())[:3])
-        it = held and reading.reading(held["summary"], self.config.read, self.config.chunk)
-        tokens = (stop - start) * self.config.page
-        return CodePages(self.codecs, tuple(stored), tokens, it or None)
+        stored = tuple(pages.read(start, stop) for pages in self._pages)
+        return CodePages(self.codecs, stored, (stop - start) * self.config.page)
 
     @property
     def state(self) -> dict[str, Stored]:
-        return {name: pages.read() for name, pages in zip(NAMES, self._pages, strict=False)}
+        return {name: pages.read() for name, pages in zip(NAMES, self._pages, strict=True)}
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of any store."""
         state = as_codes(state, self.codecs)
         held = [state[name] for name in NAMES]
-        for x, pages in zip([*held, *self._summaries(held[0])], self._pages, strict=True):
+        for x, pages in zip(held, self._pages, strict=True):
             pages.restore(x, count)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cuda_track.cache.reading import Reading
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.kernels.pool import PoolPages
 from cuda_track.mps.pages import RecordPages
@@ -18,12 +17,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class CodePages:
-    """Pages as plain ops read them. tokens: in these pages. reading: which share of them a decode step reads."""
+    """Pages as plain ops read them. tokens: in these pages."""
 
     codecs: tuple[Codec, Codec]
     stored: tuple[Stored, Stored]
     tokens: int
-    reading: Reading | None = None
 
     @property
     def parts(self) -> tuple[CodePages]:

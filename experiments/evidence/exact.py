@@ -53,7 +53,7 @@ class Context:
     def following(self, loaded, cache: list) -> Iterator[tuple[slice, mx.array]]:
         """Yield logits after each token behind the context but the last, a few at a time: their places behind the
         context, and [B, n, vocabulary]."""
-        step, end = feed.decode_step(cache), self.tokens.shape[1] - 1
+        step, end = feed.DECODE, self.tokens.shape[1] - 1
         for start in range(self.length, end, step):
             stop = min(start + step, end)
             logits = loaded.model(self.tokens[:, start:stop], cache=cache)

@@ -169,8 +169,7 @@ def presets() -> list[str]:
         "in quality is in [results](../results/README.md), how fast in [kernels](../internals/kernels.md).",
         "",
         "A pair takes its keys from one preset and its values from another (`int8/int4`). Names take numbers: "
-        "`int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens, "
-        "`+read0.5` keeps all and [reads half](../internals/page_selection.md) of them at each step. "
+        "`int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens. "
         "`fill-2.25`, or any number of bits a value: [bits by direction](../internals/README.md).",
     ]
     left = dict(LISTED)

@@ -15,16 +15,11 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from mlxkv.cache.latent.pages import FixedLatents, LatentPages
-from mlxkv.cache.reading import summary
 from mlxkv.cache.view import OPS, TILES, CacheView, RecordPages, View
 from mlxkv.errors import UserError
-from mlxkv.formats.records import TOKENS
-from mlxkv.formats.rules.reading import count
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles
 from mlxkv.metal.launch import backend
-from mlxkv.metal.lengths import Known, Later
-from mlxkv.metal.reading import choose
 
 # Up to this many new tokens codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = kernels.MOST_NEW
@@ -182,13 +177,8 @@ def _decode_records(
     batch, heads, new, dims = queries.shape
     kv_heads, dtype = live[0].shape[1], live[0].dtype
     pages, *more = parts
-    plan, chosen = pages.plan, None
+    plan = pages.plan
     if plan.body == TILES:
-        if pages.reading is not None and not window:
-            q = queries.reshape(batch, kv_heads, -1, dims)
-            asked = stored_query(pages, q.astype(mx.float32))
-            rest = sink, live, lengths, scale, new, starts
-            chosen = chosen_of(pages, asked, q.astype(dtype), *rest)
         return tiles.attend(
             queries.astype(dtype),
             pages.buffer,
@@ -206,14 +196,10 @@ def _decode_records(
             page=pages.codecs[0].page,
             softcap=softcap,
             window=window,
-            chosen=chosen,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
     exact = q.astype(mx.float32)
     first = _run(pages, exact)
-    if pages.reading is not None and not window:
-        rest = sink, live, lengths, scale, new, starts
-        chosen = chosen_of(pages, first.q_pages, q.astype(dtype), *rest)
     out = kernels.attend(
         first.q_pages,
         q.astype(dtype),
@@ -233,26 +219,8 @@ def _decode_records(
         page=pages.codecs[0].page,
         softcap=softcap,
         window=window,
-        chosen=chosen,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
-
-
-def chosen_of(
-    pages: RecordPages, asked, q, sink, live, lengths: Known | Later, scale: float, new: int, starts
-) -> choose.Chosen | None:
-    """The chunks that a step reads; None where it reads all. asked: queries [B, G, N, R] in the stored domain."""
-    reading, page = pages.reading, pages.codecs[0].page
-    each = reading.chunk // TOKENS
-    if not isinstance(lengths, Later) and all(
-        count(n // each, reading.share) == n // each for n, *_ in lengths
-    ):
-        return None
-    return choose.choose(
-        *(asked, q),
-        *(reading.summaries, reading.share, each),
-        *(sink, live, lengths, scale, new, pages.plan.make, starts, page // TOKENS),
-    )
 
 
 def _tile_run(pages: RecordPages) -> tiles.Run:
@@ -383,11 +351,7 @@ def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None, fixed=F
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, live[0].shape[1], -1, dims)
     s = scores(q, view).reshape(batch, heads, new, -1)
-    read = None
-    # Where a mask is an array of another kind, all is read, as by kernels.
-    if view.pages.reading is not None and (fixed or not isinstance(mask, mx.array)):
-        read = _read_columns(s, q, view, mask, fixed)
-    p = _softmax(s, mask, sink_logits, softcap, read).reshape(*q.shape[:3], -1)
+    p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
     out, start = None, 0
     if sink is not None:
         start = sink[1].shape[2]
@@ -398,30 +362,6 @@ def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None, fixed=F
         start += run.tokens
     out = out + p[..., start:] @ live[1].astype(mx.float32)
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
-
-
-def _read_columns(s: mx.array, q: mx.array, view: CacheView, mask, fixed: bool) -> mx.array | None:
-    """Which columns of scores [B, H, L, T] a step reads, boolean of their shape; None: all. q: scaled, [B, G, N, D]."""
-    pages, reading = view.pages, view.pages.reading
-    chunks, start = pages.tokens // reading.chunk, view.sink[0].shape[2] if view.sink else 0
-    there = None
-    if fixed:  # there is spare room
-        there = mask[:, :1, -1, start : start + pages.tokens : reading.chunk]
-    elif count(chunks, reading.share) == chunks:
-        return None
-    seen = masked(s, mask).reshape(*q.shape[:3], -1)
-    beside = [seen[..., :start], seen[..., start + pages.tokens :]]
-    beside = mx.logsumexp(mx.concatenate(beside, axis=-1), axis=-1, keepdims=True)
-    logs = summary.estimates(
-        pages.codecs[0].query(q), reading.summaries[:, :, :chunks], reading.chunk
-    )
-    if there is not None:
-        logs = mx.where(there[:, :, None], logs, mx.finfo(mx.float32).min)
-    taken = summary.taken(summary.weights(logs, beside), reading.share, there)
-    taken = mx.repeat(taken, reading.chunk, axis=-1)
-    more = seen.shape[-1] - start - pages.tokens
-    taken = mx.pad(taken, [(0, 0), (0, 0), (start, more)], constant_values=True)
-    return mx.broadcast_to(taken[:, :, None], seen.shape).reshape(s.shape)
 
 
 def scores(q: mx.array, view: View) -> mx.array:
@@ -461,16 +401,13 @@ def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
     return scores
 
 
-def _softmax(scores, mask, sink_logits, softcap=None, read=None):
-    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped. read: which scores
-    are read at all, boolean; None for all."""
+def _softmax(scores, mask, sink_logits, softcap=None):
+    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
     total = scores.shape[3]
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
     if mask is not None:
         scores = masked(scores, mask)
-    if read is not None:
-        scores = masked(scores, read)
     if sink_logits is None:
         return mx.softmax(scores, axis=-1, precise=True)
     column = mx.broadcast_to(

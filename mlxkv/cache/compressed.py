@@ -20,7 +20,6 @@ from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.contract import Contract, IntoBatch, Snapshots, from_state
 from mlxkv.cache.pages import GROWTH
-from mlxkv.cache.reading import summary
 from mlxkv.cache.stores import Codes, Contents, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View
 from mlxkv.codec import encoding, maps
@@ -321,13 +320,6 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         pairs = (self._live, self._sink, self._last)
         windows = [x for pair in pairs if pair is not None for x in pair]
         return (*windows, *(self._store.arrays() if self._store else ()))
-
-    @property
-    def beside(self) -> int:
-        """Bytes of what is held and not saved: what chunks are ranked by."""
-        if self.config.read == 1 or not self._count_pages:
-            return 0
-        return self._store.pages.read()[summary.NAME].nbytes
 
     @property
     def nbytes(self) -> int:

@@ -53,16 +53,13 @@ class Pages:
         self.is_shared = False
 
     @classmethod
-    def of_many(
-        cls, layout: RecordLayout, page: int, heads: int, more: dict[Hashable, Block] | None = None
-    ) -> Pages:
-        """For records of pages of `page` tokens; no sequence yet. more: other arrays, for one sequence."""
+    def of_many(cls, layout: RecordLayout, page: int, heads: int) -> Pages:
+        """Return an empty holder of records, `page` tokens a page, for several sequences."""
         out = cls()
         out.starts, out.counts, out.is_shared = [], [], True
         out._blocks["records"] = (1, heads, page // TOKENS, layout.words), mx.uint32
         if layout.header_words:
             out._blocks["headers"] = (1, heads, 1, layout.header_words), mx.uint32
-        out._blocks |= more or {}
         return out
 
     def __deepcopy__(self, memo):

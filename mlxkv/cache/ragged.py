@@ -37,8 +37,7 @@ class Ragged:
         self.centre = self.layer_maps.centre if self.config.centred else None
         self.store, self.heads, self.dtype = store, heads, dtype
         self.each = self.config.page // TOKENS  # records of a page
-        more = store.summary_block(heads)
-        self.pages = Pages.of_many(store.layout, self.config.page, heads, more)
+        self.pages = Pages.of_many(store.layout, self.config.page, heads)
         self.offsets: list[int] = []
         self.counts: list[int] = []  # live tokens
         self.parted: list[bool] = []  # whether the sink has moved out of the live window

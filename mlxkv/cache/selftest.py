@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlxkv import faults
-from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend, chosen_of, stored_query
-from mlxkv.cache.reading import trial
+from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import Parts, Sliding, View
 from mlxkv.codec.maps import sample
@@ -102,9 +101,7 @@ def fault(
 
 def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
     """The config whose trial stands for this one: itself, but for bits by direction, whose kernels are the same for all
-    widths (`metal.template`), and for shares of the pages. Keys are tried with fewer stored dims than a head has."""
-    if config.read < 1:
-        config = replace(config, read=TRIED_SHARE)
+    widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""
     sides = {}
     for name, some, less in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
         side = getattr(config, name)
@@ -143,8 +140,6 @@ def test(
     if case is None and known:
         return next((one for one in known.values() if one.reason), next(iter(known.values())))
     case = (case or CASE).small
-    if config.read < 1 and case not in known:
-        known[case] = _test_reading(config, dims, dtype, make, tiled, case)
     if case not in known:
         on_trial, on_mac = nullcontext(), make is mx.fast.metal_kernel
         place = record_layout(config, *config.dims(dims, dims)), dims, dtype, tiled
@@ -244,77 +239,6 @@ def _test(
     wrong = next((name for name, off in errors.items() if not off <= bounds[name]), None)
     reason = None if wrong is None else f"{wrong} is off by {errors[wrong]:.2g}"
     return Outcome(errors, ties, reason, True, seconds)
-
-
-def _test_reading(
-    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, tiled: bool, case: Case
-) -> Outcome:
-    """`test` where a step reads a share of the pages: as for all of them, then the kernels that choose. On a Mac they
-    have a note of their own."""
-    found = test(replace(config, read=1.0), dims, dtype, make, tiled, case)
-    if found.reason:
-        return found
-    layout = record_layout(config, *config.dims(dims, dims)), "a share"
-    on_mac = make is mx.fast.metal_kernel
-    if on_mac and (reason := trust.why_not(layout, dims, dtype, tiled)):
-        return replace(found, reason=reason)
-    with trust.trial(layout, dims, dtype, tiled) if on_mac else nullcontext():
-        reason = _reading(config, dims, dtype, make, tiled, case)
-    if on_mac:
-        trust.note(layout, dims, dtype, reason is None, tiled, reason)
-    return replace(found, reason=reason)
-
-
-def _reading(
-    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, tiled: bool, case: Case
-) -> str | None:
-    """Why kernels that read a share of the pages are not used, or None."""
-    scale, page = dims**-0.5, config.page
-    with mx.stream(mx.cpu):
-        draw = mx.random.normal((4, 1, case.heads, PAGES * page, dims), key=mx.random.key(1))
-        # What tokens of a chunk have in common tells chunks apart.
-        slow = mx.repeat(draw[3, :, :, : PAGES * page // config.chunk], config.chunk, axis=2)
-        keys, values = ((x + slow)[:, : case.kv_heads].astype(dtype) for x in draw[:2])
-        queries = draw[2, :, :, :DECODE_TOKENS].astype(dtype)
-        live, sink = (
-            tuple(mx.contiguous(x[:, :, part]) for x in (keys, values))
-            for part in (slice(0, DECODE_TOKENS + 1), slice(40, 44))
-        )
-        logits = mx.linspace(-1, 1, case.heads).astype(dtype) if case.sinks else None
-        turned = None
-        if config.calibrated:
-            turned = sample(case.kv_heads, (dims, dims), config.fitted)
-        mx.eval(keys, values, queries, live, sink)
-    try:
-        store = Records(config, (dims, dims), make, tiled, turned)
-        store.append((keys, values), PAGES)
-        view = View(live, sink, store.whole())
-        layout = store.layout
-        for new in case.steps(max(dims, layout.keys.dims, layout.values.dims), make):
-            q = queries[:, :, :new]
-            mask = None if new == 1 else "causal"
-            found = attend(q, view, scale, mask, logits, case.softcap)
-            flat = q.reshape(1, case.kv_heads, -1, dims)
-            asked = stored_query(view.pages, flat.astype(mx.float32))
-            lengths = ((view.pages.records, sink[0].shape[2], live[0].shape[2]),)
-            chosen = chosen_of(*(view.pages, asked, flat, sink, live, lengths, scale, new, None))
-            if chosen is None:
-                return None
-            mx.eval(found, chosen.chunks)
-            with mx.stream(mx.cpu):
-                plain = Codes(config, (dims, dims), turned)
-                plain.restore(store.state, PAGES)
-                reason = trial.wrong(
-                    *(q, view, chosen.chunks, found, plain.whole(), scale, BOUND),
-                    *(logits, case.softcap),
-                )
-            if reason:
-                return reason
-    except Exception as error:  # as in `_test`
-        tiles.forget_counters()
-        drain()
-        return faults.reason(error)
-    return None
 
 
 def drain(*streams: mx.Stream) -> None:

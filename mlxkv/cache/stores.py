@@ -15,15 +15,13 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 
 from mlxkv.cache.latent.pages import LatentPages
-from mlxkv.cache.pages import Block, Pages
-from mlxkv.cache.reading import summary
+from mlxkv.cache.pages import Pages
 from mlxkv.cache.view import BY_OPS, PORTABLE, TILES, CodePages, KernelPlan, Pair, RecordPages
 from mlxkv.codec import encoding, records
 from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, record_layout
-from mlxkv.formats.rules.reading import words
 from mlxkv.metal import attend, balance, launch, seal
 from mlxkv.metal.lengths import grown
 
@@ -55,37 +53,6 @@ class _Store:
             else codec(side, dim, config.page)
             for name, side, dim in zip(NAMES, (config.keys, config.values), dims, strict=True)
         )
-
-    def summary_block(self, heads: int) -> dict[str, Block]:
-        """Shape and type of the summaries of a page, by their name; {} where all tokens are read."""
-        if self.config.read == 1:
-            return {}
-        shape = 1, heads, self.config.page // self.config.chunk, words(self.codecs[0].dims)
-        return {summary.NAME: (shape, mx.uint32)}
-
-    def _reading(self, summaries: mx.array | None) -> summary.Reading | None:
-        if self.config.read == 1:
-            return None
-        return summary.reading(summaries, self.config.read, self.config.chunk)
-
-    def _summarised(self, held: dict, count: int) -> dict:
-        """The arrays of `count` pages with the summaries of their chunks, where a step does not read all. Keys of many
-        pages, as a file brings them, are decoded a few at a time."""
-        if self.config.read == 1:
-            return held
-        made, most = [], max(1, SUMMARISED // self.config.page)
-        for start in range(0, count, most):
-            rows = ((x, x.shape[2] // count) for x in held.values())
-            parts = [x[:, :, n * start : n * (start + most)] for x, n in rows]
-            if made:  # one after the other, or the keys of all are alive at once
-                parts = [mx.depends(x, made[-1]) for x in parts]
-            some = dict(zip(held, parts, strict=True)) if count > most else held
-            made.append(summary.summary(self._stored_keys(some), self.config.chunk))
-        return held | {summary.NAME: made[0] if len(made) == 1 else mx.concatenate(made, axis=2)}
-
-    def _stored_keys(self, held: dict) -> mx.array:
-        """The decoded keys of pages in the stored domain, [B, G, T, R] float32."""
-        raise NotImplementedError
 
     def encode_by(self, way: str) -> None:
         """Encode the next pages this way."""
@@ -137,11 +104,7 @@ class Codes(_Store):
         for side, code, x in zip(self.sides, self.codecs, pair, strict=False):
             for name, y in code.encode(x[:, :, start:stop], self.way).items():
                 encoded[side, name] = y
-        self.pages.append(self._summarised(encoded, count), count)
-
-    def _stored_keys(self, held: dict) -> mx.array:
-        keys = {name: x for (side, name), x in held.items() if side == self.sides[0]}
-        return self.codecs[0].decode_stored(keys, mx.float32)
+        self.pages.append(encoded, count)
 
     def _sides(self, start: int, stop: int) -> dict[str, Stored]:
         return self._by_side(self.pages.read(start, stop))
@@ -150,8 +113,7 @@ class Codes(_Store):
         """The codes among these arrays, by side and name."""
         out: dict[str, Stored] = {name: {} for name in self.sides}
         for key, x in held.items():
-            if key != summary.NAME:
-                out[key[0]][key[1]] = x
+            out[key[0]][key[1]] = x
         return out
 
     def read(self, start: int, stop: int) -> CodePages:
@@ -178,8 +140,7 @@ class Codes(_Store):
 
     def _snapshot(self, held: dict, tokens: int) -> CodePages:
         """What attention reads of these arrays."""
-        reading = self._reading(held.get(summary.NAME))
-        return CodePages(self.codecs, tuple(self._by_side(held).values()), tokens, reading=reading)
+        return CodePages(self.codecs, tuple(self._by_side(held).values()), tokens)
 
     def truncate(self, count: int) -> None:
         self._whole = None
@@ -292,7 +253,7 @@ class Records(_Store):
             transforms = tuple(code.transform for code in self.codecs)
             ranks = tuple(code.spec.clip_rank(at.dims) for code, at in sides)
             sealed = self._sealer(pair, layout, make, transforms, start, tokens, ranks)
-            return self._summarised(sealed, tokens // self.config.page)
+            return sealed
         with mx.stream(mx.cpu if on_cpu else mx.default_device()):
             codes = {}
             for name, x, (code, at) in zip(NAMES, pair, sides, strict=True):
@@ -300,19 +261,12 @@ class Records(_Store):
                 helpers = balance.helpers(make, code.page, at.dims) if by_kernel else {}
                 codes[name] = code.encode(x[:, :, start : start + tokens], self.way, **helpers)
             sealed = records.to_records(codes, self.codecs)
-        return self._summarised(sealed, tokens // self.config.page)
-
-    def _stored_keys(self, held: Stored) -> mx.array:
-        buffer, headers = held["records"], held.get("headers")
-        return attend.unseal_side(
-            *(buffer, buffer.shape[2], self.layout, True, mx.float32, self.plan.make, headers)
-        )
+        return sealed
 
     def snapshot(self, held: Stored, tokens: int) -> RecordPages:
         """What attention reads of the first `tokens` of these arrays."""
-        reading = self._reading(held.get(summary.NAME))
         buffer, headers = held["records"], held.get("headers")
-        return RecordPages(self.codecs, self.plan, buffer, tokens, headers, reading=reading)
+        return RecordPages(self.codecs, self.plan, buffer, tokens, headers)
 
     def empty(self) -> Records:
         """A store of the same kind without pages."""
@@ -384,8 +338,8 @@ class Records(_Store):
 
     @property
     def state(self) -> dict:
-        """What has to be saved of them: summaries follow from the rest."""
-        return {name: x for name, x in self.held.items() if name != summary.NAME}
+        """Return what has to be saved of them."""
+        return self.held
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of either store. Raises ValueError for records of another layout."""

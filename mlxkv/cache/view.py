@@ -24,7 +24,6 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from mlxkv.cache.reading.summary import Reading
 from mlxkv.codec import codebook, records
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.codec.transform import Transform
@@ -69,13 +68,12 @@ BY_OPS = KernelPlan(OPS)
 
 @dataclass(frozen=True)
 class CodePages:
-    """Pages as plain ops read them. tokens: in these pages. reading: which share of them a decode step reads."""
+    """Pages as plain ops read them. tokens: in these pages."""
 
     codecs: tuple[Codec, Codec]
     stored: tuple[Stored, Stored]
     tokens: int
     plan: KernelPlan = BY_OPS
-    reading: Reading | None = field(default=None, kw_only=True)
 
     @property
     def parts(self) -> tuple[CodePages]:
@@ -114,14 +112,13 @@ class CodePages:
 @dataclass(frozen=True)
 class RecordPages:
     """Pages as kernels read them: the first `tokens` / 16 records of `buffer` [B, G, capacity, words],
-    and the headers of the pages, where the format has any. reading: which share of them a decode step reads."""
+    and the headers of the pages, where the format has any."""
 
     codecs: tuple[Codec, Codec]
     plan: KernelPlan
     buffer: mx.array
     tokens: int
     headers: mx.array | None = None
-    reading: Reading | None = field(default=None, kw_only=True)
 
     @property
     def parts(self) -> tuple[RecordPages]:
@@ -207,7 +204,7 @@ class Parts:
 
     parts: tuple[CodePages | RecordPages, ...]
 
-    turns = reading = None  # one would have to be applied to each run
+    turns = None  # one would have to be applied to each run
 
     @property
     def plan(self) -> KernelPlan:
@@ -419,11 +416,6 @@ class RaggedView(CacheView):
             if headers is not None:
                 headers = headers[:, :, at // each : (at + count) // each]
             buffer, tokens = self.pages.buffer[:, :, at : at + count], count * TOKENS
-            reading = self.pages.reading and self.pages.reading.between(
-                at * TOKENS, at * TOKENS + tokens
-            )
-            pages = replace(
-                self.pages, buffer=buffer, tokens=tokens, headers=headers, reading=reading
-            )
+            pages = replace(self.pages, buffer=buffer, tokens=tokens, headers=headers)
             out.append((View(windows, first, pages), None))
         return tuple(out)

@@ -32,7 +32,7 @@ def log_probabilities(loaded, cache: list, tokens: Sequence[int] | mx.array) -> 
     """Return log probabilities after each of `tokens`, [T, vocabulary] float32, or [B, T, vocabulary] where
     tokens are [B, T], and extend the cache."""
     parts, batch = [], _batch(tokens)
-    at_once = decode_step(cache)
+    at_once = DECODE
     for start in range(0, batch.shape[1], at_once):
         logits = loaded.model(batch[:, start : start + at_once], cache=cache).astype(mx.float32)
         parts.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
@@ -45,12 +45,6 @@ def _batch(tokens: Sequence[int] | mx.array) -> mx.array:
     """[T] -> [1, T]; [B, T] as it is."""
     tokens = mx.array(tokens, dtype=mx.int32)
     return tokens if tokens.ndim == 2 else tokens[None]
-
-
-def decode_step(cache: list) -> int:
-    """Return how many tokens are read at once after a prompt: one where each reads pages of its own choice."""
-    configs = (getattr(layer, "config", None) for layer in cache)
-    return 1 if any(config is not None and config.read < 1 for config in configs) else DECODE
 
 
 def selects(cache: list) -> bool:

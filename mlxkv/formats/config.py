@@ -13,7 +13,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine, Full
 from mlxkv.formats.codebook import Codebook, PolarTree
 from mlxkv.formats.lowrank import Fill, Half, LowRank
-from mlxkv.formats.rules import reading
 from mlxkv.formats.tile import DualScale, Kitty, Polar
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
@@ -192,7 +191,6 @@ class CacheConfig:
     keep: share of a prompt's sealed tokens that stay once the prompt is read, by the votes of its last
         queries (SnapKV).
     whole_pages: select pages, for all kv heads alike, in place of tokens for each head.
-    read: share of the chunks of sealed tokens that a decode step reads (`rules.reading`); all are kept.
     sliding: tokens that a layer with a sliding window sees; 0: all.
     rotary: bits of the rotary keys beside latents (MLA): 16, as the model makes them, or 8.
     short_rotary: 8 bits for them without being asked, where there are latents; it is not saved and no
@@ -208,7 +206,6 @@ class CacheConfig:
     page: int = 64
     keep: float = 1.0
     whole_pages: bool = False
-    read: float = 1.0
     sliding: int = 0
     rotary: int = 16
     short_rotary: bool = field(default=False, compare=False)
@@ -243,35 +240,8 @@ class CacheConfig:
             )
         if self.rotary not in (8, 16):
             raise UserError(f"[CacheConfig] rotary must be 8 or 16 bits; got {self.rotary}")
-        for name in ("keep", "read"):
-            if not 0 < (share := getattr(self, name)) <= 1:
-                raise UserError(f"[CacheConfig] {name} must be above 0 and at most 1; got {share}")
-        if self.read < 1 and (reason := self._why_all_is_read):
-            raise UserError(f"[CacheConfig] {reason}, so all tokens are read; got read {self.read}")
-
-    @property
-    def _why_all_is_read(self) -> str | None:
-        """Return why no tokens can be left out, or None."""
-        if self.listens:
-            return "a cache that observes queries keeps what they ask for"
-        if isinstance(self.keys.quantizer, Full):
-            return "keys in full precision have no pages"
-        if getattr(self.keys.quantizer, "residual", False):
-            return "keys with a residual stage have no stored form that ranks them"
-        if self.sliding:
-            return "a sliding window is short"
-        if self.page % 32:  # kernels read records of 16 tokens in pairs
-            return f"pages of {self.page} tokens are no multiple of 32"
-        return None
-
-    @property
-    def chunk(self) -> int:
-        """Tokens that are read or left out together."""
-        spec, whole = self.keys.quantizer, isinstance(self.keys.quantizer, Polar)
-        if isinstance(spec, Affine) and spec.axis == "channel":  # tokens that share scales
-            group = spec.group_size(0, self.page)
-            whole = max(group, reading.CHUNK) % min(group, reading.CHUNK) > 0
-        return reading.chunk(self.page, whole)
+        if not 0 < self.keep <= 1:
+            raise UserError(f"[CacheConfig] keep must be above 0 and at most 1; got {self.keep}")
 
     @property
     def compresses(self) -> bool:
@@ -363,8 +333,6 @@ class CacheConfig:
         side = self.keys
         if self.keep < 1:
             return "tokens of latents are not selected by their attention"
-        if self.read < 1:
-            return "latents have no ranking yet, so all are read"
         if side.centred:
             return "a latent is read as a value, too, so no mean can be taken from it"
         if side.low is not None:
@@ -404,7 +372,7 @@ class CacheConfig:
 
     def in_window(self, keep: int, size: int) -> CacheConfig:
         """The config for a layer that sees a sliding window of `size` tokens and the first `keep` ones."""
-        return replace(self, sink=keep, sliding=size, read=1.0)
+        return replace(self, sink=keep, sliding=size)
 
     def share(self, tokens: int, key_dim: int, value_dim: int) -> float:
         """The share of the bytes of 16 bits that a cache of so many tokens takes, with the exact tokens of the
@@ -424,19 +392,7 @@ class CacheConfig:
         """Return stored bits per value in pages, without the windows."""
         keys = self.keys.bits_per_value(key_dim, self.page) * key_dim
         values = self.values.bits_per_value(value_dim, self.page) * value_dim
-        codes = self.keep * (keys + values) / (key_dim + value_dim)
-        return codes + self._ranking_bits(key_dim, value_dim)
-
-    def bits_read(self, key_dim: int, value_dim: int) -> float:
-        """Return bits per stored value of pages that a decode step reads."""
-        ranking = self._ranking_bits(key_dim, value_dim)
-        return self.read * (self.bits_per_value(key_dim, value_dim) - ranking) + ranking
-
-    def _ranking_bits(self, key_dim: int, value_dim: int) -> float:
-        """Return bits per value of what chunks are ranked by."""
-        if self.read == 1:
-            return 0.0
-        return 32 * reading.words(self.keys.dims(key_dim)) / self.chunk / (key_dim + value_dim)
+        return self.keep * (keys + values) / (key_dim + value_dim)
 
     def basis_bytes(self, heads: int, key_dim: int, value_dim: int) -> int:
         """Return the most bytes that one sequence's bases [G, D, R] in float32 take, one per run of pages,
@@ -458,8 +414,6 @@ class CacheConfig:
                 del data[name]["quantizer"]["shared"]
         if self.keep == 1:
             del data["keep"], data["whole_pages"]
-        if self.read == 1:
-            del data["read"]
         if not self.sliding:  # as in files from before it
             del data["sliding"]
         if self.rotary == 16:
@@ -478,7 +432,7 @@ class CacheConfig:
                 quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
                 side["low"] = LowRank(**low) if low else None
                 sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
-            more = ("keep", "whole_pages", "read", "sliding", "rotary")
+            more = ("keep", "whole_pages", "sliding", "rotary")
             kept = {name: data[name] for name in more if name in data}
             windows = {name: data[name] for name in ("sink", "recent", "page")}
             return CacheConfig(**sides, **windows, **kept)

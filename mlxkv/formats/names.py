@@ -11,7 +11,6 @@
                              exact tokens +sink32 and +recent96
     PRESET+rope8, +rope16    the rotary keys beside latents (MLA) with 8 bits, or exact; other models refuse it
     NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
-    NAME+readX               keeping all, and reading the share X of the sealed tokens at each step
 
 NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
 groups of 64, or a preset (kivi-int4) for its codes and page. For oja also transport, segments, segments4,
@@ -48,7 +47,7 @@ WIDTH = re.compile(r"(?:int|q|kv)?[-_ ]?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
 DIAL = re.compile(r"\d*\.?\d+")
 NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
 SIZES = {"": "share", "r": "rank", "e": "energy"}
-KEEP = re.compile(r"\+(?P<what>keep|pages|read)(?P<share>\d*\.?\d+)$")
+KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
 WAY = re.compile(rf"{'|'.join(STORED)}|{SEGMENTS}\d+")
 TUNED = re.compile(r"\+(?P<sides>[kv]?)(?P<what>g|clip|page|sink|recent)(?P<number>\d*\.?\d+)$")
 ROTARY = re.compile(r"\+rope(8|16)$")
@@ -120,8 +119,6 @@ def parse_kv(text: str) -> CacheConfig:
     if found := KEEP.search(rest):
         rest = rest[: found.start()]
         selection = {"keep": float(found["share"]), "whole_pages": found["what"] == "pages"}
-        if found["what"] == "read":
-            selection = {"read": float(found["share"])}
     names = rest.split("/")
     sides = [_one(name) for name in names]
     if None in sides or len(sides) > 2:
@@ -129,7 +126,7 @@ def parse_kv(text: str) -> CacheConfig:
             f"[--kv] unknown preset; got {text!r}; {_hint(names, sides)}choose from "
             f"{', '.join(PICKS)}, others that `mlxkv presets --all` lists, KEYS/VALUES such as int8/int4, "
             "fill-NUMBER such as fill-2.25, static-NUMBER and oja-NUMBER such as oja-r96+int4, any of them "
-            "with +keep0.5 or +read0.5"
+            "with +keep0.5"
         )
     keys, values = sides[0], sides[-1]
     windows = keys if keys.compresses else values
@@ -159,8 +156,8 @@ def with_keep(names: str, keep: float | None) -> str:
     for name in names.split(","):
         if KEEP.search(name):
             raise UserError(
-                f"[--keep] the preset says already what stays, or what is read; got {name.strip()!r}; "
-                "choose a preset without +keep, +pages and +read"
+                f"[--keep] the preset says already what stays; got {name.strip()!r}; "
+                "choose a preset without +keep and +pages"
             )
     return ",".join(f"{name.strip()}+keep{keep:g}" for name in names.split(","))
 

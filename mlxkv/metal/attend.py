@@ -15,7 +15,6 @@ from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.lengths import Known, Later, division, five, own_starts
-from mlxkv.metal.reading.choose import Chosen
 from mlxkv.metal.template import (
     Pair,
     cap_bits,
@@ -187,7 +186,6 @@ def attend(
     starts: tuple[int, ...] | None = None,
     page: int = 0,
     softcap: float | None = None,
-    chosen: Chosen | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -202,20 +200,16 @@ def attend(
         model's, or None. second: more records, behind these, in the same pass.
     page: tokens that are sealed together, at least the layout's.
     window: sliding window in tokens, 0 for none. sink_logits: [H] logits of attention sinks. softcap:
-        scores are bent to stay below it. chosen: the chunks of records that are read, instead of all; in the place of
-        a second run.
+        scores are bent to stay below it.
     Returns [B, G, N, D] in the dtype of q_window.
     """
     batch, heads, rows, dims = q_window.shape
-    lengths = chosen.lengths if chosen else lengths
     capacity, filled = buffer.shape[2], bool(layout.keys.widths)
     window_units = sum(-(-x[0].shape[2] // TOKENS) for x in (sink, live) if x is not None)
     sink = sink or live  # never read: its length is 0
     tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
     tiles = -(-rows // tile)
-    shared = (
-        chosen.division if chosen else division(lengths, starts, (page or layout.page) // TOKENS)
-    )
+    shared = division(lengths, starts, (page or layout.page) // TOKENS)
     most = shared.records
     starts = starts or own_starts(batch, heads, capacity)
     more, runs = (second.records, 2) if second else (0, 1)
@@ -246,20 +240,17 @@ def attend(
             ints(
                 *(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
                 *(first, after.buffer.shape[2] if second else 0, runs),
-                chosen.chunks.shape[2] if chosen else 0,
             ),
             five(lengths, starts, more),
             numbers,
             after.buffer,
             nothing(mx.uint32) if after.headers is None else after.headers,
-            chosen.chunks if chosen else nothing(mx.int32),
         ],
         {
             "T": q_window.dtype,
             "QT": tile,
             "S": SIMDGROUPS,
             "CAP": cap_bits(softcap),
-            "LIST": chosen.each if chosen else 0,
             **_attend_template(layout, dims),
         },
         (32 * SIMDGROUPS * tiles, splits, batch * heads),

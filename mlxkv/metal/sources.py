@@ -24,7 +24,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attend": (
         (
             *("q_pages", "q_window", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
-            *("size", "lengths", "scale", "records_2", "headers_2", "list"),
+            *("size", "lengths", "scale", "records_2", "headers_2"),
         ),
         ("partial_out", "partial_stats"),
     ),
@@ -32,7 +32,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             *("q", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
             *("map_k", "map_v", "sinks", "size", "counter"),
-            *("records_2", "headers_2", "map_k_2", "map_v_2", "list"),
+            *("records_2", "headers_2", "map_k_2", "map_v_2"),
         ),
         ("out", "partial_out"),
     ),
@@ -43,11 +43,6 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         ("partial_out", "partial_stats"),
     ),
-    "rank": (
-        ("q_pages", "q_window", "summaries", "sink_k", "live_k", "size", "lengths", "scale"),
-        ("logs",),
-    ),
-    "pick": (("logs", "size", "lengths"), ("list", "weights")),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
 HEADERS = {  # files before a body; before the codes of tiles comes the machine's own tile file
@@ -56,14 +51,12 @@ HEADERS = {  # files before a body; before the codes of tiles comes the machine'
         *("seal_half.h", "seal_fill.h"),
     ),
     "seal_channel": ("codes.h", "loads.h", "select.h", "seal.h"),
-    "attend": ("list.h", "codes.h", "loads.h", "tree.h", "fill.h", "attend.h"),
+    "attend": ("codes.h", "loads.h", "tree.h", "fill.h", "attend.h"),
     "unseal": ("codes.h", "loads.h", "tree.h", "fill.h", "unseal.h"),
-    "attend_tile": ("list.h", "codes.h", "tree.h", "fill.h", "tile.h", "tile_codes.h"),
+    "attend_tile": ("codes.h", "tree.h", "fill.h", "tile.h", "tile_codes.h"),
     "attend_latent": ("codes.h", "loads.h", "tile.h", "latent.h"),
     "balance": (),
     "whiten": (),
-    "rank": ("codes.h", "loads.h", "rank.h"),
-    "pick": (),
     "merge": (),
 }
 BODIES = {  # where a body is more than one file
@@ -89,7 +82,6 @@ FEATURES = {
     "WITH_CLIP": ("RANK", 2),
     "WITH_CAP": ("CAP", 1),
     "WITH_FILL": ("FILL", 1),
-    "WITH_LIST": ("LIST", 1),
 }
 Features = frozenset[str]
 ALL: Features = frozenset(FEATURES)

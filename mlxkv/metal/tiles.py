@@ -21,7 +21,6 @@ from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout, SideLayout
 from mlxkv.metal import gpu, trust
 from mlxkv.metal.launch import Factory, build
 from mlxkv.metal.lengths import Division, Known, Later, behind, division, own_starts
-from mlxkv.metal.reading.choose import Chosen
 from mlxkv.metal.template import (
     LOG2E,
     Pair,
@@ -252,7 +251,6 @@ def _kernel(
     runs: int,
     make: Factory,
     softcap: float | None,
-    listed: int,
 ):
     wide = _is_wide(layout, dims)
     stages, shared_memory = _ring(layout, simdgroups, wide, make)
@@ -275,7 +273,6 @@ def _kernel(
         "WINDOW": int(has_window),
         "HAS_SINKS": int(has_sinks),
         "CAP": cap_bits(softcap),
-        "LIST": listed,
         **_soon(layout, wide, make),
         **side_template(layout.keys, "_K"),
         **side_template(layout.values, "_V"),
@@ -302,13 +299,11 @@ def _plan(
     splits: tuple[int, int] | None,
     second: tuple[int, int] | None = None,
     softcap: float | None = None,
-    listed: tuple[int, int] = (0, 0),
 ):
     """(kernel, sizes but for the lengths, the rest of the call), the same for all layers of a step.
 
     rooms: records, or tokens, that the buffers of records, sink and live hold. counts: maps of keys
-        and of values. second: what the buffer of a second run holds, and its records. listed: records of a
-        chunk, and chunks of a row of the list, where not all are read.
+        and of values. second: what the buffer of a second run holds, and its records.
     """
     batch, q_heads, new_tokens, dims = shape
     rows = q_heads // heads * new_tokens
@@ -335,14 +330,14 @@ def _plan(
         *(rows, splits[0], *rooms, new_tokens, window, heads, *strides),
         *(_bits(scale * LOG2E), _bits(LOG2E)),
         *(*_masks(layout.keys), *_masks(layout.values)),
-        *(first, capacity, more or listed[1], own),
+        *(first, capacity, more, own),
     )
     width = BLOCK * max(stored[1], own_blocks)
     mapped, runs = tuple(n > 0 for n in counts), 2 if second else 1
     return (
         _kernel(
             *(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, runs, make),
-            *(softcap, listed[0]),
+            softcap,
         ),
         size,
         {
@@ -409,7 +404,6 @@ def attend(
     second: Run | None = None,
     page: int = 0,
     softcap: float | None = None,
-    chosen: Chosen | None = None,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
@@ -419,7 +413,6 @@ def attend(
     Returns [B, H, L, D] in the dtype of q.
     """
     sink = sink or live  # never read: its length is 0
-    lengths = chosen.lengths if chosen else lengths
     room = q.shape[3] if layout.keys.widths else 0
     keys, values = _map(transforms[0], True, room), _map(transforms[1], False, room)
     if room:
@@ -435,9 +428,7 @@ def attend(
             *(_spread(*x)[0] for x in zip(others, most, strict=True)),
         )
     own = own_starts(q.shape[0], buffer.shape[1], buffer.shape[2])
-    shared = (
-        chosen.division if chosen else division(lengths, starts, (page or layout.page) // TOKENS)
-    )
+    shared = division(lengths, starts, (page or layout.page) // TOKENS)
     kernel, numbers, call = _plan(
         *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
         *(buffer.shape[1], layout, (keys[1], values[1])),
@@ -445,12 +436,10 @@ def attend(
         *(sink_logits is not None, splits),
         (second.buffer.shape[2], second.records) if second else None,
         softcap,
-        (chosen.each, chosen.chunks.shape[2]) if chosen else (0, 0),
     )
     sizes = behind(numbers, lengths, starts or own)
     logits = nothing() if sink_logits is None else sink_logits.astype(mx.float32)
     counter = _counters().take(call["grid"][2])
     inputs = [q, buffer, headers, *sink, *live, keys[0], values[0], logits, sizes, counter, *after]
-    inputs.append(chosen.chunks if chosen else nothing(mx.int32))
     empty = nothing(mx.uint32)
     return kernel(inputs=[empty if x is None else x for x in inputs], **call)[0]

@@ -104,7 +104,7 @@ def in_use(cache: Any) -> int:
         return sum(map(in_use, inner))
     if isinstance(cache, CompressedKVCache):
         held = tree_flatten({name: x for name, x in cache.state.items() if name != "header"})
-        return sum(x.nbytes for _, x in held) + cache.beside
+        return sum(x.nbytes for _, x in held)
     if (plain := _plain(cache)) is None:
         return cache.nbytes
     values, size, tokens = plain

@@ -126,16 +126,6 @@ def test_bits_by_direction(emulated, body):
     assert len(widths) == 2 and all(len(one) < 4 for both in widths for one in both)
 
 
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("keys", ["token", "channel"])
-def test_a_share_of_the_pages(emulated, body, keys):
-    """How many are read follows from numbers on the device."""
-    config = small(Side(Affine(4, 32, axis=keys)), Side(Affine(4, 64)), page=32, read=0.4)
-    model = emulated(body, config=config, num_hidden_layers=2)
-    twins = go(model, parts=(1, 4, 8, 8, 8, 8, 1), prompt=230)
-    assert twins.plain[0].store.held["summary"].shape[2] == twins.plain[0].store.count >= 7
-
-
 @pytest.mark.parametrize("body", ["portable", "tiles"])
 def test_headers_of_pages(emulated, body):
     """Scales per channel, which a page has once."""

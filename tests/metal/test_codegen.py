@@ -28,9 +28,6 @@ OTHERS = {
     "kvarn-int4": {"balance": (100, 316)},
     "polar-tree+online": {"attend": (143, 512)},
     "srft-int4": {"seal": (45, 184)},
-    "int4+read0.5": {},
-    "int2+read0.5": {"attend_tile": (1, 8)},
-    "fill+read0.5": {},
 }
 CASES = [(preset, dims) for preset in measured.PRESETS for dims in (64, 128, 256)]
 

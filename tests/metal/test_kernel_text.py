@@ -47,9 +47,7 @@ HALVES = dict.fromkeys(("keys", "values", "q", "q_window", "sink_k", "sink_v", "
 HALVES |= dict.fromkeys(("scales", "biases", "sink", "live", "rotary"))
 TYPES = {**dict.fromkeys(FLOATS, np.float32), **dict.fromkeys(HALVES, np.float16)}
 WORDS = ("records", "headers", "map_k", "map_v")
-TYPES |= dict.fromkeys(
-    (*WORDS, *(f"{name}_2" for name in WORDS), "counter", "codes", "summaries"), np.uint32
-)
+TYPES |= dict.fromkeys((*WORDS, *(f"{name}_2" for name in WORDS), "counter", "codes"), np.uint32)
 
 
 # name: template values, dtypes of the outputs
@@ -119,8 +117,6 @@ KERNELS = {
         [np.float32, np.float32],
     ),
     "whiten": ({"N": 32, "R": 96, "S": 8, "INVERSE": 1, "PASSES": 1}, [np.float32]),
-    "rank": ({"T": np.float16, "RK": 80, "D": 80, "S": 8, "RUN": 4, "LIST": 2}, [np.float32]),
-    "pick": ({"S": 32, "LIST": 2}, [np.int32, np.float32]),
     "merge": (
         {"T": np.float16, "WIDTH": 128, "RV": 128, "D": 128, "HAS_UP": 1, "HAS_SINKS": 1},
         [np.float16],

@@ -12,7 +12,6 @@ import golden_codebook
 import golden_fill
 import golden_latent
 import golden_oja
-import golden_reading
 import golden_tile
 import numpy as np
 from safetensors.numpy import save_file
@@ -26,7 +25,6 @@ TABLES = {
     **golden_fill.TABLES,
     **golden_latent.TABLES,
     **golden_oja.TABLES,
-    **golden_reading.TABLES,
     **golden_tile.TABLES,
 }
 # BLAS decides the last bits of eigenvectors, and through them codes and scales at rounding boundaries.

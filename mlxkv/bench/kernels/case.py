@@ -80,7 +80,7 @@ def filled(config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype) -> V
 
 
 def stored_bytes(config: CacheConfig, shape: Shape, view: View) -> int:
-    """Bytes of pages and windows, which attention has to read once, or of the share of pages that it reads."""
-    pages = shape.values(view.pages.tokens) * config.bits_read(shape.dims, shape.dims) / 8
+    """Bytes of pages and windows, which attention has to read once."""
+    pages = shape.values(view.pages.tokens) * config.bits_per_value(shape.dims, shape.dims) / 8
     windows = shape.values(view.tokens - view.pages.tokens) * view.dtype.size
     return int(pages + windows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from unittest import mock
 
@@ -120,10 +120,7 @@ def _sampled(dims: int, fitted: tuple):
 
 
 def config_of(preset: str, dims: int) -> CacheConfig:
-    """The config of a preset, or of FILL for heads of `dims`; with +read0.5 behind it, of half of its pages."""
-    preset, _, share = preset.partition("+read")
-    if share:
-        return replace(config_of(preset, dims), read=float(share))
+    """Return the config of a preset, or of FILL for heads of `dims`."""
     return selftest.stand_in(FILLED, dims) if preset == FILL else PRESETS[preset]
 
 
@@ -188,11 +185,7 @@ def record(
 
 
 def record_others(make: Recorder) -> None:
-    """What belongs to no preset: bases that follow the text, KVarN's scales of every tile, and pages that are not all
-    read."""
-    for preset in ("int4", "int2", FILL):
-        for dims in (64, 128, 256):
-            record(f"{preset}+read0.5", dims, "bfloat16", make)
+    """What belongs to no preset: bases that follow the text and KVarN's scales of every tile."""
     for dims in DIMS:
         for share in SHARES:
             rank = int(share * dims)

@@ -13,9 +13,8 @@
 // records_2, headers_2 [heads, ..]: a second run of pages after the first, in its own stored domain
 // sink_k, sink_v, live_k, live_v [heads, tokens, D], of type T
 // size     [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
-//           kv heads, page splits of the first run, capacity of the second, runs, chunks of a row of the list]
+//           kv heads, page splits of the first run, capacity of the second, runs]
 // lengths  [batch, 5]: records, sink tokens, live tokens, first record, records of the second run
-// list     [heads, size[11]]: with LIST, the chunks of LIST records that are read; `records` counts these
 // Row i of a head belongs to new token i % L, the last L tokens of live.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
@@ -102,9 +101,6 @@ const int capacity = size[second ? 9 : 2];
 // The kv head's first record, whole pages from the start of the buffer.
 const size_t first_record = size_t(head % size[7]) * capacity +
     (second ? size_t(batch) * size[7] * capacity : size_t(lengths[5 * batch + 3]));
-#if WITH_LIST
-const device int* listed = list + size_t(head) * size[11];
-#endif
 const size_t q_run = (size_t(head) * (paged ? size[10] : 1) + (second ? 1 : 0)) * rows;
 
 const int q_dims = 32 * (paged ? BQ : BD);

@@ -1,11 +1,7 @@
 // Second part of attend: scores of the 16 tokens of a record.
 if (paged) {
   for (int unit = part * each + group; unit < stop; unit += S) {
-#if WITH_LIST
-    const int place = kv_place<LIST>(listed, unit);
-#else
     const int place = unit;
-#endif
     const device uint* record = run + (first_record + place) * record_words;
     const device uint* header =
         run_headers + (first_record / PAGE_RECORDS + place / PAGE_RECORDS) * HEADER;

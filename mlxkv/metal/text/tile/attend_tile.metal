@@ -9,8 +9,7 @@
 //   kv heads, words of map_k per head, of map_v (0: one for all), scale log2(e) as bits, log2(e) as
 //   bits, 4 masks of keys, 4 of values, page splits of the first run, capacity of the second, its
 //   records, bits: each sequence has maps of its own (1: of keys, 2: of values), then per batch:
-//   records, sink, live tokens, first record]; with LIST, in the place of the second run's records, chunks of a row of
-//   `list` [heads, chunks], as in attend.metal
+//   records, sink, live tokens, first record]
 // counter: zero before and after, one per tile of rows.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
@@ -107,12 +106,7 @@ const int parts = later ? page_splits - first_splits : paged ? first_splits : sp
 const int part = split - (later ? first_splits : paged ? 0 : page_splits);
 // Simdgroups take pairs of records in turn, or (FOLDED) a run of pairs each.
 const bool runs = FOLDED && paged;
-#if WITH_LIST
-const int least = 2;  // a pair of records lies in one chunk
-const device int* listed = list + size_t(head) * size[22];
-#else
 const int least = runs ? 2 : 1;
-#endif
 const int each = (units + parts * least - 1) / (parts * least) * least;
 const int run = runs ? (each + 2 * S - 1) / (2 * S) * 2 : paged ? 2 : 1;
 int unit = part * each + group * run;
@@ -139,14 +133,9 @@ if (turns && group < 2 * BQ) {
     ahead[k] = *(const device uint4*)(map + (group * 2 * BD + k) * 128);
   }
 }
-#if WITH_LIST
-KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP, LIST>(
-    records + first_record * record_words, listed, unit, record_words, paged ? stop - unit : 0, group, lane);
-#else
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
     (later ? records_2 : records) + (first_record + unit) * record_words, record_words,
     paged ? stop - unit : 0, group, lane);
-#endif
 #if WITH_FILL
 for (int i = thread_id; i < 3 * 2 * BK; i += 32 * S) {
   fill_k[i] = ((const device uint4*)kv_fill_entry(headers, 0, 0))[i];

@@ -142,11 +142,7 @@ if (paged) {
   while (unit < stop) {
     const bool both = unit + 1 < stop;
     if (!second) {
-#if WITH_LIST
-      record[0] = kv_pipe_wait<RECORD, STAGES, S, STEP, LIST>(pipe);
-#else
       record[0] = kv_pipe_wait<RECORD, STAGES, S, STEP>(pipe);
-#endif
       record[1] = both ? kv_record_after(record[0], record_words) : record[0];  // or the last one again
     } else {
       record[0] = record[1];
@@ -155,14 +151,8 @@ if (paged) {
     if (FOLDED && unit >= fold) {
       constexpr int RECORDS = GROUP_K / 16;
       constexpr int NAMES = SYMMETRIC_K ? 1 : 2;
-#if WITH_LIST
-      constexpr int ALIKE = LIST < RECORDS ? LIST : RECORDS;  // that follow each other in the list
-      fold = (unit / ALIKE + 1) * ALIKE;
-      const int place = kv_place<LIST>(listed, unit);
-#else
       fold = (unit / RECORDS + 1) * RECORDS;
       const int place = unit;
-#endif
       const int at = place / RECORDS;
       const device uint* header = page_numbers + size_t(place / PAGE_RECORDS) * HEADER;
 #pragma unroll
@@ -243,11 +233,7 @@ if (paged) {
       if (!TREE_K && !RAW_K) {
         kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
       }
-#if WITH_LIST
-      const int at = kv_place<LIST>(listed, both ? unit + e : unit);
-#else
       const int at = both ? unit + e : unit;  // position of the record
-#endif
       const device uint* header = page_numbers + size_t(at / PAGE_RECORDS) * HEADER;
       s[e] = zero;
 #if WITH_PER_TOKEN

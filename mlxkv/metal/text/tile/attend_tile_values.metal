@@ -90,11 +90,7 @@
           tile_multiply(o[2 * OB], middle, p[e]);
         }
       }
-#if WITH_LIST
-      const int at = kv_place<LIST>(listed, both ? unit + e : unit);
-#else
       const int at = both ? unit + e : unit;
-#endif
       const device uint* outers =
           page_numbers + size_t(at / PAGE_RECORDS) * HEADER + HEADER_K + 2 * g;
 #if WITH_TREE
@@ -189,11 +185,7 @@
     unit += PAIR;
     second = PAIR == 1 && !second && both;
     if (!second) {
-#if WITH_LIST
-      kv_pipe_release<RECORD, STAGES, S, STEP, LIST>(pipe, lane);
-#else
       kv_pipe_release<RECORD, STAGES, S, STEP>(pipe, lane);
-#endif
       unit += STEP - 2 + (PAIR == 1 && !both ? 1 : 0);
     }
   }

@@ -113,13 +113,7 @@ inline KvRecord kv_record_after(KvRecord record, int words) {
   return record + 4 * words;
 }
 struct KvPipe {
-#if WITH_LIST
-  const uint* first;  // record of the kv head
-  const int* list;
-  int unit;  // to be fetched
-#else
   const uint* next;  // to be fetched
-#endif
   int words;  // of a record
   int stages;  // as many as fit in STAGES times RECORD words
   int left;  // records to be fetched, those between this simdgroup's pairs included
@@ -128,23 +122,13 @@ struct KvPipe {
   int stage;
   uint phase;
 };
-#if WITH_LIST
-#define KV_PIPE template <int RECORD, int STAGES, int S, int STEP, int LIST>
-#define KV_OF_PIPE RECORD, STAGES, S, STEP, LIST
-#else
 #define KV_PIPE template <int RECORD, int STAGES, int S, int STEP>
 #define KV_OF_PIPE RECORD, STAGES, S, STEP
-#endif
 KV_PIPE
 inline void kv_pipe_fetch(KvPipe& pipe, int stage, int lane) {
   if (pipe.left > 0) {
-#if WITH_LIST
-    const uint* next = pipe.first + size_t(kv_place<LIST>(pipe.list, pipe.unit)) * pipe.words;
-    pipe.unit += STEP;
-#else
     const uint* next = pipe.next;
     pipe.next += STEP * pipe.words;
-#endif
     if (lane == 0) {
       const uint bytes = 4 * pipe.words * metal::min(pipe.left, 2);
       const uint barrier = pipe.barrier + 8 * stage;
@@ -161,22 +145,11 @@ inline void kv_pipe_fetch(KvPipe& pipe, int stage, int lane) {
   }
 }
 KV_PIPE
-#if WITH_LIST
-inline KvPipe kv_pipe_start(
-    const uint* first, const int* list, int unit, int words, int count, int group, int lane) {
-#else
 inline KvPipe kv_pipe_start(const uint* first, int words, int count, int group, int lane) {
-#endif
   extern __shared__ __align__(128) uint kv_pipe_words[];
   constexpr int BARRIERS = (2 * STAGES * S + 31) / 32 * 32;  // words
   KvPipe pipe;
-#if WITH_LIST
-  pipe.first = first;
-  pipe.list = list;
-  pipe.unit = unit;
-#else
   pipe.next = first;
-#endif
   pipe.words = words;
   pipe.stages = metal::min(STAGES, STAGES * RECORD / words);
   pipe.left = count;

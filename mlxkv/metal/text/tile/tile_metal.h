@@ -116,31 +116,7 @@ inline uint4 kv_read4(KvRecord from, int word) {
 struct KvPipe {
   const device uint* next;
   int words;  // of a record
-#if WITH_LIST
-  const device int* list;  // `next` is the first record of the kv head then
-  int unit;
-#endif
 };
-#if WITH_LIST
-template <int RECORD, int STAGES, int S, int STEP, int LIST>
-inline KvPipe kv_pipe_start(
-    const device uint* first, const device int* list, int unit, int words, int count, int group, int lane) {
-  KvPipe pipe;
-  pipe.next = first;
-  pipe.words = words;
-  pipe.list = list;
-  pipe.unit = unit;
-  return pipe;
-}
-template <int RECORD, int STAGES, int S, int STEP, int LIST>
-inline KvRecord kv_pipe_wait(thread KvPipe& pipe) {
-  return pipe.next + size_t(kv_place<LIST>(pipe.list, pipe.unit)) * pipe.words;
-}
-template <int RECORD, int STAGES, int S, int STEP, int LIST>
-inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
-  pipe.unit += STEP;
-}
-#else
 template <int RECORD, int STAGES, int S, int STEP>
 inline KvPipe kv_pipe_start(
     const device uint* first, int words, int count, int group, int lane) {
@@ -157,7 +133,6 @@ template <int RECORD, int STAGES, int S, int STEP>
 inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
   pipe.next += STEP * pipe.words;
 }
-#endif
 inline KvRecord kv_record_after(KvRecord record, int words) {
   return record + words;
 }

@@ -1,1 +1,0 @@
-"""Reading fewer pages: what a chunk of tokens is ranked by, which are chosen, and attention over the chosen ones."""

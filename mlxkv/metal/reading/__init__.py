@@ -1,1 +1,0 @@
-"""Kernels that choose which chunks of tokens a step reads."""
