@@ -82,10 +82,13 @@ class Subject:
             return "mlx-lm"
         config, labels = cache_config(preset), []
         for shape in layers_of(self.model):
-            if shape.kind in COMPRESSED and (own := config.at(shape.index)).compresses:
+            if shape.kind in COMPRESSED and config.compresses:
                 dims, latent = (shape.key_dim, shape.value_dim), shape.kind == "latent"
-                own = allotted(own, shape.key_dim)
-                labels.append(choose.plan(own, dims, self.dtype, latent=latent).label)
+                labels.append(
+                    choose.plan(
+                        allotted(config, shape.key_dim), dims, self.dtype, latent=latent
+                    ).label
+                )
         return ", ".join(dict.fromkeys(labels)) or "MLX"
 
 

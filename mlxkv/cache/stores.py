@@ -169,7 +169,7 @@ class Codes(_Store):
             if set(state[side]) != code.spec.tensors:
                 raise ValueError(f"arrays {', '.join(sorted(state[side]))} for {side}")
             held |= {(side, name): x for name, x in state[side].items()}
-        self.pages.restore(self._summarised(held, count), count)
+        self.pages.restore(held, count)
 
 
 class LatentCodes(Codes):
@@ -350,7 +350,7 @@ class Records(_Store):
         for name, x in state.items():
             if x.shape[-1] != words[name]:
                 raise ValueError(f"{name} of {x.shape[-1]} words in place of {words[name]}")
-        self.pages.restore(self._summarised(state, count), count)
+        self.pages.restore(state, count)
 
     def take_over(self, held: dict, count: int) -> None:
         """Take over the `count` pages of `held`, of a store like this one."""

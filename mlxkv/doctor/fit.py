@@ -142,11 +142,10 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
             file=file,
         )
     for kv in (row["preset"] for row in data["presets"]):
-        reasons = {why_16_bits(layer, parse_kv(kv).at(layer.index)) for layer in plan.layers}
+        reasons = {why_16_bits(layer, parse_kv(kv)) for layer in plan.layers}
         for reason in filter(None, reasons):
             print(f"  {kv}: some layers stay in 16 bits ({reason})", file=file)
-        configs = dict.fromkeys(parse_kv(kv).at(layer.index) for layer in plan.layers)
-        for note in dict.fromkeys(note for one in configs for note in _notes(one)):
+        for note in _notes(parse_kv(kv)):
             print(f"  {kv}: {note}", file=file)
 
 

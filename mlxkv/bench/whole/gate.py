@@ -40,17 +40,15 @@ def check(it: Subject, preset: str) -> dict:
             return answer | {"reason": message}
         heads = int(text_config(it.config).get("num_attention_heads") or 0)
         # Latents are checked by what the model writes.
-        own = {
-            (r.kv_heads, r.key_dim, r.value_dim, config.at(r.index))
+        shapes = {
+            (r.kv_heads, r.key_dim, r.value_dim)
             for r in reports
             if r.compressed and r.kind != LATENT
         }
-        for kv_heads, key_dim, value_dim, one in sorted(
-            own, key=lambda row: (*row[:3], repr(row[3]))
-        ):
+        for kv_heads, key_dim, value_dim in sorted(shapes):
             # If the number of query heads is unknown: one per kv head.
             queries = heads if heads and heads % kv_heads == 0 else kv_heads
-            cache, pair = filled(one, (kv_heads, key_dim, value_dim), it.dtype)
+            cache, pair = filled(config, (kv_heads, key_dim, value_dim), it.dtype)
             answer["checks"].append(judge(cache, pair, queries))
         wrong = next((c["reason"] for c in answer["checks"] if c["reason"]), None)
         reason = wrong or greedy_fault(it, config.window + PAGES * config.page + ODD)

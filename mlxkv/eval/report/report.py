@@ -114,10 +114,10 @@ def bits(arms: Arms, name: str, context: int) -> dict:
     whole cache of `context` tokens with its windows at 16 bits per number; and that cache's bytes."""
     config = arms.configs[name]
     every = layers_of(arms.loaded.model)
-    layers = [(s, config.at(s.index)) for s in every if s.kind in COMPRESSED]
-    values = sum(s.values(context) for s, _ in layers)
-    inside = sum(s.values(context) * bits_in_pages(s, own) for s, own in layers)
-    whole = 8 * sum(layer_bytes(s, own, context) for s, own in layers)
+    layers = [s for s in every if s.kind in COMPRESSED]
+    values = sum(s.values(context) for s in layers)
+    inside = sum(s.values(context) * bits_in_pages(s, config) for s in layers)
+    whole = 8 * sum(layer_bytes(s, config, context) for s in layers)
     return {
         "bits_per_value": inside / values if values else 16.0,
         "bits_with_windows": whole / values if values else 16.0,
