@@ -3,15 +3,13 @@
 Codes, transforms and calibrated maps of both tracks are described in `mlxkv.formats`.
 """
 
-from cuda_track.codec import affine, codebook, dual_scale, fill, kitty, polar, polar_tree, raw
+from cuda_track.codec import affine, codebook, fill, polar, polar_tree, raw
 from mlxkv.formats.config import (
     Affine,
     Codebook,
-    DualScale,
     Fill,
     Full,
     Half,
-    Kitty,
     Polar,
     PolarTree,
 )
@@ -22,8 +20,6 @@ METHODS = {
     Affine: affine,
     Codebook: codebook,
     PolarTree: polar_tree,
-    DualScale: dual_scale,
     Polar: polar,
-    Kitty: kitty,
     Fill: fill,
 }

@@ -93,20 +93,8 @@ def _signs(dims: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(matrices.signs(dims, seed))
 
 
-def blocks(dims: int, most: int) -> Transform:
-    """Hadamard without signs in blocks of at most `most` dims, powers of two that divide D (SAW-INT4)."""
-    block = min(most, dims & -dims)
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < block:
-        h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h)
-    down = torch.block_diag(*[h / block**0.5] * (dims // block))
-    return of(down, down.T)
-
-
 MAKERS = {
     "hadamard": hadamard,
-    "hadamard-16": lambda dims, seed: blocks(dims, 16),
-    "hadamard-128": lambda dims, seed: blocks(dims, 128),
     "srft": srft,
     "random": random,
 }

@@ -13,7 +13,7 @@ from cuda_track.cache.attention import attend
 from cuda_track.cache.runs import Segments
 from cuda_track.cache.view import CodePages, View
 from cuda_track.calibrate import grouped, peaks, products
-from cuda_track.codec import dual_scale, packing, polar_tree, transform
+from cuda_track.codec import packing, polar_tree, transform
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.transform import Transform
@@ -23,7 +23,7 @@ from mlxkv.spec.rows import Attention, Stored, Table
 
 class TorchTable(Table):
     following, runs, salience = following, runs, adaptive
-    dual_scale, polar_tree = dual_scale, polar_tree
+    polar_tree = polar_tree
 
     def tensor(self, x: np.ndarray) -> torch.Tensor:
         x = torch.from_numpy(np.ascontiguousarray(x)).to(torch.get_default_device())

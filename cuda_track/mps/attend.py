@@ -113,7 +113,7 @@ def _side(at: SideLayout, suffix: str) -> dict[str, object]:
     return {
         **{f"BITS{suffix}": at.bits, f"GROUP{suffix}": at.group},
         **{f"SYMMETRIC{suffix}": int(at.symmetric), f"CHANNEL{suffix}": int(at.channel)},
-        **{f"OUTER{suffix}": int(at.outer), f"PAIRS{suffix}": int(at.pairs)},
+        **{f"PAIRS{suffix}": int(at.pairs)},
         **{f"PER_TOKEN{suffix}": int(not (at.channel or at.tree or at.bits == 16))},
         **{f"CODEBOOK{suffix}": int(at.codebook), f"SIGNS{suffix}": 0, f"TREE{suffix}": 0},
         f"BOOKS{suffix}": (0,),

@@ -13,7 +13,7 @@ from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import Parts, Sliding, View
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import BLOCKS, CacheConfig
+from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import DIMS, Fill
 from mlxkv.formats.records import MOST_BLOCKS, record_layout
 from mlxkv.metal import attend as kernels
@@ -228,7 +228,7 @@ def _test(
     bounds = dict.fromkeys(errors, BOUND) | {"prefill": PREFILL_BOUND}
     if any(
         side.calibrated
-        or side.transform in ("random", *BLOCKS)
+        or side.transform == "random"
         # The seal kernel has butterflies for these; where others seal, the rotation is a product.
         or (side.transform != "none" and not ours.layout.sealed_by_kernel)
         for side in (config.keys, config.values)

@@ -22,10 +22,8 @@ from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, record_layout
-from mlxkv.metal import attend, balance, launch, seal
+from mlxkv.metal import attend, launch, seal
 from mlxkv.metal.lengths import grown
-
-SUMMARISED = 4096  # tokens whose keys are decoded at a time to be summarised
 
 
 class Form:
@@ -252,16 +250,12 @@ class Records(_Store):
         if self._sealer is not None and not on_cpu:
             transforms = tuple(code.transform for code in self.codecs)
             ranks = tuple(code.spec.clip_rank(at.dims) for code, at in sides)
-            sealed = self._sealer(pair, layout, make, transforms, start, tokens, ranks)
-            return sealed
+            return self._sealer(pair, layout, make, transforms, start, tokens, ranks)
         with mx.stream(mx.cpu if on_cpu else mx.default_device()):
             codes = {}
-            for name, x, (code, at) in zip(NAMES, pair, sides, strict=True):
-                by_kernel = not on_cpu and at.outer
-                helpers = balance.helpers(make, code.page, at.dims) if by_kernel else {}
-                codes[name] = code.encode(x[:, :, start : start + tokens], self.way, **helpers)
-            sealed = records.to_records(codes, self.codecs)
-        return sealed
+            for name, x, code in zip(NAMES, pair, self.codecs, strict=True):
+                codes[name] = code.encode(x[:, :, start : start + tokens], self.way)
+            return records.to_records(codes, self.codecs)
 
     def snapshot(self, held: Stored, tokens: int) -> RecordPages:
         """What attention reads of the first `tokens` of these arrays."""

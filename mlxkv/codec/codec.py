@@ -9,23 +9,20 @@ import mlx.core as mx
 from mlxkv.codec import (
     affine,
     codebook,
-    dual_scale,
     encoding,
     polar,
     polar_tree,
     raw,
     transform,
 )
-from mlxkv.codec.mixed import fill, kitty
+from mlxkv.codec.mixed import fill
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import (
     Affine,
     Codebook,
-    DualScale,
     Fill,
     Full,
     Half,
-    Kitty,
     Polar,
     PolarTree,
     Side,
@@ -37,9 +34,7 @@ METHODS = {
     Affine: affine,
     Codebook: codebook,
     PolarTree: polar_tree,
-    DualScale: dual_scale,
     Polar: polar,
-    Kitty: kitty,
     Fill: fill,
 }
 Stored = dict[str, mx.array]

@@ -134,17 +134,8 @@ def random(dims: int, seed: int) -> Transform:
     return Transform(mx.array(down), mx.array(np.ascontiguousarray(down.T)))
 
 
-def blocks(dims: int, most: int) -> Transform:
-    """Hadamard without signs (SAW-INT4), in blocks of at most `most` dims; one block of all dims has butterflies."""
-    down, one = matrices.block_hadamard(dims, most), dims <= most and not dims & (dims - 1)
-    table = np.full(dims, dims**-0.5)
-    return _orthogonal(down, "hadamard" if one else "", table)
-
-
 MAKERS = {
     "hadamard": hadamard,
-    "hadamard-16": lambda dims, seed: blocks(dims, 16),
-    "hadamard-128": lambda dims, seed: blocks(dims, 128),
     SRFT: srft,
     "random": random,
 }

@@ -12,7 +12,7 @@ from mlxkv.cache import adaptive, choose, following, runs
 from mlxkv.cache.attention import attend
 from mlxkv.cache.runs import Segments
 from mlxkv.cache.view import View
-from mlxkv.codec import dual_scale, packing, polar_tree, transform
+from mlxkv.codec import packing, polar_tree, transform
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Centre, Transform
@@ -26,7 +26,7 @@ from mlxkv.spec.rows import Attention, Stored, Table, shared_rows
 
 class MLXTable(Table):
     following, runs, salience = following, runs, adaptive
-    dual_scale, polar_tree = dual_scale, polar_tree
+    polar_tree = polar_tree
 
     def tensor(self, x: np.ndarray) -> mx.array:
         return mx.array(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import floor
-from typing import ClassVar, Literal
+from typing import Literal
 
 from mlxkv.errors import UserError
 
@@ -56,7 +56,6 @@ class Affine:
     axis: Literal["token", "channel"] = "token"
     clip: float = 1.0
     shared: bool = False
-    outer: ClassVar[bool] = False  # no second scale, unlike KVarN
 
     def __post_init__(self):
         if self.bits not in BITS:

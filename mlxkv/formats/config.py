@@ -13,7 +13,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine, Full
 from mlxkv.formats.codebook import Codebook, PolarTree
 from mlxkv.formats.lowrank import Fill, Half, LowRank
-from mlxkv.formats.tile import DualScale, Kitty, Polar
+from mlxkv.formats.tile import Polar
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
 SHARED = "oscar-layer"  # one rotation for all kv heads of a layer
@@ -26,14 +26,10 @@ CENTRED = {  # behind the mean of keys
     "fill-centred": FILLED,
 }
 PCA = "pca"  # fewer dims, from a calibration
-BLOCKS = ("hadamard-16", "hadamard-128")  # of at most so many dims
-SPREAD = "hadamard-srft"  # Hadamard, or srft for head dims that are not a power of two
 TRANSFORMS = (
     "none",
     "hadamard",
-    *BLOCKS,
     "srft",
-    SPREAD,
     "random",
     CALIBRATED,
     SHARED,
@@ -45,16 +41,15 @@ TRANSFORMS = (
 )
 
 
-Quantizer = Full | Half | Affine | Codebook | PolarTree | DualScale | Polar | Kitty | Fill
+Quantizer = Full | Half | Affine | Codebook | PolarTree | Polar | Fill
 
 
 @dataclass(frozen=True)
 class Side:
     """How keys, or values, are stored: a transform, then a quantizer.
 
-    transform: "none", "hadamard" (sign-randomised, power-of-two head dims), "hadamard-16" and
-        "hadamard-128" (without signs, in blocks of so many dims, or of fewer that divide the head dim),
-        "srft" (every even head dim), "hadamard-srft" (hadamard where it exists, else srft), "random" (a dense random
+    transform: "none", "hadamard" (sign-randomised, power-of-two head dims),
+        "srft" (every even head dim), "random" (a dense random
         rotation, every head dim); or, per kv head from `mlxkv calibrate`, "oscar" (a rotation),
         "balanced" (an invertible map), "pca" (fewer dims, by `low`), "fill" (fewer dims, with bits of their own, by
         `Fill`) and, with --learn, "learned" (SRFT, then a map trained with Adam); "oscar-centred",
@@ -149,18 +144,13 @@ class Side:
         prefix = "" if self.transform == "none" else f"{name} + "
         return prefix + self.quantizer.label
 
-    def note(self, head_dim: int) -> str:
-        """Return what a report adds to the preset's name: which transform stands in for heads of this dim."""
-        stands_in = self.transform == SPREAD and head_dim & (head_dim - 1)
-        return f" (srft: {head_dim} dims have no Hadamard)" if stands_in else ""
-
     def why_not(self, head_dim: int, page: int) -> str | None:
         """Return why vectors of `head_dim` cannot be stored this way, or None."""
         if self.transform == "hadamard" and head_dim & (head_dim - 1):
             return (
                 f"hadamard needs a power-of-two head dim; got {head_dim} (srft takes any even one)"
             )
-        if (self.transform in ("srft", SPREAD) or self.calibrated) and head_dim % 2:
+        if (self.transform == "srft" or self.calibrated) and head_dim % 2:
             return f"{self.transform} needs an even head dim, this one is {head_dim}"
         if isinstance(self.quantizer, Polar) and self.transform != "none":
             return f"polar takes the pairs of RoPE, which {self.transform} mixes"

@@ -53,13 +53,6 @@ def hadamard(dims: int) -> np.ndarray:
     return (1.0 - 2.0 * parity[i[:, None] & i[None]]) / np.sqrt(dims)
 
 
-def block_hadamard(dims: int, most: int) -> np.ndarray:
-    """Return [D, D], Hadamard matrices on the diagonal (SAW-INT4), of `most` dims, or of the largest power of two
-    below that divides D. Spec: `mlxkv.spec.affine.block_hadamard`."""
-    block = min(most, dims & -dims)
-    return np.kron(np.eye(dims // block), hadamard(block))
-
-
 def fourier(dims: int) -> np.ndarray:
     """Return [D, D], D even, orthonormal: columns DC, Nyquist, then sqrt(2) (cos, -sin) per bin."""
     i = np.arange(dims)[:, None]
@@ -141,11 +134,11 @@ def off_orthonormal(vectors: np.ndarray) -> float:
 
 
 # Transforms that need no calibration.
-COMPUTED = ("hadamard", "hadamard-16", "hadamard-128", "srft", "hadamard-srft", "random")
+COMPUTED = ("hadamard", "srft", "random")
 
 
 def computed(name: str, dims: int) -> str:
-    """The maker of a transform: "hadamard-srft" is Hadamard where `dims` is a power of two, else the real FFT.
+    """Return the name of a transform that is computed.
 
     Raises UserError for a transform whose matrices come from a calibration.
     """
@@ -154,6 +147,4 @@ def computed(name: str, dims: int) -> str:
             f"[transform] {name} needs the rotations of a calibration; got none; choose "
             f"{', '.join(COMPUTED)}, or attach the preset to a model"
         )
-    if name == "hadamard-srft":
-        return "srft" if dims & (dims - 1) else "hadamard"
     return name

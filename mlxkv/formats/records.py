@@ -15,7 +15,7 @@ import numpy as np
 
 from mlxkv.formats import levels
 from mlxkv.formats.codebook import TREE, TREE_BITS
-from mlxkv.formats.config import Affine, CacheConfig, Codebook, DualScale, Full, Polar, PolarTree
+from mlxkv.formats.config import Affine, CacheConfig, Codebook, Full, Polar, PolarTree
 from mlxkv.formats.lowrank import DIMS, Fill, Half
 
 TOKENS = 16  # in a record
@@ -39,7 +39,6 @@ class SideLayout:
     dims: stored dims R. bits, group, symmetric: as in `Affine`; with 16 bits float16 numbers take the
         places of codes and there are no scales.
     channel: scales (and biases) are per channel, in the page's header.
-    outer: one more scale, per token in the record (channel), or else per channel in the header.
     page: tokens in a page, 0 without a header.
     pairs: keys as radius and angle (`codes.h`).
     codebook: codes are indices of levels, and the only number of a token is its norm.
@@ -58,7 +57,6 @@ class SideLayout:
     symmetric: bool
     keys: bool
     channel: bool = False
-    outer: bool = False
     page: int = 0
     pairs: bool = False
     codebook: bool = False
@@ -92,14 +90,14 @@ class SideLayout:
     def groups(self) -> int:
         """Number of scales per token in the record."""
         if self.channel or self.raw:
-            return 1 if self.outer else 0
+            return 0
         return -(-self.dims // self.group)
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """Names of the numbers in the record beside the codes."""
         if self.channel or self.raw:
-            return ("outer",) if self.outer else ()
+            return ()
         return ("scale",) if self.symmetric else ("scale", "bias")
 
     def source(self, name: str) -> str:
@@ -140,7 +138,7 @@ class SideLayout:
             return ("scale",) if self.symmetric else ("scale", "bias")
         if self.tree == 2:
             return ("books",)
-        return ("outer",) if self.outer else ()
+        return ()
 
     @property
     def header_rows(self) -> int:
@@ -159,7 +157,7 @@ class SideLayout:
         return self.dims // 2 if self.pairs else self.blocks * BLOCK
 
 
-Spec = Affine | Codebook | DualScale | Fill | Half | Polar | PolarTree
+Spec = Affine | Codebook | Fill | Half | Polar | PolarTree
 
 
 def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
@@ -194,8 +192,7 @@ def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
         symmetric=spec.symmetric,
         keys=keys,
         channel=channel,
-        outer=spec.outer,
-        page=page if channel or spec.outer else 0,
+        page=page if channel else 0,
         pairs=isinstance(spec, Polar),
         shared=isinstance(spec, Affine) and spec.shared,
     )
@@ -226,7 +223,7 @@ def why_no_record(
         return f"more than {DIMS * MOST_BLOCKS} dims with bits of their own" if most else None
     if isinstance(spec, Polar):
         return _why_no_pairs(spec, dims, page, keys)
-    if not isinstance(spec, Affine | DualScale):
+    if not isinstance(spec, Affine):
         return f"no record for {type(spec).__name__} codes"
     group = spec.group_size(dims, page)
     if spec.axis == "channel":

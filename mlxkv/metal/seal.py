@@ -129,7 +129,7 @@ def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None
 def why_no_channels(layout: RecordLayout) -> str | None:
     """Why `seal_channels` does not write such records, or None."""
     keys, values = layout.keys, layout.values
-    if not keys.channel or keys.outer or keys.pairs:
+    if not keys.channel or keys.pairs:
         return "keys without scales per channel alone"
     if values.header_words or values.codebook or values.tree or values.raw or values.shared:
         return "values that are not min-max or abs-max codes per token"

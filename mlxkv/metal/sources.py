@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
     "seal_channel": (("keys", "values", "size"), ("records", "headers")),
-    "balance": (("x", "numbers"), ("tokens", "channels")),
     "whiten": (("rows", "numbers"), ("out",)),
     "unseal": (
         ("records", "headers", "sink_k", "sink_v", "live_k", "live_v", "size"),
@@ -55,7 +54,6 @@ HEADERS = {  # files before a body; before the codes of tiles comes the machine'
     "unseal": ("codes.h", "loads.h", "tree.h", "fill.h", "unseal.h"),
     "attend_tile": ("codes.h", "tree.h", "fill.h", "tile.h", "tile_codes.h"),
     "attend_latent": ("codes.h", "loads.h", "tile.h", "latent.h"),
-    "balance": (),
     "whiten": (),
     "merge": (),
 }
@@ -75,7 +73,6 @@ FEATURES = {
     "WITH_CODEBOOK": ("CODEBOOK", 1),
     "WITH_SIGNS": ("SIGNS", 1),
     "WITH_CHANNEL": ("CHANNEL", 1),
-    "WITH_OUTER": ("OUTER", 1),
     "WITH_PER_TOKEN": ("PER_TOKEN_K", 1),
     "WITH_HALVES": ("BITS", 16),
     "WITH_TURN": ("KIND", 1),

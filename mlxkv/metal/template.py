@@ -33,7 +33,6 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"GROUP{suffix}": at.group,
         f"SYMMETRIC{suffix}": int(at.symmetric),
         f"CHANNEL{suffix}": int(at.channel),
-        f"OUTER{suffix}": int(at.outer),
         f"PER_TOKEN{suffix}": int(not (at.channel or at.tree or at.bits == 16)),
         f"PAIRS{suffix}": int(at.pairs),
         f"CODEBOOK{suffix}": int(at.codebook),
@@ -46,7 +45,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
 
 def _filled(suffix: str) -> dict[str, object]:
     """`side_template` of any side whose blocks have widths of their own: a table tells them apart."""
-    names = ("SYMMETRIC", "CHANNEL", "OUTER", "PER_TOKEN", "PAIRS", "CODEBOOK", "SIGNS", "TREE")
+    names = ("SYMMETRIC", "CHANNEL", "PER_TOKEN", "PAIRS", "CODEBOOK", "SIGNS", "TREE")
     values = {f"{name}{suffix}": int(name == "SYMMETRIC") for name in names}
     one = {"BITS": 2, "GROUP": DIMS * MOST_BLOCKS, "BOOKS": (0,), "C": _constants(()), "FILL": 1}
     return values | {f"{name}{suffix}": value for name, value in one.items()}

@@ -55,8 +55,8 @@ MASKS = {
 
 def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
     """Why the tile body does not read such records, or None. dims: head dim D."""
-    if layout.values.channel or (layout.keys.outer and not layout.keys.channel):
-        return "tiles read no scales per channel of values, nor KVarN's scales swapped"
+    if layout.values.channel:
+        return "tiles read no scales per channel of values"
     if dtype not in (mx.float16, mx.bfloat16):
         return f"tiles are of 16-bit types, not {str(dtype).removeprefix('mlx.core.')}"
     if dims % 8:

@@ -42,19 +42,6 @@ def hadamard(dims: int, seed: int = 0) -> np.ndarray:
     return signs(dims, seed)[:, None] * h / np.sqrt(dims)
 
 
-def block_hadamard(dims: int, order: int) -> np.ndarray:
-    """Return block-diagonal Hadamard matrices without signs [D, D] (SAW-INT4, arXiv 2604.19157: order 16 to 128,
-    which divides D; here also the largest power of two below that does)."""
-    while dims % order:
-        order //= 2
-    out, h = np.zeros((dims, dims)), np.ones((1, 1))
-    while len(h) < order:
-        h = np.block([[h, h], [h, -h]])
-    for start in range(0, dims, order):
-        out[start : start + order, start : start + order] = h / np.sqrt(order)
-    return out
-
-
 def srft(x: np.ndarray, seed: int = 0) -> np.ndarray:
     """Apply the sign-randomised Fourier transform to the last axis: real in, real out, D even (SRFT
     paper, eq. 1 and 2).
@@ -84,12 +71,9 @@ def srft_inverse(y: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def transform(name: str, dims: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return (down, up), each [D, D], of "none", "hadamard", "hadamard-16", "hadamard-128" or "srft"."""
+    """Return (down, up), each [D, D], of "none", "hadamard" or "srft"."""
     if name == "none":
         return np.eye(dims), np.eye(dims)
-    if name.startswith("hadamard-"):
-        down = block_hadamard(dims, int(name.removeprefix("hadamard-")))
-        return down, down.T
     down = hadamard(dims, seed) if name == "hadamard" else srft(np.eye(dims), seed)
     return down, down.T
 

@@ -28,7 +28,6 @@ from mlxkv.formats.config import (
     Affine,
     CacheConfig,
     Codebook,
-    DualScale,
     Polar,
     PolarTree,
     Side,
@@ -36,7 +35,6 @@ from mlxkv.formats.config import (
 from mlxkv.formats.lowrank import Half, LowRank
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import (
-    BALANCE_BOUND,
     BOUNDS,
     FITTED_BOUND,
     LEVELS_BOUND,
@@ -98,13 +96,12 @@ class Attention:
 class Table(Mixed):
     """The golden table as one backend computes it. Each `*_rows` reads the set that it is named after.
 
-    following, runs, salience, dual_scale, polar_tree: the backend's modules of these names.
+    following, runs, salience, polar_tree: the backend's modules of these names.
     """
 
     following: ModuleType
     runs: ModuleType
     salience: ModuleType
-    dual_scale: ModuleType
     polar_tree: ModuleType
 
     # -- what a backend hands in
@@ -190,8 +187,8 @@ class Table(Mixed):
             *(self.encode_rows, self.attention_rows, self.softcap_rows),
             *(self.oscar_rows, self.balanced_rows),
             *(self.scaled_rows, self.centred_rows),
-            *(self.codebook_rows, self.polar_tree_rows, self.dual_scale_rows, self.polar_rows),
-            *(self.kitty_rows, self.fill_rows, self.latent_rows, self.oja_rows),
+            *(self.codebook_rows, self.polar_tree_rows, self.polar_rows),
+            *(self.fill_rows, self.latent_rows, self.oja_rows),
         )
 
     def by_set(self) -> Iterator[tuple[str, Row]]:
@@ -454,22 +451,6 @@ class Table(Mixed):
             spec = tensors[f"online.book.{level}"]
             error = rms(np.array(book), spec)
             yield Row("levels", f"online.{level}", spec.size, rms=error, bound=FITTED_BOUND)
-
-    def dual_scale_rows(self) -> Rows:
-        """Outer scales (KVarN); codes behind the spec's own; what the spec's codes stand for."""
-        for key, dims, case in tile_cases("dual_scale"):
-            bits, axis, unit, thousandths = key.split(".")[1:]
-            spec = DualScale(int(bits), axis, unit == "1", int(thousandths) / 1000)
-            tiles, key = self.floats(case["x"])[:, :, None], f"kvarn.{key}"
-            scales = self.dual_scale.balance(tiles, axis, spec.unit_std)
-            outer = self.array(scales[0 if axis == "channel" else 1])
-            error = rms(outer[:, :, 0], case["exact"])
-            yield Row("balance", key, outer.size, rms=error, bound=BALANCE_BOUND)
-            outer = self.tensor(case["outer"])[:, :, None]
-            made = self.dual_scale.encode_balanced(spec, tiles, outer)["codes"]
-            pair = (self.unpack(x, spec.bits, dims) for x in (made, self.tensor(case["codes"])))
-            yield compare_codes("encode", key, *pair, mask_at(case["near"], case["x"].size))
-            yield from self._read_rows(spec, key, dims, case)
 
     def polar_rows(self) -> Rows:
         """Codes of radii and angles (PolarQuant); what the spec's codes stand for."""

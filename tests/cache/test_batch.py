@@ -26,7 +26,7 @@ def check(model):
     assert together(model, prompts, REPLIES) == expected
 
 
-@pytest.mark.parametrize("kv", ["int4", "kivi-int2", "turbo-int3", "kvarn-int2"])
+@pytest.mark.parametrize("kv", ["int4", "kivi-int2", "turbo-int3", "polar"])
 def test_each_gets_what_it_gets_alone(kv):
     model = random_model("llama")
     attach(model, kv, strict=True)

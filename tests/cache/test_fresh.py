@@ -31,20 +31,18 @@ POOL = 4096  # tokens that walks draw from
 KINDS = (
     "int4",
     "int8",
-    "kvarn-int2",
     "polar",
     "turbo-int3",
     "int8/int4",
     "oja-0.5+int4",
     "int4+keep0.5",
 )
-PAGES = {"kvarn-int2": 128}  # a page is a unit of this format
 
 
 @lru_cache
 def pool() -> tuple[mx.array, mx.array, mx.array]:
     """(queries, keys, values) of all tokens, [1, heads, POOL, DIMS]: multiples of 1/64, so that a Hadamard
-    rotation is exact. OpenBLAS rounds a product by how many rows it has, and a scale of kvarn shows it."""
+    rotation is exact. OpenBLAS rounds a product by how many rows it has."""
     rng = np.random.default_rng(7)
     shapes = ((1, heads, POOL, DIMS) for heads in (HEADS, KV_HEADS, KV_HEADS))
     drawn = (np.round(64 * rng.standard_normal(shape)) / 64 for shape in shapes)
@@ -55,7 +53,7 @@ def pool() -> tuple[mx.array, mx.array, mx.array]:
 def made(kv: str) -> tuple:
     """(class, config, maps): of one calibration, which saved caches find again by its digest."""
     config = parse_kv(kv)
-    config = replace(config, sink=8, recent=24, page=PAGES.get(kv, min(config.page, 64)))
+    config = replace(config, sink=8, recent=24, page=min(config.page, 64))
     turns = None
     if config.calibrated:
         some = maps.sample(KV_HEADS, (DIMS, DIMS), config.fitted)
@@ -216,7 +214,7 @@ def test_any_walk_leaves_what_a_fresh_cache_holds(kv, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", ["int4", "kvarn-int2"])
+@pytest.mark.parametrize("kv", ["int4", "polar"])
 def test_any_walk_by_kernels(kv, tmp_path):
     """In the emulator; sequences decode in shared arrays there."""
     with launch.using(make):

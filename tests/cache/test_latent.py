@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlxkv.formats.plans.files import parsed as parse_plan
 from random_models import random_model
 
 from mlxkv.cache.attention import attend
@@ -18,7 +19,6 @@ from mlxkv.cache.view import CacheView
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, Side
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.plans.files import parsed as parse_plan
 from mlxkv.models import attach, detach, usage
 from mlxkv.models.hooks import probe  # noqa: F401 (mlx-lm finds our classes by name from here on)
 from mlxkv.serve.caches.memory import shapes_of
@@ -335,7 +335,6 @@ def test_padded_prompts_of_a_batch():
         ("int4", None),
         ("int3", None),
         ("int2", None),
-        ("kvarn-int4", None),
         ("turbo-int4", None),
         ("turbo-int4+qjl", "residual"),
         ("centred-int2", "no mean"),
@@ -396,9 +395,7 @@ def test_full_precision_keys_compress_no_latents():
     assert "keeps in full precision" in full.why_no_latents
 
 
-@pytest.mark.parametrize(
-    "kv", ["kvarn-int4", "turbo-int4", "hadamard-int8", "saw-int4", "polar-tree"]
-)
+@pytest.mark.parametrize("kv", ["turbo-int4", "hadamard-int8", "polar-tree"])
 def test_other_methods_hold_latents_too(kv):
     made = parse_kv(kv).of_latents
     cache = LatentKVCache(made)

@@ -372,11 +372,9 @@ def test_selection_keeps_what_the_last_queries_look_at_and_positions():
     "name",
     (
         "kivi-int2+keep0.5",
-        "turbo-2.5+keep0.5",
-        "kvarn-int4+keep0.5",
+        "turbo-int2+keep0.5",
         "polar-tree+keep0.5",
         "oja-r24+srft-int3+keep0.5",
-        "static-r24+kvarn-int2+pages0.5",
     ),
 )
 def test_selection_goes_with_every_format(name):

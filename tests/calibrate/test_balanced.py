@@ -20,6 +20,7 @@ from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, balance
 from mlxkv.formats.config import BALANCED, Affine, CacheConfig, Full, Side
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
@@ -28,7 +29,7 @@ from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}
-INT2 = dataclasses.replace(PRESETS["balanced-int2+g32"], **WINDOWS)
+INT2 = dataclasses.replace(parse_kv("balanced-int2+g32"), **WINDOWS)
 INT4 = dataclasses.replace(PRESETS["balanced-int4"], **WINDOWS)
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 KINDS = (BALANCED, BALANCED)
@@ -307,7 +308,7 @@ def test_clips_are_kept_where_the_transform_is_the_same(made):
 
 def test_presets():
     for group, name in ((128, ""), (64, "+g64"), (32, "+g32")):
-        config = PRESETS[f"balanced-int2{name}"]
+        config = parse_kv(f"balanced-int2{name}")
         assert config.keys.quantizer == Affine(2, group, clip=config.keys.quantizer.clip)
         assert (config.sink, config.recent, config.balanced) == (64, 64, True)
     assert not PRESETS["oscar-int2"].balanced and PRESETS["oscar-int2"].calibrated

@@ -126,7 +126,9 @@ def test_layers_agree_where_little_is_lost():
 
 def test_rotations_stay_and_formats_add_up():
     made, _ = searched()
-    again, _ = clips.search(llama(), made, PRESETS["oscar-int2+g32"], TOKENS, candidates=(1.0, 0.9))
+    again, _ = clips.search(
+        llama(), made, parse_kv("oscar-int2+g32"), TOKENS, candidates=(1.0, 0.9)
+    )
     assert again.digest == made.digest
     keys = again.layers["1"].keys.clips
     assert set(keys) == {"int2 g64", "int2 g32"}
@@ -169,7 +171,7 @@ def test_one_pass_of_attach_gives_each_layer_its_own():
     assert used("oscar-int2+g64") == (wanted, wanted)  # the same format, for heads of 64
     assert used("oscar-int2+g32") == ([(0.96, 0.92)] * 2, [None] * 2)  # not searched
     assert used("oscar-int3") == ([(1.0, 1.0)] * 2, [None] * 2)
-    assert used("oscar-int2+clip92") == ([(0.92, 0.92)] * 2, [None] * 2)  # keeps its own
+    assert used("oscar-int2+clip.92") == ([(0.92, 0.92)] * 2, [None] * 2)  # keeps its own
     pairs, _ = used("oscar-int2/oscar-int4")
     assert pairs == [(0.8, 1.0), (0.7, 1.0)]
     reports = attach(llama(), "oscar-int2/fp16", calibration=made)
@@ -213,7 +215,7 @@ def test_families(family):
     assert all(layer.keys.clips and layer.values.clips for layer in found.layers.values())
 
 
-@pytest.mark.parametrize("name", ("int4", "fp16", "oscar-int2+clip92"))
+@pytest.mark.parametrize("name", ("int4", "fp16", "oscar-int2+clip.92"))
 def test_presets_without_clips_to_search(name):
     assert "choose from int3, int2, srft-scaled-int8" in clips.why_not(PRESETS[name])
     with pytest.raises(UserError, match=r"\[search-clip\] clips are searched for calibrated"):

@@ -156,7 +156,7 @@ def test_an_old_file_that_was_found_is_made_anew(model_folder, tmp_path, monkeyp
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ("srft-scaled-int4", "srft-scaled-int2", "srft-scaled-int4+token"))
+@pytest.mark.parametrize("name", ("srft-scaled-int4", "srft-scaled-int2", "srft-scaled-int4+g64"))
 def test_a_cache_holds_what_the_law_says(model, made, name):
     """Keys and values of an attached model, page by page, from a plain cache's by the spec."""
     config = PRESETS[name]

@@ -22,6 +22,7 @@ from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach, load
@@ -29,7 +30,7 @@ from mlxkv.models.calibration import measure
 from mlxkv.models.taking_back import cut_back
 from mlxkv.spec import affine as ref
 
-OSCAR = dataclasses.replace(PRESETS["oscar-int2+g32"], sink=16, recent=16, page=16)
+OSCAR = dataclasses.replace(parse_kv("oscar-int2+g32"), sink=16, recent=16, page=16)
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 
 

@@ -13,7 +13,6 @@ from mlxkv.formats.codebook import Codebook
 from mlxkv.formats.config import Affine
 from mlxkv.spec import affine as ref
 from mlxkv.spec import codebook as codebook_ref
-from mlxkv.spec import dual_scale as dual_ref
 
 
 def data(*shape, seed=0):
@@ -30,9 +29,6 @@ def test_matrices_are_those_of_the_spec(dims, seed):
         made = transform.make(name, dims, seed)
         if name == "random":
             down = codebook_ref.random_rotation(dims, seed)
-            up = down.T
-        elif name == "hadamard-srft":
-            down = dual_ref.rotation(dims, seed)
             up = down.T
         else:
             down, up = ref.transform(name, dims, seed)

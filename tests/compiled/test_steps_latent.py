@@ -75,10 +75,9 @@ def test_a_sparse_index_is_not(attached):
         config_of(Side(Affine(3, 64), "hadamard"), sink=0),
         config_of(rotary=8),
         config_of(CHANNEL, rotary=8, sink=0),
-        replace(parse_kv("kvarn-int4"), **WINDOWS | {"page": 32}),
         replace(parse_kv("turbo-int4+rope8"), **WINDOWS),
     ],
-    ids=("channel", "no sink", "rope8", "channel rope8 no sink", "kvarn", "turbo rope8"),
+    ids=("channel", "no sink", "rope8", "channel rope8 no sink", "turbo rope8"),
 )
 def test_formats_are_replayed_past_sealing_and_room(config, attached):
     """Past the first room of pages of 16 tokens, so that arrays grow and another trace is made."""

@@ -25,7 +25,7 @@ from mlxkv.formats.records import NAMES, why_no_record
 
 CPU = torch.device("cpu")
 IN_RECORDS = [
-    *("int8", "int4", "srft-int3", "srft-int4", "hadamard-int2+clip", "kivi-int2", "kvarn-int3"),
+    *("int8", "int4", "srft-int3", "srft-int4", "hadamard-int2+clip.92", "kivi-int2"),
     *("turbo-int3", "polar", "polar-tree", "polar-tree+online"),
     "turbo-int3+qjl",
 ]

@@ -177,7 +177,7 @@ def test_a_state_goes_on_and_trims(rotary):
         torch.testing.assert_close(a[:, :, :125], b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kv", ("int4", "int8+rope8", "hadamard-int3", "turbo-int4", "kvarn-int4"))
+@pytest.mark.parametrize("kv", ("int4", "int8+rope8", "hadamard-int3", "turbo-int4"))
 def test_mlx_and_torch_read_each_other_s_states(kv):
     mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
     from mlxkv.cache.latent.own import LatentKVCache as Other

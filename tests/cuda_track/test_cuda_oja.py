@@ -29,7 +29,7 @@ NAMED = (
     ),
     *("oja-r24+stay+raw", "oja-r24+int4+keep0.5", "fp16+keep0.25", "int4+pages0.5"),
     *("oja-r24+pinned", "oja-r24+int4+pinned+keep0.5"),
-    *("kivi-int2+keep0.5", "oja-r24+prompt+kvarn-int4", "oja-r24+all/int8"),
+    *("kivi-int2+keep0.5", "oja-r24+all/int8"),
 )
 
 

@@ -352,7 +352,7 @@ def test_models_pickle(llama, tmp_path):
     assert torch.equal(written(again), plain)
 
 
-@pytest.mark.parametrize("kv", ["int4", "naive-int4", "kvarn-int2", "turbo-int4"])
+@pytest.mark.parametrize("kv", ["int4", "naive-int4", "turbo-int4"])
 def test_caches_pickle(llama, kv):
     seam.attach(llama, kv)
     ids = IDS.repeat(1, 6)

@@ -34,7 +34,6 @@ CONFIGS = {
     "channels": CHANNEL,
     "no recent": replace(PLAIN, recent=0),
     "turned": replace(parse_kv("srft-int4"), **SMALL),
-    "kvarn": replace(parse_kv("kvarn-int2"), **SMALL),
     "codebook": replace(parse_kv("turbo-int4"), **SMALL),
 }
 BATCH, HEADS, DIMS, LONGEST = 2, 2, 64, 3100

@@ -22,7 +22,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import (
     Affine,
     Codebook,
-    DualScale,
     Fill,
     Half,
     Polar,
@@ -87,7 +86,7 @@ def test_maps_are_cut_alike(size):
 
 SPECS = (
     *(Affine(bits, group) for bits in (2, 3, 4, 8) for group in (32, 0)),
-    *(Affine(4, 64, True), Affine(3, 0, axis="channel"), DualScale(4, "token")),
+    *(Affine(4, 64, True), Affine(3, 0, axis="channel")),
     *(Codebook(3), Codebook(3, residual=True), Polar(), PolarTree(), Half()),
 )
 

@@ -25,7 +25,6 @@ SPILLS: dict[tuple[str, int], tuple[int, int]] = {}
 OTHERS = {
     "turbo-int3": {},
     "polar": {"attend": (9, 40)},
-    "kvarn-int4": {"balance": (100, 316)},
     "polar-tree+online": {"attend": (143, 512)},
     "srft-int4": {"seal": (45, 184)},
 }

@@ -114,7 +114,6 @@ def test_what_it_does_not_compute_plain_ops_do():
     ("kv", "dims", "why"),
     [
         ("turbo-int4", 128, "reads affine codes"),
-        ("kvarn-int4", 128, "reads affine codes"),
         ("int4", 96, "is for 64, 128, 256, 512 dims, not 96"),
     ],
 )

@@ -11,7 +11,7 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, View
 from mlxkv.doctor.golden import TABLE as golden
-from mlxkv.formats.config import Affine, CacheConfig, Codebook, DualScale, PolarTree, Side
+from mlxkv.formats.config import Affine, CacheConfig, Codebook, PolarTree, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import launch, tiles
@@ -88,7 +88,6 @@ def test_portable_attention_is_softmax_over_what_is_stored(name):
     ("name", "dims", "heads", "new", "dtype"),
     [
         ("kivi", 64, 4, 1, mx.float16),
-        ("kvarn-int3", 96, 4, 2, mx.bfloat16),
         ("channels of both", 40, 2, 8, mx.float32),
         ("mixed", 256, 2, 1, mx.float32),
         ("polar-int3", 192, 2, 1, mx.float32),
@@ -172,7 +171,6 @@ def test_what_tiles_do_not_read_says_why():
     channel = Affine(4, 32, axis="channel")
     assert why(channel, Affine(4)) is None
     assert "scales per channel of values" in why(Affine(4), channel)
-    assert "scales swapped" in why(DualScale(4, "token"), Affine(4))
     assert "256 dims" in why(Codebook(4, residual=True), Codebook(4), 256)
     assert why(PolarTree(), PolarTree(), 256) is None
 

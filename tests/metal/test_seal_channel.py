@@ -7,7 +7,7 @@ from samples import data
 
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.codec import encoding
-from mlxkv.formats.config import Affine, CacheConfig, Codebook, DualScale, Polar, Side
+from mlxkv.formats.config import Affine, CacheConfig, Codebook, Polar, Side
 from mlxkv.formats.records import record_layout
 from mlxkv.metal import seal
 
@@ -71,7 +71,6 @@ def test_what_it_does_not_seal_says_why():
     channel = Affine(4, 32, axis="channel")
     assert why(channel, Affine(2, 32)) is None
     assert "without scales per channel" in why(Affine(4), Affine(4))
-    assert "without scales per channel" in why(DualScale(4, "channel"), Affine(4))
     assert "without scales per channel" in why(Polar(4, 4), Affine(4))
     assert "values that are not" in why(channel, channel)
     assert "values that are not" in why(channel, Codebook(4))

@@ -322,7 +322,7 @@ def same_state(one, other) -> bool:
     )
 
 
-@pytest.mark.parametrize("kv", [None, "int8", "kvarn-int2", "polar"])
+@pytest.mark.parametrize("kv", [None, "int8", "polar"])
 @pytest.mark.parametrize("count", [0, 5, 600])
 def test_a_cache_comes_back_from_a_pickle(kv, count):
     cache = filled(kv, count) if count else CompressedKVCache(EARLY)

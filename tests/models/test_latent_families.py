@@ -159,7 +159,7 @@ def test_presets_that_make_no_sense_say_why(model):
 def test_keys_are_named_where_values_have_other_bits(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = attach(model, "kivi-k4v2+srft", strict=True)
+        found = attach(model, "kivi-int4/int2", strict=True)
     assert (
         "latent kivi-k4v2+srft (int4 min-max, group 64 per channel, as its keys)" in found[0].reason
     )

@@ -179,5 +179,5 @@ def test_plain_codes_are_per_token_and_presets_bring_theirs():
     for name, bits in (("static-0.5+int3", 3), ("oja-r96+int2", 2)):
         sides = parse_kv(name).keys.quantizer, parse_kv(name).values.quantizer
         assert {(q.bits, q.axis, q.group) for q in sides} == {(bits, "token", 64)}
-    made = parse_kv("static-0.5+kvarn-int2")
-    assert (made.page, made.keys.quantizer) == (128, PRESETS["kvarn-int2"].keys.quantizer)
+    made = parse_kv("static-0.5+kivi-int2")
+    assert (made.page, made.keys.quantizer) == (64, PRESETS["kivi-int2"].keys.quantizer)

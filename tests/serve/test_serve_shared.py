@@ -46,7 +46,7 @@ def same(a, b) -> bool:
     )
 
 
-@pytest.fixture(scope="module", params=["int4", "kvarn-int2", "int8/int4", "fp16"])
+@pytest.fixture(scope="module", params=["int4", "polar", "int8/int4", "fp16"])
 def model(request):
     model = random_model("llama")
     attach(model, request.param)

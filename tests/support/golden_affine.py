@@ -65,10 +65,6 @@ def transforms(rng) -> dict:
             assert np.allclose(x @ down @ up, x)
             out[f"{name}.{dims}.x"] = x.astype(np.float16)
             out[f"{name}.{dims}.y"] = (x @ down).astype(np.float32)
-    for name, dims in (("hadamard-128", 256), ("hadamard-128", 80), ("hadamard-16", 64)):
-        x, down = inputs(rng, 4, dims), ref.transform(name, dims)[0]
-        out[f"{name}.{dims}.x"] = x.astype(np.float16)
-        out[f"{name}.{dims}.y"] = (x @ down).astype(np.float32)
     return out
 
 

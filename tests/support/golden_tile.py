@@ -9,9 +9,7 @@ import numpy as np
 from golden_affine import MARGIN, half_near, inputs
 
 from mlxkv.spec import affine as ref
-from mlxkv.spec import dual_scale as dual
 from mlxkv.spec import polar as polar_ref
-from mlxkv.spec.mixed import kitty as kitty_ref
 
 PAGE = 32
 DECODED = 32  # one token in so many is kept as decoded values; scores and mixtures read all
@@ -45,29 +43,6 @@ def _given(rng, x: np.ndarray) -> dict[str, np.ndarray]:
     return {name: y.astype(np.float16) for name, y in (("x", x), ("q", q), ("p", p))}
 
 
-def dual_scale(rng) -> dict:
-    out = {}
-    for dims, (size, cases) in DUAL.items():
-        x = inputs(rng, 1, 1, PAGE, dims) @ dual.rotation(dims)
-        x *= size * np.exp(0.7 * rng.standard_normal((1, 1, PAGE, 1)))  # tokens differ too
-        given = _given(rng, x)
-        out |= {f"{dims}.{name}": y for name, y in given.items()}
-        x = given["x"].astype(np.float64)
-        for bits, axis, unit, thousandths in cases:
-            key, quantile = f"{dims}.{bits}.{axis}.{unit}.{thousandths}", thousandths / 1000
-            codes, scale, bias, outer = dual.encode(x, bits, axis, bool(unit), quantile)
-            exact = dual.balance(x, axis, bool(unit))[0 if axis == "channel" else 1]
-            out[f"{key}.codes"] = ref.pack(codes, bits)
-            out[f"{key}.exact"] = exact.astype(np.float32)
-            for name, number in (("scale", scale), ("bias", bias), ("outer", outer)):
-                out[f"{key}.{name}"] = number.astype(np.float16)
-            out[f"{key}.near"] = _near(_dual_near(x / outer, bits, axis, quantile, scale, bias))
-            decoded = dual.decode(codes, scale, bias, outer)
-            for name, y in _products(given["q"], given["p"], decoded).items():
-                out[f"{key}.{name}"] = y
-    return out
-
-
 def _dual_near(y, bits, axis, quantile, scale, bias) -> np.ndarray:
     """Mark where a float32 backend that knows the outer scales may be one code off."""
     over, top = -2 if axis == "channel" else -1, 2**bits - 1
@@ -98,37 +73,6 @@ def polar(rng) -> dict:
     return out
 
 
-KITTY = {64: [125, 250], 80: [200]}  # dims: shares in thousandths
-
-
-def kitty(rng) -> dict:
-    """Keys whose channels differ in size, in two sets of 2 bits."""
-    out = {}
-    for dims, shares in KITTY.items():
-        given = _given(rng, inputs(rng, 1, 1, PAGE, dims))
-        out |= {f"{dims}.{name}": y for name, y in given.items()}
-        x = given["x"].astype(np.float64)
-        for thousandths in shares:
-            key, share = f"{dims}.{thousandths}", thousandths / 1000
-            codes, scale, bias, chosen = kitty_ref.encode(x, share)
-            high, low = kitty_ref.split(codes, chosen)
-            out[f"{key}.codes"], out[f"{key}.more"] = ref.pack(high, 2), ref.pack(low, 2)
-            out[f"{key}.channels"] = ref.pack(chosen[..., None, :].astype(np.uint8), 1)
-            for name, number in (("scale", scale), ("bias", bias)):
-                out[f"{key}.{name}"] = number.astype(np.float16)
-            value = (x - bias) / np.where(scale > 0, scale, 1.0)
-            edge = np.abs(value - np.floor(value) - 0.5) < MARGIN * 16
-            top = np.where(chosen, 15, 3)[..., None, :]
-            low_near = half_near(x.min(-2, keepdims=True))
-            out[f"{key}.near"] = _near(
-                edge | low_near | half_near((x.max(-2, keepdims=True) - bias) / top)
-            )
-            decoded = kitty_ref.decode(codes, scale, bias)
-            for name, y in _products(given["q"], given["p"], decoded).items():
-                out[f"{key}.{name}"] = y
-    return out
-
-
 def _turned(x: np.ndarray) -> np.ndarray:
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-np.arange(half) / half)
@@ -147,7 +91,5 @@ def _step_near(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 TABLES = {  # name: seed, maker, what the header says beside version and seed
-    "dual_scale": (20270, dual_scale, {"seed": "20270"}),
     "polar": (20271, polar, {"seed": "20271"}),
-    "kitty": (20272, kitty, {"seed": "20272"}),
 }

@@ -30,7 +30,7 @@ def data(tokens: int, seed: int, heads: int = KV_HEADS, batch: int = 1) -> np.nd
 def caches(name: str) -> tuple[adaptive.AdaptiveKVCache, mlx_adaptive.AdaptiveKVCache]:
     """The same cache on both sides, its bases random."""
     config = parse_kv(name)
-    page = config.page if "kvarn" in name or "kivi" in name else 16
+    page = config.page if "kivi" in name else 16
     config, mine, theirs = replace(config, sink=4, recent=16, page=page), None, None
     if config.calibrated:
         theirs = mlx_calibrated.sample(KV_HEADS, (DIMS, DIMS), config.fitted)

@@ -12,9 +12,7 @@ from mlxkv.formats.config import (
     Affine,
     CacheConfig,
     Codebook,
-    DualScale,
     Fill,
-    Kitty,
     Polar,
     PolarTree,
     Quantizer,
@@ -58,9 +56,6 @@ METHODS = {
     "affine": Method(Affine(4, 64), Affine(3, 64), 32, "srft", triton=True, preset="naive-int4"),
     "clipped": Method(
         Affine(2, 0, clip=0.92), Affine(2, 32, clip=0.92), turn="hadamard", dims=64, triton=True
-    ),
-    "saw": Method(
-        Affine(4, 0), Affine(4, 0), turn="hadamard-16", dims=64, triton=True, preset="saw-int4+b16"
     ),
     "kivi": Method(Affine(2, 32, axis="channel"), Affine(2, 32), triton=True, preset="kivi-int2"),
     "kivi-16": Method(Affine(4, 16, axis="channel"), Affine(8, 32), 32, triton=True),
@@ -115,7 +110,6 @@ METHODS = {
     "online, not turned": Method(
         *(PolarTree(online=True), PolarTree(online=True)), mps=False, preset="polar-tree+plain"
     ),
-    "online-kvarn": Method(PolarTree(online=True), DualScale(4, "token"), mps=False),
     "fill": Method(
         *(
             Fill(2.9, (4, 3, 2, 1)),
@@ -124,15 +118,8 @@ METHODS = {
         dims=64,
         mps=False,
     ),
-    "kitty": Method(Kitty(0.25), Kitty(0.125), kernels=False, tiles=False, mps=False),
-    "kvarn": Method(
-        DualScale(4, "channel"), DualScale(2, "token"), turn="srft", preset="kvarn-int2"
-    ),
-    "kvarn-int3": Method(DualScale(3, "channel"), DualScale(3, "token")),
-    "swapped": Method(DualScale(3, "token"), DualScale(3, "channel"), 32, tiles=False),
-    "mixed": Method(Affine(8, 64), DualScale(8, "token"), 32),
     "polar": Method(Polar(4, 4), Affine(4, 64), dims=128, preset="polar-int2"),
-    "polar-int3": Method(Polar(3, 3), DualScale(3, "token"), dims=128),
+    "polar-int3": Method(Polar(3, 3), Affine(3, 64), dims=128),
     "polar-tree": Method(Polar(2, 2), PolarTree(), dims=128, mps=False),
 }
 
@@ -143,9 +130,5 @@ def names(**wanted: bool) -> list[str]:
 
 
 READ = names(kernels=True)
-# Presets that no kernel reads: outliers and wide channels are chosen by page, and groups of records are whole
-# blocks of 32 dims.
-NO_KERNELS = {
-    *("turbo-3.5", "turbo-2.5", "srft-int4+g16", "srft-scaled-int4+g16"),
-    *("kitty-int2", "kitty-int2+pro"),
-}
+# Presets that no kernel reads: groups of records are whole blocks of 32 dims.
+NO_KERNELS = {"srft-int4+g16"}

@@ -7,35 +7,23 @@ from dataclasses import asdict
 import numpy as np
 
 from mlxkv.formats.config import (
-    SPREAD,
     Affine,
     Codebook,
-    DualScale,
     Fill,
     Full,
     Half,
-    Kitty,
     Polar,
     PolarTree,
     Side,
 )
 from mlxkv.spec import affine as ref
 from mlxkv.spec import codebook, polar
-from mlxkv.spec import dual_scale as dual
 from mlxkv.spec import polar_tree as tree
-from mlxkv.spec.mixed import fill, kitty
-
-
-def _dual_scale(x: np.ndarray, spec: DualScale) -> np.ndarray:
-    return dual.decode(*dual.encode(x, spec.bits, spec.axis, spec.unit_std, spec.quantile))
+from mlxkv.spec.mixed import fill
 
 
 def _polar(x: np.ndarray, spec: Polar) -> np.ndarray:
     return polar.decode(polar.encode(x, spec.radius, spec.angle), spec.angle)
-
-
-def _kitty(x: np.ndarray, spec: Kitty) -> np.ndarray:
-    return kitty.decode(*kitty.encode(x, spec.share)[:3])
 
 
 def _fill(x: np.ndarray, spec: Fill) -> np.ndarray:
@@ -43,9 +31,7 @@ def _fill(x: np.ndarray, spec: Fill) -> np.ndarray:
 
 
 TILES = {
-    DualScale: _dual_scale,
     Polar: _polar,
-    Kitty: _kitty,
     Fill: _fill,
 }  # [..., page, R] -> the same, decoded
 
@@ -78,6 +64,4 @@ def stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.nd
 
 
 def _down(side: Side, dims: int) -> np.ndarray:
-    if side.transform == SPREAD:
-        return dual.rotation(dims, side.seed)
     return ref.transform(side.transform, dims, side.seed)[0]

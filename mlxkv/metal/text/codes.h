@@ -19,9 +19,7 @@
 // Numbers that the tokens of a page share are in the page's header, a row of words in an array beside the
 // records, [K header | V header], with dims padded to whole blocks:
 //   CHANNEL (scales per channel):       [group of tokens][scales of all dims, biases of all dims]
-//   OUTER alone (KVarN's values):       one more scale of all dims
-// A side with scales per channel has no numbers in its records, except with OUTER (KVarN's keys): one
-// scale per token, in the place of the scale of a single group. x = outer (scale code + bias).
+// A side with scales per channel has no numbers in its records.
 // TREE (polar trees): codes of 3 bits: two are half an angle of level 1, the third is a bit of the levels
 // above (codec/polar_tree.py, `split`). Radii are scales of 16 dims. Codebooks of a page, 28 halves, are in
 // its header. SIGNS (a residual stage): the highest bit of a key's code is a sign, and the length of the
@@ -50,11 +48,11 @@ constexpr int kv_side_words(int blocks, int groups, int symmetric) {
 
 // Words of the numbers of one side: in a record, and in the header of a page with `rows` groups of tokens.
 template <int BITS>
-constexpr int kv_number_words(int groups, int symmetric, int channel, int outer) {
-  return BITS == 16 ? 0 : channel ? 8 * outer : 8 * groups * (symmetric ? 1 : 2);
+constexpr int kv_number_words(int groups, int symmetric, int channel) {
+  return BITS == 16 ? 0 : channel ? 0 : 8 * groups * (symmetric ? 1 : 2);
 }
-constexpr int kv_header_words(int blocks, int rows, int symmetric, int channel, int outer) {
-  return 16 * blocks * (channel ? rows * (symmetric ? 1 : 2) : outer);
+constexpr int kv_header_words(int blocks, int rows, int symmetric, int channel) {
+  return channel ? 16 * blocks * rows * (symmetric ? 1 : 2) : 0;
 }
 
 // Place of word m of a lane.

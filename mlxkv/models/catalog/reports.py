@@ -61,7 +61,6 @@ def compressed(
     _, *dims = sizes
     if reason := config.why_not(*dims):
         return LayerReport(index, kind, False, reason)
-    label += config.keys.note(dims[0])
     bits = config.bits_per_value(*dims)
     return LayerReport(index, kind, True, label, bits, kernel, True, *sizes)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mlxkv.formats.calibration import balance, fill
-from mlxkv.formats.config import Fill, Kitty, Side
+from mlxkv.formats.config import Fill, Side
 from mlxkv.spec.bounds import (
     BOUNDS,
     Row,
@@ -19,7 +19,6 @@ from mlxkv.spec.bounds import (
     rms,
     tile_cases,
     under,
-    wide_codes,
 )
 
 Rows = Iterator[Row]
@@ -27,23 +26,6 @@ Rows = Iterator[Row]
 
 class Mixed:
     """What `Table` inherits: `codec`, `floats`, `tensor`, `array`, `unpack` and `_read_rows` are its own."""
-
-    def kitty_rows(self) -> Rows:
-        """The channels that Kitty boosts, codes of all, and what the spec's codes stand for."""
-        for key, dims, case in tile_cases("kitty"):
-            spec, page = Kitty(int(key.split(".")[1]) / 1000), case["x"].shape[2]
-            key, few = f"kitty.{key}", spec.count(dims)
-            made = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
-            parts = (("codes", 2, dims), ("more", 2, few), ("channels", 1, dims))
-            found, right = (
-                [self.unpack(x[n], bits, count).astype(np.int64) for n, bits, count in parts]
-                for x in (made, {n: self.tensor(case[n]) for n, _, _ in parts})
-            )
-            yield Row("encode", f"{key}.channels", dims, wrong=int((found[2] != right[2]).sum()))
-            wide = right[2][0, 0, 0].astype(bool)
-            ours, theirs = (wide_codes(high, low, wide) for high, low, _ in (found, right))
-            yield compare_codes("encode", key, ours, theirs, mask_at(case["near"], ours.size))
-            yield from self._read_rows(spec, key, dims, case)
 
     def fill_rows(self) -> Rows:
         """Words and scales of bits by direction, and what the spec's codes stand for."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from metal import codegen, texts
 
 PRESETS = ("int8", "int4", "int3", "int2", texts.FILL)
-NAMES = ("attend", "attend_tile", "merge", "seal", "seal_channel", "unseal", "balance", "whiten")
+NAMES = ("attend", "attend_tile", "merge", "seal", "seal_channel", "unseal", "whiten")
 STEPS = ("seal", "prefill seal", "unseal", "attend 1")
 DTYPE = "bfloat16"
 

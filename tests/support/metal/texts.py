@@ -185,7 +185,7 @@ def record(
 
 
 def record_others(make: Recorder) -> None:
-    """What belongs to no preset: bases that follow the text and KVarN's scales of every tile."""
+    """What belongs to no preset: bases that follow the text."""
     for dims in DIMS:
         for share in SHARES:
             rank = int(share * dims)

@@ -28,7 +28,7 @@ constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
 constexpr int PAIR_WORDS_K = kv_lane_words<BITS_K>(2);  // of two blocks
 constexpr int SIDE_K =
-    32 * WORDS_K + kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+    32 * WORDS_K + kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K);
 #if WITH_FILL
 // Template: RK and RV are the most stored dims; the table in the place of the headers has the layer's own.
 const int record_words = int(headers[0]);
@@ -43,7 +43,7 @@ constexpr int key_dims = RK;
 constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
     ? 16
-    : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+    : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K);
 constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
 constexpr bool RAW_K = BITS_K == 16;  // float16 numbers, no codes
 constexpr bool RAW_V = BITS_V == 16;

@@ -101,7 +101,7 @@ if (paged) {
     }
 #else
     const device half* numbers = (const device half*)(record + 32 * WORDS_K);
-#if WITH_CHANNEL || WITH_OUTER
+#if WITH_CHANNEL
     const device half* page_numbers = (const device half*)header +
         (CHANNEL_K ? token_of_page / GROUP_K * (SYMMETRIC_K ? 1 : 2) * 32 * BK : 0);
 #endif
@@ -119,8 +119,7 @@ if (paged) {
         float k[16];
         float steps[8];  // of the lane's dims
         float biases[8];
-#if WITH_CHANNEL || WITH_OUTER
-        float outer[8];
+#if WITH_CHANNEL
         const int dim = 32 * j + 8 * t;
         if (CHANNEL_K) {
           kv_load_numbers<8>(page_numbers + dim, steps);
@@ -132,8 +131,6 @@ if (paged) {
             steps[i] *= STEPS_K;
             biases[i] = SYMMETRIC_K ? -0.5f * steps[i] : biases[i];
           }
-        } else if (OUTER_K) {
-          kv_load_numbers<8>(page_numbers + dim, outer);
         }
 #endif
 #pragma unroll
@@ -185,11 +182,6 @@ if (paged) {
                 k[8 * r + i] = kv_half_of(word, h);
               }
 #endif
-#if WITH_OUTER
-              if (OUTER_K && !CHANNEL_K) {
-                k[8 * r + i] *= outer[i];
-              }
-#endif
 #if WITH_SIGNS
               if (SIGNS_K) {
                 const float length = float(numbers[kv_key_number(token, 0, 1, 1, 0)]);
@@ -215,12 +207,4 @@ if (paged) {
         }
       }
     }
-#if WITH_OUTER
-    if (OUTER_K && CHANNEL_K) {
-#pragma unroll
-      for (int i = 0; i < 2 * QT; i++) {
-        s[i] *= float(numbers[kv_key_number(g + 8 * (i % 2), 0, 0, 1, 1)]);
-      }
-    }
-#endif
 #endif

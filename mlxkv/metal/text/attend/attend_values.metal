@@ -32,7 +32,7 @@
 #else
     const device uint* side = record + SIDE_K;
     const device half* numbers_v = (const device half*)(side + 32 * WORDS_V);
-#if WITH_CHANNEL || WITH_OUTER
+#if WITH_CHANNEL
     const device half* page_numbers_v = (const device half*)(header + HEADER_K) +
         (CHANNEL_V ? token_of_page / GROUP_V * (SYMMETRIC_V ? 1 : 2) * 32 * BV : 0);
 #endif
@@ -50,8 +50,7 @@
         kv_load_lane<8>(side + 256 * j, lane, raw);
       }
 #endif
-#if WITH_CHANNEL || WITH_OUTER
-      float outer[4];
+#if WITH_CHANNEL
       const int dim = 32 * j + 4 * g;
       if (CHANNEL_V) {
         kv_load_numbers<4>(page_numbers_v + dim, steps);
@@ -63,8 +62,6 @@
           steps[p] *= STEPS_V;
           biases[p] = SYMMETRIC_V ? -0.5f * steps[p] : biases[p];
         }
-      } else if (OUTER_V) {
-        kv_load_numbers<4>(page_numbers_v + dim, outer);
       }
 #endif
 #pragma unroll
@@ -85,14 +82,6 @@
             biases[p] = bias;
           }
         }
-#if WITH_OUTER
-        if (OUTER_V && CHANNEL_V) {
-#pragma unroll
-          for (int p = 0; p < 4; p++) {
-            outer[p] = float(numbers_v[kv_value_number(token, 0, 0, 1)]);
-          }
-        }
-#endif
 #if WITH_TREE
         float of_tree[4];
         if (TREE_V) {
@@ -133,11 +122,6 @@
 #if WITH_TREE
           if (TREE_V) {
             value = of_tree[p];
-          }
-#endif
-#if WITH_OUTER
-          if (OUTER_V) {
-            value *= outer[p];
           }
 #endif
 #pragma unroll

@@ -91,7 +91,7 @@ inline void kv_copy(device T* to, const device T* from, int rows, int lane) {
 // Decodes one side of a record, 16 tokens, by one simdgroup: codes and numbers at `side`, the page's header
 // at `header`, to rows [16, DIMS]. place: position of the record in its page.
 template <
-    typename T, int BITS, int DIMS, int GROUP, int SYMMETRIC, int CODEBOOK, int CHANNEL, int OUTER,
+    typename T, int BITS, int DIMS, int GROUP, int SYMMETRIC, int CODEBOOK, int CHANNEL,
     int PAIRS, int TREE, int BOOKS, int KEYS>
 inline void kv_unseal_side(
     const device uint* side, const device uint* header, int place, device T* rows,
@@ -187,7 +187,6 @@ inline void kv_unseal_side(
     // Load all of a group before its first store: a load cannot move past a store that may alias it.
     float scales[4];
     float biases[4];
-    float outer[4];
 #pragma unroll
     for (int at = 0; at < 4; at++) {
       const int token = KEYS ? g + 4 * (at & 2) : 2 * t + 4 * (at & 2) + at % 2;
@@ -198,8 +197,6 @@ inline void kv_unseal_side(
             : float(numbers[kv_number<KEYS>(token, group, 1, GROUPS, SYMMETRIC)]);
         scales[at] = scale * STEPS;
         biases[at] = bias - scale * STEPS;
-      } else if (OUTER) {
-        outer[at] = float(numbers[kv_number<KEYS>(token, 0, 0, 1, 1)]);
       }
     }
 #pragma unroll
@@ -207,10 +204,8 @@ inline void kv_unseal_side(
       const int dim = 32 * j + RUN * (KEYS ? t : g);
       float dim_scales[RUN];
       float dim_biases[RUN];
-      if (CHANNEL || OUTER) {
-        kv_load_numbers<RUN>(page_numbers + dim, dim_scales);
-      }
       if (CHANNEL) {
+        kv_load_numbers<RUN>(page_numbers + dim, dim_scales);
         if (!SYMMETRIC) {
           kv_load_numbers<RUN>(page_numbers + 32 * BLOCKS + dim, dim_biases);
         }
@@ -245,9 +240,6 @@ inline void kv_unseal_side(
             value = kv_half_of(word, p / 4);
           }
 #endif
-          if (OUTER) {
-            value *= CHANNEL ? outer[at] : dim_scales[i];
-          }
           run[p] = T(value);
         }
         device T* row = rows + (KEYS ? g + 8 * r : 2 * t + 8 * r) * DIMS;

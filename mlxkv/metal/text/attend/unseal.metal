@@ -5,7 +5,7 @@
 // out: keys [heads, sink tokens + 16 records + live tokens, DIMS_K], then values in the same way.
 // size: [records per head, capacity, heads, sink tokens, live tokens, first side (1: values alone), 0, 0]
 // Template: T, RECORD, PAGE, HEADER, SIDE_K and HEADER_K (words of the keys in each); per side BITS (16:
-// float16 numbers), DIMS, GROUP, SYMMETRIC, CODEBOOK and the coefficients C of its levels, CHANNEL, OUTER,
+// float16 numbers), DIMS, GROUP, SYMMETRIC, CODEBOOK and the coefficients C of its levels, CHANNEL,
 // PAIRS, TREE and its BOOKS.
 #if WITH_FILL
 // The table in the place of the headers has what differs by layer.
@@ -76,7 +76,7 @@ if (head < size[2]) {
 #else
     if (paged) {
       kv_unseal_side<
-          T, BITS_K, DIMS_K, GROUP_K, SYMMETRIC_K, CODEBOOK_K, CHANNEL_K, OUTER_K, PAIRS_K, TREE_K,
+          T, BITS_K, DIMS_K, GROUP_K, SYMMETRIC_K, CODEBOOK_K, CHANNEL_K, PAIRS_K, TREE_K,
           BOOK_K, 1>(at, header, place, rows, levels_k, books_k, lane);
     } else {
       kv_copy<T, DIMS_K>(rows, (in_sink ? sink_k : live_k) + from * DIMS_K, many, lane);
@@ -93,7 +93,7 @@ if (head < size[2]) {
 #else
     if (paged) {
       kv_unseal_side<
-          T, BITS_V, DIMS_V, GROUP_V, SYMMETRIC_V, CODEBOOK_V, CHANNEL_V, OUTER_V, PAIRS_V, TREE_V,
+          T, BITS_V, DIMS_V, GROUP_V, SYMMETRIC_V, CODEBOOK_V, CHANNEL_V, PAIRS_V, TREE_V,
           BOOK_V, 0>(at + SIDE_K, header + HEADER_K, place, rows, levels_v, books_v, lane);
     } else {
       kv_copy<T, DIMS_V>(rows, (in_sink ? sink_v : live_v) + from * DIMS_V, many, lane);

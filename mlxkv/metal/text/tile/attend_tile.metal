@@ -21,7 +21,7 @@ constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = (RV + GROUP_V - 1) / GROUP_V;
 constexpr int WORDS_K = kv_lane_words<BITS_K>(BK);
 constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
-constexpr int NUMBERS_K = kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+constexpr int NUMBERS_K = kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K);
 constexpr int SIDE_K = 32 * WORDS_K + NUMBERS_K;
 constexpr int SLOTS_K = NUMBERS_K / 8;  // numbers of a token
 constexpr int HELD_K = SLOTS_K > 0 ? SLOTS_K : 1;
@@ -39,7 +39,7 @@ constexpr int record_words = RECORD;
 constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
     ? 16
-    : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K, OUTER_K);
+    : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K);
 constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
 constexpr bool RAW_K = BITS_K == 16;  // float16 numbers: words of a record are words of a tile
 constexpr bool RAW_V = BITS_V == 16;
@@ -236,7 +236,7 @@ for (int n = 0; n < 2 * QB; n++) {
 #if WITH_FILL
 constexpr int EXTRA = 1;
 #else
-constexpr int EXTRA = SYMMETRIC_V || OUTER_V ? 0 : 1;
+constexpr int EXTRA = SYMMETRIC_V ? 0 : 1;
 #endif
 TileC o[2 * OB + EXTRA];
 float top[2];

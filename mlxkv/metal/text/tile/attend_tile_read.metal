@@ -131,7 +131,7 @@ if (paged) {
   const device uint* page_numbers =
       (later ? headers_2 : headers) + first_record / PAGE_RECORDS * HEADER;
   // Where instructions are the limit, two records side by side hide each other's latency.
-  constexpr int PAIR = BITS_K + BITS_V < 7 && !(FOLDED && (GROUP_K % 32 || OUTER_V)) ? 2 : 1;
+  constexpr int PAIR = BITS_K + BITS_V < 7 && !(FOLDED && GROUP_K % 32) ? 2 : 1;
 #if WITH_CHANNEL
   TileB folded[2 * BK];
   float start[2] = {0.0f, 0.0f};  // biases times queries, without the offsets of the codes
@@ -322,10 +322,6 @@ if (paged) {
             }
             tile_multiply(s[e], a, folded[2 * j + u]);
           }
-        }
-#pragma unroll
-        for (int i = 0; i < (OUTER_K ? 4 : 0); i++) {
-          s[e].v[i] *= kv_half(scales[0], i / 2);
         }
       }
 #endif

@@ -71,31 +71,25 @@
       if (!TREE_V && !RAW_V) {
         kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
       }
-      TileC middles = zero;  // with OUTER: the middle values' sums, the same in all rows
       if (!SYMMETRIC_V) {
         TileA middle;
         middle.w[0] = middle.w[2] = 0u;
-        if (OUTER_V || g < GROUPS_V) {
-          const uint2 bias = kv_read2(record[e], v_bias_at - (OUTER_V ? 8 * g : 0));
-          const uint2 scale = kv_read2(record[e], v_scale_at - (OUTER_V ? 2 * g : 0));
+        if (g < GROUPS_V) {
+          const uint2 bias = kv_read2(record[e], v_bias_at);
+          const uint2 scale = kv_read2(record[e], v_scale_at);
           const uint code = kv_halves(kv_middle<BITS_V>(), kv_middle<BITS_V>());
           middle.w[0] = kv_add_multiplied_halves(bias.x, code, scale.x);
           middle.w[2] = kv_add_multiplied_halves(bias.y, code, scale.y);
         }
-        middle.w[1] = middle.w[0];  // without OUTER these rows are not read
+        middle.w[1] = middle.w[0];  // these rows are not read
         middle.w[3] = middle.w[2];
-        if (OUTER_V) {
-          middles = tile_product(zero, middle, p[e]);
-        } else {
-          tile_multiply(o[2 * OB], middle, p[e]);
-        }
+        tile_multiply(o[2 * OB], middle, p[e]);
       }
-      const int at = both ? unit + e : unit;
-      const device uint* outers =
-          page_numbers + size_t(at / PAGE_RECORDS) * HEADER + HEADER_K + 2 * g;
 #if WITH_TREE
       if (TREE_V == 2) {
-        tree = kv_tree<2, 1>(books_v, (const device half*)(outers - 2 * g), lane);
+        const int at = both ? unit + e : unit;
+        const device uint* header = page_numbers + size_t(at / PAGE_RECORDS) * HEADER + HEADER_K;
+        tree = kv_tree<2, 1>(books_v, (const device half*)header, lane);
         tree_v = kv_half_tree(tree);
       }
 #pragma unroll
@@ -147,10 +141,6 @@
         }
 #pragma unroll
         for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
-          uint2 outer;
-          if (OUTER_V) {
-            outer = *(const device uint2*)(outers + 16 * j);
-          }
 #pragma unroll
           for (int u = 0; u < 2; u++) {
             TileA a;
@@ -167,16 +157,7 @@
               }
 #endif
             }
-            if (OUTER_V) {
-              const TileC c = tile_product(middles, a, scaled);
-#pragma unroll
-              for (int i = 0; i < 4; i++) {
-                const float of = kv_half(u ? outer.y : outer.x, i / 2);
-                o[2 * j + u].v[i] = metal::fma(of, c.v[i], o[2 * j + u].v[i]);
-              }
-            } else {
-              tile_multiply(o[2 * j + u], a, scaled);
-            }
+            tile_multiply(o[2 * j + u], a, scaled);
           }
         }
       }
@@ -202,7 +183,7 @@
     }
   }
 #endif
-  if (!SYMMETRIC_V && !OUTER_V) {
+  if (!SYMMETRIC_V) {
 #pragma unroll
     for (int n = 0; n < GROUPS_V; n++) {
 #pragma unroll
