@@ -55,7 +55,7 @@ def run(asked: SimpleNamespace) -> int:
     data["seconds"] = round(time.perf_counter() - start, 1)
     page.write(data, folder)
     report.show(data, asked.statistics)
-    console.note(f"{data['seconds']:.0f} s; report: {folder / 'report.html'}")
+    console.note(f"{data['seconds']:.0f} s; report: {folder / 'report.md'}")
     if asked.json:
         console.print_json(report.brief(data))
     reds = [

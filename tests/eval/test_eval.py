@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
 from mlxkv.eval import plan, workers
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.report import verdict, words
+from mlxkv.eval.report import verdict
 from mlxkv.eval.store import Store
 from mlxkv.eval.tasks import harness
 from mlxkv.eval.tasks.part import Part, TaskOptions
@@ -61,7 +60,7 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
     assert "====== KL divergence statistics ======" in printed.out
     data = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert "stages-512" in data["parts"] and data["machine"]["chip"]
-    check_page((out / "report.html").read_text(encoding="utf-8"))
+    check_page(out)
 
 
 def check_intervals(row: dict, brief: dict) -> None:
@@ -81,42 +80,19 @@ def check_intervals(row: dict, brief: dict) -> None:
     }
 
 
-def check_page(text: str) -> None:
-    """The page is well-formed, has pictures and loads nothing from elsewhere."""
-
-    class Page(HTMLParser):
-        def __init__(self):
-            super().__init__()
-            self.open, self.seen = [], []
-
-        def handle_starttag(self, tag, attrs):
-            self.seen.append(tag)
-            if tag not in ("meta", "br"):
-                self.open.append(tag)
-            assert not any(name == "src" for name, _ in attrs)
-
-        def handle_startendtag(self, tag, attrs):
-            self.seen.append(tag)
-
-        def handle_endtag(self, tag):
-            assert self.open.pop() == tag
-
-    page = Page()
-    page.feed(text)
-    assert not page.open
-    assert page.seen.count("svg") >= 6 and page.seen.count("table") == 2
-    assert not re.search(r"(href|src)=\"https?:", text)
-    # A sentence for each preset and context, and its verdict in words as well as in colour.
-    said = re.findall(
-        r'<p class="said"><b>(.+?)</b> <span class="(\w+)">(\w+)</span> (.+?)</p>', text
-    )
-    assert [row[0] for row in said] == ["int8", "int4/srft-int2+g32"] * 2
-    for _, colour, word, sentences in said:
-        assert colour == word and words.VERDICTS[word].capitalize() in sentences
-        assert re.search(
-            r"takes [\d.]+ MiB where full precision takes [\d.]+: [\d.]+ times less", sentences
+def check_page(out: Path) -> None:
+    """The page has a table and sentences for each context, and its picture."""
+    text = (out / "report.md").read_text(encoding="utf-8")
+    assert text.count("\n| --- |") == 2 and text.count("![") == 1
+    assert (out / "report.svg").read_text(encoding="utf-8").startswith("<svg")
+    for context in (512, 640):
+        assert f"## {context} tokens" in text
+    for name in ("int8", "int4/srft-int2+g32"):
+        assert (
+            len(re.findall(rf"- \*\*{re.escape(name)}\*\* \((?:green|amber|red|open)\): ", text))
+            == 2
         )
-    assert "prefers-color-scheme: dark" in text
+    assert "====== KL divergence statistics ======" in text
 
 
 def test_a_killed_run_goes_on(spec, tmp_path, capsys):
@@ -338,8 +314,8 @@ def test_without_matplotlib_the_report_says_so(spec, tmp_path):
         f" '--kv', 'int4', '--context', '512', '--out', {str(tmp_path)!r}]))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "pip install matplotlib" in page and "<svg" not in page
+    page = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "pip install matplotlib" in page and not (tmp_path / "report.svg").exists()
 
 
 def test_lm_eval_missing_is_one_line(monkeypatch, capsys):

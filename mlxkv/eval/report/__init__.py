@@ -1,1 +1,1 @@
-"""What an evaluation shows: rows, verdicts, tables, report.json, report.html and pictures."""
+"""What an evaluation shows: rows, verdicts, tables, report.json, report.md and a picture."""
