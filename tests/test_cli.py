@@ -153,7 +153,7 @@ def test_every_preset_stands_below_its_paper(run):
     lines = run("presets", "--all")[0].splitlines()
     shown = [line.split()[0] for line in lines if line.startswith("  ")]
     assert sorted(shown) == sorted({*PRESETS, *PICKS})
-    for paper, name in (("KIVI: keys per channel", "kivi-int4"), ("TurboQuant", "turbo-2.5")):
+    for paper, name in (("KIVI: keys per channel", "kivi-int4"), ("TurboQuant", "turbo-int2")):
         below = lines[lines.index(paper) + 1 :]
         own = below[: next(i for i, line in enumerate(below) if not line.startswith("  "))]
         assert any(line.split()[0] == name for line in own)

@@ -152,10 +152,7 @@ def _unpacked(code: Codec, stored: Stored, at: SideLayout) -> torch.Tensor:
         return stored["values"].contiguous().view(torch.int16).long() & 0xFFFF
     if at.widths:
         return fill.unpack(code.spec, stored["codes"])
-    low = packing.unpack(stored["codes"], at.bits - at.signs, at.dims)
-    if not at.signs:
-        return low
-    return low + (packing.unpack(stored["signs"], 1, at.dims) << (at.bits - 1))
+    return packing.unpack(stored["codes"], at.bits, at.dims)
 
 
 def _packed(code: Codec, codes: torch.Tensor, numbers: Stored, at: SideLayout) -> Stored:
@@ -168,6 +165,4 @@ def _packed(code: Codec, codes: torch.Tensor, numbers: Stored, at: SideLayout) -
         return {"values": codes.to(torch.int16).contiguous().view(torch.float16)}
     if at.widths:
         return numbers | {"codes": fill.pack(code.spec, codes)}
-    width = at.bits - at.signs
-    made = numbers | {"codes": packing.pack(codes & ((1 << width) - 1), width)}
-    return made | {"signs": packing.pack(codes >> width, 1)} if at.signs else made
+    return numbers | {"codes": packing.pack(codes, at.bits)}

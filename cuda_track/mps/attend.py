@@ -59,14 +59,13 @@ def attend(
             *(pages.codecs[0].query(q), q.to(kind), pages.buffer, headers, *windows),
             _ints(
                 *(device, rows, page_splits, capacity, *tokens, new, 0, heads),
-                *(page_splits, 0, 1, 0),
+                *(page_splits, 0, 1),
             ),
             *(
                 _ints(device, *(n for at in starts for n in (*lengths, at, 0)), *[0] * 4),
                 numbers,
                 nothing,
                 nothing,
-                _ints(device, *[0] * 8),
             ),
         ],
         {
@@ -115,7 +114,7 @@ def _side(at: SideLayout, suffix: str) -> dict[str, object]:
         **{f"SYMMETRIC{suffix}": int(at.symmetric), f"CHANNEL{suffix}": int(at.channel)},
         **{f"PAIRS{suffix}": int(at.pairs)},
         **{f"PER_TOKEN{suffix}": int(not (at.channel or at.tree or at.bits == 16))},
-        **{f"CODEBOOK{suffix}": int(at.codebook), f"SIGNS{suffix}": 0, f"TREE{suffix}": 0},
+        **{f"CODEBOOK{suffix}": int(at.codebook), f"TREE{suffix}": 0},
         f"BOOKS{suffix}": (0,),
         f"C{suffix}": tuple(int(x) for x in terms.view(np.int32)),
     }

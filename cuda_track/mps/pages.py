@@ -32,8 +32,8 @@ def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
         if reason := why_no_record(side.quantizer, stored, config.page, keys):
             return reason
         at = side_layout(side.quantizer, stored, config.page, keys)
-        if at.raw or at.tree or at.signs:
-            return "float16 pages, polar trees and residual stages have no kernel here"
+        if at.raw or at.tree:
+            return "float16 pages and polar trees have no kernel here"
     return None
 
 

@@ -24,7 +24,7 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from mlxkv.codec import codebook, records
+from mlxkv.codec import records
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
@@ -137,8 +137,6 @@ class RecordPages:
     def maps(self) -> tuple[Transform | None, Transform | None]:
         """How queries meet the codes of the keys, and how mixtures of values come back."""
         keys, values = self.codecs
-        if self.plan.layout.keys.signs:
-            return codebook.with_signs(keys.spec, keys.dims, keys.transform), values.transform
         return keys.transform, values.transform
 
     def scores(self, q: mx.array) -> mx.array:
@@ -147,10 +145,9 @@ class RecordPages:
 
     def scorer(self) -> Callable[[mx.array], mx.array]:
         turn = self.codecs[0].transform
-        if self._has_signs(0) or turn is None:
-            keys = self.decode(0, mx.float32).swapaxes(-1, -2)
-            return lambda q: q @ keys
         keys = self._unsealed(0, mx.float32).swapaxes(-1, -2)
+        if turn is None:
+            return lambda q: q @ keys
         return lambda q: turn.query(q) @ keys  # queries are turned, not the many keys
 
     def mix(self, p: mx.array) -> mx.array:
@@ -160,15 +157,10 @@ class RecordPages:
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
         """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
         code = self.codecs[side]
-        if self._has_signs(side):
-            return code.decode(self._codes(side), dtype)
         return code.restore(self._unsealed(side, code.work_dtype(dtype)), dtype)
 
     def between(self, sink: Pair | None, live: Pair) -> Pair:
         """As `CodePages.between`."""
-        if self._has_signs(0):
-            keys = self.codecs[0].decode_stored(self._codes(0), live[0].dtype)
-            return _joined(sink, (keys, self._unsealed(1, live[1].dtype)), live)
         return kernels.unseal(
             self.buffer,
             self.records,
@@ -186,10 +178,6 @@ class RecordPages:
         return kernels.unseal_side(
             self.buffer, self.records, plan.layout, side == 0, dtype, plan.make, self.headers
         )
-
-    def _has_signs(self, side: int) -> bool:
-        """Whether it has a residual stage, whose signs take products to decode: unseal has none."""
-        return (self.plan.layout.keys, self.plan.layout.values)[side].signs
 
     def _codes(self, side: int) -> Stored:
         used = {"records": self.buffer[:, :, : self.records]}

@@ -131,11 +131,7 @@ def _split(code: Codec, stored: Stored, at: SideLayout) -> tuple[mx.array, Store
         return mx.contiguous(stored["values"]).view(mx.uint16), {}
     if at.widths:
         return fill.unpacked(code.spec, stored["codes"]), stored
-    codes = packing.unpack(stored["codes"], at.bits - at.signs, at.dims)
-    if at.signs:
-        signs = packing.unpack(stored["signs"], 1, at.dims)
-        return codes + (signs << (at.bits - 1)), {**stored, "bias": stored["length"]}
-    return codes, stored
+    return packing.unpack(stored["codes"], at.bits, at.dims), stored
 
 
 def _joined(code: Codec, codes: mx.array, numbers: Stored, at: SideLayout) -> Stored:
@@ -149,10 +145,6 @@ def _joined(code: Codec, codes: mx.array, numbers: Stored, at: SideLayout) -> St
         return {"values": mx.contiguous(codes.astype(mx.uint16)).view(mx.float16)}
     if at.widths:
         return {"codes": fill.packed(code.spec, codes), **numbers}
-    if at.signs:
-        low = packing.pack(codes & (2 ** (at.bits - 1) - 1), at.bits - 1)
-        signs, length = packing.pack(codes >> (at.bits - 1), 1), numbers.pop("bias")
-        return {"codes": low, "signs": signs, "length": length, **numbers}
     return {"codes": packing.pack(codes, at.bits), **numbers}
 
 

@@ -35,11 +35,9 @@ MORE = ("srft-int4+g64", "oscar-int2")
 METHODS, METHOD_DIMS = (
     (
         "turbo-int3",
-        "turbo-int3+qjl",
         "polar-tree+online",
         "kivi-int2",
         "srft-scaled-int4",
-        "kvarn-int4",
         "polar",
         "static-0.75",
         "oja-0.75+int4",  # two bases in one pass

@@ -24,59 +24,32 @@ def _words(dims: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class Codebook:
-    """TurboQuant (arXiv 2504.19874): `x ~ norm * levels[code]`, with a 16-bit norm per token.
+    """TurboQuant (arXiv 2504.19874), algorithm 1: `x ~ norm * levels[code]`, with a 16-bit norm per token.
 
     A random rotation turns any vector into a uniform point on the sphere; the levels are the best for
     the coordinates of such a point.
 
-    bits: bits per coordinate, 1 to 4, including the sign of `residual`.
-    residual: one bit is the sign of a random projection of the first stage's error (Alg. 2, QJL), with a
-        16-bit length per token. Products with queries become unbiased, and noisier.
-    outliers: the quarter of the channels with the most energy in a page gets one more bit (section
-        4.3). Both parts have their own rotation and norm: use it with transform "none".
+    bits: bits per coordinate, 1 to 4.
     corrected: divide the stored norm by the norm of the decoded unit vector, which is below 1. No preset
         does: on two models of 8 million weights it helped only where little was lost anyway.
-    seed: seed of the projections.
     """
 
     bits: int
-    residual: bool = False
-    outliers: bool = False
     corrected: bool = False
-    seed: int = 1
 
     def __post_init__(self):
-        least, most = (2 if self.residual else 1), (3 if self.outliers else 4)
-        if self.bits not in CODEBOOK_BITS[least - 1 : most]:
-            choices = ", ".join(map(str, CODEBOOK_BITS[least - 1 : most]))
+        if self.bits not in CODEBOOK_BITS:
+            choices = ", ".join(map(str, CODEBOOK_BITS))
             raise UserError(f"[Codebook] unknown bits; got {self.bits}; choose from {choices}")
-        if self.residual and self.outliers:
-            raise UserError(
-                "[Codebook] a residual stage has no outlier channels; got both; choose one"
-            )
-
-    @property
-    def level_bits(self) -> int:
-        """Bits per code of the first stage."""
-        return self.bits - self.residual
 
     @property
     def tensors(self) -> set[str]:
-        """The tensors of pages: codes [B, G, T, W] words, scale float16 [B, G, T, 1].
-
-        With a residual stage also signs [B, G, T, ceil(R/32)] words, a bit per projection, and length
-        float16 [B, G, T, 1]. With outlier channels codes are of the other channels, outliers [B, G, T, W']
-        of these; scale is [B, G, T, 2], of outliers first; channels [B, G, pages, ceil(R/32)] words, a bit
-        per channel.
-        """
-        extra = {"signs", "length"} if self.residual else set()
-        return {"codes", "scale"} | extra | ({"outliers", "channels"} if self.outliers else set())
+        """The tensors of pages: codes [B, G, T, W] words, scale float16 [B, G, T, 1]."""
+        return {"codes", "scale"}
 
     @property
     def no_record(self) -> str | None:
         """Return why no kernel reads these codes, or None."""
-        if self.outliers:
-            return "outlier channels turn every page differently, which no kernel does"
         return "codes of 1 bit have no record" if self.bits == 1 else None
 
     def clip_rank(self, dims: int) -> int:
@@ -85,31 +58,17 @@ class Codebook:
 
     @property
     def label(self) -> str:
-        extra = " + signs of the rest" if self.residual else ""
-        extra += ", a quarter of the channels 1 bit more" if self.outliers else ""
         norm = "corrected norm" if self.corrected else "norm"
-        return f"codebook of {self.level_bits} bits{extra}, {norm} per token"
-
-    def parts(self, dims: int) -> tuple[tuple[int, int], ...]:
-        """Return (dims, bits) of each part that is encoded by itself, outlier channels first."""
-        if not self.outliers:
-            return ((dims, self.level_bits),)
-        few = dims // 4
-        return (few, self.bits + 1), (dims - few, self.bits)
+        return f"codebook of {self.bits} bits, {norm} per token"
 
     def bits_per_value(self, dims: int, page: int) -> float:
-        """Return stored bits per value: codes and signs in whole 32-bit words, 16-bit norms, and one bit
-        per channel and page that marks outliers."""
-        words = sum(_words(*part) for part in self.parts(dims)) + self.residual * _words(dims, 1)
-        norms = len(self.parts(dims)) + self.residual
-        chosen = self.outliers * 32 * _words(dims, 1) / page
-        return (32 * words + 16 * norms + chosen) / dims
+        """Return stored bits per value: codes in whole 32-bit words, a 16-bit norm."""
+        return (32 * _words(dims, self.bits) + 16) / dims
 
     def why_not(self, dims: int, page: int) -> str | None:
         """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
-        least = min(n for n, _ in self.parts(dims))
-        if least < MIN_DIMS:
-            return f"a codebook needs {MIN_DIMS} dims or more to share a norm, here are {least}"
+        if dims < MIN_DIMS:
+            return f"a codebook needs {MIN_DIMS} dims or more to share a norm, here are {dims}"
         return None
 
 

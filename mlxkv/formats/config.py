@@ -331,10 +331,6 @@ class CacheConfig:
             return "latents are stored as keys, which this preset keeps in full precision"
         if isinstance(side.quantizer, Polar):
             return "polar takes the pairs of RoPE, and latents have none"
-        if isinstance(side.quantizer, Codebook) and side.quantizer.residual:
-            return (
-                "the signs of a residual stage correct scores alone, and a latent is a value, too"
-            )
         return None
 
     def room(self, sink_is_out: bool) -> int:

@@ -45,8 +45,6 @@ class SideLayout:
     corrected: as in `Codebook`; only sealing needs it.
     tree: 1: polar trees with the angles of `books`, the int32 bits of float32 numbers; 2: with the
         codebooks in the page's header.
-    signs: the highest bit of a key's code is the sign of a residual stage, whose length takes the place
-        of a bias.
     shared: scales are those of whole pages, repeated for every token; only sealing needs to know.
     widths: bits of each block of 16 dims (`Fill`), (): all codes have `bits`.
     """
@@ -63,7 +61,6 @@ class SideLayout:
     corrected: bool = False
     tree: int = 0
     books: tuple[int, ...] = (0,)
-    signs: bool = False
     shared: bool = False
     widths: tuple[int, ...] = ()
 
@@ -71,7 +68,7 @@ class SideLayout:
     def sealed_by_kernel(self) -> bool:
         """Whether the seal kernel can write it: the kernel sees one record, not a page, and multiplies by
         no projections."""
-        return not (self.header_words or self.tree or self.signs or self.shared)
+        return not (self.header_words or self.tree or self.shared)
 
     @property
     def blocks(self) -> int:
@@ -104,7 +101,7 @@ class SideLayout:
         """The stored tensor (`Spec.tensors`) of a number of the record."""
         if self.tree and name == "scale":
             return "radii"
-        return "length" if self.signs and name == "bias" else name
+        return name
 
     @property
     def quarters(self) -> int:
@@ -167,11 +164,10 @@ def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
             dims=dims,
             bits=spec.bits,
             group=dims,
-            symmetric=not spec.residual,
+            symmetric=True,
             keys=keys,
             codebook=True,
             corrected=spec.corrected,
-            signs=spec.residual,
         )
     if isinstance(spec, PolarTree):
         tree = SideLayout(dims=dims, bits=TREE_CODE, group=TREE, symmetric=True, keys=keys, tree=1)
@@ -211,7 +207,7 @@ def why_no_record(
     if isinstance(spec, Half | PolarTree):
         return None
     if isinstance(spec, Codebook):
-        return _why_no_levels(spec, dims, keys)
+        return spec.no_record
     if isinstance(spec, Full):
         return "full-precision pages have no record"
     if isinstance(spec, Fill):
@@ -231,14 +227,6 @@ def why_no_record(
     if group % BLOCK and group != dims:
         return f"groups of {group} are no multiple of {BLOCK}"
     return None
-
-
-def _why_no_levels(spec: Codebook, dims: int, keys: bool) -> str | None:
-    if spec.residual and not keys:
-        return "values with a residual stage have no record"
-    if spec.residual and (spec.bits == 2 or dims % BLOCK):
-        return f"no record for signs beside codes of {spec.level_bits} bits and {dims} dims"
-    return spec.no_record
 
 
 def _why_no_pairs(spec: Polar, dims: int, page: int, keys: bool) -> str | None:

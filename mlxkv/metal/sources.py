@@ -71,7 +71,6 @@ FEATURES = {
     "WITH_TREE": ("TREE", 1),
     "WITH_PAIRS": ("PAIRS", 1),
     "WITH_CODEBOOK": ("CODEBOOK", 1),
-    "WITH_SIGNS": ("SIGNS", 1),
     "WITH_CHANNEL": ("CHANNEL", 1),
     "WITH_PER_TOKEN": ("PER_TOKEN_K", 1),
     "WITH_HALVES": ("BITS", 16),

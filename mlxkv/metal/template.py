@@ -26,7 +26,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
     """The template values that describe a side. C: coefficients for `kv_level`."""
     if at.widths:
         return _filled(suffix)
-    bits = at.bits - at.signs
+    bits = at.bits
     terms = levels.polynomial(at.dims, bits) / 2**bits if at.codebook else ()
     return {
         f"BITS{suffix}": at.bits,
@@ -36,7 +36,6 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
         f"PER_TOKEN{suffix}": int(not (at.channel or at.tree or at.bits == 16)),
         f"PAIRS{suffix}": int(at.pairs),
         f"CODEBOOK{suffix}": int(at.codebook),
-        f"SIGNS{suffix}": int(at.signs),
         f"TREE{suffix}": at.tree,
         f"BOOKS{suffix}": at.books,
         f"C{suffix}": _constants(terms),
@@ -45,7 +44,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
 
 def _filled(suffix: str) -> dict[str, object]:
     """`side_template` of any side whose blocks have widths of their own: a table tells them apart."""
-    names = ("SYMMETRIC", "CHANNEL", "PER_TOKEN", "PAIRS", "CODEBOOK", "SIGNS", "TREE")
+    names = ("SYMMETRIC", "CHANNEL", "PER_TOKEN", "PAIRS", "CODEBOOK", "TREE")
     values = {f"{name}{suffix}": int(name == "SYMMETRIC") for name in names}
     one = {"BITS": 2, "GROUP": DIMS * MOST_BLOCKS, "BOOKS": (0,), "C": _constants(()), "FILL": 1}
     return values | {f"{name}{suffix}": value for name, value in one.items()}

@@ -63,8 +63,6 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
         return f"a head dim of {dims} is no multiple of 8"
     if max(dims, layout.keys.dims, layout.values.dims) > MAX_DIMS:
         return f"tiles of more than {MAX_DIMS} dims do not fit in registers"
-    if layout.keys.signs and 2 * layout.keys.dims > MAX_DIMS:
-        return f"signs and levels of {layout.keys.dims} dims do not fit in registers"
     if any(at.groups > MAX_GROUPS and not at.tree for at in (layout.keys, layout.values)):
         return f"more than {MAX_GROUPS} groups"
     if make is mx.fast.cuda_kernel:
@@ -90,10 +88,10 @@ def half_levels(at: SideLayout) -> tuple[int, ...]:
     2e-4 of the largest."""
     words = np.zeros(5, np.float16)
     if at.codebook:
-        count = 2 ** (at.bits - at.signs - 1)
+        count = 2 ** (at.bits - 1)
         v, terms = (np.arange(count) + 0.5) / count, min(count, 5)
         powers = v[:, None] ** (2 * np.arange(terms) + 1)
-        table = levels.sphere(at.dims, at.bits - at.signs)[count:]
+        table = levels.sphere(at.dims, at.bits)[count:]
         words[:terms] = np.linalg.lstsq(powers, table, rcond=None)[0]
     return tuple(int(n) for n in np.repeat(words, 2).view(np.int32))
 
@@ -171,7 +169,7 @@ def _spread(one: Map, count: int) -> Map:
 
 def _masks(at: SideLayout) -> tuple[int, ...]:
     """Masks of codes in their slots; a sign is the highest bit of four."""
-    return (0x00070007, 0x00700070, 0, 0) if at.signs and at.bits == 4 else MASKS[at.bits]
+    return MASKS[at.bits]
 
 
 def _bits(value: float) -> int:
@@ -311,7 +309,7 @@ def _plan(
     own_blocks = -(-dims // BLOCK)
     stored = [-(-n // BLOCK) for n in _stored(layout, dims)]
     sizes = (
-        512 * own_blocks * stored[0] * (1 + layout.keys.signs),
+        512 * own_blocks * stored[0],
         512 * own_blocks * stored[1],
     )
     strides = (size if n > 1 else 0 for n, size in zip(counts, sizes, strict=True))

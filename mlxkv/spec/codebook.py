@@ -120,82 +120,20 @@ def codebook_decode(codes: np.ndarray, scale: np.ndarray, levels: np.ndarray) ->
     return scale * levels[codes]
 
 
-# --------------------------------------------------------------------------------------------------
-# The second stage of Alg. 2 (QJL): the signs of random projections of the first stage's error.
-
-
-def qjl_encode(rest: np.ndarray, projections: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Encode rest [..., R] into signs (uint8 [..., R], 1 where the projection is above 0) and the length
-    ||rest|| ([..., 1], float64 holding float16 values). projections: [R, R] standard normal, one a column."""
-    signs = (rest @ projections > 0).astype(np.uint8)
-    return signs, affine._half(np.sqrt((rest * rest).sum(-1, keepdims=True)))
-
-
-def qjl_decode(signs: np.ndarray, length: np.ndarray, projections: np.ndarray) -> np.ndarray:
-    """Return sqrt(pi / 2) / R * length * (+-1) @ projections^T, whose inner product with any q is q . rest in
-    the mean over projections."""
-    dims = projections.shape[0]
-    return np.sqrt(np.pi / 2) / dims * length * ((2.0 * signs - 1) @ projections.T)
-
-
-# --------------------------------------------------------------------------------------------------
-# Outlier channels (section 4.3): the channels with the most energy get one more bit. Two independent
-# parts, each with its own rotation, norm and codebook.
-
-
-def outlier_channels(x: np.ndarray) -> np.ndarray:
-    """Mark [..., R] the R // 4 channels of x [..., T, R] with the largest sum of squares over T, the first of
-    equals."""
-    energy = (x * x).sum(-2)
-    order = np.argsort(-energy, -1, kind="stable")
-    out = np.zeros(energy.shape, bool)
-    np.put_along_axis(out, order[..., : x.shape[-1] // 4], True, -1)
-    return out
-
-
-def split_decode(
-    x: np.ndarray, bits: int, seed: int, corrected: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Encode and decode one page x [T, D] of one head, not rotated yet; each part is rotated by
-    `random_rotation` for its dims. Returns decoded [T, D] and the mask [D] of outlier channels."""
-    chosen, out = outlier_channels(x), np.empty(x.shape)
-    for channels, width in ((chosen, bits + 1), (~chosen, bits)):
-        dims = int(channels.sum())
-        turn, levels = random_rotation(dims, seed), sphere_levels(dims, width)
-        codes, scale = codebook_encode(x[:, channels] @ turn, levels, corrected)
-        out[:, channels] = codebook_decode(codes, scale, levels) @ turn.T
-    return out, chosen
-
-
-# --------------------------------------------------------------------------------------------------
-
-
 def stored(
     x: np.ndarray,
     sink: int,
     pages: int,
     page: int,
     bits: int,
-    residual: bool = False,
-    outliers: bool = False,
     corrected: bool = False,
     seed: int = 0,
-    projections: int = 1,
 ) -> np.ndarray:
-    """Return x [B, G, T, D] as attention sees it, as `affine.stored` does. bits include the sign of a residual
-    stage; seed, projections: seeds of the rotation and of the projections."""
+    """Return x [B, G, T, D] as attention sees it, as `affine.stored` does. seed: of the rotation."""
     out, dims = np.array(x, np.float64), x.shape[-1]
+    turn, levels = random_rotation(dims, seed), sphere_levels(dims, bits)
     for b, g, n in np.ndindex(*x.shape[:2], pages):
         inside = slice(sink + n * page, sink + (n + 1) * page)
-        if outliers:
-            out[b, g, inside] = split_decode(out[b, g, inside], bits, seed, corrected)[0]
-            continue
-        turn, levels = random_rotation(dims, seed), sphere_levels(dims, bits - residual)
-        y = out[b, g, inside] @ turn
-        codes, scale = codebook_encode(y, levels, corrected)
-        decoded = codebook_decode(codes, scale, levels)
-        if residual:
-            s = gaussian((dims, dims), projections)
-            decoded = decoded + qjl_decode(*qjl_encode(y - decoded, s), s)
-        out[b, g, inside] = decoded @ turn.T
+        codes, scale = codebook_encode(out[b, g, inside] @ turn, levels, corrected)
+        out[b, g, inside] = codebook_decode(codes, scale, levels) @ turn.T
     return out

@@ -38,7 +38,6 @@ from mlxkv.spec.bounds import (
     BOUNDS,
     FITTED_BOUND,
     LEVELS_BOUND,
-    NORM_BOUND,
     OJA_BOUNDS,
     PAGE_SIDES,
     PRODUCT_BOUND,
@@ -382,7 +381,7 @@ class Table(Mixed):
         yield self._attention(f"{table}.{dims}", self.attend(it), given["out"])
 
     def codebook_rows(self) -> Rows:
-        """Rotations, codes and scales of every width; the residual stage; outlier channels."""
+        """Rotations, codes and scales of every width; a page alone."""
         for dims, given in by_dims("codebook"):
             x, page = self.floats(given["x"]), given["x"].shape[2]
             made, spec = self.array(self.transform("random", dims, 0).down)[:3], given["rotation"]
@@ -397,36 +396,10 @@ class Table(Mixed):
                 stored = self.codec(side, dims, page).encode(x)
                 wrong = self._off(stored["scale"], own["corrected"])
                 yield Row("codebook", f"{key}.corrected", page, wrong=wrong)
-            yield from self._residual_rows(dims, given, x, page)
-            yield from self._outlier_rows(dims, given, x, page)
-
-    def _residual_rows(self, dims: int, given: Arrays, x: Tensor, page: int) -> Rows:
-        key, own, two = f"{dims}.qjl", under(given, "qjl"), under(given, "2")
-        side = Side(Codebook(3, residual=True), "random")
-        code = self.codec(side, dims, page)
-        made = code.encode(x)
-        signs = self.unpack(made["signs"], 1, dims)
-        row = compare_codes("codebook", key, signs, own["signs"], own["near"])
-        yield replace(row, wrong=row.wrong + self._off(made["length"], own["length"]))
-        words = {"codes": self.pack(two["codes"], 2), "scale": self.tensor(two["scale"])}
-        extra = {"signs": self.pack(own["signs"], 1), "length": self.tensor(own["length"])}
-        yield self._decoded(f"codebook.{key}", code, {**words, **extra}, own["decoded"])
-        sides = side, Side(Codebook(2), "random")
-        yield self._page_alone(f"codebook.{key}", dims, given, sides, ({**words, **extra}, words))
-
-    def _outlier_rows(self, dims: int, given: Arrays, x: Tensor, page: int) -> Rows:
-        code, key, own = (
-            self.codec(Side(Codebook(2, outliers=True)), dims, page),
-            f"{dims}.split",
-            under(given, "split"),
-        )
-        stored = code.encode(x)
-        chosen = self.unpack(stored["channels"], 1, dims)[0, 0, 0].astype(bool)
-        wrong = int((chosen != own["channels"]).sum())
-        yield Row("codebook", f"{key}.channels", dims, wrong=wrong)
-        found, spec = self.decoded(code, stored)[0, 0], own["decoded"]
-        error = rms(found[:: page // spec.shape[0]], spec)
-        yield Row("decode", f"codebook.{key}", spec.size, rms=error, bound=NORM_BOUND)
+            two = under(given, "2")
+            words = {"codes": self.pack(two["codes"], 2), "scale": self.tensor(two["scale"])}
+            side = Side(Codebook(2), "random")
+            yield self._page_alone(f"codebook.{dims}", dims, given, (side, side), (words, words))
 
     def polar_tree_rows(self) -> Rows:
         """Codes and radii; codebooks fitted to a page."""

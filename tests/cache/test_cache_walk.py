@@ -27,8 +27,6 @@ SIDES = (
     Side(Affine(4, 16, axis="channel")),
     FULL,
     Side(Codebook(3, corrected=True), "random"),
-    Side(Codebook(3, residual=True), "random", seed=3),
-    Side(Codebook(2, outliers=True)),
     Side(PolarTree(), "random"),
     Side(PolarTree(online=True), "random", seed=1),
 )

@@ -91,7 +91,7 @@ def test_codes_keep_to_their_bits(bits, symmetric, backend):
 def law_of(side, x, page):
     """By the spec, or None where it has no such case: codebooks of its own, levels without their turn."""
     spec = side.quantizer
-    turned = isinstance(spec, Codebook) and not spec.outliers
+    turned = isinstance(spec, Codebook)
     if (turned and side.transform != "random") or getattr(spec, "codebooks", None) == OWN_BOOKS:
         return None
     return stored(x.astype(np.float64), side, 0, x.shape[2] // page, page)

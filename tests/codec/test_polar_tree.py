@@ -152,9 +152,7 @@ def test_one_step_of_fitting_less_is_red(monkeypatch):
     assert not all(row.ok for row in rows.polar_tree_rows() if row.case.startswith("online"))
 
 
-@pytest.mark.parametrize(
-    "preset", ("polar-tree", "polar-tree+online", "turbo-2.5", "turbo-int3+qjl")
-)
+@pytest.mark.parametrize("preset", ("polar-tree", "polar-tree+online"))
 def test_a_saved_session_goes_on_where_it_was(model_folder, tmp_path, preset):
     loaded = load(str(model_folder), preset)
     session = Session(loaded, max_tokens=4)

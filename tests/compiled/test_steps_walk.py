@@ -22,7 +22,6 @@ from mlxkv.models.taking_back import cut_back
 STEPS = 40
 LONGEST = 400  # tokens; longer caches are cut back before the walk goes on
 WINDOWS = ({}, {"sink": 0}, {"sink": 0, "recent": 0}, {"sink": 16, "recent": 33})
-WINDOWS += ({"page": 32, "read": 0.3},)
 
 
 class Walk(Twins):

@@ -27,9 +27,8 @@ CPU = torch.device("cpu")
 IN_RECORDS = [
     *("int8", "int4", "srft-int3", "srft-int4", "hadamard-int2+clip.92", "kivi-int2"),
     *("turbo-int3", "polar", "polar-tree", "polar-tree+online"),
-    "turbo-int3+qjl",
 ]
-STATES = [*IN_RECORDS, "turbo-2.5", "fp16/int4"]
+STATES = [*IN_RECORDS, "turbo-int2", "fp16/int4"]
 
 
 @pytest.mark.parametrize("preset", IN_RECORDS)

@@ -147,7 +147,6 @@ def test_records_trim_and_go_to_files_as_codes_do():
     ("name", "dims", "reason"),
     [
         ("polar-tree", (64, 64), "polar trees"),
-        ("turbo-int3+qjl", (64, 64), "residual stages"),
         ("oja-0.75+int4", (64, 64), "follow the text"),
         ("static-0.75", (64, 64), "float16 pages"),
         ("int4", (64, 128), "keys of 64"),

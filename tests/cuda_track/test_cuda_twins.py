@@ -87,7 +87,7 @@ def test_maps_are_cut_alike(size):
 SPECS = (
     *(Affine(bits, group) for bits in (2, 3, 4, 8) for group in (32, 0)),
     *(Affine(4, 64, True), Affine(3, 0, axis="channel")),
-    *(Codebook(3), Codebook(3, residual=True), Polar(), PolarTree(), Half()),
+    *(Codebook(3), Polar(), PolarTree(), Half()),
 )
 
 

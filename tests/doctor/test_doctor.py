@@ -32,7 +32,7 @@ def few(monkeypatch, tmp_path):
     monkeypatch.setattr(checks, "NEEDED", ("int4",))
     monkeypatch.setattr(checks, "DIMS", (64,))
     monkeypatch.setattr(checks, "MORE", ("int8",))
-    monkeypatch.setattr(checks, "METHODS", ("turbo-2.5",))
+    monkeypatch.setattr(checks, "METHODS", ("srft-int4+g16",))
     monkeypatch.setattr(checks, "METHOD_DIMS", (64,))
     monkeypatch.setattr(checks, "FOLLOWING", ("oja-0.75+int4", 32, 16))
     monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: [GOLDEN])
@@ -73,8 +73,8 @@ def test_what_is_needed_is_tried_and_the_rest_is_counted(ask):
         ("int4", "tiles"): "right",
         ("int8", "portable"): "not tried",
         ("int8", "tiles"): "not tried",
-        ("turbo-2.5", "portable"): "none",
-        ("turbo-2.5", "tiles"): "none",
+        ("srft-int4+g16", "portable"): "none",
+        ("srft-int4+g16", "tiles"): "none",
         ("oja-0.75+int4", "whiten"): "not tried",
     }
     first = data["kernels"][0]
@@ -83,7 +83,7 @@ def test_what_is_needed_is_tried_and_the_rest_is_counted(ask):
     assert data["kernels_left"]["rows"] == 3 and data["kernels_left"]["seconds"] > 0
     assert "kernels: 2 of 2 that should run here are right" in shown
     assert "not tried: 3 more, about" in shown and "s: mlxkv doctor --all" in shown
-    assert "turbo-2.5 64 portable, turbo-2.5 64 tiles: outlier" in shown.replace("channels", "")
+    assert "srft-int4+g16 64 portable, srft-int4+g16 64 tiles: groups of 16" in shown
 
 
 def test_all_of_them(ask):

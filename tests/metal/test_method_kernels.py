@@ -11,7 +11,7 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, View
 from mlxkv.doctor.golden import TABLE as golden
-from mlxkv.formats.config import Affine, CacheConfig, Codebook, PolarTree, Side
+from mlxkv.formats.config import Affine, CacheConfig, PolarTree, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import launch, tiles
@@ -137,9 +137,9 @@ def test_scales_of_channels_change_inside_the_run_of_a_simdgroup(bits, monkeypat
 def test_the_golden_tensors_hold_with_kernels():
     with launch.using(make):
         rows = [row for row in golden.polar_tree_rows() if row.table == "attention"]
-        residual = [row for row in golden.codebook_rows() if row.table == "attention"]
-    assert len(rows) == 3 and len(residual) == 3
-    assert not [row for row in [*rows, *residual] if not row.ok]
+        codes = [row for row in golden.codebook_rows() if row.table == "attention"]
+    assert len(rows) == 3 and len(codes) == 3
+    assert not [row for row in [*rows, *codes] if not row.ok]
     assert BOUNDS["attention"] < 1e-5
 
 
@@ -171,7 +171,6 @@ def test_what_tiles_do_not_read_says_why():
     channel = Affine(4, 32, axis="channel")
     assert why(channel, Affine(4)) is None
     assert "scales per channel of values" in why(Affine(4), channel)
-    assert "256 dims" in why(Codebook(4, residual=True), Codebook(4), 256)
     assert why(PolarTree(), PolarTree(), 256) is None
 
 

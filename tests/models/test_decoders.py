@@ -167,8 +167,8 @@ def test_a_chat_says_loudly_that_kernels_fail(folder, capsys):
 
 def test_what_has_no_kernel_is_said_mildly(folder):
     with launch.using(make):
-        line, loud = not_used(load(str(folder), "turbo-2.5").layers)
-        assert not loud and "no kernel reads this format" in line and "outlier" in line
+        line, loud = not_used(load(str(folder), "srft-int4+g16").layers)
+        assert not loud and "no kernel reads this format" in line and "groups of 16" in line
         assert not_used(load(str(folder), "int4").layers) is None
         assert not_used(load(str(folder), "fp16").layers) is None
     with launch.using(None):

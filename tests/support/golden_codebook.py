@@ -33,7 +33,7 @@ def near(values: np.ndarray, levels: np.ndarray) -> np.ndarray:
 
 
 def codebook(rng) -> dict:
-    """Levels, rotations, codes of rotated vectors, signs of the residual stage, outlier channels."""
+    """Levels, rotations, codes of rotated vectors, attention to codes of 2 bits."""
     out = {}
     for dims in DIMS:
         x = inputs(rng, TOKENS, dims)
@@ -51,30 +51,12 @@ def codebook(rng) -> dict:
             out[f"{key}.codes"], out[f"{key}.near"] = codes, near(unit, levels)
             out[f"{key}.scale"] = scale.astype(np.float16)
             out[f"{key}.corrected"] = corrected.astype(np.float16)
-        # The residual stage behind 2 bits.
         levels = codebook_ref.sphere_levels(dims, 2)
-        codes, scale = codebook_ref.codebook_encode(y, levels)
-        rest = y - codebook_ref.codebook_decode(codes, scale, levels)
-        projections = codebook_ref.gaussian((dims, dims), 1)
-        signs, length = codebook_ref.qjl_encode(rest, projections)
-        seen = rest @ projections / np.where(length > 0, length, 1)
-        out[f"{dims}.qjl.signs"], out[f"{dims}.qjl.length"] = signs, length.astype(np.float16)
-        out[f"{dims}.qjl.near"] = np.packbits((np.abs(seen) < 10 * MARGIN) & (rest != 0))
-        decoded = y - rest + codebook_ref.qjl_decode(signs, length, projections)
-        out[f"{dims}.qjl.decoded"] = decoded[:, :, ::4].astype(np.float32)
+        decoded = codebook_ref.codebook_decode(*codebook_ref.codebook_encode(y, levels), levels)
         q = rng.standard_normal((1, 2, 1, dims)).astype(np.float16).astype(np.float64)
         out[f"{dims}.q"] = q.astype(np.float16)
-        values = (y - rest) @ turn.T  # keys with the residual stage, values without
-        attended = ref.attention(q, decoded @ turn.T, values, dims**-0.5)
-        out[f"{dims}.out"] = attended.astype(np.float32)
-        decoded, chosen = codebook_ref.split_decode(x[0, 0], 2, 0)
-        for channels, width in ((chosen, 3), (~chosen, 2)):  # only decoded values are stored
-            n = int(channels.sum())
-            y = x[0, 0][1:, channels] @ codebook_ref.random_rotation(n)
-            unit = y / np.sqrt((y * y).sum(-1, keepdims=True))
-            assert not near(unit, codebook_ref.sphere_levels(n, width)).any(), "another seed"
-        out[f"{dims}.split.decoded"] = decoded[::4].astype(np.float32)
-        out[f"{dims}.split.channels"] = chosen
+        values = decoded @ turn.T
+        out[f"{dims}.out"] = ref.attention(q, values, values, dims**-0.5).astype(np.float32)
     return out
 
 

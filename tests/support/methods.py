@@ -84,21 +84,6 @@ METHODS = {
     "corrected": Method(
         Codebook(2, corrected=True), Codebook(3, corrected=True), turn="hadamard", dims=64
     ),
-    "qjl": Method(
-        *(Codebook(4, residual=True), Codebook(3)),
-        turn="random",
-        dims=128,
-        mps=False,
-        preset="turbo-int3+qjl",
-    ),
-    "qjl-int3": Method(Codebook(3, residual=True), Codebook(4), 32, dims=128, mps=False),
-    "outliers": Method(
-        Codebook(2, outliers=True),
-        Codebook(3, outliers=True),
-        kernels=False,
-        tiles=False,
-        mps=False,
-    ),
     "tree": Method(PolarTree(), PolarTree(), turn="random", mps=False),
     "tree of its own": Method(PolarTree(OWN_BOOKS), PolarTree(), mps=False),
     "online": Method(

@@ -44,10 +44,8 @@ def stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.nd
         turned = side.transform == "random"
         return tree.stored(x, sink, pages, page, spec.online, side.seed, turned)
     if isinstance(spec, Codebook):
-        assert side.transform == ("none" if spec.outliers else "random")
-    if isinstance(spec, Codebook):
-        options = {**asdict(spec), "projections": spec.seed, "seed": side.seed}
-        return codebook.stored(x, sink, pages, page, **options)
+        assert side.transform == "random"
+        return codebook.stored(x, sink, pages, page, **asdict(spec), seed=side.seed)
     decoded = TILES.get(type(spec))
     if decoded is None and not isinstance(spec, Affine | Full | Half):
         raise TypeError(f"no law for {type(spec).__name__}")

@@ -103,8 +103,6 @@ def judge(cache: CompressedKVCache, pair: tuple[mx.array, mx.array], heads: int)
         pages = view.pages.decode(i, mx.float32)
         code = view.pages.codecs[i]
         bits = side.quantizer.bits_per_value(x.shape[3], config.page)
-        # The sign bits of a residual stage improve products, not the decoded vectors.
-        bits -= getattr(side.quantizer, "residual", False)
         # Low rank loses most of Gaussian values: only gross errors show.
         loss = min(MOST, stretch(code) * LOSS * 2**-bits) if code.turn is code.transform else MOST
         errors[name] = (relative_rms(pages, x[:, :, sink:end]), max(loss, bound))

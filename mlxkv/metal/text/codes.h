@@ -22,8 +22,7 @@
 // A side with scales per channel has no numbers in its records.
 // TREE (polar trees): codes of 3 bits: two are half an angle of level 1, the third is a bit of the levels
 // above (codec/polar_tree.py, `split`). Radii are scales of 16 dims. Codebooks of a page, 28 halves, are in
-// its header. SIGNS (a residual stage): the highest bit of a key's code is a sign, and the length of the
-// residual takes the place of the bias.
+// its header.
 // FILL (bits by direction): blocks of 16 dims in another order (fill.h), and a scale per token.
 // PAIRS (PolarQuant's keys): as CHANNEL; the codes of dim i < R/2 are radii, the codes of dim i + R/2
 // angles, in steps of `scale` from `bias` on; a code decodes to the middle of its step.

@@ -4,8 +4,7 @@
 // the others the windows (sink, then live). Codes are read once for the QT query rows of a tile. Each
 // split writes (maximum, sum, output) per row.
 //
-// q_pages  [heads, runs, rows, RK]: queries in the stored domain, float; with SIGNS followed by as many numbers
-//          that the signs multiply
+// q_pages  [heads, runs, rows, RK]: queries in the stored domain, float
 // q_window [heads, rows, D]: queries in the model's domain, type T. scale[0]: attention scale times log2(e)
 // records  [.., capacity, RECORD]; headers [.., capacity / records of a page, HEADER]: kv heads are `capacity`
 //          apart; a sequence begins at its first record, the first of a page. So sequences of a batch may
@@ -19,8 +18,7 @@
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
 constexpr int BD = (D + 31) / 32;
-constexpr int BQ = BK * (1 + SIGNS_K);
-constexpr int QB = BQ > BD ? BQ : BD;
+constexpr int QB = BK > BD ? BK : BD;
 constexpr int OB = BV > BD ? BV : BD;
 constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = CHANNEL_V ? 1 : (RV + GROUP_V - 1) / GROUP_V;
@@ -44,10 +42,9 @@ constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
     ? 16
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K);
-constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
 constexpr bool RAW_K = BITS_K == 16;  // float16 numbers, no codes
 constexpr bool RAW_V = BITS_V == 16;
-constexpr float STEPS_K = float(1 << LEVEL_BITS_K);
+constexpr float STEPS_K = float(1 << BITS_K);
 constexpr float STEPS_V = float(1 << BITS_V);
 constexpr float LAZY = 8.0f;  // the running maximum is raised when exceeded by this much
 constexpr float NOTHING = -1.0e30f;
@@ -103,8 +100,8 @@ const size_t first_record = size_t(head % size[7]) * capacity +
     (second ? size_t(batch) * size[7] * capacity : size_t(lengths[5 * batch + 3]));
 const size_t q_run = (size_t(head) * (paged ? size[10] : 1) + (second ? 1 : 0)) * rows;
 
-const int q_dims = 32 * (paged ? BQ : BD);
-const int q_width = paged ? key_dims * (1 + SIGNS_K) : D;
+const int q_dims = 32 * (paged ? BK : BD);
+const int q_width = paged ? key_dims : D;
 for (int i = thread_id; i < QT * q_dims; i += 32 * S) {
   const int row = first_row + i / q_dims;
   const int dim = i % q_dims;

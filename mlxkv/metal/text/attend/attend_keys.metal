@@ -72,8 +72,8 @@ if (paged) {
           const float last = radius * turns[at + 1];
 #pragma unroll
           for (int q = 0; q < QT; q++) {
-            s[2 * q + r] = metal::fma(q_tile[q * 32 * BQ + pair + i], first, s[2 * q + r]);
-            s[2 * q + r] = metal::fma(q_tile[q * 32 * BQ + PAIRS + pair + i], last, s[2 * q + r]);
+            s[2 * q + r] = metal::fma(q_tile[q * 32 * BK + pair + i], first, s[2 * q + r]);
+            s[2 * q + r] = metal::fma(q_tile[q * 32 * BK + PAIRS + pair + i], last, s[2 * q + r]);
           }
         }
       }
@@ -88,7 +88,7 @@ if (paged) {
       for (int q = 0; q < QT; q++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const float query = q_tile[q * 32 * BQ + 16 * b + 4 * t + i];
+          const float query = q_tile[q * 32 * BK + 16 * b + 4 * t + i];
           s[2 * q] = metal::fma(query, k[i], s[2 * q]);
           s[2 * q + 1] = metal::fma(query, k[4 + i], s[2 * q + 1]);
         }
@@ -167,30 +167,18 @@ if (paged) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
               const int i = 4 * h + p;
-              const uint whole = kv_code<BITS_K>(word, high, b, r, p, h);
-              const float code = kv_one_plus<LEVEL_BITS_K>(whole & ((1u << LEVEL_BITS_K) - 1u));
+              const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(word, high, b, r, p, h));
               if (!CODEBOOK_K && !RAW_K) {
                 k[8 * r + i] = metal::fma(steps[i], code, biases[i] - steps[i]);
               }
 #if WITH_CODEBOOK
               if (CODEBOOK_K) {
-                k[8 * r + i] = steps[i] * kv_level<LEVEL_BITS_K>(code, levels_k);
+                k[8 * r + i] = steps[i] * kv_level<BITS_K>(code, levels_k);
               }
 #endif
 #if WITH_HALVES
               if (RAW_K) {
                 k[8 * r + i] = kv_half_of(word, h);
-              }
-#endif
-#if WITH_SIGNS
-              if (SIGNS_K) {
-                const float length = float(numbers[kv_key_number(token, 0, 1, 1, 0)]);
-                const float sign = whole >> LEVEL_BITS_K ? length : -length;
-#pragma unroll
-                for (int q = 0; q < QT; q++) {
-                  const float seen = q_tile[q * 32 * BQ + 32 * (BK + j) + 8 * t + i];
-                  s[2 * q + r] = metal::fma(seen, sign, s[2 * q + r]);
-                }
               }
 #endif
             }
@@ -200,7 +188,7 @@ if (paged) {
         for (int q = 0; q < QT; q++) {
 #pragma unroll
           for (int i = 0; i < 8; i++) {
-            const float query = q_tile[q * 32 * BQ + 32 * j + 8 * t + i];
+            const float query = q_tile[q * 32 * BK + 32 * j + 8 * t + i];
             s[2 * q] = metal::fma(query, k[i], s[2 * q]);
             s[2 * q + 1] = metal::fma(query, k[8 + i], s[2 * q + 1]);
           }

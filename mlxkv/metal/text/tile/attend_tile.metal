@@ -14,8 +14,7 @@
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
 constexpr int BD = (D + 31) / 32;
-constexpr int BQ = BK * (1 + SIGNS_K);  // of queries: with SIGNS twice, the second part for the signs
-constexpr int QB = BQ > BD ? BQ : BD;
+constexpr int QB = BK > BD ? BK : BD;
 constexpr int OB = BV > BD ? BV : BD;
 constexpr int GROUPS_K = CHANNEL_K ? 1 : (RK + GROUP_K - 1) / GROUP_K;
 constexpr int GROUPS_V = (RV + GROUP_V - 1) / GROUP_V;
@@ -40,7 +39,6 @@ constexpr int PAGE_RECORDS = PAGE / 16;
 constexpr int HEADER_K = TREE_K == 2
     ? 16
     : kv_header_words(BK, PAGE / GROUP_K, SYMMETRIC_K, CHANNEL_K);
-constexpr int LEVEL_BITS_K = BITS_K - SIGNS_K;
 constexpr bool RAW_K = BITS_K == 16;  // float16 numbers: words of a record are words of a tile
 constexpr bool RAW_V = BITS_V == 16;
 // Codes of keys with scales per token and group are multiplied with their offsets, which one more tile
@@ -127,7 +125,7 @@ const device uint* map = (later ? map_k_2 : map_k) +
     size_t(size[23] & 1 ? head : kv_head) * size[8] + (4 * g + t) * 4;
 constexpr int AHEAD_K = 8;
 uint4 ahead[AHEAD_K];
-if (turns && group < 2 * BQ) {
+if (turns && group < 2 * BK) {
 #pragma unroll
   for (int k = 0; k < AHEAD_K && k < 2 * BD; k++) {
     ahead[k] = *(const device uint4*)(map + (group * 2 * BD + k) * 128);
@@ -157,7 +155,7 @@ for (int n = 0; n < MINE; n++) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (turns) {
-  constexpr int MOST = (2 * BQ + S - 1) / S;
+  constexpr int MOST = (2 * BK + S - 1) / S;
   TileC turned[MOST];
 #pragma unroll
   for (int n = 0; n < MOST; n++) {
@@ -166,7 +164,7 @@ if (turns) {
     for (int i = 0; i < 4; i++) {
       turned[n].v[i] = 0.0f;
     }
-    if (m < 2 * BQ) {
+    if (m < 2 * BK) {
 #pragma unroll
       for (int k = 0; k < 2 * BD; k++) {
         const uint4 x = n == 0 && k < AHEAD_K
@@ -193,7 +191,7 @@ if (turns) {
 #pragma unroll
   for (int n = 0; n < MOST; n++) {
     const int m = group + n * S;
-    if (m < 2 * BQ) {
+    if (m < 2 * BK) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         tile_rows[(2 * t + i % 2) * ROW + 16 * m + g + 8 * (i / 2)] = turned[n].v[i];

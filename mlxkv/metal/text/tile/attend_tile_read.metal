@@ -344,7 +344,6 @@ if (paged) {
 #pragma unroll
       for (int n = 0; n < (CHANNEL_K || TREE_K || RAW_K ? 0 : GROUPS_K); n++) {
         TileC c;
-        TileC seen = zero;  // signs times their part of the queries
 #pragma unroll
         for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
 #pragma unroll
@@ -360,33 +359,17 @@ if (paged) {
 #if WITH_CODEBOOK
               if (CODEBOOK_K) {
                 a.w[m] =
-                    kv_level_pair<LEVEL_BITS_K, BITS_K>(word, high, masks_k, levels_k, j, r, p);
+                    kv_level_pair<BITS_K, BITS_K>(word, high, masks_k, levels_k, j, r, p);
               }
 #endif
             }
             c = tile_product(32 * j == n * GROUP_K && u == 0 ? zero : c, a, q_tile[2 * j + u]);
-#if WITH_SIGNS
-            if (SIGNS_K) {
-#pragma unroll
-              for (int m = 0; m < 4; m++) {
-                const int r = m % 2;
-                const int p = 2 * u + m / 2;
-                a.w[m] = kv_sign_pair<BITS_K>(
-                    words[kv_slot_word<BITS_K>(j, r, p)],
-                    words[BITS_K == 3 ? kv_high_word(j) : 0], j, r, p);
-              }
-              tile_multiply(seen, a, q_tile[(2 * (BK * SIGNS_K + j) + u) % (2 * QB)]);
-            }
-#endif
           }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int at_ = i / 2 * SLOTS_K + n;
           s[e].v[i] = metal::fma(kv_half(scales[at_ / 2], at_ % 2), c.v[i], s[e].v[i]);
-          if (SIGNS_K) {
-            s[e].v[i] = metal::fma(kv_half(scales[(i / 2) % HELD_K], 1), seen.v[i], s[e].v[i]);
-          }
         }
       }
 #endif

@@ -121,14 +121,6 @@ inline void kv_polar_pair(
 }
 #endif
 
-#if WITH_SIGNS
-// Signs of a residual stage, the highest bit of slots of WIDTH bits, as halves -1 and 1.
-template <int WIDTH>
-inline uint kv_sign_pair(uint word, uint high, int j, int r, int p) {
-  const uint x = WIDTH == 3 ? high << (15 - kv_high_bit(j, r, p, 0)) : word << (12 - 4 * p);
-  return (x & 0x80008000u) ^ 0xBC00BC00u;
-}
-#endif
 
 #if WITH_TREE
 // The tables of a tree in halves (`KvTree`).
