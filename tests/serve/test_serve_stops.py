@@ -13,7 +13,7 @@ CAPITAL = "The capital of France is Paris. It is old.\n\nYes — naïve 😀 tex
 ASK = [{"role": "user", "content": "Tell me."}]
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 STOPS = [
     ["l of Fr"],  # begins and ends inside tokens
     [" Paris"],
@@ -47,18 +47,12 @@ def reply(server, path: str, stop: list[str], stream: bool, **more) -> tuple[str
     body = {"model": "caller", "max_tokens": 200, "stream": stream, "messages": ASK} | more
     if path == "/v1/messages":
         body["stop_sequences"] = stop
-    elif path == "/api/chat":
-        del body["max_tokens"]
-        body["options"] = {"stop": stop, "num_predict": 200}
     else:
         body["stop"] = stop
     if path == "/v1/completions":
         body["prompt"] = body.pop("messages")[0]["content"]
     status, _, data = send(server, "POST", path, body)
     assert status == 200, data
-    if path == "/api/chat":
-        parts = [json.loads(line) for line in data.decode().splitlines()]
-        return "".join(p["message"]["content"] for p in parts), parts[-1]["done_reason"], parts[-1]
     if path == "/v1/messages":
         return _message(data, stream)
     parts = events(data) if stream else [json.loads(data)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlxkv.serve.apis import anthropic, ollama, responses
+from mlxkv.serve.apis import anthropic, responses
 from mlxkv.serve.apis.anthropic_reply import error_body as anthropic_error
 from mlxkv.serve.apis.speaker import Speaker
 from mlxkv.serve.http.request import Served
@@ -14,17 +14,13 @@ REPLIES: dict[str, Callable[[bytes, Served], Speaker]] = {
     "/v1/messages": anthropic.read,
     "/v1/responses": responses.read,
     "/responses": responses.read,
-    "/api/chat": ollama.read,
 }
-COUNT, SHOW = "/v1/messages/count_tokens", "/api/show"
-TAGS, VERSION = "/api/tags", "/api/version"
-POSTS = (*REPLIES, COUNT, SHOW)
+COUNT = "/v1/messages/count_tokens"
+POSTS = (*REPLIES, COUNT)
 
 
 def error_body(path: str, refused: Refused, anthropics: bool = False) -> dict:
     """The document of an error, as clients of this path read it. anthropics: they are Anthropic's."""
     if path.startswith("/v1/messages") or anthropics:
         return anthropic_error(refused)
-    if path.startswith("/api/"):
-        return ollama.error_body(refused)
     return refused.body()

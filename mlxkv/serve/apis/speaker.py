@@ -26,12 +26,9 @@ class Speaker(ABC):
     """Writes the reply to one request.
 
     asked: the request. streams: whether parts are written as they come; else `document` is the reply.
-    model: its name in replies. write: takes bytes of a stream, set before the reply begins. kind: the
-    type of a stream. parts: of the whole reply so far: ["text" or "thinking", text], or ["call", id,
-    name, arguments as JSON text].
+    model: its name in replies. write: takes bytes of a stream, set before the reply begins.
+    parts: of the whole reply so far: ["text" or "thinking", text], or ["call", id, name, arguments as JSON text].
     """
-
-    kind = "text/event-stream"
 
     def __init__(self, asked: Request, streams: bool, model: str):
         # Counts come with the last event of a stream, so mlx-lm always streams.

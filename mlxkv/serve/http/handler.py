@@ -12,7 +12,7 @@ from email.utils import formatdate
 from urllib.parse import unquote
 
 from mlxkv import __version__
-from mlxkv.serve.apis import anthropic, ollama, routes
+from mlxkv.serve.apis import anthropic, routes
 from mlxkv.serve.apis.speaker import Dictation, Speaker
 from mlxkv.serve.http import page
 from mlxkv.serve.http.access import check_host, given_key, locate
@@ -169,9 +169,7 @@ class Handler(Completion):
     def _post(self, path: str, body: bytes) -> None:
         """Answer a request of another API than OpenAI's chat."""
         site = self.site
-        if path == routes.SHOW:
-            self._send_json(ollama.show(body, site.name, site.about()))
-        elif path == routes.COUNT:
+        if path == routes.COUNT:
             asked = anthropic.count(body, site.served)
             more = asked.chat_template_kwargs, asked.continue_final_message
             with self._admitted():
@@ -203,10 +201,6 @@ class Handler(Completion):
         elif path == "/metrics":
             text = site.metrics.text(site.gauges())
             self._send(200, text.encode(), "text/plain; version=0.0.4")
-        elif path == routes.TAGS:
-            self._send_json(ollama.tags(site.name, site.about()))
-        elif path == routes.VERSION:
-            self._send_json({"version": ollama.VERSION})
         elif path == "/v1/models" or path.startswith("/v1/models/"):
             self._models(unquote(path.removeprefix("/v1/models").strip("/")))
         else:
@@ -265,7 +259,7 @@ class Handler(Completion):
         """Write a part of a speaker's stream."""
         if not self._begun:
             self.send_response(200)
-            self.send_header("Content-Type", self.speaker.kind)
+            self.send_header("Content-Type", "text/event-stream")
             self.send_header("Cache-Control", "no-cache")
             self._set_cors_headers()
             self.end_headers()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm import server
 
 from mlxkv import __version__
@@ -30,7 +28,6 @@ class Site:
         name = Path(self.loaded.name).expanduser()
         # The name of a local folder or file, but not where it lies.
         self.name = name.resolve().name if name.exists() else self.loaded.name
-        self.since = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
         self.fingerprint = server.get_system_fingerprint()
         self.served = Served(
             model=self.name,
@@ -102,24 +99,6 @@ class Site:
             },
             "disk": kept,
             "active_requests": self.metrics.active,
-        }
-
-    def about(self) -> dict:
-        """What Ollama's clients show of the model."""
-        loaded, tokenizer = self.loaded, self.loaded.tokenizer
-        arrays = [x for _, x in tree_flatten(loaded.model.parameters())]
-        return {
-            "family": str(loaded.config.get("model_type") or "unknown"),
-            "bytes": sum(x.nbytes for x in arrays),
-            # Stored in fewer bits they have fewer numbers; so this is not what a name promises.
-            "parameters": f"{sum(x.size for x in arrays) / 1e6:.1f}M numbers",
-            "kv": f"KV {loaded.kv_name}",
-            "context": self.served.longest,
-            "fingerprint": loaded.fingerprint,
-            "since": self.since,
-            "tools": bool(tokenizer.has_tool_calling),
-            "thinks": bool(tokenizer.has_thinking),
-            "template": str(getattr(tokenizer, "chat_template", None) or ""),
         }
 
     def gauges(self):

@@ -28,23 +28,8 @@ async function openai() {
   return { kinds, output: response.output, text: response.output_text, status: response.status };
 }
 
-async function ollama() {
-  const { Ollama } = load("ollama");
-  const client = new Ollama({ host: url });
-  const tools = [{ type: "function", function: { name: "weather", description: "", parameters: schema } }];
-  const names = (await client.list()).models.map((one) => one.name);
-  let text = "";
-  const calls = [];
-  let last;
-  for await (last of await client.chat({ model: "caller", messages: question, tools, stream: true })) {
-    text += last.message.content;
-    calls.push(...(last.message.tool_calls ?? []));
-  }
-  return { names, text, calls, reason: last.done_reason };
-}
-
 async function main() {
-  const found = { anthropic: await anthropic(), openai: await openai(), ollama: await ollama() };
+  const found = { anthropic: await anthropic(), openai: await openai() };
   process.stdout.write(JSON.stringify(found));
 }
 
