@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from experiments.evidence.cells import OURS, Cells
 from experiments.pages.smaller import smaller
-from mlxkv import plots
 from mlxkv.eval.arms import BASELINE
+from mlxkv.eval.report import plots
 
 BITS, CONTEXTS = "bits.svg", "contexts.svg"
 CONTEXT = 8192  # of the first picture, or the longest below it

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mlxkv import plots
 from mlxkv.errors import MachineError
-from mlxkv.eval.report import pictures, report, words
+from mlxkv.eval.report import pictures, plots, report, words
 from mlxkv.eval.tasks.statistics import block
 
 PICTURE = "report.svg"

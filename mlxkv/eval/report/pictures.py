@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from mlxkv import plots
 from mlxkv.eval.arms import BASELINE
+from mlxkv.eval.report import plots
 
 SMALLEST = 1e-7  # the least value on logarithmic axes
 
