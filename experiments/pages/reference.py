@@ -235,8 +235,7 @@ def families() -> list[str]:
         "Sliding-window layers keep mlx-lm's small rotating cache, states (Mamba, linear attention) have a fixed size, "
         "and both stay as they are; large windows are compressed "
         "[where that is asked for](../internals/sliding_windows.md). "
-        "[Every model file of mlx-lm was tried](../results/families_mlx.md); for Hugging Face transformers: "
-        "[189 families](../results/families.md).",
+        "[Every model file of mlx-lm, and families of mlx-vlm and transformers, were tried](../results/families.md).",
         "",
         "## Aliases",
         "",
