@@ -41,7 +41,7 @@ Line = tuple[str, str]  # golden set, method
 Rows = list[dict] | None  # of `Row.as_dict`, torch's with their set; None: not run
 HEAD = """# Parity
 
-For whoever asks whether Metal, CUDA, Triton and plain ops store the same codes.
+Whether Metal, CUDA, Triton and plain operations store the same codes.
 
 How every backend reproduces the golden tensors, which the specification in NumPy float64
 (`mlxkv/spec/`) wrote.

@@ -31,7 +31,7 @@ SHORT += ("nemotron_h", "qwen3_next", "xlnet")
 SECONDS = 60.0  # for one family
 HEAD = """# Families of transformers
 
-For whoever wants to know whether a model of transformers runs on compressed caches.
+Which families of transformers run on compressed caches.
 
 Every causal language model of transformers that can be built small, with random weights in float32, on
 compressed caches of [cuda_track](../../cuda_track/README.md): {prompt} tokens read and {new} written greedily.

@@ -30,7 +30,7 @@ SHORT = (
 )
 HEAD = """# Families of mlx-lm
 
-For whoever wants to know whether a model of mlx-lm runs on compressed caches.
+Which model files of mlx-lm run on compressed caches.
 
 Every model file of mlx-lm, small, with random weights in float32, on compressed caches of mlxkv: {prompt} tokens
 read in two chunks and {new} written greedily, on a CPU. *Equal*: with pages that lose nothing (sink, pages and

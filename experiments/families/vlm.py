@@ -40,7 +40,7 @@ SECONDS = 120.0  # for one family
 KL = 0.1  # mean over the tokens, in nats: more is a fault
 HEAD = """# Families of mlx-vlm
 
-For whoever wants to know whether a model of mlx-vlm runs on compressed caches.
+Which families of mlx-vlm run on compressed caches.
 
 The language model of every family in mlx-vlm that can be built small, with random weights in float32:
 {prompt} tokens read and {new} written greedily, on mlx-vlm's own caches and on compressed ones. *Equal*: while

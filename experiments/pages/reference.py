@@ -85,7 +85,7 @@ def commands() -> list[str]:
     lines = [
         "# Commands and options",
         "",
-        "For whoever looks an option up. `mlxkv COMMAND --help` says the same. " + WRITTEN,
+        "Every command and option. `mlxkv COMMAND --help` says the same. " + WRITTEN,
         "",
         "Sizes take units (`8GB`, `512MiB`); tokens take `k` and `m` (`32k`). Errors are one line, "
         "`[where] what is wrong; got X; choose from ...`,",
@@ -157,8 +157,7 @@ def presets() -> list[str]:
     lines = [
         "# Presets",
         "",
-        "For whoever picks a cache by more than the [four lines](../guide/presets.md) of the guide, or compares "
-        "methods. " + WRITTEN,
+        "Every preset, beyond the [four lines](../guide/presets.md) of the guide. " + WRITTEN,
         "",
         "**Bits** are per stored value of a page at head dim 128, scales included, without the tokens that stay "
         "exact (the first 64 and at least the last 64, unless the row says otherwise).",
@@ -226,7 +225,7 @@ def families() -> list[str]:
     lines = [
         "# Model families",
         "",
-        "For whoever wants to know whether a model can be compressed. " + WRITTEN,
+        "Which model families are compressed, and which are not. " + WRITTEN,
         "",
         "`mlxkv` compresses every layer whose cache in mlx-lm is a plain `KVCache` and whose code only hands cached "
         "keys and values to attention. That is tried when a model is loaded (two tokens, then one), so a family that "

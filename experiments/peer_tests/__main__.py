@@ -62,7 +62,7 @@ REASONS = {
 }
 HEAD = """# mlx-lm's own tests with our caches
 
-For whoever asks what else changes in mlx-lm when its caches are replaced.
+What else changes in mlx-lm when its caches are replaced.
 
 The tests of mlx-lm {mlx_lm} as they are, {kinds}: every model of theirs is attached when it first makes a prompt
 cache. *tight* is int4 with sink 0, recent 0 and pages of 16 tokens, so that codes are read from the 17th token on.

@@ -33,7 +33,7 @@ PRODUCTS = (
     "device_name",
     "format",
 )  # names of products: "Max" may also be the name of a user
-TITLE = "# Machines that mlxkv has been tried on\n\nFor whoever has the same machine, or wants to add one."
+TITLE = "# Machines that mlxkv has been tried on\n\nReports of `mlxkv doctor` from users' machines, and how to add one."
 ABOUT = """Written from the files in [machines/](machines), which users sent, by `python -m mlxkv.doctor.machines`.
 A file holds no host name, user name or path. To send yours, attach what this writes to an issue (`--all` takes
 minutes, and tells more):
