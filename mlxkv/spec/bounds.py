@@ -85,13 +85,6 @@ PAGE_SIDES = {"k": Affine(2, 32, clip=0.96), "v": Affine(2, 0, clip=0.92)}
 SCALED_SIDES = {"k": Affine(4, 32, symmetric=True), "v": Affine(4, 16, symmetric=True)}
 
 
-def wide_codes(high: np.ndarray, low: np.ndarray, wide: np.ndarray) -> np.ndarray:
-    """Codes [1, 1, T, R] of a page from both sets of 2 bits; wide: the channels [R] that have 4."""
-    out = high.copy()
-    out[..., wide] = (high[..., wide] << 2) + low
-    return out
-
-
 def mask_at(places: np.ndarray, size: int) -> np.ndarray:
     """Packed bits that are 1 at `places`, as `compare_codes` takes them."""
     mask = np.zeros(size, bool)

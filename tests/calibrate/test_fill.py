@@ -22,7 +22,6 @@ from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, Fill
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure, moments
-from mlxkv.models.catalog.reports import mean_bits
 from mlxkv.spec.mixed import fill as spec
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
@@ -232,6 +231,12 @@ def logits(model, cache=None, prompt=90, end=100):
     parts = [model(text[:, :prompt], cache=cache)]
     parts += [model(text[:, i : i + 1], cache=cache) for i in range(prompt, end)]
     return np.array(mx.concatenate(parts, axis=1)[0])
+
+
+def mean_bits(reports) -> float:
+    """Bits per value inside the pages, over all layers, each by its values."""
+    sizes = [r.kv_heads * (r.key_dim + r.value_dim) for r in reports]
+    return sum(s * r.bits_per_value for s, r in zip(sizes, reports, strict=True)) / sum(sizes)
 
 
 def test_layers_share_a_budget_and_the_error_falls_with_it(model, made):

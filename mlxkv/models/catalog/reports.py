@@ -126,15 +126,6 @@ def summarise(reports: list[LayerReport]) -> list[str]:
     return lines
 
 
-def mean_bits(reports: list[LayerReport]) -> float | None:
-    """Bits per value inside the pages, over all layers whose sizes are known, each by its values; those in
-    full precision count 16. None where there are none."""
-    sizes = [r.kv_heads * (r.key_dim + r.value_dim) for r in reports]
-    if not sum(sizes):
-        return None
-    return sum(s * r.bits_per_value for s, r in zip(sizes, reports, strict=True)) / sum(sizes)
-
-
 def _clips(reports: list[LayerReport]) -> str:
     """The searched clips of layers that share a line, as ranges."""
     if not (found := [r.clips for r in reports if r.clips]):
