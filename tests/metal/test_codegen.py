@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(codegen.why_not() is not None, reason=str(codege
 ARRAY_BYTES: dict[tuple[str, int], int] = {}
 # The same of (registers spilled, bytes of scratch memory).
 SPILLS: dict[tuple[str, int], tuple[int, int]] = {}
-# The other methods, in which balance and the clips of trees are heavier: at most (registers spilled, bytes of
+# The other methods, in which the clips of trees are heavier: at most (registers spilled, bytes of
 # scratch memory) at 128 dims, none where nothing is said.
 OTHERS = {
     "turbo-int3": {},

@@ -22,7 +22,7 @@ from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig, Fill, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout, side_layout, why_no_record
-from mlxkv.metal import balance, launch, sources, tiles, whiten
+from mlxkv.metal import launch, sources, tiles, whiten
 
 DIMS = (64, 80, 96, 128, 192, 256)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -195,11 +195,6 @@ def record_others(make: Recorder) -> None:
             near = mx.zeros((KV_HEADS, dims, rank))
             whiten.whiten(near, make)
             whiten.whiten(near, make, whiten.RIDGE)
-        if balance.why_not(128, dims) is None:
-            make.use = Use("", dims, "float32", "portable", "balance")
-            for axis in ("channel", "token"):
-                for unit in (False, True):
-                    balance.balance(mx.zeros((1, 128, dims)), axis, unit, make)
 
 
 def families() -> dict[str, tuple[str, ...]]:
