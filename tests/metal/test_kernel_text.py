@@ -15,13 +15,11 @@ ARRAYS = {
 }  # of constants; a list is no value of a template
 ARRAYS = {f"{name}{side}": n for name, n in ARRAYS.items() for side in ("_K", "_V")}
 SIDE = {
-    "SIGNS": 0,
     "TREE": 0,
     "GROUP": 64,
     "SYMMETRIC": 0,
     "CODEBOOK": 0,
     "CHANNEL": 0,
-    "OUTER": 0,
     "PAIRS": 0,
     "PER_TOKEN": 1,
 }
@@ -72,7 +70,7 @@ KERNELS = {
     "unseal": (
         {
             **SIDES,
-            **{"CHANNEL_K": 1, "OUTER_K": 1, "PAGE": 64, "HEADER": 96, "HEADER_K": 96},
+            **{"CHANNEL_K": 1, "PAGE": 64, "HEADER": 96, "HEADER_K": 96},
             **{"T": np.float16, "BITS_K": 3, "BITS_V": 3, "DIMS_K": 80, "DIMS_V": 80},
             **{"RECORD": 600, "SIDE_K": 300},
         },
@@ -82,8 +80,8 @@ KERNELS = {
         {
             **SIDES,
             **{"T": np.float16, "QT": 4, "S": 4, "CAP": 1, "D": 128, "RK": 128, "RV": 128},
-            **{"RECORD": 576, "BITS_K": 4, "BITS_V": 3, "CHANNEL_K": 1, "OUTER_K": 1},
-            **{"OUTER_V": 1, "PAGE": 64, "HEADER": 192},
+            **{"RECORD": 576, "BITS_K": 4, "BITS_V": 3, "CHANNEL_K": 1},
+            **{"PAGE": 64, "HEADER": 192},
         },
         [np.float32, np.float32],
     ),
@@ -112,10 +110,6 @@ KERNELS = {
         },
         [np.float32, np.float32],
     ),
-    "balance": (
-        {"TOKENS": 128, "DIMS": 128, "S": 8, "CHANNEL": 1, "UNIT": 1, "ROUNDS": 16},
-        [np.float32, np.float32],
-    ),
     "whiten": ({"N": 32, "R": 96, "S": 8, "INVERSE": 1, "PASSES": 1}, [np.float32]),
     "merge": (
         {"T": np.float16, "WIDTH": 128, "RV": 128, "D": 128, "HAS_UP": 1, "HAS_SINKS": 1},
@@ -126,11 +120,11 @@ KERNELS = {
 RAW = {  # values of templates besides, for records of float16 numbers
     "seal": {"BITS_K": 16, "BITS_V": 16, "CODEBOOK_K": 0, "RANK_K": 1, "RANK_V": 1},
     "unseal": {
-        **{"BITS_K": 16, "BITS_V": 16, "CHANNEL_K": 0, "OUTER_K": 0, "CODEBOOK_K": 0},
+        **{"BITS_K": 16, "BITS_V": 16, "CHANNEL_K": 0, "CODEBOOK_K": 0},
         **{"SYMMETRIC_K": 1, "SYMMETRIC_V": 1, "RECORD": 1792},
     },
     "attend": {
-        **{"BITS_K": 16, "BITS_V": 16, "CHANNEL_K": 0, "OUTER_K": 0, "OUTER_V": 0, "CODEBOOK_K": 0},
+        **{"BITS_K": 16, "BITS_V": 16, "CHANNEL_K": 0, "CODEBOOK_K": 0},
         **{"SYMMETRIC_K": 1, "SYMMETRIC_V": 1, "RECORD": 2048},
     },
     "attend_tile": {
@@ -146,17 +140,12 @@ BLOCKS = {
     "FILL": 1,
     "RANK": 1,
 }  # widths that differ by block
-BLOCKS |= dict.fromkeys(("CODEBOOK", "CHANNEL", "OUTER", "PER_TOKEN", "KIND"), 0)
+BLOCKS |= dict.fromkeys(("CODEBOOK", "CHANNEL", "PER_TOKEN", "KIND"), 0)
 BLOCKS = {f"{name}_{side}": value for side in "KV" for name, value in BLOCKS.items()} | {"SOON": 4}
 CASES = [(name, {}) for name in KERNELS] + list(RAW.items())
 CASES += [(name, BLOCKS) for name in ("seal", "unseal", "attend", "attend_tile")]
-# Not all pages are read: of each way of reading records.
 CHANNELS = {"CHANNEL_K": 1, "PER_TOKEN_K": 0, "HEADER": 192, "PAGE": 128, "CODEBOOK_K": 0}
-CASES += [
-    (name, more | {"LIST": 4})
-    for name in ("attend", "attend_tile")
-    for more in ({}, RAW[name] | {"RUNS": 1}, BLOCKS, CHANNELS)
-]
+CASES += [(name, CHANNELS) for name in ("attend", "attend_tile")]
 
 
 def kernel(name, before, wanted):
