@@ -11,7 +11,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical, check_windows, complete_kv, parse_kv, with_keep
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
-    check_draft,
     check_fold,
     check_sampling,
     check_weights,
@@ -121,17 +120,6 @@ class ChatOptions:
         float | None,
         Option("--keep", help="Share of a prompt's stored tokens that stays (SnapKV)."),
     ] = None
-    draft: Annotated[
-        str | None,
-        Option("--draft", help="A small model of the same family that drafts tokens: faster."),
-    ] = None
-    draft_tokens: Annotated[
-        int | None, Option("--draft-tokens", help="Tokens that it drafts at once. Default: 3.")
-    ] = None
-    draft_kv: Annotated[
-        str,
-        Option("--draft-kv", help="Cache preset of the draft model.", autocompletion=complete_kv),
-    ] = "fp16"
     encode: Annotated[
         str, Option("--encode", help="By what: kernel, or cpu or cpu-columns (matrix products).")
     ] = "kernel"
@@ -151,8 +139,6 @@ class ChatOptions:
         if not 0 <= self.seed < 2**64:
             raise UserError(f"[--seed] must be 0 or more, below 2^64; got {self.seed}")
         check_sampling(self.temp, self.top_p)
-        check_draft(self.draft, self.draft_tokens)
-        parse_kv(self.draft_kv)
         check_fold(parse_kv(self.preset), self.preset, self.fold)
         dtype_name(self.dtype)
         check_weights(self.weights, self.host)

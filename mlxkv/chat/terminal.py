@@ -182,8 +182,6 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
         )
         return
     why = " · stopped" if stats.finish_reason == "stopped" else ""
-    if stats.acceptance is not None:
-        why = f" · {stats.acceptance:.0%} of drafts accepted{why}"
     if (cut := session.cut_off) is not None:
         why += f" · {cut}"
     out.print(
@@ -271,11 +269,6 @@ def _stats(session: Session) -> Table:
         "decode steps": loaded.steps,
         "peak memory": human_bytes(mx.get_peak_memory()),
     }
-    if session.draft is not None:
-        rows["drafts"] = (
-            f"{stats.accepted} of {stats.drafted} tokens accepted, by {session.draft.loaded.name}, "
-            f"{session.draft.count} at once"
-        )
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), Text(plain(value)))

@@ -328,7 +328,7 @@ class Engine(server.ResponseGenerator):
 
     def _serve_single(self, request, *more) -> None:
         line, asked, args = request
-        alone = Alone(line, args.job, self.ranks, self.model_provider)
+        alone = Alone(line, args.job, self.ranks)
         serve = _with_names(
             self,
             "_serve_single",
@@ -444,7 +444,6 @@ class Engine(server.ResponseGenerator):
             "bits_per_value": bits,
             "ratio": round(16 / bits, 3) if bits else None,
             "note": used.note,
-            **_drafts(job),
         }
 
     @property
@@ -503,11 +502,3 @@ def _with_names(engine: Engine, method: str, **names) -> Callable:
     and generator cannot be replaced in another way."""
     found = getattr(server.ResponseGenerator, method)
     return MethodType(FunctionType(found.__code__, vars(server) | names, method), engine)
-
-
-def _drafts(job: Job) -> dict:
-    """The entries of a reply about drafts; none without a draft model."""
-    if job.drafts is None:
-        return {}
-    drafted, accepted = job.drafts
-    return {"drafted_tokens": drafted, "accepted_tokens": accepted}
