@@ -8,7 +8,6 @@ from dataclasses import asdict
 import mlx.core as mx
 
 from mlxkv.chat.options import ChatOptions
-from mlxkv.chat.pictures import PictureSession
 from mlxkv.chat.session import Session
 from mlxkv.codec import encoding
 from mlxkv.console import note, print_json, say, working
@@ -16,15 +15,11 @@ from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, processors_for, sampler_for
 from mlxkv.models.loading import quality
 from mlxkv.models.loading.sampling import Sampling
-from mlxkv.models.vision.host import check_host
-from mlxkv.models.vision.images import read_source
 
 
 def talk(options: ChatOptions, prompt: str | None) -> None:
     """Answer `prompt`, or talk in the terminal where there is none."""
     encoding.check(options.encode)
-    check_host(options.host)
-    images = [read_source(source, "--image") for source in options.image or ()]
     mx.random.seed(options.seed)
     mx.reset_peak_memory()
     with working(f"reading {options.model.strip()}") as progress:
@@ -37,13 +32,11 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             fold=options.fold,
             encode=options.encode,
             progress=progress,
-            host=options.host,
             windows=options.kv_windows,
             weights=options.weights,
         )
     sampler, processors = drawing(loaded.sampling, options)
-    kind = Session if loaded.vision is None else PictureSession
-    session = kind(
+    session = Session(
         loaded,
         options.system,
         options.raw,
@@ -52,8 +45,6 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
         options.template,
         processors,
     )
-    for image in images:
-        session.add(image, "--image")
     loaded.tell(backend(), options.quiet)
     quality.warn(loaded)
     warm_up(loaded)

@@ -47,17 +47,6 @@ class ChatOptions:
     prompt: Annotated[
         str | None, Option("--prompt", "-p", help="The same as the text without an option.")
     ] = None
-    image: Annotated[
-        list[str] | None,
-        Option(
-            "--image",
-            help="A file or data URL for the first message; may be given again. Needs mlx-vlm.",
-            show_default=False,
-        ),
-    ] = None
-    vision: Annotated[
-        bool, Option("--vision", help="Load the model with mlx-vlm, for /image. --image does, too.")
-    ] = False
     system: Annotated[str | None, Option("--system", "-s", help="System prompt.")] = None
     max_tokens: Annotated[
         int | None,
@@ -141,13 +130,8 @@ class ChatOptions:
         check_sampling(self.temp, self.top_p)
         check_fold(parse_kv(self.preset), self.preset, self.fold)
         dtype_name(self.dtype)
-        check_weights(self.weights, self.host)
+        check_weights(self.weights)
         _ = self.template  # raises where it is no JSON
-        if self.raw and self.host is not None:
-            name = "--image" if self.image else "--vision"
-            raise UserError(f"[{name}] needs a chat template; it cannot go with --raw")
-        if self.image and self.load is not None:
-            raise UserError("[--image] begins a conversation; it cannot go with --load; use /image")
         if self.raw and (self.system or self.template):
             name = "--system" if self.system else "--chat-template-args"
             raise UserError(f"[{name}] needs a chat template; it cannot go with --raw")
@@ -156,11 +140,6 @@ class ChatOptions:
     def preset(self) -> str:
         """`--kv` with the token selection of `--keep`."""
         return canonical(with_keep(self.kv, self.keep))
-
-    @property
-    def host(self) -> str | None:
-        """The library that has to load the model, for images."""
-        return "mlx-vlm" if self.image or self.vision else None
 
     @property
     def asked(self) -> str | None:

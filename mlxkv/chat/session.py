@@ -81,7 +81,7 @@ class Session:
         """Yield the reply in pieces. A failure or a stop keeps the session."""
         if not prompt.strip():
             raise UserError("[chat] empty prompt; write something, or pass --prompt TEXT")
-        messages = [*self.messages, self._message(prompt)]
+        messages = [*self.messages, {"role": "user", "content": prompt}]
         text, tokens = self._render(messages)
         if self.limit and len(tokens) >= self.limit:
             raise UserError(
@@ -109,7 +109,6 @@ class Session:
                         stop=stop,
                         stats=self.stats,
                         processors=self.processors,
-                        **self._more(tokens),
                     ):
                         tokens.append(piece.token)
                         new = piece.text
@@ -130,13 +129,6 @@ class Session:
             pass  # the caller stopped; what it has read counts
         finally:
             self._close(clean, messages, text, tokens, reused, reply, earlier)
-
-    def _message(self, prompt: str) -> dict:
-        return {"role": "user", "content": prompt}
-
-    def _more(self, tokens: list[int]) -> dict:
-        """What `stream` is given besides, to read a prompt."""
-        return {}
 
     def _instead(self, error: RuntimeError) -> str:
         """Switch off what failed. Returns a line about what runs instead; raises where nothing can."""

@@ -107,7 +107,6 @@ def stream(
     progress: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] | None = None,
     stats: Stats | None = None,
-    embeddings: mx.array | None = None,
     processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
 ) -> Iterator[Piece]:
     """Feed `tokens` to the model and yield the reply token by token.
@@ -115,8 +114,7 @@ def stream(
     loaded: from `mlxkv.models.load`. cache: from `new_cache`, empty or holding earlier tokens.
     progress: called with (tokens done, all tokens) during the prefill. stop: called after each token
     and each prefill chunk; true ends the reply and leaves the cache consistent. stats: filled in
-    place; `stats.held` is right whenever this generator is not running. embeddings:
-    [T, hidden], of `tokens`, where some are places of images. processors: mlx-lm's logits processors.
+    place; `stats.held` is right whenever this generator is not running. processors: mlx-lm's logits processors.
 
     Raises UserError for an empty prompt, MachineError when the logits hold NaN or infinity.
     """
@@ -145,7 +143,6 @@ def stream(
         list(tokens),
         prompt_cache=cache,
         prompt_progress_callback=on_progress,
-        **({} if embeddings is None else {"input_embeddings": embeddings}),
         **asked,
     )
     try:

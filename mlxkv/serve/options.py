@@ -108,9 +108,6 @@ class ServeOptions:
             help="Compress sliding windows of at least so many tokens, too. Default: none.",
         ),
     ] = None
-    vision: Annotated[
-        bool, Option("--vision", help="Load the model with mlx-vlm: messages may hold images.")
-    ] = False
     dtype: Annotated[
         str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
     ] = None
@@ -153,7 +150,7 @@ class ServeOptions:
         check_fold(parse_kv(self.kv), self.kv, self.fold)
         check_windows(self.kv_windows)
         dtype_name(self.dtype)
-        check_weights(self.weights, "mlx-vlm" if self.vision else None)
+        check_weights(self.weights)
         _ = self.template  # raises where it is no JSON
         _ = self.body_bytes, self.memory_bytes, self.disk_bytes  # raise where a text is no size
 

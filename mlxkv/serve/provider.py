@@ -9,8 +9,6 @@ from mlx_lm import server
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import prefill_step
 from mlxkv.models.loader import Loaded
@@ -32,19 +30,12 @@ class Provider:
         """Load the model, build what decoding needs, and return the model's fingerprint. For the generation
         thread, where it runs."""
         o = self.options
-        if o.vision and self.group is not None and self.group.size() > 1:
-            raise UserError(
-                f"[--vision] one process serves images; got {self.group.size()}; leave it out"
-            )
         given = o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group
-        host = "mlx-vlm" if o.vision else None
-        loaded = load(o.model, *given, host=host, windows=o.kv_windows, weights=o.weights)
+        loaded = load(o.model, *given, windows=o.kv_windows, weights=o.weights)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
         warm_up(loaded)
         caches = make_prompt_cache(self.model)
         self.is_batchable = all(hasattr(c, "merge") for c in caches)
-        if loaded.vision is not None:  # mlx-lm's batches do not know mlx-vlm's own caches
-            self.is_batchable &= all(isinstance(c, CompressedKVCache) for c in caches)
         return loaded.fingerprint
 
     def load(self, model, adapter=None, draft=None):

@@ -32,12 +32,10 @@ def dtype_name(name: str | None) -> str | None:
     return found
 
 
-def check_weights(bits: int | None, host: str | None = None) -> None:
-    """Raises UserError for bits of weights other than 8, and for a model that mlx-vlm has to load."""
+def check_weights(bits: int | None) -> None:
+    """Raises UserError for bits of weights other than 8."""
     if bits not in (None, 8):
         raise UserError(f"[--weights] must be 8, or left out for weights as stored; got {bits}")
-    if bits is not None and host == "mlx-vlm":
-        raise UserError("[--weights] is for models that mlx-lm loads; leave it out with images")
 
 
 def check_fold(config: CacheConfig | Plan, label: str, fold: bool) -> None:

@@ -35,7 +35,6 @@ class Site:
             longest=self.loaded.context or 1 << 20,
             max_tokens=options.max_tokens,
             vocabulary=engine.vocabulary,
-            images=self.loaded.vision is not None,
             calls=calls_of(self.loaded.tokenizer),
             sampling=self.loaded.sampling,
         )
