@@ -8,26 +8,18 @@ from dataclasses import asdict
 import mlx.core as mx
 
 from mlxkv.chat.options import ChatOptions
-from mlxkv.chat.pictures import PictureSession
 from mlxkv.chat.session import Session
 from mlxkv.codec import encoding
 from mlxkv.console import note, print_json, say, working
-from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, processors_for, sampler_for
-from mlxkv.models.loader import Loaded
 from mlxkv.models.loading import quality
 from mlxkv.models.loading.sampling import Sampling
-from mlxkv.models.speculative.draft import Draft, make
-from mlxkv.models.vision.host import check_host
-from mlxkv.models.vision.images import read_source
 
 
 def talk(options: ChatOptions, prompt: str | None) -> None:
     """Answer `prompt`, or talk in the terminal where there is none."""
     encoding.check(options.encode)
-    check_host(options.host)
-    images = [read_source(source, "--image") for source in options.image or ()]
     mx.random.seed(options.seed)
     mx.reset_peak_memory()
     with working(f"reading {options.model.strip()}") as progress:
@@ -40,31 +32,21 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             fold=options.fold,
             encode=options.encode,
             progress=progress,
-            host=options.host,
             windows=options.kv_windows,
             weights=options.weights,
         )
-    draft = with_draft(loaded, options)
     sampler, processors = drawing(loaded.sampling, options)
-    kind = Session if loaded.vision is None else PictureSession
-    session = kind(
+    session = Session(
         loaded,
         options.system,
         options.raw,
         sampler,
         options.max_tokens,
         options.template,
-        draft,
         processors,
     )
-    for image in images:
-        session.add(image, "--image")
     loaded.tell(backend(), options.quiet)
     quality.warn(loaded)
-    if draft is not None and not options.quiet:
-        note(
-            f"  {draft.loaded.name} drafts {draft.count} tokens at once, --kv {draft.loaded.kv_name}"
-        )
     warm_up(loaded)
     if options.load is not None:
         session.load(options.load)
@@ -89,19 +71,6 @@ def drawing(makers: Sampling, options: ChatOptions) -> tuple[Callable, list[Call
     top_p = makers.top_p if options.top_p is None else options.top_p
     sampler = sampler_for(temp, top_p, makers.top_k, makers.min_p)
     return sampler, processors_for(makers.repetition_penalty)
-
-
-def with_draft(loaded: Loaded, options: ChatOptions) -> Draft | None:
-    """The model of `--draft`, checked, or None."""
-    if options.draft is None:
-        return None
-    if loaded.vision is not None:
-        raise UserError(
-            f"[--draft] drafts text only; got {loaded.name}, which sees; leave --draft or --vision out"
-        )
-    with working(f"reading {options.draft.strip()}") as progress:
-        name, kv, count = options.draft, options.draft_kv, options.draft_tokens
-        return make(loaded, name, kv, count, dtype=options.dtype, progress=progress)
 
 
 def one_shot(session: Session, prompt: str, show: bool) -> None:
@@ -138,7 +107,6 @@ def report(session: Session) -> dict:
         "prefill_seconds": round(stats.prefill_seconds, 4),
         "decode_seconds": round(stats.decode_seconds, 4),
         "tokens_per_second": round(stats.tokens_per_second, 2),
-        **drafts(session),
         **usage.figures,
         "peak_bytes": mx.get_peak_memory(),
         **said(session),
@@ -155,26 +123,10 @@ def said(session: Session) -> dict:
     return {"reasoning": last["reasoning_content"].strip(), "text": last["content"].lstrip("\n")}
 
 
-def drafts(session: Session) -> dict:
-    """The fields of `--json` about drafts; none without a draft model."""
-    if session.draft is None:
-        return {}
-    stats, found = session.stats, session.stats.acceptance
-    return {
-        "draft_model": session.draft.loaded.name,
-        "draft_tokens": session.draft.count,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance": None if found is None else round(found, 4),
-    }
-
-
 def stats_line(session: Session) -> str:
     """The last reply and the cache in one line."""
-    stats, said = session.stats, ""
-    if stats.acceptance is not None:
-        said = f"{stats.acceptance:.0%} of drafts accepted · "
+    stats = session.stats
     return (
         f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "
-        f"{stats.tokens_per_second:.1f} tokens/s · {said}{session.usage().line()}]"
+        f"{stats.tokens_per_second:.1f} tokens/s · {session.usage().line()}]"
     )

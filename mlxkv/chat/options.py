@@ -11,7 +11,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical, check_windows, complete_kv, parse_kv, with_keep
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
-    check_draft,
     check_fold,
     check_sampling,
     check_weights,
@@ -48,17 +47,6 @@ class ChatOptions:
     prompt: Annotated[
         str | None, Option("--prompt", "-p", help="The same as the text without an option.")
     ] = None
-    image: Annotated[
-        list[str] | None,
-        Option(
-            "--image",
-            help="A file or data URL for the first message; may be given again. Needs mlx-vlm.",
-            show_default=False,
-        ),
-    ] = None
-    vision: Annotated[
-        bool, Option("--vision", help="Load the model with mlx-vlm, for /image. --image does, too.")
-    ] = False
     system: Annotated[str | None, Option("--system", "-s", help="System prompt.")] = None
     max_tokens: Annotated[
         int | None,
@@ -121,17 +109,6 @@ class ChatOptions:
         float | None,
         Option("--keep", help="Share of a prompt's stored tokens that stays (SnapKV)."),
     ] = None
-    draft: Annotated[
-        str | None,
-        Option("--draft", help="A small model of the same family that drafts tokens: faster."),
-    ] = None
-    draft_tokens: Annotated[
-        int | None, Option("--draft-tokens", help="Tokens that it drafts at once. Default: 3.")
-    ] = None
-    draft_kv: Annotated[
-        str,
-        Option("--draft-kv", help="Cache preset of the draft model.", autocompletion=complete_kv),
-    ] = "fp16"
     encode: Annotated[
         str, Option("--encode", help="By what: kernel, or cpu or cpu-columns (matrix products).")
     ] = "kernel"
@@ -151,17 +128,10 @@ class ChatOptions:
         if not 0 <= self.seed < 2**64:
             raise UserError(f"[--seed] must be 0 or more, below 2^64; got {self.seed}")
         check_sampling(self.temp, self.top_p)
-        check_draft(self.draft, self.draft_tokens)
-        parse_kv(self.draft_kv)
         check_fold(parse_kv(self.preset), self.preset, self.fold)
         dtype_name(self.dtype)
-        check_weights(self.weights, self.host)
+        check_weights(self.weights)
         _ = self.template  # raises where it is no JSON
-        if self.raw and self.host is not None:
-            name = "--image" if self.image else "--vision"
-            raise UserError(f"[{name}] needs a chat template; it cannot go with --raw")
-        if self.image and self.load is not None:
-            raise UserError("[--image] begins a conversation; it cannot go with --load; use /image")
         if self.raw and (self.system or self.template):
             name = "--system" if self.system else "--chat-template-args"
             raise UserError(f"[{name}] needs a chat template; it cannot go with --raw")
@@ -170,11 +140,6 @@ class ChatOptions:
     def preset(self) -> str:
         """`--kv` with the token selection of `--keep`."""
         return canonical(with_keep(self.kv, self.keep))
-
-    @property
-    def host(self) -> str | None:
-        """The library that has to load the model, for images."""
-        return "mlx-vlm" if self.image or self.vision else None
 
     @property
     def asked(self) -> str | None:

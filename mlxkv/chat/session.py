@@ -12,7 +12,6 @@ from mlxkv.models import prompt_cache
 from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import Stats, new_cache, stream
 from mlxkv.models.replies.thinking import Thinking
-from mlxkv.models.speculative.draft import Draft
 from mlxkv.models.taking_back import cut_back
 from mlxkv.models.turns import Turns, cut_front
 from mlxkv.models.usage import Usage, usage
@@ -28,7 +27,7 @@ class Session:
     template wrote it. stats: of the last reply. opened: whether its prompt ended with
     the mark that begins thoughts. raw: no chat template; prompts and replies are joined
     as plain text. max_tokens: of a reply; None until the context is full. template: what the chat template is given
-    besides messages. draft: a model that drafts. processors: mlx-lm's logits processors.
+    besides messages. processors: mlx-lm's logits processors.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Session:
         sampler: Callable[[mx.array], mx.array] | None = None,
         max_tokens: int | None = None,
         template: dict | None = None,
-        draft: Draft | None = None,
         processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
     ):
         if max_tokens is not None and max_tokens < 1:
@@ -51,7 +49,7 @@ class Session:
         if raw and system:
             raise UserError("[--system] needs a chat template; it cannot go with --raw")
         self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
-        self.system, self.template, self.draft = system, template or {}, draft
+        self.system, self.template = system, template or {}
         self.processors = processors
         own = str(getattr(loaded.tokenizer, "chat_template", None) or "")
         if THINKING in self.template and THINKING not in own:
@@ -83,7 +81,7 @@ class Session:
         """Yield the reply in pieces. A failure or a stop keeps the session."""
         if not prompt.strip():
             raise UserError("[chat] empty prompt; write something, or pass --prompt TEXT")
-        messages = [*self.messages, self._message(prompt)]
+        messages = [*self.messages, {"role": "user", "content": prompt}]
         text, tokens = self._render(messages)
         if self.limit and len(tokens) >= self.limit:
             raise UserError(
@@ -110,10 +108,7 @@ class Session:
                         progress=None if earlier else progress,
                         stop=stop,
                         stats=self.stats,
-                        draft=self.draft,
                         processors=self.processors,
-                        before=tokens[:reused],
-                        **self._more(tokens),
                     ):
                         tokens.append(piece.token)
                         new = piece.text
@@ -134,13 +129,6 @@ class Session:
             pass  # the caller stopped; what it has read counts
         finally:
             self._close(clean, messages, text, tokens, reused, reply, earlier)
-
-    def _message(self, prompt: str) -> dict:
-        return {"role": "user", "content": prompt}
-
-    def _more(self, tokens: list[int]) -> dict:
-        """What `stream` is given besides, to read a prompt."""
-        return {}
 
     def _instead(self, error: RuntimeError) -> str:
         """Switch off what failed. Returns a line about what runs instead; raises where nothing can."""
@@ -170,8 +158,6 @@ class Session:
             self.stats.decode_seconds += part.decode_seconds
             self.stats.prefill_seconds += part.prefill_seconds
             self.stats.read_tokens += part.read_tokens
-            self.stats.drafted += part.drafted
-            self.stats.accepted += part.accepted
         self.stats.prompt_tokens = len(tokens) - self.stats.generated_tokens
         if not clean:
             self._forget_cache()  # layers may hold different tokens, or NaN

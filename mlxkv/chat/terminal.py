@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxkv import console
-from mlxkv.chat.pictures import PictureSession
 from mlxkv.chat.session import Session
 from mlxkv.chat.thoughts import Thoughts
 from mlxkv.chat.typed import History, read_message
@@ -33,7 +32,6 @@ HELP = {
     "/stats": "tokens, speed and memory of the last reply",
     "/save FILE": "write the session with its cache to a file",
     "/load FILE": "go on with a saved session",
-    "/image FILE": "show a vision model an image with the next message (needs --vision)",
     "/reset": "forget the conversation",
     "/exit": "leave (so do exit, /bye and Ctrl-D)",
     "Tab": "completes commands and the files of /save and /load",
@@ -182,8 +180,6 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
         )
         return
     why = " · stopped" if stats.finish_reason == "stopped" else ""
-    if stats.acceptance is not None:
-        why = f" · {stats.acceptance:.0%} of drafts accepted{why}"
     if (cut := session.cut_off) is not None:
         why += f" · {cut}"
     out.print(
@@ -207,15 +203,6 @@ def _command(session: Session, out: Console, line: str) -> bool:
     elif name == "/reset":
         session.reset()
         out.print("[dim]the conversation is forgotten[/dim]")
-    elif name == "/image":
-        if not isinstance(session, PictureSession):
-            raise UserError(
-                "[/image] this model was loaded without images; got /image; start mlxkv chat --vision"
-            )
-        if not argument:
-            raise UserError("[/image] no file name; write /image FILE")
-        width, height = session.show(argument)
-        _dim(out, f"{width} x {height}, for the next message")
     elif name == "/save":
         if argument and not _may_write(path_for(argument, "/save"), out):
             out.print("[dim]nothing was saved[/dim]")
@@ -271,11 +258,6 @@ def _stats(session: Session) -> Table:
         "decode steps": loaded.steps,
         "peak memory": human_bytes(mx.get_peak_memory()),
     }
-    if session.draft is not None:
-        rows["drafts"] = (
-            f"{stats.accepted} of {stats.drafted} tokens accepted, by {session.draft.loaded.name}, "
-            f"{session.draft.count} at once"
-        )
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), Text(plain(value)))

@@ -14,7 +14,7 @@ from mlxkv.console import cache_dir
 QUOTE = '"""'
 PROMPT, MORE = "> ", ". "
 PASTED = 0.03  # seconds: lines that follow at once were pasted
-FILES = ("/save ", "/load ", "/image ")
+FILES = ("/save ", "/load ")
 
 
 class History:

@@ -16,8 +16,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.models.catalog.asked import check_sampling
-from mlxkv.models.speculative.draft import Draft
-from mlxkv.models.speculative.draft import stream as speculate
 
 # Tokens of a prompt that are read at once. A CPU gains nothing from more, and progress and Ctrl-C are
 # looked at between two chunks.
@@ -34,8 +32,7 @@ class Stats:
     """Counts and times of one reply.
 
     prompt_tokens: the whole prompt. read_tokens: the part that the cache did not hold yet. held:
-    tokens of this call that the cache holds by now. drafted, accepted: tokens of a draft model, and those of
-    them that are part of the reply.
+    tokens of this call that the cache holds by now.
     """
 
     prompt_tokens: int = 0
@@ -45,8 +42,6 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finish_reason: str = ""
-    drafted: int = 0
-    accepted: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,11 +49,6 @@ class Stats:
         if self.generated_tokens < 2 or self.decode_seconds <= 0:
             return 0.0
         return (self.generated_tokens - 1) / self.decode_seconds
-
-    @property
-    def acceptance(self) -> float | None:
-        """The share of drafted tokens that are part of the reply; None without a draft model."""
-        return self.accepted / self.drafted if self.drafted else None
 
 
 @dataclass(frozen=True)
@@ -89,26 +79,23 @@ class _CheckedSampler:
 
     A NaN anywhere in the logits makes every log probability NaN, so the one of the drawn token is
     enough. `mx.depends` computes the flag together with the token, so that reading it does not wait
-    for the GPU again. broken: a queue of flags, one per token, or per step of several tokens.
+    for the GPU again. broken: a queue of flags, one per token.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]):
         self.sampler = sampler
         self.broken: deque[mx.array] = deque()
 
-    def __call__(self, logprobs: mx.array) -> mx.array:  # logprobs: [L, vocabulary]
+    def __call__(self, logprobs: mx.array) -> mx.array:  # logprobs: [1, vocabulary]
         token = self.sampler(logprobs)
         drawn = mx.take_along_axis(logprobs, token[..., None].astype(mx.int32), axis=-1)
         broken = mx.logical_not(mx.isfinite(drawn)).any()
         self.broken.append(broken)
         return mx.depends([token], [broken])[0]
 
-    def any_broken(self, every: bool) -> bool:
-        """Whether the oldest flag is set, or any. every: steps have several tokens, or are a draft's."""
-        found = self.broken.popleft().item() if self.broken else False
-        while every and self.broken:
-            found = self.broken.popleft().item() or found
-        return found
+    def is_broken(self) -> bool:
+        """Whether the oldest flag is set."""
+        return bool(self.broken) and self.broken.popleft().item()
 
 
 def stream(
@@ -120,9 +107,6 @@ def stream(
     progress: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] | None = None,
     stats: Stats | None = None,
-    draft: Draft | None = None,
-    before: Sequence[int] = (),
-    embeddings: mx.array | None = None,
     processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
 ) -> Iterator[Piece]:
     """Feed `tokens` to the model and yield the reply token by token.
@@ -130,10 +114,7 @@ def stream(
     loaded: from `mlxkv.models.load`. cache: from `new_cache`, empty or holding earlier tokens.
     progress: called with (tokens done, all tokens) during the prefill. stop: called after each token
     and each prefill chunk; true ends the reply and leaves the cache consistent. stats: filled in
-    place; `stats.held` is right whenever this generator is not running. draft: a model that drafts, checked
-    before (`speculative.draft.check`); it reads `before`, the tokens that the cache holds, too. embeddings:
-    [T, hidden], of `tokens`, where some are places of images; without a draft. processors: mlx-lm's logits
-    processors.
+    place; `stats.held` is right whenever this generator is not running. processors: mlx-lm's logits processors.
 
     Raises UserError for an empty prompt, MachineError when the logits hold NaN or infinity.
     """
@@ -156,19 +137,14 @@ def stream(
     asked = {"max_tokens": max_tokens, "sampler": checked, "prefill_step_size": prefill_step()}
     if processors:
         asked["logits_processors"] = list(processors)
-    if draft is None:
-        responses = stream_generate(
-            loaded.model,
-            loaded.tokenizer,
-            list(tokens),
-            prompt_cache=cache,
-            prompt_progress_callback=on_progress,
-            **({} if embeddings is None else {"input_embeddings": embeddings}),
-            **asked,
-        )
-    else:
-        responses = speculate(loaded, draft, tokens, cache, before, progress=on_progress, **asked)
-    earlier = (0, 0) if draft is None else (draft.drafted, draft.accepted)
+    responses = stream_generate(
+        loaded.model,
+        loaded.tokenizer,
+        list(tokens),
+        prompt_cache=cache,
+        prompt_progress_callback=on_progress,
+        **asked,
+    )
     try:
         for response in responses:
             now = time.perf_counter()
@@ -177,7 +153,7 @@ def stream(
             stats.decode_seconds = now - start
             stats.generated_tokens += 1
             stats.held = len(tokens) + stats.generated_tokens
-            if checked.any_broken(every=draft is not None):
+            if checked.is_broken():
                 raise _broken_logits(loaded, stats.generated_tokens)
             stats.finish_reason = response.finish_reason or ""
             yield Piece(response.token, response.text)
@@ -189,9 +165,6 @@ def stream(
         stats.prefill_seconds = time.perf_counter() - start
     finally:
         responses.close()
-        if draft is not None:
-            stats.drafted = draft.drafted - earlier[0]
-            stats.accepted = draft.accepted - earlier[1]
 
 
 def _broken_logits(loaded, step: int) -> Exception:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,8 +37,6 @@ from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.loading.sampling import read as read_sampling
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach, name_of, read_kv
-from mlxkv.models.vision.host import VisionModel, check_host, load_inner
-from mlxkv.models.vision.prompts import Processor
 
 
 @dataclass(repr=False)
@@ -49,8 +46,7 @@ class Loaded:
     name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache
     stores, and its name. layers: one report per cache. dtype: of the activations. fingerprint: of
     its files. context: the longest context the model was made for, in tokens, or None. notes: lines
-    to show after the layers. sampling: what its makers recommend. vision: turns images into tokens, for a model
-    that mlx-vlm has loaded.
+    to show after the layers. sampling: what its makers recommend.
     """
 
     model: nn.Module
@@ -67,7 +63,6 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
     encode: str = encoding.KERNEL
     sampling: Sampling = field(default_factory=Sampling)
-    vision: Processor | None = None
     _told: bool = field(default=False, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Any]:
@@ -124,7 +119,6 @@ def load(
     encode: str = encoding.KERNEL,
     progress: Callable[[int, int], None] | None = None,
     windows: int | None = None,
-    host: str | None = None,
     weights: int | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) with the cache that `kv` names:
@@ -135,10 +129,8 @@ def load(
     GPU. calibration: as in `attach`; a later `attach` takes it too. fold: apply the map of values in
     the weights, for good; the model knows it, and cannot be calibrated then. group: processes that
     share the model (`model.shard` of mlx-lm): each keeps its part of the weights and of the kv heads.
-    progress: called with (bytes read, all bytes) while weights are read. host: the library whose code of the
-    model runs, "mlx-lm" or "mlx-vlm"; with the second, which is optional, prompts may hold images. By default
-    mlx-lm; mlx-vlm, where it is installed, for models that mlx-lm does not know. weights: 8 rounds matrices to
-    codes of 8 bits that are in none as stored; of a GGUF file those of types that MLX has no codes for.
+    progress: called with (bytes read, all bytes) while weights are read. weights: 8 rounds matrices
+    to codes of 8 bits that are in none as stored; of a GGUF file those of types that MLX has no codes for.
 
     Raises UserError, before anything heavy is done where that is possible, and MachineError for a
     full disk.
@@ -146,26 +138,16 @@ def load(
     # First, so that a typing mistake does not cost a download.
     config = read_kv(kv)
     check_fold(config, name_of(kv), fold)
-    check_host(host)
     dtype = dtype_name(dtype)
-    check_weights(weights, host)
+    check_weights(weights)
     if calibration is not None:
         calibration = given(calibration)
     source = resolve(name)
     require(source)
     folder = check(source.folder or fetch(source.repo))
-    if folder.is_gguf and host == "mlx-vlm":
-        raise UserError(
-            f"[load] mlx-vlm reads no GGUF files; got {folder.path}; choose a model folder for images"
-        )
     _check_temp()
     rendering.RENDERER.start()  # it is ready by the time that the weights are
-    host = host or _host(folder)
-    model, full_config = (
-        reading.build(folder, dtype, weights, progress)
-        if host == "mlx-lm"
-        else _vision_model(folder)
-    )
+    model, full_config = reading.build(folder, dtype, weights, progress)
     size = 1 if group is None else group.size()
     if size > 1:
         shares.check(model, folder, size)
@@ -175,8 +157,7 @@ def load(
         reading.try_out(model, folder)
         if backend() == "cpu" and dtype in (None, "float32"):
             reading.fit_cpu(model)
-    vision = None if host == "mlx-lm" else _processor(folder, full_config)
-    tokenizer = _tokenizer(folder, full_config, vision and vision.template)
+    tokenizer = _tokenizer(folder, full_config)
     rendering.bound(tokenizer._tokenizer, folder.path)
     mark = fingerprint(folder)
     context = context_limit(folder.config)
@@ -201,47 +182,7 @@ def load(
         sampling=read_sampling(
             folder.path, source.name, text_config(folder.config).get("vocab_size") or 0
         ),
-        vision=vision,
     )
-
-
-def _host(folder: Folder) -> str:
-    """The library to load a model with where nobody says: mlx-lm, or mlx-vlm where only that knows it."""
-    from mlx_lm.utils import MODEL_REMAPPING
-
-    kind = folder.config["model_type"]
-
-    def knows(library: str, family: str) -> bool:
-        return family.isidentifier() and find_spec(f"{library}.models.{family}") is not None
-
-    if find_spec("mlx_vlm") is None or knows("mlx_lm", MODEL_REMAPPING.get(kind, kind)):
-        return "mlx-lm"
-    return "mlx-vlm" if knows("mlx_vlm", kind) else "mlx-lm"
-
-
-def _vision_model(folder: Folder) -> tuple[nn.Module, dict]:
-    """As `_model`, by mlx-vlm."""
-    kind = folder.config["model_type"]
-    try:
-        inner = load_inner(folder.path)
-    except Exception as error:  # mlx-vlm raises anything when files are wrong
-        raise UserError(
-            f"[load] mlx-vlm cannot load this model ({type(error).__name__}: {first_line(error)}); got a "
-            f"{kind} in {folder.path}; choose a model that mlx-vlm supports"
-        ) from error
-    inner.eval()
-    return VisionModel(inner), folder.config
-
-
-def _processor(folder: Folder, config: dict) -> Processor:
-    token = config.get("image_token_index", config.get("image_token_id"))
-    try:
-        return Processor(folder.path, config["model_type"], token)
-    except Exception as error:  # of transformers, for files that are missing
-        raise UserError(
-            f"[load] the processor of images cannot be loaded ({type(error).__name__}: {first_line(error)}); "
-            f"got {folder.path}; fetch the model again, or load it without images"
-        ) from error
 
 
 def _check_temp() -> None:
@@ -256,8 +197,7 @@ def _check_temp() -> None:
         )
 
 
-def _tokenizer(folder: Folder, config: dict, template: str | None = None):
-    """template: of chats, for a tokenizer that has none."""
+def _tokenizer(folder: Folder, config: dict):
     from mlx_lm.utils import load_tokenizer
 
     extra = {"trust_remote_code": False}
@@ -267,11 +207,7 @@ def _tokenizer(folder: Folder, config: dict, template: str | None = None):
             with TemporaryDirectory() as place:
                 tokens.write(folder.headers[0].metadata, Path(place))
                 return load_tokenizer(Path(place), extra, eos_token_ids=eos)
-        found = load_tokenizer(folder.path, extra, eos_token_ids=eos)
-        if template and not found.has_chat_template:
-            extra["chat_template"] = template
-            found = load_tokenizer(folder.path, extra, eos_token_ids=eos)
-        return found
+        return load_tokenizer(folder.path, extra, eos_token_ids=eos)
     except (
         BaseException
     ) as error:  # the tokenizer libraries raise bare Exception, and panics of Rust

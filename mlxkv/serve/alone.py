@@ -8,9 +8,7 @@ from threading import Event
 from mlx_lm import server
 
 from mlxkv.errors import MachineError
-from mlxkv.models.speculative.draft import Draft, stream
 from mlxkv.serve.job import Job
-from mlxkv.serve.provider import Provider
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
 
@@ -27,8 +25,8 @@ class Alone:
     fault: the machine's error that ended the request, or None.
     """
 
-    def __init__(self, line: Queue, job: Job, ranks: Ranks, provider: Provider):
-        self._line, self._job, self._ranks, self._provider = line, job, ranks, provider
+    def __init__(self, line: Queue, job: Job, ranks: Ranks):
+        self._line, self._job, self._ranks = line, job, ranks
         self._context: server.GenerationContext | None = None
         self._caches: list = []
         self._stopped, self._tokens = Event(), 0
@@ -37,34 +35,7 @@ class Alone:
     def generate(self, **asked):
         """mlx-lm's `stream_generate`; its caches are measured when the reply ends."""
         self._caches = asked["prompt_cache"]
-        draft = self._provider.draft
-        # What changes logits by the tokens before (a penalty, a schema) would see refused ones, too.
-        if draft is None or asked.get("logits_processors"):
-            return server.stream_generate(**asked)
-        return self._speculate(draft, **asked)
-
-    def _speculate(self, draft: Draft, *, prompt, prompt_cache, prompt_progress_callback, **asked):
-        """The same with a draft model, which mlx-lm is not told of: so the caches that it keeps are the model's.
-        The draft model reads each prompt anew, as its cache may be another client's."""
-        for name in ("model", "draft_model", "num_draft_tokens"):
-            asked.pop(name, None)
-        draft.forget()
-        before = self._context.prompt[: len(self._context.prompt) - len(prompt)]
-        drafted, accepted = draft.drafted, draft.accepted
-        try:
-            for response in stream(
-                self._provider.loaded,
-                draft,
-                list(prompt),
-                prompt_cache,
-                before,
-                progress=prompt_progress_callback,
-                **asked,
-            ):
-                self._job.drafts = draft.drafted - drafted, draft.accepted - accepted
-                yield response
-        finally:
-            draft.forget()
+        return server.stream_generate(**asked)
 
     def put(self, item) -> None:
         if isinstance(item, server.GenerationContext):

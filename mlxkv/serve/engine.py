@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from queue import Empty, Queue
@@ -32,7 +31,6 @@ from mlxkv.models.turns import Cut, Turns
 from mlxkv.models.usage import Usage, window_of
 from mlxkv.serve import told
 from mlxkv.serve.alone import Alone
-from mlxkv.serve.caches import pictures
 from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
 from mlxkv.serve.caches.sessions import Owned, Sessions
@@ -283,10 +281,6 @@ class Engine(server.ResponseGenerator):
         """What mlx-lm's `_tokenize` returns, of any length. Raises Refused where a template fails."""
         asked = replace(request, messages=self.thinking.named(request.messages or []))
         try:
-            if args.job.images:
-                template = self.cli_args.chat_template_args | (args.chat_template_kwargs or {})
-                loaded = self.model_provider.loaded
-                return pictures.read(loaded, self.turns, asked, args, template)
             if args.continues:
                 asked = replace(asked, messages=asked.messages[:-1])
             found = super()._tokenize(*self._with_text(tokenizer, asked, args))
@@ -322,13 +316,12 @@ class Engine(server.ResponseGenerator):
         return found
 
     def _is_batchable(self, args) -> bool:
-        """Requests with a seed are, too, unlike in mlx-lm: `Seeded` has a key of its own. Those with images are
-        not."""
-        return self.model_provider.is_batchable and not args.job.images
+        """Requests with a seed are, too, unlike in mlx-lm: `Seeded` has a key of its own."""
+        return self.model_provider.is_batchable
 
     def _serve_single(self, request, *more) -> None:
         line, asked, args = request
-        alone = Alone(line, args.job, self.ranks, self.model_provider)
+        alone = Alone(line, args.job, self.ranks)
         serve = _with_names(
             self,
             "_serve_single",
@@ -336,8 +329,7 @@ class Engine(server.ResponseGenerator):
             _make_logits_processors=self._processors,
             stream_generate=alone.generate,
         )
-        with self._own_caches(args.job):
-            serve((alone, asked, args), *more)  # after what it raises, `_fail` clears up
+        serve((alone, asked, args), *more)  # after what it raises, `_fail` clears up
         if alone.fault is not None:
             self.metrics.add(faults=1)
             self._step_down(alone.fault)
@@ -345,19 +337,6 @@ class Engine(server.ResponseGenerator):
             mx.random.seed(time.time_ns())  # mlx-lm has seeded the draws of all requests
         self.memory.release(args.job)
         self.sessions.shrink()
-
-    @contextmanager
-    def _own_caches(self, job: Job) -> Iterator[None]:
-        """For a request with images: neither read kept caches nor keep its own."""
-        if not job.images:
-            yield
-            return
-        kept, self.prompt_cache = self.prompt_cache, pictures.NoSessions()
-        try:
-            yield
-        finally:
-            self.prompt_cache = kept
-            self.model_provider.model.forget()
 
     def enter(self, uid: int, job: Job) -> None:
         """Note the number of a job in the batch."""
@@ -444,7 +423,6 @@ class Engine(server.ResponseGenerator):
             "bits_per_value": bits,
             "ratio": round(16 / bits, 3) if bits else None,
             "note": used.note,
-            **_drafts(job),
         }
 
     @property
@@ -503,11 +481,3 @@ def _with_names(engine: Engine, method: str, **names) -> Callable:
     and generator cannot be replaced in another way."""
     found = getattr(server.ResponseGenerator, method)
     return MethodType(FunctionType(found.__code__, vars(server) | names, method), engine)
-
-
-def _drafts(job: Job) -> dict:
-    """The entries of a reply about drafts; none without a draft model."""
-    if job.drafts is None:
-        return {}
-    drafted, accepted = job.drafts
-    return {"drafted_tokens": drafted, "accepted_tokens": accepted}

@@ -20,19 +20,16 @@ class Job:
     given_up: the client has left, or its time is over; told by its thread. line: the queue of those
     messages. tenant: whose prompt cache it uses. thinks: whether its reply begins with thinking. text: of its
     reply, where it is not all that mlx-lm decodes: up to a stop word, behind a start that was given. tokens,
-    usage: of its caches at the end, told by the generation thread. drafts: tokens of a draft model, and those
-    that are part of the reply. images: of its messages, in their order.
+    usage: of its caches at the end, told by the generation thread.
     """
 
     given_up: bool = False
     tenant: str = ""
     thinks: bool = False
-    images: list = field(default_factory=list, repr=False)
     line: Queue = field(default_factory=Queue, repr=False)
     tokens: int = 0
     usage: Usage | None = None
     text: ReplyText | None = None
-    drafts: tuple[int, int] | None = None
 
     def put(self, item: Any) -> None:
         """Send what mlx-lm's loop says to the client."""

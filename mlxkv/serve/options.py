@@ -14,7 +14,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.names import check_windows, complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
-    check_draft,
     check_fold,
     check_weights,
     dtype_name,
@@ -109,9 +108,6 @@ class ServeOptions:
             help="Compress sliding windows of at least so many tokens, too. Default: none.",
         ),
     ] = None
-    vision: Annotated[
-        bool, Option("--vision", help="Load the model with mlx-vlm: messages may hold images.")
-    ] = False
     dtype: Annotated[
         str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
     ] = None
@@ -129,20 +125,6 @@ class ServeOptions:
     fold: Annotated[
         bool, Option("--fold", help="Turn values by the weights, for calibrated presets.")
     ] = False
-    draft: Annotated[
-        str | None,
-        Option(
-            "--draft",
-            help="A small model of the same family that drafts tokens; one request at a time.",
-        ),
-    ] = None
-    draft_tokens: Annotated[
-        int | None, Option("--draft-tokens", help="Tokens that it drafts at once. Default: 3.")
-    ] = None
-    draft_kv: Annotated[
-        str,
-        Option("--draft-kv", help="Cache preset of the draft model.", autocompletion=complete_kv),
-    ] = "fp16"
 
     def __post_init__(self):
         if not 0 <= self.port < 1 << 16:
@@ -167,10 +149,8 @@ class ServeOptions:
             )
         check_fold(parse_kv(self.kv), self.kv, self.fold)
         check_windows(self.kv_windows)
-        check_draft(self.draft, self.draft_tokens)
-        parse_kv(self.draft_kv)
         dtype_name(self.dtype)
-        check_weights(self.weights, "mlx-vlm" if self.vision else None)
+        check_weights(self.weights)
         _ = self.template  # raises where it is no JSON
         _ = self.body_bytes, self.memory_bytes, self.disk_bytes  # raise where a text is no size
 

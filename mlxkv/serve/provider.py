@@ -9,12 +9,9 @@ from mlx_lm import server
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.errors import UserError
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import prefill_step
 from mlxkv.models.loader import Loaded
-from mlxkv.models.speculative.draft import Draft, make
 from mlxkv.serve.options import ServeOptions
 
 
@@ -25,7 +22,6 @@ class Provider:
         self.options, self.group = options, group
         self.cli_args = _arguments(options)
         self.loaded: Loaded | None = None
-        self.draft: Draft | None = None
         self.model = self.tokenizer = self.processor = self.draft_model = None
         self.model_key = "the model"
         self.is_batchable = False
@@ -34,32 +30,13 @@ class Provider:
         """Load the model, build what decoding needs, and return the model's fingerprint. For the generation
         thread, where it runs."""
         o = self.options
-        if o.vision and self.group is not None and self.group.size() > 1:
-            raise UserError(
-                f"[--vision] one process serves images; got {self.group.size()}; leave it out"
-            )
         given = o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group
-        host = "mlx-vlm" if o.vision else None
-        loaded = load(o.model, *given, host=host, windows=o.kv_windows, weights=o.weights)
+        loaded = load(o.model, *given, windows=o.kv_windows, weights=o.weights)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
-        if o.draft is not None:
-            self.draft = self._draft(loaded)
         warm_up(loaded)
         caches = make_prompt_cache(self.model)
-        # mlx-lm drafts for one sequence.
-        self.is_batchable = self.draft is None and all(hasattr(c, "merge") for c in caches)
-        if loaded.vision is not None:  # mlx-lm's batches do not know mlx-vlm's own caches
-            self.is_batchable &= all(isinstance(c, CompressedKVCache) for c in caches)
+        self.is_batchable = all(hasattr(c, "merge") for c in caches)
         return loaded.fingerprint
-
-    def _draft(self, loaded: Loaded) -> Draft:
-        """Load the model of --draft. Raises UserError."""
-        o = self.options
-        if self.group is not None and self.group.size() > 1:
-            raise UserError(
-                f"[--draft] one process drafts and verifies; got {self.group.size()} processes; leave --draft out"
-            )
-        return make(loaded, o.draft, o.draft_kv, o.draft_tokens, dtype=o.dtype)
 
     def load(self, model, adapter=None, draft=None):
         """The model and its tokenizer: names were checked before."""

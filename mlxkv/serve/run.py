@@ -127,13 +127,7 @@ def run(options: ServeOptions) -> None:
     note(
         f"  caches: at most {human_bytes(memory.bound)}{where}; 16k tokens take {each:.0%} of 16 bits"
     )
-    provider = server.engine.model_provider
-    if (draft := provider.draft) is not None:
-        note(
-            f"  requests are served one by one: {draft.loaded.name} drafts {draft.count} tokens at once, its "
-            "cache comes on top of --kv-memory"
-        )
-    elif not provider.is_batchable:
+    if not server.engine.model_provider.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")
     if not options.local and len(options.api_keys) == 1:
         note(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from queue import Queue
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -280,7 +279,7 @@ def test_errors_of_python_switch_nothing_off(folder, kind):
         loaded = load(str(folder), "int4")
         assert step_down(loaded, kind("x")) is None
         assert launch.factory() is make
-        line = Alone(Queue(), Job(), Ranks(), SimpleNamespace(draft=None))
+        line = Alone(Queue(), Job(), Ranks())
         line.put(kind("x"))
         assert (line.fault is not None) == (kind is MachineError)  # which is counted
         line.put(error := RuntimeError(LOST))

@@ -187,7 +187,7 @@ def test_what_this_server_does_not_have(server):
     chat = "/v1/chat/completions"
     image = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]
     messages = [{"role": "user", "content": image}]
-    assert "type text" in refused(server, 400, chat, messages=messages)["message"]
+    assert "no images" in refused(server, 400, chat, messages=messages)["message"]
     for field, value in {"adapters": "/tmp", "draft_model": "x", "n": 2, "echo": True}.items():
         assert refused(server, 400, prompt="a", **{field: value})["message"].startswith(
             f"[{field}]"

@@ -253,7 +253,7 @@ def test_who_leaves_outside_of_a_batch_has_left_in_all_processes():
 
     def write(ranks: Ranks) -> list:
         queue, context = Queue(), blank(GenerationContext)
-        line = Alone(queue, job := Job(), ranks, SimpleNamespace(draft=None))
+        line = Alone(queue, job := Job(), ranks)
         for item in (context, (1, 2), token, token):
             line.put(item)
         job.given_up = ranks.rank == 0

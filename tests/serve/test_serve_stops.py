@@ -6,8 +6,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from saying import call, saying, write_reciter, write_thinker
-from serving import LONG, complete, events, post, send, serving, settled, text_of, until
+from saying import call, saying, write_thinker
+from serving import events, send, settled, until
 
 CAPITAL = "The capital of France is Paris. It is old.\n\nYes — naïve 😀 text."
 ASK = [{"role": "user", "content": "Tell me."}]
@@ -204,27 +204,3 @@ def test_a_start_that_goes_on(server, said):
     assert reply(server, PATHS[1], [" is"], False, **more)[0] == " of France"
     assert reply(server, PATHS[1], [" o"], True, **more)[0] == ""
     assert reply(server, PATHS[1], [], False, **more)[0] == said[0]
-
-
-@pytest.mark.parametrize("accepted", [True, False])
-def test_with_drafts_the_reply_ends_there_and_the_cache_holds_what_was_read(tmp_path, accepted):
-    folder, words = write_reciter(tmp_path / "reciter")
-    draft = folder if accepted else write_thinker(tmp_path / "random", words=400)
-    with serving(folder, kv="int4", draft=str(draft)) as server:
-        prompt = LONG[:109] + words[-1]
-        reply = complete(server, prompt, 24)
-        whole = "".join(words[:24]).removeprefix(" ")
-        assert text_of(reply) == whole
-        assert (reply["kv"]["accepted_tokens"] > 12) is accepted
-        for at, size in ((9, 4), (3, 2), (0, 2), (len(whole) - 3, 3)):
-            stop = whole[at : at + size]
-            found = complete(server, prompt, 24, stop=[stop])
-            assert text_of(found) == before(whole, [stop])[0]
-            assert found["choices"][0]["finish_reason"] == "stop"
-            usage = found["usage"]
-            settled(server)
-            key, cache = kept(server)[-1]
-            assert len(key) == usage["prompt_tokens"] + usage["completion_tokens"]
-            assert {one.size() for one in cache} == {len(key)}
-        assert text_of(complete(server, prompt, 24)) == whole  # behind what was kept
-        assert post(server, "/v1/completions", prompt=prompt, max_tokens=3)["kv"]["cached_tokens"]

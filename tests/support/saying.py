@@ -54,29 +54,6 @@ def write_thinker(folder: Path, words: int = 0, template: str = TEMPLATE, **chan
     return folder
 
 
-def write_reciter(folder: Path, count: int = 40) -> tuple[Path, list[str]]:
-    """A model that says the `count` longest words of its tokenizer in turn, on every machine: its head finds each by
-    the embedding of the word before. Returns its folder and the words, each with the space before it."""
-    from tokenizers import Tokenizer
-
-    write_thinker(folder, words=400)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = {token: tokenizer.decode([token]) for token in range(656)}
-    words = [token for token, text in texts.items() if text[0] == " " and text[1:].isalpha()]
-    chain = sorted(words, key=lambda token: -len(texts[token]))[:count]
-    path = folder / "model.safetensors"
-    weights = mx.load(str(path))
-    embedded = 10 * mx.random.normal(
-        weights["model.embed_tokens.weight"].shape, key=mx.random.key(3)
-    )
-    head = mx.zeros_like(embedded)
-    head[mx.array([*chain[1:], chain[0]])] = embedded[mx.array(chain)]
-    new = {"model.embed_tokens.weight": embedded, "lm_head.weight": head}
-    weights |= {name: value.astype(mx.float16) for name, value in new.items()}
-    mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
-    return folder, [texts[token] for token in chain]
-
-
 def _learn(path: Path, words: int) -> None:
     """Give a tokenizer of bytes merges, learned from the corpus."""
     from tokenizers import AddedToken, Tokenizer, pre_tokenizers, trainers

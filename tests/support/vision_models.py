@@ -1,16 +1,12 @@
-"""Small random vision models of mlx-vlm, in memory and as folders in the hub's format."""
+"""Small random vision models of mlx-vlm."""
 
 from __future__ import annotations
 
-import io
 import json
-from base64 import b64encode
 from importlib import import_module
-from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
-from random_model import write_tokenizer
+from mlx.utils import tree_map
 
 TEXT = {
     "hidden_size": 128,
@@ -25,13 +21,6 @@ TEXT = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # ids 258 ...
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
 QWEN2_VL = {
     "model_type": "qwen2_vl",
     **TEXT,
@@ -126,47 +115,3 @@ def prompt_with_image(family: str, length: int, seed: int = 1) -> tuple[mx.array
     if family == "qwen2_vl":
         return ids, {"pixel_values": pixels, "image_grid_thw": mx.array([[1, 4, 4]])}
     return ids, {"pixel_values": mx.random.normal((1, 3, 28, 28), key=key)}
-
-
-def write_vision_model(folder: Path, seed: int = 0, **changes) -> Path:
-    """A qwen2_vl with random weights, its tokenizer, chat template and image processor."""
-    from tokenizers import AddedToken, Tokenizer
-
-    folder.mkdir(parents=True, exist_ok=True)
-    model = vision_model("qwen2_vl", seed)
-    weights = dict(tree_flatten(model.parameters()))
-    weights = {k: v.astype(mx.float16) for k, v in weights.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(QWEN2_VL | changes))
-    write_tokenizer(folder, TEMPLATE)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in WORDS])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor",
-        "patch_size": 14,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "min_pixels": 28 * 28,
-        "max_pixels": 56 * 56,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    return folder
-
-
-def picture(width: int = 56, height: int = 56, seed: int = 0, kind: str = "PNG") -> bytes:
-    """An image file of random colours."""
-    import numpy as np
-    from PIL import Image
-
-    colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(colours).save(out, kind)
-    return out.getvalue()
-
-
-def data_url(data: bytes, kind: str = "png") -> str:
-    return f"data:image/{kind};base64,{b64encode(data).decode()}"

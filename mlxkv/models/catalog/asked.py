@@ -23,21 +23,6 @@ RESERVED = (
 )
 
 
-# Tokens that a draft model says before the other one verifies them, and the most: a step of up to 8 tokens is
-# replayed from a trace, and caches take back what cuts into the page that was sealed last.
-DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, 15
-
-
-def check_draft(draft: str | None, count: int | None) -> None:
-    """Raises UserError for a number of drafted tokens out of range, or without a model that drafts."""
-    if count is None:
-        return
-    if draft is None:
-        raise UserError(f"[--draft-tokens] is for a draft model; got {count}; add --draft MODEL")
-    if not 1 <= count <= MOST_DRAFT_TOKENS:
-        raise UserError(f"[--draft-tokens] must be from 1 to {MOST_DRAFT_TOKENS}; got {count}")
-
-
 def dtype_name(name: str | None) -> str | None:
     """One of DTYPES for a name that tools use ("fp16"); None stays None. Raises UserError."""
     found = None if name is None else _DTYPE_NAMES.get(name.strip().lower(), name.strip().lower())
@@ -46,12 +31,10 @@ def dtype_name(name: str | None) -> str | None:
     return found
 
 
-def check_weights(bits: int | None, host: str | None = None) -> None:
-    """Raises UserError for bits of weights other than 8, and for a model that mlx-vlm has to load."""
+def check_weights(bits: int | None) -> None:
+    """Raises UserError for bits of weights other than 8."""
     if bits not in (None, 8):
         raise UserError(f"[--weights] must be 8, or left out for weights as stored; got {bits}")
-    if bits is not None and host == "mlx-vlm":
-        raise UserError("[--weights] is for models that mlx-lm loads; leave it out with images")
 
 
 def check_fold(config: CacheConfig, label: str, fold: bool) -> None:

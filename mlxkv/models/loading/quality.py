@@ -29,12 +29,11 @@ TRUSTED = ("fp16", "int8", "int4")
 
 def warn(loaded) -> None:
     """Print one line on stderr if `loaded` (a `models.Loaded`) predicts other tokens with its cache than without.
-    Models with images are not compared.
 
     The result is kept in the user's cache folder, by model, format and calibration.
     """
     compressed = any(layer.compressed for layer in loaded.layers)
-    if not compressed or loaded.vision or loaded.kv in map(parse_kv, TRUSTED):
+    if not compressed or loaded.kv in map(parse_kv, TRUSTED):
         return
     file = console.cache_dir() / "quality" / f"{_key(loaded)}.json"
     try:

@@ -32,7 +32,7 @@ class Left(BaseException):
 
 class Caller:
     """continues: whether the last message is the start of the reply. grammar: that it follows, or None.
-    shorten: whether it may be shorter where memory has no room. images: of the messages. started: when the
+    shorten: whether it may be shorter where memory has no room. started: when the
     request began to arrive, by `time.monotonic`. gone: whether the client has hung up. reason: why the reply
     ended, "stop" or "length". stop: ends the reply; does nothing before there is one."""
 
@@ -45,12 +45,11 @@ class Caller:
         continues: bool = False,
         grammar: str | None = None,
         shorten: bool = False,
-        images: list | None = None,
     ):
         self.engine, self.started, self._gone = engine, started, gone
         self.continues, self.grammar, self.shorten = continues, grammar, shorten
         self.reason = "stop"
-        self.job = Job(tenant=tenant, images=images or [])
+        self.job = Job(tenant=tenant)
         self.context: server.GenerationContext | None = None
 
     def __getattr__(self, name: str):

@@ -14,7 +14,7 @@ LEAST = -9999.0  # the log-probability of what cannot come, as OpenAI writes it
 # mlx-lm's handler keeps a request as attributes with the same names, but for these.
 APART = (
     *("chat", "include_usage", "stop", "prompt", "messages", "tools", "continue_final_message"),
-    *("grammar", "shorten", "images"),
+    *("grammar", "shorten"),
 )
 SETTINGS = [one.name for one in fields(Request) if one.name not in APART]
 

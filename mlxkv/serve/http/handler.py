@@ -252,7 +252,6 @@ class Handler(Completion):
             request.continue_final_message,
             request.grammar,
             request.shorten,
-            request.images,
         )
 
     def _speak(self, data: bytes) -> None:

@@ -16,7 +16,6 @@ from mlxkv.models.catalog.asked import RESERVED
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.serve.grammar import Calls, of_choice, of_format
 from mlxkv.serve.http.fields import IGNORED
-from mlxkv.serve.http.pictures import taken_out
 from mlxkv.serve.refusals import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -69,7 +68,6 @@ class Request:
     logit_bias: dict[int, float] | None
     prompt: str = ""
     messages: list[dict] = field(default_factory=list)
-    images: list = field(default_factory=list)
     tools: list[dict] | None = None
     chat_template_kwargs: dict | None = None
     continue_final_message: bool = False
@@ -112,7 +110,7 @@ KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 @dataclass(frozen=True)
 class Served:
     """What requests are checked against: the names of the model and of its preset; the longest reply,
-    and the one of a request that names none; the size of the vocabulary; whether messages may hold images; how
+    and the one of a request that names none; the size of the vocabulary; how
     the model's tool calls begin and end; how its makers want replies drawn. Counts are in tokens."""
 
     model: str
@@ -120,7 +118,6 @@ class Served:
     longest: int
     max_tokens: int
     vocabulary: int
-    images: bool = False
     calls: Calls | None = None
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -215,7 +212,7 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
     if 0 < penalty < LEAST_PENALTY:
         what = f"must be 0 for none, or from {LEAST_PENALTY:g} to 100"
         raise bad("repetition_penalty", what, penalty)
-    said = _chat(body, served.images) if chat else _text(body)
+    said = _chat(body) if chat else _text(body)
     return Request(
         chat=chat,
         stream=stream,
@@ -329,17 +326,11 @@ def _text(body: dict) -> dict:
     return {"prompt": prompt}
 
 
-def _chat(body: dict, takes_images: bool = False) -> dict:
-    images, counts = [], []
-    if takes_images:
-        body, images, counts = taken_out(body)
+def _chat(body: dict) -> dict:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad("messages", "must be a list that is not empty", messages)
     messages = [_message(i, message) for i, message in enumerate(messages)]
-    for message, count in zip(messages, counts, strict=False):
-        if count:
-            message["images"] = count
     tools = body.get("tools", [])
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
@@ -358,7 +349,6 @@ def _chat(body: dict, takes_images: bool = False) -> dict:
         )
     return {
         "messages": messages,
-        "images": images,
         "tools": tools or None,
         "chat_template_kwargs": extra or None,
         "continue_final_message": more,
@@ -390,7 +380,9 @@ def _content(where: str, message: dict) -> str:
     parts = content if isinstance(content, list) else [{"type": "text", "text": text}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise bad(f"{where}.content", "only parts of type text are taken", part)
+            kind = str(part.get("type")) if isinstance(part, dict) else ""
+            what = "no images are taken" if "image" in kind else "only parts of type text are taken"
+            raise bad(f"{where}.content", what, part)
         if not isinstance(part.get("text"), str):
             raise bad(f"{where}.content", "must be text", part.get("text"))
     return "".join(part["text"] for part in parts)

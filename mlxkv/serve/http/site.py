@@ -35,7 +35,6 @@ class Site:
             longest=self.loaded.context or 1 << 20,
             max_tokens=options.max_tokens,
             vocabulary=engine.vocabulary,
-            images=self.loaded.vision is not None,
             calls=calls_of(self.loaded.tokenizer),
             sampling=self.loaded.sampling,
         )
@@ -59,7 +58,6 @@ class Site:
             "longest_tokens": memory.longest(self.served.longest),
             "exact_tokens": window_of(loaded),  # nothing is compressed in sequences up to here
             "batched": engine.model_provider.is_batchable,
-            "draft": _about(engine.model_provider.draft, whole),
             "processes": engine.ranks.size,  # bytes below are those of one
             "report": loaded.report(),
             "steps": loaded.steps,
@@ -112,11 +110,3 @@ class Site:
         for name, value in (found["disk"] or {}).items():
             yield f"disk_{name}", "Of sessions on disk.", value
         yield "wrong_keys", "API keys that were refused since the start.", self.keys.wrong
-
-
-def _about(draft, whole: bool) -> dict | None:
-    """The entry of /v1/kv about the draft model, or None without one. whole: with its counts."""
-    if draft is None:
-        return None
-    own = {"model": draft.loaded.name, "kv": draft.loaded.kv_name, "tokens": draft.count}
-    return own | {"drafted": draft.drafted, "accepted": draft.accepted} if whole else own
