@@ -155,7 +155,7 @@ def load(
     if size == 1:
         reading.read(model, None if folder.is_gguf else progress)
         reading.try_out(model, folder)
-        if backend() == "cpu" and dtype in (None, "float32"):
+        if backend() == "cpu" and dtype in (None, "float32") and weights is None:
             reading.fit_cpu(model)
     tokenizer = _tokenizer(folder, full_config)
     rendering.bound(tokenizer._tokenizer, folder.path)

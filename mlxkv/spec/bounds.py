@@ -20,7 +20,6 @@ FOLDER = Path(__file__).parent / "golden"
 BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6, "moments": 5e-6, "learned": 2e-5}
 # Of codebooks: an angle that changes sides moves a fitted one a little.
 LEVELS_BOUND, FITTED_BOUND = 1e-7, 3e-4
-BALANCE_BOUND = 1e-5  # sixteen rounds of standard deviations, logarithms, exponentials in float32
 PRODUCT_BOUND = 2e-6  # float32 sums over dims or tokens
 NORM_BOUND = 2**-10  # the norm of a part may be a float16 step off
 # Of low rank that follows. Pages are float16, where a product in float32 may round to the other side; a

@@ -86,7 +86,7 @@ def test_the_batch_runs_at_one_context_only():
 @pytest.mark.parametrize("preset", ["int4", "int3", "oscar-int2+g32"])
 @pytest.mark.parametrize("shape", [Shape(2, 4, 2, 64), Shape(1, 2, 1, 96)], ids=str)
 def test_the_reference_is_attention(shape, preset):
-    view = case.filled(PRESETS[preset], shape, 500, mx.float32)
+    view = case.filled(parse_kv(preset), shape, 500, mx.float32)
     assert view.tokens == 500 and view.pages.tokens
     q = shape.queries(mx.float32)
     keys, values = attend.attention._whole(view, mx.float32)

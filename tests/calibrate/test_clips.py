@@ -217,9 +217,9 @@ def test_families(family):
 
 @pytest.mark.parametrize("name", ("int4", "fp16", "oscar-int2+clip.92"))
 def test_presets_without_clips_to_search(name):
-    assert "choose from int3, int2, srft-scaled-int8" in clips.why_not(PRESETS[name])
+    assert "choose from int3, int2, srft-scaled-int8" in clips.why_not(parse_kv(name))
     with pytest.raises(UserError, match=r"\[search-clip\] clips are searched for calibrated"):
-        clips.search(llama(), searched()[0], PRESETS[name], TOKENS)
+        clips.search(llama(), searched()[0], parse_kv(name), TOKENS)
 
 
 @pytest.mark.parametrize("name", ("balanced-int2/fill-3", "fill-3/balanced-int2"))

@@ -16,6 +16,7 @@ from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.config import SCALED, Affine, CacheConfig, Side
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import seal
 from mlxkv.models import attach, detach, load
@@ -159,7 +160,7 @@ def test_an_old_file_that_was_found_is_made_anew(model_folder, tmp_path, monkeyp
 @pytest.mark.parametrize("name", ("srft-scaled-int4", "srft-scaled-int2", "srft-scaled-int4+g64"))
 def test_a_cache_holds_what_the_law_says(model, made, name):
     """Keys and values of an attached model, page by page, from a plain cache's by the spec."""
-    config = PRESETS[name]
+    config = parse_kv(name)
     attach(model, config, calibration=made)
     ours = make_prompt_cache(model)
     mx.eval(model(mx.array(TEXT[:512])[None], cache=ours))

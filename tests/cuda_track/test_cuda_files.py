@@ -34,7 +34,7 @@ STATES = [*IN_RECORDS, "turbo-int2", "fp16/int4"]
 @pytest.mark.parametrize("preset", IN_RECORDS)
 @pytest.mark.parametrize("dims", (64, 128))
 def test_page_records_are_the_same_words(preset, dims):
-    config = PRESETS[preset]
+    config = parse_kv(preset)
     assert why_no_record(config.keys.quantizer, dims, config.page) is None
     rng = np.random.default_rng(0)
     theirs = [MlxCodec(side, dims, config.page) for side in (config.keys, config.values)]

@@ -27,7 +27,6 @@ TABLES = {
     "balances",
     "peaks",
     "scales",
-    "balance",
     "scores",
     "mix",
     "latent",

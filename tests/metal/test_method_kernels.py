@@ -89,7 +89,7 @@ def test_portable_attention_is_softmax_over_what_is_stored(name):
     [
         ("kivi", 64, 4, 1, mx.float16),
         ("channels of both", 40, 2, 8, mx.float32),
-        ("mixed", 256, 2, 1, mx.float32),
+        ("turbo", 256, 2, 1, mx.float32),
         ("polar-int3", 192, 2, 1, mx.float32),
     ],
 )

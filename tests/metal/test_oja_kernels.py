@@ -13,7 +13,6 @@ from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import _whole, attend
 from mlxkv.cache.view import OPS, TILES, Parts
 from mlxkv.codec.maps import sample
-from mlxkv.formats.codebook import Codebook
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch, tiles
 
@@ -25,15 +24,13 @@ from mlxkv.metal import launch, tiles
         ("oja-r24+int4", 2),
         ("oja-r20+kivi-int4", 1),
         ("oja-r24+fast+int8", 1),
-        ("oja-r32+turbo-int4+signs", 1),
+        ("oja-r32+turbo-int4", 1),
         ("oja-r24+int8/int8", 2),  # no map leads values back
     ],
 )
 def test_kernels_read_low_rank_and_two_bases_in_one_pass(name, batch):
     """On the emulator, against plain ops on the same codes."""
-    made = replace(parse_kv(name.removesuffix("+signs")), page=32, sink=4, recent=16)
-    if name.endswith("+signs"):
-        made = replace(made, keys=replace(made.keys, quantizer=Codebook(4, residual=True)))
+    made = replace(parse_kv(name), page=32, sink=4, recent=16)
     turns = sample(KV_HEADS, (DIMS, DIMS), made.fitted)
     with launch.using(make):
         assert choose.plan(made, (DIMS, DIMS), mx.float32).body != OPS

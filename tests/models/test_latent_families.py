@@ -161,7 +161,7 @@ def test_keys_are_named_where_values_have_other_bits(model):
         warnings.simplefilter("error")
         found = attach(model, "kivi-int4/int2", strict=True)
     assert (
-        "latent kivi-k4v2+srft (int4 min-max, group 64 per channel, as its keys)" in found[0].reason
+        "latent kivi-int4/int2 (int4 min-max, group 32 per channel, as its keys)" in found[0].reason
     )
 
 

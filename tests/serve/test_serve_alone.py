@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +14,6 @@ from serving import (
     LONG,
     asking,
     complete,
-    get,
     held,
     refused,
     serving,
@@ -161,22 +159,3 @@ def test_a_seed_that_is_served_alone_does_not_seed_the_others(one_by_one):
         return text_of(complete(server, "abc", 24, temperature=2))
 
     assert unseeded() != unseeded()
-
-
-@pytest.mark.parametrize(
-    ("plan", "batched"), [(["fp16", "int4"], False), (["naive-int8", "int4"], True)]
-)
-def test_requests_under_a_plan(plan, batched, model_folder, tmp_path):
-    """Layers in full precision beside compressed ones: requests that come together are answered one by one, each as it
-    is alone."""
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps(plan))
-    prompts = [LONG, LONG[:90], LONG[40:] + "Then?"]
-    with serving(model_folder, str(file)) as server:
-        assert server.engine.model_provider.is_batchable == batched
-        alone = [text_of(complete(server, prompt, 12)) for prompt in prompts]
-        with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(lambda prompt: text_of(complete(server, prompt, 12)), prompts))
-        assert found == alone
-        said = get(server, "/v1/kv")
-        assert said["kv"] == "mine.json" and not said["active_requests"]

@@ -78,7 +78,7 @@ def fit(
     Without a calibrated side: `config` itself and None. label: of `config` in errors. chosen: the
     calibration to use. Raises UserError for a calibration that is missing or does not fit.
     """
-    if not config.calibrated:
+    if not places or not config.calibrated:
         return dict.fromkeys(places, (config, None))
     origin = origin_of(model)
     if config.learned and chosen is None and not (origin and origin.calibration):
