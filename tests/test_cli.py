@@ -151,14 +151,19 @@ def test_presets(run):
 
 def test_every_preset_stands_below_its_paper(run):
     lines = run("presets", "--all")[0].splitlines()
-    shown = [line.split()[0] for line in lines if line.startswith("  ")]
+    shown = {}  # a line for a method: naive-int{8,4,3,2}
+    for line in (line for line in lines if line.startswith("  ")):
+        first, brace, rest = line.split()[0].partition("{")
+        widths, _, last = rest.partition("}")
+        shown |= {first + width + last: line for width in (widths.split(",") if brace else ("",))}
     assert sorted(shown) == sorted({*PRESETS, *PICKS})
+    assert len(set(shown.values())) < 40
     for paper, name in (("KIVI: keys per channel", "kivi-int4"), ("TurboQuant", "turbo-int2")):
         below = lines[lines.index(paper) + 1 :]
-        own = below[: next(i for i, line in enumerate(below) if not line.startswith("  "))]
-        assert any(line.split()[0] == name for line in own)
-    slow = {line.split()[0] for line in lines if line.startswith("  ") and "slower" in line}
-    assert slow == set(COMPARED)
+        assert shown[name] in below[: next(i for i, x in enumerate(below) if x[:2] != "  ")]
+    for name, config in PRESETS.items():
+        assert f"{config.bits_per_value(128, 128):.2f}" in shown[name]
+    assert {name for name, line in shown.items() if "slower" in line} == set(COMPARED)
 
 
 def test_the_picks_say_what_was_measured():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mlxkv.console import human_bytes, print_json, print_table
@@ -10,6 +11,7 @@ from mlxkv.formats.names import PICKS, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
 
 HEAD_DIM = 128
+BITS = re.compile(r"(?<=int)\d|(?<=codebook of )\d(?= bits)")
 WINDOWS = ("sink", "recent", "page")
 
 
@@ -91,17 +93,17 @@ def _lost(said: Measured) -> tuple[str, str]:
 
 
 def _every(rows: list[dict]) -> None:
-    """Print all presets, by paper."""
+    """Print all presets, by paper: a line for each method, with its widths."""
     left = {row["name"]: row for row in rows}
     for title, starts in (*PAPERS, ("others", ("",))):
         if not (names := [name for name in left if name.startswith(starts)]):
             continue
-        found = [left.pop(name) for name in names]
         print(title)
-        for row in found:
-            slow = ", slower than full precision on a GPU" if not row["offered"] else ""
-            line = f"  {row['name']:<22} {row['bits_per_value']:>5.2f}  {_stores(row)}"
-            print(f"{line}{_windows(row)}{slow}")
+        widths: dict[tuple, list[dict]] = {}
+        for row in map(left.pop, names):
+            widths.setdefault(_method(row), []).append(row)
+        for alike in widths.values():
+            print(_line(alike))
     print(
         "columns: --kv, bits per value with scales at head dim 128, without the exact windows; what is stored"
     )
@@ -115,6 +117,25 @@ def _every(rows: list[dict]) -> None:
         "low rank takes other ranks and codes: oja-0.6+int8, static-r96+windows; plus the bytes of its basis"
     )
     print("any of them drops tokens of a prompt with +keep0.5, or --keep 0.5")
+
+
+def _method(row: dict) -> tuple:
+    """Return what presets of one method share: the name and the labels without bits, and the windows."""
+    if row["name"] in PICKS:
+        return (row["name"],)
+    parts = (BITS.sub("N", row[name]) for name in ("name", "keys", "values"))
+    return (*parts, *(row[name] for name in WINDOWS), row["offered"])
+
+
+def _line(alike: list[dict]) -> str:
+    """Return the line of presets that differ in their bits alone: turbo-int{4,3,2}."""
+    first, bits = alike[0], " ".join(f"{row['bits_per_value']:.2f}" for row in alike)
+    name, stores = first["name"], _stores(first)
+    if len(alike) > 1:
+        widths = ",".join(BITS.search(row["name"])[0] for row in alike)
+        name, stores = BITS.sub(f"{{{widths}}}", name), BITS.sub("N", stores)
+    slow = "" if first["offered"] else ", slower than full precision on a GPU"
+    return f"  {name:<24} {bits:<20} {stores}{_windows(first)}{slow}"
 
 
 def _windows(row: dict) -> str:
