@@ -31,6 +31,7 @@ SHAPES = {
 }
 SHORT = {"smollm2": "SmolLM2", "gemma-3-270m": "Gemma", "qwen2.5-coder-0.5b": "Qwen"}
 FIGURE = re.compile(r"\{(\w+) ([\w.+-]+) (\d+)k(?: (\w+))?\}")
+SHOWN = (1024, 8192, 32768)  # contexts whose tables the page of the three models has; rows hold them all
 SAYS = (Path(__file__).parent / "pretrained_says.txt").read_text(encoding="utf-8")
 COLUMNS = ("preset", "bits per value", "KL [95 %]", "dNLL [95 %]", "same next token, %")
 
@@ -46,7 +47,8 @@ def page(folder: Path, found: Mapping[str, Cells]) -> str:
     for name, cells in found.items():
         parts += [f"## {TITLES.get(name, name)}", "", _about(folder, cells), ""]
         for context in cells.contexts:
-            parts += [*_table(cells, context), ""]
+            if not known or context in SHOWN:
+                parts += [*_table(cells, context), ""]
         parts += _papers(cells)
     return "\n".join(parts).rstrip() + "\n"
 
