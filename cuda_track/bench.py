@@ -131,7 +131,7 @@ def timed(calls: list[Callable[[torch.Tensor], torch.Tensor]], q: torch.Tensor) 
 
 
 def buffers(size: int) -> int:
-    """How many caches of `size` bytes it takes so that none is in the L2 cache at its next turn."""
+    """Return how many caches of `size` bytes it takes so that none is in the L2 cache at its next turn."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return max(1, min(CALLS, -(-COLD * cache // size)))
 

@@ -211,7 +211,7 @@ def calibrate(
 def rotations(
     model: torch.nn.Module, tokens: Sequence[int], longest: int
 ) -> dict[int, Rotary | None]:
-    """How keys of each layer turn up to position `longest`; None where it is not as RoPE does. Tokens that see
+    """Return how keys of each layer turn up to position `longest`; None where it is not as RoPE does. Tokens that see
     themselves alone compute the same at every position."""
     from cuda_track.models.taps import observing
 

@@ -38,17 +38,17 @@ def reason(error: BaseException) -> str:
 
 
 def is_of_build(error: BaseException) -> bool:
-    """Whether a kernel failed to build, rather than failed to run."""
+    """Return whether a kernel failed to build, rather than failed to run."""
     return bool(_NOT_BUILT.search(text(error)) or _ERROR.search(text(error)))
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, where another kernel would fail too."""
+    """Return whether memory ran out, where another kernel would fail too."""
     return bool(_MEMORY.search(text(error)))
 
 
 def is_of_lost_gpu(error: BaseException) -> bool:
-    """Whether nothing more can run on the GPU in this process."""
+    """Return whether nothing more can run on the GPU in this process."""
     return bool(_LOST.search(text(error)))
 
 

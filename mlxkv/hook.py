@@ -65,7 +65,7 @@ def remove(path: Path) -> None:
 
 
 def told(path: Path) -> str:
-    """Whether the hook is there, and what MLXKV asks for now."""
+    """Return whether the hook is there, and what MLXKV asks for now."""
     now = f"{watch.KV}={watch.asked()}" if watch.asked() else f"{watch.KV} is not set"
     if not path.exists():
         return f"not installed in {sys.prefix}; {now}"

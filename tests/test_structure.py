@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from experiments.structure import circles, import_edges
 ROOT = Path(__file__).parents[1]
 # A room may import from the rows below its own. The last row may import from itself.
 LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run hook > models > cache > metal > codec
-            > texts > spec > formats > blas errors console faults files machine plots scrub untrusted
+            > texts > spec > formats > blas errors console faults files machine scrub torch untrusted
             versions"""
 FLOOR = {room: -i for i, rooms in enumerate(LAYERS.split(">")) for room in rooms.split()}
 LOWEST = FLOOR[""] = min(FLOOR.values())  # "": the package itself
@@ -107,3 +109,16 @@ def test_the_tree_is_true():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for line in filter(None, text.split("## Tree", 1)[1].split("```")[1].splitlines()):
         assert (ROOT / line.split()[0]).exists(), line
+
+
+def test_docstrings_of_functions_begin_with_a_verb_or_a_noun():
+    odd = re.compile(r"(?:What|Whether|Which|Why|How|Where|Whose|Who|Of|Those)\b")
+    found = []
+    for top in ("mlxkv", "cuda_track"):
+        for file in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = (ast.get_docstring(node) or "").strip()
+                    if odd.match(text):
+                        found.append(f"{file.relative_to(ROOT)}: {node.name}")
+    assert found == []

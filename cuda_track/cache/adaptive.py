@@ -87,7 +87,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
 
     @property
     def basis(self) -> LayerMaps | None:
-        """Of the next page."""
+        """Return the basis of the next page."""
         return self._now or self.layer_maps
 
     def _new_store(self, live: Pair):

@@ -65,7 +65,7 @@ def _attend(queries, view: View, scale, mask: Mask, sink_logits, softcap=None):
 
 
 def why_not(queries: torch.Tensor, view: View, mask: Mask) -> str | None:
-    """Why the decode kernel does not compute this attention, or None."""
+    """Return why the decode kernel does not compute this attention, or None."""
     if type(view.pages) is not PoolPages:
         return "the pages are not kept in a pool" if view.pages else "nothing is sealed yet"
     new = queries.shape[2]

@@ -30,12 +30,12 @@ def using(way: str) -> Iterator[None]:
 
 
 def way(device: torch.device) -> str:
-    """Whose kernels caches on `device` would take."""
+    """Return whose kernels caches on `device` would take."""
     return _asked[-1] or (METAL if device.type == "mps" else TRITON)
 
 
 def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) -> str | None:
-    """Why a cache keeps its pages for plain ops, or None."""
+    """Return why a cache keeps its pages for plain ops, or None."""
     asked = way(device)
     if asked == OPS:
         return "plain ops were asked for"
@@ -51,8 +51,8 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
 def why_no_latents(
     spec, rotary, dims: tuple[int, int], page: int, device: torch.device
 ) -> str | None:
-    """Why no kernel reads latents in a decode step, or None. spec, rotary: the formats of latents and of their rotary
-    keys. dims: of both."""
+    """Return why no kernel reads latents in a decode step, or None. spec, rotary: the formats of latents and
+    of their rotary keys. dims: of both."""
     if way(device) != TRITON:
         return "plain ops were asked for" if way(device) == OPS else f"no kernel on {device.type}"
     if device.type != "cuda" and (_asked[-1] != TRITON or not launch.interpreted()):

@@ -96,7 +96,7 @@ class CompressedKVCache(GoesBack):
             state.check_batch(self._live[0].shape[0], keys.shape[0])
 
     def view(self) -> View:
-        """What attention reads, without appending anything."""
+        """Return what attention reads, without appending anything."""
         return self._view(self._read_live())
 
     def _view(self, live: Pair) -> View:

@@ -127,7 +127,7 @@ def expanded(view: LatentView, dtype: torch.dtype) -> View:
 
 
 def why_not(queries: torch.Tensor, view: LatentView, mask: attention.Mask) -> str | None:
-    """Why the kernel does not compute this attention, or None."""
+    """Return why the kernel does not compute this attention, or None."""
     if view.pages is None:
         return "nothing is sealed yet"
     if queries.shape[2] != 1:

@@ -94,7 +94,7 @@ class Pages:
             self.restore({name: x[rows] for name, x in self.read().items()}, self.count)
 
     def arrays(self) -> list[torch.Tensor]:
-        """What is allocated, spare room included."""
+        """Return what is allocated, spare room included."""
         return list(self._arrays.values())
 
 
@@ -127,7 +127,7 @@ class _Grown:
             pages.select(rows)
 
     def arrays(self) -> list[torch.Tensor]:
-        """What is allocated."""
+        """Return what is allocated."""
         return [x for pages in self._pages for x in pages.arrays()]
 
 
@@ -303,7 +303,7 @@ class Paged:
             self.pool.release(row)
 
     def arrays(self) -> list[torch.Tensor]:
-        """What is allocated."""
+        """Return what is allocated."""
         return [x for side in self.pool.sides for x in side.values()]
 
     @property

@@ -74,7 +74,7 @@ class Codec:
 
     @property
     def turns(self) -> bool:
-        """Whether attention may stay in the stored domain: no rank is lost. False for a basis that
+        """Return whether attention may stay in the stored domain: no rank is lost. False for a basis that
         follows the text: a copy of it in each dtype would be kept, and there are ever more."""
         if self.transform is None:
             return True

@@ -15,7 +15,7 @@ PARTS = 3  # of 16 bits, that make up a matrix of 32
 
 
 def interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter."""
+    """Return whether Triton's kernels run in its interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

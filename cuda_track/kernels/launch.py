@@ -39,7 +39,7 @@ LOG2E = math.log2(math.e)
 
 @cache
 def absent() -> str | None:
-    """Why there is no Triton here, or None."""
+    """Return why there is no Triton here, or None."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -48,7 +48,7 @@ def absent() -> str | None:
 
 
 def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) -> str | None:
-    """Why Triton does not read caches of `config` with heads of these dims, or None."""
+    """Return why Triton does not read caches of `config` with heads of these dims, or None."""
     if reason := absent():
         return reason
     if device.type != "cuda" and not interpreted():

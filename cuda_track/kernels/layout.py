@@ -135,7 +135,7 @@ class SideLayout:
 
 
 def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
-    """Why Triton does not read a side of heads of `dims`, or None."""
+    """Return why Triton does not read a side of heads of `dims`, or None."""
     if isinstance(spec, Fill):
         return "bits by direction have no Triton kernel"
     if not isinstance(spec, Affine):
@@ -159,7 +159,8 @@ def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
 
 
 def why_no_latents(spec, rotary, dims: tuple[int, int], page: int) -> str | None:
-    """Why Triton does not read latents of (R, N) dims, one token at a time, or None. They keep the order of files.
+    """Return why Triton does not read latents of (R, N) dims, one token at a time, or None. They keep the
+    order of files.
 
     rotary: the format of rotary keys.
     """

@@ -57,7 +57,7 @@ class Probe(CompressedLayer):
 
     @property
     def verdict(self) -> str | None:
-        """Why a compressed layer cannot stand here, or None, after the run."""
+        """Return why a compressed layer cannot stand here, or None, after the run."""
         if self.refused:
             return self.refused
         if self.waiting:
@@ -121,7 +121,7 @@ def probed(
 
 
 def _gap(query, keys, values, mask, own: Callable, ours: Callable) -> float:
-    """How far apart two attentions are, relative, at scores up to PEAK."""
+    """Return how far apart two attentions are, relative, at scores up to PEAK."""
     # In float64, which Apple's GPUs lack: float32 may be TF32 on NVIDIA's.
     kind = torch.float32 if query.device.type == "mps" else torch.float64
     q, k, v = (x.to(kind) for x in (query, keys, values))

@@ -68,7 +68,7 @@ class Found:
     latent: bool = False
 
     def fitting(self, config: CacheConfig) -> CacheConfig:
-        """What `config` is for this cache."""
+        """Return what `config` is for this cache."""
         return config.of_latents if self.latent else config
 
     def report(
@@ -147,7 +147,7 @@ def _of_probe(probe: dryrun.Probe, ranks: bool, shared: bool) -> Found:
 
 
 def _of_class(layer, reason: str | None = None) -> Found:
-    """What the class of a layer's cache says. reason: why a plain one that grows is not replaced."""
+    """Return what the class of a layer's cache says. reason: why a plain one that grows is not replaced."""
     state = holds_state(layer)
     if isinstance(layer, DynamicSlidingWindowLayer):
         beside = " beside a state" if state else ""
@@ -211,7 +211,7 @@ def _number(config: dict, *names: str) -> int:
 
 
 def _caches_latents(config: dict) -> bool:
-    """Whether mlx-lm caches latents of a model. config: of `text_config`."""
+    """Return whether mlx-lm caches latents of a model. config: of `text_config`."""
     return bool(config.get("kv_lora_rank")) and config.get("model_type") in LATENTS
 
 

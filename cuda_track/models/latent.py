@@ -52,7 +52,7 @@ class Expanding:
 
 
 def heads_of(module: torch.nn.Module) -> Heads:
-    """What the heads of `module` make of a latent. Raises ValueError where its weights cannot be absorbed."""
+    """Return what the heads of `module` make of a latent. Raises ValueError where its weights cannot be absorbed."""
     made = module.kv_b_proj
     if type(made) is not torch.nn.Linear or made.bias is not None:
         raise ValueError(f"weights of a {type(made).__name__} cannot be absorbed")
@@ -76,7 +76,7 @@ def release(model: PreTrainedModel) -> None:
 
 
 def interleaves(model: PreTrainedModel) -> bool:
-    """Whether weights have the two dims of a rotary pair side by side. mlx-lm leaves them so in what it caches;
+    """Return whether weights have the two dims of a rotary pair side by side. mlx-lm leaves them so in what it caches;
     transformers has the first of all pairs, then the second."""
     return getattr(model.config.get_text_config(), "rope_interleave", True) is not False
 

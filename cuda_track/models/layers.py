@@ -174,7 +174,7 @@ class CompressedCache(Cache):
 
 
 def _keeps(layer, held: int, left: int) -> bool:
-    """Whether a layer can keep the first `left` of `held` tokens."""
+    """Return whether a layer can keep the first `left` of `held` tokens."""
     if left == held:
         return True
     if isinstance(layer, CompressedLayer):
@@ -196,17 +196,17 @@ def plain_layers(model) -> list[CacheLayerMixin]:
 
 
 def replaceable(layer: CacheLayerMixin) -> bool:
-    """Whether a compressed layer may take the place of this one."""
+    """Return whether a compressed layer may take the place of this one."""
     return type(layer) is DynamicLayer
 
 
 def has_class(layer, name: str) -> bool:
-    """Whether a layer is of a class of transformers, which not every version has."""
+    """Return whether a layer is of a class of transformers, which not every version has."""
     return name in (kind.__name__ for kind in type(layer).__mro__)
 
 
 def holds_state(layer) -> bool:
-    """Whether a layer keeps a state in place of tokens, or beside them."""
+    """Return whether a layer keeps a state in place of tokens, or beside them."""
     return has_class(layer, "LinearAttentionCacheLayerMixin")
 
 

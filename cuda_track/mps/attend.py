@@ -132,7 +132,7 @@ def _numbers(scale: float, device: torch.device) -> torch.Tensor:
 
 
 def why_not(queries: torch.Tensor, mask: torch.Tensor | str | None, most: int) -> str | None:
-    """Why the kernel does not compute this attention, or None. most: new tokens that it takes."""
+    """Return why the kernel does not compute this attention, or None. most: new tokens that it takes."""
     if queries.shape[2] > most:
         return f"more than {most} new tokens are a prefill"
     if isinstance(mask, torch.Tensor):

@@ -20,7 +20,7 @@ from mlxkv.formats.records import (
 
 
 def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
-    """Why no Metal kernel reads caches of `config` with heads of these dims, or None."""
+    """Return why no Metal kernel reads caches of `config` with heads of these dims, or None."""
     if source.compiler() is None:
         return "no Metal here"
     if dims[0] != dims[1]:

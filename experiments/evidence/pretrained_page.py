@@ -31,7 +31,11 @@ SHAPES = {
 }
 SHORT = {"smollm2": "SmolLM2", "gemma-3-270m": "Gemma", "qwen2.5-coder-0.5b": "Qwen"}
 FIGURE = re.compile(r"\{(\w+) ([\w.+-]+) (\d+)k(?: (\w+))?\}")
-SHOWN = (1024, 8192, 32768)  # contexts whose tables the page of the three models has; rows hold them all
+SHOWN = (
+    1024,
+    8192,
+    32768,
+)  # contexts whose tables the page of the three models has; rows hold them all
 SAYS = (Path(__file__).parent / "pretrained_says.txt").read_text(encoding="utf-8")
 COLUMNS = ("preset", "bits per value", "KL [95 %]", "dNLL [95 %]", "same next token, %")
 

@@ -30,7 +30,7 @@ def parse_presets(text: str, others: tuple[str, ...] = ()) -> list[str]:
 
 
 def cache_config(name: str) -> CacheConfig:
-    """What the caches of a row of this name store."""
+    """Return what the caches of a row of this name store."""
     if name == PAGED:
         return FULL_PAGES
     return parse_kv(BASELINE if name == REPLAYED else name)

@@ -37,7 +37,7 @@ def spread(calibration: Calibration) -> Calibration:
 
 
 def _weighted(basis: Basis, seed: int) -> Basis:
-    """What is stored and what reads it have the same moment, with the eigenvectors of the basis."""
+    """Return what is stored and what reads it have the same moment, with the eigenvectors of the basis."""
     sigma = falling(*basis.values.shape, seed).astype(np.float32)
     found = Balance(np.ascontiguousarray(basis.vectors[..., ::-1]), sigma)
     return replace(basis, values=np.ascontiguousarray(sigma[:, ::-1]), balance=found)

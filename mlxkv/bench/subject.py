@@ -77,7 +77,7 @@ class Subject:
         return mx.random.randint(0, int(text_config(self.config)["vocab_size"]), shape)
 
     def decoded_by(self, preset: str) -> str:
-        """What computes attention in the layers that keep the whole context."""
+        """Return what computes attention in the layers that keep the whole context."""
         if preset in MLX_LM:
             return "mlx-lm"
         config, labels = cache_config(preset), []

@@ -140,7 +140,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         return following.taught(self.basis, self.config, batch, prompt, batch[0].shape[:2])
 
     def view(self) -> View:
-        """What attention reads, without appending anything."""
+        """Return what attention reads, without appending anything."""
         return self.keys_and_values()[0]
 
     def _saved(self, basis: LayerMaps) -> Stored:

@@ -292,7 +292,7 @@ def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
 
 
 def _is_fused(queries: mx.array, values: mx.array) -> bool:
-    """Whether `mx.fast` SDPA prefills without a score matrix here."""
+    """Return whether `mx.fast` SDPA prefills without a score matrix here."""
     dims, where = queries.shape[-1], backend()
     if values.shape[-1] != dims or (where == "cuda" and queries.dtype == mx.float32):
         return False

@@ -74,12 +74,12 @@ class BatchedKVCache(Contract):
 
     @property
     def is_padded(self) -> bool:
-        """Whether padding may come with the next tokens."""
+        """Return whether padding may come with the next tokens."""
         return self._left is not None or (self._ahead is not None and any(self._ahead))
 
     @property
     def together(self) -> bool:
-        """Whether the last tokens of all sequences went into shared arrays."""
+        """Return whether the last tokens of all sequences went into shared arrays."""
         return self._ragged is not None
 
     @property
@@ -100,11 +100,11 @@ class BatchedKVCache(Contract):
 
     @property
     def batch_size(self) -> int:
-        """How many sequences there are."""
+        """Return how many sequences there are."""
         return len(self.offsets)
 
     def is_single_row(self) -> bool:
-        """Whether there is one sequence, which `extract(0)` gives (mlx-vlm's prefix cache)."""
+        """Return whether there is one sequence, which `extract(0)` gives (mlx-vlm's prefix cache)."""
         return self.batch_size == 1
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
@@ -146,7 +146,7 @@ class BatchedKVCache(Contract):
         return skips, counts
 
     def _unpadded(self, new: int) -> list[int]:
-        """How many of the next `new` tokens of each sequence are no padding, which comes behind them."""
+        """Return how many of the next `new` tokens of each sequence are no padding, which comes behind them."""
         skips, counts = self._arriving(new)
         if any(skips):
             raise UserError(
@@ -156,7 +156,7 @@ class BatchedKVCache(Contract):
         return counts
 
     def _parts(self, new: int) -> tuple[list[int], list[int]]:
-        """Of `new` tokens that come to each sequence, how many are padding on the left, and how many its own."""
+        """Return, of `new` tokens for each sequence, how many are padding on the left and how many are text."""
         skips = [min(new, ahead) for ahead in self._ahead or [0] * len(self.offsets)]
         counts = [new - skip for skip in skips]
         if self._left is not None:
@@ -164,7 +164,7 @@ class BatchedKVCache(Contract):
         return skips, counts
 
     def _joins(self, keys: mx.array, values: mx.array) -> bool:
-        """Whether the sequences are in shared arrays, now if not before."""
+        """Return whether the sequences are in shared arrays, now if not before."""
         if self._ragged is not None:
             return True
         rows = self.rows

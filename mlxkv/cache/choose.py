@@ -52,12 +52,12 @@ class Question:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether any machine has kernels for such pages."""
+        """Return whether any machine has kernels for such pages."""
         return _no_records(self) is None
 
     @property
     def is_settled(self) -> bool:
-        """Whether `plan` would build nothing."""
+        """Return whether `plan` would build nothing."""
         make = launch.factory()
         if make is None or not self.has_kernels:
             return True
@@ -168,7 +168,7 @@ def _no_portable(question: Question) -> str | None:
 
 
 def _untrusted(question: Question, tiled: bool) -> str | None:
-    """What the format itself, or the notes of earlier processes on a Mac, say."""
+    """Return what the format itself, or the notes of earlier processes on a Mac, say."""
     layout, dims, dtype, make = question.layout, question.dims[0], question.dtype, launch.factory()
     if make is mx.fast.metal_kernel:
         tried = selftest.stand_in(question.config, dims)
@@ -180,6 +180,6 @@ def _untrusted(question: Question, tiled: bool) -> str | None:
 
 
 def _fault(question: Question, tiled: bool) -> str | None:
-    """What trying the kernels finds."""
+    """Return what trying the kernels finds."""
     it = question
     return selftest.fault(it.config, it.dims[0], it.dtype, launch.factory(), tiled, it.case)

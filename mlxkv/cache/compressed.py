@@ -445,14 +445,14 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     @property
     def joins(self) -> bool:
-        """Whether sequences like this one, which holds tokens, are decoded together."""
+        """Return whether sequences like this one, which holds tokens, are decoded together."""
         if self.observes:
             return False
         keys, values = self._live
         return self.plan((keys.shape[3], values.shape[3]), keys.dtype).body != OPS
 
     def contents(self) -> Contents:
-        """What it holds; the arrays are its own."""
+        """Return what it holds; the arrays are its own."""
         return Contents(
             config=self.config,
             layer_maps=self.layer_maps,
@@ -485,7 +485,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
 
 def _alike(one: Pair, other: Pair) -> bool:
-    """Whether both have the same batch, heads and dims."""
+    """Return whether both have the same batch, heads and dims."""
     (k, v), (x, y) = one, other
     return k.shape[:2] == x.shape[:2] and k.shape[3] == x.shape[3] and v.shape[3] == y.shape[3]
 
@@ -497,6 +497,6 @@ def _saved_maps(header: dict, kinds: maps.Kinds) -> LayerMaps:
 
 
 def _reads_folded(header: dict, kinds: maps.Kinds) -> bool:
-    """Whether the models here read the values of a state in the stored domain (`maps.reads_folded`)."""
+    """Return whether the models here read the values of a state in the stored domain (`maps.reads_folded`)."""
     digest, layer = state.calibration_of(header)
     return maps.reads_folded(digest, layer, bool(header.get("folded")), kinds)

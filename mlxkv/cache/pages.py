@@ -178,7 +178,7 @@ class Pages:
         return [each + (i < more) for i in range(count)]
 
     def _gap(self, count: int) -> int | None:
-        """Where `count` pages fit, with room behind them and behind the sequence before."""
+        """Return where `count` pages fit, with room behind them and behind the sequence before."""
         taken = ((at, at + n) for at, n in zip(self.starts, self.counts, strict=False))
         room, free = max(1, self.count // (GROWTH * len(self.counts))), 0
         for start, stop in chain(sorted(taken), [(self.capacity, self.capacity)]):

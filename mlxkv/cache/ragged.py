@@ -142,12 +142,12 @@ class Ragged:
         self.offsets = [n + new for n in self.offsets]
 
     def seals_after(self, new: int) -> bool:
-        """Whether a page has to be sealed once each sequence has `new` tokens more."""
+        """Return whether a page has to be sealed once each sequence has `new` tokens more."""
         pairs = zip(self.counts, self.parted, strict=True)
         return any(n + new > self._limit(parted) for n, parted in pairs)
 
     def view(self) -> RaggedView:
-        """What attention reads without new tokens."""
+        """Return what attention reads without new tokens."""
         self.settle()
         return self._view()
 
@@ -242,7 +242,7 @@ class Ragged:
         return True
 
     def arrays(self) -> list[mx.array]:
-        """What is allocated."""
+        """Return what is allocated."""
         return [*self.live, *(self.sink or ()), *self.last, *self.pages.arrays.values()]
 
 

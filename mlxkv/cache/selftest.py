@@ -115,7 +115,7 @@ def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
 def is_known(
     config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, case: Case | None = None
 ) -> bool:
-    """Whether either body has been tried in this process."""
+    """Return whether either body has been tried in this process."""
     config = stand_in(config, dims)
     found = (_found.get((config, dims, dtype, make, tiled), {}) for tiled in (False, True))
     return any(one if case is None else case.small in one for one in found)

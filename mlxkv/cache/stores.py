@@ -137,7 +137,7 @@ class Codes(_Store):
         return self._snapshot(held, self.pages.capacity * self.config.page)
 
     def _snapshot(self, held: dict, tokens: int) -> CodePages:
-        """What attention reads of these arrays."""
+        """Return what attention reads of these arrays."""
         return CodePages(self.codecs, tuple(self._by_side(held).values()), tokens)
 
     def truncate(self, count: int) -> None:
@@ -258,7 +258,7 @@ class Records(_Store):
             return records.to_records(codes, self.codecs)
 
     def snapshot(self, held: Stored, tokens: int) -> RecordPages:
-        """What attention reads of the first `tokens` of these arrays."""
+        """Return what attention reads of the first `tokens` of these arrays."""
         buffer, headers = held["records"], held.get("headers")
         return RecordPages(self.codecs, self.plan, buffer, tokens, headers)
 
@@ -269,7 +269,7 @@ class Records(_Store):
         return other
 
     def is_like(self, other: Codes | Records) -> bool:
-        """Whether the same kernels read the pages of both."""
+        """Return whether the same kernels read the pages of both."""
         kinds = ((type(x), x.config, x.dims, x.way) for x in (self, other))
         return next(kinds) == next(kinds) and self.plan == other.plan
 

@@ -135,7 +135,7 @@ class RecordPages:
 
     @property
     def maps(self) -> tuple[Transform | None, Transform | None]:
-        """How queries meet the codes of the keys, and how mixtures of values come back."""
+        """Return how queries meet the codes of the keys, and how mixtures of values come back."""
         keys, values = self.codecs
         return keys.transform, values.transform
 
@@ -237,7 +237,7 @@ class CacheView:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the keys."""
+        """Return the type of the keys."""
         return self.live[0].dtype
 
     @property
@@ -248,7 +248,7 @@ class CacheView:
 
     @property
     def columns(self) -> int:
-        """Of a mask that is an array."""
+        """Return how many columns a mask has that is an array."""
         return self.tokens
 
     def astype(self, dtype: mx.Dtype) -> CacheView:
@@ -353,12 +353,12 @@ class BatchView(CacheView):
 
     @property
     def live(self) -> Pair:
-        """Of the first sequence, for its shape and type."""
+        """Return the live window of the first sequence, for its shape and type."""
         return next((row[0].live for row in self.rows if row is not None), self.like)
 
     @property
     def tokens(self) -> int:
-        """Of the longest sequence."""
+        """Return the tokens of the longest sequence."""
         return max((row[0].tokens for row in self.rows if row is not None), default=0)
 
     @property
@@ -387,7 +387,7 @@ class RaggedView(CacheView):
 
     @property
     def tokens(self) -> int:
-        """Of the longest sequence."""
+        """Return the tokens of the longest sequence."""
         return max(records * TOKENS + sink + live for records, sink, live in self.lengths)
 
     @cached_property

@@ -124,7 +124,7 @@ def _read(loaded, options: CalibrateOptions) -> Text:
 
 
 def learned_path(fingerprint: str) -> Path:
-    """Where learned maps are kept: beside the user's own calibration of the model, which stays."""
+    """Return where learned maps are kept: beside the user's own calibration of the model, which stays."""
     return artifact.kept_path(fingerprint, "-learned")
 
 

@@ -149,5 +149,5 @@ class ChatOptions:
 
     @property
     def template(self) -> dict:
-        """What the chat template is given besides messages."""
+        """Return what the chat template is given besides messages."""
         return template_arguments(self.chat_template_args, self.think)

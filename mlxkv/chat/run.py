@@ -38,7 +38,7 @@ def run(options: ChatOptions) -> None:
 
 
 def read_prompt(options: ChatOptions) -> str | None:
-    """What is on stdin, where it is no terminal, and then the text of the command line; None to talk."""
+    """Return what is on stdin, where it is no terminal, and then the text of the command line; None to talk."""
     asked, piped = options.asked, None
     if sys.stdin is None:  # closed, as in a job without a terminal
         return asked or ""

@@ -223,7 +223,7 @@ def _command(session: Session, out: Console, line: str) -> bool:
 
 
 def _may_write(path: Path, out: Console) -> bool:
-    """Whether a file may be written: it is not there, or the user says so."""
+    """Return whether a file may be written: it is not there, or the user says so."""
     if not path.is_file():
         return True
     try:

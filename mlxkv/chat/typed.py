@@ -43,7 +43,7 @@ class History:
         return self
 
     def choices(self, text: str) -> list[str]:
-        """What a line that begins with `text` may go on as."""
+        """Return what a line that begins with `text` may go on as."""
         if text.startswith(FILES):
             command, _, name = text.partition(" ")
             found = sorted(glob.glob(glob.escape(os.path.expanduser(name)) + "*"))
@@ -88,7 +88,7 @@ def _quoted(first: str) -> str:
 
 
 def _more_waits() -> bool:
-    """Whether a terminal has more to read already: the rest of what was pasted."""
+    """Return whether a terminal has more to read already: the rest of what was pasted."""
     if not sys.stdin.isatty():
         return False
     try:

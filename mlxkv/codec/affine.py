@@ -46,7 +46,7 @@ def half(x: mx.array, limit: float = HALF_MAX) -> mx.array:
 
 
 def rows_at_once() -> float:
-    """How many rows MLX can sort at once: on CUDA its grid is (1, rows)."""
+    """Return how many rows MLX can sort at once: on CUDA its grid is (1, rows)."""
     on_cuda = mx.cuda.is_available() and mx.default_device() == mx.gpu
     return CUDA_ROWS if on_cuda else inf
 
@@ -171,7 +171,7 @@ def mix(spec: Affine, p: mx.array, stored: dict[str, mx.array], dims: int, page:
 
 
 def _product_pays(rows: int) -> bool:
-    """Whether MLX's quantized product of so many rows exists and is cheaper than decoding first.
+    """Return whether MLX's quantized product of so many rows exists and is cheaper than decoding first.
 
     On the CPU its time grows with every row; on CUDA it does not exist for some shapes.
     """
@@ -181,7 +181,7 @@ def _product_pays(rows: int) -> bool:
 
 
 def _splits(spec: Affine, tokens: int) -> bool:
-    """Whether scores of so many tokens are products with planes of codes. For a CPU with the compiler that MLX
+    """Return whether scores of so many tokens are products with planes of codes. For a CPU with the compiler that MLX
     fuses by: else to split words takes longer than MLX's product, whose time is that of its single rows."""
     if tokens < PLANE_TOKENS or 32 % spec.bits or mx.default_device() != mx.Device(mx.cpu):
         return False

@@ -90,7 +90,7 @@ class Codec:
 
     @property
     def moving(self) -> bool:
-        """Whether the transform is of one cache alone and follows the text: [B, G, D, R]."""
+        """Return whether the transform is of one cache alone and follows the text: [B, G, D, R]."""
         return self.transform is not None and self.transform.down.ndim == 4
 
     def decode_stored(self, stored: Stored, dtype: mx.Dtype) -> mx.array:

@@ -142,7 +142,7 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
 
 
 def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
-    """Whether models here read a cache that was saved as `folds` says with the value map folded.
+    """Return whether models here read a cache that was saved as `folds` says with the value map folded.
 
     As it was saved, unless all models that are attached with these maps read it the other way.
     """

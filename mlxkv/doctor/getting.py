@@ -152,7 +152,7 @@ def _size(path: Path) -> int:
 
 
 def _refused(said: Path, folder: Path, package: Package) -> Exception:
-    """What to raise for what pip said."""
+    """Return what to raise for what pip said."""
     text = said.read_text(encoding="utf-8", errors="replace")
     if "No space left" in text or "Disk quota" in text:
         return _full(folder, package)

@@ -20,7 +20,7 @@ def tried(rows: list[dict]) -> list[dict]:
 
 
 def right(rows: list[dict]) -> int:
-    """How many rows are right."""
+    """Return how many rows are right."""
     return sum(row["state"] == RIGHT for row in rows)
 
 

@@ -37,7 +37,7 @@ class Interval:
         return self.low is not None and self.high is not None
 
     def holds(self, number: float) -> bool:
-        """Whether `number` is inside; without limits every number is."""
+        """Return whether `number` is inside; without limits every number is."""
         return not self.known or self.low <= number <= self.high
 
     def as_list(self) -> list[float] | None:

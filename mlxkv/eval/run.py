@@ -80,7 +80,7 @@ def cost(parts: list[Part], arms: Arms) -> str:
 
 
 def _demand(config: CacheConfig) -> tuple[bool, ...]:
-    """How much a calibration has to hold for it: what older files lack comes first."""
+    """Return how much a calibration has to hold for it: what older files lack comes first."""
     return config.centred, config.scaled, bool(config.balanced or config.low)
 
 

@@ -81,22 +81,22 @@ class Side:
 
     @property
     def calibrated(self) -> bool:
-        """Whether its transform comes from a calibration of the model."""
+        """Return whether its transform comes from a calibration of the model."""
         return self.transform in (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA, FILLED)
 
     @property
     def filled(self) -> bool:
-        """Whether a calibration chooses its stored dims and their bits."""
+        """Return whether a calibration chooses its stored dims and their bits."""
         return CENTRED.get(self.transform, self.transform) == FILLED
 
     @property
     def cut(self) -> bool:
-        """Whether it may store fewer dims than a head has."""
+        """Return whether it may store fewer dims than a head has."""
         return self.low is not None or self.filled
 
     @property
     def centred(self) -> bool:
-        """Whether a calibrated mean is taken from what is stored."""
+        """Return whether a calibrated mean is taken from what is stored."""
         return self.transform in CENTRED
 
     @property
@@ -113,7 +113,7 @@ class Side:
 
     @property
     def follows(self) -> bool:
-        """Whether its basis follows the text."""
+        """Return whether its basis follows the text."""
         return self.low is not None and self.low.follows
 
     def dims(self, head_dim: int) -> int:
@@ -124,7 +124,7 @@ class Side:
 
     @property
     def searchable(self) -> bool:
-        """Whether a calibration may search the clip."""
+        """Return whether a calibration may search the clip."""
         spec = self.quantizer
         affine = isinstance(spec, Affine) and spec.axis == "token" and not spec.shared
         return self.calibrated and affine and not self.own_clip and self.low is None
@@ -240,7 +240,7 @@ class CacheConfig:
 
     @property
     def follows(self) -> bool:
-        """Whether a side's basis follows the text."""
+        """Return whether a side's basis follows the text."""
         return self.rule is not None
 
     @property
@@ -255,7 +255,7 @@ class CacheConfig:
 
     @property
     def listens(self) -> bool:
-        """Whether caches need to see queries."""
+        """Return whether caches need to see queries."""
         return self.follows or self.keep < 1
 
     def dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
@@ -264,38 +264,38 @@ class CacheConfig:
 
     @property
     def calibrated(self) -> bool:
-        """Whether a side needs a calibration of the model."""
+        """Return whether a side needs a calibration of the model."""
         return self.keys.calibrated or self.values.calibrated
 
     @property
     def balanced(self) -> bool:
-        """Whether a side needs the balanced transforms of a calibration."""
+        """Return whether a side needs the balanced transforms of a calibration."""
         sides = (self.keys.transform, self.values.transform)
         return bool({BALANCED, FILLED} & set(map(CENTRED.get, sides, sides)))
 
     @property
     def centred(self) -> bool:
-        """Whether keys are stored without their mean, which older calibrations lack."""
+        """Return whether keys are stored without their mean, which older calibrations lack."""
         return self.keys.centred
 
     @property
     def low(self) -> bool:
-        """Whether a side stores fewer dims."""
+        """Return whether a side stores fewer dims."""
         return PCA in (self.keys.transform, self.values.transform)
 
     @property
     def filled(self) -> bool:
-        """Whether a calibration gives a side bits by direction."""
+        """Return whether a calibration gives a side bits by direction."""
         return self.keys.filled or self.values.filled
 
     @property
     def learned(self) -> bool:
-        """Whether a side needs learned transforms, which a calibration has only with --learn."""
+        """Return whether a side needs learned transforms, which a calibration has only with --learn."""
         return LEARNED in (self.keys.transform, self.values.transform)
 
     @property
     def scaled(self) -> bool:
-        """Whether a side needs scales per channel, which older calibrations lack."""
+        """Return whether a side needs scales per channel, which older calibrations lack."""
         return SCALED in (self.keys.transform, self.values.transform)
 
     @property

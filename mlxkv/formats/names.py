@@ -246,12 +246,12 @@ def _not_tuned(name: str) -> UserError:
 
 
 def _are_codes(preset: CacheConfig) -> bool:
-    """Whether the preset quantises both sides."""
+    """Return whether the preset quantises both sides."""
     return not {type(side.quantizer) for side in (preset.keys, preset.values)} & {Full, Half}
 
 
 def _is_size(found: re.Match | None) -> bool:
-    """Whether a number is a share of the dims or of the energy, or a whole number of dims."""
+    """Return whether a number is a share of the dims or of the energy, or a whole number of dims."""
     if found is None:
         return False
     kind, value = found["kind"], float(found["number"])

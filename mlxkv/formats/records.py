@@ -66,7 +66,7 @@ class SideLayout:
 
     @property
     def sealed_by_kernel(self) -> bool:
-        """Whether the seal kernel can write it: the kernel sees one record, not a page, and multiplies by
+        """Return whether the seal kernel can write it: the kernel sees one record, not a page, and multiplies by
         no projections."""
         return not (self.header_words or self.tree or self.shared)
 
@@ -76,11 +76,11 @@ class SideLayout:
 
     @property
     def raw(self) -> bool:
-        """Whether codes are the float16 numbers themselves."""
+        """Return whether codes are the float16 numbers themselves."""
         return self.bits == HALF
 
     def saves_nothing(self, dims: int) -> bool:
-        """Whether raw numbers, padded to whole blocks, take as much room as `dims` dims in float16."""
+        """Return whether raw numbers, padded to whole blocks, take as much room as `dims` dims in float16."""
         return self.raw and self.blocks * BLOCK >= dims
 
     @property
@@ -105,7 +105,7 @@ class SideLayout:
 
     @property
     def quarters(self) -> int:
-        """Of words, 8 bits each, that a lane holds of a side whose blocks have widths: an even number."""
+        """Quarters of words, 8 bits each, that a lane holds of a side whose blocks have widths: an even number."""
         return sum(self.widths) + sum(self.widths) % 2
 
     @property
@@ -260,7 +260,7 @@ class RecordLayout:
 
     @property
     def filled(self) -> bool:
-        """Whether bits differ by block (`Fill`): of both sides, or of none, which no kernel reads together."""
+        """Return whether bits differ by block (`Fill`): of both sides, or of none, which no kernel reads together."""
         return bool(self.keys.widths)
 
     @property
@@ -416,7 +416,7 @@ def _block_fields(at: SideLayout) -> tuple[Field, ...]:
 
 @lru_cache(maxsize=64)
 def code_fields(at: SideLayout) -> tuple[Field, ...]:
-    """Where the codes of a record stand: one field, of 3 bits two."""
+    """Return where the codes of a record stand: one field, of 3 bits two."""
     if at.widths:
         return _block_fields(at)
     count, order = TOKENS * at.blocks * BLOCK, code_order(at)
@@ -447,7 +447,7 @@ def _places(at: SideLayout, words: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def number_places(at: SideLayout) -> np.ndarray:
-    """Which of the float16 numbers, [names, 16 tokens, groups] flattened, stand one behind the other."""
+    """Return which of the float16 numbers, [names, 16 tokens, groups] flattened, stand one behind the other."""
     size = TOKENS * at.groups
     if at.keys:
         orders, first = [number_order(at)], [0]

@@ -122,7 +122,7 @@ def _unseal(
 
 
 def _shared(layout: RecordLayout, headers: mx.array | None) -> mx.array:
-    """What kernels read as headers: those of the pages, or the table of a layer's blocks, or nothing."""
+    """Return what kernels read as headers: those of the pages, or the table of a layer's blocks, or nothing."""
     if layout.keys.widths:
         return fill_table(layout)
     return nothing(mx.uint32) if headers is None else headers
@@ -308,7 +308,7 @@ def rows_of_tile(dims: int, rows: int, make: Factory) -> int:
 
 
 def splits_for(records: int, windows: int, others: int, cores: int | None) -> tuple[int, int]:
-    """How many threadgroups share the records of a head, and how many its windows.
+    """Return how many threadgroups share the records of a head, and how many its windows.
 
     windows: units of 16 tokens. others: heads times tiles of rows. cores: of the GPU; None: enough for
     splits of `SPLIT_RECORDS`.

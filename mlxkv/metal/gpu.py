@@ -52,7 +52,7 @@ def macos() -> int | None:
 
 
 def why_no_tiles() -> str | None:
-    """Why Metal on this Mac cannot build tile kernels, or None."""
+    """Return why Metal on this Mac cannot build tile kernels, or None."""
     version = macos()
     if version is None or version >= TILES_SINCE:
         return None

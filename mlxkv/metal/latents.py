@@ -28,7 +28,8 @@ CAPABILITY = 8  # of CUDA: its matrix products
 
 
 def why_not(spec, dims: int, page: int, dtype: mx.Dtype) -> str | None:
-    """Why the kernel does not read such latents on any machine, or None. spec: their quantizer. dims: stored ones."""
+    """Return why the kernel does not read such latents on any machine, or None. spec: their quantizer. dims:
+    stored ones."""
     if type(spec) is not Affine:
         return f"the kernel for latents reads affine codes, not {spec.label}"
     if dims not in DIMS:
@@ -42,7 +43,7 @@ def why_not(spec, dims: int, page: int, dtype: mx.Dtype) -> str | None:
 
 
 def why_not_here(make: Factory) -> str | None:
-    """Why it does not run on this machine, or None."""
+    """Return why it does not run on this machine, or None."""
     if make is mx.fast.cuda_kernel:
         found = mx.device_info().get("compute_capability_major", 0)
         return (
@@ -167,7 +168,7 @@ def attend(
 
 
 def _splits(blocks: int, others: int, make: Factory) -> int:
-    """How many threadgroups share the blocks of the pages. others: threadgroups that read the same."""
+    """Return how many threadgroups share the blocks of the pages. others: threadgroups that read the same."""
     cores = gpu.cores(make)
     wanted = WANTED_CUDA if cores is None else PER_CORE * cores
     return max(1, min(MAX_SPLITS, round(wanted / others), -(-blocks // LEAST_BLOCKS)))

@@ -43,7 +43,7 @@ LAYERS = 2  # of a prompt that may be under way
 
 
 def backend() -> str:
-    """Where MLX runs by default: "metal", "cuda", or "cpu", which has no kernels."""
+    """Return where MLX runs by default: "metal", "cuda", or "cpu", which has no kernels."""
     if mx.default_device() != mx.Device(mx.gpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
@@ -60,7 +60,7 @@ def switch_off(what: str, reason: str) -> None:
 
 
 def switched_off(what: str) -> str | None:
-    """Why they are switched off, or None."""
+    """Return why they are switched off, or None."""
     return f"{OFF}: {_off[what]}" if what in _off else None
 
 
@@ -82,7 +82,7 @@ def state() -> tuple:
 
 
 def absent() -> str:
-    """Why there is no factory."""
+    """Return why there is no factory."""
     if off := switched_off(KERNELS):
         return off
     return f"{SWITCH}=0" if not _given and os.environ.get(SWITCH) == "0" else "no GPU here"

@@ -42,7 +42,7 @@ CHANNEL_DIMS = (
 
 
 def sealer(layout: RecordLayout) -> Callable[..., dict[str, mx.array]] | None:
-    """What seals pages of this layout, called as `seal`; None where plain ops have to."""
+    """Return what seals pages of this layout, called as `seal`; None where plain ops have to."""
     if why_no_channels(layout) is None:
         return seal_channels
     return _seal_records if layout.sealed_by_kernel else None
@@ -109,7 +109,7 @@ def seal(
 
 
 def fast_kind(transform: Transform | None, dims: int) -> int | None:
-    """How the seal kernel applies a transform: 0 not at all, 1 by Hadamard's, 2 by Fourier's butterflies
+    """Return how the seal kernel applies a transform: 0 not at all, 1 by Hadamard's, 2 by Fourier's butterflies
     and 4 by these and scales, None: it cannot."""
     if transform is None:
         return 0
@@ -127,7 +127,7 @@ def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None
 
 
 def why_no_channels(layout: RecordLayout) -> str | None:
-    """Why `seal_channels` does not write such records, or None."""
+    """Return why `seal_channels` does not write such records, or None."""
     keys, values = layout.keys, layout.values
     if not keys.channel or keys.pairs:
         return "keys without scales per channel alone"

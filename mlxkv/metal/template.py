@@ -150,7 +150,8 @@ def _entries(at: SideLayout, start: int) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def fill_table(layout: RecordLayout) -> mx.array:
-    """What kernels read in the place of headers, [HEAD + 2 MOST_BLOCKS ENTRY] uint32: words of a record, of its keys,
+    """Return what kernels read in the place of headers, [HEAD + 2 MOST_BLOCKS ENTRY] uint32: words of a
+    record, of its keys,
     stored dims of keys and of values, blocks of keys and of values, 0, 0, then the blocks of both (`_entries`)."""
     sides = layout.keys, layout.values
     head = [layout.words, layout.keys.words, *(x.dims for x in sides)]

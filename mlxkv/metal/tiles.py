@@ -54,7 +54,7 @@ MASKS = {
 
 
 def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
-    """Why the tile body does not read such records, or None. dims: head dim D."""
+    """Return why the tile body does not read such records, or None. dims: head dim D."""
     if layout.values.channel:
         return "tiles read no scales per channel of values"
     if dtype not in (mx.float16, mx.bfloat16):
@@ -177,7 +177,7 @@ def _bits(value: float) -> int:
 
 
 def _is_wide(layout: RecordLayout, dims: int) -> bool:
-    """Whether a core has registers, or memory for records, for only 8 simdgroups."""
+    """Return whether a core has registers, or memory for records, for only 8 simdgroups."""
     most = max(dims, *_stored(layout, dims))
     return most > 128 or _ring_stage(layout, SIMDGROUPS) > RING_BYTES // 2
 
@@ -193,7 +193,7 @@ def _simdgroups(layout: RecordLayout, wide: bool, merges: int, make: Factory) ->
 def splits_for(
     records: int, merges: int, simdgroups: int, wide: bool, cores: int | None = None
 ) -> tuple[int, int]:
-    """How many threadgroups share the records of a head, and how many its windows. merges: heads
+    """Return how many threadgroups share the records of a head, and how many its windows. merges: heads
     times tiles of rows; cores: of an Apple GPU, None elsewhere."""
     few = -(-records // (2 * simdgroups))
     if cores is not None:  # windows come besides: they end early
@@ -224,7 +224,7 @@ def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> t
 
 
 def _soon(layout: RecordLayout, wide: bool, make: Factory) -> dict[str, int]:
-    """Of blocks with widths of their own: how many of a side are read before the first is used."""
+    """Return how many blocks of a side are read ahead where blocks have different widths."""
     most = SOON_CUDA if make is mx.fast.cuda_kernel else SOON
     return {"SOON": 0 if wide else most} if layout.keys.widths else {}
 
@@ -380,7 +380,7 @@ def forget_counters() -> None:
 
 
 def times_forgotten() -> int:
-    """How often counters were made anew: what holds older ones, as a trace does, has to go."""
+    """Return how often counters were made anew: what holds older ones, as a trace does, has to go."""
     return _forgotten[0]
 
 

@@ -44,7 +44,7 @@ def _path() -> Path:
 
 @cache
 def _here() -> dict[str, str]:
-    """What notes are valid for: another GPU, compiler or text starts without any."""
+    """Return what notes are valid for: another GPU, compiler or text starts without any."""
     texts = "".join(header(name) + body(name) for name in sorted(SIGNATURES))
     return {
         "device": str(mx.device_info().get("device_name", "")),
@@ -150,7 +150,7 @@ def wait(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> None
 
 
 def _is_left(row: dict) -> bool:
-    """Whether the process that left a mark is gone. This process's own marks do not count."""
+    """Return whether the process that left a mark is gone. This process's own marks do not count."""
     since, owner = row.get("since"), row.get("process")
     if not isinstance(since, float) or not abs(time.time() - since) <= OLDEST:
         return True
@@ -160,7 +160,7 @@ def _is_left(row: dict) -> bool:
 
 
 def _deaths(row: dict | None) -> int:
-    """How many processes in a row have died while they tried, by the row."""
+    """Return how many processes in a row have died while they tried, by the row."""
     if row is None or row["state"] != TRYING:
         return 0
     before = row.get("deaths")
@@ -178,7 +178,7 @@ def _is_alive(process: int) -> bool:
 
 
 def why_not(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
-    """Why such kernels must not be tried here, or None. Portable ones that failed are tried again: only
+    """Return why such kernels must not be tried here, or None. Portable ones that failed are tried again: only
     plain ops would be left."""
     what, found = "tiles" if tiled else "kernels", state(layout, dims, dtype, tiled)
     if found == DIED:

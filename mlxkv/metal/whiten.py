@@ -35,7 +35,7 @@ def off_orthonormal(u: mx.array) -> float:
 
 
 def why_not(dims: int, rank: int, make: Factory | None) -> str | None:
-    """Why the kernel does not run for bases [dims, rank] here, or None. The first question for a size
+    """Return why the kernel does not run for bases [dims, rank] here, or None. The first question for a size
     builds it and tries it."""
     if make is None:
         return "no GPU here"
@@ -69,7 +69,7 @@ def _numbers(ridge: float) -> mx.array:
 
 @cache
 def _fault(dims: int, rank: int, make: Factory) -> str | None:
-    """What is wrong with the kernel on this machine, or None."""
+    """Return what is wrong with the kernel on this machine, or None."""
     rng = np.random.default_rng(0)
     near = np.linalg.qr(rng.standard_normal((2, dims, rank)))[0]
     near = mx.array((near + 0.03 * rng.standard_normal(near.shape)).astype(np.float32))

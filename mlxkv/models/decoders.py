@@ -54,7 +54,7 @@ def with_kernels(
 
 
 def question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Question:
-    """Which kernels a cache of this config, maps and shape needs."""
+    """Return which kernels a cache of this config, maps and shape needs."""
     stored = config.folded if turns is not None and turns.folded else config.whole
     case = None
     if shape.queries:

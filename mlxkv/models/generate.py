@@ -94,7 +94,7 @@ class _CheckedSampler:
         return mx.depends([token], [broken])[0]
 
     def is_broken(self) -> bool:
-        """Whether the oldest flag is set."""
+        """Return whether the oldest flag is set."""
         return bool(self.broken) and self.broken.popleft().item()
 
 
@@ -168,7 +168,7 @@ def stream(
 
 
 def _broken_logits(loaded, step: int) -> Exception:
-    """What to raise for NaN or infinity in the logits: a UserError where the weights hold them
+    """Return what to raise for NaN or infinity in the logits: a UserError where the weights hold them
     already."""
     for name, x in tree_flatten(loaded.model.parameters()):
         if mx.issubdtype(x.dtype, mx.floating) and not mx.isfinite(x).all().item():

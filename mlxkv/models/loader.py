@@ -80,7 +80,7 @@ class Loaded:
 
     @property
     def steps(self) -> str:
-        """How decode steps are made: "replayed", "built by Python: ..." or "none yet"."""
+        """Return how decode steps are made: "replayed", "built by Python: ..." or "none yet"."""
         steps = steps_of(self.model)
         return "built by Python: nothing is compressed" if steps is None else steps.state
 

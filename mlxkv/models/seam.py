@@ -145,7 +145,7 @@ def attach(
 
 
 def _rings(own: Callable[[], list], fitted: dict) -> dict:
-    """What is `fitted` to places of sliding windows, with configs of their windows."""
+    """Return what is `fitted` to places of sliding windows, with configs of their windows."""
     rings = {p: cache for p, cache in leaves(own()) if p in fitted and hasattr(cache, "max_size")}
     return {
         p: (fitted[p][0].in_window(cache.keep, cache.max_size), fitted[p][1])

@@ -40,7 +40,7 @@ class Usage:
 
     @property
     def note(self) -> str | None:
-        """Why there are no bits to tell, or None."""
+        """Return why there are no bits to tell, or None."""
         if not self.window:
             return NOTHING
         if self.tokens <= self.window:

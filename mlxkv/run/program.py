@@ -122,7 +122,7 @@ def interpreter(path: str) -> str | None:
 
 
 def is_this(python: str) -> bool:
-    """Whether a path names the interpreter that runs now, with its packages."""
+    """Return whether a path names the interpreter that runs now, with its packages."""
     try:
         same = os.path.samefile(python, sys.executable)
         return same and os.path.samefile(Path(python).parent, Path(sys.executable).parent)
@@ -131,7 +131,7 @@ def is_this(python: str) -> bool:
 
 
 def has_mlxkv(python: str) -> bool:
-    """Whether another Python finds an mlxkv that can be asked for by MLXKV."""
+    """Return whether another Python finds an mlxkv that can be asked for by MLXKV."""
     try:
         return subprocess.run([python, "-c", KNOWS], capture_output=True).returncode == 0
     except OSError:
@@ -143,7 +143,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Whether this Python finds a module. Its package is not imported, which may take long."""
+    """Return whether this Python finds a module. Its package is not imported, which may take long."""
     top, *rest = name.split(".")
     sys_path, sys.path = sys.path, [os.getcwd(), *sys.path]
     try:

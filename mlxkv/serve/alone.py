@@ -56,7 +56,7 @@ class Alone:
             raise item  # mlx-lm would go on with the next request, out of step with the others
 
     def _turn(self) -> bool:
-        """Whether this token is one at which to look up; all processes count the same."""
+        """Return whether this token is one at which to look up; all processes count the same."""
         self._ranks.hear()
         self._tokens += 1
         return not self._ranks.many or self._tokens % EVERY == 1

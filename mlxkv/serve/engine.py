@@ -278,7 +278,7 @@ class Engine(server.ResponseGenerator):
         return found
 
     def _prompt(self, tokenizer, request, args: Arguments):
-        """What mlx-lm's `_tokenize` returns, of any length. Raises Refused where a template fails."""
+        """Return what mlx-lm's `_tokenize` returns, of any length. Raises Refused where a template fails."""
         asked = replace(request, messages=self.thinking.named(request.messages or []))
         try:
             if args.continues:
@@ -374,7 +374,7 @@ class Engine(server.ResponseGenerator):
         self.ranks.watch(self.options.timeout)
 
     def aside(self, ask: Callable[[], Any]) -> Any:
-        """What a function returns, or raises, that the generation thread calls between two steps: tokenizers
+        """Return what a function returns, or raises, that the generation thread calls between two steps: tokenizers
         are its own. Raises Refused where the server ends first."""
         aside = Aside(ask)
         self._asides.put(aside)

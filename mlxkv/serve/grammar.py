@@ -91,7 +91,7 @@ class Calls:
 
 
 def calls_of(tokenizer: Any) -> Calls | None:
-    """How the model writes tool calls. None without tools, or in a form that is not JSON."""
+    """Return how the model writes tool calls. None without tools, or in a form that is not JSON."""
     parser = getattr(tokenizer, "tool_parser", None)
     if parser is None or not parser.__module__.endswith(".json_tools"):
         return None

@@ -156,7 +156,7 @@ class ServeOptions:
 
     @property
     def local(self) -> bool:
-        """Whether only this machine can connect."""
+        """Return whether only this machine can connect."""
         if self.host == "localhost":
             return True
         try:
@@ -175,7 +175,7 @@ class ServeOptions:
 
     @property
     def template(self) -> dict:
-        """What chat templates are given besides messages."""
+        """Return what chat templates are given besides messages."""
         return template_arguments(self.chat_template_args, self.think)
 
     @property
@@ -196,5 +196,5 @@ class ServeOptions:
 
 
 def _sendable(key: str) -> bool:
-    """Whether a header of HTTP can carry a key as it is."""
+    """Return whether a header of HTTP can carry a key as it is."""
     return key == key.strip() and key.isprintable()

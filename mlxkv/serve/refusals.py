@@ -53,7 +53,7 @@ class Refused(Exception):
 
 
 def ending() -> Refused:
-    """What clients read whose reply the end of the server has cut off."""
+    """Return what clients read whose reply the end of the server has cut off."""
     return Refused(503, "[serve] is ending", "ending")
 
 

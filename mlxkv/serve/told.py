@@ -57,7 +57,7 @@ def to_request(told: Any) -> tuple | None:
 
 
 def of_prompt(found: tuple) -> list:
-    """What mlx-lm's `_tokenize` returns: tokens, segments, their types, and
+    """Return what mlx-lm's `_tokenize` returns: tokens, segments, their types, and
     the state a reply begins in (and in 0.32 None)."""
     prompt, segments, types, state, *rest = found
     return [prompt, [len(one) for one in segments], types, state, rest]

@@ -74,7 +74,7 @@ def compare_codes(
 
 
 def steps_off(ours: np.ndarray, spec: np.ndarray) -> int:
-    """How many float16 numbers are more than a step away; 0 has no steps."""
+    """Return how many float16 numbers are more than a step away; 0 has no steps."""
     return int((np.abs(ours - spec) > np.spacing(np.abs(spec))).sum())
 
 

@@ -159,7 +159,7 @@ class Table(Mixed):
         raise NotImplementedError
 
     def view(self, live: tuple[Tensor, Tensor], pages=None):
-        """What attention reads: `pages`, then `live`."""
+        """Return what attention reads: `pages`, then `live`."""
         raise NotImplementedError
 
     def over(self, q: Tensor, view, scale: float) -> Tensor:

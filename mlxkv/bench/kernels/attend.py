@@ -56,7 +56,7 @@ class DecodeStep:
 
 
 def copies_of(bytes_each: int, calls: int) -> int:
-    """How many copies of a cache rotate, as far as memory allows."""
+    """Return how many copies of a cache rotate, as far as memory allows."""
     if backend() == "cpu":
         return min(calls, COPIES)
     info = mx.device_info()

@@ -67,7 +67,7 @@ def rotations(config: CacheConfig, shape: Shape) -> LayerMaps | None:
 
 
 def filled(config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype) -> View:
-    """What attention reads of a cache with `tokens` random tokens."""
+    """Return what attention reads of a cache with `tokens` random tokens."""
     cache = CompressedKVCache(config, rotations(config, shape))
     for start in range(0, tokens, CHUNK):
         pair = shape.pair(min(CHUNK, tokens - start), dtype)

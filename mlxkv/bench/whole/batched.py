@@ -129,7 +129,7 @@ def run(
 
 
 def _ratios(row: dict, plain: dict[tuple[str, int], dict]) -> dict:
-    """How much faster than both baselines of this batch, as far as they ran."""
+    """Return how much faster than both baselines of this batch, as far as they ran."""
 
     def over(name: str, key: str) -> float | None:
         base = plain.get((name, row["batch"]), {}).get(key)
@@ -184,7 +184,7 @@ def _repeated(cache, batch: int):
 
 
 def attention_seconds(it: Subject, caches: list, batch: int) -> float | None:
-    """Of one step, in all layers that keep the whole context: a token's keys and values are written, then
+    """Measure one step, in all layers that keep the whole context: a token's keys and values are written, then
     attention, layer by layer. Building the graph is left out. None where there is no such layer."""
     shapes = layers_of(it.model)  # several to a cache where a layer has several
     pairs = zip(caches, shapes, strict=True) if len(caches) == len(shapes) else ()

@@ -104,7 +104,7 @@ def run(
 
 
 def _arms(presets: list[str], uncompiled: bool) -> list[tuple[str, bool]]:
-    """What is measured: presets, and whether Python builds their steps, as it always does in full precision."""
+    """Return what is measured: presets, and whether Python builds their steps, as it always does in full precision."""
     both = (False, True) if uncompiled else (False,)
     return [
         (name, by_python)

@@ -119,7 +119,7 @@ def judge(cache: CompressedKVCache, pair: tuple[mx.array, mx.array], heads: int)
 
 
 def stretch(code: Codec) -> float:
-    """How much a map and its inverse enlarge an error: 1 for a rotation."""
+    """Return how much a map and its inverse enlarge an error: 1 for a rotation."""
     if code.transform is None:
         return 1.0
     down, up = (mx.mean(x**2, axis=(-1, -2)) for x in (code.transform.down, code.transform.up))

@@ -129,7 +129,7 @@ def show(data: dict) -> None:
 
 
 def gate_line(gate: dict) -> str:
-    """Whether a preset is right, in one line."""
+    """Return whether a preset is right, in one line."""
     if not gate["ok"]:
         return f"{gate['preset']}: NOT TIMED: {gate['reason']}"
     shapes = []

@@ -85,7 +85,7 @@ def _together(step: Step, last: mx.array, count: int) -> float:
 
 
 def made(steps: Steps | None, before: int, count: int) -> str:
-    """How the last `count` steps were made, of which `steps.replayed` was `before`."""
+    """Return how the last `count` steps were made, of which `steps.replayed` was `before`."""
     if steps is None:
         return "by Python: not attached"
     if (replayed := steps.replayed - before) == count:
@@ -97,7 +97,7 @@ def made(steps: Steps | None, before: int, count: int) -> str:
 
 
 def medians(runs: list[dict]) -> dict:
-    """Of the runs of one row: the median of each number, and what most runs say."""
+    """Return the median of each number over the runs of one row, and what most runs say."""
     out = {name: median(run[name] for run in runs) for name in NUMBERS}
     for name in ("waits", "step"):
         said = [run[name] for run in runs]

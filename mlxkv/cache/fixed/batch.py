@@ -38,7 +38,7 @@ def check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache])
 
 
 class Together(Form):
-    """Of sequences in shared arrays. Numbers, with one of each for every sequence: offsets, live tokens
+    """Build the form of sequences in shared arrays. Numbers, with one of each for every sequence: offsets, live tokens
     before, then records, sink tokens, live tokens after, and first record of one sequence after the other."""
 
     def __init__(self, cache: BatchedKVCache, new: int):
@@ -117,7 +117,7 @@ def _not_by_kernels(new: int) -> mx.array:
 
 
 class Rows(Form):
-    """Of sequences that are caches of their own, all with sealed pages: of each what `Own` has."""
+    """Build the form of separate caches, all with sealed pages: the arrays of `Own` for each."""
 
     own: type[Own] = Own
 

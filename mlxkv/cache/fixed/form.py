@@ -31,13 +31,13 @@ class Numbers:
         self.made: dict[Hashable, object] = {}
 
     def once(self, key: Hashable, make: Callable[[], object]) -> object:
-        """What `make` returned for this key in this step."""
+        """Return what `make` returned for this key in this step."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
 
     def places(self, first: int, shape: tuple[int, ...], each: bool = False) -> mx.array:
-        """Where new keys, or values, of this shape [B, G, L, D] go: the place that number `first` says, and
+        """Return where new keys, or values, of this shape [B, G, L, D] go: the place that number `first` says, and
         the next ones. each: B numbers from `first` on say it, one for each sequence."""
 
         def make() -> mx.array:
@@ -68,7 +68,7 @@ class Form:
     advance: tuple[int, ...]
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        """What the model's code sees in the trace. arrays, numbers: in the trace."""
+        """Return what the model's code sees in the trace. arrays, numbers: in the trace."""
         raise NotImplementedError
 
     def commit(self, written: Sequence[mx.array]) -> None:
@@ -134,7 +134,7 @@ class StandIn:
         raise NotImplementedError
 
     def keys_and_values(self):
-        """What `update_and_fetch` returned, for layers that share a cache (mlx-lm 0.32)."""
+        """Return what `update_and_fetch` returned, for layers that share a cache (mlx-lm 0.32)."""
         raise NotImplementedError
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):

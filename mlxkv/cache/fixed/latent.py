@@ -74,7 +74,7 @@ def of_latent_batch(cache: BatchedLatentCache, new: int) -> Form:
 
 
 class LatentRows(Rows):
-    """Of each sequence what `OwnLatents` has."""
+    """Arrays of `OwnLatents` for each sequence."""
 
     own = OwnLatents
 

@@ -26,7 +26,7 @@ class LatentPages(CodePages):
         return code.decode(stored, dtype)
 
     def reads(self, queries: mx.array, mask, sink_logits, softcap) -> bool:
-        """Whether the kernel computes this attention: one token a sequence, with scores to add or nothing."""
+        """Return whether the kernel computes this attention: one token a sequence, with scores to add or nothing."""
         if self.plan.body == OPS or queries.shape[2] != 1 or softcap is not None:
             return False
         turn = self.codecs[0].transform

@@ -22,14 +22,14 @@ _found: dict[_Key, str | None] = {}
 
 
 def is_known(config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int) -> bool:
-    """Whether it has been tried in this process."""
+    """Return whether it has been tried in this process."""
     return (config, dims, dtype, make, heads) in _found
 
 
 def fault(
     config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int = HEADS
 ) -> str | None:
-    """Why the kernel for latents of `dims` dims must not be used, or None: it is built and compared with
+    """Return why the kernel for latents of `dims` dims must not be used, or None: it is built and compared with
     plain ops, once in a process. An exception becomes the reason."""
     key = config, dims, dtype, make, heads
     if key not in _found:

@@ -83,7 +83,7 @@ class WindowedKVCache(CompressedKVCache):
         return self.seen(N, window_size)
 
     def seen(self, N: int, window_size: int | None = None) -> mx.array:
-        """Which columns of the view behind the next update each of its N tokens sees: boolean [N, T]."""
+        """Return which columns of the view behind the next update each of its N tokens sees: boolean [N, T]."""
         columns = mx.arange(self.offset - self.dropped + N)
         position = mx.where(columns < self._sunk, columns, columns + self.dropped)
         size = min(window_size or self.max_size, self.max_size)

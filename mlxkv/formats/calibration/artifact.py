@@ -213,7 +213,7 @@ def folder() -> Path:
 
 
 def kept_path(fingerprint: str, more: str = "") -> Path:
-    """Where the user's calibration of a model is kept. more: of its name, for one that stands beside it."""
+    """Return where the user's calibration of a model is kept. more: of its name, for one that stands beside it."""
     return folder() / f"{names(fingerprint)[0]}{more}.safetensors"
 
 

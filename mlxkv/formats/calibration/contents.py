@@ -83,7 +83,7 @@ class Basis:
 
 
 def _close(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    """Whether both are there, and differ by no more than two runs of one calibration."""
+    """Return whether both are there, and differ by no more than two runs of one calibration."""
     if one is None or other is None or one.shape != other.shape:
         return False
     return bool(np.abs(one - other).max() <= ORTHONORMAL * np.abs(one).max())
@@ -130,13 +130,14 @@ class Calibration:
 
     @property
     def reach(self) -> int | None:
-        """How many positions it holds for, those of a window of an older file; None for all: no text was read."""
+        """Return how many positions it holds for, those of a window of an older file; None for all: no text
+        was read."""
         if self.positions is not None or not self.tokens:
             return self.positions
         return -(-self.tokens // -(-self.tokens // WINDOW))
 
     def shortfall(self, context: int | None) -> str | None:
-        """What to say where a model's context is longer than its reach, or None."""
+        """Return what to say where a model's context is longer than its reach, or None."""
         if context is None or self.reach is None or self.reach >= context:
             return None
         mend = "; mlxkv calibrate makes it anew" if self.positions is None else ""
@@ -156,12 +157,12 @@ class Calibration:
 
     @property
     def balanced(self) -> bool:
-        """Whether every side has a balanced transform."""
+        """Return whether every side has a balanced transform."""
         return self.learned is None and self._paired
 
     @property
     def scaled(self) -> bool:
-        """Whether every side has the peaks that scales per channel are made from."""
+        """Return whether every side has the peaks that scales per channel are made from."""
         return all(
             getattr(layer, side).peaks is not None
             for layer in self.layers.values()
@@ -170,11 +171,11 @@ class Calibration:
 
     @property
     def centred(self) -> bool:
-        """Whether every layer has the mean of its keys."""
+        """Return whether every layer has the mean of its keys."""
         return all(layer.keys.mean is not None for layer in self.layers.values())
 
     def serves(self, config: CacheConfig) -> bool:
-        """Whether it has what balanced, low-rank, scaled and centred sides of `config` need; learned maps are
+        """Return whether it has what balanced, low-rank, scaled and centred sides of `config` need; learned maps are
         always named by their file."""
         needs = (
             (config.balanced or config.low, self.balanced),

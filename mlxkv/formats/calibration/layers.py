@@ -45,7 +45,7 @@ def check_kinds(calibration: Calibration, kinds: Kinds) -> None:
 
 
 def is_centred(kind: str) -> bool:
-    """Whether a mean is taken from what is stored."""
+    """Return whether a mean is taken from what is stored."""
     return kind.split()[0] in CENTRED
 
 
@@ -148,7 +148,7 @@ def moment(layer: Layer, side: str) -> np.ndarray:
 
 
 def fitted(configs: Mapping[str, CacheConfig], calibration: Calibration) -> dict[str, CacheConfig]:
-    """What each layer stores, by name, with what the calibration decides: ranks, the bits of directions, clips.
+    """Return what each layer stores, by name, with what the calibration decides: ranks, the bits of directions, clips.
 
     Raises UserError where too few bits are asked for, or something is missing in the calibration.
     """

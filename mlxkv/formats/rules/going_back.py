@@ -50,7 +50,7 @@ class GoesBack:
 
     @property
     def trimmable(self) -> int:
-        """How many of the last tokens `trim` takes back, though it may take all, too."""
+        """Return how many of the last tokens `trim` takes back, though it may take all, too."""
         return self.offset - self._least
 
     @property
@@ -73,7 +73,7 @@ class GoesBack:
         return 0
 
     def keeps(self, left: int) -> bool:
-        """Whether the first `left` tokens can be kept alone."""
+        """Return whether the first `left` tokens can be kept alone."""
         return not left or left >= self._least
 
     # -- going

@@ -197,7 +197,7 @@ class Observing:
             self._queries = tree["asked"], float(header["scale"])
 
     def _own_arrays(self) -> list[Tensor]:
-        """What is allocated beside windows and pages: the store counts the basis once there is one."""
+        """Return what is allocated beside windows and pages: the store counts the basis once there is one."""
         asked = [] if self._queries is None else [self._queries[0]]
         alone = self._now is not None and self._store is None
         return [*asked, *(self._saved(self._now).values() if alone else ())]

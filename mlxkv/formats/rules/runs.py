@@ -45,8 +45,8 @@ class Runs:
         raise NotImplementedError
 
     def _taken(self, codes: dict, begin: int, chosen: Tensor, count: int) -> tuple[dict, int]:
-        """Of `count` units (pages or tokens) the first `begin` and those `chosen` behind them: codes,
-        and how many units."""
+        """Return the codes of the first `begin` of `count` units (pages or tokens) and of those `chosen` behind them,
+        and how many units these are."""
         raise NotImplementedError
 
     def _counts(self, counts: list[int]) -> Tensor:
@@ -136,7 +136,7 @@ class Runs:
 
     @property
     def by_token(self) -> bool:
-        """Whether every tensor has a row for each token, so that tokens can go one by one."""
+        """Return whether every tensor has a row for each token, so that tokens can go one by one."""
         return all(
             x.shape[2] == run.count * self.page
             for run in self.runs
@@ -148,7 +148,7 @@ class Runs:
     # -- what is stored
 
     def arrays(self) -> list[Tensor]:
-        """What is allocated, without bases that all caches share."""
+        """Return what is allocated, without bases that all caches share."""
         own = [x for basis in self.bases for x in self._saved(basis).values()]
         return [x for run in self.runs for x in run.arrays()] + own
 

@@ -10,7 +10,7 @@ DIGITS = 16
 
 
 def same_model(stored: str, here: str) -> bool:
-    """Whether the fingerprint in a file names the model whose fingerprint is `here`."""
+    """Return whether the fingerprint in a file names the model whose fingerprint is `here`."""
     if len(stored) > DIGITS:
         return stored[:DIGITS] == here[:DIGITS]
     return bool(stored) and stored == names(here)[-1]

@@ -275,7 +275,7 @@ def _checksum(file: BinaryIO) -> tuple[str, int]:
 
 
 def checksum_at(head: bytes) -> int:
-    """Where the 64 characters of the checksum start: `"0.mlxkv_checksum":"..."`."""
+    """Return where the 64 characters of the checksum start: `"0.mlxkv_checksum":"..."`."""
     key = head.index(f'.{KEY}"'.encode()) + len(KEY) + 2
     return head.index(b'"', key) + 1
 

@@ -88,7 +88,7 @@ def check_batch(have: int, got: int) -> None:
 
 
 def tree(header, live, sink, pages, more: dict, last=None) -> dict:
-    """What is saved: the header, the windows (keys, values), the exact tokens of the last page and the state
+    """Return what is saved: the header, the windows (keys, values), the exact tokens of the last page and the state
     of the store, each if there is one, and entries of a kind of cache."""
     out: dict = {"header": header}
     for name, pair in (("live", live), ("sink", sink), ("last", last)):
@@ -186,7 +186,7 @@ def unreadable() -> UserError:
 
 
 def cut(error: Exception) -> UserError:
-    """What to raise for a state whose tensors do not fit its header."""
+    """Return what to raise for a state whose tensors do not fit its header."""
     return UserError(f"[CompressedKVCache] a state with parts missing or cut ({error})")
 
 

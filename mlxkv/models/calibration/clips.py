@@ -69,7 +69,7 @@ class Trial:
 
 
 def why_not(config: CacheConfig) -> str | None:
-    """Why `config` has no clips to search, or None."""
+    """Return why `config` has no clips to search, or None."""
     if config.filled:  # their maps need widths, which are allotted over all layers
         return "clips are not searched beside bits by direction; choose a pair without fill-NUMBER"
     if config.keys.searchable or config.values.searchable:

@@ -59,7 +59,7 @@ def known(model: nn.Module, config: CacheConfig | None = None) -> Calibration | 
 
 
 def _outdated(model: nn.Module, found: Calibration | None) -> bool:
-    """Whether `found` was made by itself and kept, in a format that knows no positions, and can be made anew."""
+    """Return whether `found` was made by itself and kept, in a format that knows no positions, and can be made anew."""
     if found is None or found.positions is not None or not found.tokens:
         return False
     own = found.path.parent == artifact.folder() and found.text.startswith(measure.CORPUS)

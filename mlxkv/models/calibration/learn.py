@@ -91,7 +91,7 @@ def learn(
 
 
 def steps(made: Calibration, learned: Learned) -> int:
-    """How many steps `learn` reports to its progress."""
+    """Return how many steps `learn` reports to its progress."""
     return len(made.layers) * len(SIDES) * learned.steps
 
 

@@ -160,7 +160,7 @@ def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:
 
 
 def passes(target: str) -> int:
-    """How often the text is read for `target`."""
+    """Return how often the text is read for `target`."""
     return 0 if target in WITHOUT_TEXT else 2 if target == "surrogate" else 1
 
 

@@ -57,7 +57,7 @@ def check_sampling(temp: float | None, top_p: float | None) -> None:
 
 
 def template_arguments(text: str | None, think: bool | None = None) -> dict:
-    """What a chat template is given besides the messages: a JSON object, and `enable_thinking` for `think`.
+    """Return what a chat template is given besides the messages: a JSON object, and `enable_thinking` for `think`.
     Raises UserError."""
     try:
         found = json.loads(text) if text else {}

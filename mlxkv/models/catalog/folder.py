@@ -93,7 +93,7 @@ def _fault(file: Path, what: str) -> UserError:
 
 
 def _sound(file: Path, read, *args, **options):
-    """What `read` of `untrusted` returns. Raises UserError."""
+    """Return what `read` of `untrusted` returns. Raises UserError."""
     try:
         return read(file, *args, **options)
     except FileNotFoundError:

@@ -66,8 +66,8 @@ def compressed(
 
 
 def of_latents(config: CacheConfig, label: str) -> str:
-    """What a report says of a layer with latents: the name of `config`, and how its keys are coded where its values
-    are coded otherwise."""
+    """Return what a report says of a layer with latents: the name of `config`, and how its keys are coded
+    where its values are coded otherwise."""
     keys, values = config.keys.quantizer, config.values.quantizer
     bits = [getattr(side, "bits", None) for side in (keys, values)]
     as_keys = "" if bits[0] == bits[1] else f" ({config.keys.label}, as its keys)"

@@ -61,7 +61,7 @@ def stored(layer: LayerShape, kv: CacheConfig) -> CacheConfig:
 
 
 def why_16_bits(layer: LayerShape, kv: CacheConfig) -> str | None:
-    """Why a layer that a preset compresses in other models stays in 16 bits, or None."""
+    """Return why a layer that a preset compresses in other models stays in 16 bits, or None."""
     kv = stored(layer, kv)
     if layer.reason:
         return layer.reason if kv.compresses and layer.kind != "index" else None
@@ -97,7 +97,7 @@ def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
 
 
 def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
-    """What `tokens` tokens need."""
+    """Return what `tokens` tokens need."""
     cache = sum(layer_bytes(layer, kv, tokens) for layer in plan.layers)
     whole = sum(layer_bytes(layer, replace(kv, keep=1.0), tokens) for layer in plan.layers)
     one_layer = max(

@@ -25,7 +25,7 @@ _read: WeakKeyDictionary[object, tuple[Integers, mx.array, mx.array, Integers, I
 
 
 def _stand(cache) -> Integers:
-    """What changes with every token that mlx-lm writes or takes back; its arrays, changed in place, stay the
+    """Return what changes with every token that mlx-lm writes or takes back; its arrays, changed in place, stay the
     same objects."""
     return cache._idx, getattr(cache, "_offset", 0)
 
@@ -110,7 +110,7 @@ class PaddedRing(_Padded):
 
     @cached_property
     def is_full(self) -> bool:
-        """Whether the new token sees all that the ring holds."""
+        """Return whether the new token sees all that the ring holds."""
         room, batch = self.arrays[0].shape[2], len(self.held[0])
         return (self.rotated or self.place + 1 == room) and max(self.numbers[1 + batch :]) <= 0
 

@@ -94,7 +94,7 @@ class Steps:
     def __call__(
         self, model, call: Callable, tokens: mx.array, caches: Sequence
     ) -> mx.array | None:
-        """What `call(model, tokens, cache=caches)` returns, by a traced step; None where this step cannot be
+        """Return what `call(model, tokens, cache=caches)` returns, by a traced step; None where this step cannot be
         one, and nothing has changed. tokens: [B, L]."""
         if self.off or not isinstance(caches, (list, tuple)) or not caches:
             return None
@@ -117,12 +117,12 @@ class Steps:
 
     @property
     def why_not(self) -> str | None:
-        """Why some of this model's steps are built by Python for good, or None where none is known to be."""
+        """Return why some of this model's steps are built by Python for good, or None where none is known to be."""
         return self.off or next(iter(self.refused.values()), None)
 
     @property
     def state(self) -> str:
-        """How this model's steps are made, in a few words."""
+        """Return how this model's steps are made, in a few words."""
         by_python = "" if self.why_not is None else f"built by Python: {self.why_not}"
         if self.replayed:
             return f"replayed, some {by_python}" if by_python else "replayed"
@@ -251,7 +251,7 @@ class Kind:
 
 @contextmanager
 def _reasons() -> Iterator[None]:
-    """What a model's code raises in a trace is why there is none."""
+    """Return what a model's code raises in a trace is why there is none."""
     try:
         yield
     except (NotYet, Assigned, Untraceable):

@@ -21,7 +21,7 @@ class _Traced(Exception):
 
 
 def trial(model: nn.Module, call: Callable, caches: list, prompt: int) -> str:
-    """How decode steps over `caches`, which are empty, are made, for reports: REPLAYED, or BY_PYTHON or LATER
+    """Return how decode steps over `caches`, which are empty, are made, for reports: REPLAYED, or BY_PYTHON or LATER
     and the reason.
 
     call: of the model's class. prompt: tokens, enough for caches to seal a page. MLX is lazy: graphs of the prompt

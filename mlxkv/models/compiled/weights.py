@@ -48,7 +48,7 @@ class Weights:
         self._between = tuple(zip(*self._links, strict=True))
 
     def arrays(self) -> list[mx.array] | None:
-        """What the places hold now; None where there are others: modules, or lists of them, have been
+        """Return what the places hold now; None where there are others: modules, or lists of them, have been
         replaced, arrays have come or gone, or a module's floats have changed."""
         containers, keys, found, sizes = self._between
         owners, names, numbers = self._numbers
@@ -100,7 +100,7 @@ def kept(model: nn.Module) -> Iterator[None]:
 
 
 def held(place: Place) -> mx.array | None:
-    """What a place holds; None where there is no such place."""
+    """Return what a place holds; None where there is no such place."""
     container, key = place
     if isinstance(container, dict):
         return container.get(key)
@@ -108,7 +108,7 @@ def held(place: Place) -> mx.array | None:
 
 
 def _contents(container: Container | tuple) -> tuple:
-    """What `_put_back` takes: the items of a container, and the attributes of a module."""
+    """Return what `_put_back` takes: the items of a container, and the attributes of a module."""
     if isinstance(container, dict):
         return dict(container), dict(vars(container)) if isinstance(container, nn.Module) else None
     return list(container), None

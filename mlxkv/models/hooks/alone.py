@@ -14,7 +14,7 @@ from mlxkv.models.hooks.probe import Place, leaves
 
 
 def is_alone(caches: list, compressed: Container[Place]) -> bool:
-    """Whether of the model's own `caches` some of one kind are to be compressed and others are not."""
+    """Return whether of the model's own `caches` some of one kind are to be compressed and others are not."""
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
     for place, one in leaves(caches):
         kinds[place in compressed].add(type(one).__name__)

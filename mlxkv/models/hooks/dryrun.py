@@ -41,7 +41,7 @@ class CacheTrace:
 
     @property
     def is_read_once(self) -> bool:
-        """Whether one attention call reads the one update."""
+        """Return whether one attention call reads the one update."""
         return len(self.values) == len(self.calls) == 1
 
     def output_projection(self) -> nn.Module | None:

@@ -75,7 +75,7 @@ class Fold:
 
 
 def fold_of(model: nn.Module) -> Fold | None:
-    """What was folded into the weights of `model`, or None."""
+    """Return what was folded into the weights of `model`, or None."""
     return vars(model).get(_FOLD)
 
 

@@ -39,7 +39,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def find(model: nn.Module, make_cache: Callable[[], list], places: list[Place]) -> Findings | None:
-    """What the plain caches at `places` hold, for a model with MLA; None for any other.
+    """Return what the plain caches at `places` hold, for a model with MLA; None for any other.
 
     The attention function must be rebound.
     """

@@ -81,7 +81,7 @@ def rotating(
 
 
 def saves_little(config: CacheConfig, shape: Shape) -> str | None:
-    """Why a sliding window stays as it is though it could be compressed, or None."""
+    """Return why a sliding window stays as it is though it could be compressed, or None."""
     share = config.share(config.sliding, shape.key_dim, shape.value_dim)
     if share > MOST_OF_WINDOW:
         return f"small by nature ({share:.0%} of it would be left)"

@@ -128,7 +128,7 @@ def steps_of(model: nn.Module) -> Steps | None:
 
 
 def steps_to_come(model: nn.Module, prompt: int) -> str:
-    """How decode steps of an attached model are going to be made, for reports (`trial`). prompt: tokens by
+    """Return how decode steps of an attached model are going to be made, for reports (`trial`). prompt: tokens by
     which its caches seal a page."""
     attachment = vars(model)[MARK]
     if off := attachment.steps.off:

@@ -23,7 +23,7 @@ Wrap = Callable[[Callable], Callable]
 
 
 def is_plain(view: CacheView) -> bool:
-    """Whether nothing is sealed, so that its arrays are those of a plain cache, and nobody observes it."""
+    """Return whether nothing is sealed, so that its arrays are those of a plain cache, and nobody observes it."""
     return isinstance(view, View) and view.plain and not isinstance(view, ObservedView)
 
 
@@ -219,7 +219,7 @@ def block_sparse(original: Callable) -> Callable:
 
 
 def _blocks(layer, heads: int, new: int, total: int, mask: mx.array | None) -> mx.array:
-    """What the layer adds to scores: [1, H, L, T] float32."""
+    """Return what the layer adds to scores: [1, H, L, T] float32."""
     _, dense = layer._block_sparse_mask(new, total)
     added = mx.where(dense, 0.0, -mx.inf).reshape(1, heads, new, total)
     return added if mask is None else added + mask.astype(mx.float32)

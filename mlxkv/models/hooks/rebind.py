@@ -80,7 +80,7 @@ def take(slots: list[Slot]) -> list[Slot]:
 
 
 def _wrap(slot: Slot) -> Callable:
-    """What the attribute is wrapped by."""
+    """Return what the attribute is wrapped by."""
     package, _, family = slot[0].rpartition(".")
     if package == "mlx_lm.models" and (family, slot[1]) in OWN_CODE:
         return OWN_CODE[family, slot[1]]
@@ -162,7 +162,7 @@ def _first(cache):
 
 
 def _has_sinks(cache=None, scale: float = 1.0, mask=None, sinks=None) -> bool:
-    """Whether a call has attention sinks; the parameters are the rest of mlx-lm's signature."""
+    """Return whether a call has attention sinks; the parameters are the rest of mlx-lm's signature."""
     return sinks is not None
 
 

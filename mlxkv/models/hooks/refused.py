@@ -31,7 +31,7 @@ REFUSED_BEFORE_0_32: dict[str, str] = {
 
 
 def refusal(files: list[str], mlx_lm_version: str) -> str | None:
-    """Why a model with classes in `files` (`mlx_lm.models.llama`) cannot be compressed, or None."""
+    """Return why a model with classes in `files` (`mlx_lm.models.llama`) cannot be compressed, or None."""
     table = REFUSED
     if tuple(int(part) for part in mlx_lm_version.split(".")[:2]) < (0, 32):
         table = REFUSED | REFUSED_BEFORE_0_32

@@ -232,7 +232,7 @@ def observe(model: nn.Module, caches: list, on_pass: Callable[[LayerPass], None]
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """Whether `module` holds a matrix itself, as linear maps and embeddings do."""
+    """Return whether `module` holds a matrix itself, as linear maps and embeddings do."""
     return any(isinstance(x, mx.array) and x.ndim == 2 for x in module.values())
 
 

@@ -82,7 +82,7 @@ def language_model(model: nn.Module) -> nn.Module:
 
 
 def _origin(name: str, folder: Path, tokenizer: Any) -> Origin:
-    """Where the model comes from. Raises UserError for a folder that mlxkv would not load."""
+    """Return where the model comes from. Raises UserError for a folder that mlxkv would not load."""
     checked = check(folder)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     if tokenizer is None:

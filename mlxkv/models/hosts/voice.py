@@ -9,7 +9,7 @@ from mlxkv.models.hosts import watch
 
 
 def is_quiet() -> bool:
-    """Whether only what is wrong is said: MLXKV_QUIET=1, and all but the first of several processes."""
+    """Return whether only what is wrong is said: MLXKV_QUIET=1, and all but the first of several processes."""
     return (
         os.environ.get(watch.QUIET, "") not in watch.OFF or os.environ.get("MLX_RANK", "0") != "0"
     )

@@ -26,7 +26,7 @@ def asked() -> str | None:
 
 
 def strict() -> bool:
-    """Whether a model whose cache cannot be compressed ends the program."""
+    """Return whether a model whose cache cannot be compressed ends the program."""
     return os.environ.get(STRICT, "").strip() not in OFF
 
 

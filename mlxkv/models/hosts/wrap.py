@@ -103,7 +103,7 @@ def _reader(original: Callable) -> Callable:
 
 
 def _asked(args: tuple, kwargs: dict) -> object:
-    """What a loader is to load: a name on the hub, or a path."""
+    """Return what a loader is to load: a name on the hub, or a path."""
     return args[0] if args else next((kwargs[name] for name in NAMES if name in kwargs), None)
 
 
@@ -112,7 +112,7 @@ def _path(asked: object) -> Path | None:
 
 
 def _is_ours(frame) -> bool:
-    """Whether mlxkv itself asks for the model; it gives it a cache of its own."""
+    """Return whether mlxkv itself asks for the model; it gives it a cache of its own."""
     caller = frame.f_globals.get("__name__", "")
     return caller.startswith("mlxkv.") and not caller.startswith("mlxkv.run.")
 

@@ -152,7 +152,7 @@ def _q8_0(x: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of Q4_K and Q5_K: the low nibbles of 8 groups [blocks, 8, 32], scales and biases [blocks, 8]."""
+    """Parts of Q4_K and Q5_K: the low nibbles of 8 groups [blocks, 8, 32], scales and biases [blocks, 8]."""
     from gguf.quants import Q4_K
 
     scales, lows = Q4_K.get_scale_min(x[:, 4:16])

@@ -144,7 +144,8 @@ def _bounded() -> Iterator[None]:
 
 
 def _traced(model: nn.Module, run: Callable[[], T]) -> T:
-    """What `run` returns, which sees `model` while MLX traces: nothing that depends on a weight can be computed."""
+    """Return what `run` returns, which sees `model` while MLX traces: nothing that depends on a weight can be
+    computed."""
     out, raised = [], []
 
     def body() -> mx.array:

@@ -61,7 +61,7 @@ def build(
 
 
 def _rounded(module: nn.Module, bits: int) -> bool | dict[str, int]:
-    """How a module is rounded to codes, if it holds a matrix whose rows take whole groups."""
+    """Return how a module is rounded to codes, if it holds a matrix whose rows take whole groups."""
     if not hasattr(module, "to_quantized"):
         return False
     groups = (n for n in (64, 32) if module.weight.shape[-1] % n == 0)

@@ -8,7 +8,7 @@ from mlxkv.models.turns import Turns, pieces
 
 
 def continued(tokenizer: Any, turns: Turns, found: tuple, reply: dict) -> tuple:
-    """What mlx-lm's `_tokenize` returns for a chat, with the start of its reply behind it.
+    """Return what mlx-lm's `_tokenize` returns for a chat, with the start of its reply behind it.
 
     tokenizer: mlx-lm's wrapper. found: (prompt, segments, types of segments, state that a reply begins in,
     ...) of the messages before. reply: the last message: `content`, and `reasoning` (or

@@ -196,7 +196,7 @@ def count(raw: bytes, served: Served) -> Request:
 
 
 def models(name: str, wanted: str) -> dict:
-    """What Anthropic's clients read at /v1/models, and behind it."""
+    """Return what Anthropic's clients read at /v1/models, and behind it."""
     one = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
     if wanted:
         if wanted != name:

@@ -47,7 +47,7 @@ class ResponsesReply(Speaker):
 
     @property
     def _at(self) -> dict:
-        """Where an event belongs: the item that is written."""
+        """Return where an event belongs: the item that is written."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def said(self, kind: str, text: str, begins: bool) -> None:

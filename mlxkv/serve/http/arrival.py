@@ -154,7 +154,7 @@ class Line:
         return True
 
     def gone(self) -> bool:
-        """Whether the client has hung up.
+        """Return whether the client has hung up.
 
         The end of what it sends may mean that, or only that it has no more to say. What is written to a
         closed connection comes back as an error: before a reply, HTTP/1.1 has a line for that.

@@ -205,7 +205,7 @@ class Connections:
         return False
 
     def _receive(self, line: Line) -> bytes | None:
-        """What came, b"" at the end, None for nothing."""
+        """Return what came, b"" at the end, None for nothing."""
         try:
             return line.sock.recv(PART)
         except BlockingIOError:

@@ -67,7 +67,7 @@ class Handler(Completion):
 
     @property
     def _operator(self) -> bool:
-        """Whether this client may know what all of them do together: it has the first key, or nobody has one."""
+        """Return whether this client may know what all of them do together: it has the first key, or nobody has one."""
         return self._key in (None, *self.site.options.api_keys[:1])
 
     def answer(self) -> None:
@@ -143,7 +143,7 @@ class Handler(Completion):
 
     @property
     def _anthropics(self) -> bool:
-        """Whether the client is one of Anthropic's, which say so at every path."""
+        """Return whether the client is one of Anthropic's, which say so at every path."""
         return self.headers.get("anthropic-version") is not None
 
     # -- routes

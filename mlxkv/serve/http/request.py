@@ -161,7 +161,7 @@ def document(raw: bytes) -> dict:
 
 
 def shallow(value: object, depth: int = DEPTH) -> bool:
-    """Whether the lists and objects of a list or object are nested at most `depth` deep."""
+    """Return whether the lists and objects of a list or object are nested at most `depth` deep."""
     inside = value.values() if isinstance(value, dict) else value
     return depth > 0 and all(
         shallow(one, depth - 1) for one in inside if isinstance(one, list | dict)
@@ -229,7 +229,7 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
 
 
 def _grammar(body: dict, said: dict, calls: Calls | None) -> str | None:
-    """What the reply follows: a format, or a call of a tool. Takes the tools out of `said` for "none"."""
+    """Return what the reply follows: a format, or a call of a tool. Takes the tools out of `said` for "none"."""
     choice = body.get("tool_choice")
     choice = "auto" if choice is None else choice
     if choice == "none" and "tools" in said:

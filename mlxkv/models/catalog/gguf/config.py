@@ -95,7 +95,7 @@ def read(path: Path) -> tuple[Header, dict[str, Any]]:
 
 
 def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str, Any]:
-    """What config.json would say. factors: the numbers of `FACTORS`, where the file has them.
+    """Return what config.json would say. factors: the numbers of `FACTORS`, where the file has them.
 
     Raises Unsound for another architecture, and for values or tensors that do not fit together.
     """

@@ -65,7 +65,7 @@ BY_NAME = {kind.name: kind for kind in KINDS.values()}
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a regular file begins as GGUF files do; ollama's have no ending."""
+    """Return whether a regular file begins as GGUF files do; ollama's have no ending."""
     try:
         with untrusted.opened(path) as file:
             return file.read(len(MAGIC)) == MAGIC
