@@ -19,10 +19,11 @@ from mlxkv import console
 from mlxkv.cache import selftest
 from mlxkv.cache.choose import Question
 from mlxkv.cli import app
-from mlxkv.doctor.listing import HEAD_DIM, LISTED, MEASURED, PAPERS
+from mlxkv.doctor.listing import BITS, HEAD_DIM, LISTED, MEASURED, PAPERS
 from mlxkv.doctor.planning import plan_of
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import PICKS
 from mlxkv.formats.presets import COMPARED
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.known import CONFIGS
@@ -180,8 +181,24 @@ def presets() -> list[str]:
         if paper:
             lines += [f"Paper: [arXiv {paper}](https://arxiv.org/abs/{paper}).", ""]
         head = ["`--kv`", "bits", "stores", "needs", "decodes by", "what for"]
-        lines += table(head, [_preset(name, left.pop(name)) for name in names])
+        lines += table(head, _by_method([_preset(name, left.pop(name)) for name in names]))
     return lines
+
+
+def _by_method(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return one row for presets that differ in their bits alone."""
+    methods: dict[tuple, list[tuple[str, ...]]] = {}
+    for row in rows:
+        picked = row[0].strip("`") in PICKS
+        methods.setdefault(row if picked else tuple(BITS.sub("N", x) for x in row[2:]), []).append(
+            row
+        )
+    out = []
+    for alike in methods.values():
+        names, bits = (", ".join(row[i] for row in alike) for i in (0, 1))
+        stores = BITS.sub("N", alike[0][2]) if len(alike) > 1 else alike[0][2]
+        out.append((names, bits, stores, *alike[0][3:]))
+    return out
 
 
 def _preset(name: str, kv: CacheConfig) -> tuple[str, str, str, str, str, str]:
