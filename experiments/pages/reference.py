@@ -41,8 +41,6 @@ ARXIV = {
     "TurboQuant": "2504.19874",
     "PolarQuant (Han": "2502.02617",
     "KIVI": "2402.02750",
-    "KVarN": "2606.03458",
-    "SAW-INT4": "2604.19157",
     "PolarQuant (Wu": "2502.00527",
     "OjaKV": "2509.21623",
 }

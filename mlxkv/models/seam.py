@@ -193,7 +193,7 @@ def _with_fold(report: LayerReport, folded: Fold, asked: bool) -> LayerReport:
 
 
 def read_kv(kv: str | CacheConfig) -> CacheConfig:
-    """The configuration or plan that `kv` is or names, or holds as a plan's file does. Raises UserError."""
+    """Return the configuration that `kv` is or names. Raises UserError."""
     if isinstance(kv, str):
         return parse_kv(kv)
     if not isinstance(kv, CacheConfig):

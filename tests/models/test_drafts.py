@@ -25,7 +25,6 @@ KINDS = {
     "eight": small(INT8.keys, INT8.values, sink=0),
     "bare": small(sink=0, recent=0),
     "kivi": PRESETS["kivi-int2"],
-    "kvarn": PRESETS["kvarn-int2"],
     "srft": PRESETS["srft-int4"],
 }
 

@@ -1,4 +1,4 @@
-"""Golden tensors of the formats whose scales belong to a tile: KVarN, PolarQuant.
+"""Golden tensors of the formats whose scales belong to a tile: PolarQuant (Wu).
 
 The tiles are small to keep the files small.
 """
