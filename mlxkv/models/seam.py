@@ -54,9 +54,8 @@ def attach(
     encode: str = encoding.KERNEL,
     windows: int | None = None,
 ) -> list[LayerReport]:
-    """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair, a
-    configuration. A vision
-    model of mlx-vlm is attached at its `language_model`, which makes the caches there.
+    """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair or a
+    configuration. A vision model of mlx-vlm is attached at its `language_model`, which makes the caches there.
 
     Returns one report per cache; in all of them, whether the model's decode steps can be traced. Attaching
     again replaces what was attached. A configuration that compresses nothing (`fp16`) leaves mlx-lm's own
@@ -81,7 +80,7 @@ def attach(
     windows: compress layers with a sliding window, too, where it has at least so many tokens. By default such
     layers stay in full precision: they do not grow.
 
-    Where some layers of a kind are compressed and others are not (a plan with `fp16` layers, a sparse index), caches
+    Where some layers of a kind are compressed and others are not (beside a sparse index), caches
     have no `merge` and no `to_batch`: no mask of a batch fits both, and hosts answer one request at a time.
 
     Raises UserError for what is no model, an unknown preset, a calibration that does not fit, and calibrated values
@@ -198,7 +197,7 @@ def read_kv(kv: str | CacheConfig) -> CacheConfig:
         return parse_kv(kv)
     if not isinstance(kv, CacheConfig):
         raise UserError(
-            f"[--kv] is the name of a preset, a CacheConfig, or a plan; got {kv!r}; choose from "
+            f"[--kv] is the name of a preset or a CacheConfig; got {kv!r}; choose from "
             f"{', '.join(PRESETS)}"
         )
     return kv
@@ -216,7 +215,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def name_of(kv: str | CacheConfig) -> str:
-    """The name of `kv` in reports, or the labels of its sides; of a plan the name of its file."""
+    """The name of `kv` in reports, or the labels of its sides."""
     if isinstance(kv, str):
         return canonical(kv)
     return f"{kv.keys.label} / {kv.values.label}"
