@@ -154,7 +154,7 @@ def test_a_make_cache_set_after_attach_counts_for_the_next(model):
 @pytest.mark.parametrize("kv", [None, 4, b"int4", 4.5])
 def test_kv_of_another_type(model, kv):
     with pytest.raises(
-        UserError, match=r"^\[--kv\] is the name of a preset, a CacheConfig, or a plan; got ."
+        UserError, match=r"^\[--kv\] is the name of a preset or a CacheConfig; got ."
     ):
         attach(model, kv)
     with pytest.raises(UserError, match=r"^\[--kv\]"):
