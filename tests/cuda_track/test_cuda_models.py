@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from small_models import DATA, TINY
+from small_models import SOURCE, TINY
 
 from cuda_track import cli
 from cuda_track import generate as generation
@@ -227,4 +227,4 @@ def test_mistakes_are_one_line(options, text, monkeypatch, capsys):
 
 def test_weights_that_mlx_has_quantized_are_refused_in_one_line():
     with pytest.raises(UserError, match="cannot read weights that MLX has quantized; got .*tiny"):
-        load(str(DATA / "tiny"), "fp16")
+        load(str(SOURCE), "fp16")

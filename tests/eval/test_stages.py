@@ -72,7 +72,7 @@ def test_full_precision_against_itself_is_zero(tiny):
 
 
 def test_exact_keys_have_no_error_where_values_have_one(tiny):
-    for layer in compressed(tiny["fp16/int4"]):
+    for layer in full_layers(tiny["fp16/int4"]):
         assert layer["keys"] == layer["scores_kl"] == 0
         assert layer["values"] > 0 and layer["attention"] > 0 and layer["hidden"] > 0
 
@@ -80,7 +80,7 @@ def test_exact_keys_have_no_error_where_values_have_one(tiny):
 def test_fewer_bits_are_worse_at_every_stage(tiny):
     rows = [tiny[name] for name in ("int8", "int4", "srft-int2+g32")]
     assert 0 < rows[0]["logits_kl"] < rows[1]["logits_kl"] < rows[2]["logits_kl"]
-    for layers in zip(*map(compressed, rows), strict=True):
+    for layers in zip(*map(full_layers, rows), strict=True):
         for stage in (*OWN, "hidden"):
             errors = [layer[stage] for layer in layers]
             assert 0 < errors[0] < errors[1] < errors[2], (layers[0]["index"], stage, errors)
@@ -89,7 +89,7 @@ def test_fewer_bits_are_worse_at_every_stage(tiny):
         assert {layer["sealed"] for layer in layers} == {256}
 
 
-def compressed(row: dict) -> list[dict]:
+def full_layers(row: dict) -> list[dict]:
     """Every second layer: the others slide."""
     out = [layer for layer in row["layers"] if layer["compressed"]]
     assert [layer["index"] for layer in out] == [1, 3, 5, 7]
@@ -207,7 +207,7 @@ def test_shuffled_pages_show(tiny, monkeypatch):
     text = story_tokens(loaded, 384 + stages.QUERIES)
     wrong = stages.measure(arms, ["int8"], text, 384, lambda _: None)["int8"]
     assert wrong["logits_kl"] > 100 * tiny["int8"]["logits_kl"]
-    for layer, right in zip(compressed(wrong), compressed(tiny["int8"]), strict=True):
+    for layer, right in zip(full_layers(wrong), full_layers(tiny["int8"]), strict=True):
         assert layer["values"] == pytest.approx(right["values"], rel=0.5)
         for stage in ("keys", "scores_kl", "attention", "hidden"):
             assert layer[stage] > 10 * right[stage]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from model_folders import WEIGHTS, folder, saved
 from safetensors.numpy import load_file, save_file
-from small_models import DATA, TINY
+from small_models import SOURCE, TINY
 
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.saved.marks import names, same_model
@@ -97,7 +97,7 @@ def test_pieces_are_spread_and_bounded():
 
 
 def test_files_of_earlier_versions_are_recognised(tmp_path, monkeypatch):
-    here = of(DATA / "tiny")
+    here = of(SOURCE)
     assert here[16:] == BEFORE == names(here)[1]
     assert same_model(BEFORE, here) and same_model(here, here)
     for other in ("", here[:16], "0" * 16, "0" * 16 + here[16:], here[16:] * 2):

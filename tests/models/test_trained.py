@@ -4,22 +4,17 @@ import json
 
 import numpy as np
 import pytest
-from small_models import DATA, TINY, decode
+from small_models import SOURCE, TINY, decode
 
 from mlxkv.models import detach, load
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
 
-FOLDER = DATA / "tiny"
 FILES = (
     "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     "tokenizer_config.json",
 )  # fmt: skip
-
-
-def config() -> dict:
-    return decode(FOLDER)[0]
 
 
 @pytest.fixture(scope="module")
@@ -31,32 +26,32 @@ def loaded():
 
 
 def ids_of(tokenizer, length: int) -> list[int]:
-    text = (FOLDER / "stories.txt").read_text(encoding="utf-8")
+    text = (SOURCE / "stories.txt").read_text(encoding="utf-8")
     return tokenizer.encode(text)[:length]
 
 
 def test_a_folder_is_complete_and_small():
     for file in FILES:
-        assert (FOLDER / file).stat().st_size > 50, file
-    assert (FOLDER / "model.safetensors").stat().st_size <= 9_000_000
+        assert (SOURCE / file).stat().st_size > 50, file
+    assert (SOURCE / "model.safetensors").stat().st_size <= 9_000_000
 
 
 def test_matrices_are_stored_in_few_bits():
-    how = json.loads((FOLDER / "config.json").read_text())["quantization"]
+    how = json.loads((SOURCE / "config.json").read_text())["quantization"]
     assert (how["group_size"], how["bits"], how["mode"]) == (64, 8, "affine")
-    weights = mx.load(str(FOLDER / "model.safetensors"))
+    weights = mx.load(str(SOURCE / "model.safetensors"))
     assert {w.dtype for key, w in weights.items() if key.endswith("norm.weight")} == {mx.float16}
     packed = {key.removesuffix(".weight") for key, w in weights.items() if w.dtype == mx.uint32}
-    assert len(packed) == 1 + 7 * config()["num_hidden_layers"]  # embeddings as well
+    assert len(packed) == 1 + 7 * decode()[0]["num_hidden_layers"]  # embeddings as well
     assert {key for key in packed if how.get(key, how)["bits"] == 6} == {
         key for key in packed if ".mlp." in key
     }
 
 
 def test_weights_are_decoded_as_mlx_decodes_them():
-    how = json.loads((FOLDER / "config.json").read_text())["quantization"]
-    packed = mx.load(str(FOLDER / "model.safetensors"))
-    for key, w in decode(FOLDER)[1].items():
+    how = json.loads((SOURCE / "config.json").read_text())["quantization"]
+    packed = mx.load(str(SOURCE / "model.safetensors"))
+    for key, w in decode()[1].items():
         assert w.dtype == np.float16
         stem = key.removesuffix(".weight")
         if packed[key].dtype != mx.uint32:
@@ -69,7 +64,7 @@ def test_weights_are_decoded_as_mlx_decodes_them():
 
 
 def test_shapes_are_those_the_methods_need():
-    gemma = config()
+    gemma = decode()[0]
     assert gemma["model_type"] == "gemma3_text" and gemma["sliding_window"] == 512
     assert gemma["head_dim"] == 128 and gemma["sliding_window_pattern"] == 2
     assert gemma["num_attention_heads"] > gemma["num_key_value_heads"]
@@ -91,8 +86,8 @@ def test_huggingface_and_mlx_agree(loaded):
 def test_huggingface_reads_the_same_tokens(loaded):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     _, tokenizer = loaded
-    raw = pytest.importorskip("tokenizers").Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    theirs = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    raw = pytest.importorskip("tokenizers").Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(SOURCE)
     text = "It's 4 o'clock.\n\nThe code of Ada is 50312.<end_of_turn>\n  x_1 = [1, 2]"
     expected = raw.encode(text, add_special_tokens=False).ids
     assert theirs.encode(text, add_special_tokens=False) == expected

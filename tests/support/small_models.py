@@ -21,18 +21,18 @@ from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.contents import FORMAT
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "tests" / "data"
+SOURCE = ROOT / "tests" / "data" / "tiny"
 WEIGHTS, CALIBRATION = "model.safetensors", f"{artifact.NAME}.safetensors"
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def decode(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def decode() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return config.json without quantization, and the weights by name, affine codes as float16.
 
     A code q of a group with scale s and bias b is s q + b, computed in float32 and rounded once.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    usual, packed, out = config.pop("quantization"), load_file(folder / WEIGHTS), {}
+    config = json.loads((SOURCE / "config.json").read_text(encoding="utf-8"))
+    usual, packed, out = config.pop("quantization"), load_file(SOURCE / WEIGHTS), {}
     for name, x in packed.items():
         stem, _, part = name.rpartition(".")
         if part == "weight" and x.dtype == np.uint32:
@@ -53,19 +53,19 @@ def _codes(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _folder() -> str:
-    """Decode and calibrate DATA/tiny where no earlier process has; return the path of the result."""
-    out = DATA / ".decoded" / str(FORMAT) / "tiny"
+    """Decode and calibrate SOURCE where no earlier process has; return the path of the result."""
+    out = SOURCE.parent / ".decoded" / str(FORMAT) / "tiny"
     if out.is_dir():
         return str(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent) as base:
         part = Path(base) / out.name
         part.mkdir()
-        config, weights = decode(DATA / "tiny")
+        config, weights = decode()
         (part / "config.json").write_text(json.dumps(config), encoding="utf-8")
         save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
         for file in COPIED:
-            shutil.copyfile(DATA / "tiny" / file, part / file)
+            shutil.copyfile(SOURCE / file, part / file)
         _calibrate(part)
         try:
             part.rename(out)
@@ -89,7 +89,7 @@ TINY = _folder()
 
 def story_tokens(loaded, count: int) -> list[int]:
     """Return `count` tokens of stories that TINY was not trained on, without BOS."""
-    text = (DATA / "tiny" / "stories.txt").read_text(encoding="utf-8")
+    text = (SOURCE / "stories.txt").read_text(encoding="utf-8")
     tokens = loaded.tokenizer.encode(text, add_special_tokens=False)
     assert len(tokens) >= count
     return tokens[:count]
