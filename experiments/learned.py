@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from experiments.fixtures import QWEN
+from experiments.fixtures import TINY
 from experiments.options import Parser, at_least, check_out, made_on, numbers, words, write
 from mlxkv import console
 from mlxkv.eval.arms import BASELINE, Arms
@@ -205,7 +205,7 @@ def said(found: dict[str, dict]) -> Iterator[str]:
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("learned", __doc__)
     add = parser.add_argument
-    add("--model", default=QWEN, help="an alias, a hub name or a folder")
+    add("--model", default=TINY, help="an alias, a hub name or a folder")
     add("--bits", default="4,2", help="of the codes, by commas")
     add("--group", type=int, default=64, help="values per scale")
     add("--learn", default=",".join(VARIANTS), help="variants, by commas")

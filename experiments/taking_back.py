@@ -21,9 +21,9 @@ from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedCache
 from cuda_track.models.loader import load
 from cuda_track.models.seam import attach, new_cache
-from experiments.fixtures import QWEN
 from experiments.options import Parser, at_least, check_out, made_on, words, write
 from mlxkv import console
+from mlxkv.errors import UserError
 from mlxkv.texts.corpus import interleaved
 
 CHUNK = 512  # tokens of a prompt at once
@@ -105,7 +105,7 @@ def row(name: str, model, data: torch.Tensor, args, base: torch.Tensor) -> dict:
 def main(arguments: list[str] | None = None) -> None:
     parser, start = Parser("taking_back", __doc__), time.perf_counter()
     add = parser.add_argument
-    add("--model", default=QWEN, help="a model")
+    add("--model", help="a model without sliding windows")
     add("--presets", type=words, default=PRESETS, help=f"by commas; default: {','.join(PRESETS)}")
     add("--cuts", type=int, default=20, help="cuts of the last column")
     add("--prompt", type=int, default=600, help="tokens of each prompt")
@@ -119,6 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.show:
         print(markdown([row for file in args.show for row in json.loads(file.read_text())["rows"]]))
         return
+    if args.model is None:
+        raise UserError("[--model] is needed; name a model without sliding windows")
     check_out(args.out)
     at_least("--places", args.places, 2)
     at_least("--prompt", args.prompt, args.last)

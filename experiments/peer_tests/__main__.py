@@ -35,8 +35,8 @@ CHUNKS = (
     "reads one prompt in chunks of two sizes and wants equal logits: with codes, what is sealed when a later "
     "chunk is read depends on the chunks (by design)"
 )
-SAID = f"wants the words of the model that it fetches; got `{names.MODEL}`"
-TEMPLATE = f"the chat template of `{names.MODEL}` knows no tools"
+SAID = f"wants the words of the model that it fetches; got {names.MODEL}"
+TEMPLATE = f"the chat template of {names.MODEL} knows no tools"
 SIZE = "wants caches bounded by max_kv_size: it has no effect on an attached model, which warns"
 CLASS = "wants the class `KVCache`"
 # Why a test fails, by its name: without our caches too, or only with them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from dataclasses import replace
@@ -13,7 +14,7 @@ import mlx_lm.server  # noqa: F401 (all modules that hold what is replaced are i
 import mlx_lm.utils
 from mlx_lm.models import cache
 
-from experiments.fixtures import QWEN
+from experiments.fixtures import write_qwen2
 from experiments.peer_tests.names import KINDS
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach
@@ -26,8 +27,9 @@ models = {"all": 0, "part": 0, "none": 0}  # how much of each model's caches tha
 
 
 def put(kind: str) -> None:
-    """Models that tests fetch are QWEN; with a kind of ours every model is attached."""
-    _replace(_local(mlx_lm.utils.load))
+    """Models that tests fetch are one random model; with a kind of ours every model is attached."""
+    folder = write_qwen2(Path(os.environ["HF_HOME"]) / "model")
+    _replace(_local(mlx_lm.utils.load, folder))
     if (kv := CONFIGS[kind]) is not None:
         _replace(_attached(cache.make_prompt_cache, kv))
 
@@ -49,12 +51,12 @@ def _attached(make, kv):
     return make_prompt_cache
 
 
-def _local(load):
-    """load that takes QWEN for every name on the hub."""
+def _local(load, model_folder: str):
+    """load that takes the model in `model_folder` for every name on the hub."""
 
     @wraps(load)
     def local(name, *args, **kwargs):
-        folder = name if Path(name).is_dir() else QWEN
+        folder = name if Path(name).is_dir() else model_folder
         model, *rest = load(folder, *args, **kwargs)
         model.set_dtype(mx.float32)  # 16 bits are slow on a CPU
         mx.eval(model.parameters())  # here: servers of the tests run it in another thread

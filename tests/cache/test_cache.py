@@ -143,7 +143,7 @@ def test_sealed_tokens_have_no_full_precision_copy_and_nbytes_is_allocated():
     ),
 )
 def test_stored_bytes_at_8192_tokens(dtype, steps, most):
-    """Of 16-bit keys and values, windows and spare room included: the layers of `tiny-qwen`."""
+    """Of 16-bit keys and values, windows and spare room included: two kv heads of 128 dims."""
     keys, values = (x.astype(dtype) for x in tokens(8192, 128))
     cache = CompressedKVCache(PRESETS["int4"])
     feed(cache, keys, values, steps)

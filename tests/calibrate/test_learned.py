@@ -10,7 +10,7 @@ import pytest
 from random_models import random_model
 from safetensors import safe_open
 from safetensors.numpy import save
-from small_models import QWEN
+from small_models import TINY
 
 from experiments import learned as evidence
 from mlxkv.cli import main
@@ -108,7 +108,7 @@ def test_each_preset_takes_its_own_kind_of_file_only(path):
 )
 def test_a_preset_without_a_file_is_one_line(kv, model_folder, capsys):
     """Also where the model has a calibration with balanced transforms of its own."""
-    for model in (str(model_folder), QWEN):
+    for model in (str(model_folder), TINY):
         assert main(["chat", "--model", model, "--kv", kv, "--prompt", "a", "--raw"]) == 2
         said = capsys.readouterr().err.strip().splitlines()[-1]
         assert said.startswith(f"[attach] {kv} needs learned transforms; got no calibration; make ")

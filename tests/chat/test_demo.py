@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 from rich.console import Console
-from small_models import QWEN
 
 from mlxkv.chat.chart import HEIGHT, Chart
 from mlxkv.chat.demo import YEAR, halved, read
@@ -87,8 +86,8 @@ def test_what_cannot_be_shown(wrong, said, capsys, smollm2):
 
 
 @pytest.mark.skipif(backend() != "cpu", reason="a GPU computes in 16 bits")
-def test_what_is_computed_in_32_bits_is_stored_in_16():
-    loaded = load(QWEN, "int4", dtype="float32")
+def test_what_is_computed_in_32_bits_is_stored_in_16(model_folder):
+    loaded = load(str(model_folder), "int4", dtype="float32")
     for make in (own_make_cache(loaded.model), partial(new_cache, loaded)):
         wide, halves = make(), halved(make)
         for _ in read(loaded, [5] * 100, [wide, halves]):

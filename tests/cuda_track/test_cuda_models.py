@@ -1,4 +1,4 @@
-"""The trained models of tests/data in transformers and in MLX: the same codes, the same text, the same files."""
+"""The trained model of tests/data in transformers and in MLX: the same codes, the same text, the same files."""
 
 import sys
 from importlib.metadata import version
@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from small_models import DATA, QWEN, TINY
+from small_models import SOURCE, TINY
 
 from cuda_track import cli
 from cuda_track import generate as generation
@@ -30,8 +30,6 @@ from mlxkv.texts import corpus
 
 torch.set_num_threads(1)  # small products: threads of a busy machine only wait for each other
 
-PRESET = {TINY: "int4", QWEN: "balanced-int3"}
-
 
 @pytest.fixture(scope="module")
 def tokens():
@@ -40,12 +38,11 @@ def tokens():
     return made[:450]
 
 
-@pytest.fixture(scope="module", params=PRESET)
+@pytest.fixture(scope="module", params=("int4", "balanced-int3"))
 def pair(request):
     """The same model with the same preset on both sides, in float32."""
-    name = request.param
-    kv = PRESET[name]
-    return load(name, kv, "float32"), models.load(name, kv, dtype="float32")
+    kv = request.param
+    return load(TINY, kv, "float32"), models.load(TINY, kv, dtype="float32")
 
 
 def _mlx_cache(theirs, tokens):
@@ -230,4 +227,4 @@ def test_mistakes_are_one_line(options, text, monkeypatch, capsys):
 
 def test_weights_that_mlx_has_quantized_are_refused_in_one_line():
     with pytest.raises(UserError, match="cannot read weights that MLX has quantized; got .*tiny"):
-        load(str(DATA / "tiny"), "fp16")
+        load(str(SOURCE), "fp16")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_models import QWEN, TINY
+from small_models import TINY
 
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
@@ -236,7 +236,7 @@ def test_bad_options_are_one_line(options, words, tmp_path, monkeypatch, capsys)
 
 def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
     """With --calibration FILE, other clips or rotations make a kept result unusable."""
-    loaded = load(QWEN, "fp16")
+    loaded = load(TINY, "fp16")
     own = known(loaded.model)
     part, files = Part("divergence", "512", lambda *_: {}, 1), {}
     layers = {
@@ -253,7 +253,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
         artifact.write(files[name], made)
 
     def arms(file):
-        spec = plan.Spec(QWEN, ("oscar-int2", "int4"), (), SMALL, calibration=str(file))
+        spec = plan.Spec(TINY, ("oscar-int2", "int4"), (), SMALL, calibration=str(file))
         return plan.make(spec)[0]
 
     first, store = arms(files["own"]), Store(tmp_path)
@@ -266,7 +266,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
 
 
 def test_an_arm_reads_its_calibration_once(monkeypatch):
-    arms, reads, read = Arms(load(QWEN, "fp16"), ["oscar-int2"]), [], artifact.read
+    arms, reads, read = Arms(load(TINY, "fp16"), ["oscar-int2"]), [], artifact.read
     monkeypatch.setattr(artifact, "read", lambda path: reads.append(path) or read(path))
     for _ in range(3):
         with arms.attached("oscar-int2"):

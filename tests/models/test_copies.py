@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from random_models import random_model, tokens
-from small_models import QWEN, TINY
+from small_models import TINY
 
 import mlxkv
 from mlxkv.cache.batch import BatchedKVCache
@@ -344,7 +344,7 @@ def test_a_pickle_of_a_batch():
 
 
 def test_a_pickle_of_an_adaptive_cache():
-    model = mlxkv.load(QWEN, "oja-0.5+int4").model
+    model = mlxkv.load(TINY, "oja-0.5+int4").model
     cache = make_prompt_cache(model)
     last(model, tokens(300), cache)
     back = unpickled(cache)

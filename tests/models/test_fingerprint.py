@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from model_folders import WEIGHTS, folder, saved
 from safetensors.numpy import load_file, save_file
-from small_models import DATA
+from small_models import SOURCE, TINY
 
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.models.catalog.fingerprint import PIECE, PIECES, _pieces, fingerprint, older
 from mlxkv.models.catalog.folder import INDEX, check
 
-# What earlier versions named these models; shipped calibrations and old sessions have these.
-BEFORE = {"tiny": "7d250e5c7b3cd958", "tiny-qwen": "e5034d0e4ec76ff4"}
+BEFORE = "7d250e5c7b3cd958"  # what earlier versions named tests/data/tiny; old calibrations and sessions have it
 
 
 def of(path) -> str:
@@ -96,18 +96,17 @@ def test_pieces_are_spread_and_bounded():
     assert PIECES * PIECE == 64 << 20
 
 
-@pytest.mark.parametrize("name", BEFORE)
-def test_files_of_earlier_versions_are_recognised(name, tmp_path, monkeypatch):
-    here = of(DATA / name)
-    assert here[16:] == BEFORE[name] == names(here)[1]
-    assert same_model(BEFORE[name], here) and same_model(here, here)
+def test_files_of_earlier_versions_are_recognised(tmp_path, monkeypatch):
+    here = of(SOURCE)
+    assert here[16:] == BEFORE == names(here)[1]
+    assert same_model(BEFORE, here) and same_model(here, here)
     for other in ("", here[:16], "0" * 16, "0" * 16 + here[16:], here[16:] * 2):
         assert not same_model(other, here)
     # A calibration that an earlier version kept is found, one of this version goes first.
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    shipped = artifact.find(here, DATA / name)
-    shipped.check({}, here)
-    artifact.write(artifact.kept_path(BEFORE[name]), shipped)
-    assert artifact.find(here, None).path.stem == BEFORE[name]
-    artifact.write(artifact.kept_path(here), shipped)
+    made = replace(artifact.read(TINY), fingerprint=BEFORE)
+    made.check({}, here)
+    artifact.write(artifact.kept_path(BEFORE), made)
+    assert artifact.find(here, None).path.stem == BEFORE
+    artifact.write(artifact.kept_path(here), made)
     assert artifact.find(here, None).path.stem == here[:16]

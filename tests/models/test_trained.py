@@ -1,71 +1,57 @@
-"""The two trained models of tests/data: they load, and are small."""
+"""The trained model of tests/data: it loads, and is small."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-from small_models import DATA, QWEN, TINY, decode
+from small_models import SOURCE, TINY, decode
 
 from mlxkv.models import detach, load
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
 
-PATHS = {"tiny": TINY, "tiny-qwen": QWEN}
-MODELS = tuple(PATHS)
 FILES = (
     "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     "tokenizer_config.json",
 )  # fmt: skip
 
 
-def folder(name: str) -> Path:
-    return DATA / name
-
-
-def config(name: str) -> dict:
-    return decode(folder(name))[0]
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def loaded(request):
-    """(name, model in float32, tokenizer)."""
-    made = load(PATHS[request.param], "fp16", dtype="float32")
+@pytest.fixture(scope="module")
+def loaded():
+    """(model in float32, tokenizer)."""
+    made = load(TINY, "fp16", dtype="float32")
     detach(made.model)
-    return request.param, made.model, made.tokenizer
+    return made.model, made.tokenizer
 
 
 def ids_of(tokenizer, length: int) -> list[int]:
-    text = (DATA / "tiny" / "stories.txt").read_text(encoding="utf-8")
+    text = (SOURCE / "stories.txt").read_text(encoding="utf-8")
     return tokenizer.encode(text)[:length]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_folder_is_complete_and_small(name):
+def test_a_folder_is_complete_and_small():
     for file in FILES:
-        assert (folder(name) / file).stat().st_size > 50, file
-    assert (folder(name) / "model.safetensors").stat().st_size <= 9_000_000
+        assert (SOURCE / file).stat().st_size > 50, file
+    assert (SOURCE / "model.safetensors").stat().st_size <= 9_000_000
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_matrices_are_stored_in_few_bits(name):
-    how = json.loads((folder(name) / "config.json").read_text())["quantization"]
+def test_matrices_are_stored_in_few_bits():
+    how = json.loads((SOURCE / "config.json").read_text())["quantization"]
     assert (how["group_size"], how["bits"], how["mode"]) == (64, 8, "affine")
-    weights = mx.load(str(folder(name) / "model.safetensors"))
+    weights = mx.load(str(SOURCE / "model.safetensors"))
     assert {w.dtype for key, w in weights.items() if key.endswith("norm.weight")} == {mx.float16}
     packed = {key.removesuffix(".weight") for key, w in weights.items() if w.dtype == mx.uint32}
-    assert len(packed) == 1 + 7 * config(name)["num_hidden_layers"]  # embeddings as well
+    assert len(packed) == 1 + 7 * decode()[0]["num_hidden_layers"]  # embeddings as well
     assert {key for key in packed if how.get(key, how)["bits"] == 6} == {
         key for key in packed if ".mlp." in key
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_weights_are_decoded_as_mlx_decodes_them(name):
-    how = json.loads((folder(name) / "config.json").read_text())["quantization"]
-    packed = mx.load(str(folder(name) / "model.safetensors"))
-    for key, w in decode(folder(name))[1].items():
+def test_weights_are_decoded_as_mlx_decodes_them():
+    how = json.loads((SOURCE / "config.json").read_text())["quantization"]
+    packed = mx.load(str(SOURCE / "model.safetensors"))
+    for key, w in decode()[1].items():
         assert w.dtype == np.float16
         stem = key.removesuffix(".weight")
         if packed[key].dtype != mx.uint32:
@@ -78,29 +64,19 @@ def test_weights_are_decoded_as_mlx_decodes_them(name):
 
 
 def test_shapes_are_those_the_methods_need():
-    gemma, qwen = config("tiny"), config("tiny-qwen")
+    gemma = decode()[0]
     assert gemma["model_type"] == "gemma3_text" and gemma["sliding_window"] == 512
     assert gemma["head_dim"] == 128 and gemma["sliding_window_pattern"] == 2
-    assert qwen["model_type"] == "qwen2" and qwen["num_key_value_heads"] == 2
-    assert qwen["hidden_size"] // qwen["num_attention_heads"] == 128
-    for each in (gemma, qwen):
-        assert each["num_attention_heads"] > each["num_key_value_heads"]
-        assert each["max_position_embeddings"] == 8192 and each["tie_word_embeddings"]
-
-
-def test_qwen_has_large_constant_key_channels():
-    weights = decode(folder("tiny-qwen"))[1]
-    for layer in range(config("tiny-qwen")["num_hidden_layers"]):
-        bias = np.abs(np.array(weights[f"model.layers.{layer}.self_attn.k_proj.bias"], np.float32))
-        assert np.sort(bias)[-6:].min() > 5 * np.median(bias)
+    assert gemma["num_attention_heads"] > gemma["num_key_value_heads"]
+    assert gemma["max_position_embeddings"] == 8192 and gemma["tie_word_embeddings"]
 
 
 def test_huggingface_and_mlx_agree(loaded):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    name, model, tokenizer = loaded
+    model, tokenizer = loaded
     ids = ids_of(tokenizer, 700)  # longer than the sliding window
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(PATHS[name], dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits.numpy()
     error = np.array(model(mx.array([ids]))) - expected
@@ -109,11 +85,9 @@ def test_huggingface_and_mlx_agree(loaded):
 
 def test_huggingface_reads_the_same_tokens(loaded):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    name, _, tokenizer = loaded
-    raw = pytest.importorskip("tokenizers").Tokenizer.from_file(
-        str(folder(name) / "tokenizer.json")
-    )
-    theirs = transformers.AutoTokenizer.from_pretrained(folder(name))
+    _, tokenizer = loaded
+    raw = pytest.importorskip("tokenizers").Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(SOURCE)
     text = "It's 4 o'clock.\n\nThe code of Ada is 50312.<end_of_turn>\n  x_1 = [1, 2]"
     expected = raw.encode(text, add_special_tokens=False).ids
     assert theirs.encode(text, add_special_tokens=False) == expected
@@ -122,7 +96,7 @@ def test_huggingface_reads_the_same_tokens(loaded):
 
 
 def test_the_chat_template_writes_what_training_saw(loaded):
-    _, _, tokenizer = loaded
+    _, tokenizer = loaded
     chat = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hello!"},

@@ -66,6 +66,13 @@ def read_faults(folder: Path = Path(__file__).parent) -> list[Fault]:
     ]
 
 
+def prepare() -> None:
+    """Make what tests/support/small_models.py makes once a checkout: by the code without a fault."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
+    command = [sys.executable, "-c", "import small_models"]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=True)
+
+
 def copy_tree(place: Path) -> Path:
     """Copy what tests read to `place`; returns it."""
     for name in FOLDERS:
@@ -127,6 +134,7 @@ def main() -> int:
         faults = [fault for fault in faults if {fault.area, fault.name} & set(options.only)]
     elif not options.all:
         faults = random.Random(options.seed).sample(faults, min(options.sample, len(faults)))
+    prepare()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for i in range(options.jobs):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
-from small_models import QWEN as TINY
+from small_models import TINY
 
 ROOT = Path(__file__).parents[2]
 BYTES = r"longest cache ([\d,]+) tokens(?: of \d sequences)? in ([\d.]+) ([KMG]iB), in 16 bits ([\d.]+) ([KMG]iB)"
@@ -55,7 +55,8 @@ def held(stderr: str) -> tuple[int, float, float]:
 
 def compressed(stderr: str) -> bool:
     tokens, stored, plain = held(stderr)
-    return "layers 0-4 (full attention): int4, 4.5 bits per value" in stderr and stored < plain
+    kinds = "layers 1, 3, 5, 7 (full attention): int4, 4.5 bits per value"
+    return kinds in stderr and stored < plain
 
 
 def text_of(stdout: str) -> str:
@@ -72,7 +73,7 @@ def test_generate_writes_what_it_writes_alone_and_caches_are_compressed():
     assert "in full precision as asked for" in plain.stderr
     for line in packed.stdout.splitlines():  # nothing of ours on stdout
         assert "mlxkv" not in line and "layers" not in line
-    assert packed.stderr.count("layers 0-4") == 1 and compressed(packed.stderr)
+    assert packed.stderr.count("layers 1, 3, 5, 7") == 1 and compressed(packed.stderr)
     tokens, stored, plain_bytes = held(packed.stderr)
     assert tokens > 500 and stored < 0.7 * plain_bytes
 
@@ -81,9 +82,7 @@ def test_a_calibration_beside_the_model_is_found():
     words = "mlx_lm.generate", "--model", TINY, "--max-tokens", 4, "--prompt", LONG
     done = run("--kv", "int2", *words)
     assert done.returncode == 0 and "int2, 2.25 bits per value" in done.stderr
-    lines = done.stderr.splitlines()
-    (reach,) = [line for line in lines if "holds for positions up to 2,967" in line]
-    assert "calibrat" not in done.stderr.replace(reach, "")  # none was made
+    assert "calibrat" not in done.stderr  # none was made
     assert held(done.stderr)[1] < 0.7 * held(done.stderr)[2]  # windows are exact
 
 
@@ -243,7 +242,7 @@ import os, sys, threading
 from mlx_lm import load
 def work():
     model, tokenizer = load(sys.argv[1])
-    print(type(model.make_cache()[0] if hasattr(model, "make_cache") else None).__name__)
+    print(type(model.make_cache()[1]).__name__)
 if sys.argv[2] == "thread":
     thread = threading.Thread(target=work); thread.start(); thread.join(); print("goes on", flush=True); os._exit(0)
 else:
@@ -258,7 +257,7 @@ def test_a_refusal_is_one_line_and_with_strict_the_end(tmp_path, where):
     script.write_text(LOADS)
     words = "--kv", "learned-int2"
     done = run(*words, "--", script, TINY, where)
-    assert done.returncode == 0 and done.stdout.splitlines()[0] == "NoneType"
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == "KVCache"
     assert "[mlxkv] caches stay in full precision: [attach] learned-int2 needs" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     done = run(*words, "--strict", "--", script, TINY, where)
@@ -295,7 +294,7 @@ def test_mlxkv_itself_gives_its_own_caches(monkeypatch, tmp_path):
     script = tmp_path / "own.py"
     script.write_text(
         "import sys, mlxkv\nloaded = mlxkv.load(sys.argv[1], 'int8')\n"
-        "print(loaded.model.make_cache()[0].config.keys.label)\n"
+        "print(loaded.model.make_cache()[1].config.keys.label)\n"
     )
     done = run("--", script, TINY)
     assert done.returncode == 0 and "int8" in done.stdout and done.stderr == ""

@@ -1,37 +1,38 @@
-"""Two small trained models of tests/data, TINY (gemma3_text) and QWEN (qwen2): paths of folders in 16 bits.
+"""TINY, the small trained model of tests/data (gemma3_text): the path of its folder in 16 bits, calibrated.
 
-They are kept in 8 and 6 bits, as MLX packs them, to be small, and stand for models in full precision. This module
-decodes each once, into tests/data/.decoded, which Git ignores: torch reads the result as well as MLX.
+It is kept in 8 and 6 bits, as MLX packs them, to be small, and stands for a model in full precision. This module
+decodes it once, into tests/data/.decoded, which Git ignores: torch reads the result as well as MLX.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-from dataclasses import replace
+import subprocess
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from mlxkv.formats.calibration import artifact
-from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.folder import check
+from mlxkv.formats.calibration.contents import FORMAT
 
-DATA = Path(__file__).parents[1] / "data"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "tests" / "data" / "tiny"
 WEIGHTS, CALIBRATION = "model.safetensors", f"{artifact.NAME}.safetensors"
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def decode(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def decode() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return config.json without quantization, and the weights by name, affine codes as float16.
 
     A code q of a group with scale s and bias b is s q + b, computed in float32 and rounded once.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    usual, packed, out = config.pop("quantization"), load_file(folder / WEIGHTS), {}
+    config = json.loads((SOURCE / "config.json").read_text(encoding="utf-8"))
+    usual, packed, out = config.pop("quantization"), load_file(SOURCE / WEIGHTS), {}
     for name, x in packed.items():
         stem, _, part = name.rpartition(".")
         if part == "weight" and x.dtype == np.uint32:
@@ -51,32 +52,44 @@ def _codes(words: np.ndarray, bits: int) -> np.ndarray:
     return stream.reshape(len(words), -1, bits) @ (2.0 ** np.arange(bits)).astype(np.float32)
 
 
-def _folder(name: str) -> str:
-    """Decode DATA/name where no earlier process has; return the path of the result."""
-    out = DATA / ".decoded" / name
-    if not out.is_dir():
-        out.parent.mkdir(exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=out.parent))
-        config, weights = decode(DATA / name)
+def _folder() -> str:
+    """Decode and calibrate SOURCE where no earlier process has; return the path of the result."""
+    out = SOURCE.parent / ".decoded" / str(FORMAT) / "tiny"
+    if out.is_dir():
+        return str(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent) as base:
+        part = Path(base) / out.name
+        part.mkdir()
+        config, weights = decode()
         (part / "config.json").write_text(json.dumps(config), encoding="utf-8")
         save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
         for file in COPIED:
-            shutil.copyfile(DATA / name / file, part / file)
-        made = artifact.read(DATA / name / CALIBRATION)
-        artifact.write(part / CALIBRATION, replace(made, fingerprint=fingerprint(check(part))))
+            shutil.copyfile(SOURCE / file, part / file)
+        _calibrate(part)
         try:
             part.rename(out)
         except OSError:  # another process was first
-            shutil.rmtree(part)
+            if not out.is_dir():
+                raise
     return str(out)
 
 
-TINY, QWEN = map(_folder, ("tiny", "tiny-qwen"))
+def _calibrate(folder: Path) -> None:
+    """Calibrate in another process: this one may have to fork, or to choose how MLX multiplies."""
+    command = [sys.executable, "-m", "mlxkv", "calibrate", "--model", folder, "--tokens", "1024"]
+    command += ["-o", folder / CALIBRATION]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+TINY = _folder()
 
 
 def story_tokens(loaded, count: int) -> list[int]:
-    """Return `count` tokens of stories that the models were not trained on, without BOS."""
-    text = (DATA / "tiny" / "stories.txt").read_text(encoding="utf-8")
+    """Return `count` tokens of stories that TINY was not trained on, without BOS."""
+    text = (SOURCE / "stories.txt").read_text(encoding="utf-8")
     tokens = loaded.tokenizer.encode(text, add_special_tokens=False)
     assert len(tokens) >= count
     return tokens[:count]

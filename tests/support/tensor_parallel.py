@@ -1,4 +1,4 @@
-"""Run by test_cuda_parallel.py: the trained QWEN by two processes, one kv head each, beside one
+"""Run by test_cuda_parallel.py: a random model by two processes, one kv head each, beside one
 process. Its last line is JSON.
 
 A process of its own, so that it may fork before anything of it has threads; forked, so that torch and
@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from small_models import QWEN
+from small_models import COPIED, TINY
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from cuda_track.calibrate import calibrate
 from cuda_track.models import seam
 from cuda_track.models.handing import handed
 from cuda_track.models.loader import load
@@ -24,6 +27,23 @@ from mlxkv.errors import UserError
 
 PRESETS = ("int4", "balanced-int3", "static-0.75+int4")
 DECODED = 6
+
+
+def write_model(folder: Path) -> Path:
+    """Three narrow layers of Qwen2 with two kv heads of 128 dims, and the tokenizer of TINY."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=3072, hidden_size=512, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=[4, 2], pad_token_id=0,
+    )  # fmt: skip
+    made = Qwen2ForCausalLM(config).half()
+    for name, p in made.named_parameters():
+        p.data += (0.1 if "norm" in name else 0.05) * torch.randn_like(p)
+    made.save_pretrained(folder)
+    for name in COPIED:
+        shutil.copyfile(Path(TINY) / name, folder / name)
+    return folder
 
 
 def codes_of(cache) -> list[torch.Tensor]:
@@ -35,8 +55,8 @@ def codes_of(cache) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def run(model, kv: str, ids: torch.Tensor):
-    seam.attach(model, kv)
+def run(model, kv: str, ids: torch.Tensor, calibration):
+    seam.attach(model, kv, calibration)
     cache, out = seam.new_cache(model), []
     logits = model(ids, **handed(cache)).logits[:, -1]
     first, codes = logits, codes_of(cache)
@@ -46,7 +66,7 @@ def run(model, kv: str, ids: torch.Tensor):
     return first, codes, out
 
 
-def worker(rank: int, loaded, ids, alone: dict, folder: Path) -> None:
+def worker(rank: int, loaded, ids, calibration, alone: dict, folder: Path) -> None:
     from transformers.distributed import DistributedConfig
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
@@ -59,7 +79,7 @@ def worker(rank: int, loaded, ids, alone: dict, folder: Path) -> None:
     model = type(model).maybe_distribute_model(model, config, mesh)
     found = {}
     for kv, (first, codes, text) in alone.items():
-        logits, own, out = run(model, kv, ids)
+        logits, own, out = run(model, kv, ids, calibration)
         right = [x[:, rank : rank + 1] for x in codes]
         pairs = list(zip(own, right, strict=True))
         found[kv] = {
@@ -80,13 +100,16 @@ def worker(rank: int, loaded, ids, alone: dict, folder: Path) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    loaded = load(QWEN, "fp16", "float32")
-    ids = torch.randint(5, 3000, (1, 330), generator=torch.Generator().manual_seed(0))
-    alone = {kv: run(loaded.model, kv, ids) for kv in PRESETS}
+    loaded = load(str(write_model(folder / "model")), "fp16", "float32")
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 3000, (1, 330), generator=random)
+    calibration = calibrate(loaded, torch.randint(5, 3000, (600,), generator=random).tolist())
+    alone = {kv: run(loaded.model, kv, ids, calibration) for kv in PRESETS}
     seam.detach(loaded.model)
     fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(target=worker, args=(rank, loaded, ids, alone, folder)) for rank in (0, 1)
+        fork.Process(target=worker, args=(rank, loaded, ids, calibration, alone, folder))
+        for rank in (0, 1)
     ]
     for process in ranks:
         process.start()
