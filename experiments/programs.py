@@ -215,7 +215,7 @@ def versions(python: Path, names: list[str]) -> list[str]:
 def row(one: Tried, python: Path, work: Path) -> list[str]:
     tool = str(python.parent / one.name)
     own = {"HF_HUB_OFFLINE": "1", "LLM_USER_PATH": str(work / "llm"), "MLXKV_COMPILE": "0"}
-    env = {name: value for name, value in os.environ.items() if name != "MLXKV"} | own
+    env = os.environ | own
     path = (str(ROOT), os.environ.get("PYTHONPATH"))
     beneath = env | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     alone = call(one, [tool, *one.args], work, env)
