@@ -177,14 +177,6 @@ def test_mlxkv_s_own_models_are_left_to_it(model_folder, asking, capsys):
     detach(loaded.model)
 
 
-def test_the_text_side_of_a_model_that_sees(model_folder):
-    text = mlx_lm.utils.load_model(model_folder)[0]
-    both = nn.Module()
-    both.language_model = text
-    assert give.language_model(both) is text and give.language_model(text) is text
-    detach(text)
-
-
 def test_a_model_that_is_shared_is_compressed_before(model_folder, monkeypatch, capsys):
     """With a group of two, of which this process is the first; `sharded_load` itself would need both."""
     seen = []

@@ -19,6 +19,7 @@ from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.models.decoders import not_used
+from mlxkv.models.hooks.mark import cached_part
 from mlxkv.models.hosts import Options, ledger
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach
@@ -40,7 +41,7 @@ def give(
 
     name, folder, tokenizer: of the model, by which its calibration is found or made. group: processes that share it.
     """
-    target = language_model(model)
+    target = cached_part(model)
     if vars(target).pop(_PASSED_OVER, False) or (group is None and ledger.knows(target)):
         return None  # said already, or attached before it was shared
     try:
@@ -61,14 +62,6 @@ def give(
     return reports
 
 
-def language_model(model: nn.Module) -> nn.Module:
-    """The part of a model that has a KV cache: the text side of one that also sees or hears."""
-    inner = getattr(model, "language_model", None)
-    if isinstance(inner, nn.Module) and not hasattr(model, "make_cache"):
-        return inner
-    return model
-
-
 def _origin(name: str, folder: Path, tokenizer: Any) -> Origin:
     """Where the model comes from. Raises UserError for a folder that mlxkv would not load."""
     checked = check(folder)
@@ -85,7 +78,7 @@ def _origin(name: str, folder: Path, tokenizer: Any) -> Origin:
 def pass_over(model: nn.Module, reason: str, options: Options) -> None:
     """Say why `model` keeps its own caches."""
     _refuse(reason, options)
-    setattr(language_model(model), _PASSED_OVER, True)
+    setattr(cached_part(model), _PASSED_OVER, True)
 
 
 def _refuse(reason: str, options: Options) -> None:

@@ -16,6 +16,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.console import human_bytes, note, one_line
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.catalog.reports import LayerReport
+from mlxkv.models.hooks.probe import leaves
 from mlxkv.models.usage import in_use
 
 STEP, PART = 16, 16  # tokens more than the longest so far, or a 16th, until one is measured again
@@ -45,7 +46,8 @@ class Account:
         if caches is None:
             self.without += getattr(tokens, "ndim", 0) == 2 and tokens.shape[1] > 1
             return
-        held = [one for one in leaves(caches) if isinstance(one, OURS)]
+        each = leaves(caches) if isinstance(caches, (list, tuple)) else []
+        held = [one for _, one in each if isinstance(one, OURS)]
         if not held:
             return
         counts = held[0].offsets if isinstance(held[0], BatchedKVCache) else [held[0].offset]
@@ -68,14 +70,6 @@ class Account:
             f"--kv {self.kv}: longest cache {self.tokens:,} tokens{many} in {human_bytes(self.most)}, in 16 "
             f"bits {human_bytes(self.plain * self.tokens)}{exact}"
         )
-
-
-def leaves(caches: Any) -> list[Any]:
-    """The caches of all layers, those inside lists of caches, too."""
-    if not isinstance(caches, (list, tuple)):
-        caches = getattr(caches, "caches", None) or [caches]
-        return list(caches)
-    return [one for cache in caches for one in leaves(cache)]
 
 
 def _bytes(cache: CompressedKVCache | BatchedKVCache) -> int:
