@@ -20,7 +20,7 @@ from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model, resolve
 from mlxkv.models.catalog.locate import require
-from mlxkv.run.command import run
+from mlxkv.run import run
 from mlxkv.serve.command import serve
 from mlxkv.serve.launch.command import launch
 

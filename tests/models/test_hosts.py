@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -16,34 +19,42 @@ from random_models import random_model
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.models import detach
 from mlxkv.models.calibration import measure
-from mlxkv.models.hosts import given, ledger, watch, wrap
+from mlxkv.models.hosts import Options, give, ledger, wrap
 from mlxkv.models.origin import origin_of
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch):
-    """MLXKV=int4, with accounts and reports of this test alone, and mlx-lm's functions put back afterwards."""
-    monkeypatch.setenv(watch.KV, "int4")
-    for name in (watch.STRICT, watch.QUIET, "MLX_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(given, "_told", set())
-    monkeypatch.setattr(ledger.LEDGER, "_accounts", [])
-    monkeypatch.setattr(ledger.LEDGER, "_open", True)  # nothing is said as the tests end
-    wrap.wrap(mlx_lm.utils)
-    yield
-    wrap.unwrap(mlx_lm.utils)
+def fresh(monkeypatch):
+    """Accounts and reports of this test alone."""
+    monkeypatch.setattr(give, "_told", set())
+    monkeypatch.setattr(ledger, "ACCOUNTS", [])
+    monkeypatch.setattr(ledger.atexit, "register", lambda ask: None)
+
+
+@pytest.fixture
+def asking(monkeypatch):
+    """Has mlx-lm's loaders wrapped, as a program finds them."""
+
+    def ask(kv: str = "int4", **more) -> Options:
+        for name in wrap.LOADERS["mlx_lm.utils"]:
+            original = getattr(mlx_lm.utils, name)
+            monkeypatch.setattr(mlx_lm.utils, name, getattr(original, "__wrapped__", original))
+        wrap.wrap(mlx_lm.utils, options := Options(kv, **more))
+        return options
+
+    ask()
+    return ask
 
 
 def load(folder) -> tuple:
-    """As a program does, by the name that it imported."""
-    return mlx_lm.load(str(folder))
+    return mlx_lm.utils.load(str(folder))
 
 
 def is_compressed(model) -> bool:
     return isinstance(make_prompt_cache(model)[0], CompressedKVCache)
 
 
-def test_what_a_program_loads_is_compressed_and_told_once(model_folder, capsys):
+def test_what_a_program_loads_is_compressed_and_told_once(model_folder, asking, capsys):
     model, tokenizer = load(model_folder)
     assert is_compressed(model)
     said = capsys.readouterr()
@@ -54,9 +65,9 @@ def test_what_a_program_loads_is_compressed_and_told_once(model_folder, capsys):
     detach(model), detach(again)
 
 
-def test_the_longest_cache_is_measured(model_folder):
+def test_the_longest_cache_is_measured(model_folder, asking):
     model, tokenizer = load(model_folder)
-    (account,) = ledger.LEDGER.accounts
+    (account,) = ledger.ACCOUNTS
     assert "no cache was filled, so nothing was compressed (no model was run)" in account.line()
     model(mx.zeros((1, 9), mx.int32))
     assert "the program reads text without one" in account.line()
@@ -70,13 +81,13 @@ def test_the_longest_cache_is_measured(model_folder):
     detach(model)
 
 
-def test_sequences_of_a_batch_are_added(model_folder):
+def test_sequences_of_a_batch_are_added(model_folder, asking):
     from mlx_lm import batch_generate
 
     model, tokenizer = load(model_folder)
     prompts = [tokenizer.encode("a" * n) for n in (300, 290)]
     batch_generate(model, tokenizer, prompts, max_tokens=4)
-    (account,) = ledger.LEDGER.accounts
+    (account,) = ledger.ACCOUNTS
     assert (
         account.sequences == 2 and account.tokens >= 580 and " of 2 sequences in " in account.line()
     )
@@ -84,19 +95,19 @@ def test_sequences_of_a_batch_are_added(model_folder):
 
 
 @pytest.mark.parametrize("kv", ["learned-int2", "itn4"])
-def test_a_refusal_leaves_the_model_as_it_was(model_folder, monkeypatch, capsys, kv):
-    monkeypatch.setenv(watch.KV, kv)
+def test_a_refusal_leaves_the_model_as_it_was(model_folder, asking, capsys, kv):
+    asking(kv)
     model, _ = load(model_folder)
-    assert not is_compressed(model) and not ledger.LEDGER.accounts
+    assert not is_compressed(model) and not ledger.ACCOUNTS
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("[mlxkv] caches stay in full precision: [")
-    monkeypatch.setenv(watch.STRICT, "1")
+    asking(kv, strict=True)
     with pytest.raises(SystemExit) as end:
         load(model_folder)
     assert end.value.code == 2 and capsys.readouterr().err.startswith("[mlxkv] refused: [")
 
 
-def test_strict_refuses_layers_that_stay(tmp_path, monkeypatch, capsys):
+def test_strict_refuses_layers_that_stay(capsys):
     class Odd(nn.Module):
         layers = ()
 
@@ -106,41 +117,36 @@ def test_strict_refuses_layers_that_stay(tmp_path, monkeypatch, capsys):
         def __call__(self, inputs, cache=None):
             return inputs
 
-    assert given.give(Odd(), "int4", False, "odd") is None
+    assert give.give(Odd(), Options("int4"), "odd") is None
     assert "full precision: RuntimeError: its own way" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        given.give(Odd(), "int4", True, "odd")
+        give.give(Odd(), Options("int4", strict=True), "odd")
 
 
-def test_windows(monkeypatch, capsys):
-    monkeypatch.setenv(watch.WINDOWS, "160")
+def test_windows(capsys):
     model = random_model("gemma3_text", sliding_window=160)
-    reports = given.give(model, "naive-int2+sink4+recent16+page16", False, "one")
+    options = Options("naive-int2+sink4+recent16+page16", windows=160)
+    reports = give.give(model, options, "one")
     assert all(report.compressed for report in reports) and "sliding" in capsys.readouterr().err
     detach(model)
-    monkeypatch.setenv(watch.WINDOWS, "many")
-    assert given.give(random_model("llama"), "int4", False, "one") is None
-    assert "[MLXKV_WINDOWS] must be a number of tokens; got 'many'" in capsys.readouterr().err
 
 
-def test_full_precision_is_a_preset(model_folder, monkeypatch, capsys):
-    monkeypatch.setenv(watch.KV, "fp16")
+def test_full_precision_is_a_preset(model_folder, asking, capsys):
+    asking("fp16")
     model, _ = load(model_folder)
-    assert not is_compressed(model) and not ledger.LEDGER.accounts
+    assert not is_compressed(model) and not ledger.ACCOUNTS
     assert "in full precision as asked for" in capsys.readouterr().err
-    monkeypatch.setenv(watch.KV, "0")
-    assert not is_compressed(load(model_folder)[0]) and capsys.readouterr().err == ""
 
 
-def test_quiet(model_folder, monkeypatch, capsys):
-    monkeypatch.setenv(watch.QUIET, "1")
+def test_quiet(model_folder, asking, monkeypatch, capsys):
+    monkeypatch.setattr(ledger.atexit, "register", lambda ask: ask())
+    asking(quiet=True)
     model, _ = load(model_folder)
-    ledger.LEDGER.tell()
     assert is_compressed(model) and capsys.readouterr().err == ""
     detach(model)
 
 
-def test_a_calibration_is_made_where_there_is_none(model_folder, monkeypatch, tmp_path, capsys):
+def test_a_calibration_is_made_where_there_is_none(model_folder, asking, monkeypatch, tmp_path):
     """By the tokenizer that came with the model; and by one that is read, where the program took the model alone."""
     made = []
 
@@ -151,7 +157,7 @@ def test_a_calibration_is_made_where_there_is_none(model_folder, monkeypatch, tm
 
     monkeypatch.setattr(measure, "from_corpus", calibrate)
     monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path)
-    monkeypatch.setenv(watch.KV, "int2")
+    asking("int2")
     model, tokenizer = load(model_folder)
     assert is_compressed(model) and origin_of(model) is made[0]
     assert made[0].tokenizer is tokenizer and made[0].folder == model_folder
@@ -162,43 +168,35 @@ def test_a_calibration_is_made_where_there_is_none(model_folder, monkeypatch, tm
     detach(model), detach(alone)
 
 
-def test_mlxkv_s_own_models_are_left_to_it(model_folder, capsys):
+def test_mlxkv_s_own_models_are_left_to_it(model_folder, asking, capsys):
     from mlxkv.models import load as own
 
     loaded = own(str(model_folder), "int8")
     assert loaded.model.make_cache()[0].config.keys.quantizer.bits == 8
-    assert capsys.readouterr().err == "" and not ledger.LEDGER.accounts
+    assert capsys.readouterr().err == "" and not ledger.ACCOUNTS
     detach(loaded.model)
-
-
-def test_the_text_side_of_a_model_that_sees(model_folder):
-    text = mlx_lm.utils.load_model(model_folder)[0]
-    both = nn.Module()
-    both.language_model = text
-    assert given.language_model(both) is text and given.language_model(text) is text
-    detach(text)
 
 
 def test_a_model_that_is_shared_is_compressed_before(model_folder, monkeypatch, capsys):
     """With a group of two, of which this process is the first; `sharded_load` itself would need both."""
     seen = []
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    model, _ = getattr(mlx_lm.utils.load_model, wrap.OURS)(model_folder)
+    model, _ = mlx_lm.utils.load_model(model_folder)
     monkeypatch.setattr(type(model), "shard", lambda self, group: seen.append(is_compressed(self)))
     monkeypatch.setattr(wrap._call, "folder", model_folder)
-    wrap._before_it_is_shared((model, {}))
+    wrap._before_it_is_shared((model, {}), Options("int4"))
     model.shard(group)
     assert seen == [True] and "shard" not in vars(model)
-    wrap._compress((model, None), "again")  # as `sharded_load` returns
+    wrap.compress((model, None), "again", Options("int4"))  # as `sharded_load` returns
     assert capsys.readouterr().err.count("[mlxkv] --kv int4: ") == 1
     detach(model)
 
-    dealt, _ = getattr(mlx_lm.utils.load_model, wrap.OURS)(model_folder)
+    dealt, _ = mlx_lm.utils.load_model(model_folder)
     dealt.model.__class__.pipeline = lambda self, group: seen.append("dealt")
     try:
-        wrap._before_it_is_shared((dealt, {}))
+        wrap._before_it_is_shared((dealt, {}), Options("int4"))
         dealt.model.pipeline(group)
-        wrap._compress((dealt, None), "dealt")
+        wrap.compress((dealt, None), "dealt", Options("int4"))
     finally:
         del dealt.model.__class__.pipeline
     assert seen[-1] == "dealt" and not is_compressed(dealt)
@@ -219,3 +217,43 @@ def test_other_threads_do_not_wait(model_folder):
     finally:
         wrap._call.depth = 0
     assert found == [0] and sys.modules["mlx_lm.utils"] is mlx_lm.utils
+
+
+# A host without a framework, where `load` calls `load_model`.
+UTILS = """
+def load_model(path, lazy=False):
+    "Read."
+    return "model of " + str(path), {}
+def load(path):
+    return load_model(path)[0], "tokenizer"
+"""
+
+
+def test_loaders_are_wrapped_as_a_program_imports_them(tmp_path, monkeypatch):
+    package = tmp_path / "mlx_lm"
+    package.mkdir()
+    (package / "__init__.py").write_text("from mlx_lm.utils import load\n")
+    (package / "utils.py").write_text(UTILS)
+    known = [name for name in sys.modules if name.partition(".")[0] == "mlx_lm"]
+    for name in known:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    given = []
+    monkeypatch.setattr(wrap, "compress", lambda found, name, options: given.append((found, name)))
+    wrap.watch(Options("int4"))
+    host = import_module("mlx_lm")
+    try:
+        assert host.load("x") == ("model of x", "tokenizer")
+        assert given == [(("model of x", "tokenizer"), "x")]  # once, of the outermost call
+        assert host.utils.load_model(Path("y"))[0] == "model of y" and given[1][1] == "y"
+        assert wrap._call.folder == Path("y")
+        assert host.utils.load_model(lazy=True, path="y") and wrap._call.folder is None
+        with pytest.raises(TypeError):
+            host.load()
+        assert host.load("z") and len(given) == 4  # an error leaves nothing behind
+        assert host.utils.load_model.__doc__ == "Read."
+        assert "load_model" in inspect.getsource(host.utils)
+    finally:
+        for name in ("mlx_lm.utils", "mlx_lm"):
+            sys.modules.pop(name)

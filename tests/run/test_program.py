@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import pytest
 
 from mlxkv.cli import main
 from mlxkv.errors import UserError
-from mlxkv.run import program
-from mlxkv.run.command import check_options
-from mlxkv.run.program import ELSEWHERE, HERE, MODULE, Program, find
+from mlxkv.run import Program, check_options, find, is_this
 
 BIN = Path(sys.executable).parent
 BASE = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -33,72 +30,60 @@ def path(tmp_path, monkeypatch):
 
 def test_a_script_of_this_python_is_found_as_a_shell_finds_it(path):
     here = script(path / "tool", f"#!{sys.executable}")
-    assert find(["tool", "-x"]) == Program(HERE, str(here), ["-x"])
-    assert find([str(here)]) == Program(HERE, str(here), [])
+    assert find(["tool", "-x"]) == Program(str(here), ["-x"])
+    assert find([str(here)]) == Program(str(here), [])
     long = script(
         path / "far", "#!/bin/sh", f"'''exec' {sys.executable} \"$0\" \"$@\"", "' '''", "import os"
     )
-    assert find(["far"]) == Program(HERE, str(long), [])  # as pip writes it for long paths
+    assert find(["far"]) == Program(str(long), [])  # as pip writes it for long paths
     quoted = script(path / "quoted", "#!/bin/sh", f'\'\'\'exec\' "{sys.executable}" "$0" "$@"')
-    assert find(["quoted"]) == Program(HERE, str(quoted), [])
+    assert find(["quoted"]) == Program(str(quoted), [])
 
 
 def test_a_program_beside_this_python_needs_no_path(path):
-    assert find(["mlx_lm.generate"]) == Program(HERE, str(BIN / "mlx_lm.generate"), [])
+    assert find(["mlx_lm.generate"]) == Program(str(BIN / "mlx_lm.generate"), [])
 
 
 def test_modules(path, monkeypatch):
-    assert find(["-m", "mlx_lm", "chat"]) == Program(MODULE, "mlx_lm", ["chat"])
-    assert find(["mlx_lm.models.llama"]) == Program(MODULE, "mlx_lm.models.llama", [])
-    assert find(["json.tool", "x"]) == Program(MODULE, "json.tool", ["x"])
+    assert find(["-m", "mlx_lm", "chat"]) == Program("mlx_lm", ["chat"], True)
+    assert find(["mlx_lm.models.llama"]) == Program("mlx_lm.models.llama", [], True)
+    assert find(["json.tool", "x"]) == Program("json.tool", ["x"], True)
     for words in (["-m"], ["-m", "no_such"], ["-m", "mlx_lm.no_such"]):
         with pytest.raises(UserError, match="no such module here"):
             find(words)
     monkeypatch.chdir(path)
     script(path / "mine.py")
-    assert find(["-m", "mine"]) == Program(MODULE, "mine", [])
+    assert find(["-m", "mine"]) == Program("mine", [], True)
 
 
 def test_python_and_what_follows(path, monkeypatch):
     monkeypatch.setenv("PATH", str(BIN))
     file = str(script(path / "x.py"))
-    assert find(["python", file, "a"]) == Program(HERE, file, ["a"])
-    assert find([file, "a"]) == Program(HERE, file, ["a"])
-    assert find(["python", "-m", "json.tool"]) == Program(MODULE, "json.tool", [])
+    assert find(["python", file, "a"]) == Program(file, ["a"])
+    assert find([file, "a"]) == Program(file, ["a"])
+    assert find(["python", "-m", "json.tool"]) == Program("json.tool", [], True)
     for rest in (["-c", "print(1)"], ["-u", file], []):
-        assert find(["python", *rest]) == Program(ELSEWHERE, str(BIN / "python"), rest)
+        with pytest.raises(UserError, match=r"\[run\] Python's own options are not taken; got "):
+            find(["python", *rest])
 
 
-def test_what_is_no_python_is_left_to_the_system(path):
+def test_what_is_no_program_of_python_is_refused(path):
     tool = script(path / "tool", "#!/bin/sh")
-    assert find(["tool", "a"]) == Program(ELSEWHERE, str(tool), ["a"])
+    with pytest.raises(UserError, match=rf"\[run\] no program of Python; got {tool}"):
+        find(["tool", "a"])
 
 
-def test_a_python_without_mlxkv_is_refused_by_name(path, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+def test_a_program_of_another_python_is_refused_by_name(path):
     tool = script(path / "tool", f"#!{BASE}")
-    with pytest.raises(UserError, match="has no mlxkv of this version") as error:
+    with pytest.raises(UserError, match=r"\[run\] another Python runs this program") as error:
         find(["tool"])
     assert f"{BASE} -m pip install mlxkv" in str(error.value) and str(tool) in str(error.value)
-    assert not program.has_mlxkv(str(BASE)) and not program.is_this(str(BASE))
+    with pytest.raises(UserError, match="another Python"):
+        find([str(BASE), str(tool)])
+    assert not is_this(str(BASE))
     # What lies beside this Python has the name, too.
     script(path / "mlx_lm.generate", f"#!{BASE}")
     assert find(["mlx_lm.generate"]).name == str(BIN / "mlx_lm.generate")
-
-
-def test_another_python_with_mlxkv_is_started_as_it_is(path, monkeypatch):
-    tool = script(path / "tool", f"#!{BASE}")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    assert find(["tool", "a"]) == Program(ELSEWHERE, str(tool), ["a"])
-
-
-def test_a_script_that_shuts_the_environment_out_is_refused(path):
-    for option in ("-I", "-sE"):
-        script(path / "tool", f"#!{sys.executable} {option}")
-        with pytest.raises(UserError, match="switches PYTHONPATH off"):
-            find(["tool"])
-    script(path / "tool", f"#!{sys.executable} -s")
-    assert find(["tool"]).how == HERE
 
 
 @pytest.mark.parametrize(
@@ -125,10 +110,3 @@ def test_their_own_compression_is_theirs_in_full_precision():
     with pytest.raises(UserError):
         check_options(["--model", "x", "--kv-quant-scheme", "turboquant"], "int4")
     check_options(["--model", "--kv", "kv-bits"], "int4")
-
-
-def test_a_refused_command_leaves_the_environment(monkeypatch, capsys):
-    monkeypatch.delenv("MLXKV", raising=False)
-    before = dict(os.environ)
-    assert main(["run", "no-such-program"]) == 2
-    assert dict(os.environ) == before and "no such program" in capsys.readouterr().err

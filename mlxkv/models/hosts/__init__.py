@@ -1,2 +1,18 @@
-"""Programs of others: the functions by which they load models are wrapped, so that what they load gets
-compressed caches. `watch` waits for the modules, `wrap` wraps them, `ledger` counts what caches held."""
+"""Programs of others (`mlxkv run`): `wrap` has the functions by which they load models wrapped, `give` gives such a
+model compressed caches, `ledger` counts what they held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `mlxkv run` was asked for. strict: end the process with exit code 2 where a layer that grows stays in
+    full precision. windows: tokens of the smallest sliding window that is compressed. quiet: say only what is
+    wrong."""
+
+    kv: str
+    strict: bool = False
+    windows: int | None = None
+    quiet: bool = False

@@ -13,16 +13,13 @@ import mlx.nn as nn
 
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.console import human_bytes
+from mlxkv.console import human_bytes, note, one_line
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.catalog.reports import LayerReport
-from mlxkv.models.hosts.voice import is_quiet, say
+from mlxkv.models.hooks.probe import leaves
 from mlxkv.models.usage import in_use
 
-STEP, PART = (
-    16,
-    16,
-)  # tokens more than the longest cache so far, or a 16th, until one is measured again
+STEP, PART = 16, 16  # tokens more than the longest so far, or a 16th, until one is measured again
 OURS = (CompressedKVCache, BatchedKVCache)
 
 
@@ -49,7 +46,8 @@ class Account:
         if caches is None:
             self.without += getattr(tokens, "ndim", 0) == 2 and tokens.shape[1] > 1
             return
-        held = [one for one in leaves(caches) if isinstance(one, OURS)]
+        each = leaves(caches) if isinstance(caches, (list, tuple)) else []
+        held = [one for _, one in each if isinstance(one, OURS)]
         if not held:
             return
         counts = held[0].offsets if isinstance(held[0], BatchedKVCache) else [held[0].offset]
@@ -74,14 +72,6 @@ class Account:
         )
 
 
-def leaves(caches: Any) -> list[Any]:
-    """The caches of all layers, those inside lists of caches, too."""
-    if not isinstance(caches, (list, tuple)):
-        caches = getattr(caches, "caches", None) or [caches]
-        return list(caches)
-    return [one for cache in caches for one in leaves(cache)]
-
-
 def _bytes(cache: CompressedKVCache | BatchedKVCache) -> int:
     """Bytes of the tokens of one layer; of sequences in shared arrays what is allocated."""
     if isinstance(cache, BatchedKVCache) and cache.ragged is None:
@@ -89,53 +79,45 @@ def _bytes(cache: CompressedKVCache | BatchedKVCache) -> int:
     return in_use(cache)
 
 
-class Ledger:
-    """The accounts of all models of this process."""
-
-    def __init__(self):
-        self._accounts: list[Account] = []
-        self._open = False
-
-    def knows(self, model: nn.Module) -> bool:
-        return _account(model) is not None
-
-    def open(
-        self, model: nn.Module, kv: str, config: CacheConfig, reports: list[LayerReport]
-    ) -> None:
-        """Watch the calls of an attached model from now on."""
-        ours = [report for report in reports if report.compressed]
-        if not ours:
-            return
-        plain = sum(2 * one.kv_heads * (one.key_dim + one.value_dim) for one in ours)
-        account = Account(kv, config.window, plain)
-        self._accounts.append(account)
-        setattr(model, _NAME, account)
-        _watch(type(model))
-        if not self._open:
-            self._open = True
-            atexit.register(self.tell)
-
-    @property
-    def accounts(self) -> list[Account]:
-        return self._accounts
-
-    def tell(self) -> None:
-        """Say what the caches held, unless quiet is wanted; a closed stderr hears nothing."""
-        for account in [] if is_quiet() else self._accounts:
-            try:
-                say(account.line())
-            except (OSError, ValueError):
-                return
-        sys.stderr.flush()
-
-
-LEDGER = Ledger()
+ACCOUNTS: list[Account] = []  # of all models of this process
 _NAME = "_mlxkv_account"
 _SEEN = "__mlxkv_seen__"
 
 
-def _account(model: nn.Module) -> Account | None:
-    return vars(model).get(_NAME)
+def say(text: str) -> None:
+    """Print a line on stderr, told apart from those of the program."""
+    note(f"[mlxkv] {one_line(text)}")
+
+
+def knows(model: nn.Module) -> bool:
+    """Return whether a model has an account."""
+    return _NAME in vars(model)
+
+
+def open_account(
+    model: nn.Module, kv: str, config: CacheConfig, reports: list[LayerReport], quiet: bool
+) -> None:
+    """Watch the calls of an attached model from now on, and tell of them as the process ends unless `quiet`."""
+    ours = [report for report in reports if report.compressed]
+    if not ours:
+        return
+    plain = sum(2 * one.kv_heads * (one.key_dim + one.value_dim) for one in ours)
+    account = Account(kv, config.window, plain)
+    if not ACCOUNTS and not quiet:
+        atexit.register(tell)
+    ACCOUNTS.append(account)
+    setattr(model, _NAME, account)
+    _watch(type(model))
+
+
+def tell() -> None:
+    """Say what the caches held; a closed stderr hears nothing."""
+    for account in ACCOUNTS:
+        try:
+            say(account.line())
+        except (OSError, ValueError):
+            return
+    sys.stderr.flush()
 
 
 def _watch(cls: type) -> None:

@@ -1,0 +1,113 @@
+"""Give a model that another program has loaded its compressed caches, and say on stderr what it got."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from mlxkv import console, versions
+from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
+from mlxkv.models.catalog.fingerprint import fingerprint
+from mlxkv.models.catalog.folder import check
+from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, summarise
+from mlxkv.models.catalog.shapes import context_limit
+from mlxkv.models.decoders import not_used
+from mlxkv.models.hooks.mark import cached_part
+from mlxkv.models.hosts import Options, ledger
+from mlxkv.models.origin import Origin, introduce
+from mlxkv.models.seam import attach
+
+_PASSED_OVER = "_mlxkv_passed_over"  # on a model: it was said why it keeps its own caches
+_told: set[tuple] = set()  # reports that were printed: a server may load a model again
+
+
+def give(
+    model: nn.Module,
+    options: Options,
+    name: str,
+    folder: Path | None = None,
+    tokenizer: Any = None,
+    group: Any = None,
+) -> list[LayerReport] | None:
+    """Attach `options.kv` to the language model of `model`. Returns the reports, or None where that cannot be: then
+    one line says why, and the model stays as it was.
+
+    name, folder, tokenizer: of the model, by which its calibration is found or made. group: processes that share it.
+    """
+    target = cached_part(model)
+    if vars(target).pop(_PASSED_OVER, False) or (group is None and ledger.knows(target)):
+        return None  # said already, or attached before it was shared
+    try:
+        config = parse_kv(options.kv)
+        if config.calibrated and folder is not None:
+            introduce(target, _origin(name, folder, tokenizer))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the report says it
+            reports = attach(
+                target, options.kv, strict=options.strict, group=group, windows=options.windows
+            )
+    except UserError as error:
+        return _refuse(str(error), options)
+    except Exception as error:  # a model of others may raise anything
+        return _refuse(f"{type(error).__name__}: {error}", options)
+    ledger.open_account(target, options.kv, config, reports, options.quiet)
+    _tell(name, options, reports)
+    return reports
+
+
+def _origin(name: str, folder: Path, tokenizer: Any) -> Origin:
+    """Return where the model comes from. Raises UserError for a folder that mlxkv would not load."""
+    checked = check(folder)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    if tokenizer is None:
+        from mlx_lm.utils import load_tokenizer
+
+        tokenizer = load_tokenizer(folder)
+    return Origin(
+        name, fingerprint(checked), checked.path, tokenizer, context_limit(checked.config)
+    )
+
+
+def pass_over(model: nn.Module, reason: str, options: Options) -> None:
+    """Say why `model` keeps its own caches."""
+    _refuse(reason, options)
+    setattr(cached_part(model), _PASSED_OVER, True)
+
+
+def _refuse(reason: str, options: Options) -> None:
+    if not options.strict:
+        ledger.say(f"caches stay in full precision: {reason}")
+        return
+    ledger.say(f"refused: {reason}")
+    if threading.current_thread() is threading.main_thread():
+        sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):  # servers load models in a thread of their own
+        stream.flush()
+    os._exit(2)
+
+
+def _tell(name: str, options: Options, reports: list[LayerReport]) -> None:
+    """Print the report, once for each model."""
+    lines = summarise(reports)
+    asked_for = all(report.reason == ASKED_FOR for report in reports)
+    key = name, options.kv, *lines
+    if key in _told:
+        return
+    _told.add(key)
+    if not options.quiet:
+        ledger.say(
+            f"--kv {options.kv}: {name}" + (", in full precision as asked for" if asked_for else "")
+        )
+        for line in [] if asked_for else lines:
+            console.note(f"  {line}")
+    for line in versions.out_of_range():
+        console.warn(f"! outside the range that mlxkv was tested with: {line}")
+    if (found := not_used(reports)) and (found[1] or not options.quiet):
+        (console.warn if found[1] else console.note)(found[0])

@@ -1,1 +1,0 @@
-"""`mlxkv run`: any program that is built on mlx-lm or mlx-vlm, with compressed caches."""
