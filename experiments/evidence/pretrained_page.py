@@ -7,7 +7,7 @@ It is made of the rows in FOLDER, NAME.jsonl or NAME.jsonl.gz, one file a model,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.evidence import pretrained_picture as picture
@@ -31,13 +31,9 @@ SHAPES = {
 }
 SHORT = {"smollm2": "SmolLM2", "gemma-3-270m": "Gemma", "qwen2.5-coder-0.5b": "Qwen"}
 FIGURE = re.compile(r"\{(\w+) ([\w.+-]+) (\d+)k(?: (\w+))?\}")
-SHOWN = (
-    1024,
-    8192,
-    32768,
-)  # contexts whose tables the page of the three models has; rows hold them all
+# Contexts that the page of the three models shows; rows hold them all.
+SHOWN = (1024, 8192, 32768)
 SAYS = (Path(__file__).parent / "pretrained_says.txt").read_text(encoding="utf-8")
-COLUMNS = ("preset", "bits per value", "KL [95 %]", "dNLL [95 %]", "same next token, %")
 
 
 def page(folder: Path, found: Mapping[str, Cells]) -> str:
@@ -50,9 +46,8 @@ def page(folder: Path, found: Mapping[str, Cells]) -> str:
     parts += [f"![KL against context]({folder.name}/{picture.CONTEXTS})", ""]
     for name, cells in found.items():
         parts += [f"## {TITLES.get(name, name)}", "", _about(folder, cells), ""]
-        for context in cells.contexts:
-            if not known or context in SHOWN:
-                parts += [*_table(cells, context), ""]
+        shown = [c for c in cells.contexts if c in SHOWN or not known]
+        parts += [*_table(cells, shown, likelihood=not known), ""]
         parts += _papers(cells)
     return "\n".join(parts).rstrip() + "\n"
 
@@ -89,39 +84,47 @@ def _about(folder: Path, cells: Cells) -> str:
     return ". ".join(filter(None, about)) + "."
 
 
-def _table(cells: Cells, context: int) -> list[str]:
-    """Return the table of one context with our windows, or nothing."""
-    presets = cells.presets(OURS, context)
-    if not presets:
-        return []
-    length, texts = cells.lengths[context], len(cells.values(presets[0], context))
-    title = f"### {_k(context)} tokens"
-    about = f"{texts} texts, {length:,} tokens before the ones that count."
-    counted = cells.counted(context)
-    heads = list(COLUMNS)
+def _table(cells: Cells, contexts: Sequence[int], likelihood: bool) -> list[str]:
+    """Return one table: a row for each preset with our windows, KL by context."""
+    contexts = [c for c in contexts if cells.presets(OURS, c)]
+    counted = [c for c in contexts if cells.counted(c)]
+    heads = ["preset", "bits", *(f"KL at {_k(c)} [95 %]" for c in contexts)]
+    heads += [f"dNLL at {_k(c)} [95 %]" for c in contexts if likelihood]
+    heads.append("same next token, %")
     if counted:
-        about += f" Questions that full precision answers: {', '.join(counted)}."
-        heads.append("answers")
-    elif cells.forms.get(context):
-        best = max(cells.forms[context].values())
-        about += f" Full precision fails the questions here ({100 * best:.0f} % of its best form): none count."
-    lines = [title, "", about, "", line(heads), line(["---"] * len(heads))]
-    for preset in presets:
-        row = _cells(cells, preset, context, OURS)
+        heads.append(f"answers at {', '.join(map(_k, counted))}")
+    presets = list(dict.fromkeys(p for c in contexts for p in cells.presets(OURS, c)))
+    lines = [_measured(cells, contexts), "", line(heads), line(["---"] * len(heads))]
+    for preset in sorted(presets, key=lambda p: (-cells.bits[p], p)):
+        here = [c if cells.measured(preset, c) else None for c in contexts]
+        if preset == BASELINE:
+            row = ["full precision", "16", *"0" * (len(here) * (1 + likelihood)), "100"]
+        else:
+            row = [f"`{preset}`", _bits(cells, preset)]
+            row += [divergence(cells.kl(preset, c)) if c else "–" for c in here]
+            if likelihood:
+                row += [signed(cells.likelihood(preset, c)) if c else "–" for c in here]
+            row.append(", ".join(f"{cells.same(preset, c):.1f}" if c else "–" for c in here))
         if counted:
-            right = cells.answers(preset, context)
-            row.append("/".join(map(str, right)) if right else "–")
+            right = [cells.answers(preset, c) for c in counted]
+            row.append(", ".join("/".join(map(str, x)) if x else "–" for x in right))
         lines.append(line(row))
     return lines
 
 
-def _cells(cells: Cells, preset: str, context: int, windows: str) -> list[str]:
-    name = "full precision" if preset == BASELINE else f"`{preset}`"
-    if preset == BASELINE:
-        return [name, "16", "0", "0", "100"]
-    rise = signed(cells.likelihood(preset, context, windows))
-    kl = divergence(cells.kl(preset, context, windows))
-    return [name, _bits(cells, preset), kl, rise, f"{cells.same(preset, context, windows):.1f}"]
+def _measured(cells: Cells, contexts: Sequence[int]) -> str:
+    """Return texts, tokens before the ones that count and forms of question, by context."""
+    said = []
+    for context in contexts:
+        texts = len(cells.values(cells.presets(OURS, context)[0], context))
+        text = f"{_k(context)}: {texts} texts after {cells.lengths[context]:,} tokens"
+        if counted := cells.counted(context):
+            text += f", questions {', '.join(counted)}"
+        elif cells.forms.get(context):
+            best = 100 * max(cells.forms[context].values())
+            text += f", no questions (full precision answers {best:.0f} % of its best form)"
+        said.append(text)
+    return "; ".join(said) + "."
 
 
 def _bits(cells: Cells, preset: str) -> str:
@@ -134,10 +137,10 @@ def _papers(cells: Cells) -> list[str]:
     if not contexts:
         return []
     presets = list(dict.fromkeys(p for c in contexts for p in cells.presets(PAPER, c)))
-    heads = ["preset", "bits per value", *(f"KL at {_k(c)} [95 %]" for c in contexts)]
-    heads.append("the same with first and last 64 exact, " + _k(contexts[-1]))
+    heads = ["preset", "bits", *(f"KL at {_k(c)} [95 %]" for c in contexts)]
+    heads.append(f"first and last 64 exact, {_k(contexts[-1])}")
     lines = ["### Each method's own windows", ""]
-    lines += ["`naive-*` and `turbo-*` keep no token exact there, as their authors do.", ""]
+    lines += ["As their authors do, `naive-*` and `turbo-*` keep no token exact here.", ""]
     lines += [line(heads), line(["---"] * len(heads))]
     for preset in presets:
         row = [f"`{preset}`", _bits(cells, preset)]

@@ -163,11 +163,11 @@ def presets() -> list[str]:
         "**Needs** is what has to be made first: `mlxkv calibrate` is one pass over 8,900 tokens, made on first "
         "use by `chat` and `serve` and kept.",
         "**Decodes by**: kernels that read codes on a GPU, or plain operations of MLX everywhere. What each costs "
-        "in quality is in [results](../results/README.md), how fast in [kernels](../internals/kernels.md).",
+        "in quality is in [results](../results/pretrained.md), how fast in [kernels](../internals/kernels.md).",
         "",
         "A pair takes its keys from one preset and its values from another (`int8/int4`). Names take numbers: "
         "`int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens. "
-        "`fill-2.25`, or any number of bits a value: [bits by direction](../internals/README.md).",
+        "`fill-2.25`, or any number of bits a value: [how the cache works](../README.md#how-the-cache-works).",
     ]
     left = dict(LISTED)
     for title, starts in (*PAPERS, ("others", ("",))):
@@ -248,7 +248,7 @@ def families() -> list[str]:
         "error.",
         "Sliding-window layers keep mlx-lm's small rotating cache, states (Mamba, linear attention) have a fixed size, "
         "and both stay as they are; large windows are compressed "
-        "[where that is asked for](../internals/sliding_windows.md). "
+        "with `--kv-windows`. "
         "[Every model file of mlx-lm, and families of mlx-vlm and transformers, were tried](../results/families.md).",
         "",
         "## Aliases",

@@ -1,6 +1,6 @@
 """`mlxkv doctor --share`: results of a machine as a file for an issue, and the page of such files.
 
-python -m mlxkv.doctor.machines > docs/results/machines.md
+python -m mlxkv.doctor.machines FOLDER
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from mlxkv.doctor import states
 from mlxkv.scrub import clean, public_system, put, read_folder, read_json, table_line
 
 FORMAT, VERSION = "mlxkv-doctor", 1
-FOLDER = "docs/results/machines"
 # What MLX says of a GPU, without what identifies a single one.
 DEVICE = (
     "architecture",
@@ -34,7 +33,7 @@ PRODUCTS = (
     "format",
 )  # names of products: "Max" may also be the name of a user
 TITLE = "# Machines that mlxkv has been tried on\n\nReports of `mlxkv doctor` from users' machines, and how to add one."
-ABOUT = """Written from the files in [machines/](machines), which users sent, by `python -m mlxkv.doctor.machines`.
+ABOUT = """Written from files that users sent, by `python -m mlxkv.doctor.machines`.
 A file holds no host name, user name or path. To send yours, attach what this writes to an issue (`--all` takes
 minutes, and tells more):
 
@@ -152,7 +151,7 @@ def _cells(data: dict) -> list[str]:
     ]
 
 
-def main(folder: str = FOLDER) -> int:
+def main(folder: str = "machines") -> int:
     """Print the page; exit code 2 if a file is bad."""
     found, bad = read_folder(folder, "machines", read)
     print(page(found), end="")

@@ -99,7 +99,7 @@ PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
     # int8 and int4 need no calibration. int3 and int2 do.
     "int8": _both(8, "none"),
-    # Beside latents these three have rotary keys of 8 bits (docs/results/latents.md).
+    # Beside latents these three have rotary keys of 8 bits.
     "int4": _short(CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64)))),
     "int3": _short(  # better than 3 bits for both: keys are the sensitive half
         _balanced(Affine(4, 128), Affine(2, 128, clip=0.94))

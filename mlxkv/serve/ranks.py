@@ -40,7 +40,7 @@ class Ranks:
 
     def __init__(self):
         # NCCL registers the buffers of every sum in a CUDA graph, anew for each step: over hundreds of them a
-        # step becomes several times as long (docs/internals/decode_step.md). Read when NCCL begins.
+        # step becomes several times as long (docs/internals/kernels.md). Read when NCCL begins.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         group = mx.distributed.init()
         self.rank, self.size = group.rank(), group.size()

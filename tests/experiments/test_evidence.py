@@ -81,14 +81,13 @@ def test_the_page_of_rows(ran, tmp_path):
     stored(tmp_path / "run", ran)
     pretrained_page.main(["--folder", str(tmp_path / "run")])
     text = (tmp_path / "run.md").read_text(encoding="utf-8")
-    assert "| full precision | 16 | 0 | 0 | 100 | 8/8 |" in text
-    assert "| `int4` | 4.50 | 0.0035 [" in text and "| 97.5 | 7/8 |" in text
+    assert "| full precision | 16 | 0 | 0 | 0 | 0 | 100 | 8/8 |" in text
+    assert "| `int4` | 4.50 | 0.0035 [" in text and "| 97.5, 97.5 | 7/8 |" in text
     assert "| `naive-int4` | 4.50 | 0.50 [0.50, 0.50] | 0.0035 |" in text, (
         "the windows of its paper"
     )
-    assert "Full precision fails the questions here (50 % of its best form): none count." in text
-    below = text[text.index("### 2K tokens") :].partition("###")[2].partition("###")[0]
-    assert "answers" not in below and "/8" not in below
+    assert "no questions (full precision answers 50 % of its best form)" in text
+    assert "| answers at 1K |" in text
     for name in (picture.BITS, picture.CONTEXTS):
         drawn = (tmp_path / "run" / name).read_text(encoding="utf-8")
         assert drawn.startswith("<svg") and "int4" in drawn

@@ -1,7 +1,7 @@
 """A coding agent's loop on compressed caches: its replies are those of fresh requests.
 
 What agents do to a conversation takes tokens back from its cache: thoughts are stripped from turns before,
-replies are asked for again, history is edited and compacted. By the rule of docs/results/taking_back.md what
+replies are asked for again, history is edited and compacted. By the rule of docs/README.md, "Cutting back", what
 then follows is computed as well as from a fresh prompt: texts are equal, or part where the two best tokens
 tie. Each reply here is compared with the same request under a `cache_salt` of its own, which finds no cache.
 """

@@ -173,10 +173,10 @@ def test_ctrl_c_is_for_the_program(fake, running, tmp_path):
     fake("claude")
     said = tmp_path / "said"
     (tmp_path / "bin" / "claude").write_text(
-        f"#!{sys.executable}\nimport signal, time\n"
-        f"out = open({str(said)!r}, 'w', 1)\n"
-        "signal.signal(signal.SIGINT, lambda *_: out.write('int\\n'))\n"
-        "out.write('ready\\n')\n"
+        f"#!{sys.executable}\nimport os, signal, time\n"
+        f"out = os.open({str(said)!r}, os.O_CREAT | os.O_WRONLY)\n"  # a file object is not reentrant
+        "signal.signal(signal.SIGINT, lambda *_: os.write(out, b'int\\n'))\n"
+        "os.write(out, b'ready\\n')\n"
         "while True: time.sleep(0.05)\n"
     )
     command = [sys.executable, "-m", "mlxkv", "launch", "claude", "--url", running.url]
