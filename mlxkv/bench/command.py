@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import DEFAULT
 
 Contexts = Annotated[str | None, typer.Option("--contexts", help="Tokens, by commas: 4k,32k.")]
@@ -28,11 +29,17 @@ Bits = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Add one JSON document as the last line.")]
 
 bench = typer.Typer(
-    help="Measure speed and memory here: of a model (decode), of the kernels alone.",
     add_completion=False,
-    no_args_is_help=True,
+    no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@bench.callback(invoke_without_command=True)
+def check(context: typer.Context) -> None:
+    """Measure speed and memory here: of a model (decode), of the kernels alone."""
+    if context.invoked_subcommand is None:
+        raise UserError("[bench] no command; choose from decode, kernels")
 
 
 @bench.command()
