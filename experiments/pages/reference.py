@@ -247,8 +247,7 @@ def families() -> list[str]:
         "is not named here works, or is refused with a line that says why. `--kv-strict` makes any layer left out an "
         "error.",
         "Sliding-window layers keep mlx-lm's small rotating cache, states (Mamba, linear attention) have a fixed size, "
-        "and both stay as they are; large windows are compressed "
-        "with `--kv-windows`. "
+        "and both stay as they are. "
         "[Every model file of mlx-lm, and families of mlx-vlm and transformers, were tried](../results/families.md).",
         "",
         "## Aliases",

@@ -56,9 +56,6 @@ def attend(
         return _attend_batch(queries, view, scale, mask, sink_logits, softcap)
     if view.sealed:
         queries = mx.depends(queries, list(view.sealed))
-    window = 0
-    if view.sliding is not None and mask is None:
-        mask, window = _window(view)
     pages = view.pages
     if pages is None or queries.shape[2] > DECODE_TOKENS:
         out = _prefill(queries, view, scale, mask, sink_logits, softcap)
@@ -76,21 +73,8 @@ def attend(
         out = _decode_records(
             *(queries, pages.parts, sink, buffers, lengths, scale, sink_logits),
             softcap=softcap,
-            window=window,
         )
     return out if view.observer is None else view.observer(queries, out, scale, mask)
-
-
-def _window(view: View) -> tuple[mx.array | None, int]:
-    """The sliding window of a single token: a mask [1, T], or the tokens of a window for kernels, which have
-    none for a sink beside it; neither where all is seen."""
-    size, keep, total = view.sliding.size, view.sliding.keep, view.tokens
-    if total <= size:
-        return None, 0
-    if not keep and view.pages is not None and view.pages.plan.body != OPS:
-        return None, size
-    columns = mx.arange(total)
-    return ((columns < keep) | (columns >= total - size + keep))[None], 0
 
 
 def _attend_fixed(queries, view, scale, mask, sink_logits, softcap):
@@ -167,7 +151,6 @@ def _decode_records(
     sink_logits: mx.array | None,
     starts: tuple[int, ...] | None = None,
     softcap: float | None = None,
-    window: int = 0,
 ) -> mx.array:
     """Kernels walk records and windows: codes are read once, nothing is decoded.
 
@@ -195,7 +178,6 @@ def _decode_records(
             starts=starts,
             page=pages.codecs[0].page,
             softcap=softcap,
-            window=window,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
     exact = q.astype(mx.float32)
@@ -218,7 +200,6 @@ def _decode_records(
         starts=starts,
         page=pages.codecs[0].page,
         softcap=softcap,
-        window=window,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 

@@ -54,10 +54,7 @@ class BatchedKVCache(Contract):
                 f"left_padding {wanted} for sequences of {self.offsets} tokens; pad on the right instead"
             )
         self._ahead = list(wanted)
-        if not any(
-            row.config.sliding for row in self._rows
-        ):  # whose masks are of the window's columns
-            self._padding = wanted
+        self._padding = wanted
 
     @property
     def rows(self) -> list[CompressedKVCache]:
@@ -197,15 +194,6 @@ class BatchedKVCache(Contract):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """None, "causal" or a boolean [B, 1, N, tokens of the longest + N], where the columns of a
         sequence are its tokens from the first one on, behind padding on its left."""
-        if self._ragged is None and any(row.config.sliding for row in self._rows):
-            own = [row.make_mask(N, return_array, window_size) for row in self._rows]
-            if not any(isinstance(one, mx.array) for one in own):
-                return own[0]
-            skips, _ = self._parts(N)
-            counts = [N - skip for skip in skips]
-            masks = [row.seen(n, window_size) for row, n in zip(self._rows, counts, strict=True)]
-            each = zip(masks, skips, strict=True)
-            return _stacked([mx.pad(mask, [(skip, 0), (0, 0)]) for mask, skip in each])
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
         if self._padding is not None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxkv import faults
 from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import Parts, Sliding, View
+from mlxkv.cache.view import Parts, View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import DIMS, Fill
@@ -36,13 +36,12 @@ MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what ke
 @dataclass(frozen=True)
 class Case:
     """The part of a model's attention that kernels are built for. sinks: whether there are logits of
-    attention sinks. softcap: of scores. windowed: whether a token sees a sliding window."""
+    attention sinks. softcap: of scores."""
 
     heads: int = 8
     kv_heads: int = 2
     sinks: bool = False
     softcap: float | None = None
-    windowed: bool = False
 
     @property
     def small(self) -> Case:
@@ -174,10 +173,6 @@ def _test(
             for n in steps
             for view in views
         ]
-        if case.windowed:  # half a page of the first is out of sight
-            total = views[0].tokens - sink[0].shape[2]
-            view = replace(views[0], sink=None, sliding=Sliding(total - config.page // 2, 0))
-            seen.append(attend(queries[:, :, :1], view, dims**-0.5, None, logits, case.softcap))
         many = attend(queries, views[0], dims**-0.5, "causal", logits, case.softcap)
         out = mx.concatenate(seen, axis=2), *_whole(views[-1], dtype), many
         mx.eval(out)

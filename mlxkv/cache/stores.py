@@ -144,11 +144,6 @@ class Codes(_Store):
         self._whole = None
         self.pages.truncate(count)
 
-    def drop(self, count: int) -> None:
-        """Drop the first `count` pages, but not all."""
-        self._whole = None
-        self.pages.drop(count)
-
     def arrays(self) -> list[mx.array]:
         """All allocated arrays."""
         return list(self.pages.arrays.values())
@@ -316,10 +311,6 @@ class Records(_Store):
 
     def truncate(self, count: int) -> None:
         self.pages.truncate(count)
-
-    def drop(self, count: int) -> None:
-        """As `Codes.drop`."""
-        self.pages.drop(count)
 
     def arrays(self) -> list[mx.array]:
         """All allocated arrays."""

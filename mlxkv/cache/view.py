@@ -265,15 +265,6 @@ class CacheView:
 
 
 @dataclass(frozen=True)
-class Sliding:
-    """What the next token of a layer with a sliding window sees: the first `keep` tokens, and of all the last
-    `size - keep`, itself included."""
-
-    size: int
-    keep: int
-
-
-@dataclass(frozen=True)
 class View(CacheView):
     """What attention reads of one cache.
 
@@ -282,7 +273,6 @@ class View(CacheView):
     sealed: arrays that this update wrote, to be computed before attention.
     buffers: the arrays that hold live, spare room included; kernels take them whole, uncopied.
     observer: called by attention with (queries, output, scale, mask), returns the output.
-    sliding: of a layer with a sliding window: what a single token without a mask sees.
     """
 
     live: Pair
@@ -292,7 +282,6 @@ class View(CacheView):
     sealed: tuple[mx.array, ...] = field(default=(), repr=False)
     buffers: Pair | None = field(default=None, repr=False)
     observer: Callable[..., mx.array] | None = field(default=None, repr=False)
-    sliding: Sliding | None = None
 
     @property
     def tokens(self) -> int:
@@ -308,8 +297,7 @@ class FixedView(CacheView):
 
     live, sink: (keys, values), each [B, G, room, D]. pages: with the spare room of their arrays, or
     None. lengths: for kernels, where there are pages. seen: for plain ops, new tokens -> which columns
-    of (sink | pages | live) each of them sees, boolean [B or 1, 1, L, T]. window: for kernels, how many tokens a
-    layer with a sliding window sees; 0: all.
+    of (sink | pages | live) each of them sees, boolean [B or 1, 1, L, T].
     """
 
     live: Pair
@@ -317,7 +305,6 @@ class FixedView(CacheView):
     pages: CodePages | RecordPages | None
     lengths: Later | None
     seen: Callable[[int], mx.array]
-    window: int = field(default=0, kw_only=True)
 
     fixed = True
 

@@ -141,12 +141,6 @@ def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 
-def check_windows(tokens: int | None) -> None:
-    """Raise UserError unless sliding windows can be of at least so many tokens."""
-    if tokens is not None and tokens < 1:
-        raise UserError(f"[--kv-windows] must be at least 1 token; got {tokens}; choose 1024")
-
-
 def with_keep(names: str, keep: float | None) -> str:
     """Append the token selection of `--keep` to each of the comma-separated presets. Raises UserError."""
     if keep is None:

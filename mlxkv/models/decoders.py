@@ -55,12 +55,10 @@ def with_kernels(
 
 def question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Question:
     """Return which kernels a cache of this config, maps and shape needs."""
-    stored = config.folded if turns is not None and turns.folded else config.whole
+    stored = config.folded if turns is not None and turns.folded else config
     case = None
     if shape.queries:
-        case = selftest.Case(
-            *(shape.queries, shape.heads, shape.sinks, shape.softcap), config.sliding > 0
-        )
+        case = selftest.Case(shape.queries, shape.heads, shape.sinks, shape.softcap)
     dims = shape.key_dim, shape.value_dim
     return Question(stored, dims, shape.dtype, case, shape.latent, shape.selects)
 

@@ -118,13 +118,12 @@ def load(
     group: mx.distributed.Group | None = None,
     encode: str = encoding.KERNEL,
     progress: Callable[[int, int], None] | None = None,
-    windows: int | None = None,
     weights: int | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) with the cache that `kv` names:
     a preset.
 
-    strict, windows: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
+    strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
     quantised; by default as stored, except that 16-bit weights become float32 where there is no
     GPU. calibration: as in `attach`; a later `attach` takes it too. fold: apply the map of values in
     the weights, for good; the model knows it, and cannot be calibrated then. group: processes that
@@ -162,7 +161,7 @@ def load(
     mark = fingerprint(folder)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
-    layers = attach(model, kv, strict, fold=fold, group=group, encode=encode, windows=windows)
+    layers = attach(model, kv, strict, fold=fold, group=group, encode=encode)
     if size > 1:  # before weights are read, so that no process holds all of them
         shares.take(model, folder, group)
     return Loaded(

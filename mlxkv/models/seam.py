@@ -7,7 +7,6 @@ mlx-lm that makes or takes a prompt cache runs on them unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from mlxkv import console
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
-from mlxkv.cache.rotating import WindowedKVCache
 from mlxkv.codec import encoding, maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
@@ -40,7 +38,7 @@ from mlxkv.models.hooks.mark import (
     steps_to_come,
     unmark,
 )
-from mlxkv.models.hooks.probe import Place, Shape, leaves
+from mlxkv.models.hooks.probe import Place, Shape
 from mlxkv.models.hooks.rebind import bind, release
 
 
@@ -52,7 +50,6 @@ def attach(
     fold: bool = False,
     group: mx.distributed.Group | None = None,
     encode: str = encoding.KERNEL,
-    windows: int | None = None,
 ) -> list[LayerReport]:
     """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair or a
     configuration. A vision model of mlx-vlm is attached at its `language_model`, which makes the caches there.
@@ -77,9 +74,6 @@ def attach(
 
     encode: how pages are encoded: "kernel", or on the CPU "cpu" or "cpu-columns".
 
-    windows: compress layers with a sliding window, too, where it has at least so many tokens. By default such
-    layers stay in full precision: they do not grow.
-
     Where some layers of a kind are compressed and others are not (beside a sparse index), caches
     have no `merge` and no `to_batch`: no mask of a batch fits both, and hosts answer one request at a time.
 
@@ -97,10 +91,10 @@ def attach(
     slots = bind(model)
     try:
         with kept(model):
-            reports, places = examine(model, own, config, label, windows)
+            reports, places = examine(model, own, config, label)
             if not places and (other := stand_in(config)):
                 config, label = parse_kv(other), f"{other} in place of {label}"
-                reports, places = examine(model, own, config, label, windows)
+                reports, places = examine(model, own, config, label)
         if strict:
             _insist(model, reports, label)
         if any(shape.latent for shape in places.values()):
@@ -109,7 +103,6 @@ def attach(
         else:
             check_rotary(config, label)
         fitted = _shares(fit(model, config, places, label, calibration), places, group, fold)
-        fitted |= _rings(own, fitted)
         check_maps(model, fitted)
     except BaseException:
         release(slots)
@@ -143,21 +136,10 @@ def attach(
     return reports
 
 
-def _rings(own: Callable[[], list], fitted: dict) -> dict:
-    """Return what is `fitted` to places of sliding windows, with configs of their windows."""
-    rings = {p: cache for p, cache in leaves(own()) if p in fitted and hasattr(cache, "max_size")}
-    return {
-        p: (fitted[p][0].in_window(cache.keep, cache.max_size), fitted[p][1])
-        for p, cache in rings.items()
-    }
-
-
 def _kind(config: CacheConfig, shape: Shape) -> type[CompressedKVCache]:
     """The class of a cache for what was found of it."""
     if shape.latent:
         return IndexedLatentKVCache if shape.selects else LatentKVCache
-    if config.sliding:
-        return WindowedKVCache
     return AdaptiveKVCache if config.listens else CompressedKVCache
 
 

@@ -29,10 +29,8 @@ from mlxkv.cache.fixed.batch import of_batch
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, Unused
 from mlxkv.cache.fixed.latent import OwnLatents, of_latent_batch
 from mlxkv.cache.fixed.own import Own
-from mlxkv.cache.fixed.window import OwnWindow
 from mlxkv.cache.latent.batch import BatchedLatentCache
 from mlxkv.cache.latent.own import LatentKVCache
-from mlxkv.cache.rotating import WindowedKVCache
 from mlxkv.errors import UserError
 from mlxkv.metal import launch, tiles
 from mlxkv.models.compiled.batched import PaddedPlain, PaddedRing
@@ -45,7 +43,6 @@ MOST_KINDS = 256  # beyond, too: how work is shared out among kernels changes as
 FORMS = {
     CompressedKVCache: Own,
     LatentKVCache: OwnLatents,
-    WindowedKVCache: OwnWindow,
     RotatingKVCache: Ring,
     KVCache: Plain,
     ArraysCache: Arrays,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mlx.nn as nn
@@ -36,11 +36,6 @@ class Rule:
 
 
 PLAIN = "KVCache"  # the class that ours replace
-ROTATING = "RotatingKVCache"  # the one that ours replace where that is asked for
-MOST_OF_WINDOW = 2 / 3  # of its bytes may be left, or it is not worth the loss
-CALIBRATED_WINDOW = (
-    "calibrations and votes are of layers that see the whole text; choose a preset without them"
-)
 RULES = {
     PLAIN: Rule("full attention", True, ""),
     "RotatingKVCache": Rule("sliding window {max_size}", False, "small by nature"),
@@ -50,76 +45,32 @@ RULES = {
 }
 
 
-def find(model: nn.Module, make_cache: Callable[[], list], more: Iterable[Place] = ()) -> Findings:
-    """Find what the plain caches of `make_cache()` and those at places `more` hold, and why some cannot be
-    replaced by ours.
+def find(model: nn.Module, make_cache: Callable[[], list]) -> Findings:
+    """Find what the plain caches of `make_cache()` hold, and why some cannot be replaced by ours.
 
     The attention function must be rebound (`rebind.bind`).
     """
     plain = [place for place, cache in leaves(make_cache()) if type(cache).__name__ == PLAIN]
-    plain += more
     if refused := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
         return Findings({}, dict.fromkeys(plain, refused))
     return latent.find(model, make_cache, plain) or probe(model, make_cache, plain)
 
 
-def rotating(
-    caches: list[tuple[Place, object]], wanted: list[Place], config: CacheConfig
-) -> tuple[dict[Place, CacheConfig], dict[Place, str]]:
-    """The configs of the sliding windows among `caches` that are to be compressed, and why others are not."""
-    configs, reasons = {}, {}
-    for place, cache in caches:
-        if place not in wanted:
-            continue
-        if config.calibrated or config.listens:
-            reasons[place] = CALIBRATED_WINDOW
-        elif cache.max_size < (least := replace(config, sink=cache.keep).least):
-            reasons[place] = f"no page is sealed in less than {least} tokens"
-        else:
-            configs[place] = config.in_window(cache.keep, cache.max_size)
-    return configs, reasons
-
-
-def saves_little(config: CacheConfig, shape: Shape) -> str | None:
-    """Return why a sliding window stays as it is though it could be compressed, or None."""
-    share = config.share(config.sliding, shape.key_dim, shape.value_dim)
-    if share > MOST_OF_WINDOW:
-        return f"small by nature ({share:.0%} of it would be left)"
-    return None
-
-
 def examine(
-    model: nn.Module,
-    make_cache: Callable[[], list],
-    config: CacheConfig,
-    label: str,
-    windows: int | None = None,
+    model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, label: str
 ) -> tuple[list[LayerReport], dict[Place, Shape]]:
     """Decide which caches of `make_cache()` are compressed. Returns a report for each layer, and the
     places of compressed caches with their shapes.
 
-    label: the name of `config` in reports. windows: tokens of the smallest sliding window that is compressed,
-    too; None: none. The attention function must be rebound (`rebind.bind`).
+    label: the name of `config` in reports. The attention function must be rebound (`rebind.bind`).
     """
     caches = leaves(make_cache())
     shapes: dict[Place, Shape] = {}
     if not config.compresses:
         reasons = {place: ASKED_FOR for place, _ in caches}
     else:
-        windowed = [
-            place
-            for place, cache in caches
-            if windows and type(cache).__name__ == ROTATING and cache.max_size >= windows
-        ]
-        rings, reasons = rotating(caches, windowed, config)
-        found = find(model, make_cache, rings)
-        shapes, reasons = found.shapes, reasons | found.refused
-        reasons |= {
-            place: little
-            for place in rings
-            if place in shapes and (little := saves_little(rings[place], shapes[place]))
-        }
-        shapes = {place: shape for place, shape in shapes.items() if place not in reasons}
+        found = find(model, make_cache)
+        shapes, reasons = found.shapes, found.refused
 
     by_layer: dict[int, list[LayerReport]] = {}
     chosen = {}
@@ -150,8 +101,7 @@ def _judge(
     if shape is None:
         return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
     sizes = (shape.heads, shape.key_dim, shape.value_dim)
-    report = compressed(index, kind, config, label, sizes, UNKNOWN)
-    return replace(report, grows=False) if name == ROTATING else report
+    return compressed(index, kind, config, label, sizes, UNKNOWN)
 
 
 def _merge(parts: list[LayerReport]) -> LayerReport:

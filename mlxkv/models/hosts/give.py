@@ -50,9 +50,7 @@ def give(
             introduce(target, _origin(name, folder, tokenizer))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the report says it
-            reports = attach(
-                target, options.kv, strict=options.strict, group=group, windows=options.windows
-            )
+            reports = attach(target, options.kv, strict=options.strict, group=group)
     except UserError as error:
         return _refuse(str(error), options)
     except Exception as error:  # a model of others may raise anything
