@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 from mlxkv import console
 from mlxkv.errors import UserError
-from mlxkv.formats.names import canonical, complete_kv, parse_kv
+from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.hosts import Options
 from mlxkv.models.hosts.wrap import watch
 
@@ -65,7 +65,7 @@ def run(
     if config.compresses:
         check_options(program.args, kv)
     quiet = quiet or os.environ.get("MLX_RANK", "0") != "0"  # one of several processes reports
-    return lambda: start(program, Options(canonical(kv), strict, quiet))
+    return lambda: start(program, Options(config, strict, quiet))
 
 
 def check_options(args: list[str], kv: str) -> None:

@@ -27,7 +27,7 @@ from mlxkv.formats.names import PICKS
 from mlxkv.formats.presets import COMPARED
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.known import CONFIGS
-from mlxkv.models.hooks.refused import LATENTS, REFUSED, REFUSED_BEFORE_0_32
+from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 WRITTEN = "Written from the code by `make reference`; a test compares them."

@@ -120,7 +120,7 @@ class ChatOptions:
         if not 0 <= self.seed < 2**64:
             raise UserError(f"[--seed] must be 0 or more, below 2^64; got {self.seed}")
         check_sampling(self.temp, self.top_p)
-        check_fold(parse_kv(self.preset), self.preset, self.fold)
+        check_fold(parse_kv(self.preset), self.fold)
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises where it is no JSON

@@ -184,6 +184,7 @@ class CacheConfig:
     rotary: bits of the rotary keys beside latents (MLA): 16, as the model makes them, or 8.
     short_rotary: 8 bits for them without being asked, where there are latents; it is not saved and no
         part of what is compared: `of_latents` says it as `rotary`.
+    name: by which `--kv` asked for it, for reports; not saved and not compared.
     asks_rotary: whether a name asked for either (+rope8, +rope16), which no model without latents has; not saved
         and not compared.
     """
@@ -198,6 +199,7 @@ class CacheConfig:
     rotary: int = 16
     short_rotary: bool = field(default=False, compare=False)
     asks_rotary: bool = field(default=False, compare=False)
+    name: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self):
         if self.page < 16 or self.page % 16:
@@ -221,6 +223,11 @@ class CacheConfig:
             raise UserError(f"[CacheConfig] rotary must be 8 or 16 bits; got {self.rotary}")
         if not 0 < self.keep <= 1:
             raise UserError(f"[CacheConfig] keep must be above 0 and at most 1; got {self.keep}")
+
+    @property
+    def label(self) -> str:
+        """The name in reports, or the labels of both sides."""
+        return self.name or f"{self.keys.label} / {self.values.label}"
 
     @property
     def compresses(self) -> bool:
@@ -370,7 +377,7 @@ class CacheConfig:
             del data["keep"], data["whole_pages"]
         if self.rotary == 16:
             del data["rotary"]
-        del data["short_rotary"], data["asks_rotary"]
+        del data["short_rotary"], data["asks_rotary"], data["name"]
         return data
 
     @staticmethod

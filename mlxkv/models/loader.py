@@ -17,6 +17,7 @@ from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
 from mlxkv.metal.launch import backend
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import rendering
@@ -36,7 +37,7 @@ from mlxkv.models.loading import weights as reading
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.loading.sampling import read as read_sampling
 from mlxkv.models.origin import Origin, introduce
-from mlxkv.models.seam import attach, name_of, read_kv
+from mlxkv.models.seam import attach
 
 
 @dataclass(repr=False)
@@ -135,8 +136,8 @@ def load(
     full disk.
     """
     # First, so that a typing mistake does not cost a download.
-    config = read_kv(kv)
-    check_fold(config, name_of(kv), fold)
+    config = parse_kv(kv)
+    check_fold(config, fold)
     dtype = dtype_name(dtype)
     check_weights(weights)
     if calibration is not None:
@@ -161,7 +162,7 @@ def load(
     mark = fingerprint(folder)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
-    layers = attach(model, kv, strict, fold=fold, group=group, encode=encode)
+    layers = attach(model, config, strict, fold=fold, group=group, encode=encode)
     if size > 1:  # before weights are read, so that no process holds all of them
         shares.take(model, folder, group)
     return Loaded(
@@ -171,7 +172,7 @@ def load(
         path=folder.path,
         config=folder.config,
         kv=config,
-        kv_name=name_of(kv),
+        kv_name=config.label,
         layers=layers,
         dtype=reading.dtype_of(model),
         fingerprint=mark,

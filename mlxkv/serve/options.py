@@ -140,7 +140,7 @@ class ServeOptions:
                 f"[--host] other machines may reach {self.host}; got no --api-key; "
                 "set one, or choose --host 127.0.0.1"
             )
-        check_fold(parse_kv(self.kv), self.kv, self.fold)
+        check_fold(parse_kv(self.kv), self.fold)
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises where it is no JSON

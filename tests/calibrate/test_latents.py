@@ -15,7 +15,7 @@ from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import clips, measure
 from mlxkv.models.calibration.latents import Readers
-from mlxkv.models.hooks.latent import modules_of
+from mlxkv.models.hooks.probe import modules_of
 from mlxkv.spec import affine as spec
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}

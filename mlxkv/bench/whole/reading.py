@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.models.catalog.shapes import text_config
-from mlxkv.models.hooks.layers import leaves
+from mlxkv.models.hooks.probe import leaves
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")

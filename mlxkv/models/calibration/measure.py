@@ -33,12 +33,10 @@ from mlxkv.models.calibration.latents import Readers
 from mlxkv.models.calibration.moments import ROWS, Moments, Sample
 from mlxkv.models.calibration.rotations import ROWS as PROBES
 from mlxkv.models.calibration.rotations import rotations
+from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
-from mlxkv.models.hooks.latent import modules_of
-from mlxkv.models.hooks.layers import find
 from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.hooks.outputs import sensitivities
-from mlxkv.models.hooks.probe import Place, leaves, put
+from mlxkv.models.hooks.probe import Place, find, leaves, modules_of, put
 from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import LatentObserver, PlainObserver
 from mlxkv.models.origin import Origin, layer_name, origin_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
@@ -15,9 +15,50 @@ from mlx_lm.models.cache import KVCache
 from mlxkv.models.compiled.step import Steps
 from mlxkv.models.compiled.trial import BY_PYTHON, trial
 from mlxkv.models.hooks import rebind
-from mlxkv.models.hooks.alone import is_alone, keep_alone
-from mlxkv.models.hooks.probe import Place, put
+from mlxkv.models.hooks.probe import Place, leaves, put
 from mlxkv.models.hooks.rebind import MARK, Slot
+
+
+def is_alone(caches: list, compressed: Container[Place]) -> bool:
+    """Return whether of the model's own `caches` some of one kind are to be compressed and others are not."""
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for place, one in leaves(caches):
+        kinds[place in compressed].add(type(one).__name__)
+    return bool(kinds[True] & kinds[False])
+
+
+def keep_alone(caches: list, compressed: Container[Place]) -> None:
+    """Take the ways into a batch from those of `caches` that are compressed, and from lists that hold them."""
+    for place, one in leaves(caches):
+        if place in compressed:
+            one.alone = True
+            if len(place) > 1:
+                outer = caches[place[0]]
+                if not hasattr(type(outer), "alone"):
+                    outer.__class__ = _alone(type(outer))
+
+
+@cache
+def _alone(kind: type) -> type:
+    """The class of a list of caches without its ways into a batch; its name, which saved files hold, stays."""
+
+    def absent(_):
+        raise AttributeError("sequences of this model are read one at a time")
+
+    def __reduce__(self):
+        return _again, (kind, vars(self))
+
+    ways = dict.fromkeys(("merge", "to_batch"), property(absent))
+    more = {"__reduce__": __reduce__, "__module__": kind.__module__, "alone": True}
+    return type(kind.__name__, (kind,), ways | more)
+
+
+def _again(kind: type, state: dict):
+    """Unpickle or copy a list of caches."""
+    out = object.__new__(_alone(kind))
+    vars(out).update(state)
+    return out
+
 
 _MAKE = "make_cache"
 NewCache = partial  # (class, config, layer maps, plan, way): called, it makes a compressed cache

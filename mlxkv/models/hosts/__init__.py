@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlxkv.formats.config import CacheConfig
+
 
 @dataclass(frozen=True)
 class Options:
@@ -12,6 +14,6 @@ class Options:
     full precision. quiet: say only what is
     wrong."""
 
-    kv: str
+    kv: CacheConfig
     strict: bool = False
     quiet: bool = False
