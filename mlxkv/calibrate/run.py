@@ -18,12 +18,13 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.models import load
 from mlxkv.models.calibration import clips
-from mlxkv.models.calibration.bases import TARGETS, WITHOUT_TEXT
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.calibration.learn import Outcomes, learn, steps
 from mlxkv.models.calibration.measure import (
     LEAST,
+    TARGETS,
     WINDOW,
+    WITHOUT_TEXT,
     bos_of,
     calibrate,
     calibrate_with_samples,

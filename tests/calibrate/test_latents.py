@@ -14,7 +14,7 @@ from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import clips, measure
-from mlxkv.models.calibration.latents import Readers
+from mlxkv.models.calibration.moments import Readers
 from mlxkv.models.hooks.probe import modules_of
 from mlxkv.spec import affine as spec
 

@@ -107,6 +107,9 @@ def run(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place
     return DryRun(traces, logits)
 
 
+# -- Measure what output projections make of an error in the values of a cache.
+
+
 def sensitivities(
     model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]
 ) -> dict[Place, np.ndarray]:

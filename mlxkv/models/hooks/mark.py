@@ -12,11 +12,16 @@ from functools import cache, partial
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from mlxkv.models.compiled.step import Steps
-from mlxkv.models.compiled.trial import BY_PYTHON, trial
+from mlxkv.models.compiled.step import BY_PYTHON, Steps, trial
 from mlxkv.models.hooks import rebind
 from mlxkv.models.hooks.probe import Place, leaves, put
 from mlxkv.models.hooks.rebind import MARK, Slot
+
+# -- Which models take one sequence at a time, and caches that say so to their hosts.
+#
+# A model's code makes one mask for all layers of a kind, from the first of their caches. In a batch mlx-lm's own caches
+# have padding on the left and ours have none, so no mask fits both. Hosts ask whether a cache has `merge` (mlx-lm) or
+# `to_batch` (mlx-vlm), and serve sequences one after the other where one has neither.
 
 
 def is_alone(caches: list, compressed: Container[Place]) -> bool:

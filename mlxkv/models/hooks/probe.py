@@ -192,6 +192,12 @@ def files_of(model: nn.Module) -> list[ModuleType]:
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 
 
+# -- Layers with multi-head latent attention (MLA): which caches hold latents, by the structure of the model.
+#
+# mlx-lm's code for MLA hands a cache the latent of each token and the rotary key that all heads share. It multiplies
+# the rotary keys itself. Of one new token it attends with absorbed queries to the latents as they are; for several it
+# makes the keys and values of every head from them, and so needs an array.
+
 ABSORBED = ("embed_q", "unembed_out")  # maps of heads to latents and back, in mlx-lm's attention
 INDEX = "indexer"  # a sparse index beside them, whose cache has keys of its own (DeepSeek-V3.2)
 INDEX_KEYS = "the keys of a sparse index stay in full precision"
@@ -257,6 +263,12 @@ class _IndexedProbe(LatentProbe):
     selects = True
     keys = mx.zeros(0)  # which the model's code ties to those of its index
 
+
+# -- The families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, and why.
+#
+# A family can be compressed if it only passes what `cache.update_and_fetch` returns to
+# `scaled_dot_product_attention` or to a later layer, or where its own code is reached (`own_code`), or caches
+# latents. A test derives this table from the source of the installed mlx-lm.
 
 OWN_CACHE = "its code stores compressed groups of tokens in a cache of its own"
 NO_PROMPTS = "its code in mlx-lm reads no prompt (adds the word causal to scores)"
