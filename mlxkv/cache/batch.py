@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.contract import Contract
 from mlxkv.cache.ragged import Ragged
-from mlxkv.cache.view import OPS, BatchView
+from mlxkv.cache.view import OPS, Pair, View
 from mlxkv.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,15 +121,18 @@ class BatchedKVCache(Contract):
         for i, (row, skip, n) in enumerate(zip(self.rows, skips, counts, strict=True)):
             new = (x[i : i + 1, :, skip : skip + n] for x in (keys, values))
             rows.append((row.update_and_fetch(*new)[0], n) if n else None)
-        view = self._batch_view(rows)
-        if not any(counts):
-            view = replace(view, like=(keys[:, :, :0], values[:, :, :0]))
+        view = self._batch_view(rows, (keys[:, :, :0], values[:, :, :0]))
         return view, view
 
-    def _batch_view(self, rows: Sequence) -> BatchView:
+    def _batch_view(self, rows: Sequence, nothing: Pair | None = None) -> View:
+        """The view of all sequences. nothing: keys and values of no tokens, where all new ones are padding."""
         skips = self._skips if self._new is not None else None
-        return BatchView(
-            tuple(rows), skips and tuple(skips), self._padding and tuple(self._padding)
+        live = next((row[0].live for row in rows if row is not None), nothing)
+        return View(
+            live,
+            rows=tuple(rows),
+            skips=skips and tuple(skips),
+            padding=self._padding and tuple(self._padding),
         )
 
     def _arriving(self, new: int) -> tuple[list[int], list[int]]:

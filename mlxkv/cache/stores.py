@@ -14,9 +14,17 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
-from mlxkv.cache.latent.pages import LatentPages
 from mlxkv.cache.pages import Pages
-from mlxkv.cache.view import BY_OPS, PORTABLE, TILES, CodePages, KernelPlan, Pair, RecordPages
+from mlxkv.cache.view import (
+    BY_OPS,
+    PORTABLE,
+    TILES,
+    CodePages,
+    KernelPlan,
+    LatentPages,
+    Pair,
+    RecordPages,
+)
 from mlxkv.codec import encoding, records
 from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps

@@ -122,11 +122,11 @@ def parse_kv(text: str | CacheConfig) -> CacheConfig:
         raise UserError(
             f"[--kv] is the name of a preset or a CacheConfig; got {text!r}; choose from {', '.join(PRESETS)}"
         )
-    name = rest = canonical(text)
-    selection = {}
-    if found := KEEP.search(rest):
-        rest = rest[: found.start()]
-        selection = {"keep": float(found["share"]), "whole_pages": found["what"] == "pages"}
+    rest = canonical(text)
+    more = {"name": rest}
+    if selection := KEEP.search(rest):
+        rest = rest[: selection.start()]
+        more |= {"keep": float(selection["share"]), "whole_pages": selection["what"] == "pages"}
     names = rest.split("/")
     sides = [_one(name) for name in names]
     if None in sides or len(sides) > 2:
@@ -140,8 +140,7 @@ def parse_kv(text: str | CacheConfig) -> CacheConfig:
     windows = keys if keys.compresses else values
     asked = next((side for side in (windows, keys, values) if side.asks_rotary), windows)
     rotary = {name: getattr(asked, name) for name in ("rotary", "short_rotary", "asks_rotary")}
-    both = replace(windows, keys=keys.keys, values=values.values, **rotary, **selection)
-    return replace(both, name=name)
+    return replace(windows, keys=keys.keys, values=values.values, **rotary, **more)
 
 
 def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:

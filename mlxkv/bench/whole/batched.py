@@ -30,7 +30,7 @@ from mlxkv.bench.subject import Subject, load_subject, machine_in_use, short
 from mlxkv.bench.whole.decode import WARM, fill_directly
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
-from mlxkv.cache.view import CacheView
+from mlxkv.cache.view import View
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal.launch import backend
@@ -204,7 +204,7 @@ def attention_seconds(it: Subject, caches: list, batch: int) -> float | None:
                 queries = mx.depends(queries, out[-1:])
             keys, values = cache.update_and_fetch(*pair)
             scale = shape.key_dim**-0.5
-            if isinstance(keys, CacheView):
+            if isinstance(keys, View):
                 out.append(attend(queries, keys, scale, mask))
             else:
                 more = {"cache": cache, "scale": scale, "mask": mask}

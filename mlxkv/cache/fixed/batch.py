@@ -11,7 +11,7 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, put
 from mlxkv.cache.fixed.own import Own
-from mlxkv.cache.view import BatchView, FixedView
+from mlxkv.cache.view import View
 from mlxkv.codec.transform import left
 from mlxkv.metal.lengths import Later, shared
 
@@ -74,7 +74,7 @@ class Together(Form):
 
 
 class _BatchStandIn(StandIn):
-    _view: FixedView | BatchView | None = None
+    _view: View | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         if self.written is not None:
@@ -82,7 +82,7 @@ class _BatchStandIn(StandIn):
         self._view = self._append(keys, values)
         return self._view, self._view
 
-    def _append(self, keys: mx.array, values: mx.array) -> FixedView | BatchView:
+    def _append(self, keys: mx.array, values: mx.array) -> View:
         """Set `written`; the view with the new tokens."""
         raise NotImplementedError
 
@@ -103,13 +103,13 @@ class _TogetherStandIn(_BatchStandIn):
     def offset(self) -> mx.array:
         return self._numbers.once("offset", lambda: self._numbers.array[: self._batch])
 
-    def _append(self, keys: mx.array, values: mx.array) -> FixedView:
+    def _append(self, keys: mx.array, values: mx.array) -> View:
         pair = left(self._centre, keys), values
         self.written = put(self._live, pair, self._numbers, self._batch, each=True)
         lengths = self._numbers.once(
             "lengths", lambda: Later(self._numbers.array[2 * self._batch :], self._division)
         )
-        return FixedView(self.written, self._sink, self._pages, lengths, _not_by_kernels)
+        return View(self.written, self._sink, self._pages, lengths=lengths, seen=_not_by_kernels)
 
 
 def _not_by_kernels(new: int) -> mx.array:
@@ -164,9 +164,9 @@ class RowsStandIn(_BatchStandIn):
     def offset(self) -> mx.array:
         return self._numbers.once("offset", lambda: mx.stack([row.offset for row in self._rows]))
 
-    def _append(self, keys: mx.array, values: mx.array) -> BatchView:
+    def _append(self, keys: mx.array, values: mx.array) -> View:
         views = [view for view, _ in self.each(keys, values)]
-        return BatchView(tuple((view, None) for view in views))
+        return View(views[0].live, rows=tuple((view, None) for view in views))
 
     def each(self, keys: mx.array, values: mx.array) -> list[tuple]:
         """Set `written`; what the stand-in of each sequence returns."""

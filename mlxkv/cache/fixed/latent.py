@@ -12,8 +12,7 @@ from mlxkv.cache.fixed.form import Form, NotYet, Numbers, Untraceable
 from mlxkv.cache.fixed.own import Own, OwnStandIn
 from mlxkv.cache.latent.batch import BatchedLatentCache
 from mlxkv.cache.latent.own import LatentKVCache
-from mlxkv.cache.latent.pages import FixedLatents
-from mlxkv.cache.view import BatchView
+from mlxkv.cache.view import TracedLatents, View
 
 
 class OwnLatents(Own):
@@ -50,9 +49,14 @@ class _LatentStandIn(OwnStandIn):
         sink = self._sink and (self._sink[0],) * 2
         numbers = self._numbers
         counts = numbers.once("counts", lambda: numbers.array[2:5])
-        self._view = FixedLatents(
-            (latents,) * 2, sink, self._pages, None, self._seen, counts, turned.shape[2], in_order, numbers.once
-        )  # fmt: skip
+        self._view = TracedLatents(
+            *((latents,) * 2, sink, self._pages),
+            seen=self._seen,
+            counts=counts,
+            width=turned.shape[2],
+            in_order=in_order,
+            once=numbers.once,
+        )
         return self._view, turned
 
     def keys_and_values(self):
@@ -91,10 +95,10 @@ class _LatentRowsStandIn(RowsStandIn):
         most = max(x.shape[2] for x in turned)
         spare = ([(0, 0), (0, 0), (0, most - x.shape[2]), (0, 0)] for x in turned)
         turned = mx.concatenate([mx.pad(x, room) for x, room in zip(turned, spare, strict=True)])
-        return BatchView(tuple((view, None) for view in views)), turned
+        return View(views[0].live, rows=tuple((view, None) for view in views)), turned
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """As of one sequence: what is not in use is out of sight (`FixedLatents`)."""
+        """As of one sequence: what is not in use is out of sight (`TracedLatents`)."""
         if N > 1 or window_size is not None:
             return super().make_mask(N, return_array, window_size)
         return None

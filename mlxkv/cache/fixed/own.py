@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn
 from mlxkv.cache.stores import Records
-from mlxkv.cache.view import FixedView
+from mlxkv.cache.view import View
 from mlxkv.codec.transform import left
 from mlxkv.formats.records import TOKENS
 from mlxkv.metal.lengths import Division, Later
@@ -69,14 +69,14 @@ class OwnStandIn(StandIn):
         self._sink = tuple(arrays[2:rest]) or None
         self._pages = form.store.room(arrays[rest:])
         self._division = Division(self._pages.tokens // TOKENS)
-        self._view: FixedView | None = None
+        self._view: View | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         self._write(left(self._centre, keys), values, 1)
         lengths = self._numbers.once(
             ("lengths", self._division), lambda: Later(self._numbers.array[2:], self._division)
         )
-        self._view = FixedView(self.written, self._sink, self._pages, lengths, self._seen)
+        self._view = View(self.written, self._sink, self._pages, lengths=lengths, seen=self._seen)
         return self._view, self._view
 
     def keys_and_values(self):

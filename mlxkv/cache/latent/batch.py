@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxkv.cache.batch import BatchedKVCache
-from mlxkv.cache.view import BatchView
+from mlxkv.cache.view import View
 from mlxkv.errors import UserError
 
 
@@ -38,7 +38,8 @@ class BatchedLatentCache(BatchedKVCache):
         )  # of the mask that was made, or of the longest
         rotary = mx.concatenate([_padded(x, width) for x in rotary])
         if not whole:
-            return BatchView(tuple(latents)), rotary
+            live = next(row[0].live for row in latents if row is not None)
+            return View(live, rows=tuple(latents)), rotary
         return mx.concatenate([_padded(x, width) for x in latents]), rotary
 
     def _joins(self, keys: mx.array, values: mx.array) -> bool:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable
-from mlxkv.cache.view import FixedView
+from mlxkv.cache.view import View
 from mlxkv.metal.launch import backend
 
 
@@ -102,7 +102,7 @@ class Window(StandIn):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         self._write(keys, values, self.place)
-        view = FixedView(self.written, None, None, None, self._seen)
+        view = View(self.written, seen=self._seen)
         self._pair = self.written if self._is_full else (view, view)
         return self._pair
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_cache
 
 from mlxkv.cache.attention import attend
-from mlxkv.cache.view import CacheView, View
+from mlxkv.cache.view import View
 from mlxkv.errors import UserError
 from mlxkv.models.hooks.probe import Handle, files_of
 from mlxkv.models.hooks.taps import LatentObserver, ObservedView
@@ -139,7 +139,7 @@ def through(original):
     def scaled_dot_product_attention(queries, keys, values, *args, **kwargs):
         if isinstance(keys, ObservedView):
             return keys.attended(queries, values, *args, **kwargs)
-        if isinstance(keys, CacheView):
+        if isinstance(keys, View):
             return _attend(queries, keys, *args, **kwargs)
         if type(keys) is Handle:
             return keys.attended(queries, values, _has_sinks(*args, **kwargs))
@@ -173,7 +173,7 @@ def _attend(queries, view, cache=None, scale: float = 1.0, mask=None, sinks=None
 Wrap = Callable[[Callable], Callable]
 
 
-def is_plain(view: CacheView) -> bool:
+def is_plain(view: View) -> bool:
     """Return whether nothing is sealed, so that its arrays are those of a plain cache, and nobody observes it."""
     return isinstance(view, View) and view.plain and not isinstance(view, ObservedView)
 
@@ -186,7 +186,7 @@ class Tiled:
     """What `mx.tile(keys, [1, count, 1, 1])` returns for a view or a handle: query head h reads kv head
     h % G, where a view's query heads of one kv head stand side by side."""
 
-    held: CacheView | Handle
+    held: View | Handle
     count: int
 
     def attended(
@@ -237,7 +237,7 @@ def functions(through: Wrap) -> Wrap:
             return attention(queries, keys, values, **rest)
 
         def tile(x, reps, **rest):
-            if not isinstance(x, (CacheView, Handle)):
+            if not isinstance(x, (View, Handle)):
                 return original.tile(x, reps, **rest)
             if len(reps) != 4 or [*reps[:1], *reps[2:]] != [1, 1, 1]:
                 raise UserError(f"[attach] compressed keys are tiled along heads alone; got {reps}")
@@ -274,7 +274,7 @@ def capped(original: Callable) -> Callable:
 
     @wraps(original)
     def _softcap_attention(queries, keys, values, scale, softcap, mask):
-        if not isinstance(keys, (CacheView, Handle)):
+        if not isinstance(keys, (View, Handle)):
             return original(queries, keys, values, scale, softcap, mask)
         if is_plain(keys):
             return original(queries, *keys.live, scale, softcap, mask)
@@ -302,7 +302,7 @@ def gemma2(original: Callable) -> Callable:
         )
         q, k = (self.rope(one, offset=offset) for one in (q, k))
         view, values = cache.update_and_fetch(k, v)
-        if not isinstance(view, (CacheView, Handle)):  # of a cache that hands keys back
+        if not isinstance(view, (View, Handle)):  # of a cache that hands keys back
             return original(self, x, mask, _Updated(offset, (view, values)))
         if is_plain(view):
             return original(self, x, mask, _Updated(offset, view.live))
@@ -323,7 +323,7 @@ class _Updated:
         return self.pair
 
 
-def _capped(queries, keys: CacheView | Handle, scale, mask, softcap: float) -> mx.array:
+def _capped(queries, keys: View | Handle, scale, mask, softcap: float) -> mx.array:
     if type(keys) is Handle:
         return keys.attended(queries, keys, softcap=softcap)
     if isinstance(keys, ObservedView):
@@ -342,7 +342,7 @@ def block_sparse(original: Callable) -> Callable:
     def _block_sparse_attention(self, queries, keys, values, scale, mask):
         if type(keys) is Handle:
             return keys.attended(queries, values)
-        if not isinstance(keys, CacheView):
+        if not isinstance(keys, View):
             return original(self, queries, keys, values, scale, mask)
         if is_plain(keys):
             return original(self, queries, *keys.live, scale, mask)
