@@ -6,10 +6,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlxkv.cache import choose, following, runs
+from mlxkv.cache import choose, low_rank
 from mlxkv.cache.attention import DECODE_TOKENS, masked, scorer
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.runs import Segments
+from mlxkv.cache.low_rank import Segments
 from mlxkv.cache.view import Pair, View
 from mlxkv.codec.codec import Stored
 from mlxkv.codec.maps import LayerMaps
@@ -137,17 +137,17 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         return mx.concatenate([first, second], axis=2)
 
     def _taught(self, batch: Pair, prompt: bool) -> LayerMaps:
-        return following.taught(self.basis, self.config, batch, prompt, batch[0].shape[:2])
+        return low_rank.taught(self.basis, self.config, batch, prompt, batch[0].shape[:2])
 
     def view(self) -> View:
         """Return what attention reads, without appending anything."""
         return self.keys_and_values()[0]
 
     def _saved(self, basis: LayerMaps) -> Stored:
-        return runs.saved(basis)
+        return low_rank.saved(basis)
 
     def _loaded(self, arrays: Stored) -> LayerMaps | None:
-        return runs.loaded(self.layer_maps, arrays)
+        return low_rank.loaded(self.layer_maps, arrays)
 
     # -- the rest of mlx-lm's contract
 

@@ -237,7 +237,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         self._last = mx.contiguous(keys[:, :, last]), mx.contiguous(values[:, :, last])
         self._append(keys[:, :, start:], values[:, :, start:])
 
-    # -- a step of fixed shapes (`cache.fixed`)
+    # -- a step of fixed shapes (`cache.traced`)
 
     @property
     def windows(self) -> Pair | None:

@@ -303,7 +303,7 @@ class View:
     skips: how many of the new tokens are padding on the left of each sequence. padding: how many columns of a mask are,
         where prompts were padded on the left.
 
-    Where arrays have room that is not in use, in shared arrays or in a step of fixed shapes (`cache.fixed`):
+    Where arrays have room that is not in use, in shared arrays or in a step of fixed shapes (`cache.traced`):
     lengths: (records, sink tokens, live tokens) in use of each sequence, as numbers or on the device.
     seen: of such a step, new tokens -> which columns of (sink | pages | live) each of them sees, boolean
         [B or 1, 1, L, T].

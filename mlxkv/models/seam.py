@@ -21,7 +21,7 @@ from mlxkv.cache import choose, selftest
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.choose import Question
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.cache.view import OPS, KernelPlan
 from mlxkv.codec import encoding, maps
 from mlxkv.codec.maps import LayerMaps

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from random_models import random_model
 
 from mlxkv.cache.attention import attend
-from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache, decoded
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache, decoded
 from mlxkv.cache.view import View
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, Side

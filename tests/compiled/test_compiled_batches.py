@@ -25,8 +25,7 @@ from small_cache import SMALL
 
 from mlxkv.bench.whole.batched import measure
 from mlxkv.cache import selftest, view
-from mlxkv.cache.fixed.batch import Rows, Together, of_batch
-from mlxkv.cache.fixed.form import NotYet
+from mlxkv.cache.traced import NotYet, Rows, Together, of_batch
 from mlxkv.metal import launch, tiles
 from mlxkv.models import attach
 from mlxkv.models.compiled import step

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable
+from mlxkv.cache.traced import Form, NotYet, Numbers, StandIn, Untraceable
 from mlxkv.cache.view import View
 from mlxkv.metal.launch import backend
 

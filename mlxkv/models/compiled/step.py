@@ -26,12 +26,8 @@ from mlx_lm.models.cache import (
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.fixed.batch import of_batch
-from mlxkv.cache.fixed.form import Form, NotYet, Numbers, StandIn, Untraceable, Unused
-from mlxkv.cache.fixed.latent import OwnLatents, of_latent_batch
-from mlxkv.cache.fixed.own import Own
-from mlxkv.cache.latent.batch import BatchedLatentCache
-from mlxkv.cache.latent.own import LatentKVCache
+from mlxkv.cache.latent import BatchedLatentCache, LatentKVCache, OwnLatents, of_latent_batch
+from mlxkv.cache.traced import Form, NotYet, Numbers, Own, StandIn, Untraceable, Unused, of_batch
 from mlxkv.errors import UserError
 from mlxkv.metal import launch, tiles
 from mlxkv.models.compiled.plain import Arrays, PaddedPlain, PaddedRing, Plain, Ring

@@ -74,7 +74,7 @@ class Attachment:
     """What `attach` changed, and the `make_cache` of `model` from then on.
 
     slots: of `bind`. new: what makes the caches of compressed places. before: the instance's own
-    make_cache, if it had one. alone: sequences are read one at a time (`hooks.alone`). steps: the model's decode steps,
+    make_cache, if it had one. alone: sequences are read one at a time (`is_alone`). steps: the model's decode steps,
     traced. Deep and unpickled copies of a model
     are attached themselves.
     """

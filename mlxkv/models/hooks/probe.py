@@ -30,7 +30,7 @@ class Shape:
     """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`.
 
     queries: query heads that read it, 0 if none did. sinks: whether it is read with attention sinks.
-    latent: whether these are latents (`hooks.latent`), and their rotary keys in place of values. selects:
+    latent: whether these are latents, and their rotary keys in place of values. selects:
     whether the model's code picks tokens of them. softcap: of its scores, or None.
     """
 
@@ -280,7 +280,7 @@ REFUSED: dict[str, str] = {
     "olmo": NO_PROMPTS,
 }
 
-# Families whose code computes on cached latents (MLA): `hooks.latent` knows how.
+# Families whose code computes on cached latents (MLA): `find_latents` knows how.
 LATENTS = {
     *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"),
     *("kimi_k3", "kimi_linear", "longcat_flash", "mistral4"),

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.latent.own import LatentKVCache
+from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.view import Pair, View
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError

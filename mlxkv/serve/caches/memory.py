@@ -11,7 +11,7 @@ from mlx_lm.models.cache import BatchKVCache
 from mlxkv.cache import ragged
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.compressed import STEP, CompressedKVCache
-from mlxkv.cache.latent.own import LatentKVCache
+from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.pages import GROWTH, most
 from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
