@@ -2,7 +2,7 @@
 
 `view` has what attention reads, `attention` computes it; `stores` and `pages` hold sealed pages.
 `choose` says which kernels run, after `selftest` has tried them. `compressed` is the cache of one
-sequence, `adaptive` one that observes queries (`low_rank` is how its bases learn, and their pages),
+sequence, `adaptive` one that observes queries and whose bases learn,
 `latent` one of MLA; `batch` and `ragged` are caches of several sequences; `traced` has all of them in
 steps of fixed shapes.
 
