@@ -83,15 +83,16 @@ def test_the_batch_runs_at_one_context_only():
     assert len(run._cases("B8.H32.G8.D128", "4k,32k", presets)) == 2
 
 
-@pytest.mark.parametrize("preset", ["int4", "int3", "oscar-int2+g32"])
-@pytest.mark.parametrize("shape", [Shape(2, 4, 2, 64), Shape(1, 2, 1, 96)], ids=str)
-def test_the_reference_is_attention(shape, preset):
-    view = case.filled(parse_kv(preset), shape, 500, mx.float32)
-    assert view.tokens == 500 and view.pages.tokens
-    q = shape.queries(mx.float32)
-    keys, values = attend.attention._whole(view, mx.float32)
-    spec = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.2)
-    assert reference.relative_rms(reference.reference(q, view, 0.2), spec) < 1e-5
+def test_the_reference_is_attention(subtests):
+    for preset in ["int4", "int3", "oscar-int2+g32"]:
+        for shape in [Shape(2, 4, 2, 64), Shape(1, 2, 1, 96)]:
+            with subtests.test(preset=preset, shape=shape):
+                view = case.filled(parse_kv(preset), shape, 500, mx.float32)
+                assert view.tokens == 500 and view.pages.tokens
+                q = shape.queries(mx.float32)
+                keys, values = attend.attention._whole(view, mx.float32)
+                spec = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.2)
+                assert reference.relative_rms(reference.reference(q, view, 0.2), spec) < 1e-5
 
 
 def test_kernels_prints_tables_and_json(capsys):
@@ -112,12 +113,16 @@ def test_kernels_prints_tables_and_json(capsys):
     assert "us: per call" in out and "2.5 D log2 D" in out and "mlx-lm us" in out
 
 
-@pytest.mark.parametrize(
-    ("kv", "bits"),
-    [("fill-2.25", 2), ("fill-2.6", 3), ("fill-3", 3), ("fill-8.25", 8), ("int4", 4)],
-)
-def test_mlx_lm_stands_beside_with_as_many_bits(kv, bits):
-    assert attend._bits_beside(parse_kv(kv)) == bits
+def test_mlx_lm_stands_beside_with_as_many_bits(subtests):
+    for kv, bits in [
+        ("fill-2.25", 2),
+        ("fill-2.6", 3),
+        ("fill-3", 3),
+        ("fill-8.25", 8),
+        ("int4", 4),
+    ]:
+        with subtests.test(kv=kv, bits=bits):
+            assert attend._bits_beside(parse_kv(kv)) == bits
 
 
 def test_on_a_gpu_the_copies_exceed_its_cache_and_fit_its_memory(monkeypatch):
@@ -174,9 +179,8 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
     assert data["rows"][0]["mlx_lm_reason"] is None and "fails" not in out
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_kernels_refuses(subtests, capsys):
+    for options, words in [
         (("--shapes", "B1.H2"), ("[--shapes]", "got 'B1.H2'", "B1.H32.G8.D128")),
         (("--shapes", "B0.H2.G1.D64"), ("[--shapes]", "choose")),
         (("--shapes", "B1.H3.G2.D64"), ("[--shapes]", "multiple of G")),
@@ -189,16 +193,14 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
         (("--calls", "0"), ("[--calls]", "got 0")),
         (("--rounds", "0"), ("[--rounds]", "got 0")),
         (("--encode-tokens", "65"), ("[--encode-tokens]", "multiple of 64")),
-    ],
-)
-def test_kernels_refuses(capsys, options, words):
-    line = fails(capsys, "bench", "kernels", *options)
-    assert all(word in line for word in words)
+    ]:
+        with subtests.test(options=options, words=words):
+            line = fails(capsys, "bench", "kernels", *options)
+            assert all(word in line for word in words)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_decode_refuses(subtests, capsys):
+    for options, words in [
         (("--contexts", "1"), ("[--contexts]", "at least 2")),
         (("--kv", "fp16,int5"), ("[--kv]", "got 'int5'")),
         (("--tokens", "0"), ("[--tokens]", "got 0")),
@@ -208,11 +210,10 @@ def test_kernels_refuses(capsys, options, words):
         (("--bits", "5"), ("[--bits]", "choose from 2, 3, 4")),
         (("--model", TINY, "--bits", "4"), ("[--bits]", "random weights")),
         (("--model", "no-such-model"), ("no-such-model", "choose")),
-    ],
-)
-def test_decode_refuses(capsys, options, words):
-    line = fails(capsys, "bench", "decode", *options)
-    assert all(word in line for word in words)
+    ]:
+        with subtests.test(options=options, words=words):
+            line = fails(capsys, "bench", "decode", *options)
+            assert all(word in line for word in words)
 
 
 def test_a_folder_that_is_no_model_is_refused(capsys, tmp_path):
@@ -255,9 +256,14 @@ def test_without_fp16_there_is_no_ratio(capsys, bare_folder, preset):
     assert data["rows"][0]["baseline_ratio"] is None and data["rows"][0]["kv_bytes"]
 
 
-@pytest.mark.parametrize("preset", ["fp16", "int4"])
-def test_both_fills_leave_the_same_cache(preset, gemma_folder):
+def test_both_fills_leave_the_same_cache(subtests, gemma_folder):
     """300 tokens of a model with rotating windows, by prefill and directly: offsets and bytes."""
+    for preset in ["fp16", "int4"]:
+        with subtests.test(preset=preset):
+            check_both_fills_leave_the_same_cache(gemma_folder, preset)
+
+
+def check_both_fills_leave_the_same_cache(gemma_folder, preset):
     it = subject.load_subject(str(gemma_folder), None, None)
     made, caches = decode.make_prompt_cache, []
     with pytest.MonkeyPatch.context() as patch:
@@ -268,14 +274,16 @@ def test_both_fills_leave_the_same_cache(preset, gemma_folder):
     assert {c.offset for c in caches[0]} == {300 + decode.WARM + 2}
 
 
-@pytest.mark.parametrize(
-    ("name", "billions", "caches"),
-    [("gemma-3-1b", 1.00, 26), ("qwen2.5-1.5b", 1.54, 28), ("qwen3-4b", 4.02, 36)],
-)
-def test_the_shapes_have_the_weights_of_the_real_models(name, billions, caches):
-    made = outline(subject.CONFIGS[name])
-    assert made.weights / 2e9 == pytest.approx(billions, abs=0.01)
-    assert len(made.layers) == caches
+def test_the_shapes_have_the_weights_of_the_real_models(subtests):
+    for name, billions, caches in [
+        ("gemma-3-1b", 1.00, 26),
+        ("qwen2.5-1.5b", 1.54, 28),
+        ("qwen3-4b", 4.02, 36),
+    ]:
+        with subtests.test(name=name, billions=billions, caches=caches):
+            made = outline(subject.CONFIGS[name])
+            assert made.weights / 2e9 == pytest.approx(billions, abs=0.01)
+            assert len(made.layers) == caches
 
 
 def test_random_weights_are_tied_and_quantised_as_asked():

@@ -64,9 +64,8 @@ def test_with_kernels_the_batch_is_together(capsys, bare_folder, monkeypatch):
     assert data["fits_by_arithmetic"] is None
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_it_refuses(subtests, capsys):
+    for options, words in [
         (("--batches", "4,none"), "[--batches]"),
         (("--batches", "0"), "[--batches]"),
         (("--context", "none"), "[--context]"),
@@ -74,10 +73,9 @@ def test_with_kernels_the_batch_is_together(capsys, bare_folder, monkeypatch):
         (("--tokens", "0"), "[--tokens]"),
         (("--dtype", "int8"), "[--dtype]"),
         (("--kv", "fp16,oja-0.75"), "observes queries"),
-    ],
-)
-def test_it_refuses(capsys, options, words):
-    assert words in fails(capsys, "bench", "batch", *options)
+    ]:
+        with subtests.test(options=options, words=words):
+            assert words in fails(capsys, "bench", "batch", *options)
 
 
 def test_side_by_side_needs_no_mask_and_says_the_same(bare_folder):

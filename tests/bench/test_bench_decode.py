@@ -36,10 +36,11 @@ def test_rows_say_how_steps_are_made(capsys, bare_folder):
     assert "int4 uncompiled: by Python: --uncompiled" in out and "processor time" in out
 
 
-@pytest.mark.parametrize("name", ["fp16-pages", "fp16-replayed"])
-def test_names_of_the_bench_are_no_presets(capsys, name):
-    assert "[--kv]" in fails(capsys, "chat", "--kv", name, "--prompt", "x")
-    assert "[--kv]" in fails(capsys, "bench", "batch", "--kv", name)
+def test_names_of_the_bench_are_no_presets(subtests, capsys):
+    for name in ["fp16-pages", "fp16-replayed"]:
+        with subtests.test(name=name):
+            assert "[--kv]" in fails(capsys, "chat", "--kv", name, "--prompt", "x")
+            assert "[--kv]" in fails(capsys, "bench", "batch", "--kv", name)
 
 
 def test_the_model_is_as_it_was_after_a_replayed_row():

@@ -14,13 +14,14 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "fp16"])
-def test_every_preset_is_right_on_gaussian_values(preset):
-    cache, pair = gate.filled(parse_kv(preset), (1, 64, 64), mx.float32)
-    found = gate.judge(cache, pair, 2)
-    assert found["reason"] is None
-    # The bound of the codes means something: noise as large as what was encoded is far above it.
-    assert 0 < found["errors"]["keys"] < found["bounds"]["keys"] < 1
+def test_every_preset_is_right_on_gaussian_values(subtests):
+    for preset in [name for name in PRESETS if name != "fp16"]:
+        with subtests.test(preset=preset):
+            cache, pair = gate.filled(parse_kv(preset), (1, 64, 64), mx.float32)
+            found = gate.judge(cache, pair, 2)
+            assert found["reason"] is None
+            # The bound of the codes means something: noise as large as what was encoded is far above it.
+            assert 0 < found["errors"]["keys"] < found["bounds"]["keys"] < 1
 
 
 def test_sides_windows_and_types_of_their_own():
@@ -31,13 +32,14 @@ def test_sides_windows_and_types_of_their_own():
     assert found["errors"]["keys"] < 0.02 < found["errors"]["values"]
 
 
-@pytest.mark.parametrize(("side", "name"), [(0, "keys"), (1, "values")])
-@pytest.mark.parametrize("preset", ["int8", "int4", "srft-int2+g32"])
-def test_shuffled_codes_are_found(preset, side, name):
-    cache, pair = gate.filled(parse_kv(preset), (1, 64, 64), mx.float32)
-    shuffle(cache, "codes", side)
-    reason = gate.judge(cache, pair, 2)["reason"]
-    assert reason.startswith(f"{name} off by")
+def test_shuffled_codes_are_found(subtests):
+    for side, name in [(0, "keys"), (1, "values")]:
+        for preset in ["int8", "int4", "srft-int2+g32"]:
+            with subtests.test(side=side, name=name, preset=preset):
+                cache, pair = gate.filled(parse_kv(preset), (1, 64, 64), mx.float32)
+                shuffle(cache, "codes", side)
+                reason = gate.judge(cache, pair, 2)["reason"]
+                assert reason.startswith(f"{name} off by")
 
 
 def test_wrong_attention_and_wrong_windows_are_found(monkeypatch):
@@ -68,20 +70,23 @@ def test_nan_in_the_logits_and_nothing_to_compress_are_red():
     assert not found["ok"] and "NOTHING IS COMPRESSED" in found["reason"]
 
 
-@pytest.mark.parametrize("preset", ["fp16", "int4", "mlx-lm-kv4"])
-def test_bytes_read_are_those_of_stored_tokens(preset):
-    from mlxkv.bench.whole.decode import WARM, measure
+def test_bytes_read_are_those_of_stored_tokens(subtests):
+    for preset in ["fp16", "int4", "mlx-lm-kv4"]:
+        with subtests.test(preset=preset):
+            from mlxkv.bench.whole.decode import WARM, measure
 
-    it = subject("llama")
-    found = measure(it, preset, 300, "prefill", 4)
-    tokens, values = 300 + WARM + 4, 2 * 2 * 2 * 64  # layers, sides, heads, dims
-    if preset == "fp16":
-        assert found["read_bytes"] == tokens * values * 4 < found["kv_bytes"]
-    elif preset == "mlx-lm-kv4":  # scales and biases in float32, one pair for 64 values
-        assert found["read_bytes"] == pytest.approx(tokens * values * (4 + 64 / 64) / 8, rel=0.01)
-    else:
-        pages = (tokens - 128) // 64 * 64
-        assert found["read_bytes"] == values * (pages * 4.5 / 8 + (tokens - pages) * 4)
+            it = subject("llama")
+            found = measure(it, preset, 300, "prefill", 4)
+            tokens, values = 300 + WARM + 4, 2 * 2 * 2 * 64  # layers, sides, heads, dims
+            if preset == "fp16":
+                assert found["read_bytes"] == tokens * values * 4 < found["kv_bytes"]
+            elif preset == "mlx-lm-kv4":  # scales and biases in float32, one pair for 64 values
+                assert found["read_bytes"] == pytest.approx(
+                    tokens * values * (4 + 64 / 64) / 8, rel=0.01
+                )
+            else:
+                pages = (tokens - 128) // 64 * 64
+                assert found["read_bytes"] == values * (pages * 4.5 / 8 + (tokens - pages) * 4)
 
 
 def test_weights_that_a_token_reads():

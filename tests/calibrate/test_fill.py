@@ -44,19 +44,20 @@ def rms(x, exact):
 # -- the law
 
 
-@pytest.mark.parametrize("bits", STEPS)
-def test_steps_are_the_best_for_gaussian_numbers_and_keep_their_size(bits):
-    step, gain = spec.best_step(bits), spec.gain(bits)
-    assert STEPS[bits] == pytest.approx(step, rel=1e-7)
-    assert GAINS[bits] == pytest.approx(gain, rel=1e-7)
-    assert ERRORS[bits] == pytest.approx(spec.error(bits), abs=1e-9)
-    for other in (0.99, 1.01):
-        assert spec.uniform_error(bits, other * step) > spec.uniform_error(bits, step)
-    x = np.random.default_rng(bits).standard_normal(200_000)
-    levels = np.clip(np.floor(x / step), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5
-    back = gain * step * levels
-    assert np.mean(back**2) == pytest.approx(1, rel=0.01)
-    assert np.mean((back - x) ** 2) == pytest.approx(ERRORS[bits], rel=0.05)
+def test_steps_are_the_best_for_gaussian_numbers_and_keep_their_size(subtests):
+    for bits in STEPS:
+        with subtests.test(bits=bits):
+            step, gain = spec.best_step(bits), spec.gain(bits)
+            assert STEPS[bits] == pytest.approx(step, rel=1e-7)
+            assert GAINS[bits] == pytest.approx(gain, rel=1e-7)
+            assert ERRORS[bits] == pytest.approx(spec.error(bits), abs=1e-9)
+            for other in (0.99, 1.01):
+                assert spec.uniform_error(bits, other * step) > spec.uniform_error(bits, step)
+            x = np.random.default_rng(bits).standard_normal(200_000)
+            levels = np.clip(np.floor(x / step), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5
+            back = gain * step * levels
+            assert np.mean(back**2) == pytest.approx(1, rel=0.01)
+            assert np.mean((back - x) ** 2) == pytest.approx(ERRORS[bits], rel=0.05)
 
 
 def test_a_token_of_any_size_loses_the_share_of_its_widths():
@@ -78,15 +79,18 @@ def test_zeros_stay_near_zero():
 # -- the budget
 
 
-@pytest.mark.parametrize("rate", [1.0, 1.6, 2.25, 3.0, 5.0])
-def test_the_budget_is_kept_and_used(rate):
-    sides = [(side, falling(2, 128, 1.5, seed)) for seed in (0, 2) for side in artifact.SIDES]
-    found = fill.allot(sides, rate)
-    bits = sum(spec.stored_bits(widths) for widths in found)
-    assert rate * 512 - 64 < bits <= rate * 512
-    for (_, sigma), widths in zip(sides, found, strict=True):
-        assert Fill(rate, widths).why_not(len(widths) * DIMS, 64) is None
-        assert len(widths) * DIMS <= sigma.shape[1]
+def test_the_budget_is_kept_and_used(subtests):
+    for rate in [1.0, 1.6, 2.25, 3.0, 5.0]:
+        with subtests.test(rate=rate):
+            sides = [
+                (side, falling(2, 128, 1.5, seed)) for seed in (0, 2) for side in artifact.SIDES
+            ]
+            found = fill.allot(sides, rate)
+            bits = sum(spec.stored_bits(widths) for widths in found)
+            assert rate * 512 - 64 < bits <= rate * 512
+            for (_, sigma), widths in zip(sides, found, strict=True):
+                assert Fill(rate, widths).why_not(len(widths) * DIMS, 64) is None
+                assert len(widths) * DIMS <= sigma.shape[1]
 
 
 def test_a_layer_of_more_heads_takes_more_of_the_budget():
@@ -117,10 +121,13 @@ def test_layers_whose_heads_share_a_map_count_all_of_their_heads():
     assert 2.3 * values < bits <= 2.5 * values
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 5])
-def test_layers_of_as_many_heads_share_maps_as_if_each_had_one(heads):
-    sides = [(side, falling(1, 64, 1.4, seed)) for seed in range(3) for side in artifact.SIDES]
-    assert fill.allot(sides, 2.25, [heads] * 6) == fill.allot(sides, 2.25)
+def test_layers_of_as_many_heads_share_maps_as_if_each_had_one(subtests):
+    for heads in [1, 2, 3, 5]:
+        with subtests.test(heads=heads):
+            sides = [
+                (side, falling(1, 64, 1.4, seed)) for seed in range(3) for side in artifact.SIDES
+            ]
+            assert fill.allot(sides, 2.25, [heads] * 6) == fill.allot(sides, 2.25)
 
 
 def test_more_bits_never_cost_more_and_no_pattern_is_better():
@@ -182,12 +189,13 @@ def test_any_number_is_a_name():
     assert own.values.bits_per_value(64, 64) == (5 * 16 + 16 + 16) / 64  # half a word is empty
 
 
-@pytest.mark.parametrize(
-    "name", ["fill-", "fill-x", "fill-0.1", "fill-9", "fill-r4", "fill-2+int4"]
-)
-def test_what_is_no_number_of_bits_is_one_line(name):
-    with pytest.raises(UserError, match=r"\[--kv\] no bits by direction.*write fill-NUMBER"):
-        parse_kv(name)
+def test_what_is_no_number_of_bits_is_one_line(subtests):
+    for name in ["fill-", "fill-x", "fill-0.1", "fill-9", "fill-r4", "fill-2+int4"]:
+        with subtests.test(name=name):
+            with pytest.raises(
+                UserError, match=r"\[--kv\] no bits by direction.*write fill-NUMBER"
+            ):
+                parse_kv(name)
 
 
 def test_wrong_data_is_one_line():
@@ -253,22 +261,32 @@ def test_layers_share_a_budget_and_the_error_falls_with_it(model, made):
     assert errors == sorted(errors)[::-1] and errors[-1] < 0.01 < errors[0]
 
 
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate(per_layer):
-    mx.random.seed(0)
-    args = {"num_query_heads": [2, 4, 6], "num_kv_heads": [1, 2, 6], "ffn_multipliers": [1, 1, 1]}
-    sizes = {"num_transformer_layers": 3, "model_dim": 64, "vocab_size": 64, "ffn_dim_divisor": 16}
-    one = openelm.Model(openelm.ModelArgs("openelm", head_dim=64, **sizes, **args))
-    for n, layer in enumerate(
-        one.layers
-    ):  # the first and the last are as easy and as hard as can be
-        layer.attn.qkv_proj.weight *= (0.2, 1, 5)[n]
-    found = measure.calibrate(one, TEXT, per_layer=per_layer)
-    for rate in (1.5, 2.25, 3):
-        reports = attach(one, f"fill-{rate}{WINDOWS}", calibration=found)
-        assert [r.kv_heads for r in reports] == args["num_kv_heads"]
-        assert rate - 0.25 < mean_bits(reports) <= rate + 1e-9
-        detach(one)
+def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate(subtests):
+    for per_layer in [False, True]:
+        with subtests.test(per_layer=per_layer):
+            mx.random.seed(0)
+            args = {
+                "num_query_heads": [2, 4, 6],
+                "num_kv_heads": [1, 2, 6],
+                "ffn_multipliers": [1, 1, 1],
+            }
+            sizes = {
+                "num_transformer_layers": 3,
+                "model_dim": 64,
+                "vocab_size": 64,
+                "ffn_dim_divisor": 16,
+            }
+            one = openelm.Model(openelm.ModelArgs("openelm", head_dim=64, **sizes, **args))
+            for n, layer in enumerate(
+                one.layers
+            ):  # the first and the last are as easy and as hard as can be
+                layer.attn.qkv_proj.weight *= (0.2, 1, 5)[n]
+            found = measure.calibrate(one, TEXT, per_layer=per_layer)
+            for rate in (1.5, 2.25, 3):
+                reports = attach(one, f"fill-{rate}{WINDOWS}", calibration=found)
+                assert [r.kv_heads for r in reports] == args["num_kv_heads"]
+                assert rate - 0.25 < mean_bits(reports) <= rate + 1e-9
+                detach(one)
 
 
 def test_what_moments_foretell_is_what_is_lost(model, made):

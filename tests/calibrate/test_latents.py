@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from latent_models import LATENT_FAMILIES, latent_model
+from latent_models import latent_model
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import tokens
 
@@ -57,7 +57,7 @@ def test_what_reads_latents_is_what_the_spec_says():
     np.testing.assert_allclose(np.array(again)[0], rows, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", sorted(LATENT_FAMILIES))
+@pytest.mark.parametrize("family", ("deepseek_v3", "kimi_linear", "longcat_flash"))
 def test_every_family_is_calibrated(family, tmp_path):
     """Balanced latents lose less than plain ones at 2 bits, from a calibration that was written and read."""
     model, text = latent_model(family), tokens(170)

@@ -103,17 +103,18 @@ def test_each_preset_takes_its_own_kind_of_file_only(path):
     assert all(report.compressed for report in reports)
 
 
-@pytest.mark.parametrize(
-    "kv", ("learned-int4", "learned-int3", "learned-int2", "int8/learned-int4")
-)
-def test_a_preset_without_a_file_is_one_line(kv, model_folder, capsys):
+def test_a_preset_without_a_file_is_one_line(subtests, model_folder, capsys):
     """Also where the model has a calibration with balanced transforms of its own."""
-    for model in (str(model_folder), TINY):
-        assert main(["chat", "--model", model, "--kv", kv, "--prompt", "a", "--raw"]) == 2
-        said = capsys.readouterr().err.strip().splitlines()[-1]
-        assert said.startswith(f"[attach] {kv} needs learned transforms; got no calibration; make ")
-        assert "mlxkv calibrate --model MODEL --learn scale -o FILE" in said
-        assert "--calibration FILE" in said
+    for kv in ("learned-int4", "learned-int3", "learned-int2", "int8/learned-int4"):
+        with subtests.test(kv=kv):
+            for model in (str(model_folder), TINY):
+                assert main(["chat", "--model", model, "--kv", kv, "--prompt", "a", "--raw"]) == 2
+                said = capsys.readouterr().err.strip().splitlines()[-1]
+                assert said.startswith(
+                    f"[attach] {kv} needs learned transforms; got no calibration; make "
+                )
+                assert "mlxkv calibrate --model MODEL --learn scale -o FILE" in said
+                assert "--calibration FILE" in said
 
 
 def test_presets_are_groups_of_64_and_windows_of_64():
@@ -209,9 +210,8 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert main([*chat, "--raw", "--calibration", str(out), "--max-tokens", "3", "--json"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    (
+def test_slips_of_the_command_are_one_line(subtests, capsys):
+    for more, message in (
         (
             ["--learn", "cayley"],
             "[--learn] unknown; got 'cayley'; choose from scale, rotation, hous",
@@ -222,12 +222,11 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
         (["--steps", "9"], "[--steps] is for learned transforms; got 9; add --learn scale"),
         (["--learn", "scale", "--bits", "5"], "[--bits] unknown; got 5; choose from 2, 3, 4"),
         (["--learn", "scale", "--tokens", "5"], "[--tokens] too little text; got 5"),
-    ),
-)
-def test_slips_of_the_command_are_one_line(more, message, capsys):
-    assert main(["calibrate", *more]) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith(message) and "\n" not in said
+    ):
+        with subtests.test(more=more, message=message):
+            assert main(["calibrate", *more]) == 2
+            said = capsys.readouterr().err.strip()
+            assert said.startswith(message) and "\n" not in said
 
 
 def test_the_evidence(model_folder, tmp_path, capsys):
@@ -290,16 +289,14 @@ def test_claims_are_read_off_the_rows():
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
+def test_slips_of_the_evidence_are_one_line(subtests):
+    for options, message in (
         (["--learn", "cayley"], r"\[--learn\] unknown"),
         (["--bits", "4,5"], r"\[--bits\] unknown; got 5"),
         (["--decode", "1"], r"\[--decode\] must be at least 2; got 1; choose 2 or more"),
         (["--out", "/nowhere/a.json"], r"\[--out\] no such folder"),
         (["--frobnicate"], r"\[learned\] .*--help"),
-    ),
-)
-def test_slips_of_the_evidence_are_one_line(options, message):
-    with pytest.raises(UserError, match=message):
-        evidence.main(options)
+    ):
+        with subtests.test(options=options, message=message):
+            with pytest.raises(UserError, match=message):
+                evidence.main(options)

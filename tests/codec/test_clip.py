@@ -21,16 +21,19 @@ def data(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-@pytest.mark.parametrize("dims", (33, 64, 80, 128, 256))
-@pytest.mark.parametrize("clip", (0.999, 0.96, 0.92, 0.5, 0.001))
-def test_a_row_keeps_its_share_and_the_rest_takes_the_limit(dims, clip):
-    x = data(7, dims)
-    clipped = ref.clip_rows(x, clip)
-    kept = min(int(clip * dims) + 1, dims)
-    assert ((clipped == x).sum(-1) == kept).all()
-    limit = np.sort(np.abs(x), -1)[:, kept - 1, None]
-    np.testing.assert_array_equal(clipped, np.where(np.abs(x) > limit, np.sign(x) * limit, x))
-    assert Affine(2, clip=clip).clip_rank(dims) == dims - kept + 1
+def test_a_row_keeps_its_share_and_the_rest_takes_the_limit(subtests):
+    for dims in (33, 64, 80, 128, 256):
+        for clip in (0.999, 0.96, 0.92, 0.5, 0.001):
+            with subtests.test(dims=dims, clip=clip):
+                x = data(7, dims)
+                clipped = ref.clip_rows(x, clip)
+                kept = min(int(clip * dims) + 1, dims)
+                assert ((clipped == x).sum(-1) == kept).all()
+                limit = np.sort(np.abs(x), -1)[:, kept - 1, None]
+                np.testing.assert_array_equal(
+                    clipped, np.where(np.abs(x) > limit, np.sign(x) * limit, x)
+                )
+                assert Affine(2, clip=clip).clip_rank(dims) == dims - kept + 1
 
 
 def test_the_share_is_meant_exactly():
@@ -82,12 +85,13 @@ def test_two_bits_of_a_gaussian_lose_less_with_a_clip():
     assert errors == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("rank", (1, 2, 7, 64))
-def test_ops_select_what_the_spec_sorts(rank):
-    x = data(2, 3, 5, 64).astype(np.float16).astype(np.float32)
-    x[0, 0, 0] = np.round(x[0, 0, 0])
-    ours = affine.clip_rows(mx.array(x), rank)
-    np.testing.assert_array_equal(np.array(ours), ref.clip_rows(x, 1 - rank / 64))
+def test_ops_select_what_the_spec_sorts(subtests):
+    for rank in (1, 2, 7, 64):
+        with subtests.test(rank=rank):
+            x = data(2, 3, 5, 64).astype(np.float16).astype(np.float32)
+            x[0, 0, 0] = np.round(x[0, 0, 0])
+            ours = affine.clip_rows(mx.array(x), rank)
+            np.testing.assert_array_equal(np.array(ours), ref.clip_rows(x, 1 - rank / 64))
 
 
 def test_rows_beyond_what_sorts_at_once_go_in_blocks(monkeypatch):
@@ -114,14 +118,17 @@ def test_a_format_with_a_clip():
     assert CacheConfig.from_dict(old) == PRESETS["srft-int2+g32"]
 
 
-@pytest.mark.parametrize("clip", (0, -0.5, 1.01, float("nan")))
-def test_shares_that_are_none(clip):
-    with pytest.raises(UserError, match=r"\[Affine\] clip must be above 0 and at most 1; got"):
-        Affine(2, clip=clip)
-    broken = PRESETS["srft-int2+g32"].as_dict()
-    broken["keys"]["quantizer"]["clip"] = "much"
-    with pytest.raises(UserError, match="CacheConfig"):
-        CacheConfig.from_dict(broken)
+def test_shares_that_are_none(subtests):
+    for clip in (0, -0.5, 1.01, float("nan")):
+        with subtests.test(clip=clip):
+            with pytest.raises(
+                UserError, match=r"\[Affine\] clip must be above 0 and at most 1; got"
+            ):
+                Affine(2, clip=clip)
+            broken = PRESETS["srft-int2+g32"].as_dict()
+            broken["keys"]["quantizer"]["clip"] = "much"
+            with pytest.raises(UserError, match="CacheConfig"):
+                CacheConfig.from_dict(broken)
 
 
 def test_channels_have_no_clip():

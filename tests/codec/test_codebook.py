@@ -27,19 +27,20 @@ def off(y, x):
     return ((y - x) ** 2).sum() / (x**2).sum()
 
 
-@pytest.mark.parametrize("dims", DIMS)
-@pytest.mark.parametrize("bits", (1, 2, 3, 4))
-def test_levels_are_centroids_between_midpoints(dims, bits):
+def test_levels_are_centroids_between_midpoints(subtests):
     """By quadrature of the density, which neither the spec nor the package does."""
-    table = levels.sphere(dims, bits)
-    np.testing.assert_allclose(table, ref.sphere_levels(dims, bits), atol=1e-12)
-    np.testing.assert_allclose(table, -table[::-1], atol=1e-14)
-    edges = np.concatenate([[-1], (table[1:] + table[:-1]) / 2, [1]])
-    nodes, weights = np.polynomial.legendre.leggauss(400)
-    for level, low, high in zip(table, edges, edges[1:], strict=False):
-        x = low + (high - low) * (nodes + 1) / 2
-        mass = (1 - x * x) ** ((dims - 3) / 2) * weights
-        assert abs((mass * x).sum() / mass.sum() - level) < 1e-9
+    for dims in DIMS:
+        for bits in (1, 2, 3, 4):
+            with subtests.test(dims=dims, bits=bits):
+                table = levels.sphere(dims, bits)
+                np.testing.assert_allclose(table, ref.sphere_levels(dims, bits), atol=1e-12)
+                np.testing.assert_allclose(table, -table[::-1], atol=1e-14)
+                edges = np.concatenate([[-1], (table[1:] + table[:-1]) / 2, [1]])
+                nodes, weights = np.polynomial.legendre.leggauss(400)
+                for level, low, high in zip(table, edges, edges[1:], strict=False):
+                    x = low + (high - low) * (nodes + 1) / 2
+                    mass = (1 - x * x) ** ((dims - 3) / 2) * weights
+                    assert abs((mass * x).sum() / mass.sum() - level) < 1e-9
 
 
 def test_levels_become_those_of_a_gaussian():
@@ -68,16 +69,21 @@ def test_gaussian_numbers_are_those_of_the_spec():
     np.testing.assert_allclose(moments, [0, 1, 0, 3], atol=0.03)
 
 
-@pytest.mark.parametrize("bits", PAPER)
-def test_distortion_is_that_of_the_paper(bits):
-    x = mx.array(data(1, 1, 2048, 128))
-    code = Codec(Side(Codebook(bits), "random"), 128, 64)
-    assert off(code.decode(code.encode(x), mx.float32), x) == pytest.approx(PAPER[bits], rel=0.04)
-    # Whatever the vectors are: the rotation makes them all alike.
-    spikes = np.random.default_rng(1).permuted(np.tile(np.arange(128) == 7, (2048, 1)), axis=1)
-    spiked = mx.array(data(1, 1, 2048, 128) * np.where(spikes, 50, 1).astype(np.float32))
-    found = off(code.decode(code.encode(spiked), mx.float32), spiked)
-    assert found == pytest.approx(PAPER[bits], rel=0.06)
+def test_distortion_is_that_of_the_paper(subtests):
+    for bits in PAPER:
+        with subtests.test(bits=bits):
+            x = mx.array(data(1, 1, 2048, 128))
+            code = Codec(Side(Codebook(bits), "random"), 128, 64)
+            assert off(code.decode(code.encode(x), mx.float32), x) == pytest.approx(
+                PAPER[bits], rel=0.04
+            )
+            # Whatever the vectors are: the rotation makes them all alike.
+            spikes = np.random.default_rng(1).permuted(
+                np.tile(np.arange(128) == 7, (2048, 1)), axis=1
+            )
+            spiked = mx.array(data(1, 1, 2048, 128) * np.where(spikes, 50, 1).astype(np.float32))
+            found = off(code.decode(code.encode(spiked), mx.float32), spiked)
+            assert found == pytest.approx(PAPER[bits], rel=0.06)
 
 
 def test_corrected_norms_are_those_of_the_vectors():

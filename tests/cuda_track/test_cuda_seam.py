@@ -58,9 +58,8 @@ def filled(attached):
 # -- which layers
 
 
-@pytest.mark.parametrize(
-    "family, line",
-    {
+def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(subtests):
+    for family, line in {
         "falcon": "uses cached keys or values as arrays",
         "bloom": "uses cached keys or values as arrays (reshape)",
         "jetmoe": "as arrays (repeat)",
@@ -73,25 +72,27 @@ def filled(attached):
         "mistral": "layers 0-3 (sliding window 512): full precision, small by nature",
         "falcon_h1": "(full beside a state): full precision, a cache that grows beside a state: not supp",
         "mamba": "layers 0-3 (state): full precision, constant size",
-    }.items(),
-)
-def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(family, line):
-    model = build(family)
-    right, before = written(model), model.config._attn_implementation
-    with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
-        reports = seam.attach(model, "int4")
-    lines = summarise(reports)
-    assert lines[0].startswith("NOTHING IS COMPRESSED") and any(line in x for x in lines), lines
-    assert model.config._attn_implementation == before and "generate" not in vars(model)
-    assert torch.equal(written(model), right)
+    }.items():
+        with subtests.test(family=family, line=line):
+            model = build(family)
+            right, before = written(model), model.config._attn_implementation
+            with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
+                reports = seam.attach(model, "int4")
+            lines = summarise(reports)
+            assert lines[0].startswith("NOTHING IS COMPRESSED") and any(line in x for x in lines), (
+                lines
+            )
+            assert model.config._attn_implementation == before and "generate" not in vars(model)
+            assert torch.equal(written(model), right)
 
 
-@pytest.mark.parametrize("family", ["jamba", "bamba", "nemotron_h"])
-def test_attention_beside_state_layers_is_compressed(family):
-    reports = seam.attach(build(family), "int4")
-    kinds = {r.kind for r in reports if not r.compressed}
-    assert any(r.compressed for r in reports)
-    assert kinds <= {"state", "no cache of its own"} and "state" in kinds
+def test_attention_beside_state_layers_is_compressed(subtests):
+    for family in ["jamba", "bamba", "nemotron_h"]:
+        with subtests.test(family=family):
+            reports = seam.attach(build(family), "int4")
+            kinds = {r.kind for r in reports if not r.compressed}
+            assert any(r.compressed for r in reports)
+            assert kinds <= {"state", "no cache of its own"} and "state" in kinds
 
 
 def test_the_dry_run_leaves_a_model_as_it_was(llama):
@@ -132,25 +133,30 @@ def test_attention_that_is_another_function_is_refused(llama, monkeypatch):
     assert not any(r.compressed for r in reports)
 
 
-@pytest.mark.parametrize(
-    "family, way",
-    [("gemma2", "eager"), ("gpt_oss", "eager"), ("bigbird_pegasus", "eager")]
-    + [("bart", "eager"), ("bart", "sdpa"), ("llama", "eager")],
-)
-def test_lossless_pages_give_the_plain_logits(family, way):
-    model = build(family)
-    model.set_attn_implementation(way)
-    options = {"return_dict_in_generate": True, "output_logits": True}
-    two = IDS.repeat(2, 1)
-    mask = torch.ones_like(two)
-    mask[1, :7] = 0  # padded on the left
-    plain = model.generate(two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options)
-    assert any(r.compressed for r in seam.attach(model, EXACT))
-    got = model.generate(two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options)
-    for a, b in zip(plain.logits, got.logits, strict=True):
-        assert (a - b).norm() < 1e-3 * a.norm()
-    with torch.no_grad():  # and without any cache
-        model(IDS, use_cache=False)
+def test_lossless_pages_give_the_plain_logits(subtests):
+    for family, way in [("gemma2", "eager"), ("gpt_oss", "eager"), ("bigbird_pegasus", "eager")] + [
+        ("bart", "eager"),
+        ("bart", "sdpa"),
+        ("llama", "eager"),
+    ]:
+        with subtests.test(family=family, way=way):
+            model = build(family)
+            model.set_attn_implementation(way)
+            options = {"return_dict_in_generate": True, "output_logits": True}
+            two = IDS.repeat(2, 1)
+            mask = torch.ones_like(two)
+            mask[1, :7] = 0  # padded on the left
+            plain = model.generate(
+                two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options
+            )
+            assert any(r.compressed for r in seam.attach(model, EXACT))
+            got = model.generate(
+                two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options
+            )
+            for a, b in zip(plain.logits, got.logits, strict=True):
+                assert (a - b).norm() < 1e-3 * a.norm()
+            with torch.no_grad():  # and without any cache
+                model(IDS, use_cache=False)
 
 
 def test_models_that_are_not_causal_stay_so():
@@ -175,12 +181,14 @@ def test_models_that_are_not_causal_stay_so():
         assert (out - right.transpose(1, 2)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    "model, kv, text", [(torch.nn.Linear(2, 2), "int4", "not a model"), (None, None, "not a model")]
-)
-def test_attach_takes_models_of_transformers(model, kv, text):
-    with pytest.raises(UserError, match=text):
-        seam.attach(model, kv)
+def test_attach_takes_models_of_transformers(subtests):
+    for model, kv, text in [
+        (torch.nn.Linear(2, 2), "int4", "not a model"),
+        (None, None, "not a model"),
+    ]:
+        with subtests.test(model=model, kv=kv, text=text):
+            with pytest.raises(UserError, match=text):
+                seam.attach(model, kv)
 
 
 def test_attach_takes_a_cache(llama):
@@ -291,23 +299,20 @@ def test_an_attached_assistant_rolls_its_windows_back():
     assert torch.equal(written(model, assistant_model=assistant, **options), right)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_ways_to_generate_are_those_of_the_plain_model(subtests):
+    for options in [
         {"num_beams": 3},
         {"num_beams": 2, "num_return_sequences": 2},
         {"prompt_lookup_num_tokens": 5},
         {"prefill_chunk_size": 16},
         {"guidance_scale": 1.5},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_ways_to_generate_are_those_of_the_plain_model(family, options):
-    model = build(family)
-    right = written(model, **options)
-    seam.attach(model, EXACT)
-    assert torch.equal(written(model, **options), right)
+    ]:
+        for family in ["llama", "gemma2"]:
+            with subtests.test(options=options, family=family):
+                model = build(family)
+                right = written(model, **options)
+                seam.attach(model, EXACT)
+                assert torch.equal(written(model, **options), right)
 
 
 # -- copies, pickles, and other models' caches

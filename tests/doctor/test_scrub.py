@@ -55,18 +55,16 @@ def test_long_texts_are_cleaned_in_time():
     assert time.process_time() - begun < 5
 
 
-@pytest.mark.parametrize(
-    ("name", "public"),
-    [
+def test_public_names_of_models(subtests):
+    for name, public in [
         ("smollm2", "smollm2"),
         ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B-4bit"),
         ("/Users/ada/models/gone", "gone"),
         ("~/models/gone", "gone"),
         ("../gone", "gone"),
-    ],
-)
-def test_public_names_of_models(name, public):
-    assert public_name(name) == public
+    ]:
+        with subtests.test(name=name, public=public):
+            assert public_name(name) == public
 
 
 def test_a_relative_folder_is_reduced_too(tmp_path, monkeypatch):

@@ -170,9 +170,8 @@ FINE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "colour", "reason"),
-    [
+def test_verdicts(subtests):
+    for change, colour, reason in [
         ({}, "green", ""),
         ({"kl_mean": 0.02, "kl_interval": [0.011, 0.05]}, "amber", "mean KL 0.02 [0.011, 0.05]"),
         ({"kl_mean": 0.2, "kl_interval": [0.11, 0.5]}, "red", "mean KL 0.2 [0.11, 0.5]"),
@@ -190,11 +189,10 @@ FINE = {
             "green",
             "16 values leave open up to 20 points below fp16 in retrieval",
         ),
-    ],
-)
-def test_verdicts(change, colour, reason):
-    found, why = verdict.judge(FINE | change)
-    assert found == colour and reason in why and bool(why) == bool(reason)
+    ]:
+        with subtests.test(change=change, colour=colour, reason=reason):
+            found, why = verdict.judge(FINE | change)
+            assert found == colour and reason in why and bool(why) == bool(reason)
 
 
 def test_verdicts_of_retrieval_alone_need_its_interval():
@@ -274,21 +272,19 @@ def test_an_arm_reads_its_calibration_once(monkeypatch):
     assert len(reads) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "of"),
-    [
+def test_the_widths_of_a_method_share_a_curve(subtests):
+    for name, of in [
         ("int4", "int"),
         ("naive-int2", "naive"),
         ("oscar-int2+g64", "oscar+g64"),
         ("int8/int4", "int8/int4"),
         ("fp16", "fp16"),
-    ],
-)
-def test_the_widths_of_a_method_share_a_curve(name, of):
-    pytest.importorskip("matplotlib")
-    from mlxkv.eval.report.pictures import method
+    ]:
+        with subtests.test(name=name, of=of):
+            pytest.importorskip("matplotlib")
+            from mlxkv.eval.report.pictures import method
 
-    assert method(name) == of
+            assert method(name) == of
 
 
 def test_an_out_that_cannot_be_written(spec, tmp_path, capsys):

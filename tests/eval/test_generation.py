@@ -121,13 +121,17 @@ def test_calls_are_made_of_their_requests():
             assert value in call.request or value in given.values()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "no", "[1]", '{"tool": "a"}', '{"tool": 1, "arguments": {}}', '{"tool": "a", "arguments":']
-    + ['{"tool": "a", "arguments": {}, "more": 1}', '{"tool": "a", "arguments": []}'],
-)
-def test_what_is_no_call(text):
-    assert tools.parse(text) is None
+def test_what_is_no_call(subtests):
+    for text in [
+        "",
+        "no",
+        "[1]",
+        '{"tool": "a"}',
+        '{"tool": 1, "arguments": {}}',
+        '{"tool": "a", "arguments":',
+    ] + ['{"tool": "a", "arguments": {}, "more": 1}', '{"tool": "a", "arguments": []}']:
+        with subtests.test(text=text):
+            assert tools.parse(text) is None
 
 
 def test_a_fence_is_taken_off():

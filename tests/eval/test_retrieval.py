@@ -122,13 +122,16 @@ def test_a_broken_cache_is_found_out(monkeypatch):
     assert found["int4"]["likelihood"] < found["fp16"]["likelihood"] - 1
 
 
-@pytest.mark.parametrize(
-    ("questions", "samples", "asked"),
-    [(16, 8, [2] * 8), (3, 8, [1] * 3), (10, 4, [3, 3, 2, 2]), (40, 1, [14, 13, 13])],
-)
-def test_questions_are_dealt_over_documents(questions, samples, asked):
-    options = TaskOptions(questions=questions, samples=samples)
-    assert retrieval.asked_of(options) == asked
+def test_questions_are_dealt_over_documents(subtests):
+    for questions, samples, asked in [
+        (16, 8, [2] * 8),
+        (3, 8, [1] * 3),
+        (10, 4, [3, 3, 2, 2]),
+        (40, 1, [14, 13, 13]),
+    ]:
+        with subtests.test(questions=questions, samples=samples, asked=asked):
+            options = TaskOptions(questions=questions, samples=samples)
+            assert retrieval.asked_of(options) == asked
 
 
 @pytest.mark.parametrize("template", [True, False])

@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_mma, make_tiles
@@ -81,20 +80,22 @@ def run(
     return out, softmax(q, keys, values, dims**-0.5, window, logits, softcap)
 
 
-@pytest.mark.parametrize(("case", "factory"), [(SHAPES[0], make_tiles), (SHAPES[3], make_mma)])
-def test_scores_are_capped(case, factory):
-    out, spec = run(case, factory, softcap=0.7)
-    assert rms(out, spec) < BOUNDS[case[-1]]
-    _, uncapped = run(case, factory)
-    assert rms(uncapped, spec) > 0.05  # the cap matters here
+def test_scores_are_capped(subtests):
+    for case, factory in [(SHAPES[0], make_tiles), (SHAPES[3], make_mma)]:
+        with subtests.test(case=case, factory=factory):
+            out, spec = run(case, factory, softcap=0.7)
+            assert rms(out, spec) < BOUNDS[case[-1]]
+            _, uncapped = run(case, factory)
+            assert rms(uncapped, spec) > 0.05  # the cap matters here
 
 
-@pytest.mark.parametrize("factory", [make_tiles, make_mma])
-def test_scores_that_grow_along_the_records(factory):
+def test_scores_that_grow_along_the_records(subtests):
     """The running maximum is raised again and again, and what was summed before shrinks."""
-    case = (64, 4, 1, 1, 40, 16, 20, 4, 4, 0, mx.float16)
-    out, spec = run(case, factory, splits=(1, 1), ramp=8)
-    assert rms(out, spec) < 1e-2
+    for factory in [make_tiles, make_mma]:
+        with subtests.test(factory=factory):
+            case = (64, 4, 1, 1, 40, 16, 20, 4, 4, 0, mx.float16)
+            out, spec = run(case, factory, splits=(1, 1), ramp=8)
+            assert rms(out, spec) < 1e-2
 
 
 # Lane maps of CUDA and Metal in turn, of the first shapes both.
@@ -102,12 +103,11 @@ TURNS = [(case, (make_mma, make_tiles)[i % 2]) for i, case in enumerate(SHAPES)]
 TURNS += [(SHAPES[0], make_tiles), (SHAPES[1], make_mma)]
 
 
-@pytest.mark.parametrize(
-    ("case", "factory"), TURNS, ids=lambda c: str(c) if c in SHAPES else c.__name__
-)
-def test_attend_is_softmax_over_what_is_stored(case, factory):
-    out, spec = run(case, factory)
-    assert rms(out, spec) < BOUNDS[case[-1]]
+def test_attend_is_softmax_over_what_is_stored(subtests):
+    for case, factory in TURNS:
+        with subtests.test(case=case, factory=factory):
+            out, spec = run(case, factory)
+            assert rms(out, spec) < BOUNDS[case[-1]]
 
 
 OPTIONS = (
@@ -118,17 +118,18 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("option", range(len(OPTIONS)))
-@pytest.mark.parametrize("bits", (2, 3, 4, 8))
-def test_formats_splits_and_sinks(bits, option):
+def test_formats_splits_and_sinks(subtests):
     """Widths and options with the lane maps of CUDA and Metal in turn: each meets both."""
-    options = OPTIONS[option]
-    factory = (make_mma, make_tiles)[(option + bits.bit_length() + (bits == 3)) % 2]
-    case = (64, 6, 2, 2, 21, 16, 20, bits, bits, 0, mx.float16)
-    out, spec = run(case, factory, **options)
-    assert rms(out, spec) < (
-        1.2e-2 if bits == 2 else BOUNDS[mx.float16]
-    )  # kv_pair_near rounds more
+    for option in range(len(OPTIONS)):
+        for bits in (2, 3, 4, 8):
+            with subtests.test(option=option, bits=bits):
+                options = OPTIONS[option]
+                factory = (make_mma, make_tiles)[(option + bits.bit_length() + (bits == 3)) % 2]
+                case = (64, 6, 2, 2, 21, 16, 20, bits, bits, 0, mx.float16)
+                out, spec = run(case, factory, **options)
+                assert rms(out, spec) < (
+                    1.2e-2 if bits == 2 else BOUNDS[mx.float16]
+                )  # kv_pair_near rounds more
 
 
 def test_sixteen_simdgroups(monkeypatch):
@@ -166,10 +167,11 @@ def test_queries_of_any_size_stay_finite():
         assert bool(mx.all(mx.isfinite(out.astype(mx.float32))))
 
 
-@pytest.mark.parametrize("factory", (make_tiles, make_mma), ids=("simdgroup", "mma"))
-def test_a_cache_decodes_by_tiles_as_by_plain_ops(factory):
-    cache, _ = walk(factory, mx.float16, TIES)
-    assert cache._store.plan.body == TILES
+def test_a_cache_decodes_by_tiles_as_by_plain_ops(subtests):
+    for factory in (make_tiles, make_mma):
+        with subtests.test(factory=factory):
+            cache, _ = walk(factory, mx.float16, TIES)
+            assert cache._store.plan.body == TILES
 
 
 def test_a_model_decodes_by_tiles():

@@ -292,13 +292,14 @@ def test_a_start_waits_once_and_not_for_ever(mac, monkeypatch):
         assert choose.plan(INT4, DIMS, mx.float16).label == "kernels" and trust.NAP not in naps
 
 
-@pytest.mark.parametrize("age", (601, -601, 1e300, float("nan")))
-def test_an_old_mark_is_a_death(folder, age):
+def test_an_old_mark_is_a_death(subtests, folder):
     """Another process may have its number by now; and a clock may jump."""
-    mark(os.getppid(), deaths=0, age=age)
-    assert trust.state(*place(INT4)) is None
-    mark(os.getppid(), deaths=1, age=age)
-    assert trust.state(*place(INT4)) == trust.DIED
+    for age in (601, -601, 1e300, float("nan")):
+        with subtests.test(age=age):
+            mark(os.getppid(), deaths=0, age=age)
+            assert trust.state(*place(INT4)) is None
+            mark(os.getppid(), deaths=1, age=age)
+            assert trust.state(*place(INT4)) == trust.DIED
 
 
 def test_a_mark_with_the_number_of_this_process_is_a_death(folder):
@@ -306,11 +307,12 @@ def test_a_mark_with_the_number_of_this_process_is_a_death(folder):
     assert trust.state(*place(INT4)) == trust.DIED
 
 
-@pytest.mark.parametrize("row", [{}, {"since": 10**400}, {"since": "x", "deaths": "x"}])
-def test_marks_of_others_are_read_with_care(folder, row):
-    row = {"state": "trying", "process": 10**400} | row
-    trust._change(trust._key(*place(INT4)), lambda _: row)
-    trust.forget()
-    assert trust.state(*place(INT4)) is None
-    with trust.trial(*place(INT4)):
-        pass
+def test_marks_of_others_are_read_with_care(subtests, folder):
+    for row in [{}, {"since": 10**400}, {"since": "x", "deaths": "x"}]:
+        with subtests.test(row=row):
+            row = {"state": "trying", "process": 10**400} | row
+            trust._change(trust._key(*place(INT4)), lambda _, row=row: row)
+            trust.forget()
+            assert trust.state(*place(INT4)) is None
+            with trust.trial(*place(INT4)):
+                pass

@@ -56,12 +56,13 @@ def test_python_compiles_and_its_names_exist(block):
                 assert available(alias.name)
 
 
-@pytest.mark.parametrize("page", outputs.pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_in_lines_exist(page):
-    text = repo_pages.FENCE.sub("", page.read_text(encoding="utf-8"))
-    for line in re.findall(r"`(mlxkv [^`]+)`", text):
-        for words in commands(" ".join(line.split())):
-            check(words)
+def test_commands_in_lines_exist(subtests):
+    for page in outputs.pages():
+        with subtests.test(page=page):
+            text = repo_pages.FENCE.sub("", page.read_text(encoding="utf-8"))
+            for line in re.findall(r"`(mlxkv [^`]+)`", text):
+                for words in commands(" ".join(line.split())):
+                    check(words)
 
 
 def available(module: str) -> bool:
@@ -147,20 +148,18 @@ def check(words: list[str]) -> None:
             assert words[1] in typer.main.get_command(app).commands, words
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_what_does_not_exist_is_found(subtests):
+    for line in [
         "mlxkv chat --modle tiny",
         "cat x | mlxkv chatt",
         "make chatt",
         "python -m experiments.nothing",
         "mlxkv",
-    ],
-)
-def test_what_does_not_exist_is_found(line):
-    with pytest.raises((AssertionError, ModuleNotFoundError)):
-        for words in commands(line):
-            check(words)
+    ]:
+        with subtests.test(line=line):
+            with pytest.raises((AssertionError, ModuleNotFoundError)):
+                for words in commands(line):
+                    check(words)
 
 
 def test_comments_pipes_and_launchers_are_read():

@@ -1,7 +1,6 @@
 """Moments over positions: the closed form against sums over every position, and what is left of a moment."""
 
 import numpy as np
-import pytest
 
 from mlxkv.spec import balanced, positions
 
@@ -33,35 +32,39 @@ KINDS = {  # dims, pairs, frequencies
 }
 
 
-@pytest.mark.parametrize("span", ((0, 1), (0, 37), (100, 1100)))
-@pytest.mark.parametrize("kind", KINDS)
-def test_closed_form_is_the_mean_over_every_position(kind, span):
-    dims, pairs, frequencies = KINDS[kind]
-    rows = normal(40, dims)
-    moment, mean = rows.T @ rows / len(rows), rows.mean(0)
-    turns = [positions.rotation(t, pairs, frequencies, dims) for t in range(*span)]
-    np.testing.assert_allclose(
-        positions.moment_over(moment, span, pairs, frequencies),
-        np.mean([r @ moment @ r.T for r in turns], 0),
-        atol=1e-12,
-    )
-    np.testing.assert_allclose(
-        positions.mean_over(mean, span, pairs, frequencies),
-        np.mean([r @ mean for r in turns], 0),
-        atol=1e-12,
-    )
+def test_closed_form_is_the_mean_over_every_position(subtests):
+    for span in ((0, 1), (0, 37), (100, 1100)):
+        for kind in KINDS:
+            with subtests.test(span=span, kind=kind):
+                dims, pairs, frequencies = KINDS[kind]
+                rows = normal(40, dims)
+                moment, mean = rows.T @ rows / len(rows), rows.mean(0)
+                turns = [positions.rotation(t, pairs, frequencies, dims) for t in range(*span)]
+                np.testing.assert_allclose(
+                    positions.moment_over(moment, span, pairs, frequencies),
+                    np.mean([r @ moment @ r.T for r in turns], 0),
+                    atol=1e-12,
+                )
+                np.testing.assert_allclose(
+                    positions.mean_over(mean, span, pairs, frequencies),
+                    np.mean([r @ mean for r in turns], 0),
+                    atol=1e-12,
+                )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_turn_as_their_moment(kind):
-    dims, pairs, frequencies = KINDS[kind]
-    rows, t = normal(7, dims), np.arange(7) * 1000
-    turned = positions.turned(rows, t, pairs, frequencies)
-    for row, at, x in zip(turned, t, rows, strict=True):
-        np.testing.assert_allclose(
-            row, x @ positions.rotation(at, pairs, frequencies, dims).T, atol=1e-12
-        )
-    np.testing.assert_allclose(positions.turned(turned, -t, pairs, frequencies), rows, atol=1e-12)
+def test_rows_turn_as_their_moment(subtests):
+    for kind in KINDS:
+        with subtests.test(kind=kind):
+            dims, pairs, frequencies = KINDS[kind]
+            rows, t = normal(7, dims), np.arange(7) * 1000
+            turned = positions.turned(rows, t, pairs, frequencies)
+            for row, at, x in zip(turned, t, rows, strict=True):
+                np.testing.assert_allclose(
+                    row, x @ positions.rotation(at, pairs, frequencies, dims).T, atol=1e-12
+                )
+            np.testing.assert_allclose(
+                positions.turned(turned, -t, pairs, frequencies), rows, atol=1e-12
+            )
 
 
 def test_keys_at_every_position_have_the_centred_moment():

@@ -46,17 +46,18 @@ def whole(split: str) -> str:
     return "\n".join(corpus.passages(split).values())
 
 
-@pytest.mark.parametrize(("split", "kind"), CASES)
-def test_files_are_clean(split, kind):
-    data = content(split, kind)
-    text = data.decode("utf-8")
-    assert 6_000 <= len(data) <= 8_500
-    assert text.endswith("\n") and not text.endswith("\n\n")
-    assert not text.startswith("\ufeff") and "\r" not in text and "\t" not in text
-    trailing = [line for line in text.split("\n") if line != line.rstrip()]
-    assert not trailing
-    # Words that many tokenizers take for control tokens would not be read as text.
-    assert not re.search(r"<\||\|>|</?s>|\[/?INST\]|<(start|end)_of_turn>|<[be]os>", text)
+def test_files_are_clean(subtests):
+    for split, kind in CASES:
+        with subtests.test(split=split, kind=kind):
+            data = content(split, kind)
+            text = data.decode("utf-8")
+            assert 6_000 <= len(data) <= 8_500
+            assert text.endswith("\n") and not text.endswith("\n\n")
+            assert not text.startswith("\ufeff") and "\r" not in text and "\t" not in text
+            trailing = [line for line in text.split("\n") if line != line.rstrip()]
+            assert not trailing
+            # Words that many tokenizers take for control tokens would not be read as text.
+            assert not re.search(r"<\||\|>|</?s>|\[/?INST\]|<(start|end)_of_turn>|<[be]os>", text)
 
 
 def test_a_split_is_as_long_as_it_says():
@@ -80,25 +81,27 @@ def test_the_rule_finds_a_copied_sentence():
     assert signs(copied) & signs(whole("evaluation"))
 
 
-@pytest.mark.parametrize("split", corpus.SPLITS)
-def test_no_passage_stands_twice(split):
-    pieces = corpus.interleaved(split)
-    for one, other in combinations(pieces, 2):
-        assert not words(one, 20) & words(other, 20)
+def test_no_passage_stands_twice(subtests):
+    for split in corpus.SPLITS:
+        with subtests.test(split=split):
+            pieces = corpus.interleaved(split)
+            for one, other in combinations(pieces, 2):
+                assert not words(one, 20) & words(other, 20)
 
 
-@pytest.mark.parametrize("split", corpus.SPLITS)
-def test_passages_lose_nothing(split):
-    pieces = corpus.pieces(split)
-    assert tuple(pieces) == tuple(corpus.passages(split)) == corpus.KINDS
-    for kind, found in pieces.items():
-        assert len(found) >= 7 and all(piece == piece.strip("\n") != "" for piece in found)
-        assert "\n%\n".join(found) + "\n" == content(split, kind).decode()
-        assert corpus.passages(split)[kind] == "\n\n".join(found)
-    mixed = corpus.interleaved(split)
-    assert sorted(mixed) == sorted(piece for found in pieces.values() for piece in found)
-    assert mixed[: len(pieces)] == [found[0] for found in pieces.values()]
-    assert len(pieces["languages"]) == 10
+def test_passages_lose_nothing(subtests):
+    for split in corpus.SPLITS:
+        with subtests.test(split=split):
+            pieces = corpus.pieces(split)
+            assert tuple(pieces) == tuple(corpus.passages(split)) == corpus.KINDS
+            for kind, found in pieces.items():
+                assert len(found) >= 7 and all(piece == piece.strip("\n") != "" for piece in found)
+                assert "\n%\n".join(found) + "\n" == content(split, kind).decode()
+                assert corpus.passages(split)[kind] == "\n\n".join(found)
+            mixed = corpus.interleaved(split)
+            assert sorted(mixed) == sorted(piece for found in pieces.values() for piece in found)
+            assert mixed[: len(pieces)] == [found[0] for found in pieces.values()]
+            assert len(pieces["languages"]) == 10
 
 
 def test_the_digest_is_of_names_and_bytes():
@@ -110,27 +113,31 @@ def test_the_digest_is_of_names_and_bytes():
     assert corpus.digest("calibration") != corpus.digest("evaluation")
 
 
-@pytest.mark.parametrize("ask", [corpus.passages, corpus.digest])
-def test_an_unknown_split_is_refused(ask):
-    with pytest.raises(UserError, match=r"no such split; got 'train'; choose from calibration"):
-        ask("train")
+def test_an_unknown_split_is_refused(subtests):
+    for ask in [corpus.passages, corpus.digest]:
+        with subtests.test(ask=ask):
+            with pytest.raises(
+                UserError, match=r"no such split; got 'train'; choose from calibration"
+            ):
+                ask("train")
 
 
-@pytest.mark.parametrize(("split", "index"), CODE)
-def test_code_is_right(split, index):
+def test_code_is_right(subtests):
     """Python runs with its assertions and doctests, SQL and JSON are read. (C, JavaScript and shell
     were compiled and run when they were written.)"""
-    piece = corpus.pieces(split)["code"][index]
-    if piece.startswith("{"):
-        assert json.loads(piece)
-    elif "CREATE TABLE" in piece:
-        sqlite3.connect(":memory:").executescript(piece)
-    elif "#include" in piece or "const " in piece or piece.startswith("#!"):
-        assert piece.count("{") == piece.count("}")
-    else:
-        module = ModuleType("piece")
-        exec(compile(ast.parse(piece), "piece", "exec"), module.__dict__)
-        assert doctest.testmod(module).failed == 0
+    for split, index in CODE:
+        with subtests.test(split=split, index=index):
+            piece = corpus.pieces(split)["code"][index]
+            if piece.startswith("{"):
+                assert json.loads(piece)
+            elif "CREATE TABLE" in piece:
+                sqlite3.connect(":memory:").executescript(piece)
+            elif "#include" in piece or "const " in piece or piece.startswith("#!"):
+                assert piece.count("{") == piece.count("}")
+            else:
+                module = ModuleType("piece")
+                exec(compile(ast.parse(piece), "piece", "exec"), module.__dict__)
+                assert doctest.testmod(module).failed == 0
 
 
 def test_tool_calls_are_json():

@@ -172,10 +172,11 @@ def test_built_in_texts_have_nothing_in_common():
         assert text.startswith(corpus.passages("evaluation")[kind][:500])
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_count_below_one_is_refused(count):
-    with pytest.raises(UserError, match=f"at least 1 token .* got {count}"):
-        evaluation_tokens(model(), count)
+def test_a_count_below_one_is_refused(subtests):
+    for count in [0, -1]:
+        with subtests.test(count=count):
+            with pytest.raises(UserError, match=f"at least 1 token .* got {count}"):
+                evaluation_tokens(model(), count)
 
 
 def test_topics_are_the_documentation():
