@@ -244,10 +244,8 @@ def test_lists_by_comma_and_sizes_without_a_unit(run):
 
 def test_a_shell_completes(subtests):
     for words, count, wanted in [
-        ("mlxkv ch", 1, {"chat"}),
         ("mlxkv chat --kv oscar-int2+", 3, {n for n in PRESETS if n.startswith("oscar-int2+")}),
         ("mlxkv fit --kv int8,int", 3, {"int8,int8", "int8,int4", "int8,int3", "int8,int2"}),
-        ("mlxkv chat --kv fi", 3, {"fill-3", "fill-2.25"}),
         ("mlxkv serve -m qwen3-", 3, {n for n in HUB if n.startswith("qwen3-")}),
     ]:
         with subtests.test(words=words, count=count, wanted=wanted):

@@ -1,6 +1,5 @@
 """How modules that are started by `python -m` end, and what text may reach a terminal or a log."""
 
-import json
 import logging
 import os
 import subprocess
@@ -65,11 +64,6 @@ def test_nothing_shows_raw_text(subtests, capsys):
             said = capsys.readouterr()
             shown = said.out + said.err
             assert "owned" in shown and not set(shown) & set("\x1b\x07\x9b\x7f\r\udc9b")
-
-
-def test_json_is_exact(capsys):
-    console.print_json({"text": RAW})
-    assert json.loads(capsys.readouterr().out) == {"text": RAW}
 
 
 def test_a_log_has_plain_lines(capsys):

@@ -160,9 +160,8 @@ def test_headers_of_safetensors(tmp_path):
         assert data[first:last] == array.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("data", "what"),
-    [
+def test_unsound_safetensors(subtests, tmp_path):
+    for data, what in [
         (b"", "no room for its header in 0 bytes"),
         (b"\xff" * 100, "no room for its header"),
         (packed({}, length=1 << 62), "no room for its header"),
@@ -187,13 +186,12 @@ def test_headers_of_safetensors(tmp_path):
         (packed({"__metadata__": [1]}), "no texts by name"),
         (packed({"__metadata__": {"a": 1}}), "no texts by name"),
         (packed({"__metadata__": {"a": "b"}, "c": entry(offsets=[0, 1e999])}), "Infinity"),
-    ],
-)
-def test_unsound_safetensors(tmp_path, data, what):
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(data)
-    with pytest.raises(Unsound, match=what):
-        untrusted.safetensors(file)
+    ]:
+        with subtests.test(data=data, what=what):
+            file = tmp_path / "x.safetensors"
+            file.write_bytes(data)
+            with pytest.raises(Unsound, match=what):
+                untrusted.safetensors(file)
 
 
 def test_headers_are_bounded(tmp_path):

@@ -8,11 +8,8 @@ import mlx.core as mx
 import pytest
 from bench_workers import fails, said, subject
 
-from mlxkv.bench.options import cache_config
 from mlxkv.bench.whole import steps
 from mlxkv.bench.whole.decode import measure
-from mlxkv.cache.choose import Question
-from mlxkv.formats.names import parse_kv
 from mlxkv.models.hooks.mark import steps_of
 
 PARTS = {*steps.NUMBERS, "waits", "step"}
@@ -76,22 +73,3 @@ def test_waiting_is_no_work_of_the_host(monkeypatch, asleep):
     assert (found["build_ms"] < 10) == (found["host_ms"] < 10) == asleep
     assert found["host_ms"] + found["wait_ms"] >= 20
     assert found["waits"] == "host" or not asleep
-
-
-def test_steps_in_part_by_python():
-    it = subject("llama")
-    with it.attached("int4"):
-        made = steps_of(it.model)
-        made.replayed, made.waits_for = 7, "nothing is sealed yet"
-        assert steps.made(made, 7, 3) == "by Python: nothing is sealed yet"
-        assert steps.made(made, 5, 3) == "replayed 2 of 3: nothing is sealed yet"
-        assert steps.made(made, 4, 3) == "replayed"
-        made.refused[(int,)] = "no fixed form of int"
-        assert steps.made(made, 7, 3) == "by Python: no fixed form of int"
-
-
-def test_full_precision_pages_have_kernels():
-    """Though they save nothing; low rank that saves nothing has none."""
-    for dims in (64, 128):
-        assert Question(cache_config("fp16-pages"), (dims, dims), mx.float16).has_kernels
-    assert not Question(parse_kv("static-1"), (128, 128), mx.float16).has_kernels

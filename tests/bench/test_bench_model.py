@@ -8,15 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from bench_workers import ABOUT, RUN, shuffle
-from small_models import TINY
 
-from mlxkv.bench.whole import gate, plan, process, rows, worker
+from mlxkv.bench.whole import gate, process, rows, worker
 from mlxkv.bench.whole import run as whole
 from mlxkv.cli import main
 from mlxkv.formats.names import parse_kv
@@ -139,16 +137,6 @@ def test_a_worker_that_dies_is_an_answer(monkeypatch, code):
     assert all(words in answer["error"] for words in DEATHS[code])
 
 
-def test_a_worker_ends_when_nobody_waits_for_it():
-    request = json.dumps({"task": "about", "watched": True, "model": TINY, "dtype": None})
-    done = subprocess.run(
-        [sys.executable, "-m", "mlxkv.bench.whole.worker", request],
-        stdin=subprocess.DEVNULL,
-        cwd=ROOT,
-    )
-    assert done.returncode == 3
-
-
 def test_failures_inside_a_worker_are_one_line():
     ask = {"task": "run", "dtype": None, "bits": None, "preset": "int4", "context": 16}
     answer = worker.main(json.dumps(ask | {"model": "no-such-model", "tokens": 1}))
@@ -235,9 +223,8 @@ def test_faults_of_the_model_end_the_command(capsys, workers):
     assert capsys.readouterr().err.splitlines()[-1] == "[bench] killed by SIGKILL"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_bench_refuses(subtests, capsys, workers):
+    for options, words in [
         (("--contexts", "8"), ("[--contexts]", "at least 16")),
         (("--kv", "int5"), ("[--kv]", "got 'int5'")),
         (("--tokens", "0"), ("[--tokens]", "got 0")),
@@ -248,13 +235,12 @@ def test_faults_of_the_model_end_the_command(capsys, workers):
         (("--bits", "5"), ("[--bits]", "choose from 2, 3, 4")),
         (("speed",), ("[bench]", "got 'speed'", "kernels, decode, batch")),
         (("--rounds", "2", "kernels"), ("[bench]", "--rounds has no effect", "got kernels")),
-    ],
-)
-def test_bench_refuses(capsys, workers, options, words):
-    assert main(["bench", *options]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and all(word in err for word in words)
-    assert workers.asked == []
+    ]:
+        with subtests.test(options=options, words=words):
+            assert main(["bench", *options]) == 2
+            out, err = capsys.readouterr()
+            assert out == "" and len(err.splitlines()) == 1 and all(word in err for word in words)
+            assert workers.asked == []
 
 
 def test_help_shows_options_and_commands(capsys):
@@ -262,13 +248,3 @@ def test_help_shows_options_and_commands(capsys):
     text = capsys.readouterr().out
     words = ("--model", "--contexts", "--cooldown", "kernels", "decode", "batch")
     assert all(word in text for word in words)
-
-
-def test_defaults_depend_on_the_backend():
-    given = dict.fromkeys(field.name for field in fields(plan.BenchPlan))
-    given |= {"kv": "int4", "cooldown": 0, "timeout": 1}
-    given.pop("presets")
-    small, large = (plan.make(**given).filled(backend) for backend in ("cpu", "metal"))
-    assert (small.contexts, small.tokens, small.rounds) == ((1024,), 32, 1)
-    assert large.contexts == (4096, 16384)
-    assert plan.make(**given | {"contexts": "2k", "rounds": 3}).filled("cpu").rounds == 3

@@ -6,20 +6,14 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
 from turning import at_zero, moments_over
 
-from cuda_track.codec import maps as torch_maps
-from mlxkv.codec import maps
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact
-from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration import measure
-from mlxkv.models.calibration.moments import Moments, grouped, products
-from mlxkv.models.hooks.probe import Shape
 from mlxkv.spec import affine as ref
 from mlxkv.spec import oscar as spec
 
@@ -109,33 +103,6 @@ def test_one_rotation_per_layer_is_that_of_the_mean():
     close(moment_of(shared.keys), moment_of(heads.keys).mean(0, keepdims=True))
 
 
-def test_a_preset_has_one_rotation_per_layer_from_a_calibration_per_kv_head():
-    """OSCAR's first release: the same maps as a calibration with --per-layer gives, in both tracks."""
-    heads = measure.calibrate(llama(), TOKENS)
-    whole = measure.calibrate(llama(), TOKENS, per_layer=True)
-    kinds = PRESETS["oscar-int2+layer"].fitted
-    for of in (maps.of, torch_maps.of):
-        one, exact, other = of(heads, kinds)["0"], of(whole)["0"], of(heads)["0"]
-        for side in ("keys", "values"):
-            x, y = (np.array(getattr(m, side).down.tolist()) for m in (one, exact))
-            assert x.shape == (64, 64) and getattr(other, side).down.shape == (2, 64, 64)
-            basis = getattr(whole.layers["0"], side)
-            moment = moment_of(basis)[0]
-            # Directions of like eigenvalues may turn among themselves: what matters is the moment seen.
-            close((x.T @ moment @ x)[None], (y.T @ moment @ y)[None])
-            np.testing.assert_allclose(x.T @ x, np.eye(64), atol=1e-5)
-    model = llama()
-    attach(model, "oscar-int2+layer", calibration=heads)
-    assert make_prompt_cache(model)[0].layer_maps.kinds == kinds
-    detach(model)
-
-
-def test_rows_are_grouped_by_kv_head():
-    q = np.random.default_rng(1).standard_normal((2, 6, 5, 8)).astype(np.float32)
-    found = np.array(products(grouped(mx.array(q), 2), mx.zeros((2, 8)))[0]) / 30
-    np.testing.assert_allclose(found, spec.key_target(q.astype(np.float64), 2), atol=1e-5)
-
-
 FAMILIES = ("gemma3_text", "gpt_oss", "falcon_h1", "deepseek_v2")
 
 
@@ -176,12 +143,6 @@ def test_targets_that_read_no_text(subtests):
                 np.testing.assert_allclose(turn, spec.mixing(64), atol=1e-6)
 
 
-def test_progress_counts_every_token_once():
-    done = []
-    measure.calibrate(llama(), TOKENS, window=250, bos=1, progress=done.append)
-    assert sum(done) == len(TOKENS)
-
-
 def test_too_little_text_is_one_line():
     with pytest.raises(UserError, match=r"\[calibrate\] too little text; got 100 tokens; .* 512"):
         measure.calibrate(llama(), TOKENS[:100])
@@ -213,17 +174,6 @@ def test_constant_text_is_floored():
     layer = made.layers["0"]
     assert layer.values.floored > 100
     assert matrices.off_orthonormal(layer.values.vectors) < 1e-5
-
-
-def test_memory_of_moments_does_not_grow_with_the_text():
-    one = Moments(Shape(2, 64, 64, mx.float32), "tensor")
-    for seed in range(5):
-        x = mx.random.normal((1, 2, 100, 64), key=mx.random.key(seed))
-        one.add_update(x, x)
-    assert {name: x.square.shape for name, x in one.sums.items()} == dict.fromkeys(
-        ("keys", "values", "stored keys", "stored values"), (2, 64, 64)
-    )
-    assert one.sums["keys"].weight.tolist() == [500, 500]
 
 
 def test_the_command(model_folder, tmp_path, capsys, monkeypatch):

@@ -27,13 +27,11 @@ from mlxkv.codec.transform import Centre
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine
 from mlxkv.formats.calibration import artifact, balance, layers
-from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.config import CENTRED, CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach
-from mlxkv.models.calibration import clips, measure, moments
-from mlxkv.models.hooks.taps import put_observers
+from mlxkv.models.calibration import measure, moments
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
 
@@ -128,28 +126,6 @@ def test_maps_are_made_for_what_is_left_without_the_mean(model, made):
             assert spec.cost(raw[g].astype(np.float64), left, reads[g]) > 1.05 * least
 
 
-def test_a_file_of_float32_holds_the_covariance_behind_a_large_offset(subtests):
-    """Means of up to 300 standard deviations: the map is within a few per cent of the best."""
-    for size in [1, 30, 300]:
-        with subtests.test(size=size):
-            rng = np.random.default_rng(0)
-            x = rng.standard_normal((4000, 64)) * np.exp(rng.standard_normal(64))
-            x += size * x.std(0) * rng.standard_normal(64)
-            mean, noise = x.mean(0), x.T @ x / len(x)
-            reads = np.cov(rng.standard_normal((64, 4000)) * np.exp(rng.standard_normal((64, 1))))
-            down, sigma, _ = balance.balance(noise[None], reads[None])
-            kept = Balance(down.astype(np.float32), sigma.astype(np.float32))
-            found = balance.about_mean(
-                layers.subspace.stored_moment(kept), mean[None].astype(np.float32)
-            )
-            assert np.linalg.eigvalsh(found[0]).min() > -1e-9 * np.trace(found[0])
-            left = spec.about_mean(noise, mean)
-            np.testing.assert_allclose(left, np.cov(x.T, bias=True), atol=1e-9 * np.trace(noise))
-            best = spec.balanced(spec.regular(left), spec.regular(reads))[0]
-            ours = balance.balance(found, reads[None])[0][0]
-            assert spec.cost(ours, left, reads) < 1.05 * spec.cost(best, left, reads)
-
-
 def test_both_tracks_have_the_same_maps_and_means(made):
     for kinds in (KINDS, ("oscar-centred", "oscar")):
         ours, theirs = maps.of(made, kinds)["1"], torch_maps.of(made, kinds)["1"]
@@ -169,23 +145,6 @@ def test_both_tracks_have_the_same_maps_and_means(made):
     np.testing.assert_array_equal(np.array(plain.keys.down), np.array(ours.keys.down))
     again = pickle.loads(pickle.dumps(maps.of(made, KINDS)["1"]))
     assert again is maps.of(made, KINDS)["1"]
-
-
-def test_torch_measures_the_same_mean(model, made):
-    import cuda_track.calibrate as other
-    from cuda_track.models.taps import Call
-
-    keys = [x[None] for x in (data(1, 2, 90, 64) + 3)[0][:, None]]
-    both = torch.from_numpy(np.concatenate(keys, 1))
-    one = other.Moments(2)
-    q = torch.from_numpy(data(1, 4, 90, 64))
-    fields = {f.name: None for f in dataclasses.fields(Call)}
-    given = {"layer": 0, "queries": q, "keys": both, "values": both, "out": q, "scale": 0.125}
-    call = Call(**(fields | given))
-    one.add(call)
-    found = other._basis(one, "keys", "layer 0").mean
-    np.testing.assert_allclose(found, both[0, :, 64:].mean(1).numpy(), rtol=1e-6)
-    assert other._basis(one, "values", "layer 0").mean is None
 
 
 # -- files
@@ -245,17 +204,6 @@ def test_a_clip_belongs_to_its_mean(made):
     assert basis.is_like(basis, form) and not basis.is_like(other, form)
     assert basis.is_like(other, form.replace("-centred", ""))
     assert not basis.is_like(dataclasses.replace(basis, mean=None), form)
-
-
-def test_clips_are_searched_for_what_is_left(model, made):
-    """The errors of clips are those of keys without their mean: smaller than with it."""
-    errors = []
-    for config in (INT2, dataclasses.replace(INT2, keys=Side(INT2.keys.quantizer, "balanced"))):
-        found, trials = clips.search(model, made, config, TEXT[:300], candidates=(1.0,))
-        errors.append(trials["0"].errors("keys")[INT2.keys.quantizer.clip])
-        form = config.keys.format(64, config.page)
-        assert form in found.layers["0"].keys.clips
-    assert errors[0] < errors[1]
 
 
 # -- configurations
@@ -522,31 +470,6 @@ def test_tokens_are_taken_back(model, made):
     text = mx.array(TEXT[90:100])[None]
     again = [model(text[:, i : i + 1], cache=caches) for i in range(10)]
     np.testing.assert_allclose(np.array(mx.concatenate(again, 1)[0]), want, atol=1e-5)
-
-
-def test_folded_weights_say_the_same(made):
-    model = random_model("llama")
-    own = measure.calibrate(model, TEXT[:512])
-    config = dataclasses.replace(PRESETS["centred-int3"], **WINDOWS)
-    attach(model, config, calibration=own)
-    plain = logits(model)
-    reports = attach(model, config, calibration=own, fold=True)
-    assert {r.fold for r in reports if r.compressed} == {"folded"}
-    assert rms(logits(model), plain) < 2e-2
-    detach(model)
-
-
-def test_observers_compare_what_is_left(model, made):
-    """The stages of an evaluation: the error of keys is that of the codes, not the mean."""
-    attach(model, INT2, calibration=made)
-    caches = make_prompt_cache(model)
-    first = put_observers(caches)[0]
-    logits(model, caches)
-    view, _ = first.keys_and_values()
-    start, tokens = view.sink[0].shape[2], view.pages.tokens
-    exact = first.exact[0][:, :, start : start + tokens]
-    assert rms(view.pages.decode(0, mx.float32), np.array(exact)) < 0.7
-    assert mx.array_equal(first.exact[0][:, :, :start], view.sink[0])
 
 
 def test_heads_that_were_not_calibrated_are_refused(made):

@@ -114,19 +114,6 @@ def test_the_choice_is_never_worse_than_the_preset():
             assert errors[clip] <= (1 + clips.GAIN) * min(errors.values())
 
 
-def test_layers_agree_where_little_is_lost():
-    def trial(errors):
-        return Trial({"keys": errors, "values": {}}, 1.0)
-
-    trials = {
-        "0": trial({0.96: 1.0, 1.0: 3.0, 0.9: 0.50, 0.8: 0.48}),
-        "1": trial({0.96: 1.0, 1.0: 3.0, 0.9: 0.30, 0.8: 0.40}),
-        "2": trial({0.96: 1.0, 1.0: 0.2, 0.9: 1.2, 0.8: 1.3}),
-    }
-    assert clips.choose(trials, "keys") == {"0": 0.9, "1": 0.9, "2": 1.0}
-    assert clips.choose(trials, "values") == {}
-
-
 def test_rotations_stay_and_formats_add_up():
     made, _ = searched()
     again, _ = clips.search(
@@ -197,26 +184,6 @@ def test_saved_caches_keep_the_clips_of_their_layers(tmp_path):
         np.testing.assert_array_equal(*outs)
     finally:
         detach(llama())
-
-
-def test_reports_say_so():
-    from mlxkv.models import summarise
-
-    made, _ = searched()
-    line = summarise(attach(llama(), "oscar-int2", calibration=made))[0]
-    detach(llama())
-    assert ", searched clips ." in line and " / " in line
-
-
-def test_families(subtests):
-    for family in ("gpt_oss", "deepseek_v2"):
-        with subtests.test(family=family):
-            model = random_model(family)
-            made = measure.calibrate(model, TOKENS[:512])
-            found, trials = clips.search(model, made, INT2, TOKENS[:512], candidates=(1.0, 0.9))
-            assert list(trials) == list(made.layers)
-            assert all(t.energy > 0 for t in trials.values())
-            assert all(layer.keys.clips and layer.values.clips for layer in found.layers.values())
 
 
 def test_presets_without_clips_to_search(subtests):

@@ -21,7 +21,7 @@ from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, Fill
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
-from mlxkv.models.calibration import measure, moments
+from mlxkv.models.calibration import measure
 from mlxkv.spec.mixed import fill as spec
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
@@ -71,11 +71,6 @@ def test_a_token_of_any_size_loses_the_share_of_its_widths():
         assert lost == pytest.approx(ERRORS[bits], rel=0.25)
 
 
-def test_zeros_stay_near_zero():
-    codes, scale = spec.encode(np.zeros((2, 32)), (4, 2))
-    assert not scale.any() and not spec.decode(codes, scale, (4, 2)).any()
-
-
 # -- the budget
 
 
@@ -121,15 +116,6 @@ def test_layers_whose_heads_share_a_map_count_all_of_their_heads():
     assert 2.3 * values < bits <= 2.5 * values
 
 
-def test_layers_of_as_many_heads_share_maps_as_if_each_had_one(subtests):
-    for heads in [1, 2, 3, 5]:
-        with subtests.test(heads=heads):
-            sides = [
-                (side, falling(1, 64, 1.4, seed)) for seed in range(3) for side in artifact.SIDES
-            ]
-            assert fill.allot(sides, 2.25, [heads] * 6) == fill.allot(sides, 2.25)
-
-
 def test_more_bits_never_cost_more_and_no_pattern_is_better():
     sigma = falling(2, 64, 1.2)
     known = {}
@@ -149,18 +135,6 @@ def test_directions_alike_take_one_width_and_faint_ones_none():
     keys, values = fill.allot([("keys", faint), ("values", faint)], 2.25)
     for widths in (keys, values):  # bits that nothing better can use go to faint ones
         assert min(widths[:4]) >= 3 and sum(widths[4:]) <= 2
-
-
-def test_a_layer_whose_values_are_all_zero_leaves_its_bits_to_others():
-    even, none = np.ones((1, 64)), np.zeros((1, 64))
-    zero, other = fill.allot([("values", none), ("values", even)], 2.25)
-    assert sum(zero) == 1 and sum(other) > 8  # a side has one bit for its first block at least
-
-
-def test_a_layer_whose_errors_cost_more_takes_bits_from_others():
-    loud, quiet = 3 * falling(2, 64, 1.0), falling(2, 64, 1.0)
-    first, second = fill.allot([("keys", loud), ("keys", quiet)], 3.0)
-    assert sum(first) > sum(second)
 
 
 def test_too_few_bits_are_refused():
@@ -289,28 +263,6 @@ def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate(subtests):
                 detach(one)
 
 
-def test_what_moments_foretell_is_what_is_lost(model, made):
-    """Keys and values of the text itself, coded and decoded, lose what the allotment counted on."""
-    config = layers.fitted({"0": parse_kv("fill-2.5")}, made)["0"]
-    turns = maps.of(made, config.fitted, ["0"])["0"]
-    plain = make_prompt_cache(model)
-    mx.eval(model(mx.array(TEXT)[None], cache=plain))
-    sink = moments.SINK
-    for i, side in enumerate(artifact.SIDES):
-        x = np.array(plain[0].state[i][0, :, sink : len(TEXT)], np.float64)
-        own, basis = getattr(config, side), getattr(made.layers["0"], side)
-        turn = getattr(turns, side)
-        mean = basis.mean[:, None] if own.centred else 0
-        widths = own.quantizer.widths
-        codes, scale = spec.encode((x - mean) @ np.array(turn.down, np.float64), widths)
-        back = spec.decode(codes, scale, widths) @ np.array(turn.up, np.float64) + mean
-        down, sigma = layers.directions(basis, own.centred)
-        up = np.linalg.inv(down.astype(np.float64))
-        reads = np.linalg.inv(up) * sigma[:, None] @ np.linalg.inv(up).swapaxes(-1, -2)
-        error = np.einsum("gtd,gde,gte->", back - x, reads, back - x) / x.shape[1]
-        assert error == pytest.approx(spec.cost(sigma.astype(np.float64), widths), rel=0.5)
-
-
 def test_keys_and_values_of_other_rates_have_budgets_of_their_own(model, made):
     attach(model, f"fill-4{WINDOWS}/fill-2", calibration=made)
     for cache in make_prompt_cache(model):
@@ -340,11 +292,6 @@ def test_a_calibration_is_needed_and_has_to_hold_the_means(model, made, tmp_path
     assert not bare.serves(parse_kv("fill-2.25")) and made.serves(parse_kv("fill-2.25"))
     with pytest.raises(UserError, match="no means of keys"):
         attach(model, "fill-2.25", calibration=bare)
-
-
-def test_maps_without_widths_are_one_line(made):
-    with pytest.raises(UserError, match="have no widths yet; got fill-centred"):
-        maps.of(made, parse_kv("fill-3").fitted)
 
 
 def test_a_saved_cache_reads_on(model, made, tmp_path, monkeypatch):

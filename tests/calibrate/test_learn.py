@@ -11,7 +11,6 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration.learned import BASES, VARIANTS, Learned
 from mlxkv.formats.config import LEARNED, Affine
 from mlxkv.models.calibration import learn, measure, moments, parametrization
-from mlxkv.models.calibration.moments import Sample
 from mlxkv.spec import affine as ref
 from mlxkv.spec import learned as spec
 
@@ -82,20 +81,6 @@ def test_the_exponential_is_the_spec_at_all_angles(subtests):
             np.testing.assert_allclose(np.linalg.det(wanted), 1)
 
 
-def test_reflectors_come_in_order():
-    vectors = normal(1, 5, 6)  # a count that is no power of two
-    x = normal(1, 6, 6, seed=1)
-    found = parametrization.reflected(mx.array(x), mx.array(vectors))
-    np.testing.assert_allclose(np.array(found)[0], x[0] @ spec.householder(vectors[0]), atol=1e-5)
-    assert parametrization.reflectors(128) == spec.reflectors(128) == 64
-    assert parametrization.reflectors(18) == spec.reflectors(18) == 10
-
-
-def test_a_scale_is_clamped():
-    found = np.array(parametrization.scale(mx.array([[100.0, -100.0, 0.0, 0.0]])))[0]
-    np.testing.assert_allclose(found, [spec.LARGEST, 1 / spec.LARGEST, 1, 1], rtol=1e-5)
-
-
 def test_what_is_learned_from_is_what_a_cache_gives_back(subtests):
     """Straight-through codes are the product's own, but for float16 scales; 80 dims: a short group."""
     for group in (16, 32, 64, 0):
@@ -111,36 +96,8 @@ def test_what_is_learned_from_is_what_a_cache_gives_back(subtests):
             assert near.mean() > 0.99  # but where float16 of a scale moves a code
 
 
-def test_rounding_passes_its_gradient():
-    """Of a code in the middle of a group 1, as if nothing were rounded."""
-    x = mx.array(np.linspace(0, 10, 16, dtype=np.float32)[None, None])
-    gradient = mx.grad(lambda x: learn.coded(x, Affine(2, 16))[0, 0, 7])(x)
-    assert gradient[0, 0, 7].item() == pytest.approx(1)
-
-
-def test_constant_rows_have_no_nan():
-    x = mx.ones((1, 8, 32))
-    params = parametrization.start(Learned("rotation+scale"), 1, 32)
-    value, gradients = mx.value_and_grad(learn.loss)(params, x, mx.eye(32), Affine(2, 32))
-    assert np.isfinite(value.item())
-    assert all(np.isfinite(np.array(g)).all() for g in gradients.values())
-
-
 # --------------------------------------------------------------------------------------------------
 # Learning.
-
-
-def test_a_step_along_the_gradient_lowers_the_loss(subtests):
-    for variant, base in ALL:
-        with subtests.test(variant=variant, base=base):
-            x, codes, matrix = planted(rows=256), Affine(3, 32), base_of(base, 64)
-            params = noisy(parametrization.start(Learned(variant), 2, 64))
-            value, gradients = mx.value_and_grad(learn.loss)(params, x, matrix, codes)
-            norm = sum((g * g).sum() for g in gradients.values())
-            assert norm.item() > 0
-            step = 0.02 * value / norm
-            moved = {name: p - step * gradients[name] for name, p in params.items()}
-            assert learn.loss(moved, x, matrix, codes).item() < value.item()
 
 
 def test_learning_lowers_the_error_of_the_codes(subtests):
@@ -231,12 +188,3 @@ def test_a_sample_is_evenly_spaced_and_skips_the_sink(monkeypatch):
             assert rows.shape == (2, parts[0] - moments.SINK, 64)
             assert mx.array_equal(thin[name].rows(side), rows[:, ::3])
             assert mx.allclose(cut[name].rows(side), rows, atol=1e-4)
-
-
-def test_a_sample_keeps_its_rhythm_over_parts():
-    sample = Sample(3)
-    x = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
-    for start, stop in ((0, 1), (1, 2), (2, 9), (9, 20)):
-        sample.add(x[:, :, start:stop], -x[:, :, start:stop])
-    assert sample.rows("keys").flatten().tolist() == list(range(0, 20, 3))
-    assert sample.rows("values").flatten().tolist() == [-i for i in range(0, 20, 3)]

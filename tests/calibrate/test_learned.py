@@ -15,12 +15,10 @@ from small_models import TINY
 from experiments import learned as evidence
 from mlxkv.cli import main
 from mlxkv.codec import maps
-from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration import learn, measure
 
@@ -69,14 +67,6 @@ def test_the_file_comes_back_the_same(path):
             assert (down == one.balance.down).all()  # nothing is mixed in behind it
 
 
-def test_sigma_is_the_size_of_what_is_stored():
-    ours, _, _, samples = made()
-    for name, layer in ours.layers.items():
-        seen = np.array(samples[name].rows("values"), np.float64)[:, : ours.learned.rows]
-        size = np.sqrt(((seen @ layer.values.balance.down) ** 2).mean(1))
-        np.testing.assert_allclose(layer.values.balance.sigma, size, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     "entry",
     (None, {}, {**RECIPE.as_dict(), "bits": "4"}, {**RECIPE.as_dict(), "base": "x"}, {"a": 1}, 3),
@@ -117,16 +107,6 @@ def test_a_preset_without_a_file_is_one_line(subtests, model_folder, capsys):
                 assert "--calibration FILE" in said
 
 
-def test_presets_are_groups_of_64_and_windows_of_64():
-    for bits in (4, 3, 2):
-        config = PRESETS[f"learned-int{bits}"]
-        assert config.learned and config.calibrated and not config.balanced
-        assert config.keys == config.values
-        assert (config.keys.quantizer.bits, config.keys.quantizer.group) == (bits, 64)
-        assert (config.sink, config.recent) == (64, 64)
-        assert config.keys.format(128, 64) == f"learned int{bits} g64"
-
-
 def test_caches_store_behind_the_learned_map():
     """A random model end to end: what attention is given back is near, and tokens are the same."""
     ours = made()[0]
@@ -162,18 +142,6 @@ def test_weights_take_the_learned_map_of_values():
             detach(model)
     assert all(report.fold == "folded" for report in reports)
     np.testing.assert_allclose(*outs, atol=2e-2 * np.abs(outs[0]).max())
-
-
-def test_outcomes_say_what_codes_lose():
-    ours, outcomes, _, samples = made()
-    one = outcomes["0"]["keys"]
-    x = samples["0"].rows("keys")
-    pair = Transform(*map(mx.array, ours.layers["0"].keys.balance.pair("u")))
-    seen, held = x[:, : ours.learned.rows], x[:, ours.learned.rows :]
-    assert one.error == pytest.approx(learn.error(seen, RECIPE.spec, pair), rel=1e-5)
-    assert one.held == pytest.approx(learn.error(held, RECIPE.spec, pair), rel=1e-5)
-    assert one.gain == pytest.approx(1 - one.error / one.srft)
-    assert one.gain >= 0 and one.seconds > 0
 
 
 def test_one_map_for_all_heads_of_a_layer():
@@ -262,41 +230,3 @@ def test_the_evidence(model_folder, tmp_path, capsys):
     assert set(found["without_srft"]) == {"scale", "rotation", "householder"}
     assert found["householder"]["dims"] == 64
     assert "householder at D = 64" in said and "rotation without SRFT, against" in said
-
-
-def test_claims_are_read_off_the_rows():
-    def row(kl, ppl, error):
-        gains = {side: {"layers": [{"error": error}]} for side in ("keys", "values")}
-        return {"kl_mean": kl, "ppl": ppl, "ppl_base": 2.0, "gains": gains}
-
-    rows = {
-        "fp16": {"dims": 256},
-        "srft, 4 bits": {"kl_mean": 1.0},
-        "srft + learned scale, 4 bits": row(0.4, 2.2, 0.5),
-        "srft + learned rotation, 4 bits": row(0.2, 2.1, 0.4),
-        "learned rotation, 4 bits": row(0.3, 2.3, 0.3),
-        "srft + learned householder, 4 bits": row(0.25, 2.0, 0.4),
-    }
-    found = evidence.claims(rows, 4)
-    assert found["scale"] == {"best": "rotation", "share": pytest.approx(0.75)}
-    more = {"error": pytest.approx(-0.25), "ppl": pytest.approx(2.3 / 2.1 - 1)}
-    assert found["without_srft"] == {"rotation": more | {"kl_mean": pytest.approx(0.5)}}
-    assert found["householder"] == {"dims": 256, "kl_mean": 0.25, "ppl_more": 0.0}
-    lines = list(evidence.said(found))
-    assert lines[0].endswith("(rotation) takes off: 75%")
-    assert lines[1] == (
-        "rotation without SRFT, against behind it: error -25.0%, perplexity +9.52%, KL +50.0%"
-    )
-
-
-def test_slips_of_the_evidence_are_one_line(subtests):
-    for options, message in (
-        (["--learn", "cayley"], r"\[--learn\] unknown"),
-        (["--bits", "4,5"], r"\[--bits\] unknown; got 5"),
-        (["--decode", "1"], r"\[--decode\] must be at least 2; got 1; choose 2 or more"),
-        (["--out", "/nowhere/a.json"], r"\[--out\] no such folder"),
-        (["--frobnicate"], r"\[learned\] .*--help"),
-    ):
-        with subtests.test(options=options, message=message):
-            with pytest.raises(UserError, match=message):
-                evidence.main(options)

@@ -82,16 +82,6 @@ def test_sums_lose_nothing_to_a_large_mean():
     np.testing.assert_allclose(left, np.cov(exact[0].T, bias=True), atol=1e-5)
 
 
-def test_drawn_positions_are_spread_over_the_spans(subtests):
-    for longest in (700, 40000):
-        with subtests.test(longest=longest):
-            spans = rotary.contexts(longest)
-            t = np.concatenate([rotary.drawn(0, 600, spans), rotary.drawn(600, 3400, spans)])
-            np.testing.assert_array_equal(t, rotary.drawn(0, 4000, spans))
-            means = [t[i :: len(spans)].mean() for i in range(len(spans))]
-            np.testing.assert_allclose(means, [stop / 2 for _, stop in spans], rtol=0.02)
-
-
 def test_attention_that_keys_get_is_the_laws(subtests):
     """In chunks of any size, with masks of any kind; sink logits and caps lower it."""
     for mask in ("causal", "boolean", "additive"):
@@ -120,17 +110,6 @@ def test_attention_that_keys_get_is_the_laws(subtests):
             for change in ({"sinks": mx.ones(4) * 3}, {"softcap": 0.1}):
                 other = received(replace(call, **change), 16)
                 assert not np.allclose(other, more, rtol=1e-2)
-
-
-def test_half_of_a_moment_is_what_attention_reads():
-    rng = np.random.default_rng(0)
-    k, a, stored = rng.standard_normal((2, 50, 8)), rng.random((2, 50)), np.arange(50) >= 7
-    moment, mean = balanced.halves(k, a, stored)
-    for g in range(2):
-        rows = np.concatenate([k[g, 7:] / np.sqrt(43), k[g] * np.sqrt(a[g] / a[g].sum())[:, None]])
-        np.testing.assert_allclose(moment[g], rows.T @ rows / 2)
-        exact = (k[g, 7:].mean(0) + np.average(k[g], 0, a[g])) / 2
-        np.testing.assert_allclose(mean[g], exact)
 
 
 # -- calibrations

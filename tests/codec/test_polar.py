@@ -7,7 +7,6 @@ import pytest
 from mlxkv.codec import polar
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Polar, Side
-from mlxkv.formats.presets import PRESETS
 from mlxkv.spec import polar as spec
 
 PAGE = 128
@@ -57,18 +56,6 @@ def test_radius_and_angle_are_off_by_half_a_step(subtests):
                 assert (step <= (exact.max(-2, keepdims=True) - low) / 2**bits * (1 + 2**-10)).all()
 
 
-def test_pairs_are_the_halves_that_rope_turns_together():
-    """A turn of pairs (i, i + D/2) moves angles alone; one of neighbours would move both."""
-    x, half = keys(pages=1), 32
-    turn = np.exp(0.3j)
-    y = (x[..., :half] + 1j * x[..., half:]) * turn
-    turned = np.concatenate([y.real, y.imag], -1)
-    (rho, phi), (rho_turned, phi_turned) = spec.to_polar(x), spec.to_polar(turned)
-    np.testing.assert_allclose(rho, rho_turned, atol=1e-12)
-    np.testing.assert_allclose(np.exp(1j * (phi_turned - phi)), turn, atol=1e-9)
-    assert ((phi >= 0) & (phi <= 2 * np.pi)).all()
-
-
 def test_tables_give_what_decoding_gives(subtests):
     for radius, angle in BITS:
         for rows in (1, 3, 9):
@@ -107,17 +94,6 @@ def test_nothing_becomes_nan(subtests):
                 assert np.abs(y - x).max() <= 2e-3 * np.abs(x).max()
             if what in ("huge", "negative"):
                 assert ((y - x) ** 2).sum() < 0.03 * (x**2).sum()
-
-
-def test_bits_are_counted_from_what_is_allocated():
-    """4.25 bits of a key at 4 + 4 bits (notes, section 10)."""
-    assert Polar().bits_per_value(128, 128) == 4.25
-    assert PRESETS["polar"].bits_per_value(128, 128) == 4.25
-    for dims in (64, 80, 96, 256):
-        for radius, angle in BITS:
-            nbytes = sum(y.nbytes for y in encoded(keys(dims), radius, angle).values())
-            expected = Polar(radius, angle).bits_per_value(dims, PAGE)
-            assert nbytes * 8 / (2 * 2 * PAGE * dims) == pytest.approx(expected)
 
 
 def test_what_polar_cannot_store_says_why():

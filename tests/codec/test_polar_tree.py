@@ -7,7 +7,6 @@ import pytest
 from mlxkv.chat.session import Session
 from mlxkv.codec import polar_tree
 from mlxkv.codec.codec import Codec
-from mlxkv.doctor.golden import TABLE as rows
 from mlxkv.errors import UserError
 from mlxkv.formats import levels
 from mlxkv.formats.config import CacheConfig, PolarTree, Side
@@ -31,19 +30,6 @@ def off(y, x):
 def decoded(spec, x, dims):
     code = Codec(Side(spec, "random"), dims, 64)
     return code.decode(code.encode(mx.array(x)), mx.float32)
-
-
-def test_polar_form_has_an_exact_inverse():
-    x = data(5, 128).astype(np.float64)
-    radii, angles = ref.to_polar(x)
-    np.testing.assert_allclose(ref.from_polar(radii, angles), x, atol=1e-14)
-    assert all(a.min() >= 0 for a in angles)
-    assert angles[0].max() < 2 * np.pi
-    assert max(a.max() for a in angles[1:]) <= np.pi / 2
-    ours, theirs = polar_tree.to_polar(mx.array(x.astype(np.float32)))
-    np.testing.assert_allclose(np.array(ours), radii, rtol=1e-6)
-    for a, b in zip(theirs, angles, strict=True):
-        np.testing.assert_allclose(np.array(a), b, atol=2e-6)
 
 
 def test_codebooks_are_centroids_of_the_density_which_is_that_of_the_data(subtests):
@@ -137,23 +123,6 @@ def test_bits_and_bad_values():
         PolarTree((good[0][::-1], *good[1:]))
     with pytest.raises(UserError, match="given or online"):
         PolarTree(good, online=True)
-
-
-def test_pairs_of_other_neighbours_are_red(monkeypatch):
-    made = polar_tree.to_polar
-
-    def halves(x):  # the first dim with that in the middle
-        n = x.shape[-1] // 2
-        return made(mx.stack([x[..., :n], x[..., n:]], -1).reshape(x.shape))
-
-    monkeypatch.setattr(polar_tree, "to_polar", halves)
-    found = [row for row in rows.polar_tree_rows() if row.table == "polar-tree"]
-    assert found and not any(row.ok for row in found)
-
-
-def test_one_step_of_fitting_less_is_red(monkeypatch):
-    monkeypatch.setattr(polar_tree, "TREE_STEPS", polar_tree.TREE_STEPS - 1)
-    assert not all(row.ok for row in rows.polar_tree_rows() if row.case.startswith("online"))
 
 
 @pytest.mark.parametrize("preset", ("polar-tree", "polar-tree+online"))

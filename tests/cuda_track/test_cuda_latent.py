@@ -87,33 +87,31 @@ CODES = [
 
 
 def test_attention_is_the_spec_s_over_what_is_stored(subtests):
-    for rotary in (16, 8):
-        for code, transform in CODES:
-            with subtests.test(rotary=rotary, code=code, transform=transform):
-                config = replace(config_of(code, transform), rotary=rotary)
-                cache, _ = filled(config, 90, batch=2)
-                of, scale = heads(), (D + N) ** -0.5
-                view = replace(cache.view(), heads=of)
-                for new in (1, 3):
-                    q = random(2, H, new, D + N, seed=9)
-                    mask = "causal" if new > 1 else None
-                    right = expected(
-                        view, of, q, scale, spec.causal_mask(new, view.tokens) if new > 1 else None
-                    )
-                    assert rms(attend(q, view, scale, mask), right) < 1e-5
-                many = random(2, H, 20, D + N, seed=10)
-                right = expected(view, of, many, scale, spec.causal_mask(20, view.tokens))
-                assert rms(attend(many, view, scale, "causal"), right) < 1e-5
+    for i, (code, transform) in enumerate(CODES):
+        rotary = (16, 8)[i % 2]
+        with subtests.test(rotary=rotary, code=code, transform=transform):
+            config = replace(config_of(code, transform), rotary=rotary)
+            cache, _ = filled(config, 90, batch=2)
+            of, scale = heads(), (D + N) ** -0.5
+            view = replace(cache.view(), heads=of)
+            for new in (1, 3):
+                q = random(2, H, new, D + N, seed=9)
+                mask = "causal" if new > 1 else None
+                right = expected(
+                    view, of, q, scale, spec.causal_mask(new, view.tokens) if new > 1 else None
+                )
+                assert rms(attend(q, view, scale, mask), right) < 1e-5
+            many = random(2, H, 20, D + N, seed=10)
+            right = expected(view, of, many, scale, spec.causal_mask(20, view.tokens))
+            assert rms(attend(many, view, scale, "causal"), right) < 1e-5
 
 
 def test_the_kernel_is_attention_over_what_is_stored(subtests):
     for code, transform, rank, rotary, batch, count, dtype in [
         (Affine(4, 16, axis="channel"), "none", 64, 16, 1, 5, torch.float32),
         (Affine(4, 64, axis="channel"), "none", 512, 16, 1, 20, torch.float16),
-        (Affine(2, 32, True, "channel"), "none", 64, 8, 2, 5, torch.float32),
         (Affine(4, 32, True), "srft", 128, 16, 2, 8, torch.float32),
         (Affine(3, 64), "hadamard", 64, 16, 1, 33, torch.float32),
-        (Affine(3, 32, True), "none", 256, 8, 1, 9, torch.float32),
         (Affine(8, 64), "none", 128, 8, 1, 70, torch.bfloat16),
         (Affine(2, 0), "hadamard", 128, 16, 1, 3, torch.float16),
     ]:
@@ -226,7 +224,7 @@ def cache_of_mlx(cache) -> tuple:
 
 # -- models of transformers
 
-FAMILIES = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2", "longcat_flash", "minicpm3", "youtu")
+FAMILIES = ("deepseek_v3", "deepseek_v2", "longcat_flash", "minicpm3", "kimi_linear")
 PROMPT, NEW = 45, 20
 
 
@@ -254,7 +252,7 @@ def tools():
     )
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, "kimi_linear", "bailing_hybrid", "sarvam_mla"))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_lossless_pages_give_the_plain_logits(tools, family):
     from experiments.families.building import families, not_built
 

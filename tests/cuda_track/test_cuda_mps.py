@@ -99,7 +99,7 @@ def test_which_methods_have_kernels(subtests):
 
 
 QUICK = ("kivi", "turbo-int3")
-READ = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names(mps=True)]
+READ = names(mps=True)
 
 
 def test_the_whole_text_computes_attention(subtests):

@@ -161,24 +161,6 @@ def test_taking_a_reply_back_a_hundred_times_loses_nothing(subtests):
                 assert cache.trim(300) == 300 and cache.offset == 151
 
 
-def test_files_without_the_last_page_load():
-    """As they were before its exact tokens were kept."""
-    pair, cache = data([0, 1]), CompressedKVCache(PLAIN)
-    feed(cache, pair, 0, 300)
-    old = {name: x for name, x in cache.state.items() if name != "last"}
-    loaded = CompressedKVCache.from_state(old)
-    assert torch.equal(loaded.view().whole(torch.float32)[0], cache.view().whole(torch.float32)[0])
-    feed(loaded, pair, 300, 310)
-    assert loaded.trim(7) == 7  # a rejected draft
-    back = CompressedKVCache.from_state(cache.state)
-    assert back.trim(40) == cache.trim(40)
-    same(back, cache)
-    before = loaded.view().whole(torch.float32)
-    assert loaded.trim(40) == 40  # without exact tokens: as they were read
-    for x, y in zip(loaded.view().whole(torch.float32), before, strict=True):
-        assert torch.equal(x, y[:, :, : loaded.offset])
-
-
 def test_the_other_track_goes_back_alike(subtests):
     for back in [30, 60, 100, 199]:
         with subtests.test(back=back):
@@ -240,16 +222,6 @@ def test_crop_refuses_as_a_whole():
     assert {layer.cache.offset for layer in cache.layers} == {101}
     cache.crop(-1)
     assert {layer.cache.offset for layer in cache.layers} == {100}
-
-
-def test_crop_takes_back_what_transformers_asks_for(model):
-    cache = seam.new_cache(model)
-    read(model, cache, ids(100))
-    cache.crop(-10)
-    twin = seam.new_cache(model)
-    read(model, twin, ids(100)[:, :90])
-    right = read(model, twin, ids(5, 2))
-    assert (read(model, cache, ids(5, 2)) - right).abs().max() < 0.05 * right.abs().max()
 
 
 def test_cut_back_and_read_on_is_a_fresh_cache():

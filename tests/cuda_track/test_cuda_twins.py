@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from cuda_track.cache.adaptive import AdaptiveKVCache
-from cuda_track.cache.runs import Segments
-from cuda_track.cache.stores import Codes, codecs_of
 from cuda_track.codec import maps, records
 from cuda_track.codec.codec import Codec
-from mlxkv.cache.adaptive import AdaptiveKVCache as MLXAdaptive
-from mlxkv.cache.runs import Segments as MLXSegments
-from mlxkv.cache.stores import Codes as MLXCodes
 from mlxkv.codec import codec as mlx_codec
 from mlxkv.codec import maps as mlx_maps
 from mlxkv.codec import records as mlx_records
@@ -28,41 +22,7 @@ from mlxkv.formats.config import (
     PolarTree,
     Side,
 )
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.records import side_layout, why_no_record
-from mlxkv.formats.rules.observing import Observing
-from mlxkv.formats.rules.runs import Runs
-
-CPU = torch.device("cpu")
-
-
-def test_stores_give_back_the_same_room():
-    config = replace(parse_kv("int4"), page=16)
-    x = np.random.default_rng(0).standard_normal((1, 1, 640, 64)).astype(np.float32)
-    ours = Codes(config, codecs_of(config, (64, 64), None, CPU))
-    theirs = MLXCodes(config, (64, 64))
-    ours.append((torch.from_numpy(x),) * 2, 40)
-    theirs.append((mx.array(x),) * 2, 40)
-    rows = []
-    for count in (40, 39, 38, 37, 20, 19, 18):
-        for store in (ours, theirs):
-            store.truncate(count)
-        sizes = [[y.shape[2] for y in store.arrays()] for store in (ours, theirs)]
-        assert sizes[0] == sizes[1]
-        rows.append(sizes[0][0])
-    assert rows == [16 * n for n in (40, 40, 40, 37, 20, 20, 18)]
-
-
-def test_one_policy_of_runs_and_of_observing():
-    """Neither track has its own: which runs are joined, trimmed or thinned, what is learned and kept."""
-    for name in ("append", "rebase", "read", "truncate", "keep", "by_token", "state", "restore"):
-        assert all(name not in vars(kind) for kind in (Segments, MLXSegments)) and hasattr(
-            Runs, name
-        )
-    for name in ("_observe", "_learn", "_teach", "_keep", "_seal_rest", "cut"):
-        assert all(name not in vars(kind) for kind in (AdaptiveKVCache, MLXAdaptive)) and hasattr(
-            Observing, name
-        )
 
 
 def test_maps_are_cut_alike(subtests):
@@ -80,7 +40,7 @@ def test_maps_are_cut_alike(subtests):
                         UserError, match="4 kv heads of 7 cannot be shared by 3 processes"
                     ):
                         cut(one, 0, 3)
-                return
+                continue
             for rank in range(size):
                 mine, right = maps.cut(ours, rank, size), mlx_maps.cut(theirs, rank, size)
                 assert (mine.digest, mine.layer) == (right.digest, right.layer)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import platform
 import time
 
-import pytest
-
 from mlxkv.bench.whole import power
 from mlxkv.scrub import clean, public_name
 
 
-@pytest.mark.parametrize(
-    ("text", "shared"),
-    [
+def test_paths_with_spaces_and_names_in_capitals(subtests, monkeypatch, tmp_path):
+    for text, shared in [
         ("/Volumes/Acme Corp/data: error", "data: error"),
         ("/Volumes/Acme Corp: error", "PATH: error"),
         ("in '/Users/John Smith/proj/foo.h' and '/opt/key'", "in 'foo.h' and 'key'"),
@@ -35,9 +32,12 @@ from mlxkv.scrub import clean, public_name
         ("ADA.Lovelace at Analytical and ANALYTICAL.LOCAL", "USER at HOST and HOST"),
         ("couldn't build 'x' at 4/8", "couldn't build 'x' at 4/8"),
         ("'/' and / and ~", "'/' and / and ~"),
-    ],
-)
-def test_paths_with_spaces_and_names_in_capitals(text, shared, monkeypatch, tmp_path):
+    ]:
+        with subtests.test(text=text, shared=shared):
+            check_paths_with_spaces_and_names_in_capitals(monkeypatch, tmp_path, text, shared)
+
+
+def check_paths_with_spaces_and_names_in_capitals(monkeypatch, tmp_path, text, shared):
     home = str(tmp_path / "Ada Love")
     monkeypatch.setenv("HOME", home)
     monkeypatch.setenv("LOGNAME", "ada.lovelace")

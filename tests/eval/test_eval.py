@@ -13,7 +13,6 @@ from small_models import TINY
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
 from mlxkv.eval import plan, workers
-from mlxkv.eval.arms import Arms
 from mlxkv.eval.report import verdict
 from mlxkv.eval.store import Store
 from mlxkv.eval.tasks import harness
@@ -205,9 +204,8 @@ def test_verdicts_of_retrieval_alone_need_its_interval():
     assert verdict.judge(row)[0] == "red"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_bad_options_are_one_line(subtests, tmp_path, monkeypatch, capsys):
+    for options, words in [
         (["--kv", "int4,int5"], ["[--kv]", "int5", "int8"]),
         (["--context", "100"], ["[--context]", "512"]),
         (["--context", "2k,x"], ["[--context]", "'x'"]),
@@ -221,15 +219,14 @@ def test_verdicts_of_retrieval_alone_need_its_interval():
         (["--text", "no-such-file.txt"], ["no-such-file.txt"]),
         (["--model", "no-such-model"], ["[--model]", "no-such-model"]),
         (["--calibration", "none.safetensors"], ["[calibration]", "none.safetensors"]),
-    ],
-)
-def test_bad_options_are_one_line(options, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["eval", *options]) == 2
-    printed = capsys.readouterr()
-    lines = printed.err.strip().splitlines()
-    assert len(lines) == 1 and all(word in lines[0] for word in words), lines
-    assert printed.out == "" and list(tmp_path.iterdir()) == []
+    ]:
+        with subtests.test(options=options, words=words):
+            monkeypatch.chdir(tmp_path)
+            assert main(["eval", *options]) == 2
+            printed = capsys.readouterr()
+            lines = printed.err.strip().splitlines()
+            assert len(lines) == 1 and all(word in lines[0] for word in words), lines
+            assert printed.out == "" and list(tmp_path.iterdir()) == []
 
 
 def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
@@ -263,30 +260,6 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
         assert kept["oscar-int2"] == ({"kl": 1} if name == "own" else None), name
 
 
-def test_an_arm_reads_its_calibration_once(monkeypatch):
-    arms, reads, read = Arms(load(TINY, "fp16"), ["oscar-int2"]), [], artifact.read
-    monkeypatch.setattr(artifact, "read", lambda path: reads.append(path) or read(path))
-    for _ in range(3):
-        with arms.attached("oscar-int2"):
-            pass
-    assert len(reads) == 1
-
-
-def test_the_widths_of_a_method_share_a_curve(subtests):
-    for name, of in [
-        ("int4", "int"),
-        ("naive-int2", "naive"),
-        ("oscar-int2+g64", "oscar+g64"),
-        ("int8/int4", "int8/int4"),
-        ("fp16", "fp16"),
-    ]:
-        with subtests.test(name=name, of=of):
-            pytest.importorskip("matplotlib")
-            from mlxkv.eval.report.pictures import method
-
-            assert method(name) == of
-
-
 def test_an_out_that_cannot_be_written(spec, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     command = ["eval", "--model", spec.model, "--tasks", "divergence", "--context", "512"]
@@ -318,50 +291,3 @@ def test_lm_eval_missing_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     assert main(["eval", "--tasks", "lm-eval:hellaswag"]) == 2
     assert "pip install lm-eval" in capsys.readouterr().err
-
-
-TASK = """
-task: own_{kind}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {file}
-output_type: {kind}
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-{rest}
-"""
-CHOICE = """doc_to_choice: "{{choices}}"
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true"""
-GENERATE = """generation_kwargs:
-  until: ["."]
-  max_gen_toks: 8
-metric_list:
-  - metric: exact_match
-    aggregation: mean
-    higher_is_better: true"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "rest"), [("multiple_choice", CHOICE), ("generate_until", GENERATE)]
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_task_of_lm_eval(kind, rest, model_folder, tmp_path):
-    """A task of the user's own, from a YAML file: nothing is fetched."""
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-    data = {"question": "The sky is", "choices": [" blue", " a horse and two carts"], "answer": 0}
-    (tmp_path / "data.jsonl").write_text(json.dumps(data) + "\n" + json.dumps(data) + "\n")
-    task = tmp_path / "own.yaml"
-    task.write_text(TASK.format(kind=kind, file=tmp_path / "data.jsonl", rest=rest))
-    spec = plan.Spec(str(model_folder), ("int4",), (f"lm-eval:{task}",), SMALL)
-    arms, parts = plan.make(spec)
-    found = workers.compute(spec, arms, parts, tmp_path)[f"lm-eval-{task}"]
-    assert set(found) == {"fp16", "int4"}
-    assert all(one["questions"] == 2 for one in found.values())
-    metric = "acc" if kind == "multiple_choice" else "exact_match"
-    assert all(0 <= one["metrics"][metric] <= 1 for one in found.values())

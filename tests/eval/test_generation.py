@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 from random_model import write_model
@@ -21,7 +20,6 @@ from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load
 
 SMALL = TaskOptions(contexts=(768,), questions=4, tokens=24)
-CODES = (("Ada", "4821"), ("Bo", "1234"), ("Cy", "9999"), ("Di", "5555"))
 
 
 def run(arms: Arms, options: TaskOptions = SMALL, names=None, tasks=None) -> dict[str, dict]:
@@ -78,15 +76,6 @@ def written(tokens: list[int], margins: list[float]) -> Written:
     return Written(Reply(tokens, margins, ""))
 
 
-def test_agreement_counts_leading_tokens():
-    baseline = [written([1, 2, 3], [9, 8, 7]), written([4, 5], [6, 0.5]), written([6], [3])]
-    ours = [written([1, 2, 3], [0] * 3), written([4, 9], [0] * 2), written([7, 6], [0] * 2)]
-    found = generation._agree(8, ours, baseline)
-    assert found["lengths"] == [3, 1, 0] and found["of"] == [3, 2, 1]
-    assert found["identical"] == pytest.approx(1 / 3)
-    assert found["margin"] == pytest.approx((0.5 + 3) / 2)
-
-
 def test_replies_stop_where_they_should(loaded):
     def ask(limit, **how):
         return reply(loaded, feed.prefill(loaded, [5, 6, 7]), [8, 9], limit, **how)
@@ -108,19 +97,6 @@ def test_broken_logits_are_a_fault(tmp_path):
         reply(loaded, feed.prefill(loaded, [1, 2]), [3], 4)
 
 
-def test_calls_are_made_of_their_requests():
-    calls = tools.calls(Random(1), 18, CODES)
-    assert calls == tools.calls(Random(1), 18, CODES)
-    assert len({call.request for call in calls[:12]}) == 12
-    for call in calls:
-        parsed = tools.parse(call.answer)
-        assert parsed["tool"] in ("save_code", "send_note", "set_timer")
-        given = dict(CODES)
-        for value in call.values:
-            assert value in call.answer
-            assert value in call.request or value in given.values()
-
-
 def test_what_is_no_call(subtests):
     for text in [
         "",
@@ -132,11 +108,6 @@ def test_what_is_no_call(subtests):
     ] + ['{"tool": "a", "arguments": {}, "more": 1}', '{"tool": "a", "arguments": []}']:
         with subtests.test(text=text):
             assert tools.parse(text) is None
-
-
-def test_a_fence_is_taken_off():
-    call = {"tool": "a", "arguments": {"b": 1}}
-    assert tools.parse('```json\n{"tool": "a", "arguments": {"b": 1}}\n```') == call
 
 
 def test_right_answers_to_passages():

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from small_models import TINY
 
-from mlxkv.eval import feed, plan
+from mlxkv.eval import feed
 from mlxkv.eval.report import report
 from mlxkv.eval.tasks import harness
 from mlxkv.formats.presets import PRESETS
@@ -47,23 +46,12 @@ def test_the_last_token_reads_the_prompt_as_it_is_stored(loaded, arm):
     assert mx.abs(last[0] - exact).max().item() > 1e-2
 
 
-def test_small_chunks_read_more_of_the_prompt_as_it_is_stored(arm):
-    """From the first page on, later tokens of the prompt read codes, too."""
-    one, other = (harness.read_prompt(arm, TOKENS, chunk)[0] for chunk in (512, 32))
-    assert mx.abs(one - other).max().item() > 1e-3
-
-
 def test_full_precision_reads_the_same_whatever_the_chunk(loaded):
     one, other = (harness.read_prompt(loaded, TOKENS, chunk) for chunk in (512, 32))
     assert mx.abs(one[0] - other[0]).max().item() < 1e-3
     read = harness.Read()
     read.add(one[1])
     assert read.share == 0.0
-
-
-def test_chunks_are_part_of_what_a_result_depends_on():
-    asks = [harness.parts(["lm-eval:piqa"], 5, chunk)[0].asks for chunk in (512, 0)]
-    assert asks[0] != asks[1] and plan.Spec(TINY, ("int4",)).chunk == 512
 
 
 def test_the_report_says_how_much_was_compressed():

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import emulator
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from on_emulator import make
-from random_models import FAMILIES, random_model, tokens
+from random_models import random_model, tokens
 from small_models import TINY, story_tokens
 
 from mlxkv.codec.codec import Codec, codec
@@ -33,7 +32,6 @@ LEFT_OUT |= {"gemma3n", "afm7"} if OLD else set()
 GATED = {"qwen3_next", "iquestloopcoder", "plamo"}
 PARTLY = {"iquestloopcoder"}  # does not call its layers as a whole
 OWN = ("keys", "values", "scores_kl", "attention")
-WIDE = {"hidden_size": 64, "intermediate_size": 64}  # whole groups of quantised weights
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}
 
 
@@ -152,7 +150,7 @@ def test_one_layer_agrees_with_numpy():
 
 def test_every_family(subtests):
     """An exact side with another mask, head order or scale would be off by far more than int8 is."""
-    for family in sorted(set(FAMILIES) - LEFT_OUT):
+    for family in ("llama", "gpt_oss", "gemma2", "qwen3_next", "iquestloopcoder"):
         with subtests.test(family=family):
             model = random_model(family)
             row = measure(arms_of(model, "int8"), ["int8"], 140, 12)["int8"]
@@ -170,18 +168,6 @@ def test_every_family(subtests):
                 assert (layer["hidden"] is None) == (family in PARTLY)
                 if not layer["compressed"]:
                     assert all(layer[name] == 0 for name in OWN)
-
-
-def test_quantised_weights_and_a_model_in_bfloat16():
-    model = random_model("llama", **WIDE, attention_bias=True)
-    nn.quantize(model, group_size=32, bits=4)
-    model.set_dtype(mx.bfloat16)
-    rows = measure(arms_of(model, "int8", "srft-int2+g32"), ["int8", "srft-int2+g32"], 140, 12)
-    for eight, two in zip(
-        *(rows[name]["layers"] for name in ("int8", "srft-int2+g32")), strict=True
-    ):
-        assert eight["attention_at"] == two["attention_at"] == "output projection"
-        assert 0 < eight["attention"] < 0.03 < two["attention"] < 1
 
 
 @pytest.mark.skipif(emulator.why_not() is not None, reason="needs the kernel emulator")
@@ -214,17 +200,6 @@ def test_shuffled_pages_show(tiny, monkeypatch):
         assert layer["values"] == pytest.approx(right["values"], rel=0.5)
         for stage in ("keys", "scores_kl", "attention", "hidden"):
             assert layer[stage] > 10 * right[stage]
-
-
-def test_tokens_that_move_together_are_no_error_of_attention(monkeypatch):
-    encode, model = Codec.encode, random_model("llama")
-    right = measure(arms_of(model, "int8"), ["int8"], 140, 8)["int8"]["layers"][0]
-    monkeypatch.setattr(
-        Codec, "encode", lambda self, x, way: encode(self, mx.roll(x, 5, axis=2), way)
-    )
-    moved = measure(arms_of(model, "int8"), ["int8"], 140, 8)["int8"]["layers"][0]
-    assert moved["keys"] > 1 and moved["values"] > 1 and moved["scores_kl"] > right["scores_kl"]
-    assert moved["attention"] == pytest.approx(right["attention"], rel=1e-3)
 
 
 def test_watching_changes_nothing_and_leaves_no_trace():
@@ -264,27 +239,3 @@ def test_an_error_while_watching_leaves_no_trace():
         model(tokens(4)[None])
     assert len(calls) == 1
     assert [type(m) for _, m in model.named_modules()] == classes
-
-
-def test_a_trimmed_tap_stays_beside_its_exact_store():
-    model = random_model("llama")
-    attach(model, arms_of(model, "int4").configs["int4"])
-    cache = make_prompt_cache(model)
-    taps = put_observers(cache)
-    model(tokens(140)[None], cache=cache)
-    whole = taps[0].exact[0]
-    assert taps[0].trim(20) == 20
-    assert mx.array_equal(taps[0].exact[0], whole[:, :, :120])
-    model(tokens(8)[None], cache=cache)
-    assert taps[0].exact[0].shape[2] == taps[0].offset == 128
-    detach(model)
-
-
-def test_a_cpu_reads_less_text(monkeypatch):
-    def contexts(*asked):
-        made = stages.parts(None, TaskOptions(contexts=asked), lambda count: [1] * count)
-        return [part.name for part in made]
-
-    assert contexts(512, 2048, 8192) == ["512", "1024"]
-    monkeypatch.setattr(stages, "backend", lambda: "metal")
-    assert contexts(512, 2048, 8192) == ["512", "2048", "8192"]

@@ -8,14 +8,13 @@ from on_emulator import make
 from record_sides import unpack_side
 from samples import data
 
-from mlxkv.cache import choose, selftest
-from mlxkv.cache.view import OPS
-from mlxkv.codec import packing, transform
+from mlxkv.cache import selftest
+from mlxkv.codec import transform
 from mlxkv.formats import levels
-from mlxkv.formats.config import Affine, CacheConfig, Codebook, PolarTree, Side
+from mlxkv.formats.config import Affine, Codebook
 from mlxkv.formats.presets import PRESETS
-from mlxkv.formats.records import RecordLayout, side_layout, why_no_record
-from mlxkv.metal import attend, launch, seal
+from mlxkv.formats.records import RecordLayout, side_layout
+from mlxkv.metal import attend, seal
 from mlxkv.spec import codebook as ref
 
 NEAR = 1e-5  # of a boundary, for coordinates of a unit vector
@@ -112,11 +111,6 @@ def test_a_polynomial_goes_through_all_levels():
             np.testing.assert_allclose(total * u, levels.sphere(dims, bits), rtol=5e-7)
 
 
-TURBO = CacheConfig(
-    Side(Codebook(4), "random"), Side(Codebook(2), "hadamard"), sink=16, recent=32, page=32
-)
-
-
 def test_kernels_pass_their_own_test_and_a_fault_is_found():
     config = PRESETS["turbo-int3"]
     found = selftest.test(config, 64, mx.float16, make)
@@ -135,25 +129,3 @@ def test_kernels_pass_their_own_test_and_a_fault_is_found():
     ):
         reason = selftest.fault(config, 64, mx.float16, broken(good, bad))
         assert reason is not None and reason.split()[0] in said, reason
-
-
-def test_what_has_no_kernel_says_why():
-    reasons = {
-        Codebook(4, corrected=True): None,
-        Codebook(1): "1 bit",
-        PolarTree(): None,
-        Codebook(4): None,
-    }
-    for spec, reason in reasons.items():
-        found = why_no_record(spec, 128, 64)
-        assert (found is None) == (reason is None) and (reason is None or reason in found)
-    with launch.using(make):
-        assert choose.plan(TURBO, (64, 64), mx.float32).body != OPS
-
-
-def test_records_take_the_bits_that_the_format_says():
-    for bits in (2, 3, 4):
-        at = side_layout(Codebook(bits), 128, 64, True)
-        assert at.words * 32 / (16 * 128) == Codebook(bits).bits_per_value(128, 64)
-        words = packing.words_per_token(128, bits)
-        assert at.code_words == 16 * words

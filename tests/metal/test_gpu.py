@@ -29,44 +29,6 @@ def _fresh():
         known.cache_clear()
 
 
-def test_records_give_a_core_two_to_five_threadgroups(subtests):
-    """As far as there are records for them; windows come besides and have no more units each."""
-    for cores in (7, 8, 20, 80):
-        for heads, tiles_ in ((1, 4), (1, 1), (2, 2), (8, 2), (8, 1), (32, 1)):
-            for tokens in (1024, 32768, 131072):
-                with subtests.test(cores=cores, heads=heads, tiles_=tiles_, tokens=tokens):
-                    records, windows = tokens // 16, 20
-                    pages, window = kernels.splits_for(records, windows, heads * tiles_, cores)
-                    most = -(-records // kernels.FEW_RECORDS)
-                    assert 1 <= pages <= most and pages + window <= kernels.MAX_SPLITS
-                    assert -(-windows // window) <= max(
-                        kernels.SIMDGROUPS, -(-records // pages), windows
-                    )
-                    each = pages * heads * tiles_ / cores
-                    assert each >= 2 or pages in (most, kernels.MAX_SPLITS // 2)
-                    assert each <= 6 or pages == 1
-
-
-def test_without_a_known_number_of_cores_splits_are_of_records():
-    assert kernels.splits_for(2048, 20, 8, None) == (128, 1)
-    assert kernels.splits_for(100, 20, 8, None) == (7, 1)
-
-
-def test_tiles_fill_an_apple_gpu_and_no_more(subtests):
-    for cores in (7, 14, 40):
-        for merges in (1, 4, 8, 32):
-            with subtests.test(cores=cores, merges=merges):
-                pages, windows = tiles.splits_for(2048, merges, tiles.SIMDGROUPS, False, cores)
-                each = pages * merges / cores
-                assert windows == 1 and (each >= 1.7 or pages == tiles.MAX_SPLITS // 2)
-                assert each <= 4 or pages == 1
-
-
-def test_elsewhere_tiles_are_split_as_on_the_gpu_they_were_timed_on():
-    assert tiles.splits_for(8192, 8, tiles.SIMDGROUPS_CUDA, False) == (15, 1)
-    assert tiles.splits_for(8192, 1, tiles.SIMDGROUPS, True) == (62, 2)
-
-
 @needs_emulator
 def test_attention_is_the_same_however_it_is_split(subtests, monkeypatch):
     for factory, dtype in ((make, mx.float32), (make_tiles, mx.float16)):
@@ -86,14 +48,6 @@ def test_attention_is_the_same_however_it_is_split(subtests, monkeypatch):
                 plain.update_and_fetch(keys, values)
                 bound = 1e-5 if dtype == mx.float32 else 3e-3
                 assert rms(out, attend(q, plain.keys_and_values()[0], 0.125)) < bound
-
-
-def test_outputs_of_a_lane_fit_in_128_registers(subtests):
-    for dims, rows in ((64, 2), (80, 2), (96, 2), (128, 2), (192, 1), (256, 1), (512, 1)):
-        with subtests.test(dims=dims, rows=rows):
-            for wanted in (1, 2, 3, 4, 5, 7, 12, 32):
-                tile = kernels.rows_of_tile(dims, wanted, make)
-                assert tile == min(rows, wanted)
 
 
 IOREG = (
@@ -117,16 +71,6 @@ def test_cores_of_a_mac(monkeypatch, said, architecture, cores):
     monkeypatch.setattr(gpu.mx, "device_info", lambda: {"architecture": architecture})
     assert gpu.cores(mx.fast.metal_kernel) == cores
     assert gpu.cores(make) is None
-
-
-def test_a_mac_without_ioreg_still_has_cores(monkeypatch):
-    def missing(*args, **kw):
-        raise FileNotFoundError("ioreg")
-
-    monkeypatch.setattr(gpu.sys, "platform", "darwin")
-    monkeypatch.setattr(gpu.subprocess, "run", missing)
-    monkeypatch.setattr(gpu.mx, "device_info", lambda: {"architecture": "applegpu_g16g"})
-    assert gpu.cores(mx.fast.metal_kernel) == 8
 
 
 def test_tiles_need_metal_3_2(subtests, monkeypatch):

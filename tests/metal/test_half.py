@@ -14,10 +14,9 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, View
 from mlxkv.codec import records
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import Half
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.records import record_layout, side_layout
+from mlxkv.formats.records import side_layout
 from mlxkv.metal import launch, tiles
 
 PAGES, PAGE = 3, 32
@@ -114,18 +113,3 @@ def test_only_low_rank_is_kept_in_such_records():
         assert choose.plan(parse_kv("static-r24"), (40, 40), mx.float32).body != OPS
         reason = choose.plan(parse_kv("oja-0.8"), (128, 128), mx.float32).reason
         assert reason == "102 float16 dims would take the room of 128 in records"
-
-
-def test_a_ring_of_long_records_has_room_or_a_reason():
-    """Bytes of shared memory beside those that the body declares, 30 KiB at most."""
-    factory = mx.fast.cuda_kernel
-    for name, dims in (("static-0.75", 128), ("oja-0.75", 128), ("static-0.75", 256)):
-        config: CacheConfig = parse_kv(name)
-        both = record_layout(config, *config.dims(dims, dims))
-        wide = tiles._is_wide(both, dims)
-        simdgroups = tiles._simdgroups(both, wide, 8, factory)
-        assert wide and simdgroups == tiles.SIMDGROUPS
-        assert tiles._ring(both, simdgroups, wide, factory)[1] <= (227 - 30) << 10
-    whole = parse_kv("static-1.0")
-    both = record_layout(whole, 256, 256)
-    assert "16384 bytes do not fit" in tiles.why_not(both, 256, mx.float16, factory)

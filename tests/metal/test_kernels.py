@@ -4,7 +4,6 @@ import dataclasses
 
 import mlx.core as mx
 import numpy as np
-from methods import NO_KERNELS
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make
@@ -21,13 +20,10 @@ from mlxkv.cache.view import OPS
 from mlxkv.codec import affine
 from mlxkv.doctor.golden import TABLE as golden
 from mlxkv.formats.config import Affine, Polar, Side
-from mlxkv.formats.presets import PRESETS
-from mlxkv.formats.records import RecordLayout, side_layout, why_no_record
+from mlxkv.formats.records import RecordLayout, side_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch, seal
 from mlxkv.models import attach, detach
-
-DIMS = (64, 80, 96, 128, 192, 256, 512)
 
 
 def test_records_hold_the_codes_and_come_back(subtests):
@@ -154,11 +150,6 @@ def same_but_ties(x, spec):
     assert rms(x, spec) < 2e-2
 
 
-def caches():
-    with launch.using(make):
-        return CompressedKVCache(SMALL), CompressedKVCache(SMALL)
-
-
 def test_a_cache_of_records_gives_what_a_cache_of_codes_gives():
     ours, plain = walk(make, mx.float32, TIES)
     assert type(ours._store) is Records
@@ -209,17 +200,6 @@ def test_what_has_no_kernel_says_why():
         )
     with launch.using(None):
         assert choose.plan(SMALL, (64, 64), mx.float32).reason == "no GPU here"
-
-
-def test_every_preset_has_records_or_a_reason(subtests):
-    for name in [name for name in PRESETS if PRESETS[name].compresses]:
-        with subtests.test(name=name):
-            config = PRESETS[name]
-            reasons = [
-                why_no_record(side.quantizer, 128, config.page, side is config.keys)
-                for side in (config.keys, config.values)
-            ]
-            assert any(reasons) == (name in NO_KERNELS), reasons
 
 
 def test_an_environment_variable_keeps_to_plain_ops(monkeypatch):

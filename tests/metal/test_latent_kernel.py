@@ -126,13 +126,6 @@ def test_it_says_why_it_does_not_run(subtests):
             assert found.body == OPS and why in found.label
 
 
-def test_latents_that_a_model_picks_are_an_array():
-    with launch.using(make_tiles):
-        config = parse_kv("int4").of_latents
-        found = choose.plan(config, (128, 32), mx.float32, latent=True, picked=True)
-        assert found.label == "plain ops (this model's code picks single latents)"
-
-
 def test_no_machine_and_a_failed_trial(monkeypatch):
     config = parse_kv("int4").of_latents
 

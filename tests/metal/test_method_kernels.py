@@ -138,16 +138,6 @@ def test_the_golden_tensors_hold_with_kernels():
     assert BOUNDS["attention"] < 1e-5
 
 
-def test_a_fault_in_the_tree_is_found():
-    good, bad = "kv_tree_two(high, 16 + 2 * h)", "kv_tree_two(high, 16)"
-
-    def broken(name, input_names, output_names, source, header=""):
-        assert good in header or "merge" in name
-        return make(name, input_names, output_names, source, header.replace(good, bad))
-
-    assert run(METHODS["tree"], 64, 2, 1, mx.float32, broken) > 1e-2
-
-
 def test_what_tiles_do_not_read_says_why():
     def why(keys, values, dims=64):
         config = CacheConfig(Side(keys), Side(values), page=64)

@@ -88,19 +88,6 @@ def test_scales_per_channel_follow_the_butterflies(subtests):
                 np.testing.assert_allclose(np.array(one.up), up, rtol=1e-6, atol=1e-6)
 
 
-def test_a_wrong_scale_is_noticed():
-    good = transform.make("srft", 64, 0).scaled(mx.linspace(0.5, 2, 64))
-    table = np.array(good.table)
-    table[3 * 64 + 9] *= 1.1
-    bad, pair = dataclasses.replace(good, table=mx.array(table)), [data(1, 1, 16, 64)] * 2
-    whole = layout((INT8, INT8), (64, 64))
-    for transforms in ((bad, good), (good, bad)):
-        words = seal.seal(pair, whole, make, transforms)
-        with pytest.raises(AssertionError):
-            check(words[..., : whole.keys.words], pair[0], INT8, whole.keys, good.down)
-            check(words[..., whole.keys.words :], pair[1], INT8, whole.values, good.down)
-
-
 def test_a_token_a_hundred_times_larger_leaves_the_other_of_its_pair_alone(subtests):
     """SRFT transforms tokens by pairs; of the larger one 1e-7 is left in the other."""
     for spec in (INT8, INT4):
@@ -124,23 +111,6 @@ def test_impulses_come_out_as_the_rows_of_the_matrix():
             x = mx.eye(dims)[None, None]
             pair, made = (x, x), transform.make(name, dims, 1)
             seal_and_check(pair, (INT8, INT8), (made, made))
-
-
-def test_a_wrong_table_is_noticed(subtests):
-    for entry in (5, 128 + 2 * 6, 128 + 2 * 30 + 1):
-        with subtests.test(entry=entry):
-            good = transform.make("srft", 128, 0)
-            table = np.array(good.table)
-            table[entry] *= -1  # a sign; a twiddle of the butterflies, one of the last step
-            bad = dataclasses.replace(good, table=mx.array(table))
-            pair = data(1, 1, 16, 128), data(1, 1, 16, 128, seed=1)
-            seal_and_check(pair, (INT8, INT8), (good, good))
-            for transforms in ((bad, good), (good, bad), (None, good)):
-                whole = layout((INT8, INT8), (128, 128))
-                words = seal.seal(pair, whole, make, transforms)
-                with pytest.raises(AssertionError):
-                    check(words[..., : whole.keys.words], pair[0], INT8, whole.keys, good.down)
-                    check(words[..., whole.keys.words :], pair[1], INT8, whole.values, good.down)
 
 
 def matrix(dims, heads, rank=None, seed=0):

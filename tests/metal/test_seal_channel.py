@@ -75,17 +75,3 @@ def test_what_it_does_not_seal_says_why():
     assert "values that are not" in why(channel, channel)
     assert "values that are not" in why(channel, Codebook(4))
     assert "512 channels" in why(channel, Affine(4), 512)
-
-
-def test_a_fault_in_the_ranges_is_found():
-    good = "most = metal::max(most, high[n * 32 * BLOCKS + dim]);"
-
-    def short(name, input_names, output_names, source, header=""):
-        assert good in source
-        return make(name, input_names, output_names, source.replace(good, ""), header)
-
-    ours, plain, dims, page = stores("kivi", short)
-    right, *_ = stores("kivi")
-    for store in (ours, right):
-        store.append(pair(page, dims, 1), 1)
-    assert not mx.array_equal(ours.state["headers"], right.state["headers"])

@@ -127,7 +127,7 @@ def test_behind_butterflies(subtests):
                 specs = Affine(2, 64, clip=0.96), Affine(4, 0, clip=0.92)
                 seal_and_check(pair, specs, made, start=5, tokens=80)
                 if dims > 128:
-                    return
+                    continue
                 symmetric = Affine(3, 32, True, clip=0.92), Affine(2, 32, clip=0.96)
                 seal_and_check(pair, symmetric, made, start=0, tokens=16)
 
@@ -148,46 +148,3 @@ def test_more_than_the_lists_hold_is_clipped_before_the_kernel():
     made = transform.make("srft", 256, 1)
     pair = [data(1, 2, 64, 256, seed=i, dtype=mx.float16) for i in range(2)]
     seal_and_check(pair, specs, (made, made), start=16, tokens=32)
-
-
-def broken(before, after):
-    """A factory whose kernels have one fault."""
-
-    def build(header, **texts):
-        assert before in header
-        return make(header=header.replace(before, after), **texts)
-
-    return build
-
-
-def test_faults_are_noticed(subtests):
-    for before, after in [
-        ("v[RANK - 1 - i]", "v[i]"),  # ranks of two lists that do not add up
-        ("KEYS ? 2 : 16", "KEYS ? 1 : 8"),  # the last lanes never meet
-        ("some[slot + COUNT]", "some[slot]"),  # one token twice
-        ("other[N - 1 - i]", "other[i]"),  # lists not against each other
-        ("v[second] = metal::min", "v[second] = metal::max"),
-        ("-limits[n]);", "-3.4e38f);"),  # clipped on one side
-        ("lists, lists + (KEYS ? 0 : N), lane, 8", "lists, lists, lane, 8"),
-    ]:
-        with subtests.test(before=before, after=after):
-            specs = Affine(2, 0, clip=0.96), Affine(2, 0, clip=0.92)
-            pair, whole = [data(1, 1, 48, 128, seed=i) for i in range(2)], layout(specs, (128, 128))
-            ranks = ranks_of(specs, 128)
-            twin = plain_records(pair, specs, whole)
-            assert mx.array_equal(seal.seal(pair, whole, make, ranks=ranks), twin)
-            words = seal.seal(pair, whole, broken(before, after), ranks=ranks)
-            assert not mx.array_equal(words, twin)
-
-
-def test_formats_without_a_clip_share_one_kernel():
-    names = []
-
-    def watch(name, **texts):
-        names.append(name)
-        return make(name, **texts)
-
-    pair, specs = [data(1, 1, 16, 64, seed=i) for i in range(2)], (Affine(4), Affine(4))
-    for ranks in ((1, 1), ranks_of((Affine(4, clip=0.999),) * 2, 64), (3, 1)):
-        seal.seal(pair, layout(specs, (64, 64)), watch, ranks=ranks)
-    assert len(set(names)) == 2

@@ -16,7 +16,7 @@ from mlxkv.codec.transform import Transform
 from mlxkv.codec.transform import make as make_transform
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import RecordLayout
-from mlxkv.metal import attend, launch, lengths, seal, tiles
+from mlxkv.metal import attend, launch, seal, tiles
 from mlxkv.models import attach, detach
 
 # D, H, G, L, records, sink, live, key bits, value bits, window, dtype
@@ -221,28 +221,6 @@ def test_the_reason_why_not():
     assert "multiple of 8" in tiles.why_not(both, 100, mx.float16, make_tiles)
     assert "256 dims" in tiles.why_not(wide, 512, mx.float16, make_tiles)
     assert tiles.why_not(many, 288, mx.float16, make_tiles) is not None
-
-
-def test_a_long_sequence_among_short_ones_is_split_as_if_alone():
-    def splits(*records):
-        count = len(records)
-        both = RecordLayout(*(layout(4, 64, False, 128, side) for side in (True, False)))
-        shape, rooms = (count, 32, 1, 128), (max(records) * count, 1, 1)
-        options = (0, 0), lengths.shared(records), 1.0, make_tiles, 0, False, None
-        _, _, call = tiles._plan(shape, mx.float16, rooms, 8, both, *options)
-        return call["grid"][1]
-
-    alone, even = splits(4096), splits(*[4096] * 16)
-    assert even == 2 and alone > 16
-    assert alone / 2 <= splits(4096, *[64] * 15) <= alone
-    assert splits(*[0] * 16) == 2  # windows alone
-
-
-def test_calls_never_share_a_counter():
-    counters = tiles._Counters(count=3, each=16)
-    a, b = counters.take(8), counters.take(16)
-    assert a is not b and counters.take(17).size == 17
-    assert not np.array(mx.concatenate([a, b])).any()
 
 
 def test_the_whole_head_of_a_group_of_128_rows_is_covered():

@@ -42,24 +42,6 @@ def test_hadamard_is_orthonormal_and_flat(subtests):
             np.testing.assert_allclose(np.abs(h), 1 / np.sqrt(dims))
 
 
-def test_rotations_turn_a_spike_into_flat_values():
-    """One outlier channel spreads over all: the kurtosis falls to a Gaussian's."""
-    x = data(200, 128)
-    x[:, 7] *= 30
-    for name in ("hadamard", "srft"):
-        y = x @ ref.transform(name, 128, 0)[0]
-        kurtosis = [np.mean(z**4) / np.mean(z**2) ** 2 - 3 for z in (x, y)]
-        assert kurtosis[0] > 50
-        assert kurtosis[1] < 3
-
-
-def test_signs_are_balanced_and_differ_by_seed():
-    a, b = ref.signs(512, 0), ref.signs(512, 1)
-    assert set(a) == {-1.0, 1.0}
-    assert abs(a.sum()) < 80
-    assert abs((a * b).sum()) < 80
-
-
 def test_affine_error_is_at_most_half_a_step(subtests):
     for bits in (2, 3, 4, 8):
         for symmetric in (False, True):
@@ -90,23 +72,6 @@ def test_affine_takes_values_beyond_float16():
     for symmetric in (False, True):
         codes, scale, bias = ref.affine_encode(x, 4, 32, symmetric)
         assert np.isfinite(ref.affine_decode(codes, scale, bias, 32)).all()
-
-
-def test_channel_scale_evens_out_the_channels():
-    """SRFT paper, section 7.1: rescale by the channel's maximum, then quantize per group."""
-    x = data(400, 64) * np.exp(1.5 * data(64, seed=2))
-    down, up = ref.transform("none", 64)
-    scale = ref.channel_scale(x)
-    sdown, sup = ref.scaled(down, up, scale)
-    np.testing.assert_allclose(x @ sdown @ sup, x, atol=1e-12)
-    np.testing.assert_allclose(np.abs(x @ sdown).max(0), 1)
-
-    def error(down, up):
-        codes, s, b = ref.affine_encode(x @ down, 4, 32, True)
-        y = ref.affine_decode(codes, s, b, 32) @ up
-        return np.mean(np.mean((y - x) ** 2, 0) / np.mean(x**2, 0))  # per channel
-
-    assert error(sdown, sup) < 0.3 * error(down, up)
 
 
 def test_a_short_last_group_has_a_scale_of_its_own():

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mlxkv.spec import balanced, positions
+from mlxkv.spec import positions
 
 
 def normal(*shape, seed=0):
@@ -65,34 +65,6 @@ def test_rows_turn_as_their_moment(subtests):
             np.testing.assert_allclose(
                 positions.turned(turned, -t, pairs, frequencies), rows, atol=1e-12
             )
-
-
-def test_keys_at_every_position_have_the_centred_moment():
-    dims, pairs, frequencies = KINDS["part of the channels"]
-    rows, span = normal(50, dims) + 3 * normal(dims, seed=1), (0, 300)
-    everywhere = np.concatenate(
-        [positions.turned(rows, np.full(50, t), pairs, frequencies) for t in range(*span)]
-    )
-    mean = positions.mean_over(rows.mean(0), span, pairs, frequencies)
-    moment = positions.moment_over(rows.T @ rows / 50, span, pairs, frequencies)
-    np.testing.assert_allclose(
-        balanced.about_mean(moment, mean), np.cov(everywhere.T, ddof=0), atol=1e-10
-    )
-
-
-def test_fast_pairs_keep_their_energy_alone_and_slow_ones_everything():
-    dims, pairs = 8, positions.rotary_pairs(8)
-    frequencies = np.array([1.0, 0.4, 1e-9, 2e-9])
-    rows = normal(40, dims) + 1
-    moment = rows.T @ rows / 40
-    over = positions.moment_over(moment, (0, 1 << 17), pairs, frequencies)
-    slow = np.array([2, 3, 6, 7])
-    np.testing.assert_allclose(over[np.ix_(slow, slow)], moment[np.ix_(slow, slow)], atol=2e-3)
-    fast = np.array([0, 4])
-    np.testing.assert_allclose(
-        over[np.ix_(fast, fast)], np.eye(2) * moment[fast, fast].mean(), atol=1e-3
-    )
-    assert np.abs(over[np.ix_(fast, slow)]).max() < 1e-3 < np.abs(moment[fast][:, slow]).max()
 
 
 def test_contexts_halve():
