@@ -81,19 +81,23 @@ def llama():
     return random_model("llama")
 
 
-@pytest.mark.parametrize(
-    ("kind", "window", "chunk", "bos"),
-    [("attention", 600, 512, None), ("surrogate", 200, 64, 1), ("tensor", 300, 7, 3)],
-)
-def test_streamed_moments_equal_direct_ones(kind, window, chunk, bos, monkeypatch):
-    monkeypatch.setattr(measure, "CHUNK", chunk)
-    made = measure.calibrate(llama(), TOKENS, target=kind, window=window, bos=bos)
-    assert list(made.layers) == ["0", "1"]
-    for windows, layer in zip(
-        direct(llama(), TOKENS, window, bos), made.layers.values(), strict=True
-    ):
-        for basis, wanted in zip((layer.keys, layer.values), targets(windows, kind), strict=True):
-            close(moment_of(basis), wanted)
+def test_streamed_moments_equal_direct_ones(subtests, monkeypatch):
+    for kind, window, chunk, bos in [
+        ("attention", 600, 512, None),
+        ("surrogate", 200, 64, 1),
+        ("tensor", 300, 7, 3),
+    ]:
+        with subtests.test(kind=kind, window=window, chunk=chunk):
+            monkeypatch.setattr(measure, "CHUNK", chunk)
+            made = measure.calibrate(llama(), TOKENS, target=kind, window=window, bos=bos)
+            assert list(made.layers) == ["0", "1"]
+            for windows, layer in zip(
+                direct(llama(), TOKENS, window, bos), made.layers.values(), strict=True
+            ):
+                for basis, wanted in zip(
+                    (layer.keys, layer.values), targets(windows, kind), strict=True
+                ):
+                    close(moment_of(basis), wanted)
 
 
 def test_one_rotation_per_layer_is_that_of_the_mean():

@@ -20,13 +20,10 @@ from cuda_track.cache.compressed import CompressedKVCache as TorchCache
 from cuda_track.codec import maps as torch_maps
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.fixed.form import Numbers
-from mlxkv.cache.fixed.own import Own
 from mlxkv.codec import maps
-from mlxkv.codec.transform import Centre
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine
-from mlxkv.formats.calibration import artifact, balance, layers
+from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.config import CENTRED, CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
@@ -93,14 +90,11 @@ def keys_of(model, window):
 # -- calibration
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(350, 50)])
-def test_the_mean_is_of_keys_that_caches_would_store_over_all_positions(
-    model, window, chunk, monkeypatch
-):
-    monkeypatch.setattr(measure, "CHUNK", chunk)
-    found = measure.calibrate(model, TEXT, window=window)
-    whole = measure.calibrate(model, TEXT, window=window, per_layer=True)
-    for index, windows in enumerate(seen_by(model, TEXT, window)):
+def test_the_mean_is_of_keys_that_caches_would_store_over_all_positions(model, monkeypatch):
+    monkeypatch.setattr(measure, "CHUNK", 50)
+    found = measure.calibrate(model, TEXT, window=350)
+    whole = measure.calibrate(model, TEXT, window=350, per_layer=True)
+    for index, windows in enumerate(seen_by(model, TEXT, 350)):
         exact = means_over(stored(windows)[1])
         for made in (found, whole):  # of each kv head, even where they share a map
             mean = made.layers[str(index)].keys.mean
@@ -303,77 +297,37 @@ def test_softmax_does_not_see_the_mean(subtests):
             assert rms(last.astype(mx.float32), exact[:, :, -1:]) < 4 * step
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_computes_what_it_did_below_the_window(model, made, name):
-    want = logits(model)
-    attach(model, name, calibration=made)
-    cache = make_prompt_cache(model)
-    assert rms(logits(model, cache), want) < 1e-5
-    raw = made.layers["0"].keys.mean
-    assert np.abs(raw).max() > 1 and not cache[0].keys_and_values()[0].pages
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_cache_holds_what_the_law_says(model, made, name):
+def test_a_cache_holds_what_the_law_says(subtests, model, made):
     """Keys of an attached model, page by page, from a plain cache's by the spec."""
-    config = dataclasses.replace(PRESETS[name], **WINDOWS)
-    keys = keys_of(model, 700)[0]  # behind the first 64, of layer 0: they depend on no cache
-    attach(model, config, calibration=made)
-    cache = make_prompt_cache(model)
-    mx.eval(model(mx.array(TEXT[:400])[None], cache=cache))
-    own, side = cache[0], config.keys.quantizer
-    down, up = layers.pairs(made, config.fitted, "0")[0]
-    mean = made.layers["0"].keys.mean.astype(np.float64)
-    left = keys - mean[:, None]
-    first = 64 - config.sink  # of the pages' tokens, the first that `keys` has
-    tokens = own.store.count * config.page - first
-    stored = left[:, :tokens] @ down.astype(np.float64)
-    group = side.group_size(64, config.page)
-    codes = ref.affine_encode(stored, side.bits, group, clip=side.clip)
-    law = ref.affine_decode(*codes, group) @ up.astype(np.float64)
-    found = np.array(own.store.read(0, own.store.count).decode(0, mx.float32))[0, :, first:]
-    assert rms(found, law) < 2e-2  # a code at a rounding boundary moves its whole token
-    assert (
-        rms(np.array(own.keys_and_values()[0].live[0])[0], left[:, tokens : tokens + own.count])
-        < 1e-4
-    )
-
-
-def error_behind(offset, centred, seed):
-    """Relative error of attention over 2-bit keys with a constant offset of so many standard deviations per channel."""
-    rng, dims = np.random.default_rng(seed), 64
-    size = np.exp(rng.standard_normal(dims))
-    keys = rng.standard_normal((1, 1, 400, dims)) * size
-    keys += offset * size * rng.standard_normal(dims)
-    q = rng.standard_normal((1, 1, 50, dims)) / size
-    values = rng.standard_normal((1, 1, 400, dims))
-    mean = keys.mean((0, 2)) if centred else np.zeros((1, dims))
-    noise, reads = (np.swapaxes(x[0], 1, 2) @ x[0] / x.shape[2] for x in (keys, q))
-    down, up = balance.mixed(balance.balance(balance.about_mean(noise, mean), reads)[0], "uhp")
-    turn = maps._pair(down, up)
-    side = dataclasses.replace(INT2.keys, transform="balanced-centred" if centred else "balanced")
-    config = CacheConfig(side, Side(Affine(8, 64)), **(WINDOWS | {"sink": 0}))
-    turns = maps.LayerMaps(turn, turn, centre=maps._centre(mean) if centred else None)
-    cache = CompressedKVCache(config, turns)
-    pair = mx.array(keys.astype(np.float32)), mx.array(values.astype(np.float32))
-    cache.update_and_fetch(*(x[:, :, :399] for x in pair))
-    view, _ = cache.update_and_fetch(*(x[:, :, 399:] for x in pair))
-    assert view.pages.tokens > 350
-    mask = mx.ones((50, 400), dtype=mx.bool_)
-    out = attention.attend(mx.array(q.astype(np.float32)), view, dims**-0.5, mask)
-    return rms(out, ref.attention(q, keys, values, dims**-0.5, np.ones((50, 400), bool)))
-
-
-def test_keys_with_an_offset_are_kept_better():
-    """With balanced maps of raw moments the error grows with the offset; behind the mean it does not."""
-    errors = {
-        (offset, centred): np.mean([error_behind(offset, centred, seed) for seed in range(4)])
-        for offset in (0, 5, 10)
-        for centred in (False, True)
-    }
-    assert errors[5, True] < 0.8 * errors[5, False], errors
-    assert errors[10, True] < 0.6 * errors[10, False], errors
-    assert errors[10, True] < 1.05 * errors[0, True] < 1.1 * errors[0, False], errors
+    for name in NAMES:
+        detach(model)
+        with subtests.test(name=name):
+            config = dataclasses.replace(PRESETS[name], **WINDOWS)
+            keys = keys_of(model, 700)[
+                0
+            ]  # behind the first 64, of layer 0: they depend on no cache
+            attach(model, config, calibration=made)
+            cache = make_prompt_cache(model)
+            mx.eval(model(mx.array(TEXT[:400])[None], cache=cache))
+            own, side = cache[0], config.keys.quantizer
+            down, up = layers.pairs(made, config.fitted, "0")[0]
+            mean = made.layers["0"].keys.mean.astype(np.float64)
+            left = keys - mean[:, None]
+            first = 64 - config.sink  # of the pages' tokens, the first that `keys` has
+            tokens = own.store.count * config.page - first
+            stored = left[:, :tokens] @ down.astype(np.float64)
+            group = side.group_size(64, config.page)
+            codes = ref.affine_encode(stored, side.bits, group, clip=side.clip)
+            law = ref.affine_decode(*codes, group) @ up.astype(np.float64)
+            found = np.array(own.store.read(0, own.store.count).decode(0, mx.float32))[0, :, first:]
+            assert rms(found, law) < 2e-2  # a code at a rounding boundary moves its whole token
+            assert (
+                rms(
+                    np.array(own.keys_and_values()[0].live[0])[0],
+                    left[:, tokens : tokens + own.count],
+                )
+                < 1e-4
+            )
 
 
 def test_saved_prompt_caches_come_back(model, made, tmp_path, monkeypatch):
@@ -426,30 +380,6 @@ def test_a_batch_says_what_each_prompt_says_alone(model, made):
     assert together(model, prompts, [24] * 3, late=1) == want
 
 
-@pytest.mark.parametrize("new", [1, 4])
-def test_a_step_of_fixed_shapes_writes_the_same(made, new):
-    """The stand-in of a traced step takes the mean away, as the cache itself does."""
-    turns = maps.of(made, KINDS)["0"]
-    ours, plain = (CompressedKVCache(INT2, turns) for _ in range(2))
-    for cache in (ours, plain):
-        cache.update_and_fetch(mx.array(data(1, 2, 90, 64)), mx.array(data(1, 2, 90, 64, seed=1)))
-    keys, values = mx.array(data(1, 2, new, 64, seed=2)), mx.array(data(1, 2, new, 64, seed=3))
-    form = Own(ours, new)
-    stand = form.standing_in(form.arrays, Numbers(mx.array(form.numbers, mx.int32)))
-    q, mask = mx.array(data(1, 4, new, 64, seed=4)), "causal" if new > 1 else None
-    views = [one.update_and_fetch(keys, values)[0] for one in (stand, plain)]
-    found, want = (attention.attend(q, view, 0.125, mask) for view in views)
-    assert rms(found, want) < 1e-6
-    form.commit(stand.written)
-    for mine, other in zip(ours._read_live(), plain._read_live(), strict=True):
-        assert mx.array_equal(mine, other)
-    other = dataclasses.replace(turns, centre=Centre(turns.centre.mean + 1))
-    assert Own(plain, new).key == Own(ours, new).key
-    third = CompressedKVCache(INT2, other)
-    third.update_and_fetch(mx.array(data(1, 2, 90, 64)), mx.array(data(1, 2, 90, 64, seed=1)))
-    assert Own(third, new).key != Own(ours, new).key
-
-
 def test_traced_steps_say_the_same_tokens(model, made, monkeypatch):
     monkeypatch.setenv("MLXKV_COMPILE", "1")
     attach(model, INT2, calibration=made)
@@ -459,24 +389,3 @@ def test_traced_steps_say_the_same_tokens(model, made, monkeypatch):
     assert steps.replayed > 20 and not steps.refused
     steps.off = "a test"
     assert alone(model, TEXT[:90], 40) == traced
-
-
-def test_tokens_are_taken_back(model, made):
-    attach(model, INT2, calibration=made)
-    caches = make_prompt_cache(model)
-    want = logits(model, caches)[90:]
-    for cache in caches:
-        assert cache.trim(10) == 10
-    text = mx.array(TEXT[90:100])[None]
-    again = [model(text[:, i : i + 1], cache=caches) for i in range(10)]
-    np.testing.assert_allclose(np.array(mx.concatenate(again, 1)[0]), want, atol=1e-5)
-
-
-def test_heads_that_were_not_calibrated_are_refused(made):
-    for cache in (
-        CompressedKVCache(INT2, maps.of(made, KINDS)["0"]),
-        TorchCache(INT2, torch_maps.of(made, KINDS)["0"]),
-    ):
-        kind = mx.array if isinstance(cache, CompressedKVCache) else torch.from_numpy
-        with pytest.raises(UserError, match="of 2 kv heads; got"):
-            cache.update_and_fetch(kind(data(1, 1, 4, 64)), kind(data(1, 1, 4, 64)))

@@ -24,33 +24,37 @@ def unfloored(noise, sensitivity, monkeypatch):
     return spec.balanced(noise, sensitivity)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_invertible_map_does_better(seed, monkeypatch):
-    dims = (2, 8, 33, 64)[seed % 4]
-    noise, reads = covariance(dims, seed), covariance(dims, seed + 20)
-    down, sigma = unfloored(noise, reads, monkeypatch)
-    least = sigma.sum() ** 2
-    assert spec.cost(down, noise, reads) == pytest.approx(least)
-    assert spec.cost(3 * down @ matrices.random_basis(1, dims, 5)[0], noise, reads) == (
-        pytest.approx(least)
-    )
-    for other in range(40):
-        far = normal(dims, dims, seed=100 * seed + other)
-        near = down @ (np.eye(dims) + 1e-3 * far)
-        for turn in (far, near, matrices.random_basis(1, dims, other)[0]):
-            assert spec.cost(turn, noise, reads) >= least * (1 - 1e-12)
-    # Nearby maps are strictly worse, to second order: a minimum, not a plateau.
-    assert spec.cost(down @ np.diag(1 + 0.1 * normal(dims)), noise, reads) > least * (1 + 1e-6)
+def test_no_invertible_map_does_better(subtests, monkeypatch):
+    for seed in range(4):
+        with subtests.test(seed=seed):
+            dims = (2, 8, 33, 64)[seed % 4]
+            noise, reads = covariance(dims, seed), covariance(dims, seed + 20)
+            down, sigma = unfloored(noise, reads, monkeypatch)
+            least = sigma.sum() ** 2
+            assert spec.cost(down, noise, reads) == pytest.approx(least)
+            assert spec.cost(3 * down @ matrices.random_basis(1, dims, 5)[0], noise, reads) == (
+                pytest.approx(least)
+            )
+            for other in range(40):
+                far = normal(dims, dims, seed=100 * seed + other)
+                near = down @ (np.eye(dims) + 1e-3 * far)
+                for turn in (far, near, matrices.random_basis(1, dims, other)[0]):
+                    assert spec.cost(turn, noise, reads) >= least * (1 - 1e-12)
+            # Nearby maps are strictly worse, to second order: a minimum, not a plateau.
+            assert spec.cost(down @ np.diag(1 + 0.1 * normal(dims)), noise, reads) > least * (
+                1 + 1e-6
+            )
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_stored_and_read_have_the_same_diagonal_moment(seed, monkeypatch):
-    noise, reads = covariance(32, seed), covariance(32, seed + 9)
-    down, sigma = unfloored(noise, reads, monkeypatch)
-    up = np.linalg.inv(down)
-    np.testing.assert_allclose(down.T @ noise @ down, np.diag(sigma), atol=1e-9 * sigma[0])
-    np.testing.assert_allclose(up @ reads @ up.T, np.diag(sigma), atol=1e-9 * sigma[0])
-    assert (np.diff(sigma) <= 0).all()
+def test_stored_and_read_have_the_same_diagonal_moment(subtests, monkeypatch):
+    for seed in range(2):
+        with subtests.test(seed=seed):
+            noise, reads = covariance(32, seed), covariance(32, seed + 9)
+            down, sigma = unfloored(noise, reads, monkeypatch)
+            up = np.linalg.inv(down)
+            np.testing.assert_allclose(down.T @ noise @ down, np.diag(sigma), atol=1e-9 * sigma[0])
+            np.testing.assert_allclose(up @ reads @ up.T, np.diag(sigma), atol=1e-9 * sigma[0])
+            assert (np.diff(sigma) <= 0).all()
 
 
 def test_the_output_moment_is_the_energy_of_errors_behind_the_projection():
