@@ -13,16 +13,16 @@ from small_models import TINY
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
 from mlxkv.eval import plan, workers
+from mlxkv.eval import run as evaluation
 from mlxkv.eval.report import verdict
 from mlxkv.eval.store import Store
-from mlxkv.eval.tasks import harness
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.calibration import artifact
 from mlxkv.models import load
 from mlxkv.models.calibration.fitting import known
 
 ROOT = Path(__file__).parents[2]
-SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, tokens=8, samples=2)
+SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, samples=2)
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
         "--context",
         "512,640",
     ]
-    options = ["--decode", "8", "--questions", "2", "--tokens", "6", "--out", str(out), "--json"]
-    assert main([*command, *options, "--statistics", "--samples", "5"]) == 0
+    options = ["--decode", "8", "--questions", "2", "--out", str(out), "--json"]
+    assert main([*command, *options, "--samples", "5"]) == 0
     printed = capsys.readouterr()
     brief = json.loads(printed.out.splitlines()[-1])
     assert set(brief["presets"]) == {"fp16", "int8", "int4/srft-int2+g32"}
@@ -53,12 +53,10 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
     assert {"bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval"} <= set(row)
     assert set(row["retrieval"]) == {"single", "multi-key", "multi-query", "multi-value"}
     assert brief["presets"]["fp16"]["kl_mean"] == 0.0
-    assert brief["presets"]["fp16"]["agreement"] == 1.0
     check_intervals(row, brief)
     assert brief["windows"]["int8"] == brief["windows"]["int4/srft-int2+g32"]
-    assert "====== KL divergence statistics ======" in printed.out
     data = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    assert "stages-512" in data["parts"] and data["machine"]["chip"]
+    assert "divergence-512" in data["parts"] and data["machine"]["chip"]
     check_page(out)
 
 
@@ -115,7 +113,7 @@ def test_a_killed_run_goes_on(spec, tmp_path, capsys):
 
 
 def test_processes_side_by_side_find_the_same(spec, tmp_path):
-    spec = plan.Spec(spec.model, ("int4",), ("divergence", "stages"), SMALL)
+    spec = plan.Spec(spec.model, ("int4",), ("divergence", "retrieval"), SMALL)
     arms, parts = plan.make(spec)
     one = workers.compute(spec, arms, parts, tmp_path / "one")
     two = workers.compute(spec, arms, parts, tmp_path / "two", jobs=2)
@@ -146,13 +144,13 @@ def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
         "--tasks",
         "divergence,retrieval",
     ]
-    command += ["--decode", "32", "--jobs", "1", "--samples", "5", "--questions", "10"]
-    command += ["--json", "--gate", "--out"]
+    command += ["--decode", "32", "--samples", "5", "--questions", "10", "--json", "--out"]
+    monkeypatch.setattr(evaluation, "_jobs", lambda model: 1)  # faults are in this process
     assert main([*command, str(tmp_path / "sound")]) == 0
     sound = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
     assert sound["int8"]["verdict"] == sound["fp16"]["verdict"] == "green"
     monkeypatch.setattr(Codec, "encode", shuffled(Codec.encode))
-    assert main([*command, str(tmp_path / "broken")]) == 1
+    assert main([*command, str(tmp_path / "broken")]) == 0
     broken = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
     assert broken["fp16"]["verdict"] == "green"
     assert broken["int8"]["verdict"] == "red" and "mean KL" in broken["int8"]["reason"]
@@ -210,11 +208,10 @@ def test_bad_options_are_one_line(subtests, tmp_path, monkeypatch, capsys):
         (["--context", "100"], ["[--context]", "512"]),
         (["--context", "2k,x"], ["[--context]", "'x'"]),
         (["--tasks", "divergence,speed"], ["[--tasks]", "speed", "retrieval"]),
-        (["--tasks", "lm-eval:"], ["[--tasks]", "lm-eval:"]),
+        (["--tasks", "stages"], ["[--tasks]", "stages", "divergence"]),
         (["--windows", "64"], ["[--windows]", "64,64"]),
         (["--decode", "0"], ["[--decode]", "at least 1"]),
         (["--questions", "-1"], ["[--questions]", "at least 1"]),
-        (["--samples", "2", "--gate"], ["[--gate]", "5 or more"]),
         (["--samples", "0"], ["[--samples]", "at least 1"]),
         (["--text", "no-such-file.txt"], ["no-such-file.txt"]),
         (["--model", "no-such-model"], ["[--model]", "no-such-model"]),
@@ -285,9 +282,3 @@ def test_without_matplotlib_the_report_says_so(spec, tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
     page = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "pip install matplotlib" in page and not (tmp_path / "report.svg").exists()
-
-
-def test_lm_eval_missing_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    assert main(["eval", "--tasks", "lm-eval:hellaswag"]) == 2
-    assert "pip install lm-eval" in capsys.readouterr().err
