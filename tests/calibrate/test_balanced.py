@@ -153,7 +153,10 @@ def test_pages_are_led_back_by_the_inverse(subtests):
     ):
         for tokens in (1, 9):
             with subtests.test(factory=factory, dims=dims, dtype=dtype, tokens=tokens):
-                turns = maps.sample(2, (dims, dims), KINDS)
+                turns = maps.sample(2, (dims, dims), KINDS)  # the same for both sides
+                turn = turns.values
+                values = Transform(turn.down[..., ::-1], turn.up[..., ::-1, :])
+                turns = dataclasses.replace(turns, values=values)
                 assert rms(turns.keys.up, np.array(turns.keys.down).swapaxes(-1, -2)) > 0.5
                 config = dataclasses.replace(INT2, recent=32)
                 keys, values = data(1, 2, 177, dims), data(1, 2, 177, dims, seed=1)
