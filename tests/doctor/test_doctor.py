@@ -23,8 +23,6 @@ from mlxkv.metal.gpu import backends
 from mlxkv.scrub import LARGEST
 from mlxkv.versions import versions
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch, tmp_path):
@@ -163,14 +161,6 @@ def test_the_gpu_of_a_virtual_machine_has_no_tiles(ask, monkeypatch):
     assert ask(factory)[0] == 0
 
 
-def test_speed_is_of_one_call():
-    for preset in ("int4", "int2"):
-        found = checks.speed(parse_kv(preset), 64, make, False, tokens=128, calls=1)
-        assert found["attend_us"] > 0 and found["plain_us"] > 0
-        assert found["speedup"] == pytest.approx(found["plain_us"] / found["attend_us"])
-    assert checks.speed(parse_kv("int4"), 64, unbuildable(), False, tokens=128, calls=1) == {}
-
-
 def test_need_comes_first(monkeypatch):
     monkeypatch.undo()
     needed = checks.cases(every=False)
@@ -297,9 +287,3 @@ def test_bad_files_are_named_and_the_others_are_shown(report, tmp_path, capsys):
 def test_without_reports_the_page_says_that_no_mac_has_reported(tmp_path, capsys):
     assert machines.main(str(tmp_path)) == 0
     assert "No Mac has reported yet" in capsys.readouterr().out
-
-
-def test_a_user_named_like_a_chip_keeps_the_chip(monkeypatch):
-    monkeypatch.setenv("LOGNAME", "max")
-    found = {"chip": "Apple M4 Max", "device": {"device_name": "Apple M4 Max"}, "reason": "Max: no"}
-    assert machines._scrubbed(found) == found | {"reason": "USER: no"}

@@ -27,20 +27,22 @@ MIXED += ["falcon_h1", "deepseek_v3"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FULL + MIXED)
-def test_the_text_is_that_of_plain_caches(name):
+def test_the_text_is_that_of_plain_caches(subtests):
     """While nothing is sealed; behind it the divergence of 4 bits is bounded."""
-    found = family(name)
-    assert not found.fault and not found.skipped
-    assert 0 < found.kl < vlm.KL
-    assert len(found.compressed) == len(found.layers) if name in FULL else found.compressed
+    for name in FULL + MIXED:
+        with subtests.test(name=name):
+            found = family(name)
+            assert not found.fault and not found.skipped
+            assert 0 < found.kl < vlm.KL
+            assert len(found.compressed) == len(found.layers) if name in FULL else found.compressed
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mamba2"])
-def test_what_is_not_compressed_runs_with_a_reason(name):
-    found = family(name)
-    assert not found.fault and not found.skipped and found.kl is None
-    assert not found.compressed and found.why
+def test_what_is_not_compressed_runs_with_a_reason(subtests):
+    for name in ["gemma2", "mamba2"]:
+        with subtests.test(name=name):
+            found = family(name)
+            assert not found.fault and not found.skipped and found.kl is None
+            assert not found.compressed and found.why
 
 
 def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
