@@ -322,8 +322,7 @@ def same_state(one, other) -> bool:
     )
 
 
-@pytest.mark.parametrize("kv", [None, "int8", "polar"])
-@pytest.mark.parametrize("count", [0, 5, 600])
+@pytest.mark.parametrize(("kv", "count"), [(None, 0), (None, 5), ("int8", 600), ("polar", 600)])
 def test_a_cache_comes_back_from_a_pickle(kv, count):
     cache = filled(kv, count) if count else CompressedKVCache(EARLY)
     cache.encode_by("cpu")

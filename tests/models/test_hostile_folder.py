@@ -34,23 +34,32 @@ def _soon():
     )  # 0.1 s on a quiet machine, the imports of a first load aside
 
 
-@pytest.mark.parametrize("text", DEEP.values(), ids=list(DEEP))
-def test_nested_files(folder, text):
-    # The one that is read first comes last.
-    for name in [
-        "generation_config.json",
-        "tokenizer_config.json",
-        "tokenizer.json",
-        INDEX,
-        "config.json",
-    ]:
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", INDEX, "tokenizer.json", "tokenizer_config.json", "generation_config.json"],
+)
+def test_nested_files(folder, name):
+    for text in DEEP.values():
         (folder / name).write_text(text)
         with pytest.raises(UserError, match=f"{name} is nested deeper than 64; got /"):
             check(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", WEIGHTS, "tokenizer.json", "merges.txt", INDEX])
-@pytest.mark.parametrize("kind", ["pipe", "loop", "device"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(
+            ("pipe", name)
+            for name in ("config.json", WEIGHTS, "tokenizer.json", "merges.txt", INDEX)
+        ),
+        *(
+            ("loop", "config.json"),
+            ("loop", WEIGHTS),
+            ("device", "config.json"),
+            ("device", WEIGHTS),
+        ),
+    ],
+)
 def test_pipes_loops_and_devices(folder, name, kind):
     file = folder / name
     file.unlink(missing_ok=True)
