@@ -278,9 +278,7 @@ def _read(
             moments[place].end_window(cache.exact[0])
 
 
-def calibrate_with_samples(
-    loaded, text: Text, per_layer: bool = False
-) -> tuple[Calibration, dict[str, Sample]]:
+def calibrate_with_samples(loaded, text: Text) -> tuple[Calibration, dict[str, Sample]]:
     """Calibrate a loaded model and keep a sample of keys and values of each layer in the same pass, with a
     progress bar on stderr."""
     samples: dict[str, Sample] = {}
@@ -289,7 +287,6 @@ def calibrate_with_samples(
             loaded.model,
             text.tokens,
             text=text.name,
-            per_layer=per_layer,
             window=min(WINDOW, loaded.context or WINDOW),
             bos=bos_of(loaded.tokenizer),
             progress=progress,
