@@ -1,4 +1,4 @@
-"""Families whose files have attention code of their own, reached through `hooks.own_code`: equal to plain
+"""Families whose files have attention code of their own, reached through `hooks.rebind`: equal to plain
 caches while nothing is sealed and with pages that hold exact numbers, in batches too."""
 
 from __future__ import annotations
