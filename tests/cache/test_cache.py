@@ -14,6 +14,7 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Full, Side
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models.taking_back import cut_back
 from mlxkv.spec import affine as ref
@@ -57,9 +58,9 @@ FITTING = [
 ]
 
 
-@pytest.mark.parametrize(("name", "dims"), FITTING)
+@pytest.mark.parametrize(("name", "dims"), [*FITTING, ("hadamard-int3/srft-int4+g64", 64)])
 def test_attention_over_a_growing_cache_follows_the_spec(name, dims):
-    config = dataclasses.replace(PRESETS[name], sink=16, recent=32)
+    config = dataclasses.replace(parse_kv(name), sink=16, recent=32)
     steps = (100, 1, 1, 7, 90, 1, 3, 40)
     keys, values = tokens(sum(steps), dims)
     queries = np.random.default_rng(1).standard_normal((1, HEADS, sum(steps), dims))
@@ -293,8 +294,6 @@ def test_trim_gives_memory_back_and_more_than_all_is_all():
     (("int4", 333), ("srft-int2+g32", 100), ("hadamard-int3", 333), ("fp16/int4", 5), ("int4", 0)),
 )
 def test_state_round_trip(name, length):
-    from mlxkv.formats.names import parse_kv
-
     keys, values = tokens(500)
     config = dataclasses.replace(parse_kv(name), sink=16, recent=32, page=32)
     cache = CompressedKVCache(config)
