@@ -21,9 +21,7 @@ from mlxkv.models.calibration.fitting import given
 from mlxkv.models.calibration.learn import Outcomes, learn, steps
 from mlxkv.models.calibration.measure import (
     LEAST,
-    TARGETS,
     WINDOW,
-    WITHOUT_TEXT,
     bos_of,
     calibrate,
     calibrate_with_samples,

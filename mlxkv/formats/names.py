@@ -114,10 +114,10 @@ def complete_kv(incomplete: str) -> list[str]:
 
 
 def parse_kv(text: str | CacheConfig) -> CacheConfig:
-    """Return the configuration that `--kv TEXT` names; one that is a configuration already stays as it is. Raises
-    UserError."""
+    """Return the configuration that `--kv TEXT` names. One that is a configuration already stays as it is, but loses a
+    name that stands for others. Raises UserError."""
     if isinstance(text, CacheConfig):
-        return text
+        return replace(text, name="") if text.name and parse_kv(text.name) != text else text
     if not isinstance(text, str):
         raise UserError(
             f"[--kv] is the name of a preset or a CacheConfig; got {text!r}; choose from {', '.join(PRESETS)}"

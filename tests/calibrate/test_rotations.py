@@ -6,7 +6,7 @@ import pytest
 from random_models import random_model
 
 from mlxkv.formats.calibration import rotary
-from mlxkv.models.calibration.rotations import ROWS, rotations
+from mlxkv.models.calibration.moments import PROBES, rotations
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import leaves
 from mlxkv.spec import positions
@@ -37,7 +37,7 @@ def measure(family, longest=32768, dtype=None, **changes):
         model.set_dtype(dtype)
     make = own_make_cache(model)
     places = [place for place, cache in leaves(make()) if type(cache).__name__.endswith("KVCache")]
-    found = rotations(model, make, places, mx.arange(ROWS) % 64, longest)
+    found = rotations(model, make, places, mx.arange(PROBES) % 64, longest)
     return [found[place] for place in places]
 
 
@@ -86,7 +86,7 @@ def test_half_precision_is_as_exact_far_away():
         np.testing.assert_allclose(one.frequencies * 32768, plain(64) * 32768, atol=0.05)
 
 
-def rows(kind, count=ROWS, dims=8):
+def rows(kind, count=PROBES, dims=8):
     x = np.random.default_rng(0).standard_normal((count, dims))
     pairs = positions.rotary_pairs(dims)
     out = {}

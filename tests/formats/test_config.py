@@ -83,11 +83,25 @@ def test_configurations_survive_json(subtests):
             assert json.loads(json.dumps(data)) == data  # results on disk are keyed by it
 
 
-def test_broken_configurations_are_one_line(subtests):
-    for data in ({}, None, {"keys": 1}, {**PRESETS["int4"].as_dict(), "page": 7}):
-        with subtests.test(data=data):
-            with pytest.raises(UserError, match="CacheConfig"):
-                CacheConfig.from_dict(data)
+def test_a_changed_configuration_loses_its_name():
+    config = parse_kv("Q8_0/4")
+    assert config.label == "int8/int4" and parse_kv(config) is config
+    changed = parse_kv(dataclasses.replace(config, sink=16))
+    assert changed.label == f"{config.keys.label} / {config.values.label}"
+    assert CacheConfig.from_dict(config.as_dict()).name == ""
+
+
+INT4 = PRESETS["int4"].as_dict()
+
+
+@pytest.mark.parametrize(
+    "data",
+    # The last is of a file from when sliding windows could be compressed.
+    ({}, None, {"keys": 1}, {**INT4, "page": 7}, {**INT4, "sliding": 1024}),
+)
+def test_broken_configurations_are_one_line(data):
+    with pytest.raises(UserError, match="CacheConfig"):
+        CacheConfig.from_dict(data)
 
 
 def test_bad_values_are_refused():

@@ -38,9 +38,8 @@ def test_names_have_numbers_codes_and_settings():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+def test_bad_names_are_one_line():
+    for name, reason in [
         ("oja", "unknown preset"),
         ("oja-", "no low rank of this name; got 'oja-'; write oja-NUMBER, a share"),
         ("oja-1.5", "no low rank"),
@@ -55,11 +54,9 @@ def test_names_have_numbers_codes_and_settings():
         ("oja-r7", "rank must be even"),
         ("int4+keep0", "keep must be above 0"),
         ("int4+keep", "unknown preset"),
-    ],
-)
-def test_bad_names_are_one_line(name, reason):
-    with pytest.raises(UserError, match=reason):
-        parse_kv(name)
+    ]:
+        with pytest.raises(UserError, match=reason):
+            parse_kv(name)
 
 
 def test_the_option_keep_is_the_extra():

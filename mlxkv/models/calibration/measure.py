@@ -30,9 +30,7 @@ from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import UNKNOWN, contexts
 from mlxkv.models.calibration import TOKENS
-from mlxkv.models.calibration.moments import ROWS, Moments, Readers, Sample
-from mlxkv.models.calibration.rotations import ROWS as PROBES
-from mlxkv.models.calibration.rotations import rotations
+from mlxkv.models.calibration.moments import PROBES, ROWS, Moments, Readers, Sample, rotations
 from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
 from mlxkv.models.hooks.mark import own_make_cache
