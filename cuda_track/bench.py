@@ -3,14 +3,12 @@
 Attention is first checked against plain ops, then timed in a CUDA graph of dependent calls, each output
 the next query. Caches take turns and together exceed the L2 cache, so that every call reads memory. The
 baseline is the fastest of torch's SDPA backends on 16-bit keys and values, in both forms of grouped
-queries, timed alike. Sealing is compared with a plain copy. `--model-shape` measures a whole model
-instead (`bench_model.py`).
+queries, timed alike. Sealing is compared with a plain copy.
 """
 
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, product
@@ -73,13 +71,6 @@ CASES = {
     "d64 128k": ((1, 32, 8, 64, 131072), {"int4": 1.0, "int2": 1.0}),
     "b1 4k": ((1, 32, 8, 128, 4096), {}),
 }
-TUNED = [
-    Launch(warps, programs, stages, registers)
-    for warps, programs, stages, registers in (
-        *product((1,), (5, 8, 10, 12, 16, 20), (2, 3, 4, 5), (0, 128, 168)),
-        *product((2, 4), (2, 4, 6, 8), (2, 3, 4), (0,)),
-    )
-]
 
 
 @dataclass(frozen=True)
@@ -234,42 +225,29 @@ def attention(shape: Shape, name: str, dtype: torch.dtype, how: Launch) -> tuple
     return timed(calls, _normal(shape.batch, shape.heads, 1, shape.dims, dtype)), size
 
 
-def attention_rows(cases: list[str], formats: list[str], dtype, tune: bool) -> Iterator[Row]:
+def attention_rows(cases: list[str], formats: list[str], dtype) -> Iterator[Row]:
     for case in cases:
         shape, wanted = Shape(*CASES[case][0]), CASES[case][1]
         base, backend = baseline(shape, dtype)
         yield Row("attention", case, f"torch {backend}", base, 1.0)
         for name in formats:
-            config, best = FORMATS[name], None
-            bits = config.values.quantizer.bits
-            for how in TUNED if tune else [kernels.launch(shape.dims, bits)]:
-                try:
-                    error = checked(config, replace(shape, batch=1), dtype, how)
-                    micros, size = attention(shape, name, dtype, how)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as problem:  # a launch that does not fit: registers, shared memory
-                    cli.note(f"{how}: {str(problem).splitlines()[0]}")
-                    continue
-                if error > BOUND:
-                    raise UserError(f"[bench] {name} is wrong by {error:.2g} with {how}")
-                row = Row(
-                    what="attention",
-                    case=case,
-                    kind=name,
-                    microseconds=micros,
-                    ratio=base / micros,
-                    wanted=wanted.get(name, 0.0),
-                    gigabytes_per_second=size / micros / 1e3,
-                    launch=str(how),
-                    rms=error,
-                )
-                if best is None or row.microseconds < best.microseconds:
-                    best = row
-                if tune:
-                    cli.note(f"{case} {name} {micros:.1f} us {how}")
-            if best is not None:
-                yield best
+            config = FORMATS[name]
+            how = kernels.launch(shape.dims, config.values.quantizer.bits)
+            error = checked(config, replace(shape, batch=1), dtype, how)
+            if error > BOUND:
+                raise UserError(f"[bench] {name} is wrong by {error:.2g} with {how}")
+            micros, size = attention(shape, name, dtype, how)
+            yield Row(
+                what="attention",
+                case=case,
+                kind=name,
+                microseconds=micros,
+                ratio=base / micros,
+                wanted=wanted.get(name, 0.0),
+                gigabytes_per_second=size / micros / 1e3,
+                launch=str(how),
+                rms=error,
+            )
         torch.cuda.empty_cache()
 
 
@@ -318,64 +296,29 @@ def chosen(text: str, among: dict, option: str) -> list[str]:
     return names
 
 
-def whole_model(asked: Namespace) -> None:
-    """Run `--model-shape`."""
-    from cuda_track import bench_model  # which imports transformers
-
-    chosen(asked.model_shape, bench_model.SHAPES, "--model-shape")
-    context, kinds = bench_model.count(asked.context), asked.kv.split(",")
-    for kv in kinds:
-        bench_model.config_of(kv)
-    if asked.plan:
-        return print(bench_model.plan(asked.model_shape, context, kinds))
-    _need_gpu()
-    found = []
-    for row in bench_model.rows(asked.model_shape, context, kinds, getattr(torch, asked.dtype)):
-        cli.note(bench_model.table([row]))  # at once, in case a later row fails
-        found.append(row)
-    _print(found, bench_model.table, asked.json)
-
-
-def _need_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise UserError("[bench] needs an NVIDIA GPU; got none; nothing to choose here")
-
-
-def _print(rows: list, table: Callable[[list], str], as_json: bool) -> None:
-    if not as_json:
-        return print(table(rows))
-    versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
-    print(json.dumps({"versions": versions, "rows": [asdict(row) for row in rows]}))
-
-
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--cases", default="all", help=", ".join(CASES))
     parser.add_argument("--formats", default="int4,int2", help=", ".join(FORMATS))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument("--tune", action="store_true", help="try every launch, keep the fastest")
     parser.add_argument("--no-attention", action="store_true")
     parser.add_argument("--no-seal", action="store_true")
-    parser.add_argument("--model-shape", help="measure a whole model: qwen3-4b or qwen3-8b")
-    parser.add_argument("--context", default="100k", help="tokens, with --model-shape")
-    parser.add_argument("--kv", default="bf16,int4,int2", help="caches, with --model-shape")
-    parser.add_argument(
-        "--plan", action="store_true", help="print what --model-shape would take, without a GPU"
-    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    asked = parser.parse_args()
-    if asked.model_shape:
-        return whole_model(asked)
-    cases = chosen(asked.cases, CASES, "--cases")
-    formats = chosen(asked.formats, FORMATS, "--formats")
-    _need_gpu()
+    options = parser.parse_args()
+    cases = chosen(options.cases, CASES, "--cases")
+    formats = chosen(options.formats, FORMATS, "--formats")
+    if not torch.cuda.is_available():
+        raise UserError("[bench] needs an NVIDIA GPU; got none; nothing to choose here")
     torch.set_default_device("cuda")
-    dtype, rows = getattr(torch, asked.dtype), []
-    attended = () if asked.no_attention else attention_rows(cases, formats, dtype, asked.tune)
-    for row in chain(attended, () if asked.no_seal else seal_rows(formats, dtype)):
+    dtype, rows = getattr(torch, options.dtype), []
+    attention_times = () if options.no_attention else attention_rows(cases, formats, dtype)
+    for row in chain(attention_times, () if options.no_seal else seal_rows(formats, dtype)):
         cli.note(table([row]).splitlines()[1])  # at once, in case a later row fails
         rows.append(row)
-    _print(rows, table, asked.json)
+    if not options.json:
+        return print(table(rows))
+    versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    print(json.dumps({"versions": versions, "rows": [asdict(row) for row in rows]}))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,6 @@ def number(found: Interval | float) -> str:
     return f"{value:.3g}".replace("e-0", "e-")
 
 
-def with_limits(found: Interval) -> str:
-    text = number(found)
-    return f"{text} [{number(found.low)}, {number(found.high)}]" if found.known else text
-
-
 def ratio(found: Interval) -> str:
     text = f"{found.value:.2f}" if found.value < 100 else f"{found.value:.3g}"
     if not found.known:

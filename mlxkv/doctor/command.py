@@ -40,7 +40,8 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
 
     every: try all kernels. share: a file to write for an issue, "" for `scrub.default_file`.
     """
-    from mlxkv.doctor import checks, machines
+    from mlxkv.doctor import checks
+    from mlxkv.doctor.share import write
     from mlxkv.metal.gpu import backends
 
     # The table checks float32, and TF32 products are not float32.
@@ -69,7 +70,7 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
     data["kernels_left"] = states.left(data["kernels"], checks.NEEDED)
     failed = [row for row in data["golden"] if not row["ok"]] + states.failed(data["kernels"])
     if share is not None:
-        note(f"written: {machines.write(data, share)}")
+        note(f"written: {write(data, share)}")
     if as_json:
         print_json(data)
     else:
