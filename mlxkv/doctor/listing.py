@@ -116,7 +116,7 @@ def _every(rows: list[dict]) -> None:
     print(
         "low rank takes other ranks and codes: oja-0.6+int8, static-r96+windows; plus the bytes of its basis"
     )
-    print("any of them drops tokens of a prompt with +keep0.5, or --keep 0.5")
+    print("any of them drops tokens of a prompt with +keep0.5")
 
 
 def _method(row: dict) -> tuple:
