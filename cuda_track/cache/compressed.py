@@ -35,11 +35,6 @@ class CompressedKVCache(GoesBack):
 
     def __init__(self, config: CacheConfig, layer_maps: LayerMaps | None = None):
         state.check_calibrated(config, layer_maps)
-        if config.sliding:
-            raise UserError(
-                f"[CompressedKVCache] no cache here drops what leaves a window; got {config.sliding} tokens; "
-                "choose a file of a model without compressed sliding windows"
-            )
         self.config = config
         self.layer_maps = layer_maps if config.calibrated else None
         self._store: Codes | Paged | Records | None = None

@@ -29,7 +29,6 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             calibration=options.calibration,
             fold=options.fold,
             progress=progress,
-            windows=options.kv_windows,
             weights=options.weights,
         )
     sampler, processors = drawing(loaded.sampling, options)

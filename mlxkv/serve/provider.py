@@ -31,7 +31,7 @@ class Provider:
         thread, where it runs."""
         o = self.options
         given = o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, self.group
-        loaded = load(o.model, *given, windows=o.kv_windows, weights=o.weights)
+        loaded = load(o.model, *given, weights=o.weights)
         self.loaded, self.model, self.tokenizer = loaded, loaded.model, loaded.tokenizer
         warm_up(loaded)
         caches = make_prompt_cache(self.model)

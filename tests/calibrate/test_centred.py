@@ -21,8 +21,7 @@ from cuda_track.cache.compressed import CompressedKVCache as TorchCache
 from cuda_track.codec import maps as torch_maps
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.fixed.form import Numbers
-from mlxkv.cache.fixed.own import Own
+from mlxkv.cache.traced import Numbers, Own
 from mlxkv.codec import maps
 from mlxkv.codec.transform import Centre
 from mlxkv.errors import UserError

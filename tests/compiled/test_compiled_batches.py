@@ -23,8 +23,7 @@ from serving import LONG, complete, serving, text_of
 from small_cache import SMALL
 
 from mlxkv.cache import selftest, view
-from mlxkv.cache.fixed.batch import Rows, Together, of_batch
-from mlxkv.cache.fixed.form import NotYet
+from mlxkv.cache.traced import NotYet, Rows, Together, of_batch
 from mlxkv.metal import launch, tiles
 from mlxkv.models import attach
 from mlxkv.models.compiled import step

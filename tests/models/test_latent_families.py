@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from random_models import tokens
 
-from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.models import attach, detach, restored, summarise

@@ -117,7 +117,7 @@ def _preset(name: str) -> CacheConfig:
             f"[--kv] full precision is timed beside the others; got {name!r}; choose presets that "
             "compress keys and values, such as int4"
         )
-    check_rotary(config, name)
+    check_rotary(config)
     return config
 
 
