@@ -90,10 +90,10 @@ def made(steps: Steps | None, replayed_before: int, count: int) -> str:
         return "by Python: not attached"
     if (replayed := steps.replayed - replayed_before) == count:
         return "replayed"
-    why = steps.why_not or steps.waits_for
+    reason = steps.why_not or steps.waits_for
     if replayed:
-        return f"replayed {replayed} of {count}" + (f": {why}" if why else "")
-    return f"by Python: {why}"
+        return f"replayed {replayed} of {count}" + (f": {reason}" if reason else "")
+    return f"by Python: {reason}"
 
 
 def medians(runs: list[dict]) -> dict:
@@ -118,9 +118,9 @@ def show(rows: list[dict]) -> None:
         for row in rows
     ]
     console.print_table(COLUMNS, table, "one step: the host's part and the device's")
-    whys = dict.fromkeys(f"{row['preset']}: {row['step']}" for row in rows if ":" in row["step"])
-    for why in whys:
-        print(why)
+    reasons = dict.fromkeys(f"{row['preset']}: {row['step']}" for row in rows if ":" in row["step"])
+    for reason in reasons:
+        print(reason)
     print(
         "step: replayed from a trace, or built by Python, token by token; host ms: processor time for building a "
         "step and handing it over; wait ms: the rest of a token, in which the host waits for the device\n"

@@ -118,7 +118,7 @@ def _show(data: dict) -> None:
     )
 
 
-def _show_kernels(kernels: list[dict], left: dict | None) -> None:
+def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
     rows = [
         [
             row["preset"],
@@ -151,20 +151,20 @@ def _show_kernels(kernels: list[dict], left: dict | None) -> None:
         ],
         rows,
     )
-    whys: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for row in kernels:
         if row["reason"] and row["state"] != states.NOT_TRIED:
             mark = "WRONG: " if row["should_run"] else ""
             name = f"{row['preset']} {row['head_dim']} {row['body']}"
-            whys.setdefault(f"{mark}{{}}: {row['reason']}", []).append(name)
-    for why, names in whys.items():
-        print(why.replace("{}", ", ".join(names), 1))
+            reasons.setdefault(f"{mark}{{}}: {row['reason']}", []).append(name)
+    for reason, names in reasons.items():
+        print(reason.replace("{}", ", ".join(names), 1))
     tried = states.tried(kernels)
     print(f"kernels: {states.right(tried)} of {len(tried)} that should run here are right")
-    if left:
-        names = f" ({'; '.join(left['names'])}, and other methods)" if left["names"] else ""
-        more = f", about {left['seconds']:.0f} s" if left["seconds"] else ""
-        print(f"not tried: {left['rows']} more{names}{more}: mlxkv doctor --all")
+    if untried:
+        names = f" ({'; '.join(untried['names'])}, and other methods)" if untried["names"] else ""
+        duration = f", about {untried['seconds']:.0f} s" if untried["seconds"] else ""
+        print(f"not tried: {untried['rows']} more{names}{duration}: mlxkv doctor --all")
 
 
 def _by_table(golden: list[dict]) -> list[list[object]]:

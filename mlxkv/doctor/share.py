@@ -37,13 +37,13 @@ def document(data: dict) -> dict:
     about, golden = dict(data["machine"]), data["golden"]
     about["system"] = public_system(about["system"])
     device = {k: v for k, v in mx.device_info().items() if k in DEVICE}
-    more = {"cpu_cores": os.cpu_count(), "gpu_cores": gpu.known_cores(), "device": device}
+    cores = {"cpu_cores": os.cpu_count(), "gpu_cores": gpu.known_cores(), "device": device}
     return _scrubbed(
         {
             "format": FORMAT,
             "version": VERSION,
             "date": time.strftime("%Y-%m-%d"),
-            "machine": about | more | {"macos": platform.mac_ver()[0] or None},
+            "machine": about | cores | {"macos": platform.mac_ver()[0] or None},
             "backend": next(row["name"] for row in data["backends"] if row["used"]),
             "versions": data["versions"],
             "out_of_range": data["out_of_range"],

@@ -125,8 +125,8 @@ def _cases(
     shapes: str | None, contexts: str | None, presets: dict[str, CacheConfig]
 ) -> list[tuple[Shape, int]]:
     text = contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS)
-    least = max(config.window for config in presets.values()) + 1
-    lengths = parse_contexts(text, least, why="nothing is compressed in so few tokens")
+    shortest = max(config.window for config in presets.values()) + 1
+    lengths = parse_contexts(text, shortest, why="nothing is compressed in so few tokens")
     shapes_of = [parse_shape(name) for name in shapes.split(",")] if shapes else list(SHAPES)
     for shape in shapes_of:
         for name, config in presets.items():

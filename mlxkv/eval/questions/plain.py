@@ -148,10 +148,10 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
 def _places(rng: Random, words: Sequence[Sequence[str]], count: int) -> list[str]:
     """Return `count` different places, with two adjectives if one is not enough."""
     adjectives, nouns = words
-    every = [f"{a} {n}" for a in adjectives for n in nouns]
-    if count > len(every):
-        every += [f"{a} {b} {n}" for a in adjectives for b in adjectives if a != b for n in nouns]
-    return rng.sample(every, count)
+    places = [f"{a} {n}" for a in adjectives for n in nouns]
+    if count > len(places):
+        places += [f"{a} {b} {n}" for a in adjectives for b in adjectives if a != b for n in nouns]
+    return rng.sample(places, count)
 
 
 def _paragraphs(rng: Random, parts: list[str]) -> str:

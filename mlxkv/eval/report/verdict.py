@@ -35,8 +35,8 @@ def judge(row: dict) -> tuple[str, str]:
     )
     if best[0] == worst[0]:
         return best[0], best[1] or _left(row, lost, best[0])
-    why = worst[1] or f"retrieval: {_points(lost)} below fp16 are not excluded"
-    return OPEN, f"{best[0]} to {worst[0]}; {why}"
+    reason = worst[1] or f"retrieval: {_points(lost)} below fp16 are not excluded"
+    return OPEN, f"{best[0]} to {worst[0]}; {reason}"
 
 
 def _colour(row: dict, end: str) -> tuple[str, str]:
@@ -44,11 +44,11 @@ def _colour(row: dict, end: str) -> tuple[str, str]:
     if "kl_mean" not in row:
         return "green", ""
     if row.get("kl_interval") is None and isfinite(row["kl_mean"]):
-        few = f"{row.get('texts', 1)} texts are too few for an interval"
-        return ("green", "") if end == "best" else ("red", few)
+        shortage = f"{row.get('texts', 1)} texts are too few for an interval"
+        return ("green", "") if end == "best" else ("red", shortage)
     low, high = row.get("kl_interval") or [row["kl_mean"]] * 2
-    least, most = row.get("top1_interval") or [row.get("top1", 1.0)] * 2
-    kl, top = (low, most) if end == "best" else (high, least)
+    top_low, top_high = row.get("top1_interval") or [row.get("top1", 1.0)] * 2
+    kl, top = (low, top_high) if end == "best" else (high, top_low)
     reason = ""
     for colour, limits in LIMITS.items():
         if kl <= limits["kl"] and top >= limits["top1"]:
@@ -56,7 +56,9 @@ def _colour(row: dict, end: str) -> tuple[str, str]:
         if not kl <= limits["kl"]:  # a NaN is red too
             reason = f"mean KL {row['kl_mean']:.3g} [{low:.3g}, {high:.3g}]"
         else:
-            reason = f"same top {100 * row['top1']:.1f} % [{100 * least:.1f}, {100 * most:.1f}]"
+            reason = (
+                f"same top {100 * row['top1']:.1f} % [{100 * top_low:.1f}, {100 * top_high:.1f}]"
+            )
     return "red", reason
 
 

@@ -107,8 +107,8 @@ def check(options: TaskOptions) -> None:
 def asked_of(options: TaskOptions) -> list[int]:
     """Return how many questions of each kind are asked about each document."""
     count = max(min(options.samples, options.questions), -(-options.questions // PER_TEXT))
-    least, more = divmod(options.questions, count)
-    return [least + (at < more) for at in range(count)]
+    quotient, remainder = divmod(options.questions, count)
+    return [quotient + (at < remainder) for at in range(count)]
 
 
 def texts(loaded, options: TaskOptions) -> Callable[[int, int], Document]:
