@@ -1,14 +1,12 @@
 """Measure the shape of the code: `python -m experiments.structure [ROOT]`.
 
-Prints counts of imports, circles, lines and lines that twins share in ROOT, a checkout of this
-repository, by default this one; and the calls of a decode step of the version that runs.
+Prints counts of imports, circles and lines in ROOT, a checkout of this repository, by default this one; and
+the calls of a decode step of the version that runs.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
-import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -140,27 +138,6 @@ def lines(root: Path) -> dict[str, int]:
     }
 
 
-def twin_lines(root: Path) -> tuple[int, int]:
-    """Lines of cuda_track's files that equal their twin's (but for mx and torch), of all lines."""
-    same = total = 0
-    for path in sorted((root / "cuda_track").rglob("*.py")):
-        twin = root / "mlxkv" / path.relative_to(root / "cuda_track")
-        if not twin.exists() or path.stat().st_size < 200:
-            continue
-        here, there = (
-            [
-                re.sub(r"\b(mx|torch)\b", "xp", line.strip()).replace("cuda_track", "mlxkv")
-                for line in each.read_text(encoding="utf-8").splitlines()
-                if line.strip()
-            ]
-            for each in (path, twin)
-        )
-        blocks = difflib.SequenceMatcher(None, here, there, autojunk=False).get_matching_blocks()
-        same += sum(block.size for block in blocks)
-        total += len(here)
-    return same, total
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("structure", __doc__)
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1])
@@ -175,8 +152,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"lazy imports {len(lazy)}, that hide a circle {len(lazy & inside)}")
     count = lines(root)
     print(f"lines {sum(count.values())}: {count}")
-    same, total = twin_lines(root)
-    print(f"twin lines that are equal: {same} of {total} = {same / max(total, 1):.0%}")
     for kind, (calls, changes) in step_calls().items():
         print(f"{kind}: {calls:.1f} calls, {changes:.1f} changes of module, per layer")
 
