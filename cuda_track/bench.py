@@ -132,7 +132,7 @@ def baseline(shape: Shape, dtype: torch.dtype) -> tuple[float, str]:
     b, h, g, d, t = asdict(shape).values()
     count = buffers(2 * b * g * t * d * 2)
     caches = [[_normal(b, g, t, d, dtype) for _ in "kv"] for _ in range(count)]
-    q, found = _normal(b, h, 1, d, dtype), []
+    q, times = _normal(b, h, 1, d, dtype), []
     forms = {
         "gqa": lambda x, k, v: sdpa(x, k, v, enable_gqa=True),
         "rows": lambda x, k, v: sdpa(x.reshape(b, g, h // g, d), k, v).reshape(b, h, 1, d),
@@ -141,13 +141,13 @@ def baseline(shape: Shape, dtype: torch.dtype) -> tuple[float, str]:
         calls = [lambda x, k=k, v=v, f=forms[name]: f(x, k, v) for k, v in caches]
         try:
             with sdpa_kernel(backend):
-                found.append((timed(calls, q), f"{backend.name.lower()} {name}"))
+                times.append((timed(calls, q), f"{backend.name.lower()} {name}"))
         except RuntimeError as error:  # a backend that does not take this shape
             cli.note(f"{backend.name} {name}: {str(error).splitlines()[0]}")
             torch.cuda.synchronize()
-    if not found:
+    if not times:
         raise UserError("[bench] no backend of torch took this shape; choose another case")
-    return min(found)
+    return min(times)
 
 
 def _normal(b: int, g: int, t: int, d: int, dtype: torch.dtype) -> torch.Tensor:
@@ -173,8 +173,10 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
                 pair = (bias.item() << 16) | torch.tensor(0.25).half().view(torch.int16).item()
                 side[name] = torch.full((total, *size), pair, dtype=dtype, device=device)
             else:
-                least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-                x = torch.randint(least, most + 1, (total, *size), device=device, dtype=torch.int64)
+                lowest, highest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+                x = torch.randint(
+                    lowest, highest + 1, (total, *size), device=device, dtype=torch.int64
+                )
                 side[name] = x.to(dtype)
         sides.append(side)
     table = torch.randperm(total, device=device).int().view(shape.batch, count)
@@ -198,54 +200,54 @@ def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype):
     return tuple(tuple(_normal(b, g, n, d, dtype) for _ in "kv") for n in tokens)
 
 
-def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, how: Launch) -> float:
+def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, launch: Launch) -> float:
     """rms of the kernel against plain ops on a short context that one program of a head reads, so that sums
     are as long as the timed ones."""
-    how = replace(how, programs=0)
+    launch = replace(launch, programs=0)
     pages = pages_of(config, shape, min(shape.tokens, CHECKED))
     sink, live = windows(config, shape, dtype)
     q = _normal(shape.batch, shape.heads, 1, shape.dims, dtype)
     scale = shape.dims**-0.5
-    out = kernels.attend(q, pages, sink, live, scale, how=how).float()
+    out = kernels.attend(q, pages, sink, live, scale, how=launch).float()
     plain = CodePages(pages.codecs, pages.stored, pages.tokens)
     floats = (tuple(x.float() for x in pair) for pair in (live, sink))
     right = attend(q.float(), View(*floats, plain), scale)
     return float((out - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
-def attention(shape: Shape, name: str, dtype: torch.dtype, how: Launch) -> tuple[float, int]:
+def attention(shape: Shape, name: str, dtype: torch.dtype, launch: Launch) -> tuple[float, int]:
     """Time decode attention. Returns (microseconds, bytes of codes)."""
     config = FORMATS[name]
     first = pages_of(config, shape, shape.tokens)
     size = sum(x.numel() * x.element_size() for side in first.sides for x in side.values())
-    many = [first] + [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
+    copies = [first] + [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
     sink, live = windows(config, shape, dtype)
     scale = shape.dims**-0.5
-    calls = [lambda x, p=p: kernels.attend(x, p, sink, live, scale, how=how) for p in many]
+    calls = [lambda x, p=p: kernels.attend(x, p, sink, live, scale, how=launch) for p in copies]
     return timed(calls, _normal(shape.batch, shape.heads, 1, shape.dims, dtype)), size
 
 
 def attention_rows(cases: list[str], formats: list[str], dtype) -> Iterator[Row]:
     for case in cases:
-        shape, wanted = Shape(*CASES[case][0]), CASES[case][1]
+        shape, ratios = Shape(*CASES[case][0]), CASES[case][1]
         base, backend = baseline(shape, dtype)
         yield Row("attention", case, f"torch {backend}", base, 1.0)
         for name in formats:
             config = FORMATS[name]
-            how = kernels.launch(shape.dims, config.values.quantizer.bits)
-            error = checked(config, replace(shape, batch=1), dtype, how)
+            launch = kernels.launch(shape.dims, config.values.quantizer.bits)
+            error = checked(config, replace(shape, batch=1), dtype, launch)
             if error > BOUND:
-                raise UserError(f"[bench] {name} is wrong by {error:.2g} with {how}")
-            micros, size = attention(shape, name, dtype, how)
+                raise UserError(f"[bench] {name} is wrong by {error:.2g} with {launch}")
+            micros, size = attention(shape, name, dtype, launch)
             yield Row(
                 what="attention",
                 case=case,
                 kind=name,
                 microseconds=micros,
                 ratio=base / micros,
-                wanted=wanted.get(name, 0.0),
+                wanted=ratios.get(name, 0.0),
                 gigabytes_per_second=size / micros / 1e3,
-                launch=str(how),
+                launch=str(launch),
                 rms=error,
             )
         torch.cuda.empty_cache()
@@ -255,9 +257,9 @@ def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
     """Time the sealing of a prefill of 32768 tokens and 8 kv heads, one side at a time."""
     shape, device = Shape(1, 32, 8, 128, 32768), torch.get_default_device()
     x = [_normal(1, shape.kv_heads, shape.tokens, shape.dims, dtype) for _ in range(8)]
-    other = torch.empty_like(x[0])
-    copy = timed([lambda _, y=y: other.copy_(y) for y in x], x[0])
-    speed = 2 * other.numel() * other.element_size() / copy / 1e3
+    target = torch.empty_like(x[0])
+    copy = timed([lambda _, y=y: target.copy_(y) for y in x], x[0])
+    speed = 2 * target.numel() * target.element_size() / copy / 1e3
     yield Row("seal", "copy", str(dtype).removeprefix("torch."), copy, 1.0, 0, speed)
     for name, (keys, label) in product(formats, ((True, "keys"), (False, "values"))):
         config = FORMATS[name]
@@ -267,13 +269,15 @@ def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
         shapes = tuple(at.shapes(shape.kv_heads) for at in store.layouts)
         places = torch.tensor(store.pool.reserve(count, shapes, device), device=device)
         side = store.pool.sides[of]
-        rest = (at, side, places)
-        calls = [lambda _, y=y, c=code, rest=rest: kernels.seal(c, y, *rest) for y in x]
+        arguments = (at, side, places)
+        calls = [
+            lambda _, y=y, c=code, arguments=arguments: kernels.seal(c, y, *arguments) for y in x
+        ]
         micros = timed(calls, x[0])
         size = x[0].numel() * x[0].element_size()
         size += count * sum(t[0].numel() * t.element_size() for t in side.values())
-        found = size / micros / 1e3
-        yield Row("seal", label, name, micros, found / speed, 0.5, found)
+        sealed_speed = size / micros / 1e3
+        yield Row("seal", label, name, micros, sealed_speed / speed, 0.5, sealed_speed)
 
 
 def table(rows: list[Row]) -> str:

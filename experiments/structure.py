@@ -64,32 +64,32 @@ def import_edges(root: Path, others: frozenset | set = frozenset()) -> tuple[set
 
 def circles(edges: set) -> list[list[str]]:
     """Strongly connected groups of more than one module (Tarjan, 1972)."""
-    after = defaultdict(list)
+    followers = defaultdict(list)
     for start, end in sorted(edges):
-        after[start].append(end)
-    index, low, stack, found = {}, {}, [], []
+        followers[start].append(end)
+    index, low, stack, groups = {}, {}, [], []
     sys.setrecursionlimit(10000)
 
     def visit(node):
         index[node] = low[node] = len(index)
         stack.append(node)
-        for other in after[node]:
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
+        for follower in followers[node]:
+            if follower not in index:
+                visit(follower)
+                low[node] = min(low[node], low[follower])
+            elif follower in stack:
+                low[node] = min(low[node], index[follower])
         if low[node] == index[node]:
             group = [stack.pop()]
             while group[-1] != node:
                 group.append(stack.pop())
             if len(group) > 1:
-                found.append(sorted(group))
+                groups.append(sorted(group))
 
-    for node in sorted(set(after) | {end for _, end in edges}):
+    for node in sorted(set(followers) | {end for _, end in edges}):
         if node not in index:
             visit(node)
-    return found
+    return groups
 
 
 def step_calls(layout: str = "int4") -> dict[str, tuple[float, float]]:
@@ -124,8 +124,10 @@ def step_calls(layout: str = "int4") -> dict[str, tuple[float, float]]:
         mx.eval(out)
         steps.append((len(files), sum(a != b for a, b in zip(files, files[1:], strict=False))))
     steps.sort()
-    found = {"plain step": steps[len(steps) // 2], "sealing step": steps[-1]}
-    return {name: (calls / layers, changes / layers) for name, (calls, changes) in found.items()}
+    chosen_steps = {"plain step": steps[len(steps) // 2], "sealing step": steps[-1]}
+    return {
+        name: (calls / layers, changes / layers) for name, (calls, changes) in chosen_steps.items()
+    }
 
 
 def lines(root: Path) -> dict[str, int]:

@@ -87,20 +87,20 @@ def compared(name: str, model: nn.Module) -> Family:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of attach, where nothing is compressed: the table says so
         layers = tuple(attach(model, INT4))
-        found = Family(name, layers=layers)
+        result = Family(name, layers=layers)
         again, ours = written(model, None)
         off = (mx.linalg.norm(ours - plain) / mx.linalg.norm(plain)).item()
         if again != tokens or not off <= NEAR:
-            return replace(found, fault=f"other text before anything is sealed ({off:.1e})")
-        if found.compressed:
+            return replace(result, fault=f"other text before anything is sealed ({off:.1e})")
+        if result.compressed:
             attach(model, SEALED)
-            found = replace(found, kl=divergence(plain, written(model, tokens)[1]))
-            if not found.kl <= KL:
-                found = replace(found, fault=f"KL {found.kl:.2g}")
+            result = replace(result, kl=divergence(plain, written(model, tokens)[1]))
+            if not result.kl <= KL:
+                result = replace(result, fault=f"KL {result.kl:.2g}")
         detach(model)
     if written(model)[0] != tokens:
-        return replace(found, fault="other text after detach")
-    return found
+        return replace(result, fault="other text after detach")
+    return result
 
 
 def family(name: str) -> Family:
