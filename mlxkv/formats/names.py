@@ -149,21 +149,6 @@ def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 
-def with_keep(names: str, keep: float | None) -> str:
-    """Append the token selection of `--keep` to each of the comma-separated presets. Raises UserError."""
-    if keep is None:
-        return names
-    if not 0 < keep <= 1:
-        raise UserError(f"[--keep] must be above 0 and at most 1; got {keep:g}; choose 0.5")
-    for name in names.split(","):
-        if KEEP.search(name):
-            raise UserError(
-                f"[--keep] the preset says already what stays; got {name.strip()!r}; "
-                "choose a preset without +keep and +pages"
-            )
-    return ",".join(f"{name.strip()}+keep{keep:g}" for name in names.split(","))
-
-
 def _one(name: str) -> CacheConfig | None:
     if name in PRESETS:
         return PRESETS[name]

@@ -39,7 +39,7 @@ def test_names_of_the_bench_are_no_presets(subtests, capsys):
 def test_the_model_is_as_it_was_after_a_replayed_row():
     it = subject("llama")
     call = type(it.model).__call__
-    assert measure(it, "fp16-replayed", 70, "prefill", 1, apart=1)["step"] == "replayed"
+    assert measure(it, "fp16-replayed", 70, "prefill", 1, steps_apart=1)["step"] == "replayed"
     assert steps_of(it.model) is None and type(it.model).__call__ is call
     assert "host_ms" not in measure(it, "fp16", 70, "prefill", 1)
 

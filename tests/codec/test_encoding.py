@@ -9,7 +9,6 @@ from small_models import TINY
 
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cli import main
 from mlxkv.codec import encoding
 from mlxkv.codec.maps import sample
 from mlxkv.codec.records import to_codes
@@ -94,10 +93,3 @@ def test_caches_of_an_attached_model_and_saved_ones_encode_as_asked(tmp_path):
     for caches in (cache, prompt_cache.load(str(path), loaded).cache):
         ours = [one for one in caches if isinstance(one, CompressedKVCache)]
         assert ours and {(c.way, c._store.way) for c in ours} == {(encoding.COLUMNS,) * 2}
-
-
-def test_chat_takes_it_and_says_what_it_does_not_know(model_folder, capsys):
-    named = ["chat", "--prompt", "hi", "-m", str(model_folder)]
-    assert main([*named, "--encode", "nope"]) == 2
-    assert "[--encode] unknown; got 'nope'" in capsys.readouterr().err
-    assert main([*named, "--max-tokens", "2", "--encode", "cpu-columns"]) == 0

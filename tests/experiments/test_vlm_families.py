@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("mlx_vlm")
 
 from experiments.families import vlm  # noqa: E402
-from experiments.families.vlm import Found, family, page  # noqa: E402
+from experiments.families.found import Family  # noqa: E402
+from experiments.families.vlm import SURVEY, family  # noqa: E402
 from experiments.families.vlm_building import families  # noqa: E402
 from mlxkv.errors import MachineError, UserError  # noqa: E402
 from mlxkv.models.catalog.reports import LayerReport  # noqa: E402
@@ -47,8 +48,8 @@ def test_what_is_not_compressed_runs_with_a_reason(subtests):
 
 def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
     layer = LayerReport(0, "full", False, "a | reason")
-    bad = Found("llama", "", (layer,), fault="bad")
-    monkeypatch.setattr(vlm, "apart", lambda names: [(bad, 0.1) for _ in names])
+    bad = Family("llama", layers=(layer,), fault="bad")
+    monkeypatch.setattr(vlm, "apart", lambda names: [bad for _ in names])
     with pytest.raises(MachineError, match="1 of 1 have a fault: llama"):
         vlm.main(["llama"])
     out = capsys.readouterr().out
@@ -62,8 +63,8 @@ def test_names_are_those_of_mlx_vlm():
 
 
 def test_the_page_counts():
-    skipped, plain = Found("a", skipped="no | language model"), Found("b", layers=())
-    text = page([skipped, plain], "command")
+    skipped, plain = Family("a", skipped="no | language model"), Family("b")
+    text = SURVEY.page([skipped, plain], "command")
     assert (
         "2 families: 1 built and compared, 0 of them with compressed layers, 1 run as they are"
         in text

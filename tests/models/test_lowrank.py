@@ -10,7 +10,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration import subspace
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import LowRank
-from mlxkv.formats.names import parse_kv, with_keep
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.spec import oja as spec
 
@@ -57,15 +57,6 @@ def test_bad_names_are_one_line():
     ]:
         with pytest.raises(UserError, match=reason):
             parse_kv(name)
-
-
-def test_the_option_keep_is_the_extra():
-    assert with_keep("int4, oja-0.75", 0.5) == "int4+keep0.5,oja-0.75+keep0.5"
-    assert with_keep("int4", None) == "int4"
-    with pytest.raises(UserError, match=r"\[--keep\] must be above 0"):
-        with_keep("int4", 2)
-    with pytest.raises(UserError, match=r"says already what stays; got 'int4\+keep0.5'"):
-        with_keep("int8,int4+keep0.5", 0.5)
 
 
 def test_bases_that_follow_are_counted_on_top():
