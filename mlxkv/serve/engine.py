@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from queue import Empty, Queue
 from threading import Event
@@ -35,6 +35,7 @@ from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
 from mlxkv.serve.caches.sessions import Owned, Sessions
 from mlxkv.serve.grammar import Grammars
+from mlxkv.serve.http.request import Request
 from mlxkv.serve.job import Arguments, Aside, Job
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
@@ -152,7 +153,7 @@ class Engine(server.ResponseGenerator):
         if self.ranks.rank == 0:
             return request
         found = told.to_request(said)
-        return found and (Queue(), *found)
+        return found and (found[1].job, *found)
 
     def stop_and_join(self) -> None:
         self.ranks.end()
@@ -172,6 +173,7 @@ class Engine(server.ResponseGenerator):
         self.vocabulary = logits.shape[-1]
         self.turns, self.thinking = Turns(loaded.tokenizer), Thinking(loaded.tokenizer)
         self.grammars = Grammars(loaded.tokenizer, self.vocabulary)
+        self._anchor = loaded.tokenizer.encode("a", add_special_tokens=False)
         bound = self.options.memory_bytes
         if bound is None:
             spare = int(USABLE * machine_memory()) - mx.get_active_memory()
@@ -229,10 +231,7 @@ class Engine(server.ResponseGenerator):
             self._asides.get_nowait().answer()
         found = super()._next_request(timeout)
         if found is not None:
-            line, request, args = found
-            args.job.line = line
-            self._taken.add(args.job)
-            found = args.job, request, args
+            self._taken.add(found[0])
         return found
 
     def _tokenize(self, tokenizer, request, args: Arguments):
@@ -342,7 +341,7 @@ class Engine(server.ResponseGenerator):
         """Note the number of a job in the batch."""
         self.jobs[uid] = job
         if job.given_up:  # while its cache was looked for
-            job.drop()
+            job.stop()
 
     def leave(self, uid: int) -> Job | None:
         """Release the memory of a job that is no longer in the batch."""
@@ -391,19 +390,19 @@ class Engine(server.ResponseGenerator):
             return found
         raise Refused(504, f"[--timeout] took more than {self.options.timeout:g} s", "timeout")
 
-    def count(
-        self,
-        messages: list[dict],
-        tools: list | None,
-        template: dict | None,
-        continues: bool = False,
-    ) -> int:
+    def ask(self, job: Job) -> None:
+        """Hand a request to the generation thread. For any thread."""
+        job.piece = self._piece
+        self.requests.put((job, *_asked(job)))
+
+    def _piece(self, token: int) -> str:
+        """The text of a token inside of a text, "\ufffd" where it is a part of a character."""
+        decode = self.model_provider.tokenizer.decode
+        return decode([*self._anchor, token])[len(decode(self._anchor)) :]
+
+    def count(self, asked: Request) -> int:
         """The tokens of a chat as a prompt, for any thread. Raises Refused."""
-        request = server.CompletionRequest("chat", "", messages, tools, None)
-        args = Arguments(
-            *(None, None, None, [], 1, 0, False, -1, None, template), job=Job(), continues=continues
-        )
-        read = partial(self._prompt, self.model_provider.tokenizer, request, args)
+        read = partial(self._prompt, self.model_provider.tokenizer, *_asked(Job(asked)))
         return len(self.aside(read)[0])
 
     def numbers(self, job: Job, cached_tokens: int) -> dict:
@@ -431,6 +430,34 @@ class Engine(server.ResponseGenerator):
 
     def generation_available(self) -> bool:
         return self.is_healthy
+
+
+def _asked(job: Job) -> tuple[server.CompletionRequest, Arguments]:
+    """A request in mlx-lm's words."""
+    asked = job.asked
+    request = server.CompletionRequest(
+        "chat" if asked.chat else "text", asked.prompt, asked.messages, asked.tools, None
+    )
+
+    def settings(kind: type) -> Any:
+        return kind(**{one.name: getattr(asked, one.name) for one in fields(kind)})
+
+    return request, Arguments(
+        model=told.ONE,
+        sampling=settings(server.SamplingArguments),
+        logits=settings(server.LogitsProcessorArguments),
+        stop_words=asked.stop,
+        max_tokens=asked.max_tokens,
+        num_draft_tokens=0,
+        logprobs=asked.logprobs,
+        top_logprobs=asked.top_logprobs,
+        seed=asked.seed,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        job=job,
+        continues=asked.continue_final_message,
+        grammar=asked.grammar,
+        shorten=asked.shorten,
+    )
 
 
 def _job_and_sampler(args: Arguments, tokenizer) -> tuple[Job, Callable]:

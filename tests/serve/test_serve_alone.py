@@ -23,7 +23,7 @@ from serving import (
 )
 
 from mlxkv.serve.alone import Alone
-from mlxkv.serve.http.handler import Handler
+from mlxkv.serve.apis.openai import Completion
 from mlxkv.serve.provider import Seeded
 
 SHARES = (0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01)
@@ -112,14 +112,14 @@ def one_by_one(model_folder):
 
 def test_a_reply_that_is_served_alone_tells_the_size_of_its_caches(one_by_one, monkeypatch):
     """As in a batch, also where they are put away before the client's thread writes the size."""
-    server, plain = one_by_one, Handler.generate_response
+    server, plain = one_by_one, Completion.close
 
-    def late(self, text, finish_reason, *args, **kwargs):
+    def late(self, *args):
         until(lambda: len(server.engine.sessions))
-        return plain(self, text, finish_reason, *args, **kwargs)
+        return plain(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Handler, "generate_response", late)
+        patch.setattr(Completion, "close", late)
         alone = complete(server, LONG, 9)
     server.engine.sessions.forget()
     server.engine.model_provider.is_batchable = True

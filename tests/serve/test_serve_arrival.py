@@ -11,9 +11,7 @@ import pytest
 from serving import ENDLESS, PATIENCE, complete, get, raw_post, send, serving, settled, text_of
 
 from mlxkv.serve.engine import Batches
-from mlxkv.serve.http import connections
-from mlxkv.serve.http.arrival import Line
-from mlxkv.serve.http.handler import Handler
+from mlxkv.serve.http import wire
 
 SECONDS = 0.4
 
@@ -21,25 +19,10 @@ SECONDS = 0.4
 @pytest.fixture(scope="module")
 def server(model_folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Handler, "timeout", SECONDS)
+        patch.setattr(wire, "SECONDS", SECONDS)
+        patch.setattr(wire, "LOOK", 0.05)
         with serving(model_folder, max_requests=1) as running:
             yield running
-
-
-@pytest.mark.parametrize("coded", [False, True])
-def test_a_body_of_one_byte_too_many_is_refused(coded):
-    """Announced, or in a chunk, of which nothing is kept."""
-    head = b"POST /x HTTP/1.1\r\nHost: a\r\n"
-    for size, status in ((10, None), (11, 413)):
-        one, other = socket.socketpair()
-        with one, other:
-            line, body = Line(one, "a"), b"x" * size
-            data = b"Content-Length: %d\r\n\r\n" % size + body
-            if coded:
-                data = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (size, body)
-            assert line.take(head + data, 10, lambda line: None)
-            assert (line.refused and line.refused.status) == status
-            assert len(line.body) <= 10
 
 
 def trickle(line: socket.socket, data: bytes, pause: float) -> tuple[bytes, int]:
@@ -87,7 +70,7 @@ def test_a_request_that_trickles_in_is_closed_in_time(server, caplog, of):
 
 
 def test_a_large_body_over_a_slow_line_has_its_time(server, monkeypatch):
-    monkeypatch.setattr(connections, "PACE", 1 << 8)
+    monkeypatch.setattr(wire, "PACE", 1 << 8)
     body = dumps({"prompt": "a", "max_tokens": 2}).encode() + b" " * 6000
     data, start = raw_post(body), time.monotonic()
     with socket.create_connection(server.server_address) as line:
@@ -120,8 +103,8 @@ def test_streams_and_lines_that_wait_have_their_time(server, monkeypatch):
 def test_requests_that_never_arrive_take_nobodys_place(server, monkeypatch, caplog):
     """Though they take all connections, again and again."""
     want = text_of(complete(server, "x", 4))
-    monkeypatch.setattr(connections, "GRACE", 0.05)
-    monkeypatch.setattr(server, "most", 4)
+    monkeypatch.setattr(wire, "GRACE", 0.05)
+    monkeypatch.setattr(server.site.limits, "most", 4)
     with caplog.at_level(logging.WARNING):
         lines = []
         for _ in range(3):

@@ -319,7 +319,7 @@ def test_a_fault_is_the_end_of_all(batched, folder, monkeypatch):
     server = Server(ServeOptions(model=str(folder), port=0))
     server.engine.model_provider.is_batchable = batched
     with ThreadPoolExecutor(2) as pool:
-        end = pool.submit(server.serve_forever, 0.01)
+        end = pool.submit(server.serve)
         want = text_of(complete(server, "before", 5))
         assert text_of(complete(server, "before", 5)) == want
 
@@ -329,7 +329,6 @@ def test_a_fault_is_the_end_of_all(batched, folder, monkeypatch):
         monkeypatch.setattr(type(server.site.loaded.model), "__call__", broken)
         assert "a peer was lost" in refused(server, 500, prompt=LONG)["message"]
         assert "a peer was lost" in str(end.exception(PATIENCE))
-    server.close()
     assert not server.engine.is_healthy
 
 

@@ -204,3 +204,34 @@ def test_a_start_that_goes_on(server, said):
     assert reply(server, PATHS[1], [" is"], False, **more)[0] == " of France"
     assert reply(server, PATHS[1], [" o"], True, **more)[0] == ""
     assert reply(server, PATHS[1], [], False, **more)[0] == said[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_in_openais_two_formats(server, said, stream):
+    """The entry of a token is its own, whatever else could have come; a text's are lists."""
+    said[0] = " capital of"
+    settings = {"max_tokens": 30, "stream": stream, "model": "caller"}
+    chat = {"messages": ASK, "logprobs": True, "top_logprobs": 3} | settings
+    text = {"prompt": "The", "logprobs": 3} | settings
+    steps, lists = [], []
+    for path, body, out in (
+        ("/v1/chat/completions", chat, steps),
+        ("/v1/completions", text, lists),
+    ):
+        status, _, data = send(server, "POST", path, body)
+        assert status == 200
+        for part in events(data) if stream else [json.loads(data)]:
+            for choice in part["choices"]:
+                out += [choice["logprobs"]] if "logprobs" in choice else []
+    steps = [step for part in steps for step in part["content"]]
+    encoded = server.engine.model_provider.tokenizer.encode(said[0], add_special_tokens=False)
+    assert [step["id"] for step in steps[:-1]] == encoded
+    spoken = [step["token"] for step in steps[:-1]]
+    assert "".join(spoken) == said[0] and bytes(steps[0]["bytes"]).decode() == spoken[0]
+    for step in steps:
+        best = [one["logprob"] for one in step["top_logprobs"]]
+        assert best == sorted(best, reverse=True) and step["logprob"] <= best[0] + 1e-6
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert sum(len(one[name]) for one in lists) == len(steps)
+    offsets = [at for one in lists for at in one["text_offset"]]
+    assert offsets == [len("".join(spoken[:n])) for n in range(len(steps))]

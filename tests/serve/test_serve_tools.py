@@ -14,6 +14,8 @@ from random_model import write_model
 from serving import get, serving
 from tool_calls import ASK, TEMPLATE
 
+from mlxkv.serve.apis.reply import Markup
+
 openai = pytest.importorskip("openai")
 
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
@@ -135,7 +137,7 @@ def test_a_fault_of_what_formats_is_told(ask, said, monkeypatch, stream):
     def broken(*args):
         raise KeyError("arguments")
 
-    monkeypatch.setattr(lm_server.ToolCallFormatter, "__call__", broken)
+    monkeypatch.setattr(Markup, "feed", broken)
     said[0] = "Yes."
     with pytest.raises(openai.APIError, match="KeyError"):
         found = ask(stream=stream)

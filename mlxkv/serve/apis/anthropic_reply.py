@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from uuid import uuid4
 
-from mlxkv.serve.apis.speaker import Speaker, event
+from mlxkv.serve.apis.reply import Blocks, event
 from mlxkv.serve.refusals import Refused
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -21,7 +21,7 @@ def error_body(refused: Refused) -> dict:
     return {"type": "error", "error": error | refused.details}
 
 
-class MessagesReply(Speaker):
+class MessagesReply(Blocks):
     """A message, or its events: message_start, for each block content_block_start, _delta and _stop,
     message_delta, message_stop."""
 
@@ -31,17 +31,16 @@ class MessagesReply(Speaker):
         self._blocks, self._open = 0, ""
 
     def _send(self, kind: str, **fields) -> None:
-        if self.streams:
-            self.write(event({"type": kind, **fields}, kind))
+        self.event({"type": kind, **fields}, kind)
 
     def start(self) -> None:
         self._send("message_start", message=self._message([], None))
-        self.wait()
-
-    def wait(self) -> None:
         self._send("ping")
 
-    def said(self, kind: str, text: str, begins: bool) -> None:
+    def wait(self, done: int, total: int) -> bytes:
+        return event({"type": "ping"}, "ping")
+
+    def text(self, kind: str, text: str, begins: bool) -> None:
         if begins:
             self._begin(kind, {"type": kind, kind: ""} | _signed(kind))
         self._delta(f"{kind}_delta", **{kind: text})
@@ -66,7 +65,7 @@ class MessagesReply(Speaker):
             self._blocks += 1
         self._open = ""
 
-    def end(self) -> None:
+    def finish(self) -> None:
         self._close()
         why = {"stop_reason": self._why, "stop_sequence": self.stop_word}
         self._send("message_delta", delta=why, usage=self._usage(), kv=self.kv)
@@ -77,12 +76,12 @@ class MessagesReply(Speaker):
         return "stop_sequence" if self.stop_word is not None else REASONS[self.reason]
 
     def _usage(self) -> dict:
-        counts = self.counts
+        prompt, cached = self.started.prompt, self.started.cached
         return {
-            "input_tokens": counts.prompt - counts.cached,  # Anthropic counts the others apart
+            "input_tokens": prompt - cached,  # Anthropic counts the others apart
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": counts.cached,
-            "output_tokens": counts.reply,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self.count,
         }
 
     def _message(self, content: list[dict], why: str | None) -> dict:

@@ -7,13 +7,13 @@ import time
 from typing import Any
 from uuid import uuid4
 
-from mlxkv.serve.apis.speaker import Speaker, event
+from mlxkv.serve.apis.reply import Blocks, event
 from mlxkv.serve.refusals import Refused
 
 ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "tool_choice", "tools")
 
 
-class ResponsesReply(Speaker):
+class ResponsesReply(Blocks):
     """A response, or its events. body: of the request. customs: names of its tools that take free text."""
 
     def __init__(self, asked, streams: bool, model: str, body: dict, customs: set[str]):
@@ -30,27 +30,22 @@ class ResponsesReply(Speaker):
         self._open = False
 
     def _send(self, kind: str, **fields) -> None:
-        if self.streams:
-            self.write(self._event(kind, **fields))
+        self.event(self._numbered(kind, fields), kind)
 
-    def _event(self, kind: str, **fields) -> bytes:
+    def _numbered(self, kind: str, fields: dict) -> dict:
         self._number += 1
-        return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def start(self) -> None:
         self._send("response.created", response=self._response("in_progress"))
         self._send("response.in_progress", response=self._response("in_progress"))
-
-    def wait(self) -> None:
-        if self.streams:
-            self.write(b": keepalive\n\n")
 
     @property
     def _at(self) -> dict:
         """Return where an event belongs: the item that is written."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
-    def said(self, kind: str, text: str, begins: bool) -> None:
+    def text(self, kind: str, text: str, begins: bool) -> None:
         if begins:
             self._begin(_message() if kind == "text" else _reasoning())
             self._send(
@@ -103,19 +98,19 @@ class ResponsesReply(Speaker):
     def _status(self) -> str:
         return "incomplete" if self.reason == "length" else "completed"
 
-    def end(self) -> None:
+    def finish(self) -> None:
         self._close(self._status)
         self._send(f"response.{self._status}", response=self.document())
 
     def document(self) -> dict:
-        counts = self.counts
+        prompt, reply = self.started.prompt, self.count
         return self._response(self._status) | {
             "kv": self.kv,
             "usage": {
-                "input_tokens": counts.prompt,
-                "input_tokens_details": {"cached_tokens": counts.cached},
-                "output_tokens": counts.reply,
-                "total_tokens": counts.prompt + counts.reply,
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": self.started.cached},
+                "output_tokens": reply,
+                "total_tokens": prompt + reply,
             },
         }
 
@@ -142,8 +137,9 @@ class ResponsesReply(Speaker):
         """OpenAI's own clients raise at the first, Codex reads the second."""
         error = {"code": refused.code or "server_error", "message": refused.message}
         response = self._response("failed") | {"error": error}
-        first = self._event("error", error=refused.body()["error"], **error, param=None)
-        return first + self._event("response.failed", response=response)
+        first = {"error": refused.body()["error"], **error, "param": None}
+        events = {"error": first, "response.failed": {"response": response}}
+        return b"".join(event(self._numbered(kind, one), kind) for kind, one in events.items())
 
 
 def _message() -> dict:
