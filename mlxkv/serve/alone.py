@@ -1,75 +1,115 @@
-"""A request that mlx-lm serves alone, outside of batches."""
+"""A request outside of batches, for models whose caches do not join."""
 
 from __future__ import annotations
 
-from queue import Queue
-from threading import Event
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from mlx_lm import server
+import mlx.core as mx
+from mlx_lm.generate import generate_step
 
-from mlxkv.errors import MachineError
-from mlxkv.serve.job import Job
-from mlxkv.serve.ranks import Ranks
-from mlxkv.serve.refusals import Refused, ending
 
-EVERY = 16  # tokens between two agreements of several processes: each waits for the step under way
-ENDING = 2  # beside 0 and 1 for a client that is there or has left
+@dataclass(frozen=True)
+class Read:
+    """A part of a prompt that was read. progress: tokens of it so far, and all."""
+
+    uid: int
+    progress: tuple[int, int]
+    end_of_segment: bool = False
+    end_of_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """A token of a reply. logprobs: [V]. The caches and all their tokens come with the last one."""
+
+    uid: int
+    token: int
+    logprobs: mx.array
+    finish_reason: str | None = None
+    prompt_cache: list | None = None
+    all_tokens: list[int] | None = None
 
 
 class Alone:
-    """Stands where mlx-lm puts what it sends to the client.
+    """One request at a time, with the methods of mlx-lm's `BatchGenerator` that the engine calls. step: tokens of a
+    prompt that are read at once. agree: turns a sampler into one that draws the same in all processes."""
 
-    mlx-lm asks between the tokens of a reply whether the client has left. This asks between the parts
-    of a prompt, too, and whether the server is ending; processes agree on it, as one alone may know, at
-    one token in `EVERY`.
-    fault: the machine's error that ended the request, or None.
-    """
+    def __init__(self, model: Any, step: int, stream: mx.Stream, agree: Callable):
+        self._model, self._step, self._stream, self._agree = model, step, stream, agree
+        self._uid, self._cache = 0, []
+        self._work: Generator[tuple[list, list], None, None] | None = None
 
-    def __init__(self, line: Queue, job: Job, ranks: Ranks):
-        self._line, self._job, self._ranks = line, job, ranks
-        self._context: server.GenerationContext | None = None
-        self._caches: list = []
-        self._stopped, self._tokens = Event(), 0
-        self.fault: Exception | None = None
+    def insert_segments(self, segments: list, *, caches: list, **each: list) -> list[int]:
+        self._uid, self._cache = self._uid + 1, caches[0]
+        prompt = [token for segment in segments[0] for token in segment]
+        self._work = self._serve(self._uid, prompt, **{name: x[0] for name, x in each.items()})
+        return [self._uid]
 
-    def generate(self, **asked):
-        """mlx-lm's `stream_generate`; its caches are measured when the reply ends."""
-        self._caches = asked["prompt_cache"]
-        return server.stream_generate(**asked)
+    def next(self) -> tuple[list[Read], list[Written]]:
+        return next(self._work)
 
-    def put(self, item) -> None:
-        if isinstance(item, server.GenerationContext):
-            self._context = item
-            item.stop = self._stopped.set  # called by the thread that serves the client
-        reading = isinstance(item, tuple)  # counts of the prompt's tokens
-        if reading or (isinstance(item, server.Response) and self._turn()):
-            self._look_up(reading)
-        if isinstance(item, server.Response) and item.finish_reason is not None:
-            self._job.measured(
-                self._caches, max((cache.size() for cache in self._caches), default=0)
-            )
-        fault = isinstance(item, Exception) and not isinstance(item, Refused)
-        if fault and type(item) in (RuntimeError, MachineError):  # raised by MLX, and by mlxkv
-            self.fault = item
-        self._line.put(item)
-        if fault and self._context is not None and self._ranks.many:
-            raise item  # mlx-lm would go on with the next request, out of step with the others
+    def extract_cache(self, uids: list[int]) -> dict:
+        return {}
 
-    def _turn(self) -> bool:
-        """Return whether this token is one at which to look up; all processes count the same."""
-        self._ranks.hear()
-        self._tokens += 1
-        return not self._ranks.many or self._tokens % EVERY == 1
+    def remove(self, uids: list[int]) -> None:
+        self.close()
 
-    def _look_up(self, reading: bool) -> None:
-        """Raises Refused, or stops the reply, where nobody waits for it or the server is ending."""
-        gone = self._stopped.is_set() or self._job.given_up
-        found = self._ranks.most(ENDING if self._ranks.ending else gone)
-        if found == ENDING:  # if it just stopped, half of a reply would pass for a whole one
-            raise ending()
-        if found and (
-            reading or self._ranks.many
-        ):  # mlx-lm cannot stop a reply of several processes
-            raise Refused(504, "[serve] given up under way", "timeout")
-        if found:
-            self._context._should_stop = True  # the caches of what was written are kept
+    def close(self) -> None:
+        """Drop the request, in the thread that serves it: another one has other streams."""
+        if self._work is not None:
+            self._work.close()
+        self._work, self._cache = None, []
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self._cache)
+
+    def _serve(
+        self,
+        uid: int,
+        prompt: list[int],
+        max_tokens: int,
+        all_tokens: list[int],
+        samplers: Callable,
+        logits_processors: list[Callable],
+        stop_sequences: Any,
+    ) -> Generator[tuple[list, list], None, None]:
+        """Yield what `next` returns. The arguments are those of one request."""
+        cache, tokens, total = self._cache, list(all_tokens), len(prompt)
+        for start in range(0, total - 1, self._step):
+            part = prompt[start : min(start + self._step, total - 1)]
+            self._model(mx.array(part)[None], cache=cache)
+            mx.eval([one.state for one in cache])
+            mx.clear_cache()
+            tokens += part
+            yield [Read(uid, (start + len(part), total))], []
+        before, matcher = mx.array(tokens, mx.uint32), stop_sequences.matcher()
+        steps = generate_step(
+            mx.array(prompt[-1:]),
+            self._model,
+            self._stream,
+            max_tokens=max_tokens,
+            sampler=self._agree(samplers),
+            # Penalties count all of the text, whatever part of it a cache held.
+            logits_processors=[partial(_behind, before, one) for one in logits_processors],
+            prompt_cache=cache,
+        )
+        tokens += prompt[-1:]
+        with closing(steps):
+            for n, (token, logprobs) in enumerate(steps):
+                tokens.append(token)
+                reason = "length" if n + 1 == max_tokens else None
+                reason = "stop" if matcher.advance(token) else reason
+                if reason:
+                    break
+                yield [], [Written(uid, token, logprobs)]
+        self._cache = []
+        yield [], [Written(uid, token, logprobs, reason, cache, tokens)]
+
+
+def _behind(before: mx.array, processor: Callable, tokens: mx.array, logits: mx.array) -> mx.array:
+    return processor(mx.concatenate([before, tokens]), logits)

@@ -174,14 +174,9 @@ class Ranks:
                 f"or other versions than rank 0; got {mark} in rank {self.rank}"
             )
 
-    def sampler(self, make: Callable) -> Callable:
-        """Wrap mlx-lm's `_make_sampler`: its samplers return rank 0's tokens."""
-
-        def made(*args):
-            draw = make(*args)
-            return lambda logprobs: self.tokens(draw(logprobs))
-
-        return made if self.many else make
+    def sampler(self, draw: Callable) -> Callable:
+        """Wrap a sampler: it returns rank 0's tokens."""
+        return (lambda logprobs: self.tokens(draw(logprobs))) if self.many else draw
 
 
 def _summed(data: bytes) -> bytes:

@@ -124,7 +124,7 @@ def run(options: ServeOptions) -> None:
     note(
         f"  caches: at most {human_bytes(memory.bound)}{where}; 16k tokens take {each:.0%} of 16 bits"
     )
-    if not server.engine.model_provider.is_batchable:
+    if not server.engine.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")
     if not options.local and len(options.api_keys) == 1:
         note(

@@ -7,19 +7,17 @@ become tokens there.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from mlx_lm import server
-
 from mlxkv.errors import MachineError
-from mlxkv.serve.job import Arguments, Job
+from mlxkv.serve.http.request import Request
+from mlxkv.serve.job import Job
 from mlxkv.serve.refusals import Refused
 
-# Fields of mlx-lm's arguments that are told; the names of the model are the same in all processes.
-APART = ("model", "chat_template_kwargs", "job")
-ONE = server.ModelDescription("default_model", "default_model", None)
+# Fields of requests that are not told, and have defaults.
+APART = ("prompt", "messages", "tools", "chat_template_kwargs", "user", "cache_salt")
 
 
 def dump(thing: Any) -> bytes:
@@ -34,54 +32,47 @@ def load(data: bytes) -> Any:
         raise _wrong("no JSON") from None
 
 
-def of_request(request: tuple | None) -> dict | None:
-    """mlx-lm's (CompletionRequest, Arguments)."""
-    if request is None:
-        return None
-    asked, args = request
-    told = {f.name: getattr(args, f.name) for f in fields(args) if f.name not in APART}
-    told = {name: asdict(x) if is_dataclass(x) else x for name, x in told.items()}
-    return told | {"kind": asked.request_type, "tenant": args.job.tenant}
+def of_job(job: Job) -> list:
+    """A request without its text, and its tenant."""
+    return [{k: x for k, x in asdict(job.asked).items() if k not in APART}, job.tenant]
 
 
-def to_request(told: Any) -> tuple | None:
-    """The same without its text. Raises MachineError."""
-    if told is None:
-        return None
-    told = checked(dict[str, Any], told)
-    kind, whose = checked(str, told.pop("kind", None)), checked(str, told.pop("tenant", None))
-    hints = {n: h for n, h in get_type_hints(Arguments).items() if n not in APART}
-    made = _fields(hints, told)
-    args = Arguments(model=ONE, chat_template_kwargs=None, job=Job(tenant=whose), **made)
-    return server.CompletionRequest(kind, "", [], None, None), args
+def to_job(told: Any) -> Job:
+    """The same, as a job. Raises MachineError."""
+    if len(checked(list, told)) != 2:
+        raise _wrong("a request of other parts")
+    hints = {name: hint for name, hint in get_type_hints(Request).items() if name not in APART}
+    asked = Request(**_fields(hints, checked(dict[str, Any], told[0])))
+    return Job(asked, checked(str, told[1]))
 
 
-def of_prompt(found: tuple) -> list:
-    """Return what mlx-lm's `_tokenize` returns: tokens, segments, their types, and
-    the state a reply begins in (and in 0.32 None)."""
-    prompt, segments, types, state, *rest = found
-    return [prompt, [len(one) for one in segments], types, state, rest]
+def to_meeting(told: Any) -> tuple[Job | None, list[int], int]:
+    """A request that begins, or None; numbers of those that end; steps. Raises MachineError."""
+    if len(checked(list, told)) != 3:
+        raise _wrong("a meeting of other parts")
+    job = None if told[0] is None else to_job(told[0])
+    return job, checked(list[int], told[1]), checked(int, told[2])
+
+
+def of_prompt(prompt: tuple) -> list:
+    """Tokens, segments, their kinds, and the state a reply begins in."""
+    tokens, segments, kinds, state = prompt
+    return [tokens, [len(segment) for segment in segments], kinds, state]
 
 
 def to_prompt(told: Any) -> tuple:
     """The same. Raises MachineError."""
-    if len(checked(list, told)) != 5:
+    if len(checked(list, told)) != 4:
         raise _wrong("a prompt of other parts")
-    prompt, lengths, types, state, rest = told
+    tokens, lengths, kinds, state = told
     sizes = checked(list[int], lengths)
-    if sum(sizes) != len(checked(list[int], prompt)) or len(sizes) != len(checked(list, types)):
+    if sum(sizes) != len(checked(list[int], tokens)) or len(sizes) != len(checked(list, kinds)):
         raise _wrong("segments that are not the prompt")
     segments, start = [], 0
     for length in lengths:
-        segments.append(prompt[start : start + length])
+        segments.append(tokens[start : start + length])
         start += length
-    return (
-        prompt,
-        segments,
-        checked(list[str], types),
-        checked(str, state),
-        *checked(list[None], rest),
-    )
+    return tokens, segments, checked(list[str], kinds), checked(str, state)
 
 
 def of_error(error: Exception) -> dict:

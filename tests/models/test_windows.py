@@ -19,7 +19,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach, summarise
 from mlxkv.models.hooks import layers
 from mlxkv.models.usage import in_16_bits, in_use
-from mlxkv.serve import provider
+from mlxkv.serve import engine
 from mlxkv.serve.options import ServeOptions
 
 
@@ -144,11 +144,11 @@ def test_commands_ask_for_windows(monkeypatch):
         raise UserError("[load] far enough")
 
     monkeypatch.setattr(answer, "load", load)
-    monkeypatch.setattr(provider, "load", load)
+    monkeypatch.setattr(engine, "load", load)
     with pytest.raises(UserError, match="far enough"):
         answer.talk(ChatOptions(kv_windows=1024), "hello")
     with pytest.raises(UserError, match="far enough"):
-        provider.Provider(ServeOptions(kv_windows=2048)).load_default()
+        engine.load_model(ServeOptions(kv_windows=2048))
     assert asked == [1024, 2048]
     for options in (ChatOptions, ServeOptions):
         with pytest.raises(UserError, match=r"\[--kv-windows\] must be at least 1 token; got 0"):

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx_lm.server import ResponseGenerator
 from request_bodies import BODIES
 from serving import (
     ENDLESS,
@@ -29,9 +28,9 @@ from serving import (
     until,
 )
 
-from mlxkv.serve.alone import Alone
 from mlxkv.serve.apis.openai import Completion
-from mlxkv.serve.engine import Batches
+from mlxkv.serve.engine import Engine
+from mlxkv.serve.job import Job
 
 
 @pytest.fixture(scope="module")
@@ -204,15 +203,11 @@ def test_a_client_that_hangs_up_frees_its_place(server):
     until(lambda: server.metrics.cut_off == before + 1)
 
 
-@pytest.mark.skipif(
-    not hasattr(ResponseGenerator, "_await_response"),
-    reason="mlx-lm 0.31 waits for a reply without looking up",
-)
 def test_who_leaves_while_waiting_is_forgotten(model_folder, monkeypatch):
     """A request behind one that is served alone: no reply is written after its client has left."""
     with serving(model_folder) as server, ThreadPoolExecutor(1) as pool:
-        server.engine.model_provider.is_batchable = False
-        with held(monkeypatch, Alone, "put"):
+        server.engine.is_batchable = False
+        with held(monkeypatch, Job, "put"):
             first = pool.submit(complete, server, "a", 3)
             until(lambda: server.engine.memory.promised)  # it is taken up
             with asking(server, prompt=LONG, max_tokens=1500):
@@ -237,10 +232,6 @@ def test_who_leaves_as_its_reply_begins_gets_none(server, monkeypatch):
     assert settled(server)["sessions"]["count"] == 0  # nothing was written to its end
 
 
-@pytest.mark.skipif(
-    not hasattr(ResponseGenerator, "_await_response"),
-    reason="mlx-lm 0.31 waits for a reply without looking up",
-)
 def test_who_gives_up_while_its_session_is_read_gets_no_reply(server, change, monkeypatch):
     change(timeout=0.1)
     server.engine.sessions.forget()
@@ -276,21 +267,21 @@ def test_a_fault_is_answered_and_the_next_request_is_served(server, monkeypatch)
 
 
 def test_a_request_that_takes_too_long(server, change, monkeypatch):
-    plain = Batches.next
+    plain = Engine.step
 
     def slow(self):
         time.sleep(0.01)
         return plain(self)
 
     change(timeout=0.1)
-    monkeypatch.setattr(Batches, "next", slow)
+    monkeypatch.setattr(Engine, "step", slow)
     assert refused(server, 504, **ENDLESS)["code"] == "timeout"
     settled(server)
 
 
 def test_too_many_requests(server, change, monkeypatch):
     change(max_requests=1)
-    with ThreadPoolExecutor(1) as pool, held(monkeypatch, Batches, "next") as go:
+    with ThreadPoolExecutor(1) as pool, held(monkeypatch, Engine, "step") as go:
         first = pool.submit(complete, server, "a", 2)
         until(lambda: server.metrics.active)
         status, headers, _ = send(server, "POST", "/v1/completions", {"prompt": "b"})

@@ -10,7 +10,7 @@ from json import dumps, loads
 import pytest
 from serving import ENDLESS, PATIENCE, complete, get, raw_post, send, serving, settled, text_of
 
-from mlxkv.serve.engine import Batches
+from mlxkv.serve.engine import Engine
 from mlxkv.serve.http import wire
 
 SECONDS = 0.4
@@ -87,13 +87,13 @@ def test_streams_and_lines_that_wait_have_their_time(server, monkeypatch):
         time.sleep(1.5 * SECONDS)
         waits.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n")
         assert waits.recv(12) == b"HTTP/1.1 200"
-    plain = Batches.next
+    plain = Engine.step
 
     def slow(self):
         time.sleep(0.2 * SECONDS)
         return plain(self)
 
-    monkeypatch.setattr(Batches, "next", slow)
+    monkeypatch.setattr(Engine, "step", slow)
     start, body = time.monotonic(), ENDLESS | {"stream": True, "max_tokens": 8}
     status, _, data = send(server, "POST", "/v1/completions", body)
     assert status == 200 and data.endswith(b"data: [DONE]\n\n")

@@ -21,7 +21,7 @@ from mlxkv.serve.run import Server
 @pytest.fixture(params=[True, False], ids=["batched", "alone"])
 def server(model_folder, tmp_path, request):
     made = Server(ServeOptions(model=str(model_folder), port=0, kv_disk=str(tmp_path)))
-    made.engine.model_provider.is_batchable = request.param
+    made.engine.is_batchable = request.param
     thread = Thread(target=made.serve)
     thread.start()
     made.thread = thread

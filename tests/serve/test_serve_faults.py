@@ -18,7 +18,6 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx_lm import server as lm_server
 from mlx_lm.sample_utils import apply_top_k
 from read_caches import maker, memory_of, read
 from request_bodies import FIELDS, GOOD, check
@@ -26,6 +25,7 @@ from serving import LONG, complete, get, raw_post, refused, send, serving, settl
 
 from mlxkv import files
 from mlxkv.models import load
+from mlxkv.serve import sampling
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.refusals import Refused
@@ -147,7 +147,7 @@ def test_a_sampler_that_raises_leaves_the_next_one_its_random_numbers(server, mo
     faults = server.metrics.faults
     with monkeypatch.context() as patch:
         broken = partial(apply_top_k, top_k=1 << 20)  # while MLX traces it
-        patch.setattr(lm_server, "make_sampler", lambda *_, **__: broken)
+        patch.setattr(sampling, "make_sampler", lambda *_, **__: broken)
         refused(server, 500, prompt="a", temperature=1, max_tokens=3)
     assert server.metrics.faults == faults + 1
     complete(server, "a", 3, temperature=1)

@@ -15,8 +15,8 @@ from request_bodies import BODIES, GOOD, SERVED, VOCABULARY, check
 from transformers import PreTrainedTokenizerBase
 
 from mlxkv.models.loading.sampling import Sampling
+from mlxkv.serve.engine import finite
 from mlxkv.serve.http import request
-from mlxkv.serve.job import finite
 from mlxkv.serve.refusals import Refused
 
 

@@ -117,7 +117,7 @@ def test_what_could_have_become_something_is_kept_at_the_end(server, said, path,
 
 def test_generation_ends_with_the_stop_word_and_what_was_read_is_kept(server, said):
     said[0] = CAPITAL
-    tokenizer = server.engine.model_provider.tokenizer
+    tokenizer = server.engine.tokenizer
     tokens = tokenizer.encode(CAPITAL, add_special_tokens=False)
     count = next(n for n in range(len(tokens)) if "of Fr" in tokenizer.decode(tokens[:n]))
     for stream in (False, True):
@@ -152,7 +152,7 @@ def test_streams_of_one_batch_have_their_own_stop_words(server, said):
 
 
 def test_a_request_that_is_served_alone(server, said, monkeypatch):
-    monkeypatch.setattr(server.engine.model_provider, "is_batchable", False)
+    monkeypatch.setattr(server.engine, "is_batchable", False)
     said[0] = "Other. " + CAPITAL
     until(lambda: not server.engine.jobs)
     for stop in STOPS:
@@ -224,7 +224,7 @@ def test_log_probabilities_in_openais_two_formats(server, said, stream):
             for choice in part["choices"]:
                 out += [choice["logprobs"]] if "logprobs" in choice else []
     steps = [step for part in steps for step in part["content"]]
-    encoded = server.engine.model_provider.tokenizer.encode(said[0], add_special_tokens=False)
+    encoded = server.engine.tokenizer.encode(said[0], add_special_tokens=False)
     assert [step["id"] for step in steps[:-1]] == encoded
     spoken = [step["token"] for step in steps[:-1]]
     assert "".join(spoken) == said[0] and bytes(steps[0]["bytes"]).decode() == spoken[0]

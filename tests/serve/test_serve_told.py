@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mlx_lm import server
 
 import mlxkv
 from mlxkv.errors import MachineError
 from mlxkv.serve import told
-from mlxkv.serve.job import Arguments, Job
+from mlxkv.serve.http.request import Request
+from mlxkv.serve.job import Job
 from mlxkv.serve.refusals import Refused
 
-SAMPLING = server.SamplingArguments(0.7, 0.9, 40, 0.0, 0.0, 0.1)
-LOGITS = server.LogitsProcessorArguments({3: -1.5, 7: 2.0}, 1.1, 20, 0.0, 20, 0.0, 20)
-
-
-def request(**more) -> tuple:
-    given = {
-        **{
-            "model": told.ONE,
-            "sampling": SAMPLING,
-            "logits": LOGITS,
-            "stop_words": ["a", "\u2028"],
-        },
-        **{"max_tokens": 9, "num_draft_tokens": 0, "logprobs": True, "top_logprobs": -1},
-        **{"seed": (1 << 63) - 1, "chat_template_kwargs": {"secret": "x"}, "job": Job(tenant="t")},
-    }
-    asked = server.CompletionRequest(
-        "chat", "", [{"role": "user", "content": "secret"}], None, None
-    )
-    return asked, Arguments(**given | more)
+SECRET = [{"role": "user", "content": "secret"}]
+ASKED = Request(
+    *(True, True, False, ["a", "\u2028"], True, -1, {3: -1.5, 7: 2.0}),
+    messages=SECRET,
+    chat_template_kwargs={"secret": "x"},
+    user="secret",
+    temperature=0.7,
+    top_k=40,
+    seed=(1 << 63) - 1,
+    max_tokens=9,
+)
 
 
 def sent(thing):
@@ -40,21 +32,18 @@ def sent(thing):
 
 
 def test_a_request_arrives_without_its_text():
-    assert set(told.of_request(request())) >= {f.name for f in fields(Arguments)} - set(told.APART)
-    data = told.dump(told.of_request(request()))
+    data = told.dump(told.of_job(Job(ASKED, "t")))
     assert b"secret" not in data and b"pickle" not in data
-    asked, args = told.to_request(told.load(data))
-    assert asked == server.CompletionRequest("chat", "", [], None, None)
-    assert args.job.tenant == "t" and args.chat_template_kwargs is None
-    for name in ("sampling", "logits", "stop_words", "max_tokens", "seed", "logprobs"):
-        assert getattr(args, name) == getattr(request()[1], name)
-    assert told.to_request(sent(told.of_request(None))) is None
+    job = told.to_job(told.load(data))
+    assert job.tenant == "t" and job.asked.messages == [] and not job.asked.chat_template_kwargs
+    plain = {"messages": [], "chat_template_kwargs": None, "user": ""}
+    assert job.asked == replace(ASKED, **plain)
+    assert told.to_meeting(sent([None, [3, 4], 7])) == (None, [3, 4], 7)
 
 
-@pytest.mark.parametrize("rest", [(), (None,)])
-def test_a_prompt_arrives(rest):
-    found = ([1, 2, 3], [[1], [2, 3]], ["system", "user"], "normal", *rest)
-    assert told.to_prompt(sent(told.of_prompt(found))) == found
+def test_a_prompt_arrives():
+    prompt = ([1, 2, 3], [[1], [2, 3]], ["system", "user"], "normal")
+    assert told.to_prompt(sent(told.of_prompt(prompt))) == prompt
 
 
 def test_errors_arrive():
@@ -70,7 +59,7 @@ def test_errors_arrive():
     assert isinstance(other, MachineError) and "ValueError: no" in str(other)
 
 
-GOOD = told.of_request(request())
+GOOD, TENANT = told.of_job(Job(ASKED, "t"))
 
 
 @pytest.mark.parametrize(
@@ -79,33 +68,31 @@ GOOD = told.of_request(request())
         {"max_tokens": "9"},
         {"max_tokens": True},
         {"seed": 1.5},
-        {"stop_words": "a"},
-        {"stop_words": [1]},
-        {"sampling": {}},
-        {"sampling": asdict(SAMPLING) | {"more": 1}},
-        {"logits": asdict(LOGITS) | {"logit_bias": {"x": 1}}},
-        {"logits": None},
-        {"tenant": None},
-        {"kind": 3},
+        {"stop": "a"},
+        {"stop": [1]},
+        {"temperature": "1"},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": 7},
+        {"grammar": 3},
         {"more": 1},
     ],
 )
 def test_requests_of_other_shapes_are_refused(change):
     with pytest.raises(MachineError, match="does not read"):
-        told.to_request(sent(GOOD | change))
+        told.to_job(sent([GOOD | change, TENANT]))
 
 
-@pytest.mark.parametrize("bad", [1, "a", [], {}, [[1], [1], ["a"], "b"], {"max_tokens": 1}])
+@pytest.mark.parametrize("bad", [1, "a", [], {}, [[1], 1, ["a"]], [GOOD, None], {"max_tokens": 1}])
 def test_other_things_are_refused(bad):
-    for read in (told.to_request, told.to_prompt, told.to_error):
+    for read in (told.to_job, told.to_meeting, told.to_prompt, told.to_error):
         with pytest.raises(MachineError, match="does not read"):
             read(sent(bad))
 
 
 @pytest.mark.parametrize(
     "bad",
-    [[[1], [2], ["a"], "b", []], [[1], [1], [], "b", []], [[1.5], [1], ["a"], "b", []]]
-    + [[["1"], [1], ["a"], "b", []], [[1], [1], ["a"], None, []], [[1], [1], ["a"], "b", [1]]],
+    [[[1], [2], ["a"], "b"], [[1], [1], [], "b"], [[1.5], [1], ["a"], "b"]]
+    + [[["1"], [1], ["a"], "b"], [[1], [1], ["a"], None]],
 )
 def test_prompts_of_other_shapes_are_refused(bad):
     with pytest.raises(MachineError, match="does not read"):

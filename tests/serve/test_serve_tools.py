@@ -9,11 +9,11 @@ import json
 
 import mlx.core as mx
 import pytest
-from mlx_lm import server as lm_server
 from random_model import write_model
 from serving import get, serving
 from tool_calls import ASK, TEMPLATE
 
+from mlxkv.serve import sampling
 from mlxkv.serve.apis.reply import Markup
 
 openai = pytest.importorskip("openai")
@@ -48,7 +48,7 @@ def running(said, tmp_path_factory):
         return lambda logprobs: mx.array([left.pop(0) if left else tokenizer.eos_token_id])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_server, "_make_sampler", scripted)
+        patch.setattr(sampling, "sampler_of", scripted)
         with serving(folder) as server:
             yield server
 

@@ -97,10 +97,8 @@ class Reply(ABC):
 
     def begin(self, started: Started) -> bytes:
         """The model reads the prompt."""
-        self.started, context = started, started.context
-        self._markup = Markup(
-            context.text_sm, context.initial_state, context.tool_parser, self.asked.tools
-        )
+        self.started = started
+        self._markup = Markup(started.machine, started.state, started.parse, self.asked.tools)
         self.start()
         return self._sent()
 

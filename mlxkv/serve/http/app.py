@@ -19,13 +19,12 @@ from mlxkv.serve.apis import anthropic, openai, responses
 from mlxkv.serve.apis.anthropic_reply import error_body as anthropic_error
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.http import page
-from mlxkv.serve.http.access import check_host, given_key, locate
+from mlxkv.serve.http.access import check_host, given_key, locate, tenant
 from mlxkv.serve.http.request import Served
 from mlxkv.serve.http.site import Site
 from mlxkv.serve.http.talk import Talk
 from mlxkv.serve.job import Job
 from mlxkv.serve.refusals import Refused, fault
-from mlxkv.serve.tenants import tenant
 
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 ALLOW = ", ".join(METHODS)

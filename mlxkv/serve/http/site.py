@@ -60,7 +60,7 @@ class Site:
             # Of a sequence, its reply included, where nobody else asks: by memory and by context.
             "longest_tokens": memory.longest(self.served.longest),
             "exact_tokens": window_of(loaded),  # nothing is compressed in sequences up to here
-            "batched": engine.model_provider.is_batchable,
+            "batched": engine.is_batchable,
             "processes": engine.ranks.size,  # bytes below are those of one
             "report": loaded.report(),
             "steps": loaded.steps,

@@ -111,7 +111,7 @@ class Talk:
                 await send({"type": "http.response.body", "body": reply.failed(refused)})
             finally:
                 watch.cancel()
-                self._job.leave()
+                self._job.given_up = True
 
     async def _pieces(self, channel: Channel) -> AsyncIterator[bytes]:
         """Yield the parts of a stream, b"" without one. Raises Left, Refused, and what the engine has raised."""
@@ -137,7 +137,7 @@ class Talk:
                 else:
                     logging.info("prompt: %d of %d tokens", *item)
                     yield reply.wait(*item)
-            yield reply.close(engine.numbers(job, started.cached), job.stop_word)
+            yield reply.close(engine.numbers(job), job.stop_word)
         finally:
             timer.cancel()
             if started is not None:
