@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from concurrent.futures import Future
 from math import isfinite
 from queue import Empty, Queue
 from threading import Event, Thread
@@ -26,22 +26,22 @@ from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
 from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage, window_of
-from mlxkv.serve import sampling, told
-from mlxkv.serve.alone import Alone
+from mlxkv.serve import messages, sampling
 from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
 from mlxkv.serve.caches.sessions import Owned, Sessions
 from mlxkv.serve.grammar import Grammars
 from mlxkv.serve.http.request import Request
-from mlxkv.serve.job import Aside, Job, Started, Token
+from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.prompts import Prompt, Prompts
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
+from mlxkv.serve.single import SingleGenerator
 
 MEASURE_SECONDS = 0.25
-IDLE_SECONDS = 0.1  # between two looks while nothing is asked for
+IDLE_SECONDS = 0.1  # between two looks while nothing is request for
 MEETING_SECONDS = 0.25  # of steps between two meetings of several processes
 MOST_STEPS = 64
 LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
@@ -52,7 +52,7 @@ MODEL = "the model"  # in keys of prompt caches
 class Engine:
     """Loads the model and generates, in a thread of its own. Other threads only read attributes.
 
-    ready: set when the model is loaded. problem: the error that ended the thread for good, or None. over:
+    ready: set when the model is loaded. problem: the error that ended the thread for good, or None. is_ending:
     whether it takes no more requests, and puts sessions away. is_batchable: whether requests are decoded together.
     jobs: requests under way, by the batch's number. kv_bytes: of the tokens of requests under way.
     kv_bytes_fp16: the same in plain 16-bit caches. kv_allocated: what their caches take, with room to grow.
@@ -61,7 +61,7 @@ class Engine:
 
     def __init__(self, options: ServeOptions, metrics: Metrics):
         self.options, self.metrics = options, metrics
-        self.ready, self.problem, self.over = Event(), None, False
+        self.ready, self.problem, self.is_ending = Event(), None, False
         self.vocabulary, self.is_batchable = 0, False
         self.loaded: Loaded | None = None
         self.memory: Memory | None = None
@@ -69,16 +69,16 @@ class Engine:
         self.jobs: dict[int, Job] = {}
         self.kv_bytes = self.kv_bytes_fp16 = self.kv_allocated = 0
         self.ranks = Ranks()
-        # None: somebody waits for something else.
+        # None: a count is asked for.
         self.requests: Queue[Job | None] = Queue()
-        self._taken: set[Job] = set()  # that came out of it, and wait for the end of their reply
-        self._asides: Queue[Aside] = Queue()
-        self._generator: BatchGenerator | Alone | None = None
+        self._active: set[Job] = set()  # that came out of it, and wait for the end of their reply
+        self._counts: Queue[tuple[Request, Future[int]]] = Queue()
+        self._generator: BatchGenerator | SingleGenerator | None = None
         self._stop, self._measured, self._steps = False, 0.0, 1
         self._thread = Thread(target=self._run)
         self._thread.start()
 
-    def started(self) -> Loaded:
+    def wait_until_ready(self) -> Loaded:
         """Wait for the model. Raises what loading raised."""
         self.ready.wait()
         if self.problem is not None:
@@ -112,17 +112,17 @@ class Engine:
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
-                instead = False
+                can_retry = False
                 try:
-                    instead = self._step_down(error)
+                    can_retry = self._step_down(error)
                 # The GPU may raise again; clients that wait have to be told all the same.
                 except Exception:
                     logging.exception("kernels were not switched off")
-                self._fail(error, instead)
+                self._fail(error, can_retry)
                 if self.ranks.many:  # they are no longer in step
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
-        self.over = True
+        self.is_ending = True
         self._tell(ending())
         self._drop_generator()
         self.sessions.close()
@@ -169,24 +169,24 @@ class Engine:
         """Switch the kernels off that the error may come from. Returns whether there were any."""
         if self.ranks.many:  # they end, and others may never come to what is under way here
             return False
-        instead = step_down(self.loaded, error)
-        if instead is None:
+        warning = step_down(self.loaded, error)
+        if warning is None:
             return False
-        warn(instead)
+        warn(warning)
         self.sessions.forget()  # their caches hold on to the kernels
         return True
 
-    def _fail(self, error: Exception, instead: bool = False) -> None:
+    def _fail(self, error: Exception, can_retry: bool = False) -> None:
         """Tell all clients that wait, and clear up for an empty batch.
 
-        instead: whether kernels were switched off, so that another attempt may succeed.
+        can_retry: whether kernels were switched off, so that another attempt may succeed.
         """
         message = f"[serve] generation failed: {type(error).__name__}: {faults.reason(error)}"
-        if instead:
+        if can_retry:
             message += "; the kernels that failed are switched off: ask again"
-        for job in self._taken:
+        for job in self._active:
             job.put(MachineError(message))
-        self._taken.clear()
+        self._active.clear()
         self._drop_generator()
         self.memory.release_all()
         self.jobs.clear()
@@ -200,11 +200,13 @@ class Engine:
         while not self.requests.empty():
             if (job := self.requests.get_nowait()) is not None:
                 job.put(error)
-        while not self._asides.empty():
-            self._asides.get_nowait().line.put(error)
-        for job in self._taken:
+        while not self._counts.empty():
+            _, future = self._counts.get_nowait()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        for job in self._active:
             job.put(error)
-        self._taken.clear()
+        self._active.clear()
 
     def stop_and_join(self) -> None:
         self.ranks.end()
@@ -220,16 +222,16 @@ class Engine:
 
     def _loop(self) -> None:
         while not self._stop:
-            while not self._asides.empty():
-                self._asides.get_nowait().answer()
-            job, gone, steps = self._meet()
-            if gone:
-                self._generator.remove(gone)
-                for uid in gone:
-                    self._taken.discard(self.leave(uid))
+            while not self._counts.empty():
+                self._count(*self._counts.get_nowait())
+            job, cancelled, steps = self._meet()
+            if cancelled:
+                self._generator.remove(cancelled)
+                for uid in cancelled:
+                    self._active.discard(self.remove(uid))
                 self._measure(now=True)
             if job is not None:
-                self._taken.add(job)
+                self._active.add(job)
                 self._begin(job)
                 continue
             start = time.monotonic()
@@ -244,15 +246,16 @@ class Engine:
     def _meet(self) -> tuple[Job | None, list[int], int]:
         """Return what comes next in all processes: a request that begins, numbers of those that nobody waits for, and
         steps until the next meeting."""
-        job = self._take() if self.ranks.rank == 0 else None
-        gone = [uid for uid, one in self.jobs.items() if one.given_up]
+        job_next = self._take() if self.ranks.rank == 0 else None
+        cancelled = [uid for uid, job in self.jobs.items() if job.cancelled]
         if not self.ranks.many:
-            return job, gone, 1
-        said = self.ranks.share([job and told.of_job(job), gone, self._steps])
+            return job_next, cancelled, 1
+        request = job_next and messages.job_to_json(job_next)
+        meeting = self.ranks.share([request, cancelled, self._steps])
         self._stop = self._stop or self.ranks.ended
         if self.ranks.rank == 0:
-            return job, gone, self._steps
-        return told.to_meeting(said)
+            return job_next, cancelled, self._steps
+        return messages.meeting_from_json(meeting)
 
     def _take(self) -> Job | None:
         """The next request, if it may begin now; waits a while for one where none is under way."""
@@ -263,40 +266,50 @@ class Engine:
         except Empty:
             return None
 
+    def _count(self, request: Request, future: Future[int]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(len(self.prompts.read(request).tokens))
+        except Refused as error:
+            future.set_exception(error)
+
     def _begin(self, job: Job) -> None:
         """Put a request into the batch: with its tokens, memory for it, and a cache of the start of its prompt."""
-        asked = job.asked
+        request = job.request
         try:
             prompt = self.ranks.decide(
-                lambda: self._read(job), told.of_prompt, lambda said: Prompt(*told.to_prompt(said))
+                lambda: self._read(job),
+                messages.prompt_to_json,
+                lambda data: Prompt(*messages.prompt_from_json(data)),
             )
-            most = self._reserve(job, len(prompt.tokens))
+            max_tokens = self._reserve(job, len(prompt.tokens))
         except Exception as error:
-            self._taken.discard(job)
+            self._active.discard(job)
             job.put(error)
             return
         self.sessions.tenant = job.tenant
         cache, rest = self.sessions.fetch_nearest_cache(MODEL, prompt.tokens)
-        job.held = job.cached = len(prompt.tokens) - len(rest)
-        segments = _behind(prompt.segments, job.cached)
-        job.kinds = prompt.kinds[-len(segments) :][::-1]
-        before = prompt.tokens[-1:] if asked.continue_final_message else ()
-        job.text = ReplyText(self.tokenizer, asked.stop, before)
-        processors = sampling.processors_of(asked)
-        if asked.grammar is not None:  # it has the last word
+        job.cache_tokens = job.cached_tokens = len(prompt.tokens) - len(rest)
+        segments = _without_start(prompt.segments, job.cached_tokens)
+        job.segment_kinds = prompt.kinds[-len(segments) :][::-1]
+        last = prompt.tokens[-1:] if request.continue_final_message else ()
+        job.text = ReplyText(self.tokenizer, request.stop, last)
+        processors = sampling.processors_of(request)
+        if request.grammar is not None:  # it has the last word
             thinks = prompt.state == "reasoning"
-            processors.append(self.grammars.processor(asked.grammar, thinks))
+            processors.append(self.grammars.processor(request.grammar, thinks))
         parse = self.tokenizer.tool_parser
-        job.put(Started(len(prompt.tokens), job.cached, self._machine, prompt.state, parse))
-        if not self.jobs and isinstance(self._generator, Alone) == self.is_batchable:
+        job.put(Start(len(prompt.tokens), job.cached_tokens, self._machine, prompt.state, parse))
+        if not self.jobs and isinstance(self._generator, SingleGenerator) == self.is_batchable:
             self._drop_generator()
         self._generator = self._generator or self._new_generator()
         (uid,) = self._generator.insert_segments(
             [segments],
-            max_tokens=[most],
+            max_tokens=[max_tokens],
             caches=[cache],
-            all_tokens=[prompt.tokens[: job.cached]],
-            samplers=[sampling.sampler_of(asked, self.tokenizer)],
+            all_tokens=[prompt.tokens[: job.cached_tokens]],
+            samplers=[sampling.sampler_of(request, self.tokenizer)],
             logits_processors=[processors],
             stop_sequences=[job.text],
         )
@@ -307,10 +320,12 @@ class Engine:
             self._generator.close()
         self._generator = None
 
-    def _new_generator(self) -> BatchGenerator | Alone:
+    def _new_generator(self) -> BatchGenerator | SingleGenerator:
         stream = mx.default_stream(mx.default_device())  # the one in which processes meet
         if not self.is_batchable:
-            return Alone(self.loaded.model, self._prefill_step, stream, self.ranks.sampler)
+            return SingleGenerator(
+                self.loaded.model, self._prefill_step, stream, self.ranks.sampler
+            )
         return BatchGenerator(
             self.loaded.model,
             completion_batch_size=self.options.batch,
@@ -321,9 +336,9 @@ class Engine:
 
     def _read(self, job: Job) -> Prompt:
         """Make tokens of a request. For rank 0: templates may look at the clock. Raises Refused."""
-        if job.given_up:
+        if job.cancelled:
             raise Refused(504, "[serve] given up before it began", "timeout")
-        prompt, limit = self.prompts.read(job.asked), self.loaded.context
+        prompt, limit = self.prompts.read(job.request), self.loaded.context
         if not prompt.tokens:
             raise Refused(400, "[prompt] has no tokens; got an empty one", "invalid_value")
         if limit and len(prompt.tokens) >= limit:
@@ -336,64 +351,67 @@ class Engine:
         return prompt
 
     def _reserve(self, job: Job, count: int) -> int:
-        """Set memory aside for a prompt of so many tokens and its reply. Returns the most tokens of the reply. Raises
-        Refused where they do not fit."""
-        most, limit = job.asked.max_tokens, self.loaded.context
+        """Set memory aside for a prompt of so many tokens and its reply. Returns the length of the longest reply.
+        Raises Refused where they do not fit."""
+        max_tokens, limit = job.request.max_tokens, self.loaded.context
         if limit:
-            most = min(most, limit - count)
-        if job.asked.shorten:
-            fits = self.memory.longest(count + most) - count
-            most = fits if fits > 0 else most  # else `promise` refuses it
-        self.memory.promise(job, count + most)
-        return most
+            max_tokens = min(max_tokens, limit - count)
+        if job.request.shorten:
+            room = self.memory.longest(count + max_tokens) - count
+            max_tokens = room if room > 0 else max_tokens  # else `promise` refuses it
+        self.memory.promise(job, count + max_tokens)
+        return max_tokens
 
     def step(self) -> None:
         """Read a part of the prompts that wait, and write a token of each reply."""
         generator, jobs = self._generator, self.jobs
-        read, written = generator.next()
+        progress, responses = generator.next()
         if isinstance(generator, BatchGenerator):
             self.ranks.step(generator._generation_batch)
             cut_padding(generator._prompt_batch.prompt_cache)
         else:
             self.ranks.hear()
-        for part in read:
+        for part in progress:
             job = jobs[part.uid]
-            job.held = job.cached + part.progress[0]
+            job.cache_tokens = job.cached_tokens + part.progress[0]
             job.put(part.progress)
-        ends = [one.uid for one in read if one.end_of_segment and not one.end_of_prompt]
-        ends = [uid for uid in ends if jobs[uid].kinds]
+        ends = [part.uid for part in progress if part.end_of_segment and not part.end_of_prompt]
+        ends = [uid for uid in ends if jobs[uid].segment_kinds]
         for uid, (cache, tokens) in generator.extract_cache(ends).items():
             owned = Owned(cache, jobs[uid].tenant)
-            kind = jobs[uid].kinds.pop()
+            kind = jobs[uid].segment_kinds.pop()
             self.sessions.insert_cache(MODEL, tokens[:], owned, cache_type=kind)
-        writers = [jobs[one.uid] for one in written]
-        for job, one in zip(writers, written, strict=True):
-            job.held += 1
-            if one.finish_reason is not None:
-                self.leave(one.uid)
-        self._measure(any(one.finish_reason for one in written))
-        for job, one in zip(writers, written, strict=True):
-            self._write(job, one)
+        pairs = [(jobs[response.uid], response) for response in responses]
+        for job, response in pairs:
+            job.cache_tokens += 1
+            if response.finish_reason is not None:
+                self.remove(response.uid)
+        self._measure(any(response.finish_reason for response in responses))
+        for job, response in pairs:
+            self._write(job, response)
 
-    def _write(self, job: Job, one: Any) -> None:
+    def _write(self, job: Job, response: Any) -> None:
         """Tell a client about a token of its reply; keep the caches of a reply that ends."""
-        text, reason = job.text.take(one.finish_reason)
-        logprob = self._logprob(job.asked, one) if job.asked.logprobs else None
-        if one.finish_reason is None:
-            job.put(Token(text, reason, logprob))
+        text, reason = job.text.take(response.finish_reason)
+        logprob = self._logprob(job.request, response) if job.request.logprobs else None
+        token = Token(text, reason, logprob)
+        if response.finish_reason is None:
+            job.put(token)
             return
-        self._taken.discard(job)
-        job.measured(one.prompt_cache, len(one.all_tokens))
-        job.put(Token(text, reason, logprob))
+        self._active.discard(job)
+        tokens, cache = response.all_tokens[:], Owned(response.prompt_cache, job.tenant)
+        job.measure(cache, len(tokens))
+        job.put(token)
         job.put(None)
-        self.sessions.insert_cache(MODEL, one.all_tokens[:], Owned(one.prompt_cache, job.tenant))
+        self.sessions.insert_cache(MODEL, tokens, cache)
 
-    def _logprob(self, asked: Request, one: Any) -> dict:
+    def _logprob(self, request: Request, response: Any) -> dict:
         """The entry of a token in OpenAI's log-probabilities."""
-        count = max(0, asked.top_logprobs)
-        best = mx.argpartition(-one.logprobs, kth=count - 1)[:count].tolist() if count else []
-        ids = [one.token, *best]
-        values = [finite(x) for x in one.logprobs[mx.array(ids)].astype(mx.float32).tolist()]
+        count = max(0, request.top_logprobs)
+        logprobs = response.logprobs.astype(mx.float32)
+        best = mx.argpartition(-logprobs, kth=count - 1)[:count].tolist() if count else []
+        ids = [response.token, *best]
+        values = [finite(x) for x in logprobs[mx.array(ids)].tolist()]
         entries = [self._entry(*pair) for pair in zip(ids, values, strict=True)]
         top = sorted(entries[1:], key=lambda entry: -(entry["logprob"] or 0.0))
         return entries[0] | {"top_logprobs": top}
@@ -401,11 +419,10 @@ class Engine:
     def _entry(self, token: int, logprob: float | None) -> dict:
         decode = self.tokenizer.decode  # inside of a text: at its start some drop a space
         text = decode([*self._anchor, token])[len(decode(self._anchor)) :]
-        part = "\ufffd" in text  # of a character
-        data = None if part else list(text.encode())
+        data = None if "\ufffd" in text else list(text.encode())  # a part of a character has none
         return {"id": token, "token": text, "logprob": logprob, "bytes": data}
 
-    def leave(self, uid: int) -> Job | None:
+    def remove(self, uid: int) -> Job | None:
         """Release the memory of a job that is no longer in the batch."""
         job = self.jobs.pop(uid, None)
         if job is not None:
@@ -418,49 +435,36 @@ class Engine:
             return
         self._measured = time.monotonic()
         self.kv_allocated = self._generator.prompt_cache_nbytes
-        held = [job.held for job in self.jobs.values()]
+        held = [job.cache_tokens for job in self.jobs.values()]
         self.kv_bytes = sum(map(self.memory.in_use, held))
         self.kv_bytes_fp16 = sum(map(self.memory.fp16, held))
 
     # -- for other threads
 
-    def ask(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         """Hand a request to the generation thread."""
         self.requests.put(job)
 
     def check(self) -> None:
         """Raise the error that ended the generation thread for good: KeyboardInterrupt, where another
-        process was asked to end."""
+        process was request to end."""
         if self.problem is not None:
             raise self.problem
         if self.ranks.ended:
             raise KeyboardInterrupt
         self.ranks.watch(self.options.timeout)
 
-    def aside(self, ask: Callable[[], Any]) -> Any:
-        """Return what a function returns, or raises, that the generation thread calls between two steps: tokenizers
-        are its own. Raises Refused where the server ends first."""
-        aside = Aside(ask)
-        self._asides.put(aside)
+    def count_tokens(self, request: Request) -> Future[int]:
+        """Count the tokens of a request's prompt between two steps: the tokenizer is the generation thread's. The
+        future raises Refused."""
+        future: Future[int] = Future()
+        self._counts.put((request, future))
         self.requests.put(None)
-        end = time.monotonic() + self.options.timeout
-        while time.monotonic() < end:
-            try:
-                found = aside.line.get(timeout=MEASURE_SECONDS)
-            except Empty:
-                if not self.is_healthy:
-                    raise ending() from None
-                continue
-            if isinstance(found, Exception):
-                raise found
-            return found
-        raise Refused(504, f"[--timeout] took more than {self.options.timeout:g} s", "timeout")
+        if not self.is_healthy and future.set_running_or_notify_cancel():
+            future.set_exception(ending())
+        return future
 
-    def count(self, asked: Request) -> int:
-        """The tokens of a request's prompt. Raises Refused."""
-        return len(self.aside(lambda: self.prompts.read(asked)).tokens)
-
-    def numbers(self, job: Job) -> dict:
+    def kv_document(self, job: Job) -> dict:
         """The `kv` field of a reply that has ended."""
         window = window_of(self.loaded)
         used = job.usage or Usage(0, 0, 0, 0, window)
@@ -468,7 +472,7 @@ class Engine:
         return {
             "preset": self.loaded.kv_name,
             "tokens": job.tokens,
-            "cached_tokens": job.cached,
+            "cached_tokens": job.cached_tokens,
             "exact_tokens": window,
             "bytes": used.kv_bytes,
             "bytes_fp16": used.kv_bytes_fp16,
@@ -480,7 +484,7 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        return self._thread.is_alive() and self.problem is None and not self.over
+        return self._thread.is_alive() and self.problem is None and not self.is_ending
 
 
 def load_model(options: ServeOptions, group: mx.distributed.Group | None = None) -> Loaded:
@@ -496,9 +500,10 @@ def finite(logprob: float) -> float | None:
     return max(logprob, LEAST_LOGPROB) if isfinite(logprob) or logprob < 0 else None
 
 
-def _behind(segments: list[list[int]], count: int) -> list[list[int]]:
+def _without_start(segments: list[list[int]], count: int) -> list[list[int]]:
     """Segments without their first `count` tokens; a token stays."""
-    out = list(segments)
-    while count >= len(out[0]):
-        count -= len(out.pop(0))
-    return [out[0][count:], *out[1:]]
+    first, *others = segments
+    while count >= len(first):
+        count -= len(first)
+        first, *others = others
+    return [first[count:], *others]

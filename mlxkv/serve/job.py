@@ -13,15 +13,16 @@ from mlxkv.serve.http.request import Request
 
 
 @dataclass(frozen=True)
-class Started:
+class Start:
     """A request whose prompt is read now.
 
-    prompt: its tokens. cached: those of them that a cache held. machine: mlx-lm's, which knows marks of thoughts and of
-    calls in the reply. state: of it, in which the reply begins. parse: reads the text of calls, or None.
+    prompt_tokens, cached_tokens: of the prompt, and those of them that a cache held. machine: mlx-lm's, which knows
+    marks of thoughts and of calls in the reply. state: of it, in which the reply begins. parse: reads the text of
+    calls, or None.
     """
 
-    prompt: int
-    cached: int
+    prompt_tokens: int
+    cached_tokens: int
     machine: Any
     state: str
     parse: Callable | None
@@ -41,44 +42,31 @@ class Token:
 class Job:
     """What the event loop and the generation thread tell each other.
 
-    asked: the request. tenant: whose prompt cache it uses. given_up: nobody waits for the reply. line: gets `Started`,
-    (read, all) tokens of the prompt, each `Token`, and None at the end; or an error.
-    text: of the reply. kinds: of the segments of its prompt that are not read yet, the last first. cached, held:
-    tokens that a cache held, that its caches hold. tokens, usage: of its caches at the end.
+    tenant: whose prompt cache it uses. cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
+    of the prompt (read, all), each `Token`, and None at the end; or an error.
+    segment_kinds: of the segments of its prompt that are not read yet, the last first. cached_tokens: of its prompt,
+    found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at the end.
     """
 
-    asked: Request
+    request: Request
     tenant: str = ""
-    given_up: bool = False
-    line: Any = field(default_factory=Queue, repr=False)
+    cancelled: bool = False
+    channel: Any = field(default_factory=Queue, repr=False)
     text: ReplyText | None = None
-    kinds: list[str] = field(default_factory=list)
-    cached: int = 0
-    held: int = 0
+    segment_kinds: list[str] = field(default_factory=list)
+    cached_tokens: int = 0
+    cache_tokens: int = 0
     tokens: int = 0
     usage: Usage | None = None
 
     def put(self, item: Any) -> None:
-        self.line.put(item)
+        self.channel.put(item)
 
     @property
     def stop_word(self) -> str | None:
         """The stop word that ended the reply, or None."""
         return self.text.word if self.text is not None else None
 
-    def measured(self, caches: list, tokens: int) -> None:
+    def measure(self, caches: list, tokens: int) -> None:
         """Note the size of the caches, which hold so many tokens."""
         self.usage, self.tokens = usage(caches), tokens
-
-
-class Aside:
-    """A function that the generation thread calls for another one. line: gets what it returns or raises."""
-
-    def __init__(self, ask: Callable[[], Any]):
-        self._ask, self.line = ask, Queue()
-
-    def answer(self) -> None:
-        try:
-            self.line.put(self._ask())
-        except Exception as error:  # for whoever asked
-            self.line.put(error)

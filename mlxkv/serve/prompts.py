@@ -36,26 +36,26 @@ class Prompts:
         self._tokenizer, self._template = tokenizer, template
         self._turns, self._thinking = Turns(tokenizer), Thinking(tokenizer)
 
-    def read(self, asked: Request) -> Prompt:
+    def read(self, request: Request) -> Prompt:
         """The prompt of a request, of any length. Raises Refused where a template fails."""
         try:
-            if not asked.chat:
-                tokens = self._tokenizer.encode(asked.prompt)
+            if not request.chat:
+                tokens = self._tokenizer.encode(request.prompt)
                 return Prompt(tokens, [tokens], ["assistant"])
-            messages = self._thinking.named(asked.messages)
-            if not asked.continue_final_message:
-                return self._chat(asked, messages)
-            prompt = self._chat(asked, messages[:-1])
-            return Prompt(*continued(self._tokenizer, self._turns, prompt, asked.messages[-1]))
+            messages = self._thinking.named(request.messages)
+            if not request.continue_final_message:
+                return self._chat(request, messages)
+            prompt = self._chat(request, messages[:-1])
+            return Prompt(*continued(self._tokenizer, self._turns, prompt, request.messages[-1]))
         except Exception as error:  # templates raise anything
             raise Refused(
                 400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
             ) from None
 
-    def _chat(self, asked: Request, messages: list[dict]) -> Prompt:
-        extra = self._template | (asked.chat_template_kwargs or {})
+    def _chat(self, request: Request, messages: list[dict]) -> Prompt:
+        extra = self._template | (request.chat_template_kwargs or {})
         # Special tokens in contents are text.
-        mark, (messages, tools, extra) = self._turns.broken(messages, asked.tools, extra)
+        mark, (messages, tools, extra) = self._turns.broken(messages, request.tools, extra)
         tokenizer = self._tokenizer if mark is None else Cut(self._tokenizer, self._turns, mark)
         if not tokenizer.has_chat_template:
             text = "".join(f"{PLAIN.get(m['role'], '')}{m['content']}\n" for m in messages)

@@ -143,7 +143,7 @@ def _follow(options: ServeOptions) -> None:
     """Run a process without clients: it does what rank 0 does, and ends with it."""
     engine = Engine(options, Metrics())
     ranks.follow(engine.ranks)
-    engine.started()
+    engine.wait_until_ready()
     try:
         while True:
             engine.check()

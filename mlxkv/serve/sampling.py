@@ -20,34 +20,34 @@ from mlxkv.serve.http.request import Request
 GREEDY = make_sampler(0.0)  # one for all requests: a batch of them is drawn at once
 
 
-def sampler_of(asked: Request, tokenizer: Any) -> Callable[[mx.array], mx.array]:
+def sampler_of(request: Request, tokenizer: Any) -> Callable[[mx.array], mx.array]:
     """The sampler of a request: log-probabilities [B, V] -> tokens [B]; B is 1 where a seed was given."""
-    if not asked.temperature:
+    if not request.temperature:
         return GREEDY
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
-    if asked.seed is not None:
-        return Seeded(asked, special)
+    if request.seed is not None:
+        return Seeded(request, special)
     return make_sampler(
-        asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        xtc_probability=asked.xtc_probability,
-        xtc_threshold=asked.xtc_threshold,
+        request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        xtc_probability=request.xtc_probability,
+        xtc_threshold=request.xtc_threshold,
         xtc_special_tokens=special,
     )
 
 
-def processors_of(asked: Request) -> list[Callable[[mx.array, mx.array], mx.array]]:
+def processors_of(request: Request) -> list[Callable[[mx.array, mx.array], mx.array]]:
     """Biases and penalties of a request: (tokens [N], logits [1, V]) -> logits [1, V]."""
     return make_logits_processors(
-        asked.logit_bias,
-        asked.repetition_penalty,
-        asked.repetition_context_size,
-        asked.presence_penalty,
-        asked.presence_context_size,
-        asked.frequency_penalty,
-        asked.frequency_context_size,
+        request.logit_bias,
+        request.repetition_penalty,
+        request.repetition_context_size,
+        request.presence_penalty,
+        request.presence_context_size,
+        request.frequency_penalty,
+        request.frequency_context_size,
     )
 
 

@@ -163,9 +163,6 @@ def test_paths_and_lengths(server):
     assert send(server, "GET", "/page/style.css/../../engine.py")[0] == 404
     assert send(server, "POST", "/v1/kv", {})[0] == 404
     assert send(server, "GET", "/v1/completions")[0] == 405
-    for length, want in {"-1": 400, "1e3": 400, "+5": 400, "9" * 30: 400, "9" * 20: 413}.items():
-        headers = {"Content-Length": length}
-        assert send(server, "POST", "/v1/completions", None, headers)[0] == want
     status, _, data = send(server, "POST", "/v1/completions", b" " * (65 << 10))
     assert status == 413 and "at most 65536" in json.loads(data)["error"]["message"]
 

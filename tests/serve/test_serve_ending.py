@@ -77,19 +77,19 @@ def test_a_second_signal_is_in_a_hurry(server, monkeypatch):
 
 def test_who_comes_too_late_is_told(server, monkeypatch):
     """A request of a connection that was there before the end."""
-    server.engine.over = True
+    server.engine.is_ending = True
     status, _, data = send(server, "POST", "/v1/completions", {"prompt": "a"})
     assert (status, json.loads(data)["error"]["code"]) == (503, "ending")
-    server.engine.over = False
+    server.engine.is_ending = False
     assert get(server, "/health") == {"status": "ok"}
 
     def late(job):  # between its look and its request, which nobody takes up
-        server.engine.over = True
+        server.engine.is_ending = True
 
-    monkeypatch.setattr(server.engine, "ask", late)
+    monkeypatch.setattr(server.engine, "submit", late)
     status, _, data = send(server, "POST", "/v1/completions", {"prompt": "a"})
     assert (status, json.loads(data)["error"]["code"]) == (503, "ending")
-    server.engine.over = False
+    server.engine.is_ending = False
 
 
 def test_signals_wait_for_a_block():

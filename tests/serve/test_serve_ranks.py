@@ -39,7 +39,7 @@ from small_models import TINY
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
-from mlxkv.serve import engine, ranks, told
+from mlxkv.serve import engine, messages, ranks
 from mlxkv.serve.caches.disk import Disk, open_disk
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
@@ -150,7 +150,7 @@ class Pair(Ranks):
         return [self.table[0], self.table[1]]
 
     def share(self, thing):
-        return told.load(self._meet(told.dump(thing))[0])
+        return messages.load(self._meet(messages.dump(thing))[0])
 
     def _all(self, number):
         return self._meet(int(number))

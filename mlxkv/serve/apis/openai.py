@@ -36,13 +36,13 @@ def fingerprint() -> str:
 class Completion(Reply):
     """A completion, or its chunks."""
 
-    def __init__(self, asked, model: str):
-        super().__init__(asked, asked.stream, model)
-        kind = "chat.completion" if asked.chat else "text_completion"
+    def __init__(self, request, model: str):
+        super().__init__(request, request.stream, model)
+        kind = "chat.completion" if request.chat else "text_completion"
         self._head = {
-            "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid4()}",
+            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid4()}",
             "system_fingerprint": fingerprint(),
-            "object": f"{kind}.chunk" if asked.chat and asked.stream else kind,
+            "object": f"{kind}.chunk" if request.chat and request.stream else kind,
             "model": model,
             "created": int(time.time()),
         }
@@ -53,7 +53,7 @@ class Completion(Reply):
     def start(self) -> None:
         pass
 
-    def said(self, parts: list[tuple], token: Token) -> None:
+    def add_parts(self, parts: list[tuple], token: Token) -> None:
         self._parts += parts
         if token.logprob is not None:
             self._logprobs.append(token.logprob)
@@ -68,7 +68,7 @@ class Completion(Reply):
         if self._logprobs:
             choice["logprobs"] = self._logprobs_document()
         self._parts, self._logprobs = [], []
-        if not self.asked.chat:
+        if not self.request.chat:
             return self._head | {"choices": [choice | {"text": said["text"]}]}
         message: dict = {"role": "assistant"}
         if not self.streams:
@@ -91,7 +91,7 @@ class Completion(Reply):
 
     def _logprobs_document(self) -> dict:
         steps = self._logprobs
-        if self.asked.chat:
+        if self.request.chat:
             return {"content": steps}
         offsets = []
         for step in steps:
@@ -109,18 +109,18 @@ class Completion(Reply):
         if not self.streams:
             return
         self.event(self._chunk(self.reason) | {"kv": self.kv})
-        if self.asked.include_usage:
+        if self.request.include_usage:
             self.event(self._head | {"choices": []} | self._usage() | {"kv": self.kv})
-        self._out += b"data: [DONE]\n\n"
+        self._buffer += b"data: [DONE]\n\n"
 
     def document(self) -> dict:
         return self._chunk(self.reason) | self._usage() | {"kv": self.kv}
 
     def _usage(self) -> dict:
-        prompt, cached = self.started.prompt, self.started.cached
+        prompt, cached = self.prompt.prompt_tokens, self.prompt.cached_tokens
         counts = {"prompt_tokens": prompt, "completion_tokens": self.count}
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"usage": counts | {"total_tokens": prompt + self.count} | details}
 
-    def failed(self, refused: Refused) -> bytes:
+    def error_event(self, refused: Refused) -> bytes:
         return event(refused.body())

@@ -11,7 +11,7 @@ from uuid import uuid4
 from mlx_lm.generate import TextStateMachine
 
 from mlxkv.serve.http.request import Request
-from mlxkv.serve.job import Started, Token
+from mlxkv.serve.job import Start, Token
 from mlxkv.serve.refusals import Refused
 
 KINDS = {"normal": "text", "reasoning": "thinking"}  # by mlx-lm's names of states
@@ -32,16 +32,16 @@ class Markup:
         """Return parts: ("text" or "thinking", text) and ("call", id, name, arguments as JSON text)."""
         self._state, segments = TextStateMachine.split(self._state, text)
         if last:
-            self._state, held, state = TextStateMachine.flush(self._state)
-            segments.append((state, held))
+            self._state, tail, state = TextStateMachine.flush(self._state)
+            segments.append((state, tail))
         parts: list[tuple] = []
-        for state, said in segments:
+        for state, text in segments:
             if state == "tool":
-                self._call = (self._call or "") + said
+                self._call = (self._call or "") + text
                 continue
             parts += self._close()
-            if said and state in KINDS:
-                parts.append((KINDS[state], said))
+            if text and state in KINDS:
+                parts.append((KINDS[state], text))
         return parts + (self._close() if last else [])
 
     def _close(self) -> list[tuple]:
@@ -58,10 +58,10 @@ class Markup:
 def calls_of(parse: Any, text: str, tools: list | None) -> list[tuple[str, str, str]]:
     """The calls in a model's text: id, name, arguments as JSON text. Raises ValueError where they are none."""
     try:
-        found = parse(text, tools)
+        parsed = parse(text, tools)
     except RecursionError as error:  # JSON of a model that never closes its brackets
         raise ValueError(str(error)) from None
-    calls = found if isinstance(found, list) else [found]
+    calls = parsed if isinstance(parsed, list) else [parsed]
     for call in calls:
         named = isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]
         if not named or not isinstance(call.get("arguments"), dict):
@@ -79,28 +79,28 @@ def calls_of(parse: Any, text: str, tools: list | None) -> list[tuple[str, str, 
 class Reply(ABC):
     """The reply to one request, as an API says it.
 
-    asked: the request. streams: whether parts are written as they come; else `document` is the reply. model: its
-    name in replies. started: counts of the prompt. count: tokens of the reply. kv: of the field of that name.
+    streams: whether parts are written as they come; else `document` is the reply. model: its name in replies.
+    prompt: of the request, once it is read. count: tokens of the reply. kv: of the field of that name.
     reason: "stop", "length" or "tool_calls". stop_word: the one that ended it, or None.
 
     Methods that the server calls return the bytes that a stream sends.
     """
 
-    def __init__(self, asked: Request, streams: bool, model: str):
-        self.asked, self.streams, self.model = asked, streams, model
-        self.started: Started | None = None
+    def __init__(self, request: Request, streams: bool, model: str):
+        self.request, self.streams, self.model = request, streams, model
+        self.prompt: Start | None = None
         self.count, self.kv = 0, None
         self.reason, self.stop_word = "stop", None
-        self._called, self._out = False, b""
+        self._has_calls, self._buffer = False, b""
 
     # -- for the server
 
-    def begin(self, started: Started) -> bytes:
+    def begin(self, prompt: Start) -> bytes:
         """The model reads the prompt."""
-        self.started = started
-        self._markup = Markup(started.machine, started.state, started.parse, self.asked.tools)
+        self.prompt = prompt
+        self._markup = Markup(prompt.machine, prompt.state, prompt.parse, self.request.tools)
         self.start()
-        return self._sent()
+        return self._flush()
 
     def wait(self, done: int, total: int) -> bytes:
         """So many tokens of the prompt were read."""
@@ -110,27 +110,27 @@ class Reply(ABC):
         """A token was written."""
         self.count += 1
         parts = self._markup.feed(token.text, token.reason is not None)
-        self._called = self._called or any(part[0] == "call" for part in parts)
+        self._has_calls = self._has_calls or any(part[0] == "call" for part in parts)
         if token.reason is not None:
-            called = token.reason == "stop" and self._called
-            self.reason = "tool_calls" if called else token.reason
-        self.said(parts, token)
-        return self._sent()
+            ends_with_calls = token.reason == "stop" and self._has_calls
+            self.reason = "tool_calls" if ends_with_calls else token.reason
+        self.add_parts(parts, token)
+        return self._flush()
 
     def close(self, kv: dict, stop_word: str | None) -> bytes:
         """The reply is complete."""
         self.kv, self.stop_word = kv, stop_word if self.reason == "stop" else None
         self.end()
-        return self._sent()
+        return self._flush()
 
-    def _sent(self) -> bytes:
-        out, self._out = self._out, b""
+    def _flush(self) -> bytes:
+        out, self._buffer = self._buffer, b""
         return out
 
     def event(self, document: dict, name: str = "") -> None:
         """Send a server-sent event."""
         if self.streams:
-            self._out += event(document, name)
+            self._buffer += event(document, name)
 
     # -- for an API
 
@@ -139,7 +139,7 @@ class Reply(ABC):
         """The reply begins: `started` has the counts of its prompt."""
 
     @abstractmethod
-    def said(self, parts: list[tuple], token: Token) -> None:
+    def add_parts(self, parts: list[tuple], token: Token) -> None:
         """Take the parts that a token completes."""
 
     @abstractmethod
@@ -151,7 +151,7 @@ class Reply(ABC):
         """The whole reply."""
 
     @abstractmethod
-    def failed(self, refused: Refused) -> bytes:
+    def error_event(self, refused: Refused) -> bytes:
         """An error behind the start of a stream."""
 
 
@@ -166,14 +166,14 @@ class Blocks(Reply):
         self.parts: list[list[str]] = []
         self._blank = ""
 
-    def said(self, parts: list[tuple], token: Token) -> None:
-        for kind, *said in parts:
+    def add_parts(self, parts: list[tuple], token: Token) -> None:
+        for kind, *values in parts:
             if kind == "call":
                 self._blank = ""
-                self.parts.append([kind, *said])
-                self.call(*said)
+                self.parts.append([kind, *values])
+                self.add_call(*values)
             else:
-                self._extend(kind, *said)
+                self._extend(kind, *values)
 
     def _extend(self, kind: str, text: str, blank: bool = False) -> None:
         begins = not self.parts or self.parts[-1][0] != kind
@@ -185,7 +185,7 @@ class Blocks(Reply):
             self.parts.append([kind, ""])
         if text:
             self.parts[-1][1] += text
-            self.text(kind, text, begins)
+            self.add_text(kind, text, begins)
 
     def end(self) -> None:
         if self._blank and not self.parts:  # a reply of blanks alone is one
@@ -193,11 +193,11 @@ class Blocks(Reply):
         self.finish()
 
     @abstractmethod
-    def text(self, kind: str, text: str, begins: bool) -> None:
+    def add_text(self, kind: str, text: str, begins: bool) -> None:
         """Say text or thinking. begins: whether a part of another kind, or nothing, came before it."""
 
     @abstractmethod
-    def call(self, id: str, name: str, arguments: str) -> None:
+    def add_call(self, id: str, name: str, arguments: str) -> None:
         """Say a call of a tool."""
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlxkv.serve.apis import anthropic, openai, responses
-from mlxkv.serve.apis.anthropic_reply import error_body as anthropic_error
+from mlxkv.serve.apis.anthropic import error_body as anthropic_error
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.http import page
 from mlxkv.serve.http.access import check_host, given_key, locate, tenant
@@ -56,15 +57,17 @@ class Gate:
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         request = Request(scope, receive)
-        refused = False
+        is_refused = False
 
         async def answer(message: dict) -> None:
             if message["type"] == "http.response.start":
                 self._site.metrics.answered(message["status"])
-                more = self._cors_headers(request)
-                if refused or not scope["wire"].whole:  # where the next request begins is not known
-                    more.append((b"connection", b"close"))
-                message["headers"] = [*message.get("headers", ()), *more]
+                headers = self._cors_headers(request)
+                if (
+                    is_refused or not scope["wire"].is_complete
+                ):  # where the next request begins is not known
+                    headers.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         try:
@@ -72,11 +75,11 @@ class Gate:
             app = PREFLIGHT if request.method == "OPTIONS" else self._app
             await app(scope, receive, answer)
         except Refused as error:
-            refused = True
+            is_refused = True
             await refusal(request, error)(scope, receive, answer)
         except ClientDisconnect:
             pass
-        except Exception:  # whose reply was written
+        except Exception:  # owner reply was written
             logging.exception("a request failed")
 
     def _check(self, request: Request) -> None:
@@ -137,12 +140,12 @@ def refusal(request: Request, refused: Refused) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if refused.status == 405:
         headers["Allow"] = ALLOW
-    theirs = request.scope["path"].startswith("/v1/messages") or _anthropics(request)
-    body = anthropic_error(refused) if theirs else refused.body()
+    is_anthropic = request.scope["path"].startswith("/v1/messages") or _is_anthropic_client(request)
+    body = anthropic_error(refused) if is_anthropic else refused.body()
     return Document(body, refused.status, headers)
 
 
-def _anthropics(request: Request) -> bool:
+def _is_anthropic_client(request: Request) -> bool:
     """Return whether the client is one of Anthropic's, which say so at every path."""
     return "anthropic-version" in request.headers
 
@@ -156,8 +159,8 @@ async def body_of(request: Request, limit: int) -> bytes:
     data, wire, more = bytearray(), request.scope["wire"], True
     while more:
         message = await request.receive()
-        if wire.refused is not None:
-            raise wire.refused
+        if wire.refusal is not None:
+            raise wire.refusal
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         data += message["body"]
@@ -182,26 +185,39 @@ def application(site: Site) -> Starlette:
     async def reply(request: Request) -> Talk:
         body = await body_of(request, site.options.body_bytes)
         read = REPLIES[request.scope["path"]]
-        said: Reply = await run_in_threadpool(read, body, site.served)
-        asked = said.asked
-        whose = await run_in_threadpool(tenant, key(request), asked.user, asked.cache_salt)
+        parsed: Reply = await run_in_threadpool(read, body, site.served)
+        parameters = parsed.request
+        owner = await run_in_threadpool(
+            tenant, key(request), parameters.user, parameters.cache_salt
+        )
         return Talk(
-            site.talks, said, Job(asked, tenant=whose), request.scope["wire"].began, Document
+            site.talks,
+            parsed,
+            Job(parameters, tenant=owner),
+            request.scope["wire"].arrival_time,
+            Document,
         )
 
     async def count(request: Request) -> Response:
         body = await body_of(request, site.options.body_bytes)
-        asked = await run_in_threadpool(anthropic.count, body, site.served)
+        parameters = await run_in_threadpool(anthropic.count, body, site.served)
+        limit = site.options.timeout
         with site.talks.admitted():
-            return Document({"input_tokens": await run_in_threadpool(engine.count, asked)})
+            count = asyncio.wrap_future(engine.count_tokens(parameters))
+            try:
+                return Document({"input_tokens": await asyncio.wait_for(count, limit)})
+            except asyncio.TimeoutError:
+                raise Refused(504, f"[--timeout] took more than {limit:g} s", "timeout") from None
 
     async def files(request: Request) -> Response:
         data, kind = page.read(request.scope["path"])
         return Response(data, media_type=kind, headers=page.HEADERS)
 
     async def health(request: Request) -> Response:
-        well = engine.is_healthy
-        return Document({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+        is_healthy = engine.is_healthy
+        return Document(
+            {"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503
+        )
 
     async def kv(request: Request) -> Response:
         return Document(site.kv(is_operator(request)))
@@ -214,7 +230,7 @@ def application(site: Site) -> Starlette:
 
     async def models(request: Request) -> Response:
         name, wanted = site.name, unquote(request.path_params.get("name", "").strip("/"))
-        if _anthropics(request):
+        if _is_anthropic_client(request):
             return Document(anthropic.models(name, wanted))
         if wanted and wanted != name:
             raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
@@ -224,13 +240,13 @@ def application(site: Site) -> Starlette:
     async def refuse(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
         if isinstance(error, HTTPException):  # of Starlette's router
-            said = "nothing here; see /v1/models, /v1/kv, /health, /metrics"
+            text = "nothing here; see /v1/models, /v1/kv, /health, /metrics"
             if request.method == "POST":
                 error = Refused(404, "[path] nothing here to POST to")
             elif error.status_code == 405:
                 error = Refused(405, f"[{path}] takes POST")
             else:
-                error = Refused(404, f"[path] {said}")
+                error = Refused(404, f"[path] {text}")
         return refusal(request, error if isinstance(error, Refused) else fault(error))
 
     app = Starlette(

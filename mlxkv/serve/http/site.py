@@ -26,7 +26,7 @@ class Site:
 
     def __init__(self, options: ServeOptions, engine: Engine, metrics: Metrics):
         self.options, self.engine, self.metrics = options, engine, metrics
-        self.loaded, self.keys = engine.started(), Keys()
+        self.loaded, self.keys = engine.wait_until_ready(), Keys()
         self.talks, self.limits = Talks(engine), Limits(options.body_bytes, metrics.answered)
         name = Path(self.loaded.name).expanduser()
         # The name of a local folder or file, but not where it lies.

@@ -11,13 +11,13 @@ from typing import Any
 
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.job import Job, Started, Token
+from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.refusals import Refused, ending, fault
 
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
-class Left(Exception):
+class Disconnect(Exception):
     """The client has hung up."""
 
 
@@ -70,29 +70,31 @@ class Talks:
 
 
 class Talk:
-    """The reply to one request, as an application of ASGI. began: when the request began to arrive, by
-    `time.monotonic`. write: the body of a reply that is no stream, as a response."""
+    """The reply to one request, as an application of ASGI. arrival_time: of the request's first byte, by
+    `time.monotonic`. respond: makes a response of the document of a reply that is no stream."""
 
-    def __init__(self, talks: Talks, reply: Reply, job: Job, began: float, write: Callable):
+    def __init__(
+        self, talks: Talks, reply: Reply, job: Job, arrival_time: float, respond: Callable
+    ):
         self._talks, self._engine, self._reply, self._job = talks, talks.engine, reply, job
-        self._began, self._write = began, write
+        self._arrival_time, self._respond = arrival_time, respond
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         reply, metrics = self._reply, self._engine.metrics
-        channel = self._job.line = Channel()
+        channel = self._job.channel = Channel()
         with self._talks.admitted(channel):
             watch = asyncio.create_task(_watch(receive, channel))
-            sent = False
+            has_begun = False
             try:
                 async with aclosing(self._pieces(channel)) as pieces:
                     async for data in pieces:
                         if not reply.streams:
                             continue
-                        if not sent:
+                        if not has_begun:
                             await send(
                                 {"type": "http.response.start", "status": 200, "headers": STREAM}
                             )
-                            sent = True
+                            has_begun = True
                         if data:
                             await send(
                                 {"type": "http.response.body", "body": data, "more_body": True}
@@ -100,56 +102,57 @@ class Talk:
                 if reply.streams:
                     await send({"type": "http.response.body", "body": b""})
                 else:
-                    await self._write(reply.document())(scope, receive, send)
-            except Left:
+                    await self._respond(reply.document())(scope, receive, send)
+            except Disconnect:
                 metrics.add(cut_off=1)
             except Exception as error:
                 refused = error if isinstance(error, Refused) else fault(error)
-                if not sent:
+                if not has_begun:
                     raise refused from None
                 scope["wire"].cycle.keep_alive = False
-                await send({"type": "http.response.body", "body": reply.failed(refused)})
+                await send({"type": "http.response.body", "body": reply.error_event(refused)})
             finally:
                 watch.cancel()
-                self._job.given_up = True
+                self._job.cancelled = True
 
     async def _pieces(self, channel: Channel) -> AsyncIterator[bytes]:
-        """Yield the parts of a stream, b"" without one. Raises Left, Refused, and what the engine has raised."""
+        """Yield the parts of a stream, b"" without one. Raises Disconnect, Refused, and what the engine has raised."""
         engine, reply, job = self._engine, self._reply, self._job
-        limit, first, count = engine.options.timeout, None, 0
-        late = Refused(504, f"[--timeout] took more than {limit:g} s", "timeout")
-        seconds = max(0.0, self._began + limit - time.monotonic())
-        timer = asyncio.get_running_loop().call_later(seconds, channel.put, late)
-        started: Started | None = None
+        limit, first_token, count = engine.options.timeout, None, 0
+        timeout = Refused(504, f"[--timeout] took more than {limit:g} s", "timeout")
+        seconds = max(0.0, self._arrival_time + limit - time.monotonic())
+        timer = asyncio.get_running_loop().call_later(seconds, channel.put, timeout)
+        start: Start | None = None
         try:
-            if engine.over:
+            if engine.is_ending:
                 raise ending()
-            engine.ask(job)
+            engine.submit(job)
             while (item := await channel.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
-                if isinstance(item, Started):
-                    started = item
+                if isinstance(item, Start):
+                    start = item
                     yield reply.begin(item)
                 elif isinstance(item, Token):
-                    count, first = count + 1, first or time.monotonic() - self._began
+                    count += 1
+                    first_token = first_token or time.monotonic() - self._arrival_time
                     yield reply.take(item)
                 else:
                     logging.info("prompt: %d of %d tokens", *item)
                     yield reply.wait(*item)
-            yield reply.close(engine.numbers(job), job.stop_word)
+            yield reply.close(engine.kv_document(job), job.stop_word)
         finally:
             timer.cancel()
-            if started is not None:
+            if start is not None:
                 engine.metrics.add(
-                    prompt_tokens=started.prompt,
-                    cached_tokens=started.cached,
+                    prompt_tokens=start.prompt_tokens,
+                    cached_tokens=start.cached_tokens,
                     generated_tokens=count,
                 )
-                engine.metrics.took(first, time.monotonic() - self._began)
+                engine.metrics.took(first_token, time.monotonic() - self._arrival_time)
 
 
 async def _watch(receive: Callable, channel: Channel) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    channel.put(Left())
+    channel.put(Disconnect())

@@ -26,7 +26,10 @@ from mlxkv import __version__
 from mlxkv.serve.refusals import Refused
 
 HEAD = 64 << 10  # bytes of a request's head
-RESERVE, MOST = 256, 8192  # descriptors for other things; connections where no limit is set
+RESERVE, MAX_CONNECTIONS = (
+    256,
+    8192,
+)  # descriptors for other things; connections where no limit is set
 SECONDS = 30.0  # for a request to arrive, and for each part of a reply to leave
 IDLE = 75.0  # seconds that a connection may wait between requests
 PACE = 16 << 10  # bytes a second; a larger request has more time
@@ -39,15 +42,23 @@ STATES = ("ending", "idle", "arriving", "busy")
 DEFAULT_HEADERS = [("server", f"mlxkv/{__version__}"), ("x-content-type-options", "nosniff")]
 
 
-def most_connections() -> int:
+def connection_limit() -> int:
     """Raise this process's limit of descriptors as far as it may, and return how many connections it can have."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST + RESERVE if hard == resource.RLIM_INFINITY else min(hard, MOST + RESERVE)
+    wanted = (
+        MAX_CONNECTIONS + RESERVE
+        if hard == resource.RLIM_INFINITY
+        else min(hard, MAX_CONNECTIONS + RESERVE)
+    )
     if limit != resource.RLIM_INFINITY and limit < wanted:  # mlx-lm lowers it to 2,048
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MOST if limit == resource.RLIM_INFINITY else max(limit // 2, min(limit - RESERVE, MOST))
+    return (
+        MAX_CONNECTIONS
+        if limit == resource.RLIM_INFINITY
+        else max(limit // 2, min(limit - RESERVE, MAX_CONNECTIONS))
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -72,22 +83,23 @@ def listen(host: str, port: int) -> socket.socket:
 class Limits:
     """What the connections of one server share. For the thread of the event loop.
 
-    body: bytes of a request. most: connections. answered: is told the status of replies that no application wrote.
-    wires: connections by state, the oldest first, with the time since when. arriving: bytes of requests that arrive.
+    body: bytes of a request. max_connections: of the server. count_status: is told the status of replies that no
+    application wrote.
+    wires: connections by state, the oldest first, with the time since when. pending_bytes: of requests that arrive.
     """
 
-    def __init__(self, body: int, answered: Callable[[int], None] = lambda status: None):
-        self.body, self.most, self.answered = body, most_connections(), answered
+    def __init__(self, body: int, count_status: Callable[[int], None] = lambda status: None):
+        self.body, self.max_connections, self.count_status = body, connection_limit(), count_status
         self.wires: dict[str, dict[Wire, float]] = {state: {} for state in STATES}
-        self.arriving = 0
-        self._logged = -60.0
+        self.pending_bytes = 0
+        self._log_time = -60.0
 
     def move(self, wire: Wire, state: str | None) -> None:
         """Note what a connection does now; None: it is closed."""
         before = wire.state
         if before == state:
             return
-        self.arriving += wire.received * ((state == "arriving") - (before == "arriving"))
+        self.pending_bytes += wire.byte_count * ((state == "arriving") - (before == "arriving"))
         if before is not None:
             del self.wires[before][wire]
         if state is not None:
@@ -97,8 +109,8 @@ class Limits:
     def make_room(self) -> bool:
         """Close the oldest connection that waits. Returns False if there is none."""
         now, count = time.monotonic(), sum(map(len, self.wires.values()))
-        if now > self._logged + 10:
-            self._logged = now
+        if now > self._log_time + 10:
+            self._log_time = now
             logging.warning(
                 f"[serve] {count} connections: the oldest that wait are closed for new ones"
             )
@@ -111,7 +123,7 @@ class Limits:
 
     def bound_bodies(self) -> None:
         """Refuse the oldest request that arrives where all of them together are too much."""
-        if self.arriving > BODIES * self.body:
+        if self.pending_bytes > BODIES * self.body:
             oldest = next(iter(self.wires["arriving"]))
             oldest.refuse(Refused(503, "[serve] too much arrives at once", "busy", retry=1))
 
@@ -126,8 +138,8 @@ class Limits:
 class Wire(H11Protocol):
     """One connection, with one request at a time.
 
-    state: one of STATES. began: when the first byte of the request came, by `time.monotonic`, or None. received:
-    bytes of it. refused: why whoever reads its body has to stop, or None.
+    state: one of STATES. arrival_time: of the first byte of the request, by `time.monotonic`, or None. byte_count: of
+    the request. refusal: why whoever reads its body has to stop, or None.
     """
 
     def __init__(self, limits: Limits, **given: Any):
@@ -135,9 +147,9 @@ class Wire(H11Protocol):
         self.limits, self._application = limits, self.app
         self.app = self._answer
         self.state: str | None = None
-        self.began: float | None = None
-        self.received, self.refused = 0, None
-        self._stalled: float | None = None  # since when the client reads nothing
+        self.arrival_time: float | None = None
+        self.byte_count, self.refusal = 0, None
+        self._write_block_time: float | None = None  # since when the client reads nothing
         self._half_closed = False
 
     async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -145,7 +157,7 @@ class Wire(H11Protocol):
         await self._application(scope, receive, send)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether all of the request has come."""
         return not self.cycle.more_body
 
@@ -158,7 +170,7 @@ class Wire(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(Lingering(transport, self))
         count = sum(map(len, self.limits.wires.values()))
-        fits = count < self.limits.most or self.limits.make_room()
+        fits = count < self.limits.max_connections or self.limits.make_room()
         self.limits.move(self, "idle")
         if not fits:
             self.refuse(Refused(503, f"[serve] {count} connections", "busy", retry=1))
@@ -168,14 +180,14 @@ class Wire(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self.received += len(data)
+        self.byte_count += len(data)
         if self.state == "ending":
-            if self.received > DRAIN:
+            if self.byte_count > DRAIN:
                 self.abort()
             return
-        self.began = self.began or time.monotonic()
+        self.arrival_time = self.arrival_time or time.monotonic()
         if self.state == "arriving":
-            self.limits.arriving += len(data)
+            self.limits.pending_bytes += len(data)
         super().data_received(data)
         self._place()
         self.limits.bound_bodies()
@@ -194,11 +206,11 @@ class Wire(H11Protocol):
         return True
 
     def pause_writing(self) -> None:
-        self._stalled = time.monotonic()
+        self._write_block_time = time.monotonic()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self._stalled = None
+        self._write_block_time = None
         super().resume_writing()
 
     # -- requests
@@ -207,20 +219,20 @@ class Wire(H11Protocol):
         if self.state in ("ending", None):
             return
         self.limits.move(self, "idle")
-        self.began, self.received, self.refused = None, 0, None
+        self.arrival_time, self.byte_count, self.refusal = None, 0, None
         super().on_response_complete()
         if self.cycle.response_complete and not self.conn.trailing_data[0]:
             return
-        self.began = time.monotonic()  # the next one came with it
+        self.arrival_time = time.monotonic()  # the next one came with it
         self._place()
 
     def _place(self) -> None:
         if self.state in ("ending", None):
             return
         if self.cycle is None or self.cycle.response_complete:
-            self.limits.move(self, "arriving" if self.began else "idle")
-        elif self.refused is None:
-            self.limits.move(self, "busy" if self.whole else "arriving")
+            self.limits.move(self, "arriving" if self.arrival_time else "idle")
+        elif self.refusal is None:
+            self.limits.move(self, "busy" if self.is_complete else "arriving")
 
     def send_400_response(self, msg: str) -> None:
         """Answer what h11 does not take for a request; called where it has raised."""
@@ -235,7 +247,7 @@ class Wire(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             self._write_refusal(refused)
         else:
-            self.refused = refused
+            self.refusal = refused
             self.limits.move(self, "busy")
             self.cycle.message_event.set()
 
@@ -253,12 +265,12 @@ class Wire(H11Protocol):
         head = h11.Response(status_code=refused.status, headers=headers)
         for event in (head, h11.Data(data=data), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
-        self.limits.answered(refused.status)
+        self.limits.count_status(refused.status)
         self.transport.close()
 
     def look(self, now: float, since: float, state: str) -> None:
         """Close this connection where it waits for too long. since: seconds in its state."""
-        if self._stalled is not None and now > self._stalled + SECONDS:
+        if self._write_block_time is not None and now > self._write_block_time + SECONDS:
             self.abort()
         elif state == "idle" and since > IDLE:
             self.transport.close()
@@ -267,10 +279,10 @@ class Wire(H11Protocol):
                 socket.SOL_SOCKET, socket.SO_ERROR
             ):
                 self.abort()
-        elif state == "ending" and since > SECONDS + self.received / PACE:
+        elif state == "ending" and since > SECONDS + self.byte_count / PACE:
             self.abort()
-        elif state == "arriving" and now > self.began + SECONDS + self.received / PACE:
-            text = f"[request] did not arrive in {SECONDS:g} s; got {self.received} bytes"
+        elif state == "arriving" and now > self.arrival_time + SECONDS + self.byte_count / PACE:
+            text = f"[request] did not arrive in {SECONDS:g} s; got {self.byte_count} bytes"
             peer = self.client[0] if self.client else "a client"
             logging.warning(f"{text} from {peer}; it is closed")
             self.refuse(Refused(408, text, "timeout"))
@@ -293,7 +305,7 @@ class Lingering:
         if self._transport.is_closing() or wire.state == "ending":
             return
         wire.limits.move(wire, "ending")
-        wire.received = 0
+        wire.byte_count = 0
         if wire._half_closed:
             self._transport.close()
             return
@@ -324,14 +336,14 @@ class Web(uvicorn.Server):
                 h11_max_incomplete_event_size=HEAD,
             )
         )
-        self.limits, self._tick, self._end, self._looked = limits, tick, end, 0.0
+        self.limits, self._tick, self._end, self._look_time = limits, tick, end, 0.0
 
     def capture_signals(self):
         return nullcontext()
 
     async def on_tick(self, counter: int) -> bool:
-        if (now := time.monotonic()) > self._looked + LOOK:
-            self._looked = now
+        if (now := time.monotonic()) > self._look_time + LOOK:
+            self._look_time = now
             self.limits.look()
         return await super().on_tick(counter) or self._tick()
 

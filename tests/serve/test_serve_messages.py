@@ -9,7 +9,7 @@ import pytest
 
 import mlxkv
 from mlxkv.errors import MachineError
-from mlxkv.serve import told
+from mlxkv.serve import messages
 from mlxkv.serve.http.request import Request
 from mlxkv.serve.job import Job
 from mlxkv.serve.refusals import Refused
@@ -28,26 +28,28 @@ ASKED = Request(
 
 
 def sent(thing):
-    return told.load(told.dump(thing))
+    return messages.load(messages.dump(thing))
 
 
 def test_a_request_arrives_without_its_text():
-    data = told.dump(told.of_job(Job(ASKED, "t")))
+    data = messages.dump(messages.job_to_json(Job(ASKED, "t")))
     assert b"secret" not in data and b"pickle" not in data
-    job = told.to_job(told.load(data))
-    assert job.tenant == "t" and job.asked.messages == [] and not job.asked.chat_template_kwargs
+    job = messages.job_from_json(messages.load(data))
+    assert job.tenant == "t" and job.request.messages == [] and not job.request.chat_template_kwargs
     plain = {"messages": [], "chat_template_kwargs": None, "user": ""}
-    assert job.asked == replace(ASKED, **plain)
-    assert told.to_meeting(sent([None, [3, 4], 7])) == (None, [3, 4], 7)
+    assert job.request == replace(ASKED, **plain)
+    assert messages.meeting_from_json(sent([None, [3, 4], 7])) == (None, [3, 4], 7)
 
 
 def test_a_prompt_arrives():
     prompt = ([1, 2, 3], [[1], [2, 3]], ["system", "user"], "normal")
-    assert told.to_prompt(sent(told.of_prompt(prompt))) == prompt
+    assert messages.prompt_from_json(sent(messages.prompt_to_json(prompt))) == prompt
 
 
 def test_errors_arrive():
-    one = told.to_error(sent(told.of_error(Refused(503, "[x] a", "b", 2, {"c": 1}))))
+    one = messages.error_from_json(
+        sent(messages.error_to_json(Refused(503, "[x] a", "b", 2, {"c": 1})))
+    )
     assert (one.status, one.message, one.code, one.retry, one.details) == (
         503,
         "[x] a",
@@ -55,11 +57,11 @@ def test_errors_arrive():
         2,
         {"c": 1},
     )
-    other = told.to_error(sent(told.of_error(ValueError("no"))))
+    other = messages.error_from_json(sent(messages.error_to_json(ValueError("no"))))
     assert isinstance(other, MachineError) and "ValueError: no" in str(other)
 
 
-GOOD, TENANT = told.of_job(Job(ASKED, "t"))
+GOOD, TENANT = messages.job_to_json(Job(ASKED, "t"))
 
 
 @pytest.mark.parametrize(
@@ -79,12 +81,17 @@ GOOD, TENANT = told.of_job(Job(ASKED, "t"))
 )
 def test_requests_of_other_shapes_are_refused(change):
     with pytest.raises(MachineError, match="does not read"):
-        told.to_job(sent([GOOD | change, TENANT]))
+        messages.job_from_json(sent([GOOD | change, TENANT]))
 
 
 @pytest.mark.parametrize("bad", [1, "a", [], {}, [[1], 1, ["a"]], [GOOD, None], {"max_tokens": 1}])
 def test_other_things_are_refused(bad):
-    for read in (told.to_job, told.to_meeting, told.to_prompt, told.to_error):
+    for read in (
+        messages.job_from_json,
+        messages.meeting_from_json,
+        messages.prompt_from_json,
+        messages.error_from_json,
+    ):
         with pytest.raises(MachineError, match="does not read"):
             read(sent(bad))
 
@@ -96,13 +103,13 @@ def test_other_things_are_refused(bad):
 )
 def test_prompts_of_other_shapes_are_refused(bad):
     with pytest.raises(MachineError, match="does not read"):
-        told.to_prompt(sent(bad))
+        messages.prompt_from_json(sent(bad))
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04.", b"{", b"[" * 100_000, b"\xff", b"1 2"])
 def test_what_is_no_json_is_refused(data):
     with pytest.raises(MachineError, match="no JSON"):
-        told.load(data)
+        messages.load(data)
 
 
 def test_nothing_in_the_package_reads_pickles():

@@ -16,12 +16,12 @@ from mlxkv.serve.http.request import Request
 from mlxkv.serve.job import Job
 from mlxkv.serve.refusals import Refused
 
-# Fields of requests that are not told, and have defaults.
-APART = ("prompt", "messages", "tools", "chat_template_kwargs", "user", "cache_salt")
+# Fields of requests that are not data, and have defaults.
+LOCAL_FIELDS = ("prompt", "messages", "tools", "chat_template_kwargs", "user", "cache_salt")
 
 
-def dump(thing: Any) -> bytes:
-    return json.dumps(thing, allow_nan=False).encode()
+def dump(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False).encode()
 
 
 def load(data: bytes) -> Any:
@@ -32,50 +32,54 @@ def load(data: bytes) -> Any:
         raise _wrong("no JSON") from None
 
 
-def of_job(job: Job) -> list:
+def job_to_json(job: Job) -> list:
     """A request without its text, and its tenant."""
-    return [{k: x for k, x in asdict(job.asked).items() if k not in APART}, job.tenant]
+    return [{k: x for k, x in asdict(job.request).items() if k not in LOCAL_FIELDS}, job.tenant]
 
 
-def to_job(told: Any) -> Job:
+def job_from_json(data: Any) -> Job:
     """The same, as a job. Raises MachineError."""
-    if len(checked(list, told)) != 2:
+    if len(check_type(list, data)) != 2:
         raise _wrong("a request of other parts")
-    hints = {name: hint for name, hint in get_type_hints(Request).items() if name not in APART}
-    asked = Request(**_fields(hints, checked(dict[str, Any], told[0])))
-    return Job(asked, checked(str, told[1]))
+    hints = {
+        name: hint for name, hint in get_type_hints(Request).items() if name not in LOCAL_FIELDS
+    }
+    asked = Request(**_fields(hints, check_type(dict[str, Any], data[0])))
+    return Job(asked, check_type(str, data[1]))
 
 
-def to_meeting(told: Any) -> tuple[Job | None, list[int], int]:
+def meeting_from_json(data: Any) -> tuple[Job | None, list[int], int]:
     """A request that begins, or None; numbers of those that end; steps. Raises MachineError."""
-    if len(checked(list, told)) != 3:
+    if len(check_type(list, data)) != 3:
         raise _wrong("a meeting of other parts")
-    job = None if told[0] is None else to_job(told[0])
-    return job, checked(list[int], told[1]), checked(int, told[2])
+    job = None if data[0] is None else job_from_json(data[0])
+    return job, check_type(list[int], data[1]), check_type(int, data[2])
 
 
-def of_prompt(prompt: tuple) -> list:
+def prompt_to_json(prompt: tuple) -> list:
     """Tokens, segments, their kinds, and the state a reply begins in."""
     tokens, segments, kinds, state = prompt
     return [tokens, [len(segment) for segment in segments], kinds, state]
 
 
-def to_prompt(told: Any) -> tuple:
+def prompt_from_json(data: Any) -> tuple:
     """The same. Raises MachineError."""
-    if len(checked(list, told)) != 4:
+    if len(check_type(list, data)) != 4:
         raise _wrong("a prompt of other parts")
-    tokens, lengths, kinds, state = told
-    sizes = checked(list[int], lengths)
-    if sum(sizes) != len(checked(list[int], tokens)) or len(sizes) != len(checked(list, kinds)):
+    tokens, lengths, kinds, state = data
+    sizes = check_type(list[int], lengths)
+    if sum(sizes) != len(check_type(list[int], tokens)) or len(sizes) != len(
+        check_type(list, kinds)
+    ):
         raise _wrong("segments that are not the prompt")
     segments, start = [], 0
     for length in lengths:
         segments.append(tokens[start : start + length])
         start += length
-    return tokens, segments, checked(list[str], kinds), checked(str, state)
+    return tokens, segments, check_type(list[str], kinds), check_type(str, state)
 
 
-def of_error(error: Exception) -> dict:
+def error_to_json(error: Exception) -> dict:
     """A Refused, or the text of another error."""
     if not isinstance(error, Refused):
         return {"error": f"{type(error).__name__}: {error}"}
@@ -83,11 +87,11 @@ def of_error(error: Exception) -> dict:
     return {name: getattr(error, name) for name in names}
 
 
-def to_error(told: Any) -> Exception:
+def error_from_json(data: Any) -> Exception:
     """The same, as an error to raise. Raises MachineError itself, if it is none."""
-    told = checked(dict[str, Any], told)
-    if "error" in told:
-        return MachineError(f"[serve] in rank 0: {checked(str, told['error'])}")
+    data = check_type(dict[str, Any], data)
+    if "error" in data:
+        return MachineError(f"[serve] in rank 0: {check_type(str, data['error'])}")
     names = {
         "status": int,
         "message": str,
@@ -95,30 +99,30 @@ def to_error(told: Any) -> Exception:
         "retry": int | None,
         "details": dict,
     }
-    return Refused(**_fields(names, told))
+    return Refused(**_fields(names, data))
 
 
-def checked(kind: Any, thing: Any) -> Any:
-    """`thing`, which came as JSON, if it is a `kind`: a type, a dataclass, or one of typing. Raises
+def check_type(kind: Any, value: Any) -> Any:
+    """`value`, which came as JSON, if it is a `kind`: a type, a dataclass, or one of typing. Raises
     MachineError."""
     kinds, parts = get_origin(kind), get_args(kind)
-    if kind is Any or (kind in (type(None), None) and thing is None):
-        return thing
+    if kind is Any or (kind in (type(None), None) and value is None):
+        return value
     if kinds in (Union, UnionType):
         for part in parts:
             try:
-                return checked(part, thing)
+                return check_type(part, value)
             except MachineError:
                 pass
     elif is_dataclass(kind):
-        return kind(**_fields(get_type_hints(kind), checked(dict[str, Any], thing)))
-    elif kinds is list and type(thing) is list:
-        return [checked(parts[0], one) for one in thing]
-    elif kinds is dict and type(thing) is dict:
-        return {_name(parts[0], name): checked(parts[1], one) for name, one in thing.items()}
-    elif type(thing) is kind or (kind is float and type(thing) is int):
-        return thing
-    raise _wrong(f"{type(thing).__name__} for {kind}")
+        return kind(**_fields(get_type_hints(kind), check_type(dict[str, Any], value)))
+    elif kinds is list and type(value) is list:
+        return [check_type(parts[0], item) for item in value]
+    elif kinds is dict and type(value) is dict:
+        return {_name(parts[0], name): check_type(parts[1], item) for name, item in value.items()}
+    elif type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise _wrong(f"{type(value).__name__} for {kind}")
 
 
 def _name(kind: type, name: str) -> Any:
@@ -130,10 +134,10 @@ def _name(kind: type, name: str) -> Any:
     return int(name)
 
 
-def _fields(hints: dict[str, Any], told: dict) -> dict:
-    if told.keys() != hints.keys():
-        raise _wrong(f"fields {sorted(told.keys() ^ hints.keys())}")
-    return {name: checked(hint, told[name]) for name, hint in hints.items()}
+def _fields(hints: dict[str, Any], data: dict) -> dict:
+    if data.keys() != hints.keys():
+        raise _wrong(f"fields {sorted(data.keys() ^ hints.keys())}")
+    return {name: check_type(hint, data[name]) for name, hint in hints.items()}
 
 
 def _wrong(what: str) -> MachineError:

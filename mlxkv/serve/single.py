@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 
 
 @dataclass(frozen=True)
-class Read:
+class PromptResponse:
     """A part of a prompt that was read. progress: tokens of it so far, and all."""
 
     uid: int
@@ -23,7 +23,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Written:
+class TokenResponse:
     """A token of a reply. logprobs: [V]. The caches and all their tokens come with the last one."""
 
     uid: int
@@ -34,7 +34,7 @@ class Written:
     all_tokens: list[int] | None = None
 
 
-class Alone:
+class SingleGenerator:
     """One request at a time, with the methods of mlx-lm's `BatchGenerator` that the engine calls. step: tokens of a
     prompt that are read at once. agree: turns a sampler into one that draws the same in all processes."""
 
@@ -49,7 +49,7 @@ class Alone:
         self._work = self._serve(self._uid, prompt, **{name: x[0] for name, x in each.items()})
         return [self._uid]
 
-    def next(self) -> tuple[list[Read], list[Written]]:
+    def next(self) -> tuple[list[PromptResponse], list[TokenResponse]]:
         return next(self._work)
 
     def extract_cache(self, uids: list[int]) -> dict:
@@ -83,11 +83,11 @@ class Alone:
         for start in range(0, total - 1, self._step):
             part = prompt[start : min(start + self._step, total - 1)]
             self._model(mx.array(part)[None], cache=cache)
-            mx.eval([one.state for one in cache])
+            mx.eval([layer.state for layer in cache])
             mx.clear_cache()
             tokens += part
-            yield [Read(uid, (start + len(part), total))], []
-        before, matcher = mx.array(tokens, mx.uint32), stop_sequences.matcher()
+            yield [PromptResponse(uid, (start + len(part), total))], []
+        prefix, matcher = mx.array(tokens, mx.uint32), stop_sequences.matcher()
         steps = generate_step(
             mx.array(prompt[-1:]),
             self._model,
@@ -95,7 +95,9 @@ class Alone:
             max_tokens=max_tokens,
             sampler=self._agree(samplers),
             # Penalties count all of the text, whatever part of it a cache held.
-            logits_processors=[partial(_behind, before, one) for one in logits_processors],
+            logits_processors=[
+                partial(_with_prefix, prefix, processor) for processor in logits_processors
+            ],
             prompt_cache=cache,
         )
         tokens += prompt[-1:]
@@ -106,10 +108,12 @@ class Alone:
                 reason = "stop" if matcher.advance(token) else reason
                 if reason:
                     break
-                yield [], [Written(uid, token, logprobs)]
+                yield [], [TokenResponse(uid, token, logprobs)]
         self._cache = []
-        yield [], [Written(uid, token, logprobs, reason, cache, tokens)]
+        yield [], [TokenResponse(uid, token, logprobs, reason, cache, tokens)]
 
 
-def _behind(before: mx.array, processor: Callable, tokens: mx.array, logits: mx.array) -> mx.array:
-    return processor(mx.concatenate([before, tokens]), logits)
+def _with_prefix(
+    prefix: mx.array, processor: Callable, tokens: mx.array, logits: mx.array
+) -> mx.array:
+    return processor(mx.concatenate([prefix, tokens]), logits)
