@@ -35,14 +35,6 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    """'128,64' -> (128, 64). Raises UserError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise UserError(f"[{option}] not whole numbers; got {text!r}; write them like 128,64,32")
-    return tuple(dict.fromkeys(map(int, parts)))
-
-
 def at_least(option: str, got: int, least: int) -> None:
     """Raise UserError if `got` is less than `least`."""
     if got < least:

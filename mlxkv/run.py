@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 from mlxkv import console
 from mlxkv.errors import UserError
-from mlxkv.formats.names import canonical, check_windows, complete_kv, parse_kv
+from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.hosts import Options
 from mlxkv.models.hosts.wrap import watch
 
@@ -54,13 +54,6 @@ def run(
         bool,
         Option("--strict", help="End with code 2 where a layer that grows stays uncompressed."),
     ] = False,
-    windows: Annotated[
-        int | None,
-        Option(
-            "--kv-windows",
-            help="Compress sliding windows of at least so many tokens, too. Default: none.",
-        ),
-    ] = None,
     quiet: Annotated[
         bool, Option("--quiet", "-q", help="No reports on stderr, only what is wrong.")
     ] = False,
@@ -68,12 +61,11 @@ def run(
     """Run a program that is built on mlx-lm or mlx-vlm, unchanged, with compressed caches:
     mlxkv run --kv int4 -- mlx_lm.server --model MODEL"""
     config = parse_kv(kv)
-    check_windows(windows)
     program = find(words or [])
     if config.compresses:
         check_options(program.args, kv)
     quiet = quiet or os.environ.get("MLX_RANK", "0") != "0"  # one of several processes reports
-    return lambda: start(program, Options(canonical(kv), strict, windows, quiet))
+    return lambda: start(program, Options(config, strict, quiet))
 
 
 def check_options(args: list[str], kv: str) -> None:

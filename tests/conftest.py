@@ -58,9 +58,6 @@ def pytest_report_header() -> list[str]:
 # `make test-fast` leaves it out, and with it what a test's own mark calls slow.
 SLOW = (
     "bench/test_bench.py::test_kernels_in_the_emulator",
-    "bench/test_bench_load.py",
-    "bench/test_bench_model.py::test_ctrl_c_kills_the_worker",
-    "bench/test_bench_model.py::test_the_real_command",
     "cache/test_cache_walk.py",
     "cache/test_ragged.py::test_any_walk",
     "calibrate/test_balanced.py::test_pages_are_led_back_by_the_inverse",
@@ -192,18 +189,6 @@ def loaded(model_folder):
     from mlxkv.models import load
 
     return load(str(model_folder), "fp16")
-
-
-@pytest.fixture
-def workers(monkeypatch):
-    """`mlxkv bench` without processes: made-up answers that a test may replace."""
-    from bench_workers import Workers
-
-    from mlxkv.bench.whole import run
-
-    found = Workers()
-    monkeypatch.setattr(run, "call", found.call)
-    return found
 
 
 @pytest.fixture

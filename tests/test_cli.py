@@ -212,7 +212,7 @@ def test_what_commands_take_without_kv_are_picks():
         if "--kv" in param.opts and isinstance(param.default, str)
     }
     assert defaults["mlxkv eval"] == [name for name in PICKS if parse_kv(name).compresses]
-    assert {"mlxkv bench", "mlxkv bench kernels"} <= defaults.keys()
+    assert {"mlxkv bench decode", "mlxkv bench kernels"} <= defaults.keys()
     assert {
         name: set(some) - set(PICKS) for name, some in defaults.items() if set(some) - set(PICKS)
     } == {}

@@ -24,7 +24,7 @@ FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 NO_FRAMEWORK = {"mlxkv.formats", "mlxkv.spec", "mlxkv.texts", "mlxkv.models.catalog"}
 # Templates are rendered by transformers in a process of its own.
 EXCEPTIONS = {"mlxkv.models.catalog.rendering"}
-USES_MLX_LM = ("models", "serve", "bench", "chat.session", "eval.tasks.harness")
+USES_MLX_LM = ("models", "serve", "bench", "chat.session")
 SHARED = [
     "formats",
     "spec",

@@ -36,11 +36,6 @@ class CompressedKVCache(GoesBack):
 
     def __init__(self, config: CacheConfig, layer_maps: LayerMaps | None = None, expected: int = 0):
         state.check_calibrated(config, layer_maps)
-        if config.sliding:
-            raise UserError(
-                f"[CompressedKVCache] no cache here drops what leaves a window; got {config.sliding} tokens; "
-                "choose a file of a model without compressed sliding windows"
-            )
         self.config, self.expected = config, expected
         self.layer_maps = layer_maps if config.calibrated else None
         self._store: Codes | Paged | Records | None = None

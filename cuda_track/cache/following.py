@@ -59,9 +59,9 @@ def taught(now: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool) -> La
         if rate:
             down = getattr(now, name).down
             before = down.expand(*x.shape[:2], *down.shape[-2:]).to(x.device)
-            made[name] = following(update(before, x, rate, low.raw))
+            made[name] = transform_of(update(before, x, rate, low.raw))
     return replace(now, **made) if made else now
 
 
-def following(u: torch.Tensor) -> Transform:
+def transform_of(u: torch.Tensor) -> Transform:
     return Transform(u, u.mT)

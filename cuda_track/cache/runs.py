@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from cuda_track.cache.following import following
+from cuda_track.cache.following import transform_of
 from cuda_track.cache.stores import Codes, Paged, Pair, Records
 from cuda_track.cache.view import Parts
 from cuda_track.codec.codec import Codec, Stored
@@ -81,7 +81,7 @@ def saved(basis: LayerMaps | None) -> Stored:
 
 def loaded(start: LayerMaps | None, arrays: Stored) -> LayerMaps | None:
     """Invert `saved`; start: of the calibration."""
-    return replace(start, **{n: following(u) for n, u in arrays.items()}) if arrays else start
+    return replace(start, **{n: transform_of(u) for n, u in arrays.items()}) if arrays else start
 
 
 def of_rows(basis: LayerMaps | None, rows: torch.Tensor) -> LayerMaps | None:

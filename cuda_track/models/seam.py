@@ -72,9 +72,8 @@ def attach(
             f"[attach] not a model of transformers; got {type(model).__name__}; give one that "
             "AutoModelForCausalLM has loaded"
         )
-    config, label = (parse_kv(kv), kv) if isinstance(kv, str) else (kv, "custom")
-    if not isinstance(config, CacheConfig):
-        raise UserError(f"[attach] no cache; got {kv!r}; choose a preset such as int4")
+    config = parse_kv(kv)
+    label = config.name or "custom"
     detach(model)
     if config.listens:  # heads vote together, and each process has some of them
         insist_on_one(model, "attach", f"{label} runs")
@@ -84,7 +83,7 @@ def attach(
         reports = [one.report(i, config, label, model.device) for i, one in enumerate(found)]
         chosen = {r.index: found[r.index] for r in reports if r.compressed}
         if not any(one.latent for one in chosen.values()):
-            check_rotary(config, label, "attach")
+            check_rotary(config, "attach")
         fits, used = _fit(model, config, chosen, label, calibration)
     except BaseException:
         put_back(model, before)

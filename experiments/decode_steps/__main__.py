@@ -26,9 +26,9 @@ from experiments.decode_steps.operations import operations
 from experiments.decode_steps.same import same
 from experiments.options import Parser, at_least, words
 from mlxkv import console
+from mlxkv.bench.decode import fill_directly
 from mlxkv.bench.show import print_machine
 from mlxkv.bench.subject import Subject, load_subject, machine_in_use
-from mlxkv.bench.whole.decode import fill_directly
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import FULL_PAGES

@@ -35,8 +35,7 @@ Which model files of mlx-lm run on compressed caches.
 Every model file of mlx-lm, small, with random weights in float32, on compressed caches of mlxkv: {prompt} tokens
 read in two chunks and {new} written greedily, on a CPU. *Equal*: with pages that lose nothing (sink, pages and
 windows as ever, numbers in place of codes) tokens are those of the plain model, and logits within {near:g} of their
-norm. *int4*: the same text runs. Layers with a sliding window stay exact here; `attach(model, kv, windows=1024)`
-compresses them from 1024 tokens on.
+norm. *int4*: the same text runs. Layers with a sliding window stay exact.
 """
 
 

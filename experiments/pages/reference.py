@@ -27,7 +27,7 @@ from mlxkv.formats.names import PICKS
 from mlxkv.formats.presets import COMPARED
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.known import CONFIGS
-from mlxkv.models.hooks.refused import LATENTS, REFUSED, REFUSED_BEFORE_0_32
+from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 WRITTEN = "Written from the code by `make reference`; a test compares them."
@@ -247,8 +247,7 @@ def families() -> list[str]:
         "is not named here works, or is refused with a line that says why. `--kv-strict` makes any layer left out an "
         "error.",
         "Sliding-window layers keep mlx-lm's small rotating cache, states (Mamba, linear attention) have a fixed size, "
-        "and both stay as they are; large windows are compressed "
-        "with `--kv-windows`. "
+        "and both stay as they are. "
         "[Every model file of mlx-lm, and families of mlx-vlm and transformers, were tried](../results/families.md).",
         "",
         "## Aliases",

@@ -1,4 +1,4 @@
-"""`mlxkv bench`: speed and memory, of the kernels alone, of a whole model, and of a server.
+"""`mlxkv bench`: speed and memory of the kernels alone (`kernels`) and of a whole model (`decode`, `steps`).
 
-What two of these folders need lies here; the folders import nothing of each other.
+No other command may be imported here.
 """

@@ -33,7 +33,7 @@ def cache_config(name: str) -> CacheConfig:
     """Return what the caches of a row of this name store."""
     if name == PAGED:
         return FULL_PAGES
-    return parse_kv(BASELINE if name == REPLAYED else name)
+    return parse_kv(BASELINE if name == REPLAYED or name in MLX_LM else name)
 
 
 def parse_contexts(text: str, least: int, why: str = "too short to time") -> tuple[int, ...]:
@@ -42,17 +42,6 @@ def parse_contexts(text: str, least: int, why: str = "too short to time") -> tup
     if min(lengths) < least:
         raise UserError(f"[--contexts] {why}; got {min(lengths)}; choose at least {least}")
     return tuple(lengths)
-
-
-def parse_batches(text: str) -> tuple[int, ...]:
-    """'1,4,16' -> (1, 4, 16), each once."""
-    try:
-        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        sizes = (0,)
-    if min(sizes) < 1:
-        raise UserError(f"[--batches] must be numbers from 1; got {text!r}; choose such as 1,4,16")
-    return sizes
 
 
 def check_counts(**counts: int | None) -> None:

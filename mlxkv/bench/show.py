@@ -9,12 +9,10 @@ from mlxkv import console
 
 
 def print_machine(machine: dict, versions: dict) -> None:
-    """Print the machine, the backend in use, the source of power (if known), and versions."""
+    """Print the machine, the backend in use, and versions."""
     memory = console.human_bytes(machine["memory_bytes"])
     print(f"{machine['chip']} · {memory} · {machine['system']}")
     print(f"backend {machine['backend']}: {machine['device']}")
-    if power := machine.get("power"):
-        print(f"power {power['source']}, mode {power['mode']}")
     print(" · ".join(f"{name} {text or 'missing'}" for name, text in versions.items()))
 
 

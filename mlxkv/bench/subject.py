@@ -27,7 +27,7 @@ from mlxkv.models.catalog import known
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.catalog.sizes import COMPRESSED
 from mlxkv.models.hooks.held import layers_of
-from mlxkv.models.hooks.mark import mark, steps_of
+from mlxkv.models.hooks.mark import mark
 from mlxkv.models.hooks.rebind import bind
 from mlxkv.models.loading.families import NotBuilt, classes_of
 from mlxkv.models.loading.outline import build
@@ -57,16 +57,14 @@ class Subject:
         return spread(calibrate(self.model, target="random"))
 
     @contextmanager
-    def attached(self, preset: str, by_python: bool = False) -> Iterator[list]:
+    def attached(self, preset: str) -> Iterator[list]:
         """Attach `preset` inside a `with` block; yields the reports of `attach`. REPLAYED: the model keeps
-        its own caches, and its steps are replayed. by_python: no step is."""
+        its own caches, and its steps are replayed."""
         config = cache_config(preset)
         calibration = self.calibration if config.calibrated else None
         reports = attach(self.model, config, calibration=calibration)
         if preset == REPLAYED:
             mark(self.model, bind(self.model), {})
-        if by_python and (steps := steps_of(self.model)) is not None:
-            steps.off = "--uncompiled"
         try:
             yield reports
         finally:

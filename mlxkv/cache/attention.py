@@ -14,9 +14,7 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from mlxkv.cache.latent.pages import FixedLatents, LatentPages
-from mlxkv.cache.view import OPS, TILES, CacheView, RecordPages, View
-from mlxkv.errors import UserError
+from mlxkv.cache.view import OPS, TILES, LatentPages, RecordPages, View
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles
 from mlxkv.metal.launch import backend
@@ -38,7 +36,7 @@ SCORE_BYTES, SCORE_BYTES_GPU = 1 << 22, 1 << 26
 
 def attend(
     queries: mx.array,
-    view: CacheView,
+    view: View,
     scale: float,
     mask: mx.array | str | None = None,
     sink_logits: mx.array | None = None,
@@ -50,100 +48,39 @@ def attend(
     array is one that `BatchedKVCache.make_mask` made. sink_logits: [H], of attention sinks (gpt-oss).
     softcap: scores are bent to stay below it (Gemma 2).
     """
-    if view.fixed:
-        return _attend_fixed(queries, view, scale, mask, sink_logits, softcap)
-    if view.batched:
-        return _attend_batch(queries, view, scale, mask, sink_logits, softcap)
+    new, pages, is_array = queries.shape[2], view.pages, isinstance(mask, mx.array)
+    if is_array or view.seen is not None:
+        view.check(mask)
+    if view.rows is not None or (view.starts is not None and is_array):
+        return _one_by_one(queries, view, scale, mask, sink_logits, softcap)
     if view.sealed:
         queries = mx.depends(queries, list(view.sealed))
-    window = 0
-    if view.sliding is not None and mask is None:
-        mask, window = _window(view)
-    pages = view.pages
-    if pages is None or queries.shape[2] > DECODE_TOKENS:
-        out = _prefill(queries, view, scale, mask, sink_logits, softcap)
+    if pages is None or new > DECODE_TOKENS:
+        read = _by_scratch
     elif isinstance(pages, LatentPages) and pages.reads(queries, mask, sink_logits, softcap):
-        out = pages.attended(queries, view, scale, mask)
-    elif isinstance(pages, LatentPages) or pages.plan.body == OPS:
-        out = _decode_codes(queries, view, scale, mask, sink_logits, softcap)
-    elif isinstance(mask, mx.array) or len(pages.parts) > RUNS:  # which no kernel takes
-        out = _prefill(queries, view, scale, mask, sink_logits, softcap)
+        read = _by_latents
+    elif pages.plan.body == OPS or isinstance(pages, LatentPages):
+        read = _by_codes
+    elif is_array or len(pages.parts) > RUNS:  # which no kernel takes
+        read = _by_scratch
     else:
-        sink, live = view.sink, view.live
-        count = sink[0].shape[2] if sink else 0
-        lengths = ((pages.parts[0].records, count, live[0].shape[2]),) * queries.shape[0]
-        buffers = view.buffers or live
-        out = _decode_records(
-            *(queries, pages.parts, sink, buffers, lengths, scale, sink_logits),
-            softcap=softcap,
-            window=window,
-        )
+        read = _by_kernels
+    out = read(queries, view, scale, mask, sink_logits, softcap)
     return out if view.observer is None else view.observer(queries, out, scale, mask)
 
 
-def _window(view: View) -> tuple[mx.array | None, int]:
-    """The sliding window of a single token: a mask [1, T], or the tokens of a window for kernels, which have
-    none for a sink beside it; neither where all is seen."""
-    size, keep, total = view.sliding.size, view.sliding.keep, view.tokens
-    if total <= size:
-        return None, 0
-    if not keep and view.pages is not None and view.pages.plan.body != OPS:
-        return None, size
-    columns = mx.arange(total)
-    return ((columns < keep) | (columns >= total - size + keep))[None], 0
-
-
-def _attend_fixed(queries, view, scale, mask, sink_logits, softcap):
-    """As `attend`, in a step of fixed shapes. Raises UserError for a mask that is an array: what the
-    columns of buffers hold is not what a model's code thinks."""
-    if isinstance(view, FixedLatents):
-        if not isinstance(mask, mx.array) or mask.shape[-2:] != (1, view.columns):
-            raise UserError("[attend] this model's code adds no rotary scores to those of latents")
-        if view.pages.reads(queries, mask, sink_logits, softcap):
-            return view.pages.attended(queries, view, scale, mask)
-        return _decode_codes(queries, view, scale, view.added(mask), sink_logits, softcap)
-    if isinstance(mask, mx.array):
-        raise UserError("[attend] this model's code makes a mask of its own for compressed layers")
-    if view.pages is None:
-        seen = view.seen(queries.shape[2])
-        if softcap is not None:
-            return _exact(queries, *view.live, scale, seen, sink_logits, softcap)
-        return mx.fast.scaled_dot_product_attention(
-            queries, *view.live, scale=scale, mask=seen, sinks=sink_logits
-        )
-    if view.pages.plan.body == OPS:
-        seen = view.seen(queries.shape[2])
-        return _decode_codes(queries, view, scale, seen, sink_logits, softcap, fixed=True)
-    parts, windows = (view.pages,), (view.sink, view.live)
-    return _decode_records(
-        *(queries, parts, *windows, view.lengths, scale, sink_logits),
-        softcap=softcap,
-        window=view.window,
-    )
-
-
-def _attend_batch(queries, view, scale, mask, sink_logits, softcap):
-    """As `attend`, for every sequence: in one dispatch, or one after the other."""
-    is_array = isinstance(mask, mx.array)
-    if is_array and (mask.ndim != 4 or mask.shape[-1] < view.tokens):
-        raise UserError(
-            f"[attach] this model's mask does not fit a batch; got shape {list(mask.shape)} for "
-            f"{view.tokens} tokens; serve its requests one at a time"
-        )
-    if view.starts is not None and not is_array:
-        parts, windows = (view.pages,), (view.sink, view.live)
-        return _decode_records(
-            queries, parts, *windows, view.lengths, scale, sink_logits, view.starts, softcap
-        )
+def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
+    """As `attend`, for sequences one after the other."""
+    rows = view.rows if view.rows is not None else view.split()
     new, out = queries.shape[2], []
-    skips, padding = view.skips or (0,) * len(view.rows), view.padding
-    for i, (row, skip) in enumerate(zip(view.rows, skips, strict=True)):
+    skips, padding = view.skips or (0,) * len(rows), view.padding
+    for i, (row, skip) in enumerate(zip(rows, skips, strict=True)):
         if row is None:
             out.append(None)
             continue
         one, n = row[0], new - skip if row[1] is None else row[1]
         part = mask
-        if is_array:
+        if isinstance(mask, mx.array):
             start = 0 if padding is None else padding[i]
             columns = slice(start, start + one.columns)
             part = mask[min(i, mask.shape[0] - 1)][None, :, skip : skip + n, columns]
@@ -157,27 +94,23 @@ def _attend_batch(queries, view, scale, mask, sink_logits, softcap):
     return mx.concatenate([nothing if x is None else x for x in out])
 
 
-def _decode_records(
-    queries: mx.array,
-    parts: tuple[RecordPages, ...],
-    sink,
-    live,
-    lengths,
-    scale: float,
-    sink_logits: mx.array | None,
-    starts: tuple[int, ...] | None = None,
-    softcap: float | None = None,
-    window: int = 0,
-) -> mx.array:
-    """Kernels walk records and windows: codes are read once, nothing is decoded.
+def _by_latents(queries, view, scale, mask, sink_logits, softcap):
+    return view.pages.attended(queries, view, scale, mask)
 
-    queries: [B, H, L, D] -> [B, H, L, Dv]. parts: runs of pages, at most RUNS. sink, live: (keys,
-    values), [B, G, room, D]. lengths, starts: as in `kernels.attend`.
+
+def _by_kernels(queries, view, scale, mask, sink_logits, softcap):
+    """Walk records and windows: codes are read once, nothing is decoded. Kernels know which tokens a new one sees.
+
+    queries: [B, H, L, D] -> [B, H, L, Dv].
     """
     batch, heads, new, dims = queries.shape
+    sink, live = view.sink, view.buffers or view.live
     kv_heads, dtype = live[0].shape[1], live[0].dtype
-    pages, *more = parts
-    plan = pages.plan
+    pages, *more = view.pages.parts
+    plan, lengths = pages.plan, view.lengths
+    if lengths is None:
+        count = sink[0].shape[2] if sink else 0
+        lengths = ((pages.records, count, view.live[0].shape[2]),) * batch
     if plan.body == TILES:
         return tiles.attend(
             queries.astype(dtype),
@@ -192,10 +125,9 @@ def _decode_records(
             sink_logits=sink_logits,
             headers=pages.headers,
             second=_tile_run(more[0]) if more else None,
-            starts=starts,
+            starts=view.starts,
             page=pages.codecs[0].page,
             softcap=softcap,
-            window=window,
         ).astype(queries.dtype)
     q = queries.reshape(batch, kv_heads, -1, dims)
     exact = q.astype(mx.float32)
@@ -215,10 +147,9 @@ def _decode_records(
         sink_logits=sink_logits,
         headers=pages.headers,
         second=_run(more[0], exact) if more else None,
-        starts=starts,
+        starts=view.starts,
         page=pages.codecs[0].page,
         softcap=softcap,
-        window=window,
     )
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
@@ -241,7 +172,7 @@ def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
     )
 
 
-def _prefill(queries, view, scale, mask, sink_logits, softcap=None):
+def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
     """The pages of this one layer decoded into a scratch, then `mx.fast` SDPA.
 
     Where a transform is square, windows, queries and outputs are turned, not the many tokens of the
@@ -259,9 +190,12 @@ def _prefill(queries, view, scale, mask, sink_logits, softcap=None):
         keys, values = view.pages.between(sink, live)
     batch, heads, new, dims = queries.shape
     q = queries
+    if view.seen is not None:
+        mask = view.visible(mask, new)
     if turns[0] is not None:
         q = turns[0].turned_query(q.reshape(batch, keys.shape[1], -1, dims)).reshape(queries.shape)
-    if softcap is not None or (not view.plain and not _is_fused(q, values)):
+    whole = view.plain or view.seen is not None or _is_fused(q, values)
+    if softcap is not None or not whole:
         out = _blocked(q, keys, values, scale, mask, sink_logits, softcap)
     else:
         out = mx.fast.scaled_dot_product_attention(
@@ -343,14 +277,15 @@ def _exact(queries, keys, values, scale, mask, sink_logits, softcap):
     return (p @ values.astype(mx.float32)).reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
-def _decode_codes(queries, view, scale, mask, sink_logits, softcap=None, fixed=False):
-    """By products with codes: scores of the parts side by side, one softmax, a mixture of each. fixed: the mask says
-    which columns of a step of fixed shapes hold tokens."""
+def _by_codes(queries, view, scale, mask, sink_logits, softcap):
+    """Multiply codes: scores of the parts side by side, one softmax, a mixture of each."""
     batch, heads, new, dims = queries.shape
     sink, live = view.sink, view.live
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, live[0].shape[1], -1, dims)
     s = scores(q, view).reshape(batch, heads, new, -1)
+    if view.seen is not None:
+        mask = view.visible(mask, new)
     p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
     out, start = None, 0
     if sink is not None:

@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.contract import Contract
 from mlxkv.cache.ragged import Ragged
-from mlxkv.cache.view import OPS, BatchView
+from mlxkv.cache.view import OPS, Pair, View
 from mlxkv.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,10 +54,7 @@ class BatchedKVCache(Contract):
                 f"left_padding {wanted} for sequences of {self.offsets} tokens; pad on the right instead"
             )
         self._ahead = list(wanted)
-        if not any(
-            row.config.sliding for row in self._rows
-        ):  # whose masks are of the window's columns
-            self._padding = wanted
+        self._padding = wanted
 
     @property
     def rows(self) -> list[CompressedKVCache]:
@@ -124,15 +121,18 @@ class BatchedKVCache(Contract):
         for i, (row, skip, n) in enumerate(zip(self.rows, skips, counts, strict=True)):
             new = (x[i : i + 1, :, skip : skip + n] for x in (keys, values))
             rows.append((row.update_and_fetch(*new)[0], n) if n else None)
-        view = self._batch_view(rows)
-        if not any(counts):
-            view = replace(view, like=(keys[:, :, :0], values[:, :, :0]))
+        view = self._batch_view(rows, (keys[:, :, :0], values[:, :, :0]))
         return view, view
 
-    def _batch_view(self, rows: Sequence) -> BatchView:
+    def _batch_view(self, rows: Sequence, nothing: Pair | None = None) -> View:
+        """The view of all sequences. nothing: keys and values of no tokens, where all new ones are padding."""
         skips = self._skips if self._new is not None else None
-        return BatchView(
-            tuple(rows), skips and tuple(skips), self._padding and tuple(self._padding)
+        live = next((row[0].live for row in rows if row is not None), nothing)
+        return View(
+            live,
+            rows=tuple(rows),
+            skips=skips and tuple(skips),
+            padding=self._padding and tuple(self._padding),
         )
 
     def _arriving(self, new: int) -> tuple[list[int], list[int]]:
@@ -197,15 +197,6 @@ class BatchedKVCache(Contract):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """None, "causal" or a boolean [B, 1, N, tokens of the longest + N], where the columns of a
         sequence are its tokens from the first one on, behind padding on its left."""
-        if self._ragged is None and any(row.config.sliding for row in self._rows):
-            own = [row.make_mask(N, return_array, window_size) for row in self._rows]
-            if not any(isinstance(one, mx.array) for one in own):
-                return own[0]
-            skips, _ = self._parts(N)
-            counts = [N - skip for skip in skips]
-            masks = [row.seen(n, window_size) for row, n in zip(self._rows, counts, strict=True)]
-            each = zip(masks, skips, strict=True)
-            return _stacked([mx.pad(mask, [(skip, 0), (0, 0)]) for mask, skip in each])
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
         if self._padding is not None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxkv.cache import selftest
-from mlxkv.cache.latent import trial
 from mlxkv.cache.selftest import Case
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, PORTABLE, TILES, KernelPlan
@@ -48,7 +47,7 @@ class Question:
     @property
     def heads(self) -> int:
         """Query heads that a kernel for latents is tried with."""
-        return trial.HEADS if self.case is None else self.case.heads
+        return selftest.LATENT_HEADS if self.case is None else self.case.heads
 
     @property
     def has_kernels(self) -> bool:
@@ -64,7 +63,7 @@ class Question:
         if self.latent:
             if _tiles_off() or latents.why_not_here(make):
                 return True
-            return trial.is_known(self.config, self.dims[0], self.dtype, make, self.heads)
+            return selftest.is_latent_known(self.config, self.dims[0], self.dtype, make, self.heads)
         return selftest.is_known(self.config, self.dims[0], self.dtype, make, self.case)
 
 
@@ -86,7 +85,7 @@ def plan(
     if latent:
         if reason := _tiles_off() or latents.why_not_here(make):
             return KernelPlan(OPS, reason, asked=asked)
-        if reason := trial.fault(config, dims[0], dtype, make, question.heads):
+        if reason := selftest.latent_fault(config, dims[0], dtype, make, question.heads):
             return KernelPlan(OPS, f"{FAILED}: {reason}", asked=asked)
         return KernelPlan(TILES, None, None, make, asked)
     layout = question.layout

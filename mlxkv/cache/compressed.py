@@ -75,7 +75,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def _stored(self) -> CacheConfig:
         """The config without the value map, if the weights already apply it."""
         folded = self.layer_maps is not None and self.layer_maps.folded
-        return self.config.folded if folded else self.config.whole
+        return self.config.folded if folded else self.config
 
     def turn_values(self, folded: bool) -> None:
         """Map the values of the windows for a model whose weights map values (`folded`), or do not.
@@ -237,7 +237,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         self._last = mx.contiguous(keys[:, :, last]), mx.contiguous(values[:, :, last])
         self._append(keys[:, :, start:], values[:, :, start:])
 
-    # -- a step of fixed shapes (`cache.fixed`)
+    # -- a step of fixed shapes (`cache.traced`)
 
     @property
     def windows(self) -> Pair | None:

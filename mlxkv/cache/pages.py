@@ -114,11 +114,6 @@ class Pages:
         if kept is not None:
             self.restore(kept, count)
 
-    def drop(self, count: int) -> None:
-        """Drop the first `count` pages of the only sequence, which has more; leave room for one."""
-        left = self.counts[0] - count
-        self._lay_out([(self.read(count), left)], 1)
-
     def restore(self, arrays: Named, count: int) -> None:
         """Hold one sequence, of exactly `count` pages."""
         for name, x in arrays.items():

@@ -21,7 +21,7 @@ from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.pages import Pages
 from mlxkv.cache.stores import Contents, Records
-from mlxkv.cache.view import KernelPlan, Pair, RaggedView, RecordPages
+from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View
 from mlxkv.codec.transform import left
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import TOKENS
@@ -123,7 +123,7 @@ class Ragged:
 
     # -- reading and writing
 
-    def append(self, keys: mx.array, values: mx.array) -> RaggedView:
+    def append(self, keys: mx.array, values: mx.array) -> View:
         """Append keys, values: [B, G, L, D] with L up to DECODE_TOKENS."""
         self.settle()
         keys, new = left(self.centre, keys), keys.shape[2]
@@ -146,14 +146,14 @@ class Ragged:
         pairs = zip(self.counts, self.parted, strict=True)
         return any(n + new > self._limit(parted) for n, parted in pairs)
 
-    def view(self) -> RaggedView:
+    def view(self) -> View:
         """Return what attention reads without new tokens."""
         self.settle()
         return self._view()
 
-    def _view(self) -> RaggedView:
-        pages = self.room(list(self.pages.arrays.values()))
-        return RaggedView(pages, *self.lengths, self.sink, self.live)
+    def _view(self) -> View:
+        pages, (starts, lengths) = self.room(list(self.pages.arrays.values())), self.lengths
+        return View(self.live, self.sink, pages, starts=starts, lengths=lengths)
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from mlxkv import faults
 from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend
-from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import Parts, Sliding, View
+from mlxkv.cache.stores import Codes, LatentCodes, Records
+from mlxkv.cache.view import BY_OPS, TILES, KernelPlan, Parts, View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import DIMS, Fill
@@ -36,13 +36,12 @@ MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what ke
 @dataclass(frozen=True)
 class Case:
     """The part of a model's attention that kernels are built for. sinks: whether there are logits of
-    attention sinks. softcap: of scores. windowed: whether a token sees a sliding window."""
+    attention sinks. softcap: of scores."""
 
     heads: int = 8
     kv_heads: int = 2
     sinks: bool = False
     softcap: float | None = None
-    windowed: bool = False
 
     @property
     def small(self) -> Case:
@@ -174,10 +173,6 @@ def _test(
             for n in steps
             for view in views
         ]
-        if case.windowed:  # half a page of the first is out of sight
-            total = views[0].tokens - sink[0].shape[2]
-            view = replace(views[0], sink=None, sliding=Sliding(total - config.page // 2, 0))
-            seen.append(attend(queries[:, :, :1], view, dims**-0.5, None, logits, case.softcap))
         many = attend(queries, views[0], dims**-0.5, "causal", logits, case.softcap)
         out = mx.concatenate(seen, axis=2), *_whole(views[-1], dtype), many
         mx.eval(out)
@@ -257,3 +252,73 @@ def _far(ours: mx.array, plain: mx.array) -> float:
     ours, plain = ours.astype(mx.float32), plain.astype(mx.float32)
     far = mx.abs(ours - plain) > 0.05 * mx.sqrt(mx.mean(plain**2))
     return mx.mean(far.astype(mx.float32)).item()
+
+
+# -- Tests the kernel for latents on this machine before it is used, which also builds it.
+
+LATENT_HEADS = 16  # query heads, where a model's are not known
+_LatentKey = tuple[CacheConfig, int, mx.Dtype, Factory, int]
+_latent_faults: dict[_LatentKey, str | None] = {}
+
+
+def is_latent_known(
+    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int
+) -> bool:
+    """Return whether it has been tried in this process."""
+    return (config, dims, dtype, make, heads) in _latent_faults
+
+
+def latent_fault(
+    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int = LATENT_HEADS
+) -> str | None:
+    """Return why the kernel for latents of `dims` dims must not be used, or None: it is built and compared with
+    plain ops, once in a process. An exception becomes the reason."""
+    key = config, dims, dtype, make, heads
+    if key not in _latent_faults:
+        _latent_faults[key] = (
+            _latent_trusted(*key) if make is mx.fast.metal_kernel else _latent_fault(*key)
+        )
+    return _latent_faults[key]
+
+
+def _latent_trusted(
+    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int
+) -> str | None:
+    """As `_latent_fault`, with the notes of earlier processes on a Mac."""
+    place = ("latents", config, heads), dims, dtype, True
+    trust.wait(*place)
+    if reason := trust.why_not(*place):
+        return reason
+    with trust.trial(*place):
+        reason = _latent_fault(config, dims, dtype, make, heads)
+    trust.note(*place[:3], reason is None, True, reason)
+    return reason
+
+
+def _latent_fault(
+    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int
+) -> str | None:
+    # Plain ops on the CPU are the reference: some GPUs lack a few of MLX's quantized products.
+    with mx.stream(mx.cpu):
+        count = PAGES * config.page
+        x = mx.random.normal((1, 1, count, dims), key=mx.random.key(0)).astype(dtype)
+        live, sink = x[:, :, 5:30], x[:, :, 40:44]
+        queries = mx.random.normal((1, heads, 1, dims), key=mx.random.key(1)).astype(dtype)
+        added = mx.random.normal((1, heads, 1, count + 29), key=mx.random.key(2)).astype(dtype)
+        turned = sample(1, (dims, dims), config.fitted) if config.calibrated else None
+        store = LatentCodes(config, (dims, dims), turned, plan=KernelPlan(TILES, make=make))
+        store.append((x, x), PAGES)
+        pages = store.read(0, PAGES)
+        view = View(tuple(mx.contiguous(live) for _ in "kv"), (mx.contiguous(sink),) * 2, pages)
+        plain = replace(view, pages=replace(pages, plan=BY_OPS))
+        expected = attend(queries, plain, dims**-0.5, added).astype(mx.float32)
+        mx.eval(expected, view.live, view.sink, store.arrays(), queries, added)
+    try:
+        ours = attend(queries, view, dims**-0.5, added).astype(mx.float32)
+        mx.eval(ours)
+    except Exception as error:  # a compiler or a driver may raise anything at all
+        drain()
+        return faults.reason(error)
+    with mx.stream(mx.cpu):
+        off = mx.sqrt(mx.mean((ours - expected) ** 2) / mx.mean(expected**2)).item()
+    return None if off <= BOUND else f"attention over latents is off by {off:.2g}"

@@ -14,9 +14,17 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
-from mlxkv.cache.latent.pages import LatentPages
 from mlxkv.cache.pages import Pages
-from mlxkv.cache.view import BY_OPS, PORTABLE, TILES, CodePages, KernelPlan, Pair, RecordPages
+from mlxkv.cache.view import (
+    BY_OPS,
+    PORTABLE,
+    TILES,
+    CodePages,
+    KernelPlan,
+    LatentPages,
+    Pair,
+    RecordPages,
+)
 from mlxkv.codec import encoding, records
 from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
@@ -143,11 +151,6 @@ class Codes(_Store):
     def truncate(self, count: int) -> None:
         self._whole = None
         self.pages.truncate(count)
-
-    def drop(self, count: int) -> None:
-        """Drop the first `count` pages, but not all."""
-        self._whole = None
-        self.pages.drop(count)
 
     def arrays(self) -> list[mx.array]:
         """All allocated arrays."""
@@ -316,10 +319,6 @@ class Records(_Store):
 
     def truncate(self, count: int) -> None:
         self.pages.truncate(count)
-
-    def drop(self, count: int) -> None:
-        """As `Codes.drop`."""
-        self.pages.drop(count)
 
     def arrays(self) -> list[mx.array]:
         """All allocated arrays."""

@@ -18,9 +18,8 @@ Snapshots of one run also have the parts of an attention over them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import mlx.core as mx
 
@@ -30,8 +29,10 @@ from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats.records import NAMES, TOKENS, RecordLayout
 from mlxkv.metal import attend as kernels
+from mlxkv.metal import latents
 from mlxkv.metal.launch import Factory
 from mlxkv.metal.lengths import Later
+from mlxkv.metal.template import ints
 
 Pair = tuple[mx.array, mx.array]
 OPS, PORTABLE, TILES = "plain ops", "kernels", "tile kernels"
@@ -187,6 +188,66 @@ class RecordPages:
 
 
 @dataclass(frozen=True)
+class LatentPages(CodePages):
+    """As CodePages, both sides the same codes of one kv head, which a kernel reads in a decode step (`metal.latents`).
+
+    plan: OPS, or with what builds the kernel.
+    rotary: the codec and the codes of rotary keys, where these are not exact."""
+
+    rotary: tuple[Codec, Stored] | None = None
+
+    def decode_rotary(self, dtype: mx.Dtype) -> mx.array:
+        """The rotary keys of these pages, [B, 1, T, N]."""
+        code, stored = self.rotary
+        return code.decode(stored, dtype)
+
+    def reads(self, queries: mx.array, mask, sink_logits, softcap) -> bool:
+        """Return whether the kernel computes this attention: one token a sequence, with scores to add or nothing."""
+        if self.plan.body == OPS or queries.shape[2] != 1 or softcap is not None:
+            return False
+        turn = self.codecs[0].transform
+        whole = turn is None or turn.up.size == queries.shape[3] ** 2
+        added = mask is None or (isinstance(mask, mx.array) and mask.dtype != mx.bool_)
+        return whole and added and sink_logits is None
+
+    def attended(
+        self,
+        queries: mx.array,
+        view: View,
+        scale: float,
+        mask: mx.array | None,
+    ) -> mx.array:
+        """Attention of one token: queries [B, H, 1, R] -> [B, H, 1, R]. mask: added to the scores,
+        broadcast to [B, H, 1, T]."""
+        batch, heads, _, dims = queries.shape
+        code, live = self.codecs[0], view.live[0]
+        q = queries.reshape(batch, 1, heads, dims)
+        exact = q.astype(mx.float32)
+        stored = exact if code.transform is None else code.transform.query(exact)
+        shape = batch, heads, 1, view.columns
+        if mask is None:
+            rotary = mx.zeros(shape, live.dtype)
+        else:
+            rotary = mask if mask.shape == shape else mx.broadcast_to(mask, shape)
+        out = latents.attend(
+            stored.reshape(batch, heads, dims),
+            q.reshape(batch, heads, dims),
+            self.stored[0],
+            code.spec,
+            code.page,
+            self.tokens,
+            None if view.sink is None else view.sink[0],
+            live,
+            rotary.reshape(batch, heads, -1),
+            scale,
+            self.plan.make,
+            None if code.transform is None else code.transform.up,
+            None if view.seen is None else view.sizes,
+        )
+        return out.reshape(batch, heads, 1, dims).astype(queries.dtype)
+
+
+@dataclass(frozen=True)
 class Parts:
     """Snapshots of several runs of pages, each of one transform, in the order of their tokens."""
 
@@ -221,37 +282,83 @@ def _joined(sink: Pair | None, pages: Iterable[mx.array], live: Pair) -> Pair:
     return tuple(mx.concatenate(part, axis=2) for part in parts)
 
 
-# -- views
+# -- what attention reads
 
 
-class CacheView:
-    """Stands where mlx-lm's models expect keys and values: answers what they ask of an array.
+@dataclass(frozen=True, eq=False)
+class View:
+    """What attention reads of a cache after one update. Stands where mlx-lm's models expect keys and values, and
+    answers what they ask of an array.
 
-    batched: whether sequences of different lengths are read; then `rows` has the view of each, with
-    the number of new tokens that are its own (None: all), or None where all are padding.
-    fixed: whether shapes are the same at every step (`FixedView`).
+    live, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None.
+    plain: nothing has been sealed yet, so results have to equal a plain cache's.
+    sealed: arrays that this update wrote, to be computed before attention.
+    buffers: the arrays that hold live, spare room included; kernels take them whole, uncopied.
+    observer: called by attention with (queries, output, scale, mask), returns the output.
+
+    Of a batch whose sequences differ in length, either
+    rows: the view of each, to be read one after the other, with the number of new tokens that are its own (None:
+        all); None where all are padding. `live` is of any of them. Or
+    starts: the first record of each in `pages`, which hold those of all.
+    skips: how many of the new tokens are padding on the left of each sequence. padding: how many columns of a mask are,
+        where prompts were padded on the left.
+
+    Where arrays have room that is not in use, in shared arrays or in a step of fixed shapes (`cache.traced`):
+    lengths: (records, sink tokens, live tokens) in use of each sequence, as numbers or on the device.
+    seen: of such a step, new tokens -> which columns of (sink | pages | live) each of them sees, boolean
+        [B or 1, 1, L, T].
     """
 
-    batched = fixed = False
-    skips = None
+    live: Pair
+    sink: Pair | None = None
+    pages: Snapshot | None = None
+    plain: bool = False
+    sealed: tuple[mx.array, ...] = field(default=(), repr=False)
+    buffers: Pair | None = field(default=None, repr=False)
+    observer: Callable[..., mx.array] | None = field(default=None, repr=False)
+    rows: tuple[tuple[View, int | None] | None, ...] | None = None
+    starts: tuple[int, ...] | None = None
+    skips: tuple[int, ...] | None = None
+    padding: tuple[int, ...] | None = None
+    lengths: tuple[tuple[int, int, int], ...] | Later | None = None
+    seen: Callable[[int], mx.array] | None = field(default=None, repr=False)
+
+    @property
+    def batched(self) -> bool:
+        """Return whether sequences of different lengths are read."""
+        return self.rows is not None or self.starts is not None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest sequence; the room for tokens in a step of fixed shapes."""
+        if self.rows is not None:
+            return max((row[0].tokens for row in self.rows if row is not None), default=0)
+        if self.starts is not None:
+            return max(records * TOKENS + sink + live for records, sink, live in self.lengths)
+        sink = self.sink[0].shape[2] if self.sink else 0
+        pages = self.pages.tokens if self.pages else 0
+        return sink + pages + self.live[0].shape[2]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a mask that is an array."""
+        return self.tokens
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Return the type of the keys."""
+        """The type of the keys."""
         return self.live[0].dtype
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[B, G, T, D] of the keys."""
+        """[B, G, T, D] of the keys. Raises UserError in a step of fixed shapes: how many tokens there are is known on
+        the device alone."""
+        if self.seen is not None:
+            raise UserError("[attend] this model's code reads how many tokens a cache holds")
         batch, heads, _, dims = self.live[0].shape
-        return batch, heads, self.tokens, dims
+        return batch if self.rows is None else len(self.rows), heads, self.tokens, dims
 
-    @property
-    def columns(self) -> int:
-        """Return how many columns a mask has that is an array."""
-        return self.tokens
-
-    def astype(self, dtype: mx.Dtype) -> CacheView:
+    def astype(self, dtype: mx.Dtype) -> View:
         """Itself: attention casts what it reads."""
         return self
 
@@ -263,136 +370,27 @@ class CacheView:
             "choose --kv fp16 for this model"
         )
 
+    def check(self, mask: mx.array | str | None) -> None:
+        """Raise UserError for a mask that does not fit: what the columns of buffers hold is not what a model's code
+        thinks, and columns of a batch are those of the longest sequence."""
+        if not isinstance(mask, mx.array):
+            return
+        if self.seen is not None:
+            raise UserError(
+                "[attend] this model's code makes a mask of its own for compressed layers"
+            )
+        if self.batched and (mask.ndim != 4 or mask.shape[-1] < self.tokens):
+            raise UserError(
+                f"[attach] this model's mask does not fit a batch; got shape {list(mask.shape)} for "
+                f"{self.tokens} tokens; serve its requests one at a time"
+            )
 
-@dataclass(frozen=True)
-class Sliding:
-    """What the next token of a layer with a sliding window sees: the first `keep` tokens, and of all the last
-    `size - keep`, itself included."""
+    def visible(self, mask: mx.array | None, new: int) -> mx.array:
+        """The mask of a step of fixed shapes for plain ops over all columns, room included."""
+        return self.seen(new)
 
-    size: int
-    keep: int
-
-
-@dataclass(frozen=True)
-class View(CacheView):
-    """What attention reads of one cache.
-
-    live, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None.
-    plain: nothing has been sealed yet, so results have to equal a plain cache's.
-    sealed: arrays that this update wrote, to be computed before attention.
-    buffers: the arrays that hold live, spare room included; kernels take them whole, uncopied.
-    observer: called by attention with (queries, output, scale, mask), returns the output.
-    sliding: of a layer with a sliding window: what a single token without a mask sees.
-    """
-
-    live: Pair
-    sink: Pair | None = None
-    pages: Snapshot | None = None
-    plain: bool = False
-    sealed: tuple[mx.array, ...] = field(default=(), repr=False)
-    buffers: Pair | None = field(default=None, repr=False)
-    observer: Callable[..., mx.array] | None = field(default=None, repr=False)
-    sliding: Sliding | None = None
-
-    @property
-    def tokens(self) -> int:
-        sink = self.sink[0].shape[2] if self.sink else 0
-        pages = self.pages.tokens if self.pages else 0
-        return sink + pages + self.live[0].shape[2]
-
-
-@dataclass(frozen=True, eq=False)
-class FixedView(CacheView):
-    """What attention reads in a step of fixed shapes: whole buffers, of which an array says how much is in
-    use (`cache.fixed`).
-
-    live, sink: (keys, values), each [B, G, room, D]. pages: with the spare room of their arrays, or
-    None. lengths: for kernels, where there are pages. seen: for plain ops, new tokens -> which columns
-    of (sink | pages | live) each of them sees, boolean [B or 1, 1, L, T]. window: for kernels, how many tokens a
-    layer with a sliding window sees; 0: all.
-    """
-
-    live: Pair
-    sink: Pair | None
-    pages: CodePages | RecordPages | None
-    lengths: Later | None
-    seen: Callable[[int], mx.array]
-    window: int = field(default=0, kw_only=True)
-
-    fixed = True
-
-    @property
-    def tokens(self) -> int:
-        """The room for tokens."""
-        sink = self.sink[0].shape[2] if self.sink else 0
-        pages = self.pages.tokens if self.pages else 0
-        return sink + pages + self.live[0].shape[2]
-
-    @property
-    def shape(self):
-        """Raises UserError: how many tokens there are is known on the device alone."""
-        raise UserError("[attend] this model's code reads how many tokens a cache holds")
-
-
-@dataclass(frozen=True)
-class BatchView(CacheView):
-    """What attention reads of sequences one after the other: `CacheView.rows`.
-
-    skips: how many of the new tokens are padding on the left of each sequence. padding: how many columns of a
-    mask are, where prompts were padded on the left. like: (keys, values) of no tokens, where all new ones are
-    padding.
-    """
-
-    rows: tuple[tuple[View, int | None] | None, ...]
-    skips: tuple[int, ...] | None = None
-    padding: tuple[int, ...] | None = None
-    like: Pair | None = field(default=None, repr=False)
-
-    batched = True
-    starts = None
-
-    @property
-    def live(self) -> Pair:
-        """Return the live window of the first sequence, for its shape and type."""
-        return next((row[0].live for row in self.rows if row is not None), self.like)
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of the longest sequence."""
-        return max((row[0].tokens for row in self.rows if row is not None), default=0)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        _, heads, _, dims = self.live[0].shape
-        return len(self.rows), heads, self.tokens, dims
-
-
-@dataclass(frozen=True)
-class RaggedView(CacheView):
-    """What attention reads of all sequences at once.
-
-    pages: of all sequences, in one buffer. starts: the first record of each sequence. lengths: of
-    each (records, sink tokens, live tokens). sink, live: (keys, values), [B, G, room, D]. padding: as in
-    `BatchView`.
-    """
-
-    pages: RecordPages
-    starts: tuple[int, ...]
-    lengths: tuple[tuple[int, int, int], ...]
-    sink: Pair | None
-    live: Pair
-    padding: tuple[int, ...] | None = None
-
-    batched = True
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of the longest sequence."""
-        return max(records * TOKENS + sink + live for records, sink, live in self.lengths)
-
-    @cached_property
-    def rows(self) -> tuple[tuple[View, None], ...]:
-        """Each sequence alone."""
+    def split(self) -> tuple[tuple[View, None], ...]:
+        """`rows` of sequences in shared arrays."""
         out = []
         for i, (at, (count, sink, live)) in enumerate(zip(self.starts, self.lengths, strict=True)):
             windows = tuple(x[i : i + 1, :, :live] for x in self.live)
@@ -407,3 +405,54 @@ class RaggedView(CacheView):
             pages = replace(self.pages, buffer=buffer, tokens=tokens, headers=headers)
             out.append((View(windows, first, pages), None))
         return tuple(out)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedLatents(View):
+    """What attention reads of latents in a step of fixed shapes, for one new token.
+
+    counts: [tokens in pages, sink tokens, live tokens], int32, on the device. width: columns of rotary scores: in the
+    order of tokens, with room behind the last one, or if not `in_order` sink | pages | live with the room of each.
+    once: returns what a function makes, once a step for each key.
+    """
+
+    counts: mx.array = field(kw_only=True)
+    width: int = field(kw_only=True)
+    in_order: bool = field(kw_only=True)
+    once: Callable[[Hashable, Callable[[], object]], object] = field(kw_only=True, repr=False)
+
+    @property
+    def columns(self) -> int:
+        return self.width
+
+    def check(self, mask: mx.array | str | None) -> None:
+        if not isinstance(mask, mx.array) or mask.shape[-2:] != (1, self.width):
+            raise UserError("[attend] this model's code adds no rotary scores to those of latents")
+
+    def sizes(self, rows: int, splits: int, *rooms: int) -> mx.array:
+        """The kernel's sizes (`metal.latents.attend`), which all layers share."""
+
+        def make() -> mx.array:
+            first = self.counts[0] + self.counts[1]
+            if not self.in_order:
+                first = mx.array(self.tokens - self.live[0].shape[2], mx.int32)
+            parts = [ints(rows, splits), self.counts, ints(*rooms), first[None]]
+            return mx.concatenate(parts)
+
+        return self.once(("latent sizes", rows, splits, *rooms, self.in_order), make)
+
+    def visible(self, mask: mx.array, new: int) -> mx.array:
+        """Rotary scores [B, H, 1, columns] in the order of the view, [B, H, 1, sink + pages + live], with what is not
+        in use out of sight."""
+        scores, live, batch = mask, self.live[0].shape[2], mask.shape[0]
+        before = self.tokens - live
+        if self.in_order:
+
+            def places() -> mx.array:
+                at = self.counts[0] + self.counts[1] + mx.arange(live, dtype=mx.int32)
+                return mx.concatenate([mx.arange(before, dtype=mx.int32), at])
+
+            scores = mx.take(scores, self.once(("places", before, live), places), axis=3)
+        lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
+        seen = self.seen(new)
+        return mx.where(seen if seen.shape[0] == 1 else seen[:batch], scores, lowest)

@@ -26,15 +26,6 @@ class CalibrateOptions:
         Option("--text", help="Text files in UTF-8. Default: text that comes with mlxkv."),
     ] = None
     tokens: Annotated[int, Option("--tokens", help="Tokens to read.")] = TOKENS
-    per_layer: Annotated[
-        bool, Option("--per-layer", help="One rotation for all kv heads of a layer.")
-    ] = False
-    target: Annotated[
-        str, Option("--target", help="attention, or for ablations: surrogate tensor random none.")
-    ] = "attention"
-    parts: Annotated[
-        str, Option("--parts", help="Parts of the rotation: u, h, p; uhp is all of it.")
-    ] = "uhp"
     search_clip: Annotated[
         bool, Option("--search-clip", help="Search the clips of each layer on the text.")
     ] = False
@@ -50,18 +41,9 @@ class CalibrateOptions:
         str | None,
         Option("--learn", help="For learned presets: scale, rotation, householder, ...+scale."),
     ] = None
-    base: Annotated[
-        str | None, Option("--base", help="With --learn, before it: srft (default) or none.")
-    ] = None
     bits: Annotated[
         int | None, Option("--bits", help="With --learn: of the codes. Default: 4.")
     ] = None
-    group: Annotated[
-        int | None, Option("--group", help="With --learn: of the codes. Default: 64.")
-    ] = None
-    steps: Annotated[int | None, Option("--steps", help="With --learn: of Adam. Default: 300.")] = (
-        None
-    )
     out: Annotated[
         str | None, Option("-o", "--out", help="File. Default: where calibrated presets look.")
     ] = None
@@ -75,5 +57,5 @@ class CalibrateOptions:
     @property
     def learning(self) -> dict[str, str | int]:
         """The options of learned transforms that were given, as arguments of `Learned`."""
-        named = {"variant": self.learn, "base": self.base, "bits": self.bits, "group": self.group}
-        return {k: v for k, v in {**named, "steps": self.steps}.items() if v is not None}
+        named = {"variant": self.learn, "bits": self.bits}
+        return {k: v for k, v in named.items() if v is not None}

@@ -9,7 +9,6 @@ from pathlib import Path
 from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.console import human_bytes, note, print_json, print_table, say, user_path
 from mlxkv.errors import UserError
-from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
@@ -18,16 +17,16 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.models import load
 from mlxkv.models.calibration import clips
-from mlxkv.models.calibration.bases import TARGETS, WITHOUT_TEXT
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.calibration.learn import Outcomes, learn, steps
 from mlxkv.models.calibration.measure import (
     LEAST,
+    TARGETS,
     WINDOW,
+    WITHOUT_TEXT,
     bos_of,
     calibrate,
     calibrate_with_samples,
-    passes,
     progress_bar,
 )
 from mlxkv.texts.sources import Text, calibration_tokens
@@ -59,27 +58,20 @@ def run(options: CalibrateOptions) -> None:
 def run_fitting(options: CalibrateOptions) -> None:
     """Fit rotations and balanced transforms, or take those of a file, then search clips if asked."""
     chosen = given(options.calibration) if options.calibration else None
-    _insist_on_file(options, chosen or options)
     out = options.out and user_path(options.out, "--out")
     loaded = load(options.model, "fp16", dtype=options.dtype)
-    text = Text("none", [])
-    fits = options.target not in WITHOUT_TEXT  # rotations to the text, not only clips
-    if fits or options.search_clip:
-        text = _read(loaded, options)
+    text = _read(loaded, options)
     timing: dict[str, float] = {}
     start = time.perf_counter()
     reading = {"window": min(WINDOW, loaded.context or WINDOW), "bos": bos_of(loaded.tokenizer)}
     searched = searched_presets(options)
-    turns = len(searched) + (0 if chosen else passes(options.target))
+    turns = len(searched) + (0 if chosen else 1)
     trials = {}
     with progress_bar(len(text.tokens) * turns) as progress:
         made = chosen or calibrate(
             loaded.model,
-            text.tokens if fits else (),
-            text=text.name if fits else "none",
-            target=options.target,
-            parts=options.parts,
-            per_layer=options.per_layer,
+            text.tokens,
+            text=text.name,
             progress=progress,
             timing=timing,
             **reading,
@@ -106,7 +98,7 @@ def run_learning(options: CalibrateOptions) -> None:
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = _read(loaded, options)
     start = time.perf_counter()
-    made, samples = calibrate_with_samples(loaded, text, options.per_layer)
+    made, samples = calibrate_with_samples(loaded, text)
     learned = Learned(**options.learning)
     with progress_bar(steps(made, learned), "learning") as progress:
         made, outcomes = learn(made, samples, learned, progress)
@@ -136,9 +128,6 @@ def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
 
 def check(options: CalibrateOptions) -> None:
     """Raises UserError for settings that do not go together."""
-    if options.target not in TARGETS:
-        choices = ", ".join(TARGETS)
-        raise UserError(f"[--target] unknown; got {options.target!r}; choose from {choices}")
     _check_learning(options)
     for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
         if value is not None and not options.search_clip:
@@ -157,25 +146,10 @@ def _check_learning(options: CalibrateOptions) -> None:
             raise UserError(f"[--{name}] is for learned transforms; got {got}; add --learn scale")
         return
     Learned(**options.learning).check()
-    for option, is_usual in (
-        ("--target", options.target == "attention"),
-        ("--parts", options.parts == matrices.PARTS),
-        ("--search-clip", not options.search_clip),
-    ):
-        if not is_usual:
-            raise UserError(
-                f"[--learn] got {options.learn} with {option}, which is for other transforms; leave "
-                "one of them out"
-            )
-
-
-def _insist_on_file(options: CalibrateOptions, made: CalibrateOptions | Calibration) -> None:
-    """Raises UserError for an ablation without -o. made: what holds target, parts and per_layer."""
-    usual = (made.target, made.parts, made.per_layer) == ("attention", "uhp", False)
-    if options.out is None and not usual:
+    if options.search_clip:
         raise UserError(
-            "[calibrate] an ablation is not kept as the model's own calibration; got no -o; name a "
-            "file with -o FILE"
+            f"[--learn] got {options.learn} with --search-clip, which is for other transforms; leave "
+            "one of them out"
         )
 
 
@@ -251,10 +225,9 @@ def report(
         ]
         for row in rows
     ]
-    shared = "per layer" if made.per_layer else "per kv head"
     for kv, found in trials.items():
         _report_clips(kv, found)
-    title = f"{made.model}: {made.tokens} tokens of {made.text}, target {made.target}, {shared}"
+    title = f"{made.model}: {made.tokens} tokens of {made.text}"
     print_table(COLUMNS, cells, title)
     say(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {made.digest}")
     print("condition: largest over smallest eigenvalue, the worst kv head; balanced: largest over")
@@ -302,7 +275,4 @@ def report_learned(
         "error: of codes, relative energy, on rows that nothing was learned from; srft: random SRFT"
     )
     say(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {made.digest}")
-    preset = f"learned-int{learned.bits}"
-    if (own := parse_kv(preset).keys.quantizer.group) != learned.group:
-        note(f"{preset} has groups of {own}; these maps were learned for groups of {learned.group}")
-    say(f"use it: --kv {preset} --calibration {path}")
+    say(f"use it: --kv learned-int{learned.bits} --calibration {path}")

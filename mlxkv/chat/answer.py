@@ -32,7 +32,6 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             fold=options.fold,
             encode=options.encode,
             progress=progress,
-            windows=options.kv_windows,
             weights=options.weights,
         )
     sampler, processors = drawing(loaded.sampling, options)

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from mlxkv.errors import UserError
-from mlxkv.formats.names import canonical, check_windows, complete_kv, parse_kv, with_keep
+from mlxkv.formats.names import canonical, complete_kv, parse_kv, with_keep
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
     check_fold,
@@ -77,13 +77,6 @@ class ChatOptions:
     kv_strict: Annotated[
         bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
     ] = False
-    kv_windows: Annotated[
-        int | None,
-        Option(
-            "--kv-windows",
-            help="Compress sliding windows of at least so many tokens, too. Default: none.",
-        ),
-    ] = None
     raw: Annotated[bool, Option("--raw", help="No chat template: continue the text as it is.")] = (
         False
     )
@@ -124,11 +117,10 @@ class ChatOptions:
             )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UserError(f"[--max-tokens] must be at least 1; got {self.max_tokens}")
-        check_windows(self.kv_windows)
         if not 0 <= self.seed < 2**64:
             raise UserError(f"[--seed] must be 0 or more, below 2^64; got {self.seed}")
         check_sampling(self.temp, self.top_p)
-        check_fold(parse_kv(self.preset), self.preset, self.fold)
+        check_fold(parse_kv(self.preset), self.fold)
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises where it is no JSON

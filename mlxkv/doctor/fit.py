@@ -40,8 +40,8 @@ def run(
     chosen = {name: parse_kv(name) for name in (names or PICKS)}
     plan = read_plan(model, config)
     if not any(layer.kind == "latent" for layer in plan.layers):
-        for name, cache in chosen.items():
-            check_rotary(cache, name)
+        for cache in chosen.values():
+            check_rotary(cache)
     if context is None and plan.limit:
         tokens = min(tokens, plan.limit)
     if plan.limit and tokens > plan.limit:

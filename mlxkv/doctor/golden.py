@@ -8,9 +8,9 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlxkv.cache import adaptive, choose, following, runs
+from mlxkv.cache import adaptive, choose
+from mlxkv.cache.adaptive import Segments
 from mlxkv.cache.attention import attend
-from mlxkv.cache.runs import Segments
 from mlxkv.cache.view import View
 from mlxkv.codec import packing, polar_tree, transform
 from mlxkv.codec.codec import Codec
@@ -25,7 +25,7 @@ from mlxkv.spec.rows import Attention, Stored, Table, shared_rows
 
 
 class MLXTable(Table):
-    following, runs, salience = following, runs, adaptive
+    following = runs = salience = adaptive
     polar_tree = polar_tree
 
     def tensor(self, x: np.ndarray) -> mx.array:

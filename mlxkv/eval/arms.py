@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import Loaded, attach, detach
-from mlxkv.models.calibration.fitting import given, known
+from mlxkv.models.calibration.fitting import known
 from mlxkv.models.generate import new_cache
 
 BASELINE = "fp16"  # mlx-lm's own caches, with which every other arm is compared
@@ -45,9 +45,8 @@ def _bytes(cache: list) -> int:
 class Arms:
     """A model and the caches to compare: an arm is a cache preset or configuration, by name.
 
-    presets: names, or {name: configuration or plan}; BASELINE is always added. windows: (sink, recent) for
-        all arms, or None to keep each preset's own. prepare: called with the name and the new
-        caches of an arm before they are used. calibrations: by arm; others use the model's own.
+    presets: names, or {name: configuration}; BASELINE is always added. windows: (sink, recent) for
+        all arms, or None to keep each preset's own. calibrations: by arm; others use the model's own.
     """
 
     def __init__(
@@ -55,10 +54,9 @@ class Arms:
         loaded: Loaded,
         presets: Iterable[str] | Mapping[str, CacheConfig],
         windows: tuple[int, int] | None = None,
-        prepare: Callable[[str, list], None] | None = None,
         calibrations: Mapping[str, Calibration] | None = None,
     ):
-        self.loaded, self.prepare = loaded, prepare
+        self.loaded = loaded
         self.calibrations = dict(calibrations or {})
         asked = presets if isinstance(presets, Mapping) else {n: parse_kv(n) for n in presets}
         self.configs: dict[str, CacheConfig] = {BASELINE: parse_kv(BASELINE), **asked}
@@ -97,8 +95,6 @@ class Arms:
                 self._attach(name)
                 last = name
                 out[name] = new_cache(self.loaded)
-                if self.prepare:
-                    self.prepare(name, out[name])
             yield {name: out[name] for name in names}
         finally:
             if last is not None:
@@ -115,9 +111,6 @@ class Arms:
         if name in self.calibrations:
             return self.calibrations[name]
         config = self.configs[name]
-        if (file := getattr(config, "calibration", None)) is not None:  # that a plan came with
-            self.calibrations[name] = given(file)
-            return self.calibrations[name]
         if self._own is None or not self._own.serves(config):
             # Read the model's file only until it has been found.
             self._own = known(self.loaded.model, config) or self._own

@@ -21,23 +21,18 @@ def evaluate(
     kv: Annotated[
         str, typer.Option("--kv", help="Cache presets, by commas; fp16 is always added.")
     ] = "int8,int4,fill-3,fill-2.25",
-    keep: Annotated[
-        float | None,
-        typer.Option("--keep", help="Share of a prompt's stored tokens to keep, for every preset."),
-    ] = None,
     context: Annotated[str, typer.Option("--context", help="Tokens, by commas: 2k,8k.")] = "2k",
     tasks: Annotated[
         str,
         typer.Option(
             "--tasks",
-            help="By commas: divergence, retrieval, generation, stages, subspace, lm-eval:NAME.",
+            help="By commas: divergence (KL, next token), retrieval (answers).",
         ),
-    ] = "divergence,retrieval,generation,stages",
+    ] = "divergence,retrieval",
     text: Annotated[
         list[Path] | None,
         typer.Option(
             "--text",
-            "--texts",
             help="A UTF-8 file, or a folder of .txt and .md files, in place of built-in text; repeatable.",
         ),
     ] = None,
@@ -60,12 +55,6 @@ def evaluate(
             "--questions", help="Questions of each kind and context. Default: 32; 8 on a CPU."
         ),
     ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", help="Greedy tokens compared with fp16's, per prompt.")
-    ] = 32,
-    kinds: Annotated[
-        str, typer.Option("--kinds", help="Of questions, by commas.")
-    ] = "single,multi-key,multi-query,multi-value",
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")
     ] = None,
@@ -76,37 +65,17 @@ def evaluate(
             help="For calibrated presets: a file, or owner/name on the hub. Default: the model's.",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", help="Questions of each lm-eval task.")
-    ] = None,
-    chunk: Annotated[
-        int,
-        typer.Option(
-            "--chunk",
-            help="Tokens of an lm-eval prompt read at once; scores read what is stored. 0: as mlx-lm, exactly.",
-        ),
-    ] = 512,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder of the report; a stopped run goes on from it."),
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", help="Processes at the same time; each loads the model.")
-    ] = None,
-    statistics: Annotated[
-        bool, typer.Option("--statistics", help="Also print llama.cpp's block for every preset.")
-    ] = False,
-    gate: Annotated[
-        bool, typer.Option("--gate", help="Exit with code 1 if any preset is red.")
-    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
     ] = False,
 ) -> None:
-    """Show what compressed caches cost: KL divergence, retrieval, generation, stages by layer."""
-    asked = SimpleNamespace(**locals())
+    """Show what compressed caches cost: KL divergence, next token, answers about long texts."""
+    options = SimpleNamespace(**locals())
     from mlxkv.eval.run import run
-    from mlxkv.formats.names import with_keep
 
-    asked.kv, asked.text = with_keep(kv, keep), text or []
-    raise typer.Exit(run(asked))
+    options.text = text or []
+    raise typer.Exit(run(options))

@@ -16,7 +16,7 @@ from mlxkv.eval import plan, workers
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.report import page, report
-from mlxkv.eval.tasks import harness, retrieval
+from mlxkv.eval.tasks import retrieval
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
@@ -31,14 +31,13 @@ SMALL = 1 << 30  # bytes of a model of which a second process costs little memor
 QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
 
 
-def run(asked: SimpleNamespace) -> int:
+def run(command: SimpleNamespace) -> int:
     """Run the command with the options of `command.evaluate`, by their names there.
 
-    Options are checked before the model is loaded. Returns the exit code, which is 1 if `gate` is
-    set and a preset is red.
+    Options are checked before the model is loaded. Returns the exit code.
     """
-    spec = _spec(asked)
-    folder = asked.out or Path("mlxkv-eval") / Path(asked.model).name
+    spec = _spec(command)
+    folder = command.out or Path("mlxkv-eval") / Path(command.model).name
     start = time.perf_counter()
     arms, parts = plan.make(spec)
     console.note("\n".join(arms.loaded.report()))
@@ -47,36 +46,33 @@ def run(asked: SimpleNamespace) -> int:
         with arms.attached(max(calibrated, key=lambda name: _demand(arms.configs[name]))):
             pass
     console.note(cost(parts, arms))
-    results = workers.compute(spec, arms, parts, folder, asked.jobs or _jobs(arms.loaded.model))
+    results = workers.compute(spec, arms, parts, folder, _jobs(arms.loaded.model))
     data = report.assemble(arms, spec.options, results, spec.windows)
     used = next(row for row in backends() if row["used"])
     data["machine"] = machine() | {"backend": used["name"], "device": used["device"]}
     data["versions"] = versions()
     data["seconds"] = round(time.perf_counter() - start, 1)
     page.write(data, folder)
-    report.show(data, asked.statistics)
+    report.show(data)
     console.note(f"{data['seconds']:.0f} s; report: {folder / 'report.md'}")
-    if asked.json:
+    if command.json:
         console.print_json(report.brief(data))
-    reds = [
-        row for rows in data["rows"].values() for row in rows.values() if row["verdict"] == "red"
-    ]
-    return int(asked.gate and bool(reds))
+    return 0
 
 
 def cost(parts: list[Part], arms: Arms) -> str:
     """Return what the run reads, for those who wait: texts and documents, times the caches."""
     texts = [part for part in parts if part.task == "divergence"]
     documents = [part for part in parts if part.task == "retrieval"]
-    said = []
+    clauses = []
     if texts:
-        said.append(f"{len(texts)} texts of {sum(p.steps for p in texts)} tokens in all")
+        clauses.append(f"{len(texts)} texts of {sum(p.steps for p in texts)} tokens in all")
     if documents:
         tokens = sum(part.asks["context"] for part in documents)
-        said.append(f"{len(documents)} documents of {tokens} tokens in all")
+        clauses.append(f"{len(documents)} documents of {tokens} tokens in all")
     caches = f"{len(arms.names)} caches"
     less = f"; --samples {LEAST} reads less" if max(len(texts), len(documents)) > LEAST else ""
-    return f"to read: {' and '.join(said)}, by {caches}{less}" if said else caches
+    return f"to read: {' and '.join(clauses)}, by {caches}{less}" if clauses else caches
 
 
 def _demand(config: CacheConfig) -> tuple[bool, ...]:
@@ -84,56 +80,43 @@ def _demand(config: CacheConfig) -> tuple[bool, ...]:
     return config.centred, config.scaled, bool(config.balanced or config.low)
 
 
-def _spec(asked: SimpleNamespace) -> plan.Spec:
-    names = tuple(dict.fromkeys(name.strip() for name in asked.kv.split(",")))
+def _spec(command: SimpleNamespace) -> plan.Spec:
+    names = tuple(dict.fromkeys(name.strip() for name in command.kv.split(",")))
     for name in names:
         parse_kv(name)  # a mistake in the last name must not cost the work on the first
-    lengths = [console.parse_tokens(text, "--context") for text in asked.context.split(",")]
+    lengths = [console.parse_tokens(text, "--context") for text in command.context.split(",")]
     if min(lengths) < SHORTEST:
         raise UserError(f"[--context] must be at least {SHORTEST} tokens; got {min(lengths)}")
-    for option in ("decode", "samples", "questions", "tokens", "limit", "jobs"):
-        number = getattr(asked, option)
+    for option in ("decode", "samples", "questions"):
+        number = getattr(command, option)
         if number is not None and number < 1:
             raise UserError(f"[--{option}] must be at least 1; got {number}; choose a larger one")
-    if asked.gate and asked.samples < LEAST:
-        raise UserError(
-            f"[--gate] needs intervals; got --samples {asked.samples}; choose {LEAST} or more"
-        )
-    if asked.chunk < 0:
-        raise UserError(f"[--chunk] must be 0 or more; got {asked.chunk}; choose 512")
-    sources.check(asked.text)
+    sources.check(command.text)
     options = TaskOptions(
         contexts=tuple(dict.fromkeys(lengths)),
-        decode=asked.decode,
-        questions=asked.questions or (QUESTIONS_CPU if backend() == "cpu" else QUESTIONS),
-        tokens=asked.tokens,
-        texts=tuple(asked.text),
-        samples=asked.samples,
-        kinds=tuple(dict.fromkeys(kind.strip() for kind in asked.kinds.split(","))),
+        decode=command.decode,
+        questions=command.questions or (QUESTIONS_CPU if backend() == "cpu" else QUESTIONS),
+        texts=tuple(command.text),
+        samples=command.samples,
     )
     retrieval.check(options)
     return plan.Spec(
-        model=asked.model,
+        model=command.model,
         names=names,
-        tasks=_tasks(asked.tasks),
+        tasks=_tasks(command.tasks),
         options=options,
-        windows=_windows(asked.windows),
-        dtype=asked.dtype,
-        limit=asked.limit,
-        chunk=asked.chunk,
-        calibration=asked.calibration,
+        windows=_windows(command.windows),
+        dtype=command.dtype,
+        calibration=command.calibration,
     )
 
 
 def _tasks(text: str) -> tuple[str, ...]:
     tasks = tuple(dict.fromkeys(task.strip() for task in text.split(",")))
     for task in tasks:
-        if task not in plan.ALL and not task.startswith(harness.PREFIX):
-            choices = ", ".join(plan.ALL)
-            raise UserError(
-                f"[--tasks] unknown task; got {task!r}; choose from {choices}, {harness.PREFIX}NAME"
-            )
-    harness.check(tasks)
+        if task not in plan.TASKS:
+            choices = ", ".join(plan.TASKS)
+            raise UserError(f"[--tasks] unknown task; got {task!r}; choose from {choices}")
     return tasks
 
 

@@ -9,7 +9,6 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 from queue import Empty
 
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from mlxkv.eval import plan
-from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.arms import Arms
 from mlxkv.eval.store import Store
 from mlxkv.eval.tasks.part import Part
 
@@ -49,37 +48,31 @@ def compute(spec: plan.Spec, arms: Arms, parts: list[Part], folder: Path, jobs: 
         for i in range(len(parts)):
             if i not in missing:
                 bars.console.print(f"{_title(parts[i])}: kept from before", highlight=False)
-        work = units(parts, missing)
-        if min(jobs, len(work)) > 1:
-            _side_by_side(spec, work, folder, jobs, advance, done)
+        if min(jobs, len(missing)) > 1:
+            _side_by_side(spec, missing, folder, jobs, advance, done)
         else:
             for i, names in missing.items():
-                done(i, _one(arms, parts[i], names, store, lambda n, i=i: advance(i, n)))
+                done(i, _run(arms, parts[i], names, store, lambda n, i=i: advance(i, n)))
     return {
-        f"{part.task}-{part.name}": {name: store.read(arms, part, name) for name in _of(arms, part)}
+        f"{part.task}-{part.name}": {name: store.read(arms, part, name) for name in arms.names}
         for part in parts
     }
 
 
-def _of(arms: Arms, part: Part) -> list[str]:
-    """Return the arms for which a part has a result."""
-    return [name for name in arms.names if part.baseline or name != BASELINE]
-
-
 def _missing(arms: Arms, part: Part, store: Store) -> list[str]:
-    return [name for name in _of(arms, part) if store.read(arms, part, name) is None]
+    return [name for name in arms.names if store.read(arms, part, name) is None]
 
 
 def _title(part: Part) -> str:
     return f"{part.task} {part.name}"
 
 
-def _one(arms: Arms, part: Part, names: list[str], store: Store, progress) -> float:
+def _run(arms: Arms, part: Part, names: list[str], store: Store, progress) -> float:
     """Compute a part for some arms and store the results. Returns seconds."""
     start = time.perf_counter()
-    found = part.run(arms, names, progress)
+    results = part.run(arms, names, progress)
     for name in names:
-        store.write(arms, part, name, found[name])
+        store.write(arms, part, name, results[name])
     return time.perf_counter() - start
 
 
@@ -91,29 +84,16 @@ def _begin(spec: plan.Spec, folder: Path, queue) -> None:
     _here.update(arms=arms, parts=parts, store=Store(folder), queue=queue)
 
 
-def _take(unit: list[tuple[int, list[str]]]) -> list[float]:
-    queue, seconds = _here["queue"], []
-    for i, names in unit:
-        progress = partial(_tell, queue, i)
-        seconds.append(_one(_here["arms"], _here["parts"][i], names, _here["store"], progress))
-    return seconds
+def _compute_here(i: int, names: list[str]) -> float:
+    def progress(n: int) -> None:
+        _here["queue"].put((i, n))
 
-
-def _tell(queue, i: int, n: int) -> None:
-    queue.put((i, n))
-
-
-def units(parts: list[Part], missing: dict[int, list[str]]) -> list[list[tuple[int, list[str]]]]:
-    """Group the missing parts: one process computes parts that share texts, one after the other."""
-    groups: dict[str, list] = {}
-    for i, names in missing.items():
-        groups.setdefault(parts[i].shares or str(i), []).append((i, names))
-    return list(groups.values())
+    return _run(_here["arms"], _here["parts"][i], names, _here["store"], progress)
 
 
 def _side_by_side(
     spec: plan.Spec,
-    work: list[list[tuple[int, list[str]]]],
+    missing: dict[int, list[str]],
     folder: Path,
     jobs: int,
     advance: Callable[[int, int], None],
@@ -123,7 +103,9 @@ def _side_by_side(
     queue = context.Queue()
     pool = ProcessPoolExecutor(jobs, context, _begin, (spec, folder, queue))
     try:
-        waiting: dict[Future, list] = {pool.submit(_take, unit): unit for unit in work}
+        waiting: dict[Future, int] = {
+            pool.submit(_compute_here, i, names): i for i, names in missing.items()
+        }
         while waiting:
             ended, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
             while True:
@@ -132,8 +114,7 @@ def _side_by_side(
                 except (Empty, KeyError):
                     break
             for future in ended:
-                for (i, _), seconds in zip(waiting.pop(future), future.result(), strict=True):
-                    done(i, seconds)
+                done(waiting.pop(future), future.result())
     except BaseException:
         for process in list(pool._processes.values()):
             process.terminate()

@@ -181,10 +181,10 @@ class CacheConfig:
     keep: share of a prompt's sealed tokens that stay once the prompt is read, by the votes of its last
         queries (SnapKV).
     whole_pages: select pages, for all kv heads alike, in place of tokens for each head.
-    sliding: tokens that a layer with a sliding window sees; 0: all.
     rotary: bits of the rotary keys beside latents (MLA): 16, as the model makes them, or 8.
     short_rotary: 8 bits for them without being asked, where there are latents; it is not saved and no
         part of what is compared: `of_latents` says it as `rotary`.
+    name: by which `--kv` asked for it, for reports; not saved and not compared.
     asks_rotary: whether a name asked for either (+rope8, +rope16), which no model without latents has; not saved
         and not compared.
     """
@@ -196,10 +196,10 @@ class CacheConfig:
     page: int = 64
     keep: float = 1.0
     whole_pages: bool = False
-    sliding: int = 0
     rotary: int = 16
     short_rotary: bool = field(default=False, compare=False)
     asks_rotary: bool = field(default=False, compare=False)
+    name: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self):
         if self.page < 16 or self.page % 16:
@@ -219,19 +219,15 @@ class CacheConfig:
                 f"{self.keys.transform}; choose keys of the transform {CENTRED[self.keys.transform]}, or a preset "
                 "such as int2"
             )
-        if self.sliding and self.sliding < self.least:
-            raise UserError(
-                f"[CacheConfig] a sliding window must have at least {self.least} tokens; got {self.sliding}"
-            )
-        if self.sliding and (self.listens or self.calibrated):
-            raise UserError(
-                "[CacheConfig] caches of sliding windows take no calibration and observe no queries; got "
-                f"{self.keys.transform} / {self.values.transform}"
-            )
         if self.rotary not in (8, 16):
             raise UserError(f"[CacheConfig] rotary must be 8 or 16 bits; got {self.rotary}")
         if not 0 < self.keep <= 1:
             raise UserError(f"[CacheConfig] keep must be above 0 and at most 1; got {self.keep}")
+
+    @property
+    def label(self) -> str:
+        """The name in reports, or the labels of both sides."""
+        return self.name or f"{self.keys.label} / {self.values.label}"
 
     @property
     def compresses(self) -> bool:
@@ -346,27 +342,6 @@ class CacheConfig:
         """Tokens that a cache holds before it seals a page."""
         return self.sink + self.recent + self.page
 
-    @property
-    def least(self) -> int:
-        """Tokens of the smallest sliding window of which a page can be sealed."""
-        return self.window + self.page
-
-    @property
-    def whole(self) -> CacheConfig:
-        """The config for a layer that sees the whole text."""
-        return replace(self, sliding=0) if self.sliding else self
-
-    def in_window(self, keep: int, size: int) -> CacheConfig:
-        """The config for a layer that sees a sliding window of `size` tokens and the first `keep` ones."""
-        return replace(self, sink=keep, sliding=size)
-
-    def share(self, tokens: int, key_dim: int, value_dim: int) -> float:
-        """The share of the bytes of 16 bits that a cache of so many tokens takes, with the exact tokens of the
-        page that was sealed last."""
-        pages = max(0, self.pages_over(tokens - self.sink))
-        exact = tokens - pages * self.page + (self.page if pages else 0)
-        return (exact + pages * self.page * self.bits_per_value(key_dim, value_dim) / 16) / tokens
-
     def why_not(self, key_dim: int, value_dim: int) -> str | None:
         """Return why heads of these dims cannot be stored, or None."""
         for name, side, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
@@ -400,11 +375,9 @@ class CacheConfig:
                 del data[name]["quantizer"]["shared"]
         if self.keep == 1:
             del data["keep"], data["whole_pages"]
-        if not self.sliding:  # as in files from before it
-            del data["sliding"]
         if self.rotary == 16:
             del data["rotary"]
-        del data["short_rotary"], data["asks_rotary"]
+        del data["short_rotary"], data["asks_rotary"], data["name"]
         return data
 
     @staticmethod
@@ -418,7 +391,12 @@ class CacheConfig:
                 quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
                 side["low"] = LowRank(**low) if low else None
                 sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
-            more = ("keep", "whole_pages", "sliding", "rotary")
+            if data.get("sliding"):
+                raise UserError(
+                    "[CacheConfig] compressed sliding windows are no longer read; got a window of "
+                    f"{data['sliding']} tokens; read the text again"
+                )
+            more = ("keep", "whole_pages", "rotary")
             kept = {name: data[name] for name in more if name in data}
             windows = {name: data[name] for name in ("sink", "recent", "page")}
             return CacheConfig(**sides, **windows, **kept)

@@ -94,12 +94,12 @@ def stand_in(config: CacheConfig) -> str | None:
     return "int3" if min(rates) >= 3 else "int2"
 
 
-def check_rotary(kv: CacheConfig, label: str, where: str = "--kv") -> None:
-    """Raise UserError where `kv`, of this name, says how rotary keys beside latents are stored. For models that have
+def check_rotary(kv: CacheConfig, where: str = "--kv") -> None:
+    """Raise UserError where `kv` says how rotary keys beside latents are stored. For models that have
     no latents to compress."""
     if not kv.asks_rotary and kv.rotary == 16:
         return
-    without = re.sub(r"\+rope(8|16)", "", label)
+    label, without = kv.label, re.sub(r"\+rope(8|16)", "", kv.label)
     raise UserError(
         f"[{where}] +rope{kv.rotary} is for rotary keys beside compressed latents (MLA), which this model has none "
         f"of; got {label!r}; choose {without if without != label else 'presets without it'}"
@@ -113,12 +113,20 @@ def complete_kv(incomplete: str) -> list[str]:
     return [done + name for name in dict.fromkeys((*PRESETS, *PICKS)) if name.startswith(last)]
 
 
-def parse_kv(text: str) -> CacheConfig:
-    """Return the configuration that `--kv TEXT` names. Raises UserError."""
-    rest, selection = canonical(text), {}
-    if found := KEEP.search(rest):
-        rest = rest[: found.start()]
-        selection = {"keep": float(found["share"]), "whole_pages": found["what"] == "pages"}
+def parse_kv(text: str | CacheConfig) -> CacheConfig:
+    """Return the configuration that `--kv TEXT` names; one that is a configuration already stays as it is. Raises
+    UserError."""
+    if isinstance(text, CacheConfig):
+        return text
+    if not isinstance(text, str):
+        raise UserError(
+            f"[--kv] is the name of a preset or a CacheConfig; got {text!r}; choose from {', '.join(PRESETS)}"
+        )
+    rest = canonical(text)
+    more = {"name": rest}
+    if selection := KEEP.search(rest):
+        rest = rest[: selection.start()]
+        more |= {"keep": float(selection["share"]), "whole_pages": selection["what"] == "pages"}
     names = rest.split("/")
     sides = [_one(name) for name in names]
     if None in sides or len(sides) > 2:
@@ -132,19 +140,13 @@ def parse_kv(text: str) -> CacheConfig:
     windows = keys if keys.compresses else values
     asked = next((side for side in (windows, keys, values) if side.asks_rotary), windows)
     rotary = {name: getattr(asked, name) for name in ("rotary", "short_rotary", "asks_rotary")}
-    return replace(windows, keys=keys.keys, values=values.values, **rotary, **selection)
+    return replace(windows, keys=keys.keys, values=values.values, **rotary, **more)
 
 
 def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     wrong = [name for name, side in zip(names, sides, strict=True) if side is None]
     close = get_close_matches(wrong[0], dict.fromkeys((*PICKS, *PRESETS)), n=2) if wrong else []
     return f"did you mean {' or '.join(close)}? " if close else ""
-
-
-def check_windows(tokens: int | None) -> None:
-    """Raise UserError unless sliding windows can be of at least so many tokens."""
-    if tokens is not None and tokens < 1:
-        raise UserError(f"[--kv-windows] must be at least 1 token; got {tokens}; choose 1024")
 
 
 def with_keep(names: str, keep: float | None) -> str:

@@ -1,7 +1,7 @@
 """Rows with the unit matrix as their second moment, by a kernel: MLX factorises on the CPU alone.
 
 Letters: `N` rows of `R` numbers. Plain-ops twins: `orthonormal`, and `mx.linalg.solve` in
-`cache.following.update`.
+`cache.adaptive.update`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Chooses the kernels of each layer: they are built and tried when a model is loaded, not in the middle of a
-prompt. Steps down to slower ones when a kernel fails at run time."""
+"""Say where kernels are not used, and step down to slower ones when a kernel fails at run time."""
 
 from __future__ import annotations
 
@@ -10,63 +9,16 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlxkv import console, faults
+from mlxkv import faults
 from mlxkv.cache import choose, selftest
-from mlxkv.cache.choose import Question
-from mlxkv.cache.selftest import stand_in
-from mlxkv.cache.view import OPS, KernelPlan
-from mlxkv.codec.maps import LayerMaps
-from mlxkv.formats.config import CacheConfig
+from mlxkv.cache.view import OPS
 from mlxkv.metal import launch, tiles
 from mlxkv.models.catalog.reports import LayerReport
-from mlxkv.models.hooks.probe import Place, Shape
 
 if TYPE_CHECKING:
     from mlxkv.models.loader import Loaded
 
 WHY = "`mlxkv doctor` shows why"
-
-
-def with_kernels(
-    reports: list[LayerReport], questions: dict[Place, Question]
-) -> tuple[list[LayerReport], dict[Place, KernelPlan]]:
-    """The reports with the kernels that decode their layers here, and the plan of each cache. Builds and
-    tries all kernels that the caches of a model need, with a line of progress."""
-    answers = {}
-    asked = list(dict.fromkeys(questions.values()))
-    tried = {one: replace(one, config=stand_in(one.config, one.dims[0])) for one in asked}
-    new = {one for one in tried.values() if not one.is_settled}
-    with console.counted("building kernels", len(new)) as step:
-        for one in asked:
-            if tried[one] in new:
-                new.remove(tried[one])
-                step()
-            given = one.config, one.dims, one.dtype, one.case, one.latent, one.picked
-            answers[one] = choose.plan(*given)
-    plans, out = {place: answers[one] for place, one in questions.items()}, []
-    for report in reports:
-        kernels = [_label(plan) for place, plan in plans.items() if place[0] == report.index]
-        if report.compressed and kernels:  # of several caches, the one that is not decoded well
-            kernel = next((k for k in kernels if k.startswith(OPS)), kernels[0])
-            report = replace(report, kernel=kernel)
-        out.append(report)
-    return out, plans
-
-
-def question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Question:
-    """Return which kernels a cache of this config, maps and shape needs."""
-    stored = config.folded if turns is not None and turns.folded else config.whole
-    case = None
-    if shape.queries:
-        case = selftest.Case(
-            *(shape.queries, shape.heads, shape.sinks, shape.softcap), config.sliding > 0
-        )
-    dims = shape.key_dim, shape.value_dim
-    return Question(stored, dims, shape.dtype, case, shape.latent, shape.selects)
-
-
-def _label(plan: KernelPlan) -> str:
-    return plan.label if plan.body == OPS else f"{launch.backend()} {plan.label}"
 
 
 def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:

@@ -17,6 +17,7 @@ from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
 from mlxkv.metal.launch import backend
 from mlxkv.models.calibration.fitting import given
 from mlxkv.models.catalog import rendering
@@ -36,7 +37,7 @@ from mlxkv.models.loading import weights as reading
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.loading.sampling import read as read_sampling
 from mlxkv.models.origin import Origin, introduce
-from mlxkv.models.seam import attach, name_of, read_kv
+from mlxkv.models.seam import attach
 
 
 @dataclass(repr=False)
@@ -118,13 +119,12 @@ def load(
     group: mx.distributed.Group | None = None,
     encode: str = encoding.KERNEL,
     progress: Callable[[int, int], None] | None = None,
-    windows: int | None = None,
     weights: int | None = None,
 ) -> Loaded:
     """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) with the cache that `kv` names:
     a preset.
 
-    strict, windows: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
+    strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
     quantised; by default as stored, except that 16-bit weights become float32 where there is no
     GPU. calibration: as in `attach`; a later `attach` takes it too. fold: apply the map of values in
     the weights, for good; the model knows it, and cannot be calibrated then. group: processes that
@@ -136,8 +136,8 @@ def load(
     full disk.
     """
     # First, so that a typing mistake does not cost a download.
-    config = read_kv(kv)
-    check_fold(config, name_of(kv), fold)
+    config = parse_kv(kv)
+    check_fold(config, fold)
     dtype = dtype_name(dtype)
     check_weights(weights)
     if calibration is not None:
@@ -162,7 +162,7 @@ def load(
     mark = fingerprint(folder)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
-    layers = attach(model, kv, strict, fold=fold, group=group, encode=encode, windows=windows)
+    layers = attach(model, config, strict, fold=fold, group=group, encode=encode)
     if size > 1:  # before weights are read, so that no process holds all of them
         shares.take(model, folder, group)
     return Loaded(
@@ -172,7 +172,7 @@ def load(
         path=folder.path,
         config=folder.config,
         kv=config,
-        kv_name=name_of(kv),
+        kv_name=config.label,
         layers=layers,
         dtype=reading.dtype_of(model),
         fingerprint=mark,

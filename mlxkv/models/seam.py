@@ -1,14 +1,15 @@
 """Give a model of mlx-lm compressed caches (`attach`), and take them away (`detach`).
 
 After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so everything in
-mlx-lm that makes or takes a prompt cache runs on them unchanged.
+mlx-lm that makes or takes a prompt cache runs on them unchanged. `attach` takes six steps, which follow it here in
+their order: `examine`, `fit`, `turn_weights`, `choose_kernels`, `install`, `try_steps`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,32 +17,43 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv import console
+from mlxkv.cache import choose, selftest
 from mlxkv.cache.adaptive import AdaptiveKVCache
+from mlxkv.cache.choose import Question
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
-from mlxkv.cache.rotating import WindowedKVCache
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
+from mlxkv.cache.view import OPS, KernelPlan
 from mlxkv.codec import encoding, maps
+from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import canonical, check_rotary, parse_kv, stand_in
-from mlxkv.formats.presets import PRESETS
-from mlxkv.models.calibration.fitting import fit
+from mlxkv.formats.names import check_rotary, parse_kv, stand_in
+from mlxkv.metal import launch
+from mlxkv.models.calibration import fitting
 from mlxkv.models.catalog.asked import check_fold
-from mlxkv.models.catalog.reports import FOLDED, LayerReport, left_out, nothing_compressed, ranges
-from mlxkv.models.compiled.weights import kept
-from mlxkv.models.decoders import question, with_kernels
-from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
-from mlxkv.models.hooks.layers import examine, with_searched
-from mlxkv.models.hooks.mark import (
-    cached_part,
-    mark,
-    own_make_cache,
-    steps_to_come,
-    unmark,
+from mlxkv.models.catalog.reports import (
+    ASKED_FOR,
+    CAPPED,
+    FOLDED,
+    LATENT,
+    SINKS,
+    UNKNOWN,
+    LayerReport,
+    compressed,
+    left_out,
+    nothing_compressed,
+    of_latents,
+    ranges,
+    with_own,
 )
-from mlxkv.models.hooks.probe import Place, Shape, leaves
+from mlxkv.models.compiled.weights import kept
+from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
+from mlxkv.models.hooks.mark import cached_part, mark, own_make_cache, steps_to_come, unmark
+from mlxkv.models.hooks.probe import INDEX_KEYS, PLAIN, Place, Shape, find, leaves
 from mlxkv.models.hooks.rebind import bind, release
+
+Fitted = dict[Place, tuple[CacheConfig, LayerMaps | None]]  # of each compressed cache
 
 
 def attach(
@@ -52,7 +64,6 @@ def attach(
     fold: bool = False,
     group: mx.distributed.Group | None = None,
     encode: str = encoding.KERNEL,
-    windows: int | None = None,
 ) -> list[LayerReport]:
     """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair or a
     configuration. A vision model of mlx-vlm is attached at its `language_model`, which makes the caches there.
@@ -77,9 +88,6 @@ def attach(
 
     encode: how pages are encoded: "kernel", or on the CPU "cpu" or "cpu-columns".
 
-    windows: compress layers with a sliding window, too, where it has at least so many tokens. By default such
-    layers stay in full precision: they do not grow.
-
     Where some layers of a kind are compressed and others are not (beside a sparse index), caches
     have no `merge` and no `to_batch`: no mask of a batch fits both, and hosts answer one request at a time.
 
@@ -89,124 +97,34 @@ def attach(
     `strict`, warns if nothing at all is compressed.
     """
     _check_model(model)
-    model = cached_part(model)
-    config, label = read_kv(kv), name_of(kv)
+    model, config = cached_part(model), parse_kv(kv)
     encoding.check(encode)
-    check_fold(config, label, fold)
-    own = own_make_cache(model)
-    slots = bind(model)
+    check_fold(config, fold)
+    make_cache, slots = own_make_cache(model), bind(model)
     try:
-        with kept(model):
-            reports, places = examine(model, own, config, label, windows)
-            if not places and (other := stand_in(config)):
-                config, label = parse_kv(other), f"{other} in place of {label}"
-                reports, places = examine(model, own, config, label, windows)
-        if strict:
-            _insist(model, reports, label)
-        if any(shape.latent for shape in places.values()):
-            config = config.of_latents
-            check_fold(config, f"{label} for latents", fold)
-        else:
-            check_rotary(config, label)
-        fitted = _shares(fit(model, config, places, label, calibration), places, group, fold)
-        fitted |= _rings(own, fitted)
-        check_maps(model, fitted)
-    except BaseException:
+        config, reports, shapes = examine(model, make_cache, config, strict, fold)
+        fitted, reports = fit(model, config, shapes, reports, calibration, group, fold)
+        _unmark(model)
+        if shapes:
+            fitted, reports = turn_weights(model, make_cache, fitted, reports, fold)
+            plans, reports = choose_kernels(fitted, shapes, reports)
+    except BaseException:  # such as Ctrl-C while kernels are built
         release(slots)
         raise
-    _detach(model)
-    reports = with_searched(reports, config, {p: own for p, (own, _) in fitted.items()})
-    if not places:
+    if not shapes:
         release(slots)
         if message := nothing_compressed(reports):
             warnings.warn(f"[attach] {message}", stacklevel=2)
         return reports
-    try:
-        folded = fold_of(model)
-        if fold:
-            folded = fold_values(model, own, {p: turns for p, (_, turns) in fitted.items()})
-        if folded is not None:
-            reports = [_with_fold(report, folded, fold) for report in reports]
-        fitted = as_folded(model, fitted)
-        questions = {p: question(*fitted[p], shape) for p, shape in places.items()}
-        reports, plans = with_kernels(reports, questions)
-    except BaseException:  # such as Ctrl-C while kernels are built
-        release(slots)
-        raise
-
-    kinds = {p: _kind(fitted[p][0], shape) for p, shape in places.items()}
-    mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p], encode) for p in places})
-    if group is None or group.size() == 1:  # else the model is cut to its share afterwards
-        with kept(model):
-            steps = steps_to_come(model, config.window + config.page + 1)
-        reports = [replace(report, steps=steps) for report in reports]
-    return reports
-
-
-def _rings(own: Callable[[], list], fitted: dict) -> dict:
-    """Return what is `fitted` to places of sliding windows, with configs of their windows."""
-    rings = {p: cache for p, cache in leaves(own()) if p in fitted and hasattr(cache, "max_size")}
-    return {
-        p: (fitted[p][0].in_window(cache.keep, cache.max_size), fitted[p][1])
-        for p, cache in rings.items()
-    }
-
-
-def _kind(config: CacheConfig, shape: Shape) -> type[CompressedKVCache]:
-    """The class of a cache for what was found of it."""
-    if shape.latent:
-        return IndexedLatentKVCache if shape.selects else LatentKVCache
-    if config.sliding:
-        return WindowedKVCache
-    return AdaptiveKVCache if config.listens else CompressedKVCache
-
-
-def _shares(
-    fitted: dict, places: dict[Place, Shape], group: mx.distributed.Group | None, fold: bool
-) -> dict:
-    """Cut the maps of `fitted` to this process's kv heads; every process holds all of a latent. Raises UserError
-    where `fold` is asked for."""
-    if group is None or group.size() == 1:
-        return fitted
-    if fold:
-        raise UserError(
-            f"[--fold] changes the weights of a whole model; got a group of {group.size()} processes; "
-            "leave one of them out"
-        )
-    cut = {}
-    for place, (config, turns) in fitted.items():
-        whole = places[place].latent or turns is None
-        own = turns if whole else maps.cut(turns, group.rank(), group.size())
-        cut[place] = config, own
-    return cut
-
-
-def _with_fold(report: LayerReport, folded: Fold, asked: bool) -> LayerReport:
-    """The report of a layer with what the weights do to its values; reasons why not only if `asked`."""
-    own = [place for place in folded.reasons if place[0] == report.index]
-    if not own or not report.compressed:
-        return report
-    worst = min(own, key=lambda place: place in folded.layer_maps)
-    reason = folded.reasons[worst]
-    return replace(report, fold=reason) if asked or reason == FOLDED else report
-
-
-def read_kv(kv: str | CacheConfig) -> CacheConfig:
-    """Return the configuration that `kv` is or names. Raises UserError."""
-    if isinstance(kv, str):
-        return parse_kv(kv)
-    if not isinstance(kv, CacheConfig):
-        raise UserError(
-            f"[--kv] is the name of a preset or a CacheConfig; got {kv!r}; choose from "
-            f"{', '.join(PRESETS)}"
-        )
-    return kv
+    install(model, slots, fitted, shapes, plans, encode)
+    # With several processes the model is cut to its share afterwards.
+    return reports if _is_shared(group) else try_steps(model, config, reports)
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raises UserError unless it may be a model of mlx-lm, or of mlx-vlm."""
-    one = cached_part(model) if isinstance(model, nn.Module) else None
-    if one is not None and (hasattr(one, "layers") or hasattr(one, "make_cache")):
+    """Raise UserError unless it may be a model of mlx-lm, or of mlx-vlm."""
+    part = cached_part(model) if isinstance(model, nn.Module) else None
+    if part is not None and (hasattr(part, "layers") or hasattr(part, "make_cache")):
         return
     raise UserError(
         f"[attach] takes a model of mlx-lm, which has layers; got {type(model).__name__}; choose the "
@@ -214,11 +132,248 @@ def _check_model(model: nn.Module) -> None:
     )
 
 
-def name_of(kv: str | CacheConfig) -> str:
-    """The name of `kv` in reports, or the labels of its sides."""
-    if isinstance(kv, str):
-        return canonical(kv)
-    return f"{kv.keys.label} / {kv.values.label}"
+def _is_shared(group: mx.distributed.Group | None) -> bool:
+    return group is not None and group.size() > 1
+
+
+# -- 1. examine: which layers are compressed, and why the others are not
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A cache class of mlx-lm and its layer; `{...}` is an attribute of the cache."""
+
+    kind: str
+    grows: bool
+    reason: str
+
+
+RULES = {
+    PLAIN: Rule("full attention", True, ""),
+    "RotatingKVCache": Rule("sliding window {max_size}", False, "small by nature"),
+    "ChunkedKVCache": Rule("chunks of {chunk_size}", False, "never more than one chunk"),
+    "ArraysCache": Rule("state space or linear attention", False, "constant size"),
+    "MambaCache": Rule("state space or linear attention", False, "constant size"),
+}
+
+
+def examine(
+    model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, strict: bool, fold: bool
+) -> tuple[CacheConfig, list[LayerReport], dict[Place, Shape]]:
+    """Decide which caches of `make_cache()` are compressed. Returns `config` as it fits this model (another one in
+    place of bits by direction, or the one of latents), a report for each layer, and the shapes of compressed caches.
+
+    Raises UserError, with `strict`, where a layer that grows stays in full precision, and for settings that this
+    model has no use for. The attention function must be rebound (`rebind.bind`).
+    """
+    with kept(model):
+        reports, shapes = _examined(model, make_cache, config)
+        if not shapes and (name := stand_in(config)):
+            config = replace(parse_kv(name), name=f"{name} in place of {config.label}")
+            reports, shapes = _examined(model, make_cache, config)
+    if strict and (out := left_out(reports)):
+        raise UserError(
+            f"[--kv-strict] layers {ranges([report.index for report in out])} of "
+            f"{getattr(model, 'model_type', type(model).__name__)} stay in full precision; got {config.label}; "
+            f"{out[0].reason}; choose another preset, or leave --kv-strict out"
+        )
+    if any(shape.latent for shape in shapes.values()):
+        config = config.of_latents
+        check_fold(replace(config, name=f"{config.label} for latents"), fold)
+    else:
+        check_rotary(config)
+    return config, reports, shapes
+
+
+def _examined(
+    model: nn.Module, make_cache: Callable[[], list], config: CacheConfig
+) -> tuple[list[LayerReport], dict[Place, Shape]]:
+    """A report for each layer, and the shapes of the caches that `config` compresses."""
+    caches = leaves(make_cache())
+    shapes: dict[Place, Shape] = {}
+    if config.compresses:
+        findings = find(model, make_cache)
+        shapes, reasons = findings.shapes, findings.refused
+    else:
+        reasons = {place: ASKED_FOR for place, _ in caches}
+    by_layer: dict[int, list[LayerReport]] = {}
+    chosen = {}
+    for place, cache in caches:
+        report = _judge(place[0], cache, shapes.get(place), reasons.get(place), config)
+        if report.compressed:
+            chosen[place] = shapes[place]
+        by_layer.setdefault(place[0], []).append(report)
+    return [_merge(parts) for parts in by_layer.values()], chosen
+
+
+def _judge(
+    index: int, cache, shape: Shape | None, reason: str | None, config: CacheConfig
+) -> LayerReport:
+    """The report of one cache. shape: None where it stays as it is. reason: why, or None for the rule's."""
+    name = type(cache).__name__
+    rule = RULES.get(name) or Rule(f"cache of class {name}", True, "mlxkv does not know this class")
+    kind = INDEX_KEYS if reason == INDEX_KEYS else rule.kind.format_map(vars(cache))
+    if config.centred and shape is not None and (shape.sinks or shape.softcap):
+        shape, reason = None, SINKS if shape.sinks else CAPPED
+    if shape is None:
+        return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
+    sizes, label = (shape.heads, shape.key_dim, shape.value_dim), config.label
+    if shape.latent:
+        if why := config.why_no_latents:
+            return LayerReport(index, LATENT, False, why)
+        kind, label, config = LATENT, of_latents(config), config.of_latents
+    return compressed(index, kind, config, label, sizes, UNKNOWN)
+
+
+def _merge(parts: list[LayerReport]) -> LayerReport:
+    """One report for a layer with several caches: the one of a cache that grows, if there is one."""
+    if len(parts) == 1:
+        return parts[0]
+    growing = [part for part in parts if part.grows and part.kind != INDEX_KEYS] or parts
+    worst = min(growing, key=lambda part: part.compressed)
+    return replace(worst, kind=" + ".join(dict.fromkeys(part.kind for part in parts)))
+
+
+# -- 2. fit: the clips, ranks and maps that a calibration gives each layer
+
+
+def fit(
+    model: nn.Module,
+    config: CacheConfig,
+    shapes: Mapping[Place, Shape],
+    reports: list[LayerReport],
+    calibration: Calibration | Path | str | None,
+    group: mx.distributed.Group | None,
+    fold: bool,
+) -> tuple[Fitted, list[LayerReport]]:
+    """For each compressed cache its config and maps, cut to this process's kv heads; every process holds all of a
+    latent. The reports say clips and ranks. Raises UserError for a calibration that is missing or does not fit, for
+    `fold` with several processes, and where the weights are folded for other maps."""
+    fitted = fitting.fit(model, config, shapes, calibration)
+    if _is_shared(group):
+        if fold:
+            raise UserError(
+                f"[--fold] changes the weights of a whole model; got a group of {group.size()} processes; "
+                "leave one of them out"
+            )
+        for place, (layer, turns) in fitted.items():
+            if turns is not None and not shapes[place].latent:
+                fitted[place] = layer, maps.cut(turns, group.rank(), group.size())
+    check_maps(model, fitted)
+    by_layer = {place[0]: layer for place, (layer, _) in fitted.items()}
+    return fitted, [with_own(r, config, by_layer[r.index]) if r.compressed else r for r in reports]
+
+
+# -- 3. turn_weights: maps of values that the weights apply
+
+
+def turn_weights(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    fitted: Fitted,
+    reports: list[LayerReport],
+    fold: bool,
+) -> tuple[Fitted, list[LayerReport]]:
+    """Fold maps of values into the weights if `fold` asks for it. Returns `fitted` with the maps marked that the
+    weights apply, and reports that say so."""
+    folded = fold_of(model)
+    if fold:
+        folded = fold_values(model, make_cache, {p: turns for p, (_, turns) in fitted.items()})
+    if folded is not None:
+        reports = [_with_fold(report, folded, fold) for report in reports]
+    return as_folded(model, fitted), reports
+
+
+def _with_fold(report: LayerReport, folded: Fold, asked: bool) -> LayerReport:
+    """The report of a layer with what the weights do to its values; reasons why not only if `asked`."""
+    places = [place for place in folded.reasons if place[0] == report.index]
+    if not places or not report.compressed:
+        return report
+    worst = min(places, key=lambda place: place in folded.layer_maps)
+    reason = folded.reasons[worst]
+    return replace(report, fold=reason) if asked or reason == FOLDED else report
+
+
+# -- 4. choose_kernels: built and tried when a model is loaded, not in the middle of a prompt
+
+
+def choose_kernels(
+    fitted: Fitted, shapes: Mapping[Place, Shape], reports: list[LayerReport]
+) -> tuple[dict[Place, KernelPlan], list[LayerReport]]:
+    """The plan of each cache, and the reports with the kernels that decode their layers here. Builds and tries all
+    kernels that the caches of a model need, with a line of progress."""
+    questions = {place: _question(*fitted[place], shape) for place, shape in shapes.items()}
+    asked = list(dict.fromkeys(questions.values()))
+    tried = {q: replace(q, config=selftest.stand_in(q.config, q.dims[0])) for q in asked}
+    unsettled = {q for q in tried.values() if not q.is_settled}
+    answers = {}
+    with console.counted("building kernels", len(unsettled)) as step:
+        for q in asked:
+            if tried[q] in unsettled:
+                unsettled.remove(tried[q])
+                step()
+            answers[q] = choose.plan(q.config, q.dims, q.dtype, q.case, q.latent, q.picked)
+    plans = {place: answers[q] for place, q in questions.items()}
+    return plans, [_with_kernel(report, plans) for report in reports]
+
+
+def _question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Question:
+    stored = config.folded if turns is not None and turns.folded else config
+    case = None
+    if shape.queries:
+        case = selftest.Case(shape.queries, shape.heads, shape.sinks, shape.softcap)
+    dims = shape.key_dim, shape.value_dim
+    return Question(stored, dims, shape.dtype, case, shape.latent, shape.selects)
+
+
+def _with_kernel(report: LayerReport, plans: Mapping[Place, KernelPlan]) -> LayerReport:
+    """The report of a layer with its kernel; of several caches, the one that is not decoded well."""
+    kernels = [
+        plan.label if plan.body == OPS else f"{launch.backend()} {plan.label}"
+        for place, plan in plans.items()
+        if place[0] == report.index
+    ]
+    if not report.compressed or not kernels:
+        return report
+    return replace(report, kernel=next((k for k in kernels if k.startswith(OPS)), kernels[0]))
+
+
+# -- 5. install: the model's `make_cache` makes compressed caches
+
+
+def install(
+    model: nn.Module,
+    slots: list,
+    fitted: Fitted,
+    shapes: Mapping[Place, Shape],
+    plans: Mapping[Place, KernelPlan],
+    encode: str,
+) -> None:
+    """Record on the model how its compressed caches are made. slots: of `rebind.bind`."""
+    kinds = {place: _kind(fitted[place][0], shape) for place, shape in shapes.items()}
+    mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p], encode) for p in shapes})
+
+
+def _kind(config: CacheConfig, shape: Shape) -> type[CompressedKVCache]:
+    """The class of a cache."""
+    if shape.latent:
+        return IndexedLatentKVCache if shape.selects else LatentKVCache
+    return AdaptiveKVCache if config.listens else CompressedKVCache
+
+
+# -- 6. try_steps: can decode steps be traced?
+
+
+def try_steps(
+    model: nn.Module, config: CacheConfig, reports: list[LayerReport]
+) -> list[LayerReport]:
+    """The reports with how decode steps of the attached model are made."""
+    with kept(model):
+        steps = steps_to_come(model, config.window + config.page + 1)
+    return [replace(report, steps=steps) for report in reports]
+
+
+# -- and back
 
 
 def detach(model: nn.Module) -> None:
@@ -227,26 +382,14 @@ def detach(model: nn.Module) -> None:
     Folded weights stay folded, with a note on stderr: the model computes the same as before `attach`,
     its caches hold turned values. Raises UserError for what is no model.
     """
-    if _detach(model) and fold_of(model) is not None:
+    if not isinstance(model, nn.Module):
+        _check_model(model)
+    if _unmark(cached_part(model)) and fold_of(model) is not None:
         console.note("[detach] the weights stay folded; load the model again for the original ones")
 
 
-def _detach(model: nn.Module) -> bool:
+def _unmark(model: nn.Module) -> bool:
     """Undo `attach` without a word. Returns whether the model was attached."""
-    if not isinstance(model, nn.Module):
-        _check_model(model)
-    slots = unmark(cached_part(model))
+    slots = unmark(model)
     release(slots or [])
     return slots is not None
-
-
-def _insist(model: nn.Module, reports: list[LayerReport], label: str) -> None:
-    """Raises UserError if a layer that grows stays in full precision."""
-    if not (out := left_out(reports)):
-        return
-    name = getattr(model, "model_type", type(model).__name__)
-    where = ranges([report.index for report in out])
-    raise UserError(
-        f"[--kv-strict] layers {where} of {name} stay in full precision; got {label}; "
-        f"{out[0].reason}; choose another preset, or leave --kv-strict out"
-    )

@@ -118,7 +118,7 @@ def in_16_bits(cache: Any) -> int:
     if isinstance(cache, CompressedKVCache):
         live = cache.contents().live
         values = 0 if live is None else sum(x.shape[0] * x.shape[1] * x.shape[3] for x in live)
-        return 2 * values * min(cache.offset, cache.config.sliding or cache.offset)
+        return 2 * values * cache.offset
     if (plain := _plain(cache)) is None:
         return cache.nbytes  # a state of fixed size: compression changes nothing
     values, _, tokens = plain

@@ -490,7 +490,7 @@ class Engine:
 def load_model(options: ServeOptions, group: mx.distributed.Group | None = None) -> Loaded:
     """Load the model of a server and build what decoding needs, in the thread that decodes."""
     given = options.kv, options.kv_strict, options.dtype, options.calibration, options.fold, group
-    loaded = load(options.model, *given, windows=options.kv_windows, weights=options.weights)
+    loaded = load(options.model, *given, weights=options.weights)
     warm_up(loaded)
     return loaded
 

@@ -11,7 +11,7 @@ from typer import Option
 
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
-from mlxkv.formats.names import check_windows, complete_kv, parse_kv
+from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
     check_fold,
@@ -101,13 +101,6 @@ class ServeOptions:
     kv_strict: Annotated[
         bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
     ] = False
-    kv_windows: Annotated[
-        int | None,
-        Option(
-            "--kv-windows",
-            help="Compress sliding windows of at least so many tokens, too. Default: none.",
-        ),
-    ] = None
     dtype: Annotated[
         str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
     ] = None
@@ -147,8 +140,7 @@ class ServeOptions:
                 f"[--host] other machines may reach {self.host}; got no --api-key; "
                 "set one, or choose --host 127.0.0.1"
             )
-        check_fold(parse_kv(self.kv), self.kv, self.fold)
-        check_windows(self.kv_windows)
+        check_fold(parse_kv(self.kv), self.fold)
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises where it is no JSON

@@ -489,7 +489,7 @@ class Table(Mixed):
         yield row("subspace", "residual", subspace.residual(of_batch, u), "float16")
         yield row("subspace", "overlap", subspace.overlap(u, given["one"]), "basis")
 
-        old, new = (self.following.following(self.floats(given[n])[None]) for n in ("u", "one"))
+        old, new = (self.following.transform_of(self.floats(given[n])[None]) for n in ("u", "one"))
         side = Side(Half(), PCA, low=LowRank(rank=u.shape[-1], follows=True))
         config = CacheConfig(side, side, sink=0, recent=0, page=OJA_PAGE)
         store = self.segments(config, dims, old, k)

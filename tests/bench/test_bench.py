@@ -10,10 +10,9 @@ from mlx_lm.models import base
 from on_emulator import make
 from small_models import TINY
 
-from mlxkv.bench import reference, subject
+from mlxkv.bench import decode, reference, subject
 from mlxkv.bench.kernels import attend, case, encode, run
 from mlxkv.bench.kernels.case import Shape, parse_shape
-from mlxkv.bench.whole import decode
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
@@ -36,8 +35,8 @@ ENCODE_KEYS = {
 DECODE_KEYS = {
     *("model", "weights", "bits", "dtype", "preset", "by", "context", "fill", "runs"),
     *("prefill_seconds", "prefill_tokens_per_second", "tokens_per_second", "token_ms"),
-    *("first_token_seconds", "peak_bytes", "kv_bytes", "read_bytes", "spread", "baseline_ratio"),
-    *("uncompiled", "host_ms", "build_ms", "wait_ms", "device_ms", "waits", "step"),
+    *("first_token_seconds", "peak_bytes", "kv_bytes", "spread", "baseline_ratio"),
+    *("host_ms", "build_ms", "wait_ms", "device_ms", "waits", "step"),
 }
 
 
@@ -170,8 +169,6 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
     out, data = said(capsys, "bench", "kernels", *ONE, *TINY_RUN, "--json")
     assert data["rows"][0]["mlx_lm_reason"] == "no kernel" and data["rows"][0]["us"]
     assert "fails" in out and "mlx-lm fails: no kernel" in out
-    out, data = said(capsys, "bench", "kernels", *ONE, *TINY_RUN, "--no-mlx-lm", "--json")
-    assert data["rows"][0]["mlx_lm_reason"] is None and "fails" not in out
 
 
 @pytest.mark.parametrize(
@@ -222,6 +219,7 @@ def test_a_folder_that_is_no_model_is_refused(capsys, tmp_path):
 
 def test_an_unknown_bench_names_the_choices(capsys):
     assert "[bench]" in fails(capsys, "bench", "speed")
+    assert "[bench]" in fails(capsys, "bench", "batch")
 
 
 @pytest.mark.parametrize("fill", ["prefill", "direct"])
@@ -253,6 +251,15 @@ def test_without_fp16_there_is_no_ratio(capsys, bare_folder, preset):
     options = ("--contexts", "500", "--tokens", "1", "--rounds", "1", "--kv", preset)
     _, data = said(capsys, "bench", "decode", "--model", bare_folder, *options, "--json")
     assert data["rows"][0]["baseline_ratio"] is None and data["rows"][0]["kv_bytes"]
+
+
+@pytest.mark.parametrize("name", ["mlx-lm-kv4", "mlx-lm-kv8"])
+def test_mlx_lm_s_own_codes_stand_beside(capsys, bare_folder, name):
+    options = ("--contexts", "300", "--tokens", "2", "--rounds", "1", "--kv", f"fp16,{name}")
+    _, data = said(capsys, "bench", "decode", "--model", bare_folder, *options, "--json")
+    plain, codes = data["rows"]
+    assert (codes["preset"], codes["by"]) == (name, "mlx-lm")
+    assert codes["kv_bytes"] < plain["kv_bytes"] and codes["baseline_ratio"] > 0
 
 
 @pytest.mark.parametrize("preset", ["fp16", "int4"])

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 from bench_workers import fails, said, subject
 
+from mlxkv.bench import steps
+from mlxkv.bench.decode import measure
 from mlxkv.bench.options import cache_config
-from mlxkv.bench.whole import steps
-from mlxkv.bench.whole.decode import measure
 from mlxkv.cache.choose import Question
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.hooks.mark import steps_of
@@ -20,26 +20,22 @@ PARTS = {*steps.NUMBERS, "waits", "step"}
 
 def test_rows_say_how_steps_are_made(capsys, bare_folder):
     options = ("--kv", "fp16,fp16-replayed,fp16-pages,int4", "--contexts", "200", "--tokens", 2)
-    options += ("--rounds", 1, "--uncompiled", "--json", "--model", bare_folder)
+    options += ("--rounds", 1, "--json", "--model", bare_folder)
     out, data = said(capsys, "bench", "decode", *options)
-    found = {(row["preset"], row["uncompiled"]): row for row in data["rows"]}
-    assert {arm: row["step"] for arm, row in found.items()} == {
-        ("fp16", False): "by Python: not attached",
-        **{(name, False): "replayed" for name in ("fp16-replayed", "fp16-pages", "int4")},
-        **{
-            (name, True): "by Python: --uncompiled"
-            for name in ("fp16-replayed", "fp16-pages", "int4")
-        },
+    rows = {row["preset"]: row for row in data["rows"]}
+    assert {name: row["step"] for name, row in rows.items()} == {
+        "fp16": "by Python: not attached",
+        **dict.fromkeys(("fp16-replayed", "fp16-pages", "int4"), "replayed"),
     }
     assert all(set(row) >= PARTS and row["waits"] in ("host", "device") for row in data["rows"])
-    assert found["int4", False]["kv_bytes"] < found["fp16-pages", False]["kv_bytes"]
-    assert "int4 uncompiled: by Python: --uncompiled" in out and "processor time" in out
+    assert rows["int4"]["kv_bytes"] < rows["fp16-pages"]["kv_bytes"]
+    assert "fp16: by Python: not attached" in out and "processor time" in out
 
 
 @pytest.mark.parametrize("name", ["fp16-pages", "fp16-replayed"])
 def test_names_of_the_bench_are_no_presets(capsys, name):
     assert "[--kv]" in fails(capsys, "chat", "--kv", name, "--prompt", "x")
-    assert "[--kv]" in fails(capsys, "bench", "batch", "--kv", name)
+    assert "[--kv]" in fails(capsys, "bench", "kernels", "--kv", name)
 
 
 def test_the_model_is_as_it_was_after_a_replayed_row():

@@ -6,8 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.fixed.form import NotYet
-from mlxkv.cache.fixed.own import Own
+from mlxkv.cache.traced import NotYet, Own
 from mlxkv.formats.presets import PRESETS
 
 

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from random_models import random_model
 
 from mlxkv.cache.attention import attend
-from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache, decoded
-from mlxkv.cache.view import CacheView
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache, decoded
+from mlxkv.cache.view import View
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, Side
 from mlxkv.formats.names import parse_kv
@@ -125,7 +125,7 @@ def test_one_token_comes_back_as_a_view_and_several_as_an_array(cache):
     assert isinstance(first, mx.array) and first.shape == (1, 1, 190, RANK)
     assert rotary.shape == (1, 1, 190, ROTARY)
     view, rotary = cache.update_and_fetch(*(x[:, :, 190:191] for x in pair))
-    assert isinstance(view, CacheView) and rotary.shape[2] == 191
+    assert isinstance(view, View) and rotary.shape[2] == 191
     again, _ = cache.append(*(x[:, :, 191:192] for x in pair), whole=True)
     out, q, bias = attended(cache, *cache.keys_and_values())
     plain = mx.fast.scaled_dot_product_attention(q, again, again, scale=SCALE, mask=bias)

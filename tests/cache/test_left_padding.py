@@ -4,8 +4,6 @@ prefix."""
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +13,6 @@ from mlx.utils import tree_map
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.rotating import WindowedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 
@@ -118,33 +115,6 @@ def test_a_prompt_that_leaves_while_others_are_read():
     two = [x[1:] for x in inputs(90, 2)]
     step(batch, alone, *two, padding, CHUNK, "array")
     assert batch.offset.tolist() == [40, 171]
-
-
-@pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize("kind", ["word", "array", "window"])
-def test_sliding_windows_behind_padding(keep, kind):
-    """Each sequence is what it is alone, while pages leave its window at times of its own."""
-    size, chunks = 96, [*[CHUNK] * 2, 90, *[1] * 40, 5, *[1] * 40]
-    config = replace(parse_kv("naive-int4"), sink=4, recent=16, page=16).in_window(keep, size)
-    batch, alone = (
-        WindowedKVCache(config).to_batch(PADDING),
-        [WindowedKVCache(config) for _ in LENGTHS],
-    )
-    for at, new in zip(accumulate(chunks, initial=0), chunks, strict=False):
-        queries, keys, values = inputs(new, at)
-        asked = kind == "array", size if kind == "window" else None
-        mask = batch.make_mask(new, *asked)
-        out = attend(queries, batch.update_and_fetch(keys, values)[0], 0.1, mask)
-        for i, (cache, left) in enumerate(zip(alone, PADDING, strict=True)):
-            skip = min(new, max(0, left - at))
-            assert not mx.any(out[i, :, :skip]).item()
-            if skip == new:
-                continue
-            own = cache.make_mask(new - skip, *asked)
-            view, _ = cache.update_and_fetch(*(x[i : i + 1, :, skip:] for x in (keys, values)))
-            expected = attend(queries[i : i + 1, :, skip:], view, 0.1, own)
-            assert mx.allclose(out[i : i + 1, :, skip:], expected, atol=2e-5)
-    assert all(cache.dropped for cache in alone)
 
 
 def test_a_chunk_that_is_padding_alone():

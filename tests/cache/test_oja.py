@@ -22,7 +22,7 @@ from low_rank_cache import (
 from mlx_lm.models.cache import KVCache
 from on_emulator import make
 
-from mlxkv.cache import following
+from mlxkv.cache import adaptive
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import _whole, attend
 from mlxkv.codec.maps import sample
@@ -36,11 +36,11 @@ from mlxkv.spec import oja as spec
 
 def test_no_factor_and_no_repetition_of_a_batch_changes_the_update():
     u, x = start(), data(40)
-    made = following.update(u, x, 0.1)
-    assert close(following.update(u, 3000 * x, 0.1), made)
-    assert close(following.update(u, mx.concatenate([x, x, x], axis=2), 0.1), made)
+    made = adaptive.update(u, x, 0.1)
+    assert close(adaptive.update(u, 3000 * x, 0.1), made)
+    assert close(adaptive.update(u, mx.concatenate([x, x, x], axis=2), 0.1), made)
     assert not close(
-        following.update(u, 30 * x, 0.1, raw=True), following.update(u, x, 0.1, raw=True), 0.1
+        adaptive.update(u, 30 * x, 0.1, raw=True), adaptive.update(u, x, 0.1, raw=True), 0.1
     )
 
 
@@ -48,14 +48,14 @@ def test_no_factor_and_no_repetition_of_a_batch_changes_the_update():
 def test_the_kernel_updates_as_plain_ops_do(tokens, dims, rank):
     assert whiten.why_not(dims, rank, make) is None
     rng = np.random.default_rng(tokens)
-    u = following.orthonormal(mx.array(rng.standard_normal((1, 2, dims, rank))))
+    u = adaptive.orthonormal(mx.array(rng.standard_normal((1, 2, dims, rank))))
     x = mx.array(rng.standard_normal((1, 2, tokens, dims)).astype(np.float32))
-    ours = following.update(u, x, 0.5, make=make)
-    assert close(ours, following.update(u, x, 0.5)) and whiten.off_orthonormal(ours) < 1e-5
-    assert close(following.update(u, 3000 * x, 0.5, make=make), ours)
+    ours = adaptive.update(u, x, 0.5, make=make)
+    assert close(ours, adaptive.update(u, x, 0.5)) and whiten.off_orthonormal(ours) < 1e-5
+    assert close(adaptive.update(u, 3000 * x, 0.5, make=make), ours)
     for bad in (x * np.nan, x * np.inf):
-        assert close(following.update(u, bad, 0.5, make=make), u, 1e-9)
-    zero = following.update(u, mx.zeros_like(x), 0.5, make=make)
+        assert close(adaptive.update(u, bad, 0.5, make=make), u, 1e-9)
+    zero = adaptive.update(u, mx.zeros_like(x), 0.5, make=make)
     assert close(zero, u, 1e-6) and whiten.off_orthonormal(zero) < 1e-5
 
 
@@ -70,7 +70,7 @@ def test_batches_of_any_length_take_few_kernels():
     u = start()
     for tokens in (1, 5, 17, 31, 32):
         x = data(tokens, tokens)
-        assert close(following.update(u, x, 0.5, make=counting), following.update(u, x, 0.5))
+        assert close(adaptive.update(u, x, 0.5, make=counting), adaptive.update(u, x, 0.5))
     assert len(built) == 2  # of tokens, and of the basis itself
 
 
@@ -94,7 +94,7 @@ def test_updates_lead_towards_the_text():
     best = spec.basis(rows.swapaxes(-1, -2) @ rows, RANK)
     before = spec.residual(rows, np.array(u[0], np.float64))
     for _ in range(30):
-        u = following.update(u, x, 0.5)
+        u = adaptive.update(u, x, 0.5)
     after, least = spec.residual(rows, np.array(u[0], np.float64)), spec.residual(rows, best)
     assert (after < 0.5 * before + 0.5 * least).all()
     assert whiten.off_orthonormal(u) < 1e-5
@@ -105,9 +105,9 @@ def test_updates_lead_towards_the_text():
 def test_a_batch_that_is_not_sound_teaches_nothing(poison, raw):
     x, u = np.array(data(8)), start()
     x[0, 0, 3, 5] = poison
-    made = following.update(u, mx.array(x), 0.1, raw)
+    made = adaptive.update(u, mx.array(x), 0.1, raw)
     assert mx.array_equal(made[:, 0], u[:, 0]) and not mx.array_equal(made[:, 1], u[:, 1])
-    zero = following.update(u, mx.zeros((1, KV_HEADS, 8, DIMS)), 0.1, raw)
+    zero = adaptive.update(u, mx.zeros((1, KV_HEADS, 8, DIMS)), 0.1, raw)
     assert close(zero, u) and whiten.off_orthonormal(zero) < 1e-5
 
 
@@ -156,7 +156,7 @@ def test_decoding_teaches_by_every_32_tokens():
     changed = [i for i in range(1, 66) if not mx.array_equal(bases[i], bases[i - 1])]
     assert changed == [32, 64]
     last = mx.concatenate([data(1, 100 + step + 1) for step in range(32)], axis=2)
-    assert close(bases[32], following.update(bases[31], last, 0.05))
+    assert close(bases[32], adaptive.update(bases[31], last, 0.05))
     still = cache("oja-r24+prompt")
     feed(still, 64)
     before = still.basis.keys.down
@@ -210,7 +210,6 @@ def test_runs_are_bounded_and_keep_every_page(segments):
     ),
 )
 def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
-    from mlxkv.cache import adaptive
     from mlxkv.cache import compressed as plain
 
     one = cache(name)
@@ -324,10 +323,10 @@ def test_trim_is_exact():
 def test_moving_bases_of_full_rank_are_not_kept_by_anyone():
     """Not by a cache that has learned, either, but for those of its pages."""
     one, made = cache("oja-1.0+int8+segments3"), []
-    plain = following.following
+    plain = adaptive.transform_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            following, "following", lambda u: made.append(weakref.ref(t := plain(u))) or t
+            adaptive, "transform_of", lambda u: made.append(weakref.ref(t := plain(u))) or t
         )
         feed(one, 300, chunk=50)
     assert one._store.runs[-1].codecs[0].moving and one.basis.keys.down.shape[-1] == DIMS

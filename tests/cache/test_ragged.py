@@ -22,7 +22,6 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.pages import LEAST, Pages
 from mlxkv.cache.ragged import Ragged
-from mlxkv.cache.view import BatchView, RaggedView
 from mlxkv.formats.config import Affine, Fill, Side
 from mlxkv.formats.records import record_layout
 from mlxkv.metal import attend as kernels
@@ -92,7 +91,7 @@ def test_each_gets_what_it_gets_alone(factory, config, dtype, bound):
         batch = BatchedKVCache.merge(caches)
         for seed, new in enumerate((1, 8, 1, 7, 8)):
             view = step(batch, caches, new, 100 * seed, bound, dtype)
-            assert type(view) is RaggedView
+            assert view.starts is not None
         assert batch.offset.tolist() == [175, 25, 95]
         assert len({count for count, _, _ in view.lengths}) == 3 and view.lengths[1][0] == 0
         assert all(is_same(batch.extract(i), cache) for i, cache in enumerate(caches))
@@ -150,7 +149,7 @@ class Walk:
     def _decode(self, new: int | None = None) -> None:
         new = new or self.random.choice((1, 1, 1, 5, 8))
         view = step(self.batch, self.caches, new, self.seed, 1e-5)
-        assert len(self.caches) == 1 or type(view) is RaggedView
+        assert len(self.caches) == 1 or view.starts is not None
 
     def _join(self) -> None:
         more = filled(
@@ -184,7 +183,7 @@ class Walk:
         self.batch.prepare(lengths=lengths, right_padding=[1] * len(lengths))
         if any(lengths):
             view, _ = self.batch.update_and_fetch(keys, values)
-            assert type(view) is BatchView
+            assert view.rows is not None
         self.batch.finalize()
         for i, (cache, n) in enumerate(zip(self.caches, lengths, strict=True)):
             if n:
@@ -201,7 +200,7 @@ class Walk:
             want = attend(
                 queries[i : i + 1], cache.keys_and_values()[0], 0.125, mask[:1, ..., : cache.offset]
             )
-            assert type(view) is BatchView or rms(got[i : i + 1], want) < 1e-5
+            assert view.rows is not None or rms(got[i : i + 1], want) < 1e-5
 
     def _copy(self) -> None:
         """Goes on with the copy; the original must not reach it."""
@@ -274,14 +273,14 @@ def test_caches_of_other_kinds_stay_apart():
         a, b = filled(SMALL, (90, 40))
         (c,) = filled(CHANNELS, (90,))
         batch = BatchedKVCache.merge([a, b, c])
-        assert type(step(batch, [a, b, c], 1, 0, 1e-5)) is BatchView
+        assert step(batch, [a, b, c], 1, 0, 1e-5).rows is not None
         batch.filter([0, 1])
-        assert type(step(batch, [a, b], 1, 50, 1e-5)) is RaggedView
+        assert step(batch, [a, b], 1, 50, 1e-5).starts is not None
         batch.extend(BatchedKVCache.merge([c]))
-        assert type(step(batch, [a, b, c], 1, 90, 1e-5)) is BatchView
+        assert step(batch, [a, b, c], 1, 90, 1e-5).rows is not None
     with launch.using(None):
         caches = filled(SMALL, (90, 40))
-        assert type(step(BatchedKVCache.merge(caches), caches, 1, 0, 1e-5)) is BatchView
+        assert step(BatchedKVCache.merge(caches), caches, 1, 0, 1e-5).rows is not None
 
 
 def test_a_model_decodes_a_batch_as_each_alone(monkeypatch):

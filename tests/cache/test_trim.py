@@ -19,7 +19,7 @@ from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.latent.own import LatentKVCache, decoded
+from mlxkv.cache.latent import LatentKVCache, decoded
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv

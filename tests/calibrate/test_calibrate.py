@@ -235,11 +235,10 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert report["tokens"] == 1600 and len(report["layers"]) == 2
     assert report["path"] == str(artifact.kept_path(load(str(model_folder)).fingerprint))
     out = tmp_path / "b.safetensors"
-    assert main([*args, "--target", "none", "-o", str(out)]) == 0
-    assert "condition K" in capsys.readouterr().out and artifact.read(out).target == "none"
+    assert main([*args, "-o", str(out)]) == 0
+    assert "condition K" in capsys.readouterr().out and artifact.read(out).target == "attention"
     for more, message in (
-        (["--target", "none"], "name a file with -o"),
-        (["--target", "qqt"], "choose from attention"),
+        (["--target", "none"], "no such option; got --target"),
         (["--tokens", "3"], "choose 512 or more"),
         (["--text", str(tmp_path)], "a folder is not a text"),
     ):

@@ -21,8 +21,7 @@ from cuda_track.cache.compressed import CompressedKVCache as TorchCache
 from cuda_track.codec import maps as torch_maps
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.fixed.form import Numbers
-from mlxkv.cache.fixed.own import Own
+from mlxkv.cache.traced import Numbers, Own
 from mlxkv.codec import maps
 from mlxkv.codec.transform import Centre
 from mlxkv.errors import UserError
@@ -35,7 +34,6 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import clips, measure, moments
-from mlxkv.models.hooks.taps import put_observers
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
 
@@ -524,19 +522,6 @@ def test_folded_weights_say_the_same(made):
     assert {r.fold for r in reports if r.compressed} == {"folded"}
     assert rms(logits(model), plain) < 2e-2
     detach(model)
-
-
-def test_observers_compare_what_is_left(model, made):
-    """The stages of an evaluation: the error of keys is that of the codes, not the mean."""
-    attach(model, INT2, calibration=made)
-    caches = make_prompt_cache(model)
-    first = put_observers(caches)[0]
-    logits(model, caches)
-    view, _ = first.keys_and_values()
-    start, tokens = view.sink[0].shape[2], view.pages.tokens
-    exact = first.exact[0][:, :, start : start + tokens]
-    assert rms(view.pages.decode(0, mx.float32), np.array(exact)) < 0.7
-    assert mx.array_equal(first.exact[0][:, :, :start], view.sink[0])
 
 
 def test_heads_that_were_not_calibrated_are_refused(made):

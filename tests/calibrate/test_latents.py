@@ -14,8 +14,8 @@ from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import clips, measure
-from mlxkv.models.calibration.latents import Readers
-from mlxkv.models.hooks.latent import modules_of
+from mlxkv.models.calibration.moments import Readers
+from mlxkv.models.hooks.probe import modules_of
 from mlxkv.spec import affine as spec
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}

@@ -1,6 +1,7 @@
-"""Learned transforms at work: the command, the file, the presets, and the evidence."""
+"""Learned transforms at work: the command, the file, the presets."""
 
 import dataclasses
+import functools
 import json
 from functools import cache
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 from small_models import TINY
 
-from experiments import learned as evidence
+from mlxkv.calibrate import run as command
 from mlxkv.cli import main
 from mlxkv.codec import maps
 from mlxkv.codec.transform import Transform
@@ -190,7 +191,8 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     text = tmp_path / "a.txt"
     text.write_text("Some words about nothing in particular. " * 40)
     args = ["calibrate", "--model", str(model_folder), "--text", str(text), "--tokens", "700"]
-    args += ["--learn", "rotation+scale", "--steps", "3"]
+    args += ["--learn", "rotation+scale"]
+    monkeypatch.setattr(command, "Learned", functools.partial(Learned, steps=3))
     assert main([*args, "--bits", "3", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["learned"] | {"rows": 0} == Learned("rotation+scale", "srft", 3, 64, 3).as_dict()
@@ -200,11 +202,10 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert not artifact.kept_path(fingerprint).exists()  # the model's own stays as it was
     assert artifact.with_digest(report["digest"]) is not None  # for caches that were saved
     out = tmp_path / "b.safetensors"
-    assert main([*args, "--base", "none", "--group", "32", "-o", str(out)]) == 0
+    assert main([*args, "-o", str(out)]) == 0
     said = capsys.readouterr()
     assert f"use it: --kv learned-int4 --calibration {out}" in said.out
-    assert "learned-int4 has groups of 64; these maps were learned for groups of 32" in said.err
-    assert artifact.read(out).learned.base == "none"
+    assert artifact.read(out).learned.bits == 4
     chat = ["chat", "--model", str(model_folder), "--kv", "learned-int4", "--prompt", "a" * 300]
     assert main([*chat, "--raw", "--calibration", str(out), "--max-tokens", "3", "--json"]) == 0
 
@@ -216,10 +217,8 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
             ["--learn", "cayley"],
             "[--learn] unknown; got 'cayley'; choose from scale, rotation, hous",
         ),
-        (["--learn", "scale", "--target", "none"], "[--learn] got scale with --target, which is"),
         (["--learn", "scale", "--search-clip"], "[--learn] got scale with --search-clip"),
-        (["--base", "none"], "[--base] is for learned transforms; got none; add --learn scale"),
-        (["--steps", "9"], "[--steps] is for learned transforms; got 9; add --learn scale"),
+        (["--bits", "3"], "[--bits] is for learned transforms; got 3; add --learn scale"),
         (["--learn", "scale", "--bits", "5"], "[--bits] unknown; got 5; choose from 2, 3, 4"),
         (["--learn", "scale", "--tokens", "5"], "[--tokens] too little text; got 5"),
     ),
@@ -228,78 +227,3 @@ def test_slips_of_the_command_are_one_line(more, message, capsys):
     assert main(["calibrate", *more]) == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith(message) and "\n" not in said
-
-
-def test_the_evidence(model_folder, tmp_path, capsys):
-    out = tmp_path / "a.json"
-    options = [
-        "--bits",
-        "2",
-        "--steps",
-        "3",
-        "--tokens",
-        "600",
-        "--context",
-        "300",
-        "--decode",
-        "4",
-    ]
-    learned = ["--learn", "scale,rotation,householder"]
-    evidence.main(["--model", str(model_folder), *options, *learned, "--out", str(out)])
-    said, data = capsys.readouterr().out, json.loads(out.read_text())
-    assert list(data["rows"]) == [
-        "fp16",
-        *("srft, 2 bits", "none, 2 bits", "oscar, 2 bits", "balanced, 2 bits"),
-        *(
-            f"{base}learned {variant}, 2 bits"
-            for variant in ("scale", "rotation", "householder")
-            for base in ("srft + ", "")
-        ),
-    ]
-    row = data["rows"]["srft + learned rotation, 2 bits"]
-    assert 0 <= row["gains"]["keys"]["gain"] <= 1 and len(row["gains"]["values"]["layers"]) == 2
-    assert row["kl_mean"] > 0 == data["rows"]["fp16"]["kl_mean"]
-    found = data["claims"]["2"]
-    assert set(found["without_srft"]) == {"scale", "rotation", "householder"}
-    assert found["householder"]["dims"] == 64
-    assert "householder at D = 64" in said and "rotation without SRFT, against" in said
-
-
-def test_claims_are_read_off_the_rows():
-    def row(kl, ppl, error):
-        gains = {side: {"layers": [{"error": error}]} for side in ("keys", "values")}
-        return {"kl_mean": kl, "ppl": ppl, "ppl_base": 2.0, "gains": gains}
-
-    rows = {
-        "fp16": {"dims": 256},
-        "srft, 4 bits": {"kl_mean": 1.0},
-        "srft + learned scale, 4 bits": row(0.4, 2.2, 0.5),
-        "srft + learned rotation, 4 bits": row(0.2, 2.1, 0.4),
-        "learned rotation, 4 bits": row(0.3, 2.3, 0.3),
-        "srft + learned householder, 4 bits": row(0.25, 2.0, 0.4),
-    }
-    found = evidence.claims(rows, 4)
-    assert found["scale"] == {"best": "rotation", "share": pytest.approx(0.75)}
-    more = {"error": pytest.approx(-0.25), "ppl": pytest.approx(2.3 / 2.1 - 1)}
-    assert found["without_srft"] == {"rotation": more | {"kl_mean": pytest.approx(0.5)}}
-    assert found["householder"] == {"dims": 256, "kl_mean": 0.25, "ppl_more": 0.0}
-    lines = list(evidence.said(found))
-    assert lines[0].endswith("(rotation) takes off: 75%")
-    assert lines[1] == (
-        "rotation without SRFT, against behind it: error -25.0%, perplexity +9.52%, KL +50.0%"
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        (["--learn", "cayley"], r"\[--learn\] unknown"),
-        (["--bits", "4,5"], r"\[--bits\] unknown; got 5"),
-        (["--decode", "1"], r"\[--decode\] must be at least 2; got 1; choose 2 or more"),
-        (["--out", "/nowhere/a.json"], r"\[--out\] no such folder"),
-        (["--frobnicate"], r"\[learned\] .*--help"),
-    ),
-)
-def test_slips_of_the_evidence_are_one_line(options, message):
-    with pytest.raises(UserError, match=message):
-        evidence.main(options)

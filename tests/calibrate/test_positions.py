@@ -17,8 +17,7 @@ from mlxkv.formats.calibration.rotary import Rotary
 from mlxkv.formats.calibration.sums import Sums
 from mlxkv.models import load
 from mlxkv.models.calibration import measure, moments
-from mlxkv.models.calibration.attended import received
-from mlxkv.models.calibration.moments import grouped, products, turned
+from mlxkv.models.calibration.moments import grouped, products, received, turned
 from mlxkv.models.hooks.taps import AttentionCall
 from mlxkv.models.origin import origin_of
 from mlxkv.spec import balanced

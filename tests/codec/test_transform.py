@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxkv.cache import following
+from mlxkv.cache import adaptive
 from mlxkv.codec import affine, transform
 from mlxkv.formats import matrices
 from mlxkv.formats.config import Affine
@@ -86,8 +86,8 @@ def test_what_is_made_of_a_basis_goes_with_it():
     """200 updates: before, 64 bases and what was made of them stayed, those with casts 256."""
     u, seen, bytes_ = mx.random.normal((1, 2, 32, 24), key=mx.random.key(1)), [], []
     for seed in range(200):
-        u = following.update(u, mx.random.normal((1, 2, 8, 32), key=mx.random.key(seed)), 0.1)
-        one = following.following(u)
+        u = adaptive.update(u, mx.random.normal((1, 2, 8, 32), key=mx.random.key(seed)), 0.1)
+        one = adaptive.transform_of(u)
         mx.eval(*(one.turned(mx.zeros((1, 2, 1, 32), mx.float16)) for _ in range(2)))
         seen.append(weakref.ref(one))
         bytes_.append(mx.get_active_memory())

@@ -7,7 +7,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -19,14 +18,12 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from on_emulator import make, make_tiles
-from random_models import config_of, random_model, tokens
+from random_models import random_model, tokens
 from serving import LONG, complete, serving, text_of
 from small_cache import SMALL
 
-from mlxkv.bench.whole.batched import measure
 from mlxkv.cache import selftest, view
-from mlxkv.cache.fixed.batch import Rows, Together, of_batch
-from mlxkv.cache.fixed.form import NotYet
+from mlxkv.cache.traced import NotYet, Rows, Together, of_batch
 from mlxkv.metal import launch, tiles
 from mlxkv.models import attach
 from mlxkv.models.compiled import step
@@ -327,19 +324,6 @@ def test_padding_is_read_without_a_trace():
         cache.prepare(lengths=[2, 1], right_padding=[0, 1])
     mx.eval(model(mx.array([[1, 2], [3, 0]]), cache=caches))
     assert caches[0].offset.tolist() == [152, 98] and steps.traced == 0 and not steps.refused
-
-
-def test_a_bench_of_batches_goes_through_the_steps():
-    model, steps = attached(num_hidden_layers=1)
-    pair = Pair(model, steps, (150, 97))
-    subject = SimpleNamespace(
-        model=model,
-        config=config_of("llama") | {"num_hidden_layers": 1},
-        dtype=mx.float32,
-        random_tokens=lambda *shape: mx.ones(shape, mx.int32),
-    )
-    assert measure(subject, pair.ours, 2, 4, 1)["tokens_per_second"] > 0
-    assert steps.traced > 0
 
 
 def test_traces_with_older_counters_go():

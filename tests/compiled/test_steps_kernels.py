@@ -17,8 +17,7 @@ from stepping import Twins, same_caches, small, steps_of, untraced
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.fixed.form import Numbers
-from mlxkv.cache.fixed.own import Own
+from mlxkv.cache.traced import Numbers, Own
 from mlxkv.cache.view import PORTABLE, TILES
 from mlxkv.formats.config import Affine, Side
 from mlxkv.formats.names import parse_kv

@@ -13,7 +13,7 @@ from on_emulator import make_mma, make_tiles
 from random_models import tokens
 from stepping import Twins, steps_of, untraced
 
-from mlxkv.cache.latent.own import LatentKVCache
+from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.view import OPS, TILES
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.names import parse_kv

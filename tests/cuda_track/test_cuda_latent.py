@@ -180,7 +180,7 @@ def test_a_state_goes_on_and_trims(rotary):
 @pytest.mark.parametrize("kv", ("int4", "int8+rope8", "hadamard-int3", "turbo-int4"))
 def test_mlx_and_torch_read_each_other_s_states(kv):
     mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
-    from mlxkv.cache.latent.own import LatentKVCache as Other
+    from mlxkv.cache.latent import LatentKVCache as Other
 
     config = replace(parse_kv(kv), sink=4, recent=32, page=64).of_latents
     given = random(1, 1, 300, 128, seed=5).half(), random(1, 1, 300, 32, seed=6).half()
@@ -212,7 +212,7 @@ def test_mlx_and_torch_read_each_other_s_states(kv):
 def cache_of_mlx(cache) -> tuple:
     import mlx.core as mx
 
-    from mlxkv.cache.latent.own import decoded
+    from mlxkv.cache.latent import decoded
 
     view, rotary = cache.keys_and_values()
     return decoded(view).astype(mx.float32), rotary.astype(mx.float32)

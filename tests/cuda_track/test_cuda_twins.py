@@ -13,7 +13,7 @@ from cuda_track.cache.stores import Codes, codecs_of
 from cuda_track.codec import maps, records
 from cuda_track.codec.codec import Codec
 from mlxkv.cache.adaptive import AdaptiveKVCache as MLXAdaptive
-from mlxkv.cache.runs import Segments as MLXSegments
+from mlxkv.cache.adaptive import Segments as MLXSegments
 from mlxkv.cache.stores import Codes as MLXCodes
 from mlxkv.codec import codec as mlx_codec
 from mlxkv.codec import maps as mlx_maps

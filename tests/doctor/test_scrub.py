@@ -1,4 +1,4 @@
-"""Texts for an issue without names and paths; the power of a machine."""
+"""Texts for an issue without names and paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from mlxkv.bench.whole import power
 from mlxkv.scrub import clean, public_name
 
 
@@ -73,32 +72,3 @@ def test_a_relative_folder_is_reduced_too(tmp_path, monkeypatch):
     (tmp_path / "private" / "model-1").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert public_name("private/model-1") == "model-1"
-
-
-def test_power_of_a_mac():
-    text = "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=1)\t87%; discharging;\n"
-    assert power.mac_source(text) == "battery"
-    assert power.mac_source("Now drawing from 'AC Power'\n") == "ac"
-    assert power.mac_source("") == power.mac_mode("") == "unknown"
-    settings = (
-        "System-wide power settings:\nCurrently in use:\n standby 1\n lowpowermode         {}\n"
-    )
-    assert power.mac_mode(settings.format(1)) == "low power"
-    assert power.mac_mode(settings.format(0)) == "normal"
-    assert power.mac_mode(" powermode            2\n") == "high power"
-
-
-def test_power_of_a_linux_machine(tmp_path):
-    def supply(name: str, **values):
-        (tmp_path / name).mkdir(exist_ok=True)
-        for key, value in values.items():
-            (tmp_path / name / key).write_text(value + "\n")
-
-    assert power.linux_source(tmp_path) == "unknown"
-    supply("BAT0", type="Battery", status="Discharging")
-    assert power.linux_source(tmp_path) == "battery"
-    supply("AC", type="Mains", online="0")
-    assert power.linux_source(tmp_path) == "battery"
-    supply("AC", online="1")
-    assert power.linux_source(tmp_path) == "ac"
-    assert set(power.power()) == {"source", "mode"}

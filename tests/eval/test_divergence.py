@@ -134,8 +134,8 @@ def test_texts_are_pooled_token_by_token(arms, tokens):
     found = {f"{p.task}-{p.name}": p.run(arms, names, lambda n: None) for p in parts}
     assert set(found) == {f"divergence-{CONTEXT}-1", f"divergence-{CONTEXT}-2"}
     found = json.loads(json.dumps(found))  # as the store keeps them
-    out = divergence.pooled({"stages-384": {}, **found})
-    assert list(out) == ["stages-384", f"divergence-{CONTEXT}"]
+    out = divergence.pooled({"retrieval-384": {}, **found})
+    assert list(out) == ["retrieval-384", f"divergence-{CONTEXT}"]
     both = out[f"divergence-{CONTEXT}"]["int4"]
     own = [one["int4"]["legs"]["decode"] for one in found.values()]
     assert [one["name"] for one in both["texts"]] == ["one", "two"]
@@ -145,4 +145,31 @@ def test_texts_are_pooled_token_by_token(arms, tokens):
     assert decode["kl"]["mean"] == pytest.approx(np.mean([one["kl"]["mean"] for one in own]))
     assert decode["kl"]["max"] == pytest.approx(max(one["kl"]["max"] for one in own))
     assert decode["ppl_base"] == pytest.approx(np.prod([one["ppl_base"] for one in own]) ** 0.5)
-    assert len(both["position"]["mean"]) == len(both["position"]["position"])
+
+
+def numpy_softmax(x: np.ndarray) -> np.ndarray:
+    p = np.exp(x - x.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def numpy_divergence(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
+    p, q = numpy_softmax(scores), numpy_softmax(others)
+    return (p * np.log(np.where(p > 0, p / np.maximum(q, 1e-300), 1))).sum(axis=-1)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0, 30.0])
+def test_divergence_of_any_size(size):
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(4, 1000)).astype(np.float32)
+    others = (scores + size * rng.normal(size=scores.shape)).astype(np.float32)
+    right = numpy_divergence(scores.astype(np.float64), others.astype(np.float64))
+    got = np.array(divergence.divergence(mx.array(scores), mx.array(others)))
+    np.testing.assert_allclose(got, right, rtol=2e-3)
+    assert not np.array(divergence.divergence(mx.array(scores), mx.array(scores))).any()
+
+
+def test_divergence_where_one_side_has_nothing():
+    """Probabilities below what float32 holds, on either side."""
+    scores, others = mx.array([[0.0, -300.0]]), mx.array([[-300.0, 0.0]])
+    assert divergence.divergence(scores, others).item() == pytest.approx(300, rel=1e-3)
+    assert divergence.divergence(others, scores).item() == pytest.approx(300, rel=1e-3)

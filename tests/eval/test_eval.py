@@ -13,17 +13,17 @@ from small_models import TINY
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
 from mlxkv.eval import plan, workers
+from mlxkv.eval import run as evaluation
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.report import verdict
 from mlxkv.eval.store import Store
-from mlxkv.eval.tasks import harness
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.calibration import artifact
 from mlxkv.models import load
 from mlxkv.models.calibration.fitting import known
 
 ROOT = Path(__file__).parents[2]
-SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, tokens=8, samples=2)
+SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, samples=2)
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
         "--context",
         "512,640",
     ]
-    options = ["--decode", "8", "--questions", "2", "--tokens", "6", "--out", str(out), "--json"]
-    assert main([*command, *options, "--statistics", "--samples", "5"]) == 0
+    options = ["--decode", "8", "--questions", "2", "--out", str(out), "--json"]
+    assert main([*command, *options, "--samples", "5"]) == 0
     printed = capsys.readouterr()
     brief = json.loads(printed.out.splitlines()[-1])
     assert set(brief["presets"]) == {"fp16", "int8", "int4/srft-int2+g32"}
@@ -54,12 +54,10 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
     assert {"bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval"} <= set(row)
     assert set(row["retrieval"]) == {"single", "multi-key", "multi-query", "multi-value"}
     assert brief["presets"]["fp16"]["kl_mean"] == 0.0
-    assert brief["presets"]["fp16"]["agreement"] == 1.0
     check_intervals(row, brief)
     assert brief["windows"]["int8"] == brief["windows"]["int4/srft-int2+g32"]
-    assert "====== KL divergence statistics ======" in printed.out
     data = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    assert "stages-512" in data["parts"] and data["machine"]["chip"]
+    assert "divergence-512" in data["parts"] and data["machine"]["chip"]
     check_page(out)
 
 
@@ -116,7 +114,7 @@ def test_a_killed_run_goes_on(spec, tmp_path, capsys):
 
 
 def test_processes_side_by_side_find_the_same(spec, tmp_path):
-    spec = plan.Spec(spec.model, ("int4",), ("divergence", "stages"), SMALL)
+    spec = plan.Spec(spec.model, ("int4",), ("divergence", "retrieval"), SMALL)
     arms, parts = plan.make(spec)
     one = workers.compute(spec, arms, parts, tmp_path / "one")
     two = workers.compute(spec, arms, parts, tmp_path / "two", jobs=2)
@@ -147,13 +145,13 @@ def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
         "--tasks",
         "divergence,retrieval",
     ]
-    command += ["--decode", "32", "--jobs", "1", "--samples", "5", "--questions", "10"]
-    command += ["--json", "--gate", "--out"]
+    command += ["--decode", "32", "--samples", "5", "--questions", "10", "--json", "--out"]
+    monkeypatch.setattr(evaluation, "_jobs", lambda model: 1)  # faults are in this process
     assert main([*command, str(tmp_path / "sound")]) == 0
     sound = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
     assert sound["int8"]["verdict"] == sound["fp16"]["verdict"] == "green"
     monkeypatch.setattr(Codec, "encode", shuffled(Codec.encode))
-    assert main([*command, str(tmp_path / "broken")]) == 1
+    assert main([*command, str(tmp_path / "broken")]) == 0
     broken = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
     assert broken["fp16"]["verdict"] == "green"
     assert broken["int8"]["verdict"] == "red" and "mean KL" in broken["int8"]["reason"]
@@ -214,11 +212,10 @@ def test_verdicts_of_retrieval_alone_need_its_interval():
         (["--context", "100"], ["[--context]", "512"]),
         (["--context", "2k,x"], ["[--context]", "'x'"]),
         (["--tasks", "divergence,speed"], ["[--tasks]", "speed", "retrieval"]),
-        (["--tasks", "lm-eval:"], ["[--tasks]", "lm-eval:"]),
+        (["--tasks", "stages"], ["[--tasks]", "stages", "divergence"]),
         (["--windows", "64"], ["[--windows]", "64,64"]),
         (["--decode", "0"], ["[--decode]", "at least 1"]),
         (["--questions", "-1"], ["[--questions]", "at least 1"]),
-        (["--samples", "2", "--gate"], ["[--gate]", "5 or more"]),
         (["--samples", "0"], ["[--samples]", "at least 1"]),
         (["--text", "no-such-file.txt"], ["no-such-file.txt"]),
         (["--model", "no-such-model"], ["[--model]", "no-such-model"]),
@@ -316,56 +313,3 @@ def test_without_matplotlib_the_report_says_so(spec, tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
     page = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "pip install matplotlib" in page and not (tmp_path / "report.svg").exists()
-
-
-def test_lm_eval_missing_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    assert main(["eval", "--tasks", "lm-eval:hellaswag"]) == 2
-    assert "pip install lm-eval" in capsys.readouterr().err
-
-
-TASK = """
-task: own_{kind}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {file}
-output_type: {kind}
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-{rest}
-"""
-CHOICE = """doc_to_choice: "{{choices}}"
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true"""
-GENERATE = """generation_kwargs:
-  until: ["."]
-  max_gen_toks: 8
-metric_list:
-  - metric: exact_match
-    aggregation: mean
-    higher_is_better: true"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "rest"), [("multiple_choice", CHOICE), ("generate_until", GENERATE)]
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_task_of_lm_eval(kind, rest, model_folder, tmp_path):
-    """A task of the user's own, from a YAML file: nothing is fetched."""
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-    data = {"question": "The sky is", "choices": [" blue", " a horse and two carts"], "answer": 0}
-    (tmp_path / "data.jsonl").write_text(json.dumps(data) + "\n" + json.dumps(data) + "\n")
-    task = tmp_path / "own.yaml"
-    task.write_text(TASK.format(kind=kind, file=tmp_path / "data.jsonl", rest=rest))
-    spec = plan.Spec(str(model_folder), ("int4",), (f"lm-eval:{task}",), SMALL)
-    arms, parts = plan.make(spec)
-    found = workers.compute(spec, arms, parts, tmp_path)[f"lm-eval-{task}"]
-    assert set(found) == {"fp16", "int4"}
-    assert all(one["questions"] == 2 for one in found.values())
-    metric = "acc" if kind == "multiple_choice" else "exact_match"
-    assert all(0 <= one["metrics"][metric] <= 1 for one in found.values())

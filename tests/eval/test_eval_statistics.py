@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlxkv.eval.tasks.statistics import BINS, Tokens, block, by_position, joined, summary
+from mlxkv.eval.tasks.statistics import Tokens, block, joined, summary
 
 N = 500
 
@@ -74,16 +74,6 @@ def test_the_block_has_the_lines_that_llama_cpp_prints(tokens):
     ):
         assert line in text
     assert f"{summary(tokens)['kl']['mean']:10.6f}" in text
-
-
-def test_positions_are_means_of_runs():
-    values = np.arange(1000.0)
-    found = by_position(values)
-    assert len(found["mean"]) == BINS and found["position"][-1] == 1000
-    edges = [0, *found["position"]]
-    means = [values[a:b].mean() for a, b in zip(edges, edges[1:], strict=False)]
-    assert found["mean"] == means
-    assert by_position(np.ones(3))["position"] == [1, 2, 3]
 
 
 def test_parts_join_in_order(tokens):

@@ -11,9 +11,10 @@ from random_model import write_model
 from small_models import TINY
 
 from mlxkv.codec.codec import Codec
-from mlxkv.errors import UserError
+from mlxkv.errors import MachineError, UserError
+from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms, Prefixes
-from mlxkv.eval.questions import plain
+from mlxkv.eval.questions import plain, prompts
 from mlxkv.eval.questions.document import KINDS, QUERIES, Question, rounds, spread
 from mlxkv.eval.tasks import greedy, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
@@ -90,8 +91,8 @@ def run(arms: Arms, options: TaskOptions = SMALL, kinds=KINDS) -> dict[str, dict
         for part in retrieval.parts(arms, options)
     }
     assert sum(steps) == len(kinds) * options.questions * len(arms.names)
-    out = retrieval.pooled(found | {"stages-768": {}})
-    assert out.pop("stages-768") == {}
+    out = retrieval.pooled(found | {"divergence-768": {}})
+    assert out.pop("divergence-768") == {}
     return {next(iter(by_name.values()))["kind"]: by_name for by_name in out.values()}
 
 
@@ -151,8 +152,7 @@ def test_plain_needles_run_on_any_model(tmp_path, template, model_folder):
     ],
 )
 def test_values_are_found_in_free_words(monkeypatch, loaded, text, right):
-    said = greedy.Reply([], [], text)
-    monkeypatch.setattr(greedy, "reply", lambda *_: said)
+    monkeypatch.setattr(greedy, "reply", lambda *_: text)
     question = Question("multi-value", "", "", ("1234567", "7654321"), ("a", "a"), (0.1, 0.2))
     assert retrieval._found(loaded, [], [], question) == right
 
@@ -176,3 +176,23 @@ def test_texts_are_read_once_while_there_is_room(loaded):
 def test_what_cannot_be_asked(loaded, options, message):
     with pytest.raises(UserError, match=message):
         retrieval.parts(Arms(loaded, []), options)
+
+
+def test_replies_stop_where_they_should(loaded):
+    def ask(limit, **how):
+        return greedy.reply(loaded, feed.prefill(loaded, [5, 6, 7]), [8, 9], limit, **how)
+
+    loaded.tokenizer.eos_token_ids = {258}  # never written here
+    text = ask(12)
+    assert ask(12) == text and text.startswith(ask(5)) and len(ask(5)) < len(text)
+    short = ask(12, enough=lambda written: len(written) >= 3)
+    assert text.startswith(short) and 3 <= len(short) < len(text)
+    assert "\n" not in ask(12, line=True)
+    loaded.tokenizer.eos_token_ids = {prompts.encode(loaded, text[0])[0]}
+    assert ask(12) == ""
+
+
+def test_broken_logits_are_a_fault(tmp_path):
+    loaded = load(str(write_model(tmp_path / "poison", poison=True)), "fp16")
+    with pytest.raises(MachineError, match="NaN or infinity in the logits"):
+        greedy.reply(loaded, feed.prefill(loaded, [1, 2]), [3], 4)

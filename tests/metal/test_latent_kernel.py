@@ -12,10 +12,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_mma, make_tiles
 from samples import rms
 
-from mlxkv.cache import choose
+from mlxkv.cache import choose, selftest
 from mlxkv.cache.attention import attend
-from mlxkv.cache.latent import trial
-from mlxkv.cache.latent.own import LatentKVCache
+from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.view import BY_OPS, OPS, TILES
 from mlxkv.codec import affine
 from mlxkv.formats.affine import Affine
@@ -151,8 +150,8 @@ def test_no_machine_and_a_failed_trial(monkeypatch):
         here.setenv(launch.TILES_SWITCH, "0")
         assert plan().reason == "MLXKV_TILES=0"
     with launch.using(make_tiles):
-        monkeypatch.setattr(trial, "_found", {})
-        monkeypatch.setattr(trial, "BOUND", 1e-9)
+        monkeypatch.setattr(selftest, "_latent_faults", {})
+        monkeypatch.setattr(selftest, "BOUND", 1e-9)
         assert "is off by" in plan().label
 
 

@@ -8,7 +8,7 @@ import pytest
 from low_rank_cache import DIMS, HEADS, KV_HEADS, SCALE, close, config, data, feed, start
 from on_emulator import make, make_mma, make_tiles
 
-from mlxkv.cache import choose, following, stores
+from mlxkv.cache import adaptive, choose, stores
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import _whole, attend
 from mlxkv.cache.view import OPS, TILES, Parts
@@ -84,7 +84,7 @@ def test_the_order_of_a_basis_goes_with_it():
     """Tiles keep one per basis; a cache that follows the text makes ever more of them."""
     before = len(tiles._maps)
     bases = [
-        following.following(following.update(start(), data(8, seed), 0.5)) for seed in range(3)
+        adaptive.transform_of(adaptive.update(start(), data(8, seed), 0.5)) for seed in range(3)
     ]
     for basis in bases:
         made = tiles._map(basis, True)

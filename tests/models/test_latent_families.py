@@ -13,12 +13,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from random_models import tokens
 
-from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.models import attach, detach, restored, summarise
 from mlxkv.models.hooks.probe import leaves
-from mlxkv.models.hooks.taps import put_observers
 from mlxkv.models.usage import usage
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
@@ -193,11 +192,3 @@ def test_a_saved_session_is_checked(model, tmp_path):
     pair = leaves(load_prompt_cache(file))[at][1], leaves(other)[at][1]
     with pytest.raises(ValueError, match="another configuration"):
         restored.check(*pair, 120)
-
-
-def test_stages_of_keys_and_values_are_refused():
-    model = latent_model("deepseek_v3")
-    attach(model, "int4")
-    with pytest.raises(UserError, match="choose divergence"):
-        put_observers(make_prompt_cache(model))
-    detach(model)

@@ -13,8 +13,8 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.metal import launch
 from mlxkv.models import LayerReport, attach, detach, summarise
 from mlxkv.models.catalog.reports import ranges
+from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refusal
 from mlxkv.models.hooks.rebind import OWN_CODE
-from mlxkv.models.hooks.refused import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refusal
 
 OLD = mlx_lm.__version__ < "0.32"
 # Families that compute on keys in some configurations or layers only (soft-capping, block-sparse

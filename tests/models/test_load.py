@@ -21,8 +21,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import context_limit, detach, load
-from mlxkv.models.catalog.aliases import HUB, Source, resolve
-from mlxkv.models.catalog.packaged import PACKAGES
+from mlxkv.models.catalog.aliases import HUB, PACKAGES, Source, resolve
 from mlxkv.models.loading import weights
 
 

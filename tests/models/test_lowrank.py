@@ -148,30 +148,6 @@ def test_models_run_on_it(tmp_path):
         detach(model)
 
 
-def test_a_text_that_changes_its_kind_shows_in_the_table():
-    from mlxkv.eval.tasks import subspace as task
-
-    side = {"rank": 24, "static": [0.1, 0.3], "adapted": [0.1, 0.2], "oracle": [0.2, 0.05]}
-    side |= {"overlap": [0.7, 0.8], "overlap_static": 0.7}
-    part = {
-        "oja-r24": {"positions": [10, 20], "shift": 10, "layers": [{"index": 0, "keys": side}]},
-        "int4": {"positions": [10, 20], "shift": 10, "layers": []},
-    }
-    (row,) = task.table(part)
-    assert row == [
-        "oja-r24",
-        "keys",
-        "24",
-        "0.1000",
-        "0.1000",
-        "0.3000",
-        "0.2000",
-        "0.0500",
-        "0.700",
-        "0.800",
-    ]
-
-
 def test_plain_codes_are_per_token_and_presets_bring_theirs():
     assert parse_kv("oja-0.75+int4") == parse_kv("oja-0.750+int4")  # a preset, and the grammar
     for name, bits in (("static-0.5+int3", 3), ("oja-r96+int2", 2)):

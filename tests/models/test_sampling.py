@@ -8,7 +8,7 @@ from dataclasses import asdict
 import mlx.core as mx
 import pytest
 
-from mlxkv.models.catalog.packaged import PACKAGES
+from mlxkv.models.catalog.aliases import PACKAGES
 from mlxkv.models.generate import processors_for, sampler_for
 from mlxkv.models.loading.sampling import FILE, LIMITS, Sampling, read
 

@@ -10,16 +10,13 @@ pytest.importorskip("mlx_vlm")
 
 import mlx.core as mx  # noqa: E402
 from mlx_vlm.models import cache as vlm_cache  # noqa: E402
-from vision_models import CONFIGS, prompt_with_image, vision_model  # noqa: E402
+from vision_models import prompt_with_image, vision_model  # noqa: E402
 from vlm_batches import alone, together  # noqa: E402
 
 from mlxkv.cache.batch import BatchedKVCache  # noqa: E402
 from mlxkv.cache.compressed import CompressedKVCache  # noqa: E402
-from mlxkv.cache.rotating import WindowedKVCache  # noqa: E402
 from mlxkv.errors import UserError  # noqa: E402
-from mlxkv.formats.config import CacheConfig, Full, Side  # noqa: E402
 from mlxkv.models import attach, detach  # noqa: E402
-from mlxkv.models.hooks import layers  # noqa: E402
 from mlxkv.models.hooks.mark import steps_of  # noqa: E402
 
 VISION = ["qwen2_vl", "gemma3", "llava"]
@@ -78,28 +75,6 @@ def test_each_of_a_batch_gets_what_it_gets_alone(family):
     attach(model, "int4")
     expected = [alone(model, *each)[0] for each in zip(prompts, counts, strict=True)]
     assert together(model, prompts, counts) == expected
-
-
-class Lossless(CacheConfig):
-    """Pages that hold the numbers themselves."""
-
-    compresses = True
-
-
-@pytest.mark.parametrize("window", [100, 400])
-def test_sliding_windows_in_its_batches(window, monkeypatch):
-    """Prompts of text with padding on the left, in pages that lose nothing: the text of plain caches."""
-    text = CONFIGS["gemma3"]["text_config"] | {"sliding_window": window}
-    monkeypatch.setitem(CONFIGS, "gemma3", CONFIGS["gemma3"] | {"text_config": text})
-    monkeypatch.setattr(layers, "MOST_OF_WINDOW", 2)
-    model, counts = vision_model("gemma3"), (8, 12, 5)
-    prompts = [(prompt_with_image("gemma3", n, seed=n)[0][:, 6:], {}) for n in (450, 60, 290)]
-    plain = [alone(model, *each)[0] for each in zip(prompts, counts, strict=True)]
-    full = Lossless(Side(Full()), Side(Full()), sink=4, recent=16, page=16)
-    attach(model, full, windows=window)
-    kinds = {type(one) for one in model.language_model.make_cache()}
-    assert kinds == {WindowedKVCache, CompressedKVCache}
-    assert together(model, prompts, list(counts)) == plain
 
 
 def test_its_prefix_cache_keeps_codes():

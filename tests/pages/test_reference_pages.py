@@ -9,7 +9,7 @@ import typer.main
 from experiments.pages import reference
 from mlxkv.cli import app
 from mlxkv.doctor.listing import LISTED
-from mlxkv.models.hooks.refused import REFUSED
+from mlxkv.models.hooks.probe import REFUSED
 
 
 def test_the_pages_are_what_the_code_writes():

@@ -96,7 +96,6 @@ def test_a_program_of_another_python_is_refused_by_name(path):
         (["mlxkv", "chat"], "leave run out"),
         (["mlx_lm.generate", "--kv-bits", "4"], "[run] --kv-bits has the program compress"),
         (["mlx_lm.generate", "--kv_bits=4"], "[run] --kv-bits has the program compress"),
-        (["--kv-windows", "0", "mlx_lm.chat"], "[--kv-windows] must be at least 1 token; got 0"),
         (["--strct", "mlx_lm.chat"], "did you mean --strict"),
     ],
 )

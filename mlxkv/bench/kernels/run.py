@@ -64,7 +64,6 @@ def run(
     rounds: int,
     encode_tokens: str | None,
     ways: str,
-    mlx_lm: bool,
     as_json: bool,
 ) -> None:
     """Measure and print. shapes, contexts, kv, ways: by commas. ways: of `mlxkv.codec.encoding`."""
@@ -91,7 +90,7 @@ def run(
                 bandwidth=reading,
                 calls=calls,
                 rounds=rounds,
-                with_mlx_lm=mlx_lm and shape == cases[0][0],
+                with_mlx_lm=shape == cases[0][0],
             )
             mx.clear_cache()
             bars.advance(bar)
@@ -118,7 +117,7 @@ def _preset(name: str) -> CacheConfig:
             f"[--kv] full precision is timed beside the others; got {name!r}; choose presets that "
             "compress keys and values, such as int4"
         )
-    check_rotary(config, name)
+    check_rotary(config)
     return config
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os.path import commonprefix
 
 from mlxkv.errors import UserError
 
-Turn = tuple[str, str]  # what the user said, what was answered
 _STARTS = ("What", "0", '{"')
 
 
@@ -20,30 +18,17 @@ def encode(loaded, text: str) -> list[int]:
     return list(loaded.tokenizer.encode(text, add_special_tokens=False))
 
 
-def ask(loaded, text: str, question: str, turns: Sequence[Turn] = ()) -> list[int]:
-    """Return a prompt, up to the start of the answer: the text, earlier turns and the question.
+def ask(loaded, text: str, question: str) -> list[int]:
+    """Return a prompt, up to the start of the answer: the text and a question, in one turn of the user.
 
-    The text is in the user's first turn. Thinking is switched off. Raises UserError if the model's
-    chat template refuses the turns.
+    Thinking is switched off. Raises UserError if the model's chat template refuses the turn.
     """
-    said = [f"{text}\n\n{(turns[0][0] if turns else question)}"]
     if not has_template(loaded):
-        asked = [*(q for q, _ in turns), question]
-        answers = [*(f" {a}\n\n" for _, a in turns), ""]
-        pairs = zip(asked, answers, strict=True)
-        plain = "".join(f"Question: {q}\nAnswer:{a}" for q, a in pairs)
-        return list(loaded.tokenizer.encode(f"{text}\n\n{plain}"))
-    said += [*(q for q, _ in turns[1:]), question] if turns else []
-    messages = []
-    for user, (_, answer) in zip(said, [*turns, ("", "")], strict=True):
-        messages += [
-            {"role": "user", "content": user},
-            {"role": "assistant", "content": answer},
-        ]
+        return list(loaded.tokenizer.encode(f"{text}\n\nQuestion: {question}\nAnswer:"))
     try:
         return list(
             loaded.tokenizer.apply_chat_template(
-                messages[:-1],
+                [{"role": "user", "content": f"{text}\n\n{question}"}],
                 add_generation_prompt=True,
                 return_dict=False,
                 enable_thinking=False,

@@ -7,14 +7,13 @@ from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.intervals import Interval
 from mlxkv.eval.report import compare, verdict, words
 from mlxkv.eval.report.compare import limits
-from mlxkv.eval.tasks import divergence, retrieval, subspace
+from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
-from mlxkv.eval.tasks.statistics import block
 from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
 from mlxkv.models.hooks.held import layers_of
 
 RETRIEVAL = ("single", "multi-key", "multi-query", "multi-value")
-TASK_COLUMNS = {"single", "m-key", "m-query", "m-value", "text", "answers", "tools"}
+TASK_COLUMNS = {"single", "m-key", "m-query", "m-value"}
 
 
 def assemble(
@@ -53,7 +52,6 @@ def assemble(
             "decode": options.decode,
             "questions": options.questions,
             "samples": options.samples,
-            "tokens": options.tokens,
             "text": [path.name for path in options.texts],
         },
         "presets": rows[contexts[-1]],
@@ -96,16 +94,6 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
         row |= compare.retrieval(parts, base)
         if name == BASELINE:
             del row["retrieval_lost"]
-    if part := results.get("generation-agreement"):
-        row["agreement"] = sum(part[name]["lengths"]) / sum(part[name]["of"])
-    for part_name, key in (("answers", "right"), ("structured", "same")):
-        if part := results.get(f"generation-{part_name}"):
-            row[part_name] = part[name][key] / part[name]["asked"]
-    for key, part in results.items():
-        if key.startswith("lm-eval-"):
-            task = key.removeprefix("lm-eval-")
-            row.setdefault("lm_eval", {})[task] = part[name]["metrics"]
-            row.setdefault("lm_eval_stored", {})[task] = part[name]["stored"]
     return row
 
 
@@ -151,18 +139,6 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
     for kind in first.get("retrieval", {}):
         columns.append(kind.replace("multi", "m"))
         makers.append(lambda r, kind=kind: _found(r, kind, r is first))
-    if "agreement" in first:
-        columns.append("text")
-        makers.append(lambda r: f"{100 * r['agreement']:.1f}")
-    for key, title in (("answers", "answers"), ("structured", "tools")):
-        if key in first:
-            columns.append(title)
-            makers.append(lambda r, key=key: f"{100 * r[key]:.1f}")
-    for task, metrics in first.get("lm_eval", {}).items():
-        metric = next((m for m in metrics if "stderr" not in m), None)
-        if metric:
-            columns.append(f"{task} {metric}")
-            makers.append(lambda r, t=task, m=metric: f"{r['lm_eval'][t][m]:.4f}")
     columns.append("verdict")
     makers.append(lambda r: r["verdict"])
     return columns, [[name, *(make(row) for make in makers)] for name, row in rows.items()]
@@ -203,29 +179,8 @@ def notes(data: dict) -> list[str]:
         "interval of their ratio on the same texts holds 1",
         f"single, m-: share of right values in percent, {options['questions']} questions of each kind, "
         "with the wider of Wilson's interval and that of resampled documents; ~: not "
-        "told apart from fp16's; answers: right ones; "
-        "tools: tool calls written as fp16 writes them, in percent; "
-        f"text: leading greedy tokens equal to fp16's in percent, of up to {options['tokens']} a prompt",
+        "told apart from fp16's",
         f"verdict: {verdict.RULES}",
-        *_read_stored(data),
-    ]
-
-
-def _read_stored(data: dict) -> list[str]:
-    """Return a line per task of lm-eval: how much of what it read was compressed when it was scored."""
-    row = next(iter(data["rows"].values()))
-    found = {}
-    for name, one in row.items():
-        for task, share in one.get("lm_eval_stored", {}).items() if name != BASELINE else ():
-            found.setdefault(task, []).append(share)
-    return [
-        f"{task}: {100 * min(shares):.0f} % of the tokens read were stored compressed when scores read them"
-        + (
-            "; little of it tests a preset: --windows 0,0 compresses more"
-            if min(shares) < 0.5
-            else ""
-        )
-        for task, shares in found.items()
     ]
 
 
@@ -234,8 +189,8 @@ def _texts(data: dict) -> str:
     return f"{' or '.join(map(str, sorted(counts)))} texts" if counts else "texts"
 
 
-def show(data: dict, blocks: bool) -> None:
-    """Print the tables; with `blocks` also llama.cpp's statistics of both legs."""
+def show(data: dict) -> None:
+    """Print the tables."""
     for context in data["contexts"]:
         columns, rows = table(data, context)
         title = f"{data['model']}, {context} tokens, {data['dtype']}"
@@ -247,10 +202,4 @@ def show(data: dict, blocks: bool) -> None:
                 cells = [[row[i] for i in chosen] for row in rows]
                 console.print_table([columns[i] for i in chosen], cells, title)
         console.say("\n".join([*reasons(data, context), ""]))
-        if rows := subspace.table(data["parts"].get(f"{subspace.TASK}-{context}", {})):
-            console.print_table([*subspace.COLUMNS, *subspace.MORE], rows, f"{title}: subspaces")
-        part = data["parts"].get(f"divergence-{context}", {})
-        for name, result in part.items() if blocks else ():
-            for leg, summary in result["legs"].items():
-                console.say(f"{name}, {context} tokens, {leg}\n{block(summary)}\n")
     console.say("\n".join(notes(data)))

@@ -14,9 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.tasks.exact import divergence
 from mlxkv.eval.tasks.part import Part, Progress, Results, TaskOptions
-from mlxkv.eval.tasks.statistics import Tokens, by_position, joined, summary
+from mlxkv.eval.tasks.statistics import Tokens, joined, summary
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.generate import prefill_step
 from mlxkv.models.hooks.held import layers_of
@@ -63,11 +62,10 @@ def pooled(results: dict[str, Results]) -> dict[str, Results]:
 
 def _pooled(texts: list[dict]) -> dict:
     scored = [{leg: Tokens.unpacked(one["scored"][leg]) for leg in LEGS} for one in texts]
-    means = np.mean([one["position"]["mean"] for one in texts], axis=0).tolist()
-    rest = {k: v for k, v in texts[0].items() if k not in ("scored", "text", "legs", "position")}
-    return rest | {
+    of_each = ("scored", "text", "legs")
+    shared = {key: value for key, value in texts[0].items() if key not in of_each}
+    return shared | {
         "legs": {leg: summary(joined([one[leg] for one in scored])) for leg in LEGS},
-        "position": texts[0]["position"] | {"mean": means},
         "kv_bytes": max(one["kv_bytes"] for one in texts),
         "texts": [
             {
@@ -87,9 +85,8 @@ def measure(
 ) -> Results:
     """Run both legs over tokens[:-1]; each token predicts the next. The prompt is tokens[:context].
 
-    Returns per arm {"legs": {leg: `statistics.summary`}, "position": `statistics.by_position` of
-    KL, "scored": the tokens behind the legs, "kv_bytes": allocated after the prompt, "values": numbers in
-    it, ...}.
+    Returns per arm {"legs": {leg: `statistics.summary`}, "scored": the tokens behind the legs, "kv_bytes":
+    allocated after the prompt, "values": numbers in it, ...}.
     """
     everyone = list(dict.fromkeys((BASELINE, *names)))
     scored: dict[str, dict[str, list[Tokens]]] = {n: {leg: [] for leg in LEGS} for n in names}
@@ -111,14 +108,12 @@ def measure(
     out = {}
     for name in names:
         prompt, decode = (joined(scored[name][leg]) for leg in LEGS)
-        kl = np.concatenate([prompt.kl, decode.kl])
         prompt = prompt[context // 2 :]
         out[name] = {
             "tokens": context,
             "chunk": _chunk(arms),
             "legs": {"prompt": summary(prompt), "decode": summary(decode)},
             "scored": {"prompt": prompt.packed(), "decode": decode.packed()},
-            "position": by_position(kl),
             "kv_bytes": held[name],
             "values": values,
         }
@@ -143,6 +138,21 @@ def compare(base: mx.array, logits: mx.array, targets: mx.array) -> Tokens:
     )
     mx.eval(*arrays)
     return Tokens(*(np.array(x, dtype=np.float64) for x in arrays))
+
+
+def divergence(scores: mx.array, others: mx.array) -> mx.array:
+    """Return KL(softmax(scores) || softmax(others)) over the last axis, in nats: [..., T] -> [...].
+
+    Sums q - p - p log(q / p): no term is negative, so a small divergence is not a difference of
+    large sums.
+    """
+    log_p = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+    log_q = others - mx.logsumexp(others, axis=-1, keepdims=True)
+    p, q, gap = mx.exp(log_p), mx.exp(log_q), log_q - log_p
+    near = p * (mx.expm1(mx.minimum(gap, 1)) - gap)
+    terms = mx.where(gap < 1, near, q - p - p * gap)
+    # Of tokens that have no chance at all (logits of minus infinity) the gap is no number.
+    return mx.where(p > 0, terms, q).sum(axis=-1)
 
 
 def _logits(arms: Arms, new: mx.array, cache: list) -> mx.array:

@@ -18,15 +18,14 @@ class TaskOptions:
     """The options of all tasks.
 
     contexts: tokens. decode: tokens decoded one by one after each context (divergence). questions: of each kind
-    and context (retrieval); half as many in generation. tokens: greedy tokens per prompt (generation). texts:
-    the user's files and folders, read instead of built-in text. kinds: of questions (retrieval). samples: texts
-    of divergence, and documents of retrieval, that intervals are resampled from.
+    and context (retrieval). texts: the user's files and folders, read instead of built-in text. kinds: of
+    questions (retrieval). samples: texts of divergence, and documents of retrieval, that intervals are
+    resampled from.
     """
 
     contexts: tuple[int, ...] = (2048,)
     decode: int = 256
     questions: int = 8
-    tokens: int = 64
     texts: tuple[Path, ...] = ()
     kinds: tuple[str, ...] = KINDS
     samples: int = 8
@@ -37,8 +36,7 @@ class Part:
     """task, name: they name its files. asks: all that a result depends on besides model and arm, as
     plain data; a stored result is used only if it is the same. run: (arms, names, progress) -> a
     result per name; it gets only the names without a stored result. steps: the sum of progress per
-    name. shares: parts with the same value read the same texts, once if one process computes them.
-    baseline: whether full precision has a result too.
+    name.
     """
 
     task: str
@@ -46,5 +44,3 @@ class Part:
     run: Callable[[Arms, list[str], Progress], Results]
     steps: int
     asks: dict = field(default_factory=dict)
-    shares: str = ""
-    baseline: bool = True

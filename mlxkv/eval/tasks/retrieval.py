@@ -166,7 +166,7 @@ def _found(loaded, cache: list, prompt: list[int], question: Question) -> list[b
 
     limit = START + PER_VALUE * len(question.values)
     line = not prompts.has_template(loaded)
-    return named(greedy.reply(loaded, cache, prompt, limit, done, line).text)
+    return named(greedy.reply(loaded, cache, prompt, limit, done, line))
 
 
 def _bins(depths: list, right: list, likely: list) -> list[dict]:

@@ -10,7 +10,6 @@ import numpy as np
 
 KL_LEVELS = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0)
 DELTA_LEVELS = (99.9, 99.0, 95.0, 90.0, 75.0, 50.0, 25.0, 10.0, 5.0, 1.0, 0.1)
-BINS = 64  # of positions, for pictures
 
 
 @dataclass
@@ -84,13 +83,6 @@ def summary(tokens: Tokens) -> dict:
         "same_top": same,
         "same_top_error": sqrt(same * (1 - same) / max(1, len(tokens) - 1)),
     }
-
-
-def by_position(values: np.ndarray, first: int = 0) -> dict:
-    """Return means over at most BINS runs of tokens: {"position": last token of each, "mean": ...}."""
-    edges = np.unique(np.linspace(0, len(values), min(BINS, len(values)) + 1).astype(int))
-    means = [float(values[a:b].mean()) for a, b in zip(edges, edges[1:], strict=False)]
-    return {"position": [int(first + b) for b in edges[1:]], "mean": means}
 
 
 def _mean(x: np.ndarray) -> tuple[float, float]:

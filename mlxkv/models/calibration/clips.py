@@ -31,9 +31,8 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.metal.seal import MAX_RANK
 from mlxkv.models.calibration.measure import CHUNK, WINDOW, Progress, windows
 from mlxkv.models.hooks.fold import refuse_folded
-from mlxkv.models.hooks.layers import find
 from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.hooks.probe import leaves, put
+from mlxkv.models.hooks.probe import find, leaves, put
 from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import AttentionCall, LayerPass, PlainObserver, observe
 from mlxkv.models.origin import layer_name, origin_of, sizes

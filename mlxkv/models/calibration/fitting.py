@@ -70,12 +70,11 @@ def fit(
     model: nn.Module,
     config: CacheConfig,
     places: Mapping[Place, Shape],
-    label: str,
     chosen: Calibration | Path | str | None = None,
 ) -> dict[Place, tuple[CacheConfig, LayerMaps | None]]:
     """For each of `places`, `config` with the clips and ranks of its layer, and the layer's maps.
 
-    Without a calibrated side: `config` itself and None. label: of `config` in errors. chosen: the
+    Without a calibrated side: `config` itself and None. chosen: the
     calibration to use. Raises UserError for a calibration that is missing or does not fit.
     """
     if not places or not config.calibrated:
@@ -83,17 +82,17 @@ def fit(
     origin = origin_of(model)
     if config.learned and chosen is None and not (origin and origin.calibration):
         raise UserError(
-            f"[attach] {label} needs learned transforms; got no calibration; make one with mlxkv "
+            f"[attach] {config.label} needs learned transforms; got no calibration; make one with mlxkv "
             "calibrate --model MODEL --learn scale -o FILE, and name it by --calibration FILE"
         )
     calibration = given(chosen) if chosen is not None else known(model, config)
     if calibration is None and origin is None:
         raise UserError(
-            f"[attach] {label} needs a calibration; got a model that mlxkv did not load; pass "
+            f"[attach] {config.label} needs a calibration; got a model that mlxkv did not load; pass "
             "calibration=FILE (mlxkv calibrate makes one), or use mlxkv.models.load"
         )
     if calibration is None:
-        calibration = _on_the_spot(model, origin, label)
+        calibration = _on_the_spot(model, origin, config.label)
     calibration.check(sizes(places), origin and origin.fingerprint)
     if config.keys.calibrated and not all(shape.latent for shape in places.values()):
         artifact.tell_reach(calibration, origin and origin.context)

@@ -23,27 +23,113 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv.errors import UserError
+from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
+from mlxkv.formats.calibration import balance
+from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
+from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import UNIFORM, contexts
 from mlxkv.models.calibration import TOKENS
-from mlxkv.models.calibration.bases import TARGETS, WITHOUT_TEXT, basis
-from mlxkv.models.calibration.latents import Readers
-from mlxkv.models.calibration.moments import ROWS, Moments, Sample
+from mlxkv.models.calibration.moments import ROWS, Moments, Readers, Sample
 from mlxkv.models.calibration.rotations import ROWS as PROBES
 from mlxkv.models.calibration.rotations import rotations
+from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
-from mlxkv.models.hooks.latent import modules_of
-from mlxkv.models.hooks.layers import find
 from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.hooks.outputs import sensitivities
-from mlxkv.models.hooks.probe import Place, leaves, put
+from mlxkv.models.hooks.probe import Place, find, leaves, modules_of, put
 from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import LatentObserver, PlainObserver
 from mlxkv.models.origin import Origin, layer_name, origin_of
 from mlxkv.texts import corpus
 from mlxkv.texts.sources import Text
+
+# -- Make the transforms of a layer's side from its moments. Spec: `spec/oscar.py`, `spec/balanced.py`.
+
+# What the bases are eigenvectors of: what attention reads (the paper), the same with the surrogate of
+# the released code for values, the cache itself, and two that need no text.
+TARGETS = ("attention", "surrogate", "tensor", "random", "none")
+WITHOUT_TEXT = ("random", "none")
+
+
+def basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
+    heads = 1 if per_layer else moments.shape.heads
+    dims = moments.shape.key_dim if side == "keys" else moments.shape.value_dim
+    if moments.target in WITHOUT_TEXT or (moments.readers and side == "values"):
+        if moments.target != "random":
+            vectors = np.broadcast_to(np.eye(dims), (heads, dims, dims))
+        else:
+            vectors = matrices.random_basis(heads, dims, dims)
+        vectors, ones = vectors.astype(np.float32), np.ones((heads, dims), np.float32)
+        none = np.zeros((moments.shape.heads, dims), np.float32) if side == "keys" else None
+        # Of moments I.
+        return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones, mean=none)
+    mean = _mean(moments, side, where, per_layer)
+    values, vectors, floored = matrices.eigenbasis(mean)
+    return Basis(
+        values.astype(np.float32),
+        vectors.astype(np.float32),
+        floored,
+        balance=_balance(moments, side, where, per_layer, mean),
+        peaks=_peaks(moments, side, where, per_layer),
+        mean=_key_mean(moments, where) if side == "keys" else None,
+    )
+
+
+def _mean(moments: Moments, name: str, where: str, per_layer: bool) -> np.ndarray:
+    """The second moment [G or 1, D, D] of a sum. Raises MachineError for NaN or infinity."""
+    mean = moments.moment(name)
+    _check_finite(mean, where)
+    return mean.mean(0, keepdims=True) if per_layer else mean
+
+
+def _peaks(moments: Moments, side: str, where: str, per_layer: bool) -> np.ndarray | None:
+    """The peaks [G or 1, D] of a side; 1 for channels of zeros. None where windows ended in their first tokens.
+
+    Raises MachineError for NaN or infinity."""
+    found = moments.peaks.get(side)
+    if found is None:
+        return None
+    _check_finite(found, where)
+    found = found.max(0, keepdims=True) if per_layer else found
+    return np.where(found > 0, found, 1.0).astype(np.float32)
+
+
+def _key_mean(moments: Moments, where: str) -> np.ndarray | None:
+    """The mean [G, D] of keys; None where windows ended in their first tokens. Raises MachineError."""
+    mean = moments.key_mean()
+    if mean is None:
+        return None
+    _check_finite(mean, where)
+    return mean.astype(np.float32)
+
+
+def _check_finite(x: np.ndarray, where: str) -> None:
+    if not np.isfinite(x).all():
+        raise MachineError(
+            f"[calibrate] NaN or infinity in {where}; the model computes them on this text; try "
+            "another --dtype, or other text"
+        )
+
+
+def _balance(
+    moments: Moments, side: str, where: str, per_layer: bool, queries: np.ndarray
+) -> Balance | None:
+    """The balanced transform of a side, or None. queries: their second moment, used for keys."""
+    if moments.target != "attention":
+        return None
+    noise = _mean(moments, f"stored {side}", where, per_layer)
+    reads = queries
+    if side == "values":
+        output = moments.output
+        reads = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape) if output is None else output
+        if per_layer:
+            reads = reads.mean(0, keepdims=True)
+    down, sigma, floored = balance.balance(noise, reads)
+    if side == "values":  # the unit of errors is free: stored values keep their size
+        size = np.trace(noise, axis1=-2, axis2=-1) / sigma.sum(-1)
+        down, sigma = down * np.sqrt(size)[:, None, None], sigma * size[:, None]
+    return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)
+
 
 LEAST = 512  # tokens: fewer are too few for heads of 64 to 256 dims
 WINDOW = 4096  # tokens that see each other
@@ -192,9 +278,7 @@ def _read(
             moments[place].end_window(cache.exact[0])
 
 
-def calibrate_with_samples(
-    loaded, text: Text, per_layer: bool = False
-) -> tuple[Calibration, dict[str, Sample]]:
+def calibrate_with_samples(loaded, text: Text) -> tuple[Calibration, dict[str, Sample]]:
     """Calibrate a loaded model and keep a sample of keys and values of each layer in the same pass, with a
     progress bar on stderr."""
     samples: dict[str, Sample] = {}
@@ -203,7 +287,6 @@ def calibrate_with_samples(
             loaded.model,
             text.tokens,
             text=text.name,
-            per_layer=per_layer,
             window=min(WINDOW, loaded.context or WINDOW),
             bos=bos_of(loaded.tokenizer),
             progress=progress,

@@ -37,13 +37,13 @@ def check_weights(bits: int | None) -> None:
         raise UserError(f"[--weights] must be 8, or left out for weights as stored; got {bits}")
 
 
-def check_fold(config: CacheConfig, label: str, fold: bool) -> None:
+def check_fold(config: CacheConfig, fold: bool) -> None:
     """Raises UserError if `fold` is asked for and `config` has no calibrated map of values."""
     if fold and (not config.values.calibrated or config.values.cut):
         found = ((name, one.values) for name, one in PRESETS.items())
         choices = ", ".join(name for name, side in found if side.calibrated and not side.cut)
         raise UserError(
-            f"[--fold] folds calibrated maps of values into the weights; got {label}, which has "
+            f"[--fold] folds calibrated maps of values into the weights; got {config.label}, which has "
             f"none; choose from {choices}"
         )
 

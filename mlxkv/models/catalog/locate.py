@@ -11,10 +11,9 @@ from pathlib import Path
 
 from mlxkv import untrusted
 from mlxkv.errors import UserError
-from mlxkv.models.catalog.aliases import Source, resolve
+from mlxkv.models.catalog.aliases import PACKAGES, Source, resolve
 from mlxkv.models.catalog.folder import INDEX, SMALL
 from mlxkv.models.catalog.hub import fetch
-from mlxkv.models.catalog.packaged import PACKAGES
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,14 @@ def compressed(
     return LayerReport(index, kind, True, label, bits, kernel, True, *sizes)
 
 
-def of_latents(config: CacheConfig, label: str) -> str:
+def of_latents(config: CacheConfig) -> str:
     """Return what a report says of a layer with latents: the name of `config`, and how its keys are coded
     where its values are coded otherwise."""
     keys, values = config.keys.quantizer, config.values.quantizer
     bits = [getattr(side, "bits", None) for side in (keys, values)]
     as_keys = "" if bits[0] == bits[1] else f" ({config.keys.label}, as its keys)"
     rotary = "exact" if config.of_latents.rotary == 16 else "int8"
-    return f"latent {label}{as_keys}, rotary keys {rotary}"
+    return f"latent {config.label}{as_keys}, rotary keys {rotary}"
 
 
 def with_own(report: LayerReport, config: CacheConfig, own: CacheConfig) -> LayerReport:

@@ -5,12 +5,8 @@ from mlx_lm.models import cache as _cache
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.latent.own import IndexedLatentKVCache, LatentKVCache
-from mlxkv.cache.rotating import WindowedKVCache
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 
 # For good: mlx-lm's load_prompt_cache looks classes up in its globals, also before any model is attached.
-for _class in (
-    *(CompressedKVCache, AdaptiveKVCache, WindowedKVCache),
-    *(LatentKVCache, IndexedLatentKVCache),
-):
+for _class in (CompressedKVCache, AdaptiveKVCache, LatentKVCache, IndexedLatentKVCache):
     setattr(_cache, _class.__name__, _class)

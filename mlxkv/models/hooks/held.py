@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlxkv.models.catalog.shapes import LayerShape
 from mlxkv.models.compiled.weights import kept
-from mlxkv.models.hooks import latent, layers
+from mlxkv.models.hooks import probe
 from mlxkv.models.hooks.mark import cached_part, own_make_cache
 from mlxkv.models.hooks.probe import PROMPT, Findings, Place, leaves
 from mlxkv.models.hooks.rebind import bind, release
@@ -33,7 +33,7 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
     try:
         with kept(model):
             caches, error = _run(model, make, PROMPT)
-            found = Findings({}, {}) if error else layers.find(model, make)
+            found = Findings({}, {}) if error else probe.find(model, make)
             own = [place for place, cache in caches if type(cache).__name__ not in KINDS]
             grown = _growth(model, make, own) if own and not error else {}
     finally:
@@ -72,7 +72,7 @@ def _of_keys(place: Place, cache, found: Findings, expanded: int) -> LayerShape:
     sizes = (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
     reason, shape = found.refused.get(place, ""), found.shapes.get(place)
     more = {"window": getattr(cache, window)} if window else {}
-    if reason == latent.INDEX_KEYS:
+    if reason == probe.INDEX_KEYS:
         kind = "index"
     elif shape is not None:
         more |= {"queries": shape.queries, "tied": shape.sinks or shape.softcap is not None}
@@ -103,7 +103,7 @@ def _growth(
 
 def _expanded(model: nn.Module) -> int:
     """Numbers that a prefill makes of one token's latent: keys and values of every head. 0 without latents."""
-    for module in latent.modules_of(model)[:1]:
-        sizes = [getattr(module, name).weight.shape for name in latent.ABSORBED]
+    for module in probe.modules_of(model)[:1]:
+        sizes = [getattr(module, name).weight.shape for name in probe.ABSORBED]
         return sum(heads * dims for heads, dims in ((sizes[0][0], sizes[0][2]), sizes[1][:2]))
     return 0

@@ -7,11 +7,16 @@ to attention.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm._version import __version__ as mlx_lm_version
 
+PLAIN = "KVCache"  # the class of mlx-lm's that ours replace
 Place = tuple[int, ...]  # position in the list of caches; a second number inside a CacheList
 PROMPT = 2  # tokens of the first dry call; the second has one, as in decoding
 
@@ -25,7 +30,7 @@ class Shape:
     """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`.
 
     queries: query heads that read it, 0 if none did. sinks: whether it is read with attention sinks.
-    latent: whether these are latents (`hooks.latent`), and their rotary keys in place of values. selects:
+    latent: whether these are latents, and their rotary keys in place of values. selects:
     whether the model's code picks tokens of them. softcap: of its scores, or None.
     """
 
@@ -179,3 +184,136 @@ def _reason(error: Exception, waiting: bool) -> str:
     if waiting:
         return f"the model uses cached keys or values as arrays ({type(error).__name__}: {text})"
     return f"a dry run of the model failed ({type(error).__name__}: {text})"
+
+
+def files_of(model: nn.Module) -> list[ModuleType]:
+    """The Python modules that define the classes of `model` and its layers, bases included."""
+    names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
+
+
+# -- Layers with multi-head latent attention (MLA): which caches hold latents, by the structure of the model.
+#
+# mlx-lm's code for MLA hands a cache the latent of each token and the rotary key that all heads share. It multiplies
+# the rotary keys itself. Of one new token it attends with absorbed queries to the latents as they are; for several it
+# makes the keys and values of every head from them, and so needs an array.
+
+ABSORBED = ("embed_q", "unembed_out")  # maps of heads to latents and back, in mlx-lm's attention
+INDEX = "indexer"  # a sparse index beside them, whose cache has keys of its own (DeepSeek-V3.2)
+INDEX_KEYS = "the keys of a sparse index stay in full precision"
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The attention modules of `model` that attend to latents, in the order of layers."""
+    found = [
+        ([(part.isdigit(), int(part) if part.isdigit() else part) for part in path.split(".")], m)
+        for path, m in model.named_modules()
+        if all(name in m for name in ABSORBED)
+    ]
+    return [m for _, m in sorted(found, key=lambda pair: pair[0])]
+
+
+def find_latents(
+    model: nn.Module, make_cache: Callable[[], list], places: list[Place]
+) -> Findings | None:
+    """Return what the plain caches at `places` hold, for a model with MLA; None for any other.
+
+    The attention function must be rebound.
+    """
+    modules = modules_of(model)
+    if not modules:
+        return None
+    indexed = any(INDEX in m for m in modules)
+    index = [place for place in places if indexed and len(place) > 1 and place[1]]
+    found = probe(
+        model,
+        make_cache,
+        [place for place in places if place not in index],
+        _IndexedProbe if indexed else LatentProbe,
+    )
+    found.refused |= dict.fromkeys(index, INDEX_KEYS)
+    return found
+
+
+class LatentProbe(ProbeCache):
+    """A cache of latents in a dry run."""
+
+    selects = False
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        if keys.shape[1] != 1 or values.shape[1] != 1:
+            raise Misuse("caches keys of several heads beside latents")
+        one = Shape(
+            1, keys.shape[3], values.shape[3], keys.dtype, latent=True, selects=self.selects
+        )
+        self.shape = one if self.shape is None else replace(one, queries=self.shape.queries)
+        self.offset += keys.shape[2]
+        rotary = mx.zeros((1, 1, self.offset, values.shape[3]), values.dtype)
+        if self.selects or keys.shape[2] > 1:
+            return mx.zeros((1, 1, self.offset, keys.shape[3]), keys.dtype), rotary
+        self.waiting = True
+        return Handle(self), rotary
+
+    @property
+    def mixed_dim(self) -> int:
+        return self.shape.key_dim
+
+
+class _IndexedProbe(LatentProbe):
+    selects = True
+    keys = mx.zeros(0)  # which the model's code ties to those of its index
+
+
+# -- The families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, and why.
+#
+# A family can be compressed if it only passes what `cache.update_and_fetch` returns to
+# `scaled_dot_product_attention` or to a later layer, or where its own code is reached (`own_code`), or caches
+# latents. A test derives this table from the source of the installed mlx-lm.
+
+OWN_CACHE = "its code stores compressed groups of tokens in a cache of its own"
+NO_PROMPTS = "its code in mlx-lm reads no prompt (adds the word causal to scores)"
+ARRAYS = "its code needs the cached keys as an array ({})"
+
+REFUSED: dict[str, str] = {
+    "deepseek_v41": OWN_CACHE,
+    "minimax_m3_vl": ARRAYS.format("selects blocks of keys by an index"),
+    "olmo": NO_PROMPTS,
+}
+
+# Families whose code computes on cached latents (MLA): `find_latents` knows how.
+LATENTS = {
+    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"),
+    *("kimi_k3", "kimi_linear", "longcat_flash", "mistral4"),
+}
+
+# Layers that reuse another layer's keys read its `.state` before 0.32, `keys_and_values()` since.
+REFUSED_BEFORE_0_32: dict[str, str] = {
+    "afm7": ARRAYS.format("reads the state of a cache of another layer"),
+    "gemma3n": ARRAYS.format("reads the state of a cache of another layer"),
+}
+
+
+def refusal(files: list[str], mlx_lm_version: str) -> str | None:
+    """Return why a model with classes in `files` (`mlx_lm.models.llama`) cannot be compressed, or None."""
+    table = REFUSED
+    if tuple(int(part) for part in mlx_lm_version.split(".")[:2]) < (0, 32):
+        table = REFUSED | REFUSED_BEFORE_0_32
+    for file in files:
+        package, _, family = file.rpartition(".")
+        if package == "mlx_lm.models" and family in table:
+            return f"{family}: {table[family]}"
+    return None
+
+
+# -- all of it
+
+
+def find(model: nn.Module, make_cache: Callable[[], list]) -> Findings:
+    """Find what the plain caches of `make_cache()` hold, and why some cannot be replaced by ours.
+
+    The attention function must be rebound (`rebind.bind`).
+    """
+    plain = [place for place, cache in leaves(make_cache()) if type(cache).__name__ == PLAIN]
+    if refused := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
+        return Findings({}, dict.fromkeys(plain, refused))
+    return find_latents(model, make_cache, plain) or probe(model, make_cache, plain)

@@ -1,8 +1,7 @@
 """Observe caches, attention and layers of a model while it runs.
 
-`put_observers` replaces the compressed caches of a fresh list by caches that also keep all keys and
-values exactly. `observe` calls back after every pass through a layer. Neither changes what the model
-computes, and leaving `observe` restores the model.
+`observe` calls back after every pass through a layer. It does not change what the model computes, and
+leaving it restores the model.
 """
 
 from __future__ import annotations
@@ -16,53 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
-from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.latent.own import LatentKVCache
 from mlxkv.cache.view import Pair, View
-from mlxkv.codec.maps import LayerMaps
-from mlxkv.errors import UserError
-from mlxkv.formats.config import CacheConfig
-from mlxkv.models.hooks.probe import leaves, put
-
-
-class CompressedObserver(AdaptiveKVCache):
-    """A compressed cache that keeps an exact copy and reports attention over it.
-
-    index: its position in the model's list of caches. exact: all keys (without their mean, where `config`
-    is centred) and values, [B, G, T, D] in the model's dtype. on_attention: called with each
-    AttentionCall; `observe` sets it.
-    """
-
-    def __init__(self, config: CacheConfig, index: int, rotations: LayerMaps | None = None):
-        super().__init__(config, rotations)
-        self.index = index
-        self.exact: Pair | None = None
-        self.on_attention: Callable[[AttentionCall], None] | None = None
-        self._plain = KVCache()
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
-        self.exact = None  # a reference to it would make the update copy all of it
-        self.exact = self._plain.update_and_fetch(self.arriving(keys), values)
-        view, _ = super().update_and_fetch(keys, values)
-        return self._observed(view)
-
-    def keys_and_values(self) -> tuple[View, View]:
-        return self._observed(super().keys_and_values()[0])
-
-    def cut(self, left: int) -> None:
-        self._plain.trim(self.offset - left)
-        super().cut(left)
-        if self.exact is not None:
-            self.exact = tuple(x[:, :, : self.offset] for x in self.exact)
-
-    def _observed(self, view: View) -> tuple[View, View]:
-        if not isinstance(
-            view, ObservedView
-        ):  # an update returns `keys_and_values` where nothing is sealed
-            view = ObservedView(**vars(view), cache=self)
-        return view, view
+from mlxkv.models.hooks.probe import leaves
 
 
 class PlainObserver(KVCache):
@@ -121,7 +76,7 @@ class LatentObserver(KVCache):
 class ObservedView(View):
     """The view of an observing cache, which reports attention over it."""
 
-    cache: CompressedObserver | PlainObserver = field(kw_only=True, repr=False)
+    cache: PlainObserver = field(kw_only=True, repr=False)
 
     def attended(
         self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None, softcap=None
@@ -188,22 +143,6 @@ def joined(heads: mx.array) -> mx.array:
     return heads.swapaxes(1, 2).reshape(batch, new, -1)
 
 
-def put_observers(caches: list) -> list[CompressedObserver]:
-    """Replace every compressed cache in `caches`, which must be empty, by an observer. Returns these. Raises
-    UserError for caches of latents."""
-    observers = []
-    for place, cache in leaves(caches):
-        if isinstance(cache, LatentKVCache):
-            raise UserError(
-                "[--tasks] stages are measured on keys and values; got a model that caches latents; choose "
-                "divergence"
-            )
-        if type(cache) in (CompressedKVCache, AdaptiveKVCache):
-            observers.append(CompressedObserver(cache.config, place[0], cache.layer_maps))
-            put(caches, place, observers[-1])
-    return observers
-
-
 @contextmanager
 def observe(model: nn.Module, caches: list, on_pass: Callable[[LayerPass], None]) -> Iterator[None]:
     """Inside, `on_pass` is called after each pass through a layer of `model` that runs on `caches`.
@@ -211,9 +150,7 @@ def observe(model: nn.Module, caches: list, on_pass: Callable[[LayerPass], None]
     Layers and their linear maps are instances of subclasses of their classes for that time.
     """
     layers = _LayerObserver(caches, on_pass)
-    observers = [
-        cache for _, cache in leaves(caches) if type(cache) in (CompressedObserver, PlainObserver)
-    ]
+    observers = [cache for _, cache in leaves(caches) if type(cache) is PlainObserver]
     hooked: list[tuple[nn.Module, type]] = []
     try:
         for one in observers:

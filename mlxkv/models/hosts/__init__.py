@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlxkv.formats.config import CacheConfig
+
 
 @dataclass(frozen=True)
 class Options:
     """What `mlxkv run` was asked for. strict: end the process with exit code 2 where a layer that grows stays in
-    full precision. windows: tokens of the smallest sliding window that is compressed. quiet: say only what is
+    full precision. quiet: say only what is
     wrong."""
 
-    kv: str
+    kv: CacheConfig
     strict: bool = False
-    windows: int | None = None
     quiet: bool = False

@@ -13,7 +13,6 @@ import mlx.nn as nn
 
 from mlxkv import console, versions
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, summarise
@@ -45,19 +44,16 @@ def give(
     if vars(target).pop(_PASSED_OVER, False) or (group is None and ledger.knows(target)):
         return None  # said already, or attached before it was shared
     try:
-        config = parse_kv(options.kv)
-        if config.calibrated and folder is not None:
+        if options.kv.calibrated and folder is not None:
             introduce(target, _origin(name, folder, tokenizer))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the report says it
-            reports = attach(
-                target, options.kv, strict=options.strict, group=group, windows=options.windows
-            )
+            reports = attach(target, options.kv, strict=options.strict, group=group)
     except UserError as error:
         return _refuse(str(error), options)
     except Exception as error:  # a model of others may raise anything
         return _refuse(f"{type(error).__name__}: {error}", options)
-    ledger.open_account(target, options.kv, config, reports, options.quiet)
+    ledger.open_account(target, options.kv, reports, options.quiet)
     _tell(name, options, reports)
     return reports
 
@@ -97,13 +93,14 @@ def _tell(name: str, options: Options, reports: list[LayerReport]) -> None:
     """Print the report, once for each model."""
     lines = summarise(reports)
     asked_for = all(report.reason == ASKED_FOR for report in reports)
-    key = name, options.kv, *lines
+    key = name, options.kv.label, *lines
     if key in _told:
         return
     _told.add(key)
     if not options.quiet:
         ledger.say(
-            f"--kv {options.kv}: {name}" + (", in full precision as asked for" if asked_for else "")
+            f"--kv {options.kv.label}: {name}"
+            + (", in full precision as asked for" if asked_for else "")
         )
         for line in [] if asked_for else lines:
             console.note(f"  {line}")

@@ -95,14 +95,14 @@ def knows(model: nn.Module) -> bool:
 
 
 def open_account(
-    model: nn.Module, kv: str, config: CacheConfig, reports: list[LayerReport], quiet: bool
+    model: nn.Module, kv: CacheConfig, reports: list[LayerReport], quiet: bool
 ) -> None:
     """Watch the calls of an attached model from now on, and tell of them as the process ends unless `quiet`."""
     ours = [report for report in reports if report.compressed]
     if not ours:
         return
     plain = sum(2 * one.kv_heads * (one.key_dim + one.value_dim) for one in ours)
-    account = Account(kv, config.window, plain)
+    account = Account(kv.label, kv.window, plain)
     if not ACCOUNTS and not quiet:
         atexit.register(tell)
     ACCOUNTS.append(account)

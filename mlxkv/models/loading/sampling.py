@@ -7,8 +7,8 @@ from math import isfinite
 from pathlib import Path
 
 from mlxkv import untrusted
+from mlxkv.models.catalog.aliases import PACKAGES
 from mlxkv.models.catalog.folder import SMALL
-from mlxkv.models.catalog.packaged import PACKAGES
 
 FILE = "generation_config.json"
 # The lowest and the highest value that mlx-lm's samplers take.

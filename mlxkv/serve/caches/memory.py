@@ -11,7 +11,7 @@ from mlx_lm.models.cache import BatchKVCache
 from mlxkv.cache import ragged
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.compressed import STEP, CompressedKVCache
-from mlxkv.cache.latent.own import LatentKVCache
+from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.pages import GROWTH, most
 from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
@@ -43,8 +43,6 @@ class CacheShape:
         if self.config is None:
             return self.fixed + self.full * self._room(tokens, chunk, padded)
         c = self.config
-        if c.sliding:  # what a prompt adds leaves the window behind each chunk
-            tokens = min(tokens, c.sliding + 2 * c.page + chunk)
         pages = (
             max(0, tokens - c.sink) // c.page
         )  # a cache that was trimmed may have no exact tokens
@@ -66,8 +64,6 @@ class CacheShape:
         c = self.config
         if c is None:
             return self.fixed + self.full * (min(tokens, self.window) if self.window else tokens)
-        if c.sliding:
-            tokens = min(tokens, c.sliding + c.page)
         if tokens <= c.window:
             return self.full * tokens
         pages = c.pages_over(tokens - c.sink)
@@ -113,9 +109,8 @@ def _shape(cache) -> CacheShape:
             latents = dims[0] * config.keys.bits_per_value(dims[0], config.page) / 8
             packed = config.page * (latents + each * dims[1])
             room = each * dims[1] * (config.window + STEP)
-        window = config.sliding
         return CacheShape(
-            *(0, each * values, 2 * values, window, False, config, packed, together, bases, room)
+            *(0, each * values, 2 * values, 0, False, config, packed, together, bases, room)
         )
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or keys.ndim != 4:

@@ -63,9 +63,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 self._site.metrics.answered(message["status"])
                 headers = self._cors_headers(request)
-                if (
-                    is_refused or not scope["wire"].is_complete
-                ):  # where the next request begins is not known
+                # Where the next request begins is not known.
+                if is_refused or not scope["wire"].is_complete:
                     headers.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mlxkv import console
+from mlxkv.bench import steps
 from mlxkv.bench.options import (
     BASELINE,
     MLX_LM,
@@ -26,11 +27,8 @@ from mlxkv.bench.options import (
     parse_contexts,
     parse_presets,
 )
-from mlxkv.bench.show import print_machine, spread, weights_text
+from mlxkv.bench.show import print_machine, ratio_text, spread, weights_text
 from mlxkv.bench.subject import Subject, load_subject, machine_in_use, short
-from mlxkv.bench.whole import steps
-from mlxkv.bench.whole.reading import cache_bytes
-from mlxkv.bench.whole.rows import add_ratios, medians, speed_cells
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import interleaved
@@ -42,6 +40,15 @@ WARM = 4  # tokens decoded before the clock starts
 DIRECT_ABOVE, DIRECT_ABOVE_CPU = 32768, 1024  # longer contexts are filled without a prefill
 CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
 FILLS = ("auto", "prefill", "direct")
+NUMBERS = (
+    "prefill_seconds",
+    "prefill_tokens_per_second",
+    "first_token_seconds",
+    "tokens_per_second",
+    "token_ms",
+    "peak_bytes",
+    "kv_bytes",
+)
 COLUMNS = (
     "context",
     "preset",
@@ -66,14 +73,12 @@ def run(
     tokens: int,
     rounds: int,
     fill: str,
-    uncompiled: bool,
     dtype: str | None,
     bits: int | None,
     as_json: bool,
 ) -> None:
-    """Measure and print. contexts, kv: by commas. rounds: each runs every preset twice, A B B A. uncompiled:
-    also every preset with steps that Python builds."""
-    presets = parse_presets(kv, (REPLAYED, PAGED))
+    """Measure and print. contexts, kv: by commas. rounds: each runs every preset twice, A B B A."""
+    presets = parse_presets(kv, (REPLAYED, PAGED, *MLX_LM))
     lengths = parse_contexts(contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS), 2)
     check_counts(tokens=tokens, rounds=rounds)
     check_choice("fill", fill, FILLS)
@@ -81,16 +86,15 @@ def run(
     machine, installed = machine_in_use(), versions()
     it = load_subject(model, dtype, bits)
     print_machine(machine, installed)
-    arms = _arms(presets, uncompiled)
     rows = []
     with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("decode", total=len(lengths) * len(arms) * (2 * rounds + 1))
+        bar = bars.add_task("decode", total=len(lengths) * len(presets) * (2 * rounds + 1))
         for context in lengths:
             bars.update(bar, description=f"{model} {context}")
             rows += _rows(
                 it,
                 context,
-                arms,
+                presets,
                 fill=_fill_of(fill, context),
                 tokens=tokens,
                 rounds=rounds,
@@ -103,16 +107,6 @@ def run(
         console.print_json({"machine": machine, "versions": installed, "rows": rows})
 
 
-def _arms(presets: list[str], uncompiled: bool) -> list[tuple[str, bool]]:
-    """Return what is measured: presets, and whether Python builds their steps, as it always does in full precision."""
-    both = (False, True) if uncompiled else (False,)
-    return [
-        (name, by_python)
-        for name in presets
-        for by_python in (both if name == REPLAYED or cache_config(name).compresses else both[:1])
-    ]
-
-
 def _fill_of(fill: str, context: int) -> str:
     if fill != "auto":
         return fill
@@ -123,31 +117,42 @@ def _fill_of(fill: str, context: int) -> str:
 def _rows(
     it: Subject,
     context: int,
-    arms: list[tuple[str, bool]],
+    presets: list[str],
     *,
     fill: str,
     tokens: int,
     rounds: int,
     done: Callable[[], None],
 ) -> list[dict]:
-    """One row per preset, and whether Python builds its steps: medians over interleaved runs, after one of
-    each to warm up."""
-    for name, by_python in arms:  # one token, but all where a basis that follows builds kernels
-        measure(it, name, context, fill, tokens if cache_config(name).follows else 1, by_python, 1)
+    """One row per preset: medians over interleaved runs, after one of each to warm up."""
+    for name in presets:  # one token, but all where a basis that follows builds kernels
+        measure(it, name, context, fill, tokens if cache_config(name).follows else 1, 1)
         done()
     tasks = {
-        arm: lambda arm=arm: measure(it, arm[0], context, fill, tokens, arm[1], tokens)
-        for arm in arms
+        name: lambda name=name: measure(it, name, context, fill, tokens, tokens) for name in presets
     }
     rows = []
-    for (name, by_python), runs in interleaved(tasks, rounds, done).items():
-        row = {"preset": name, "uncompiled": by_python, "by": it.decoded_by(name)}
+    for name, runs in interleaved(tasks, rounds, done).items():
+        row = {"preset": name, "by": it.decoded_by(name)}
         row |= {"context": context, "fill": fill, "runs": len(runs)} | medians(runs)
         row |= steps.medians(runs)
         row["spread"] = spread([one["tokens_per_second"] for one in runs])
         rows.append(row)
-    add_ratios(rows)
+    speeds = {row["preset"]: row["tokens_per_second"] for row in rows}
+    for row in rows:
+        base = speeds.get(BASELINE)
+        row["baseline_ratio"] = row["tokens_per_second"] / base if base else None
     return rows
+
+
+def medians(runs: list[dict]) -> dict:
+    """The median of each of NUMBERS, bytes as whole numbers; None for what was not measured."""
+    out = {}
+    for key in NUMBERS:
+        values = [run[key] for run in runs if run[key] is not None]
+        kind = int if key.endswith("bytes") else float
+        out[key] = kind(median(values)) if values else None
+    return out
 
 
 def measure(
@@ -156,19 +161,18 @@ def measure(
     context: int,
     fill: str,
     tokens: int,
-    by_python: bool = False,
     apart: int = 0,
 ) -> dict:
     """Fill a fresh cache with `context` tokens, decode WARM tokens, then time `tokens` more.
 
     preset: one of ours, or a name in MLX_LM: mlx-lm then quantises its own cache from the first token
-    on. fill: "prefill" or "direct". by_python: no step is replayed. apart: steps after these, whose parts
-    are timed apart (`steps.parts`), and returned too.
+    on. fill: "prefill" or "direct". apart: steps after these, whose parts are timed apart (`steps.parts`),
+    and returned too.
     prefill_seconds: the prompt without its last token. first_token_seconds: until the first token. Both are
     None if the cache was filled directly.
     """
     bits = MLX_LM.get(preset)
-    with it.attached(BASELINE if bits else preset, by_python):
+    with it.attached(BASELINE if bits else preset):
         cache = make_prompt_cache(it.model)
         mx.random.seed(0)
         mx.clear_cache()
@@ -207,7 +211,6 @@ def measure(
             "token_ms": 1e3 * median(gaps),
             "peak_bytes": mx.get_peak_memory(),
             "kv_bytes": sum(layer.nbytes for layer in cache),
-            "read_bytes": cache_bytes(cache),
         }
         return found | (steps.parts(it.model, cache, token, apart) if apart else {})
 
@@ -231,15 +234,27 @@ def fill_directly(cache: list, it: Subject, tokens: int) -> None:
             mx.eval(layer.state)
 
 
+def _speeds(row: dict) -> list[str]:
+    """The cells from "first token s" to "spread", "-" for what was not measured."""
+    first, prefill = row["first_token_seconds"], row["prefill_tokens_per_second"]
+    return [
+        f"{first:.3f}" if first else "-",
+        f"{prefill:.0f}" if prefill else "-",
+        f"{row['tokens_per_second']:.1f}",
+        ratio_text(row["baseline_ratio"]),
+        f"{100 * row['spread']:.0f} %",
+    ]
+
+
 def _show(rows: list[dict], tokens: int, rounds: int) -> None:
     first = rows[0]
     table = [
         [
             row["context"],
-            steps.name_of(row),
+            row["preset"],
             row["by"],
             row["fill"],
-            *speed_cells(row),
+            *_speeds(row),
             f"{row['token_ms']:.2f}",
             console.human_bytes(row["peak_bytes"]),
             console.human_bytes(row["kv_bytes"]),

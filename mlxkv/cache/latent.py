@@ -9,19 +9,79 @@ Spec: `spec.affine`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import STEP, CompressedKVCache
 from mlxkv.cache.contract import IntoBatch
-from mlxkv.cache.latent.batch import BatchedLatentCache
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import LatentCodes
-from mlxkv.cache.view import BY_OPS, KernelPlan, Pair, View
+from mlxkv.cache.traced import (
+    Form,
+    NotYet,
+    Numbers,
+    Own,
+    OwnStandIn,
+    Rows,
+    RowsStandIn,
+    Untraceable,
+    check_rows,
+)
+from mlxkv.cache.view import BY_OPS, KernelPlan, Pair, TracedLatents, View
+from mlxkv.errors import UserError
 from mlxkv.metal.launch import ahead, backend
+
+# -- `BatchedLatentCache`: the latents of several sequences as one cache, for mlx-lm's batches.
+#
+# Each sequence is a cache of its own. The model's code multiplies the rotary keys of all at once, so they come
+# back as one array, in which a shorter sequence ends in zeros; scores over these are not read.
+
+
+class BatchedLatentCache(BatchedKVCache):
+    """Caches of latents of one layer, each of a batch of 1."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        """As `LatentKVCache.update_and_fetch`, for every sequence, without the padding: latents as a view or an
+        array [B, 1, T, R], and rotary keys [B, 1, T, N]."""
+        if keys.shape[0] != len(self.offsets):
+            raise UserError(
+                f"[BatchedLatentCache] the cache holds a batch of {len(self.offsets)}; got {keys.shape[0]}"
+            )
+        new, before = keys.shape[2], self.size()
+        whole, latents, rotary = new > 1, [], []
+        for i, (row, n) in enumerate(zip(self.rows, self._unpadded(new), strict=True)):
+            if n:
+                found = row.append(keys[i : i + 1, :, :n], values[i : i + 1, :, :n], whole)
+                latents.append(found[0] if whole else (found[0], n))
+                rotary.append(found[1])
+            else:  # padding, which attention does not read
+                latents.append(keys[:1, :, :0] if whole else None)
+                rotary.append(values[:1, :, :0])
+        width = (
+            before + new if whole else self.size()
+        )  # of the mask that was made, or of the longest
+        rotary = mx.concatenate([_padded(x, width) for x in rotary])
+        if not whole:
+            live = next(row[0].live for row in latents if row is not None)
+            return View(live, rows=tuple(latents)), rotary
+        return mx.concatenate([_padded(x, width) for x in latents]), rotary
+
+    def _joins(self, keys: mx.array, values: mx.array) -> bool:
+        return False
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """As of BatchedKVCache; always an array for several tokens, which plain attention takes."""
+        return super().make_mask(N, return_array or N > 1, window_size)
+
+
+def _padded(x: mx.array, tokens: int) -> mx.array:
+    """x: [1, 1, T, D] with zeros up to so many tokens."""
+    return mx.pad(x, [(0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0)])
 
 
 class LatentKVCache(CompressedKVCache):
@@ -84,7 +144,7 @@ class LatentKVCache(CompressedKVCache):
                 self._rotary[:, :, : self.offset] = old[:, :, : self.offset]
         self._rotary[:, :, self.offset : end] = rotary
 
-    # -- a step of fixed shapes (`cache.fixed.latent`)
+    # -- a step of fixed shapes (`cache.traced`)
 
     @property
     def whole_rotary(self) -> mx.array | None:
@@ -201,3 +261,96 @@ def decoded(view: View) -> mx.array:
         parts.append(view.pages.decode(0, live.dtype))
     whole = mx.concatenate([*parts, live], axis=2) if parts else live
     return mx.depends(whole, list(view.sealed)) if view.sealed else whole
+
+
+# -- The forms of `LatentKVCache`, alone and in a batch: as those of `CompressedKVCache`, and the rotary keys that the
+# model's code multiplies.
+
+
+class OwnLatents(Own):
+    """Numbers as of `Own`. Exact rotary keys are one more array, in the order of their tokens."""
+
+    def __init__(self, cache: LatentKVCache, new: int):
+        if new > 1:
+            raise NotYet("several tokens at once make keys and values of every head")
+        super().__init__(cache, new)
+        self.rotary = cache.whole_rotary
+        if self.rotary is not None:
+            self.arrays, self.writes = [*self.arrays, self.rotary], 3
+
+    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> _LatentStandIn:
+        return _LatentStandIn(self, arrays, numbers)
+
+
+class _LatentStandIn(OwnStandIn):
+    def __init__(self, form: OwnLatents, arrays: Sequence[mx.array], numbers: Numbers):
+        self._rotary = None if form.rotary is None else arrays[-1]
+        super().__init__(form, arrays if self._rotary is None else arrays[:-1], numbers)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        """Latents as a view, and the rotary keys of all tokens with room behind them."""
+        self._write(keys, values, 1)
+        latents, live = self.written
+        if in_order := self._rotary is not None:
+            at = self._numbers.places(0, values.shape)
+            turned = mx.put_along_axis(self._rotary, at, values.astype(live.dtype), axis=2)
+            self.written = latents, live, turned
+        else:
+            parts = [] if self._sink is None else [self._sink[1]]
+            turned = mx.concatenate([*parts, self._pages.decode_rotary(live.dtype), live], axis=2)
+        sink = self._sink and (self._sink[0],) * 2
+        numbers = self._numbers
+        counts = numbers.once("counts", lambda: numbers.array[2:5])
+        self._view = TracedLatents(
+            *((latents,) * 2, sink, self._pages),
+            seen=self._seen,
+            counts=counts,
+            width=turned.shape[2],
+            in_order=in_order,
+            once=numbers.once,
+        )
+        return self._view, turned
+
+    def keys_and_values(self):
+        raise Untraceable("layers share a cache of latents")
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """None: one token sees all, whether an array is asked for or not."""
+        if N > 1 or window_size is not None:
+            return super().make_mask(N, return_array, window_size)
+        return None
+
+
+def of_latent_batch(cache: BatchedLatentCache, new: int) -> Form:
+    """The form of a batch of sequences, which are read one after the other. Raises NotYet while prompts are read."""
+    if cache.is_padded:
+        raise NotYet("prompts of unequal lengths are read")
+    check_rows(cache.rows, LatentKVCache)
+    return LatentRows(cache, new)
+
+
+class LatentRows(Rows):
+    """Arrays of `OwnLatents` for each sequence."""
+
+    own = OwnLatents
+
+    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> _LatentRowsStandIn:
+        return _LatentRowsStandIn(self.forms, arrays, numbers)
+
+
+class _LatentRowsStandIn(RowsStandIn):
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        """Latents as views, and the rotary keys of all sequences [B, 1, columns, N], with zeros behind the shorter."""
+        if self.written is not None:
+            raise Untraceable("a layer writes to its cache twice")
+        views, turned = zip(*self.each(keys, values), strict=True)
+        most = max(x.shape[2] for x in turned)
+        spare = ([(0, 0), (0, 0), (0, most - x.shape[2]), (0, 0)] for x in turned)
+        turned = mx.concatenate([mx.pad(x, room) for x, room in zip(turned, spare, strict=True)])
+        return View(views[0].live, rows=tuple((view, None) for view in views)), turned
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """As of one sequence: what is not in use is out of sight (`TracedLatents`)."""
+        if N > 1 or window_size is not None:
+            return super().make_mask(N, return_array, window_size)
+        return None

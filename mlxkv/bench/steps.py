@@ -110,7 +110,7 @@ def show(rows: list[dict]) -> None:
     table = [
         [
             row["context"],
-            name_of(row),
+            row["preset"],
             row["step"].partition(":")[0],
             *(f"{row[name]:.2f}" for name in ("token_ms", "host_ms", "wait_ms", "device_ms")),
             f"the {row['waits']}",
@@ -118,7 +118,7 @@ def show(rows: list[dict]) -> None:
         for row in rows
     ]
     console.print_table(COLUMNS, table, "one step: the host's part and the device's")
-    whys = dict.fromkeys(f"{name_of(row)}: {row['step']}" for row in rows if ":" in row["step"])
+    whys = dict.fromkeys(f"{row['preset']}: {row['step']}" for row in rows if ":" in row["step"])
     for why in whys:
         print(why)
     print(
@@ -128,8 +128,3 @@ def show(rows: list[dict]) -> None:
         f"over; waits: the host, where it waits more than {100 * WAITING:.0f} % of a token, else the device; "
         f"medians of up to {MOST} steps a run, after those above"
     )
-
-
-def name_of(row: dict) -> str:
-    """The preset of a row, and whether its steps were to be built by Python."""
-    return row["preset"] + (" uncompiled" if row["uncompiled"] else "")
